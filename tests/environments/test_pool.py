@@ -305,7 +305,8 @@ def test_a_cancelled_caller_leaves_the_worker_in_order() -> None:
             with pytest.raises(asyncio.CancelledError):
                 await step
         assert await heard(other, "x") == "u: x"
-        assert await heard(environment, "y") == "t: await 600 block 0.2 y"
+        # On a busy machine the second call may be cancelled before its worker begins it.
+        assert await heard(environment, "y") in ("t: await 600 block 0.2 y", "t: await 600 y")
 
     with_pool(body)
 

@@ -19,11 +19,10 @@ from gleanrl.experience.guidance.retrieval import compact
 from gleanrl.experience.pool import transfer
 from gleanrl.experience.pool.codec import decode_trajectory, encode_trajectory
 from gleanrl.learners.tiny import build_tokenizer
-from gleanrl.rollout.conversation import conversation, readable
+from gleanrl.rollout.conversation import conversation, readable, transcript
 from gleanrl.rollout.player import Player
 from gleanrl.rollout.renderer import Renderer
 from gleanrl.rollout.tool_calls import ToolsUnknown
-from gleanrl.rollout.transcript import transcript
 from gleanrl.samplers.scripted import ScriptedSampler
 from gleanrl.types import Message, StopReason, Task, Trajectory
 from gleanrl.utils import serialize

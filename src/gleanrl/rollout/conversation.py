@@ -1,10 +1,13 @@
-"""Reads a trajectory back as a conversation. Rewards, reports and stored experience use it."""
+"""Reads a trajectory back as a conversation, or as text. Rewards, reports and stored experience use it."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 
-from gleanrl.rollout.tool_calls import read_calls, texts_of
+import numpy as np
+
+from gleanrl.rollout.tool_calls import read_calls
 from gleanrl.types import Message, Segment, Trajectory
 
 
@@ -24,8 +27,32 @@ def conversation(trajectory: Trajectory) -> list[Message]:
 
 
 def readable(message: Message) -> str:
-    """Return a message as plain text: its content, then one line per tool call."""
-    return "\n".join(filter(None, [message.get("content") or "", *texts_of(read_calls(message))]))
+    """Return a message as plain text: its content, then one line per tool call, as ``name({"a": 1})``."""
+    lines = [message["content"]] if message.get("content") else []
+    for call in read_calls(message):
+        given = call.arguments if isinstance(call.arguments, str) else json.dumps(call.arguments, ensure_ascii=False)
+        lines.append(f"{call.name or '?'}({given})")
+    return "\n".join(lines)
+
+
+def transcript(trajectory: Trajectory) -> str:
+    """Return the conversation as text. Sampled text is marked by ``>`` and followed by the model's confidence."""
+    score = f"{trajectory.score.value:g}" if trajectory.score.valid else "invalid"
+    head = f"task {trajectory.task_id}: score {score}, ended {trajectory.stop}, sampled by version {trajectory.version}"
+    lines = [head]
+    if trajectory.score.explanation:
+        lines.append(f"({trajectory.score.explanation})")
+    for index, segment in enumerate(trajectory.segments):
+        if index:
+            lines.append("--- the context was rewritten here ---")
+        for turn in segment:
+            text = readable(turn.message).strip()
+            if turn.logprobs is None:
+                lines.append(f"\n[{turn.message['role']}]\n{text}")
+                continue
+            sure = f", mean log-prob {float(np.mean(turn.logprobs)):.2f}" if turn.logprobs.size else ""
+            lines.append(f"\n> {text}\n  ({turn.tokens.size} tokens{sure})")
+    return "\n".join(lines) + "\n"
 
 
 def opening_turns(trajectory: Trajectory) -> Segment:

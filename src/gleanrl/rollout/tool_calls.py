@@ -6,7 +6,7 @@ reader below that reads the call back exactly. A tokenizer's own ``response_temp
 A call that cannot be read is not an error here. It becomes a call whose ``arguments`` are the sampled text, and the
 environment answers it.
 
-Parts: messages with calls (`call_message`, `read_calls`, `for_template`, `texts_of`); readers (`JsonCalls`,
+Parts: messages with calls (`call_message`, `read_calls`, `for_template`); readers (`JsonCalls`,
 `NamedCalls`, `TaggedCalls`, `AfterThought`, `ResponseTemplate`; `find_reader` picks one); and `CallTemplate`, which
 `Renderer` uses.
 """
@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -120,13 +120,6 @@ def for_template(message: Message) -> dict[str, Any]:
     return plain
 
 
-def texts_of(calls: Sequence[Call]) -> Iterator[str]:
-    """Yield each call as one readable line: ``name({"a": 1})``."""
-    for call in calls:
-        given = call.arguments if isinstance(call.arguments, str) else json.dumps(call.arguments, ensure_ascii=False)
-        yield f"{call.name or '?'}({given})"
-
-
 # --- readers ----------------------------------------------------------------------------------------------------------
 class CallReader(Protocol):
     """Reads calls from what a model said."""
@@ -139,10 +132,31 @@ class CallReader(Protocol):
 def find_reader(say: Callable[[Sequence[Call]], str], tools: Tools = ()) -> CallReader | None:
     """Return the first reader that reads back what ``say`` writes, an answer with these calls; None if none does."""
     text = say([Call(PROBE_NAME, dict(PROBE_ARGUMENTS))])
-    for reader in (_json_reader(text), _named_reader(text), *(TaggedCalls(*tags, tools) for tags in _TAGS)):
-        if reader is not None and _reads_probe(reader, text):
-            return reader
-    return None
+    readers: list[CallReader] = []
+    for start in (match.start() for match in re.finditer(r"\{", text)):  # the first object that holds the whole call
+        try:
+            found, end = _DECODER.raw_decode(text, start)
+        except ValueError:
+            continue
+        keys = {json.dumps(value, sort_keys=True): key for key, value in found.items()}
+        name = keys.get(json.dumps(PROBE_NAME))
+        arguments = keys.get(json.dumps(PROBE_ARGUMENTS, sort_keys=True))
+        if name and arguments:
+            opening, closing = text[:start].strip(), text[end:].strip()
+            if opening.endswith("[") and closing.startswith("]"):
+                opening, closing = opening[:-1].rstrip(), closing[1:].lstrip()
+            readers.append(JsonCalls(opening, closing, name, arguments))
+            break
+    at = text.find(PROBE_NAME)
+    start = text.find("{", at)
+    if at >= 0 and start >= 0:
+        with suppress(ValueError):
+            _, end = _DECODER.raw_decode(text, start)
+            opening, middle = text[:at].strip(), text[at + len(PROBE_NAME) : start].strip()
+            if opening and middle:
+                readers.append(NamedCalls(opening, middle, text[end:].strip()))
+    readers += [TaggedCalls(*tags, tools) for tags in _TAGS]
+    return next((reader for reader in readers if _reads_probe(reader, text)), None)
 
 
 def _reads_probe(reader: CallReader, text: str) -> bool:
@@ -184,8 +198,13 @@ class JsonCalls:
             except (ValueError, RecursionError):
                 end = _end_of(body, start, self.closing)
                 return [*calls, Call("", body[start:end].strip())], end
-            calls.append(self._call(found, body[start:end]))
             at = end
+            name = found.get(self.name)
+            if not isinstance(name, str):
+                calls.append(Call("", body[start:end]))
+                continue
+            given = [found.get(key) for key in (self.arguments, "arguments", "parameters")]  # models confuse the keys
+            calls.append(Call(name, _arguments(next((value for value in given if value is not None), None))))
         if listed:
             end = _skip(body, at, _SPACE)
             at = end + 1 if body[end : end + 1] == "]" else at
@@ -193,32 +212,6 @@ class JsonCalls:
             end = _end_of(body, 0, self.closing)
             return [Call("", body[:end].strip())], end
         return calls, at
-
-    def _call(self, found: Any, text: str) -> Call:
-        name = found.get(self.name)
-        if not isinstance(name, str):
-            return Call("", text)
-        for key in (self.arguments, "arguments", "parameters"):  # models confuse the two common keys
-            if found.get(key) is not None:
-                return Call(name, _arguments(found[key]))
-        return Call(name, {})
-
-
-def _json_reader(text: str) -> CallReader | None:
-    for start in (match.start() for match in re.finditer(r"\{", text)):
-        try:
-            found, end = _DECODER.raw_decode(text, start)
-        except ValueError:
-            continue
-        keys = {json.dumps(value, sort_keys=True): key for key, value in found.items()}
-        name = keys.get(json.dumps(PROBE_NAME))
-        arguments = keys.get(json.dumps(PROBE_ARGUMENTS, sort_keys=True))
-        if name and arguments:
-            opening, closing = text[:start].strip(), text[end:].strip()
-            if opening.endswith("[") and closing.startswith("]"):
-                opening, closing = opening[:-1].rstrip(), closing[1:].lstrip()
-            return JsonCalls(opening, closing, name, arguments)
-    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,19 +238,6 @@ class NamedCalls:
                 return [Call("", body[:end].strip())], end
             return [Call(name.strip(), body[len(name) + len(middle) : end].strip())], end
         return [Call(name.strip(), _arguments(found))], end
-
-
-def _named_reader(text: str) -> CallReader | None:
-    at = text.find(PROBE_NAME)
-    start = text.find("{", at)
-    if at < 0 or start < 0:
-        return None
-    try:
-        _, end = _DECODER.raw_decode(text, start)
-    except ValueError:
-        return None
-    opening, middle = text[:at].strip(), text[at + len(PROBE_NAME) : start].strip()
-    return NamedCalls(opening, middle, text[end:].strip()) if opening and middle else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from time import perf_counter
 
 from gleanrl.algorithms.batch import Batch
 from gleanrl.protocols import Metrics, Monitor
-from gleanrl.rollout.transcript import transcript
+from gleanrl.rollout.conversation import transcript
 from gleanrl.runtime.evaluation import Evaluation
 from gleanrl.runtime.records import RolloutRecord, group_records, write_rollouts
 from gleanrl.runtime.run_folder import RunFolder

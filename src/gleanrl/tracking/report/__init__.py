@@ -5,7 +5,7 @@ Both read only the run folder, so they work for a running, finished or crashed r
 
 from __future__ import annotations
 
-from gleanrl.rollout.transcript import transcript
+from gleanrl.rollout.conversation import transcript
 from gleanrl.tracking.report.page import build
 from gleanrl.tracking.report.summary import show
 
