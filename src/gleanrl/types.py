@@ -105,7 +105,7 @@ class Turn:
     message: Message
     tokens: IntArray  # int32[n]
     logprobs: FloatArray | None = None  # float32[n] behaviour log-probs; None = context, never trained
-    version: int = -1  # weights that sampled it (the oldest, if they changed on the way); -1 = context
+    version: int = -1  # weights that sampled it, the oldest if they changed meanwhile; -1 = context
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tokens", _frozen(self.tokens, np.int32))

@@ -24,8 +24,8 @@ from gleanrl.utils.errors import UserError
 from gleanrl.utils.registry import Registry
 from gleanrl.utils.text import nearest
 
-EPSILON = 1e-6  # of the deviation that advantages are divided by
-WHITENING_EPSILON = 1e-8  # of the variance that advantages are whitened by
+EPSILON = 1e-6  # added to the standard deviation that divides advantages
+WHITENING_EPSILON = 1e-8  # added to the variance when advantages are whitened
 
 INPUTS = {
     "values": "float [N, L], what a critic predicts at each token",
@@ -70,7 +70,10 @@ class Rewards:
 
     @cached_property
     def centred(self) -> Tensor:
-        """float64 [N]: r - mean; a lone baseline member has none, so mean 0, but others are compared with it."""
+        """float64 [N]: score minus mean. For a lone baseline member the mean is taken as 0.
+
+        Members that are not in the baseline are compared with the lone member's score.
+        """
         return self.scores - torch.where(self.lone, 0.0, self.means)
 
     @cached_property
@@ -158,12 +161,12 @@ class Rewards:
         return torch.where(low == high, low, mean)[self.group]
 
     def lowest(self, members: Tensor) -> Tensor:
-        """float64 [G]: lowest score of the ``members`` bool [N] of each group, inf without any."""
+        """float64 [G]: lowest score in each group among the ``members`` (bool [N]); inf in a group that has none."""
         empty = self.scores.new_full((self.groups,), torch.inf)
         return empty.scatter_reduce(0, self.group, torch.where(members, self.scores, torch.inf), "amin")
 
     def highest(self, members: Tensor) -> Tensor:
-        """float64 [G]: highest score of the ``members`` bool [N] of each group, -inf without any."""
+        """float64 [G]: highest score in each group among the ``members`` (bool [N]); -inf in a group that has none."""
         empty = self.scores.new_full((self.groups,), -torch.inf)
         return empty.scatter_reduce(0, self.group, torch.where(members, self.scores, -torch.inf), "amax")
 
@@ -462,13 +465,13 @@ def whitened(values: Tensor, members: Tensor | None, times: Tensor | None = None
 
 
 def _outcome(advantages: Tensor) -> tuple[Tensor, Tensor]:
-    """Advantages and returns [N, 1] of an estimator that gives each token of a trajectory the same, float64 [N]."""
+    """Advantages and returns [N, 1] from ``advantages`` float64 [N], the same for every token of a trajectory."""
     column = advantages[:, None]
     return column, column
 
 
 def _per_token(rewards: Rewards, advantages: Tensor, returns: Tensor, whiten: bool) -> tuple[Tensor, Tensor]:
-    """float32 [N, L] each from float64 [T] each."""
+    """Advantages and returns float32 [N, L] from those of the trained tokens, float64 [T]; ``whiten``s advantages."""
     _check("whiten", whiten, "true or false", lambda x: x in (True, False))
     spread_returns = rewards.spread(returns)
     if whiten:

@@ -179,7 +179,7 @@ class LossContext(NamedTuple):
 
     precomputed: Tensor | None  # the result of the policy loss's own ``precompute``
     weight: Tensor | None  # float, importance correction of a fresh token: 0 = left out, 1 = as it is
-    kept: Tensor | None  # float, how many of its sequence's tokens are not left out
+    kept: Tensor | None  # float, number of tokens of its sequence that the correction keeps
     length: Tensor | None  # float, how many tokens its sequence has
 
     def take(self, index: Tensor | slice) -> LossContext:
@@ -187,7 +187,7 @@ class LossContext(NamedTuple):
         return LossContext(*(None if value is None else value[index] for value in self))
 
     def split(self, sizes: Sequence[int]) -> list[LossContext]:
-        """Consecutive parts of so many tokens each."""
+        """Split the context into consecutive parts; ``sizes`` gives the tokens of each."""
         ends = list(accumulate(sizes, initial=0))
         return [self.take(slice(start, stop)) for start, stop in pairwise(ends)]
 

@@ -20,7 +20,7 @@ from gleanrl.algorithms.batch import Sample
 from gleanrl.types import FloatArray, IntArray
 
 MAX_PADDING = 0.1  # share of a micro-batch that may be padding
-EVEN_LENGTH = 1024  # of a shared row whose attention costs as much as all else; measured on four layers of width 128
+EVEN_LENGTH = 1024  # tokens at which attention in a shared row costs as much as all else; 4 layers of width 128
 LONGEST_SHARED_ROW = 1024  # bounds the attention mask, which is quadratic
 
 
@@ -136,7 +136,7 @@ def _pad(samples: Sequence[Sample], rows: Sequence[Row], pad_token: int) -> Micr
         prefix = end = row.prefix
         for owner, sample in enumerate((samples[i] for i in row.samples), start=1):
             size = sample.tokens.size - 1
-            where = np.arange(size)  # of each input in the row: the prefix, then behind the remainders so far
+            where = np.arange(size)  # position of each input: the prefix, then after the remainders added so far
             where[prefix:] += end - prefix
             tokens[line, where] = sample.tokens[:-1]
             places[line, where] = np.arange(size)
@@ -214,7 +214,7 @@ def _cheapest(members: Sequence[int], inputs: Sequence[IntArray], longest: int) 
     """The cheapest cut of sorted ``members`` into rows of neighbours, by dynamic programming."""
     sizes = [inputs[index].size for index in members]
     common = [0, *(_common(inputs[a], inputs[b]) for a, b in pairwise(members))]
-    best: list[tuple[float, tuple[Row, ...]]] = [(0.0, ())]  # cost and rows of the first so many members
+    best: list[tuple[float, tuple[Row, ...]]] = [(0.0, ())]  # best[n]: cost and rows of the first n members
     for stop in range(1, len(members) + 1):
         alone = Row((members[stop - 1],), 0, sizes[stop - 1])
         cost, rows = best[stop - 1]
@@ -234,7 +234,10 @@ def _cheapest(members: Sequence[int], inputs: Sequence[IntArray], longest: int) 
 
 
 def _cost(row: Row) -> float:
-    """In tokens through the layers; a row that needs a mask of its own pays for both halves of attention."""
+    """Cost of a row, in tokens through the layers.
+
+    A shared row needs an explicit mask, so that both halves of its attention matrix are computed.
+    """
     attention = row.length**2 / EVEN_LENGTH
     return row.length + (attention if len(row.samples) > 1 else attention / 2)
 

@@ -32,9 +32,9 @@ from gleanrl.utils.seeding import derive
 
 STATE = "state.json"
 PRIORITIES = "priorities.npz"
-PARTS = (Manifest.NAME, STATE, PRIORITIES)  # of a checkpoint, besides the buffer's own files
+PARTS = (Manifest.NAME, STATE, PRIORITIES)  # files of a checkpoint, besides the buffer's own
 PRIORITY_KEYS = ("first", "highest", "weights")
-COMMIT_NBYTES = 64 << 20  # of rows that are added at once, so many that the syncs do not matter
+COMMIT_NBYTES = 64 << 20  # bytes of rows added in one commit, so that syncs take a small share of the time
 
 
 class State(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -45,7 +45,7 @@ class State(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     size: int
     total_samples: int
     trajectory_counter: int
-    rank: int | None = None  # that drew from the stream
+    rank: int | None = None  # rank whose random stream this is
 
 
 def save(sampler: Sampler, path: Path, *, seed: int, rank: int) -> None:
@@ -183,7 +183,7 @@ def trajectories_of_rank(
 
 @dataclass(frozen=True)
 class SamplerState:
-    """What a rank goes on with besides the trajectories."""
+    """The state, besides the trajectories, from which a rank continues."""
 
     seed: int
     generator: Tensor  # state of the random stream

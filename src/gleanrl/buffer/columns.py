@@ -131,8 +131,8 @@ class Columns:
         self.segment_nbytes = capacity * sum(self._widths)
         self._offsets = [capacity * sum(self._widths[:i]) for i in range(len(self._widths))]  # in a segment's file
         self._step = -(-capacity // STEPS)  # rows
-        self.rows = 0  # that count
-        self.end = 0  # after what is written but may not count yet
+        self.rows = 0  # published rows
+        self.end = 0  # end of the written rows, the unpublished ones included
         self._use(*self._reserve_addresses(ADDRESSES // max(1, self.segment_nbytes)))
         self._mapped = dict[int, int]()  # slot -> the segment in it, dropped ones included
         self._first = 0  # segment that is kept

@@ -19,8 +19,8 @@ from gleanrl.utils import atomic
 from gleanrl.utils.errors import UserError
 
 VERSION = "v3.0"
-FILE_NBYTES = 100 << 20  # of rows in a data file, about
-GROUP_NBYTES = 8 << 20  # of a row group
+FILE_NBYTES = 100 << 20  # approximate bytes of rows in a data file
+GROUP_NBYTES = 8 << 20  # approximate bytes of rows in a row group
 CHUNK = 1000  # files in a folder
 NAMES: dict[FieldPath, str] = {("actions",): "action", ("rewards",): "next.reward", ("dones",): "next.done"}
 OWN_FEATURES = ("timestamp", "frame_index", "episode_index", "index", "task_index")

@@ -65,7 +65,7 @@ class TablePriorities:
     def __init__(self, exponent: float) -> None:
         self.exponent = exponent
         self.first = self.end = 0  # rows that have a priority
-        self.highest = 1.0  # priority so far; new rows get it, so that each is drawn soon
+        self.highest = 1.0  # highest priority so far, which new rows get, so that each is drawn soon
         self.tree = SumTree()
         self.base = 0  # row of position 0
 

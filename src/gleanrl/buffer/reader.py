@@ -35,7 +35,7 @@ class Instructions(Protocol):
 
     @property
     def instructed(self) -> bool | None:
-        """Whether there is any; None: not in the files that were read so far."""
+        """Whether there is any task description; None if the files read so far have none and others may have."""
         ...
 
     def instruction(self, number: int) -> str: ...
@@ -186,7 +186,7 @@ class BufferReader(Reader):
             raise UserError(f"{folder}: no such buffer")
         self._all = Files(folder, writable=writable)
         self._manifest_file = -1  # stays open, so that the system cannot give its inode to another one
-        self._manifest_read: Manifest | None = None  # what was in it
+        self._manifest_read: Manifest | None = None  # content of that file
         self._open_newest(self._current_manifest())
 
     @property
@@ -387,7 +387,7 @@ class BufferReader(Reader):
                 self._manifest_file, self._manifest_read = -1, None
                 file = self._all.open(Manifest.NAME)
                 try:
-                    self._manifest_read = Manifest.read(self._all)  # of the open file, or newer
+                    self._manifest_read = Manifest.read(self._all)  # of the opened file, or of a newer one
                 except BaseException:
                     os.close(file)
                     raise

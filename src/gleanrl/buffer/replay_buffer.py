@@ -234,7 +234,7 @@ class TrajectoryReplayBuffer(Sampler):
 
     @property
     def trajectory_counter(self) -> int:
-        """Number of trajectories that were ever added; the next one's id."""
+        """Number of trajectories added so far, including dropped ones; also the id of the next trajectory."""
         with self._held() as now:
             return now.next_id
 

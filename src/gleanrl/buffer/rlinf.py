@@ -163,7 +163,7 @@ class Directory:
             # RLinf's checkpoints from memory keep [T + E, B, ...] as [(T + E) * B, ...]
             steps, batch = [*entry.get("shape", ()), 0, 0][:2]
             more = prev_values.shape[0] - steps * batch
-            flat = batch > 1 or prev_values.dim() == 2  # of one environment, [T + E, 1, 1] is not flat
+            flat = batch > 1 or prev_values.dim() == 2  # [T + E, 1, 1] of one environment is not flattened
             if flat and batch and more > 0 and more % batch == 0 and steps % (more // batch) == 0:
                 values["prev_values"] = prev_values.reshape(-1, batch, *prev_values.shape[1:])
         return FlatTrajectory.flatten(TensorTrajectory.of(values))
@@ -209,7 +209,7 @@ class MappedTable:
         self._lock = threading.Lock()
         self._schema: Schema | None = None
         self._texts: list[str] = []
-        self._numbers: dict[str, int] = {}  # of each text
+        self._numbers: dict[str, int] = {}  # number of each text
         self.full_records: np.ndarray[Any, Any] | None = None  # see `RLinfReader.full_records`
 
     @property

@@ -480,7 +480,10 @@ def draw(
 
 
 def _runs(now: Snapshot, table: int, rows: Tensor, left: Tensor) -> Tensor:
-    """Return int64 ``[n, left.max()]``: each row and the ones after it; beyond ``left`` the last one is repeated."""
+    """Return int64 ``[n, left.max()]``: for each row, the ``left`` rows of its environment that start with it.
+
+    A shorter run repeats its last row.
+    """
     ids = now.tables[table].index.holding(rows.numpy())
     batch = torch.from_numpy(now.records["batch"][ids - now.first_id].astype(np.int64))
     steps = torch.arange(int(left.max())).expand(len(rows), -1)

@@ -298,11 +298,11 @@ class Table:
             raise UserError(f"{files.where(name)}: damaged ({error})") from None
 
     def write(self, block: TrajectoryBlock, instructions: Tensor, touched: set[int]) -> dict[str, Any]:
-        """Write trajectories after the last one. They count only once ``parts`` are published.
+        """Append trajectories. Readers see them only after `Columns.publish` was called for each of ``parts``.
 
         Args:
             instructions: int32 ``[n * T * B]``, numbers of the task descriptions.
-            touched: the descriptors to sync are added to it.
+            touched: set to which the descriptors of the files that must be synced are added.
 
         Returns:
             Fields of `log.RECORD`.

@@ -45,7 +45,7 @@ def _settings(args: argparse.Namespace) -> int:
 
 
 def _shown(value: Any) -> str:
-    """Format a default as in TOML, which has no literal for None."""
+    """Format a default value as TOML. None, which TOML cannot express, becomes ``none``."""
     if value is None:
         return "none"
     if isinstance(value, bool):

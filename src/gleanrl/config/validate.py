@@ -128,7 +128,7 @@ def check(config: Config) -> None:
             )
     check_reward(config.reward.name, options=config.reward.options)
     environments.check(config.environment)
-    if not config.ray.enabled:  # on Ray, samplers are made on other machines
+    if not config.ray.enabled:  # on Ray, samplers run on machines with packages of their own
         samplers.check(sampler.name)
     if config.guidance.enabled:
         guidance.check(config.guidance)

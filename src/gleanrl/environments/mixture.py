@@ -36,7 +36,8 @@ class Part:
     """One source of tasks.
 
     ``weight`` is its share of the tasks of a split and of the groups of training, relative to the other weights.
-    ``train_tasks``, ``eval_tasks`` and ``warm_start_tasks`` limit how many it has; the other parts fill up.
+    ``train_tasks``, ``eval_tasks`` and ``warm_start_tasks`` limit how many tasks it contributes to a split; the other
+    parts contribute the rest.
     """
 
     name: str

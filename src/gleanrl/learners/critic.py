@@ -79,7 +79,7 @@ class Critic:
         assert hidden is not None
         states = hidden.flatten(0, 1).index_select(0, micro.index)
         values = self.head(states.to(self.head.weight.dtype)).squeeze(-1)
-        return values.to(self.head.weight.dtype)  # from what an autocast makes of it
+        return values.to(self.head.weight.dtype)  # autocast may have changed the dtype
 
     def loss(self, micro: MicroBatch, values: Tensor) -> tuple[Tensor, CriticStatistics]:
         """float [T], the clipped value loss of the tokens of a micro-batch, and its statistics."""

@@ -60,7 +60,7 @@ class Pass:
     critic: CriticStatistics
     loss: float = 0.0  # weighted sum, before the normaliser
     trained: int = 0  # tokens with a loss
-    left_out_tokens: float = 0.0  # of them, taken out of the denominator by a masking correction
+    left_out_tokens: float = 0.0  # trained tokens that a masking correction takes out of the denominator
     left_out_sequences: float = 0.0
     real: int = 0  # tokens of the samples
     computed: int = 0  # tokens through the model: common prefixes of a group may go through once
@@ -216,7 +216,7 @@ class LocalEngine:
         self.trains = trains
         critic = critic if trains else None
         self.settings, self.loss, self.pad_token = settings, loss, pad_token
-        self.temperature = temperature or 1.0  # greedy sampling records log-probs at temperature 1
+        self.temperature = temperature or 1.0  # 0 is greedy sampling, which records log-probs at temperature 1
         device = next(model.parameters()).device
         self.compute_dtype = compute_dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
         asked = settings.attn_implementation
@@ -227,7 +227,7 @@ class LocalEngine:
             reference = copy.deepcopy(model)
         self.placement = placement
         place = placement.place
-        self.critic = None if critic is None else Critic(model, critic, place)  # of the model without adapters
+        self.critic = None if critic is None else Critic(model, critic, place)  # made before adapters are added
         self.model: Any = add_adapters(model, settings, seed) if settings.lora_rank else model
         self.reference: Any = reference.requires_grad_(False).eval() if reference is not None else None
         without_dropout(self.model)

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 BLOCKS = {"cpu": (2048, 1024)}  # rows and columns of logits at once: 8 MiB in float32, a share of the last cache
-BLOCK = (8192, 4096)  # of other devices, where few large kernels count: 128 MiB in float32
+BLOCK = (8192, 4096)  # the same on other devices, where fewer and larger kernels are faster: 128 MiB in float32
 LOWEST = -1e30  # below any logit, and finite: differences to it never make NaN
 
 
@@ -125,7 +125,7 @@ class _HeadLogprobs(torch.autograd.Function):
 
 def _scaled(hidden: Tensor, part: Tensor, offset: Tensor | None, temperature: float, exact: torch.dtype) -> Tensor:
     """(hidden @ part.T + offset) / temperature, [R, C], a tensor of its own in ``exact``."""
-    if hidden.dtype == exact:  # the temperature costs no pass of its own
+    if hidden.dtype == exact:  # the product applies the temperature, without a second pass
         out = hidden.new_empty(hidden.shape[0], part.shape[0])
         inverse = 1.0 / temperature
         if offset is None:

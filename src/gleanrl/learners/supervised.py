@@ -19,7 +19,7 @@ from gleanrl.types import BoolArray, IntArray
 from gleanrl.utils.seeding import derive
 
 WARMUP_STEPS = 20
-LOWEST_RATE = 0.1  # of the cosine, as a share of the full rate
+LOWEST_RATE = 0.1  # where the cosine schedule ends, as a share of the full rate
 TOKENS_PER_MICROBATCH = 16384
 
 

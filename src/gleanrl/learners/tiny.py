@@ -70,7 +70,7 @@ def build_tokenizer(texts: Iterable[str], vocabulary: int) -> PreTrainedTokenize
     seen: Counter[str] = Counter()
     words: Counter[str] = Counter()
     numbered: Counter[str] = Counter()  # words before a number
-    largest: dict[str, int] = {}  # number after a word
+    largest: dict[str, int] = {}  # highest number that followed each word
     for text, count in corpus.items():
         for character in text:
             seen[character] += count

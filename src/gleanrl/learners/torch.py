@@ -35,7 +35,7 @@ from gleanrl.utils.errors import UserError
 
 T = TypeVar("T")
 MAX_SKIPPED_IN_A_ROW = 5
-LARGEST_KL_ERROR = 0.2  # of the measured KL to the target, as a share; bounds how fast the coefficient moves
+LARGEST_KL_ERROR = 0.2  # bound of |KL / target - 1|, which limits how fast the coefficient changes
 
 
 @dataclass
@@ -390,7 +390,7 @@ class KlCoefficient:
         self._sum = self._tokens = 0.0
 
     def measure(self, total: float, tokens: float) -> None:
-        """Count the KL of so many tokens."""
+        """Add ``total``, the sum of the KL over ``tokens`` tokens."""
         self._sum, self._tokens = self._sum + total, self._tokens + tokens
 
     def adapt(self, mean: float | None, trajectories: int) -> dict[str, float]:

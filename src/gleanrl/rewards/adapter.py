@@ -319,7 +319,7 @@ class TrlAdapter(RewardAdapter):
     not apply.
     """
 
-    arguments = -1  # which columns there are depends on the tasks
+    arguments = -1  # not known: the columns depend on the tasks
     finishers = ()
 
     def call_reward(self, request: Request) -> Any:

@@ -284,9 +284,9 @@ class RewardAgent:
 
     # --- one request ------------------------------------------------------------------------------
     def _submit(self, request: Request, lane: LaneName) -> asyncio.Future[Score]:
-        """A future of the score: from the cache, from an identical request under way, or from a job of its own.
+        """Return a future of the score: from the cache, from an identical request under way, or from a new job.
 
-        A job is cancelled when everyone who waits for it was.
+        A job is cancelled once all futures that wait for it are cancelled.
         """
         if self._stopped is not None:
             raise UserError(self._stopped)

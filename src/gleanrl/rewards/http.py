@@ -119,7 +119,7 @@ def idempotency_key(request: Request, version: str) -> str | None:
 
 
 def read_cost(answer: Any) -> dict[str, float]:
-    """Tokens as a service reports them in ``usage``, under the names of `Score.parts`."""
+    """Return the token counts in a service's ``usage``, named ``cost/prompt_tokens`` and ``cost/completion_tokens``."""
     usage = answer.get("usage") if isinstance(answer, dict) else None
     cost = {}
     if isinstance(usage, dict):

@@ -148,7 +148,7 @@ class Graded:
     formatted: bool = False
     timed_out: bool = False
     read: str = ""  # the answer as extracted
-    unreadable: str | None = None  # the right answer, if it cannot be read
+    unreadable: str | None = None  # the right answer, where it could not be parsed
 
 
 class _TooLong(BaseException):  # not an Exception, so that code which catches every Exception does not catch it

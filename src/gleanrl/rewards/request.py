@@ -124,10 +124,10 @@ class Scorer:
         return scores
 
     def configure(self, settings: RewardSettings) -> None:
-        """Take over the limits of the settings; comes before the first call."""
+        """Apply the limits of ``settings``. Called before the first request is scored."""
 
     def use_journal(self, journal: Journal | None) -> None:
-        """Keep in the journal what is finished of a request that is not."""
+        """Use ``journal`` to store the finished parts of a request whose score is not complete yet."""
 
     async def aclose(self) -> None:
         """Release connections, threads and processes."""

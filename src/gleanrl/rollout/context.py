@@ -54,7 +54,7 @@ class Context:
         if not self._history:
             self._renderer = self._renderer.with_tools(tools)
             messages = [*self._system, *messages]
-        if not messages and self._closed:  # an answer that was cut off may continue
+        if not messages and self._closed:  # only an answer that was cut off may continue without messages
             raise ValueError("the environment said nothing, and the episode goes on")
         if self._history:
             self._history += self._renderer.extend(messages, closed=self._closed)

@@ -62,7 +62,7 @@ def opening_turns(trajectory: Trajectory) -> Segment:
 
 
 def with_prompt(messages: Sequence[Message], content: str) -> list[Message]:
-    """Return the messages with ``content`` in the last user message. Raises ValueError if there is none."""
+    """Return a copy with ``content`` as the text of the last user message. Raises ValueError if there is none."""
     index = max((i for i, message in enumerate(messages) if message["role"] == "user"), default=-1)
     if index < 0:
         raise ValueError("there is no user message")

@@ -95,7 +95,7 @@ async def _train(
         held_out = stack.enter_context(open_environments(config, "evaluation", config.evaluation.episodes))
 
         if found is None:
-            shutil.rmtree(folder.path / BUFFERS, ignore_errors=True)  # of a run that was killed before it saved
+            shutil.rmtree(folder.path / BUFFERS, ignore_errors=True)  # left by a run without a checkpoint
         sac = SAC(environments.obs_size, environments.action_size, config.learner, config.run.seed)
         window, max_rows = config.buffer.window, config.buffer.max_rows
         online = stack.enter_context(open_buffer(config, folder, "online", window, max_rows))

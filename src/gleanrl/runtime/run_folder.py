@@ -163,7 +163,10 @@ class RunInfo:
         return self.folder.name
 
     def remembered_id(self, tracker: str, fresh: str | None = None) -> str:
-        """Return this run's id at ``tracker``: made once (or ``fresh``), and read from the run folder on resume."""
+        """Return this run's id at ``tracker``.
+
+        A new run stores ``fresh``, or a random id without it, in the run folder; a resumed run reads the stored id.
+        """
         path = self.folder.path / "trackers" / f"{tracker}.id"
         if self.resumed_step is not None and path.exists():
             return path.read_text(encoding="utf-8").strip()

@@ -190,7 +190,7 @@ class StalenessController:
         self._ready.add(ticket.number)
 
     def consume(self, ticket: Ticket) -> None:
-        """The ticket's group is in a step (called by `GroupQueue`)."""
+        """Record that a step has consumed the ticket's group. Called by `GroupQueue`."""
         self._ready.remove(ticket.number)
         self._of_step.append(self._outstanding.pop(ticket.number))
         self.consumed += 1

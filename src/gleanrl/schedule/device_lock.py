@@ -92,7 +92,10 @@ class DeviceLock:
             self._timeline.record("wait", asked, start, who=work, what="device")
 
     def release(self) -> None:
-        """Pass the device on after this iteration of the event loop, so that callers that ask again are queued."""
+        """Pass the device on in the next iteration of the event loop.
+
+        A caller that asks for it before then is queued with those that already wait.
+        """
 
         def pass_on() -> None:
             for work in self.order():

@@ -302,7 +302,7 @@ class Cluster(Settings):
 
     @property
     def trajectory_s(self) -> float:
-        """Seconds of the driver for a trajectory, with its turns unless others play."""
+        """Seconds that the driver spends on a trajectory. Its turns count only if there are no player processes."""
         return 1e-6 * self.driver_trajectory + (0.0 if self.players else self.episode_s)
 
     def pool_s(self, workload: Workload) -> float:
@@ -310,7 +310,7 @@ class Cluster(Settings):
         return 1e-6 * (workload.samples * self.pool_add + self.replayed * self.pool_sample)
 
     def demand(self, workload: Workload) -> Mapping[str, float]:
-        """On paper: seconds a step that each part works for, at its best."""
+        """Return the seconds per step for which each part works, if it never waits."""
         scored = workload.samples + workload.evaluation_samples * workload.evaluations
         learning = self.learning(workload)
         samplers = (workload.g + workload.evaluation_g * workload.evaluations) / self.samplers

@@ -54,7 +54,7 @@ class WorkerTimeout(Exception):
 
 
 class WorkerDied(Exception):
-    """The process is gone. ``never_began``: it had not come to this call, so that another process can take it."""
+    """The process is gone. ``never_began``: it had not started this call, so another process can take it."""
 
     def __init__(self, message: str, *, never_began: bool = False) -> None:
         super().__init__(message)
@@ -231,7 +231,7 @@ class WorkerProcess:
             head.timer = self._loop.call_later(head.timeout_s, self._too_late, head)
 
     def _too_late(self, call: _Call) -> None:
-        if not call.overdue and call.number in self._awaiting:  # it can be given up alone, unless it blocks by now
+        if not call.overdue and call.number in self._awaiting:  # it awaits, so it can be cancelled alone
             self._send(call.number, _CANCEL)
             call.timer = self._loop.call_later(GRACE_S, self._too_late, call)
         else:

@@ -135,7 +135,7 @@ def refuse_keys(options: Mapping[str, Any], setting: str) -> None:
         elif isinstance(value, str) and value and _environment_secret(value, path) is None:
             if value.startswith(("http://", "https://")):
                 refuse_key_in_url(value, path)
-            words = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name)  # apiKey
+            words = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name)  # "apiKey" becomes "api_Key"
             suspicious = not name.endswith("_env") and (
                 _SENSITIVE_NAME.search(words) or (_KEY_LIKE_NAME.search(words) and _KEY_LIKE_VALUE.fullmatch(value))
             )

@@ -152,7 +152,7 @@ def to_json(value: Any) -> bytes:
     """Serialise a dataclass, or a list, tuple or mapping of dataclasses, as one line of standard JSON in UTF-8.
 
     Raises:
-        TypeError: as `encode`.
+        TypeError: for the same values as `encode`.
     """
     plain = to_builtins(value)
     try:

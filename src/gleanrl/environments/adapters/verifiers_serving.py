@@ -169,7 +169,7 @@ class Host:
         """Handle a chat completion, streamed (in two chunks) or not."""
         from aiohttp import web  # pyright: ignore[reportMissingImports]
 
-        trace = request.headers.get("X-Session-ID", "")  # verifiers names the trace on every call
+        trace = request.headers.get("X-Session-ID", "")  # verifiers sends the id of the trace with every call
         body = await request.json()
         try:
             if trace not in self.episodes:

@@ -85,7 +85,7 @@ class AlfworldTaskset(Taskset):
 
     has_expert = True
     phrases = (NOTHING,)
-    named_by_content = True  # two tasks of one id are one household, however it is shown
+    named_by_content = True  # an id is a hash of the household, whatever the prompt format
 
     def __post_init__(self) -> None:
         for package in ("alfworld", "textworld", "fast_downward"):

@@ -70,7 +70,7 @@ def write_command(prompt: str, command: str, thought: str = "") -> str:
 
 
 def write_thought(thought: str) -> str:
-    """A thought as a turn of its own."""
+    """Format a thought that the model says in a turn without a command (format ``react``)."""
     return f"> {_THINK} {thought}"
 
 

@@ -339,7 +339,7 @@ def default_memory() -> float:
     """Return the MiB that server and workers may hold by default: a share of what the machine or container has."""
     most = psutil.virtual_memory().total
     for limit in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        with suppress(OSError, ValueError):  # "max", or there is none
+        with suppress(OSError, ValueError):  # the file says "max" (no limit), or does not exist
             most = min(most, int(Path(limit).read_text()))
     return _SHARE * most / MIB
 

@@ -51,7 +51,7 @@ class Calls:
         try:
             return await asyncio.shield(pending)
         except asyncio.CancelledError:
-            if not pending.cancelled():  # it is the request that was
+            if not pending.cancelled():  # the request was cancelled, not the call
                 raise
         except Exception as error:
             raise Refused.of(error) from error

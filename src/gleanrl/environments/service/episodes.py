@@ -85,7 +85,7 @@ class _Episode:
     environment: Environment
     step: int = 0  # the number of the last request that began
     message: Message | None = None  # of that request
-    stop: StopReason | None = None  # what it was concluded with; then there is no further request
+    stop: StopReason | None = None  # reason given to `conclude`, after which no further step is accepted
     answer: asyncio.Task[Response] | None = None  # to the last request
     score: Score | None = None
     answered: int = 0  # the number of the last request that was answered with an observation

@@ -62,7 +62,7 @@ class State:
         while state is not None:
             events[:0] = state.events
             state = state.parent
-        progression = self.game.make_progression(track_quests=True)  # only experts need it
+        progression = self.game.make_progression(track_quests=True)  # made here, because only experts need it
         self.game.apply(progression, events)
         return self.game.words.gen_commands_from_actions(progression.winning_policy or ())
 

@@ -217,5 +217,5 @@ def _compile(recipe: Recipe, seed: int, mark: str, game: Any) -> None:
             made = Path(compile_game(game, options))
         except (OSError, CouldNotCompileGameError) as error:
             raise UserError(f"textworld could not compile a game in {folder}: {error}") from error
-        os.replace(made.with_suffix(".json"), file.with_suffix(".json"))  # first: a .z8 is never without it
+        os.replace(made.with_suffix(".json"), file.with_suffix(".json"))  # before the .z8, which needs it
         os.replace(made, file)

@@ -52,7 +52,7 @@ class Limits:
     wall_s: float = 10.0  # of one call
     cpu_s: int = 10  # of one call; the calls of a session have a hundred times as much in all
     memory_mb: int = 512  # address space of a process
-    disk_mb: int = 64  # of its folder, which bubblewrap keeps in memory; without it, of a file
+    disk_mb: int = 64  # of its folder, kept in memory; without bubblewrap, of each file
     processes: int = 1  # 1: nothing can be forked, and memory_mb bounds all of it
     threads: int = 16
     output_chars: int = 10_000  # what a call may print; more is dropped and counted

@@ -250,8 +250,11 @@ class GuidedEnvironment(Environment):
 
 # --- planning and remembering -----------------------------------------------------------------------
 class GuidedCurriculum:
-    """Another curriculum, whose plans it marks. Wraps the replay curriculum, so that this sees neither marks nor
-    members whose guidance is discarded: they say nothing of how the policy does without it."""
+    """Wraps another curriculum, such as the replay curriculum, and marks its plans.
+
+    The inner curriculum sees neither the marks nor members whose guidance is discarded, because such members do not
+    show how the policy does without guidance.
+    """
 
     def __init__(self, inner: Curriculum, guide: Guide) -> None:
         self.inner, self._guide = inner, guide
@@ -326,7 +329,7 @@ class GuidedCurriculum:
 def insert(template: str, messages: Sequence[Message], experience: str) -> list[Message]:
     """The opening with ``experience`` in its last user message, as ``template`` says. ValueError if it has none."""
     prompt = next((m["content"] for m in reversed(messages) if m["role"] == "user"), "")
-    before, _, after = template.partition("{prompt}")  # texts may hold braces: nothing is formatted
+    before, _, after = template.partition("{prompt}")  # not str.format: texts may contain braces
     before, after = (part.replace("{experience}", experience) for part in (before, after))
     return with_prompt(messages, before + prompt + after)
 

@@ -23,18 +23,18 @@ OBSERVATION_CHARS = 200  # of each observation in a compact transcript
 
 
 class Retriever(ABC):
-    """Past experience, by similarity of tasks. Where `add` or `retrieve` raise, the run goes on without."""
+    """Finds past experience by similarity of tasks. If `add` or `retrieve` raises, the run continues without it."""
 
     @abstractmethod
     def add(self, task: Task, trajectory: Trajectory) -> None:
-        """Keep a success. Returns at once: slow work goes on in the background."""
+        """Store a successful trajectory. Returns at once; slow work continues in the background."""
 
     @abstractmethod
     async def retrieve(self, task: Task, k: int) -> list[str]:
         """At most ``k`` texts, the most useful first. ``task.prompt`` is all that the episode opens with."""
 
     def mark(self) -> int:
-        """A number for the present state, which a checkpoint keeps."""
+        """Return a number that identifies the present state. A checkpoint stores it for `rewind`."""
         return 0
 
     def rewind(self, mark: int) -> None:  # noqa: B027 - a retriever may keep nothing
@@ -71,7 +71,7 @@ def experience_text(
 
 
 def description(messages: Sequence[Message]) -> str:
-    """What a task asks, in one text: its messages but the system's."""
+    """Return a task's messages, except system messages, as one text."""
     return "\n".join(message["content"].strip() for message in messages if message["role"] != "system")
 
 

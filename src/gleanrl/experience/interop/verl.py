@@ -297,7 +297,7 @@ class _Head(NamedTuple):
 
 
 class _Table:
-    """The arrays of a batch, checked, and what each row says."""
+    """The checked arrays of a batch, with methods that read its rows."""
 
     def __init__(self, batch: Mapping[str, Any]) -> None:
         keys = set(batch.keys())  # a TensorDict knows no `in`

@@ -10,7 +10,7 @@ import numpy as np
 from gleanrl.config.settings import ReplaySettings
 from gleanrl.types import Trajectory
 
-ROUNDING = 1e-3  # an engine's float32 log-prob may lie so far above 0
+ROUNDING = 1e-3  # how far float32 rounding may raise an engine's log-prob above 0
 
 DEFECTS = {
     "nothing_sampled": "nothing of it was sampled",
@@ -28,7 +28,7 @@ DEFECTS = {
 class Limits:
     """What the model takes; None = not known."""
 
-    vocabulary: int | None = None  # token ids are below
+    vocabulary: int | None = None  # token ids must be below this
     context: int | None = None  # tokens of a segment, up to its last sampled one
 
 

@@ -184,7 +184,7 @@ class ExperiencePool:
         attempts: int = 0,
         successes: int = 0,
     ) -> bool:
-        """Store one success from elsewhere (a demonstration, another run); whether it is in the pool now.
+        """Store one success from elsewhere (a demonstration, another run). Returns whether it is in the pool now.
 
         ``attempts`` and ``successes`` are what is known of a task that the pool does not know yet. ``version``
         stands for the age of the trajectory where its own counts the steps of another run.
@@ -192,7 +192,7 @@ class ExperiencePool:
         return self.add_all([Incoming(task, trajectory, step, temperature, version, attempts, successes)])[0]
 
     def add_all(self, incoming: Sequence[Incoming]) -> list[bool]:
-        """`add` for each in turn, all in one transaction: after a crash all of it is there or none."""
+        """Call `add` for each item in one transaction: after a crash, either all of them are stored or none."""
         for each in incoming:
             if (theirs := each.trajectory.task_id) != each.task.id:
                 raise ValueError(f"a trajectory of task {theirs!r} is not one of task {each.task.id!r}")
@@ -227,7 +227,10 @@ class ExperiencePool:
 
     # --- planning -------------------------------------------------------------------------------
     def buckets(self) -> dict[tuple[int, int], int]:
-        """(successes, attempts) of the latest fresh group -> tasks that can be replayed; empty ones left out."""
+        """Return the number of tasks that can be replayed in each bucket that has any.
+
+        A bucket is (successes, attempts) of a task's latest fresh group.
+        """
         with self._reading() as db:
             sizes = bucket_index.sizes(db)
         sizes.pop(bucket_index.RETIRED, None)
@@ -362,12 +365,12 @@ class ExperiencePool:
         }
 
     def verify(self, *, records: bool = True) -> list[str]:
-        """What is wrong with the pool, one line each; it reads all of it, and decodes all of it with ``records``."""
+        """Read the whole pool and return its faults, one line each. ``records``: decode every record as well."""
         with self._reading() as db:
             return list(integrity.faults(db, records=records))
 
     def close(self) -> None:
-        """Nothing is lost without it; it gives the file to the next writer."""
+        """Close the file, so that another process can write it. No data is lost if this is not called."""
         with self._guard:
             self._opened.close()
 
@@ -423,7 +426,10 @@ class ExperiencePool:
 
     # --- parts of a change: each is called inside `_writing` --------------------------------------
     def _find_or_add(self, task: Task, step: int) -> tuple[TaskRow, bool]:
-        """What is known under a task's id, and whether that is this very task; a new one becomes known now."""
+        """Return the row of a task's id, and whether that row is of this very task.
+
+        A task whose id is not in the pool is added.
+        """
         row = bucket_index.find(self._db, task.id)
         if row is None:
             number = self._counts["next_task"]
@@ -530,7 +536,7 @@ class ExperiencePool:
             bucket_index.save(self._db, row)
 
     def _remove(self, keys: Sequence[int], cause: str) -> int:
-        """Delete trajectories of a task whose row the caller saves; how many there were."""
+        """Delete trajectories of a task and return how many there were. The caller must save the task's row."""
         distinct = sorted(set(keys))
         for key in distinct:
             (size,) = self._db.execute("SELECT bytes FROM trajectories WHERE id = ?", (key,)).fetchone()

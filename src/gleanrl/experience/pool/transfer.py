@@ -58,7 +58,7 @@ class Intake:
         self.moved = Moved()
         self._pool = pool
         self._waiting: list[Incoming] = []
-        self._tokens = 0  # of what waits
+        self._tokens = 0  # tokens of the waiting trajectories
 
     def take(self, incoming: Incoming) -> None:
         """Take one trajectory; one that is no success is only counted."""

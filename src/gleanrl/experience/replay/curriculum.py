@@ -126,7 +126,10 @@ class ReplayCurriculum:
         return self._state.solved / self._state.tried if self._state.tried else 0.0
 
     async def propose(self, count: int) -> list[GroupSpec]:
-        """``count`` groups. Until it returns, nothing has changed that a checkpoint taken meanwhile would miss."""
+        """Return ``count`` groups.
+
+        A checkpoint may be saved while this call waits; a run that resumes from it proposes the same groups.
+        """
         started, selecting = perf_counter(), self._recall.seconds
         state, settings = self._state, self.settings
         self._begin_if_due()

@@ -22,7 +22,7 @@ class FreshPicks:
     def __init__(self, inner: Curriculum, pool: ExperiencePool, waiting: list[GroupSpec], count: int) -> None:
         self._inner, self._pool, self._waiting = inner, pool, waiting
         self._may_ask = max(_BATCHES * count, _LEAST)  # specs beyond those that wait
-        self._used: list[int] = []  # positions in ``waiting``, as are the others
+        self._used: list[int] = []  # positions in ``waiting``, as in the next two lists
         self._retired: list[int] = []  # passed over
         self._repeated: list[int] = []  # passed over: their tasks are in the batch
         self._next = 0  # the first not looked at

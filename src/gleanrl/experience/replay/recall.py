@@ -34,7 +34,10 @@ _EQUAL_SCORES = 1e-6
 
 
 class Disagrees(Exception):
-    """Played again, an episode ends earlier or later than it did; the message completes "trajectory x ..."."""
+    """A stored trajectory has another score or another end than recorded.
+
+    The message continues a sentence that begins with "trajectory x".
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +60,8 @@ class Recall:
 
     ``counts`` (`COUNTS`) and ``seconds`` spent on choosing trajectories grow until the caller resets them.
 
-    A trajectory that scores otherwise now is left out at once and evicted by `settle`: a checkpoint taken while
-    `recall` waits must see the pool from which it drew.
+    A trajectory whose new score differs from the recorded one is left out at once, but evicted only by `settle`: a
+    checkpoint taken while `recall` waits must contain the pool from which it drew.
     """
 
     def __init__(
@@ -120,7 +123,7 @@ class Recall:
         return recalled
 
     def settle(self) -> None:
-        """Evict what `recall` found to score otherwise than recorded."""
+        """Evict the trajectories whose score, computed again in `recall`, differs from the recorded one."""
         if self._disproved:
             self._pool.evict(self._disproved, "reverify")
             self._disproved = []
@@ -136,11 +139,14 @@ class Recall:
                 tasks = [found.task for found in self._pool.draw(bucket, number, random, exclude=taken)]
                 drawn += tasks
                 taken.update(task.id for task in tasks)
-                sizes[bucket] = sizes[bucket] - number if tasks else 0  # without tasks, all the rest of it is taken
+                sizes[bucket] = sizes[bucket] - number if tasks else 0  # if none was drawn, all that are left are taken
         return drawn
 
     async def _make_candidates(self, tasks: Sequence[Sequence[Stored]]) -> list[list[_Candidate]]:
-        """The trajectories of each task, with what the current policy says of them where that can decide anything."""
+        """Return the candidates of each task.
+
+        The current policy estimates entropies and ratios only if the choice can depend on them.
+        """
         settings = self._settings
         by_entropy = settings.entropy_from == "current" and settings.select.endswith("entropy")
         asked: list[Stored] = []
@@ -189,7 +195,10 @@ class Recall:
             chosen += [stored for stored, same in zip(wanted, confirmed, strict=True) if same]
 
     async def _confirm_score(self, task: Task, stored: Stored) -> bool:
-        """Whether it scores as it did; where no score can be had it stays in the pool, and out of this batch."""
+        """Return whether the trajectory still has its recorded score.
+
+        One that cannot be scored is left out of this batch but stays in the pool.
+        """
         if self._reverify is None:
             return True
         self.counts["reverified"] += 1

@@ -79,7 +79,7 @@ def tasks_by_bucket(
     Buckets that give none are left out; all together give fewer than ``total`` where they hold no more.
     """
     levels: defaultdict[int, list[Bucket]] = defaultdict(list)
-    for bucket in sorted(buckets):  # the pool's own order leaves no trace
+    for bucket in sorted(buckets):  # the result must not depend on the pool's order
         if buckets[bucket] > 0:
             levels[level(bucket, group)].append(bucket)
     if not levels:

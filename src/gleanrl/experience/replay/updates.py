@@ -88,7 +88,7 @@ def replayed_group(task: Task, trajectories: Sequence[Trajectory]) -> Group:
 
 
 class _Success(NamedTuple):
-    group: Group  # of one trajectory
+    group: Group  # a group that consists of one trajectory
     weight: float  # advantage of every token: 1 - solve rate of the task
     age: int | None  # in versions; None for a trajectory of this step
 
@@ -184,7 +184,7 @@ class ReplayUpdateLearner:
         return chosen
 
     def _choose_from_step(self, random: np.random.Generator) -> list[_Success]:
-        """One success of each group of this step that is solved in part."""
+        """Return one success from each group of this step in which some members succeeded and some failed."""
         candidates: list[_Success] = []
         for group in self._groups:
             valid = group.valid_fresh

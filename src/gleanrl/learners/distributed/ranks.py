@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 IDLE = timedelta(days=365)  # between two commands: rank 0 may sample, and wait for rewards, as long as it likes
 WORK = timedelta(minutes=30)  # in a collective: a process that takes longer hangs
 REASON = timedelta(seconds=2)  # for a process that saw another one die to store the reason
-GRACE_S = 5.0  # for the others to fail too, before a failed process ends itself and so their waiting
+GRACE_S = 5.0  # wait for the others to fail too; then a failed process exits, which ends their waiting
 _FAILURE = "failure"
 _CONNECTION = ("closed by peer", "reset by peer", "Broken pipe", "Connection refused", "Timed out waiting", "NCCL")
 
@@ -116,7 +116,10 @@ class Ranks:
             dist.destroy_process_group()
 
     def join_thread(self) -> None:
-        """Once all others have ended: wait for the thread that waited for them; it must not outlive the interpreter."""
+        """Wait for the thread that reports a failure, which must end before the interpreter does.
+
+        Called once all other processes have ended.
+        """
         if self._reporting is not None:
             self._reporting.join(GRACE_S)
 

@@ -25,9 +25,9 @@ from gleanrl.utils.errors import UserError
 
 
 def make_fsdp(ranks: Ranks, model: nn.Module, settings: LearnerSettings, *args: Any, **options: Any) -> LocalEngine:
-    """This process's part of a `LocalEngine` whose model is sharded by FSDP2. Called in all processes at once.
+    """Make this process's part of a `LocalEngine` whose model is sharded by FSDP2. Called in all processes at once.
 
-    ``model`` is a `skeleton` where this is not rank 0.
+    On every rank but 0, ``model`` is a `skeleton`.
     """
     dtype = options.pop("compute_dtype", None) or (torch.bfloat16 if ranks.device.type == "cuda" else torch.float32)
     if settings.lora_rank and settings.tensor_parallel > 1:

@@ -167,7 +167,7 @@ class SamplerPool:
                 return await work
             except BaseException:
                 for each in (learner, *members):
-                    each.tell("abort")  # they would wait for a minute
+                    each.tell("abort")  # otherwise the other members wait a minute for this one
                 raise
 
         sending = run_or_abort(weights.ask("broadcast", weights.number, keep))
