@@ -23,7 +23,7 @@ import torch
 
 from gleanrl.config.settings import RaySettings
 from gleanrl.runtime.ray import cluster as clusters
-from gleanrl.runtime.ray.actors import ActorPool, ActorServer, Service
+from gleanrl.runtime.ray.actors import ActorPool, ActorServer
 from gleanrl.runtime.ray.samplers import SamplerPool
 from gleanrl.runtime.ray.weights import Broadcast, Stored, WeightHandle, WeightReceiver, WeightSource
 from gleanrl.samplers.engines import copy_weights
@@ -61,20 +61,19 @@ class Holder(WeightSource):
         return float(next(iter(self._held.values()))[0]), self.number
 
 
-class Taker(Service):
+class Taker(WeightReceiver):
     """In an actor: what a sampler does with published weights."""
 
     def __init__(self, _driver: ActorServer, threads: int) -> None:
         torch.set_num_threads(threads)
         self._targets: Mapping[str, torch.Tensor] = {}
-        self._receiver = WeightReceiver()
 
     async def hold(self, parameters: int, half: bool) -> None:
         self._targets = {}
         self._targets = tensors(parameters, half, 0.0)
 
     async def publish(self, _lane: str, source: Stored | Broadcast, _version: int) -> float:
-        weights = await self._receiver.receive(source)
+        weights = await self.receive(source)
         started = time.perf_counter()
         await asyncio.to_thread(copy_weights, self._targets, weights)
         return time.perf_counter() - started
@@ -93,8 +92,8 @@ class Taker(Service):
 
 
 async def measure(cluster: Any, args: argparse.Namespace) -> None:
-    holder = ActorPool(cluster, "learner", 1, Holder, (args.threads,), restarts=0)
-    takers = ActorPool(cluster, "sampler", args.samplers, Taker, (args.threads,), restarts=0)
+    holder = ActorPool(cluster, "learner", 1, Holder, (args.threads,))
+    takers = ActorPool(cluster, "sampler", args.samplers, Taker, (args.threads,))
     await asyncio.gather(holder.start(), takers.start())
     (learner,), samplers = holder.members.values(), list(takers.members.values())
     columns = ("offer", "take", "publish", "memcpy")

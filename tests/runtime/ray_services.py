@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from gleanrl.runtime.ray.actors import ActorServer, Service
-from gleanrl.runtime.ray.lock import RemoteLock
 from gleanrl.utils.errors import UserError
 
 
@@ -29,7 +28,7 @@ class Asked(Service):
             raise UserError("no such thing")
         if start == "dies" or (start and Path(start).exists()):
             os._exit(3)
-        self._device_lock = RemoteLock(driver)
+        self._device_lock = driver.device_lock
 
     async def echo(self, value: Any) -> Any:
         return value

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from gleanrl.protocols import Completion, SamplingParams
-from gleanrl.runtime.ray.actors import ActorServer, Service
+from gleanrl.runtime.ray.actors import ActorServer
 from gleanrl.runtime.ray.weights import WeightReceiver, Weights, WeightSource
 
 PARAMS = SamplingParams(4, (0,))
@@ -82,26 +82,23 @@ def note(file: str, text: str) -> None:
         out.write(text)
 
 
-class Numbers(Service):
+class Numbers(WeightReceiver):
     """A sampler; ``file`` notes what was published before each session."""
 
     def __init__(self, _driver: ActorServer, file: str) -> None:
-        self._file, self._receiver = file, WeightReceiver()
+        self._file = file
         self._weights: dict[str, tuple[torch.Tensor, int]] = {}  # and version, by lane
 
     async def pid(self) -> int:
         return os.getpid()
 
     async def publish(self, lane: str, source: Any, version: int) -> float:
-        weights = await self._receiver.receive(source)
+        weights = await self.receive(source)
         assert {name: (t.dtype, t.shape) for name, t in weights.items()} == KINDS
         values = {float(value) for tensor in weights.values() for value in tensor.flatten()}
         assert len(values) == 1, values
         self._weights[lane] = (weights["tokens"].clone(), version)
         return 0.0
-
-    async def abort(self) -> None:
-        self._receiver.abort()
 
     async def held(self) -> dict[str, tuple[float, int]]:
         return {lane: (float(tokens[0]), version) for lane, (tokens, version) in self._weights.items()}
@@ -109,11 +106,9 @@ class Numbers(Service):
     async def open(self, lane: str, number: int, _seed: int) -> None:
         note(self._file, f"{self._weights[lane][1]}\n")
 
-    async def sample(self, _number: int, _prompt: Any, _params: SamplingParams) -> Completion:
+    async def sample(self, _number: int, _prompt: Any, _params: SamplingParams) -> Any:
         tokens, version = self._weights["train"]
-        return Completion(tokens.to(torch.int32).numpy(), np.zeros(tokens.numel(), np.float32), version, "stop")
+        sampled = Completion(tokens.to(torch.int32).numpy(), np.zeros(tokens.numel(), np.float32), version, "stop")
+        return sampled, {"sampled_tokens": 5.0}
 
     async def leave(self, _number: int) -> None: ...
-
-    def news(self) -> Any:
-        return {"train": {"sampled_tokens": 5.0}}, []

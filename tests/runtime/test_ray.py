@@ -137,7 +137,7 @@ def test_a_dead_actor_says_so_and_its_journal_survives(made: Any, ray: Any, tmp_
     file, journal = tmp_path / "asked", tmp_path / "journal.sqlite"
     first = made(Noted(str(file)), journal=journal)
     before = first.score_groups([[(TASK, "1"), (TASK, "2")]])
-    waiting = first.actor.score_groups.remote([[(TASK, "3"), (TASK, "hang")]])
+    waiting = first.actor.handle.remote("score_groups", ([[(TASK, "3"), (TASK, "hang")]], "train"))
     ray.kill(first.actor)
     with pytest.raises(ray.exceptions.RayActorError):
         ray.get(waiting)

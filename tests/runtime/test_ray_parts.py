@@ -23,12 +23,10 @@ from gleanrl.experience.replay.reverify import Rescoring
 from gleanrl.protocols import EpisodeLost
 from gleanrl.runtime.ray import cluster as clusters
 from gleanrl.runtime.ray import run
-from gleanrl.runtime.ray.actors import ActorClient, ActorDied, ActorPool, ActorRaised
+from gleanrl.runtime.ray.actors import ActorClient, ActorDied, ActorPool, ActorRaised, LearnerLost
 from gleanrl.runtime.ray.environments import EnvironmentService, RayEnvironments, pickle_taskset
-from gleanrl.runtime.ray.lock import LockAnswers
-from gleanrl.runtime.ray.rewards import ray_reward_source, reward_actors
-from gleanrl.runtime.ray.weights import LearnerLost, from_bytes, to_bytes
-from gleanrl.runtime.run_folder import RunFolder
+from gleanrl.runtime.ray.rewards import RewardActor, make_reward_source
+from gleanrl.runtime.ray.weights import from_bytes, to_bytes
 from gleanrl.tracking.monitors import Console
 from gleanrl.types import Message, Score, StopReason, Task
 from gleanrl.utils.errors import UserError
@@ -102,7 +100,7 @@ def unread(pid: int) -> None:
 
 def test_an_actor_that_cannot_start_ends_the_run_in_one_line(cluster: clusters.Cluster, tmp_path: Path) -> None:
     async def main(start: str) -> None:
-        async with started(ActorPool(cluster, "sampler", 2, Asked, (start,), restarts=1)) as pool:
+        async with started(ActorPool(cluster, "sampler", 2, Asked, (start,))) as pool:
             (tmp_path / "no").touch()  # from now on none starts
             (first, _) = pool.members.values()
             await killed(first)
@@ -113,7 +111,7 @@ def test_an_actor_that_cannot_start_ends_the_run_in_one_line(cluster: clusters.C
             await killed(second)
             await pool.call("hang")
 
-    often = r"^sampler \d died: .*; it was started again 1 times before \(ray.max_restarts\)$"
+    often = r"^sampler \d died: .*; it was started again 2 times before \(ray.max_restarts\)$"
     for start, said in (("mistake", "^no such thing$"), ("dies", often), (str(tmp_path / "no"), often)):
         with pytest.raises(UserError, match=said):
             asyncio.run(main(start))
@@ -122,12 +120,12 @@ def test_an_actor_that_cannot_start_ends_the_run_in_one_line(cluster: clusters.C
 def test_a_death_that_an_actor_waits_for_is_not_its_own(cluster: clusters.Cluster) -> None:
     async def ready(actor: ActorClient) -> None:
         assert await actor.call("echo", 1) == 1
-        raise ActorDied("another died")
+        raise LearnerLost("learner died")
 
     async def main() -> None:
         pool = ActorPool(cluster, "sampler", 1, Asked, ())
         pool.ready = ready
-        with pytest.raises(ActorDied, match="another died"):
+        with pytest.raises(LearnerLost, match="learner died"):
             await pool.start()
         assert cluster.counts["actors_restarted"] == 0
 
@@ -137,10 +135,7 @@ def test_a_death_that_an_actor_waits_for_is_not_its_own(cluster: clusters.Cluste
 
 def test_the_drivers_device_lock_serves_actors_and_outlives_them(cluster: clusters.Cluster) -> None:
     async def main() -> None:
-        locks = LockAnswers()
-        pool = ActorPool(cluster, "sampler", 2, Asked, (), answers=locks.answers)
-        pool.left.append(locks.forget)
-        async with started(pool):
+        async with started(ActorPool(cluster, "sampler", 2, Asked, ())) as pool:
             first, second = pool.members.values()
             holding = asyncio.ensure_future(first.call("hold"))
             await first.call("echo", 1)
@@ -151,7 +146,7 @@ def test_the_drivers_device_lock_serves_actors_and_outlives_them(cluster: cluste
             await waiting  # it was passed on
             with pytest.raises(ActorDied):
                 await holding
-            async with locks.device_lock("train"):
+            async with cluster.device_lock("train"):
                 pass
 
     asyncio.run(main())
@@ -205,9 +200,10 @@ def test_an_environment_actor_learns_why_an_episode_ends(cluster: clusters.Clust
 
 def test_a_reward_actor_scores_again_when_asked_to(cluster: clusters.Cluster, tmp_path: Path) -> None:
     async def main() -> None:
-        pool = reward_actors(cluster, RewardSettings(name="tests.runtime.ray_services:counted"), RunFolder(tmp_path))
-        assert pool is not None
-        async with started(pool), ray_reward_source(pool, cluster) as source:
+        settings = RewardSettings(name="tests.runtime.ray_services:counted")
+        arguments = (None, settings, tmp_path / "rewards.sqlite", {})
+        async with started(ActorPool(cluster, "reward", 1, RewardActor, arguments)) as pool:
+            source = make_reward_source(pool, cluster)
             assert isinstance(source.train, Rescoring)
             task = Task("t")
             assert [(await source.train.score(task, "a")).value for _ in range(2)] == [1, 1]  # remembered
@@ -269,13 +265,13 @@ def test_without_ray_the_line_says_what_to_install(monkeypatch: pytest.MonkeyPat
 
 
 def test_an_evaluation_whose_learner_dies_says_so_in_a_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    async def evaluate(builder: Any, checkpoint: Any) -> Any:
+    async def evaluate(*_: Any, **__: Any) -> Any:
         raise LearnerLost("learner died: its worker process has died")
 
     monkeypatch.setattr(run, "open_cluster", lambda *_, **__: nullcontext())
     monkeypatch.setattr(run, "prepare", lambda *_: None)
     monkeypatch.setattr(run.RayBuilder, "make", lambda *_: None)
-    monkeypatch.setattr(run, "_evaluate", evaluate)
+    monkeypatch.setattr(run, "_with_actors", evaluate)
     config = load("quickstart", [("run.folder", str(tmp_path))])
     with pytest.raises(UserError, match=r"^learner died: its worker process has died; its checkpoint was not"):
         run.run_evaluation(config, tmp_path, Console())

@@ -19,11 +19,11 @@ import pytest
 import torch
 
 from gleanrl.protocols import EpisodeLost
-from gleanrl.runtime.ray import broadcast
-from gleanrl.runtime.ray.actors import ActorClient, ActorDied, ActorPool
+from gleanrl.runtime.ray import weights as transfer
+from gleanrl.runtime.ray.actors import ActorClient, ActorDied, ActorPool, LearnerLost
 from gleanrl.runtime.ray.cluster import Cluster
 from gleanrl.runtime.ray.samplers import RaySampler, SamplerPool, SamplerService
-from gleanrl.runtime.ray.weights import LearnerLost, WeightHandle
+from gleanrl.runtime.ray.weights import WeightHandle
 from gleanrl.samplers.sessions import Counters, SessionSampler
 from tests.runtime.ray_weights import KINDS, PARAMS, Numbers, Teacher, tensors
 
@@ -60,14 +60,9 @@ class World:
 
 @asynccontextmanager
 async def world(cluster: Cluster, folder: Path, way: Any, fall_back: bool = False) -> AsyncIterator[World]:
-    async def news(actor: ActorClient, news: Any) -> None:
-        samplers.stats[actor] = news[0]
-
-    async def ignored(*_: Any) -> None: ...
-
     cluster.metrics()
-    learner = ActorPool(cluster, "learner", 1, Teacher, (), restarts=0, answers={"news": ignored})
-    actors = ActorPool(cluster, "sampler", 2, Numbers, (str(folder / "opened"),), answers={"news": news})
+    learner = ActorPool(cluster, "learner", 1, Teacher, ())
+    actors = ActorPool(cluster, "sampler", 2, Numbers, (str(folder / "opened"),))
     samplers = SamplerPool(actors, way, fall_back=fall_back)
     try:
         await asyncio.gather(learner.start(), actors.start())
@@ -220,39 +215,39 @@ def test_an_episode_that_is_given_up_before_it_has_a_row_takes_none() -> None:
 class Fellow:
     """A receiver, on a thread."""
 
-    def __init__(self, place: broadcast.Place, rank: int) -> None:
+    def __init__(self, place: transfer.Place, rank: int) -> None:
         self.joined, self.go = threading.Event(), threading.Event()
         self.result: Future[Any] = Future()
         threading.Thread(target=self._work, args=(place, rank), daemon=True).start()
 
-    def _work(self, place: broadcast.Place, rank: int) -> None:
-        group = broadcast.BroadcastGroup(place, rank)
+    def _work(self, place: transfer.Place, rank: int) -> None:
+        group = transfer.BroadcastGroup(place, rank)
+        group.join()
         self.joined.set()
         self.go.wait()
         try:
-            self.result.set_result(group.receive())
+            self.result.set_result(group.transfer())
         except RuntimeError as error:
             self.result.set_exception(error)
         threading.Event().wait()  # it keeps its group
 
 
 @pytest.fixture
-def meet(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[broadcast.BroadcastGroup, list[Fellow]]]:
+def meet(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[transfer.BroadcastGroup, list[Fellow]]]:
     """A sender and its receivers, each with its patience in seconds."""
 
-    def met(*patience_s: float) -> tuple[broadcast.BroadcastGroup, list[Fellow]]:
+    def met(*patience_s: float) -> tuple[transfer.BroadcastGroup, list[Fellow]]:
         made = torch.distributed.ProcessGroupGloo
         monkeypatch.setattr(
-            broadcast.distributed, "ProcessGroupGloo",
+            transfer.distributed, "ProcessGroupGloo",
             lambda store, rank, world, _: made(store, rank, world, timedelta(seconds=patience_s[rank])),
         )  # fmt: skip
-        store = broadcast.open_store("127.0.0.1", 0, len(patience_s))
-        entries = tuple(
-            broadcast.Entry(name, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for name, t in tensors(0).items()
-        )
-        place = broadcast.Place("127.0.0.1", store.port, len(patience_s), "gloo", 1, entries)
+        store = transfer.TCPStore("127.0.0.1", 0, len(patience_s), True, timedelta(seconds=60), wait_for_workers=False)
+        entries = tuple(transfer.Entry(name, t.dtype, tuple(t.shape)) for name, t in tensors(0).items())
+        place = transfer.Place("127.0.0.1", store.port, len(patience_s), "gloo", 1, entries)
         fellows = [Fellow(place, rank) for rank in range(1, len(patience_s))]
-        group = broadcast.BroadcastGroup(place, 0, store)
+        group = transfer.BroadcastGroup(place, 0, store)
+        group.join()
         assert all(fellow.joined.wait(30) for fellow in fellows)
         return group, fellows
 
@@ -263,7 +258,7 @@ def test_a_broadcast_is_what_was_sent(meet: Callable[..., Any]) -> None:
     group, fellows = meet(30, 30, 30)
     for fellow in fellows:
         fellow.go.set()
-    group.send(tensors(2))
+    group.transfer(tensors(2))
     for fellow in fellows:
         taken = fellow.result.result(30)
         assert {name: (t.dtype, t.shape) for name, t in taken.items()} == KINDS
@@ -277,7 +272,7 @@ def test_a_member_that_gives_up_a_broadcast_does_not_keep_the_others_waiting(mee
     with pytest.raises(RuntimeError):
         fellows[0].result.result(60)
     with pytest.raises(RuntimeError):  # at once, not after its own patience
-        group.send(tensors(2))
+        group.transfer(tensors(2))
     for fellow in fellows[1:]:
         with pytest.raises(RuntimeError):
             fellow.result.result(60)

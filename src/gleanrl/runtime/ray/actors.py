@@ -13,6 +13,9 @@ One Ray call costs about 0.6 ms of the driver's processor time, and a step makes
 `call` batches the calls of one turn of the event loop, and all answers come back over one Ray stream. The driver also
 notices an actor's death by the end of that stream, within milliseconds (Ray's own restarts take about two seconds to
 report a death).
+
+The same messages carry the driver's device lock: a service that shares its device takes `ActorServer.device_lock`, and
+the client holds the `DeviceLock` of the run for it until it releases the lock or dies.
 """
 
 from __future__ import annotations
@@ -22,12 +25,14 @@ import os
 import pickle
 import traceback
 import zlib
-from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from itertools import count
 from time import perf_counter
 from typing import Any, NamedTuple
 
+from gleanrl.protocols import EpisodeLost
 from gleanrl.runtime.ray.cluster import Cluster, death_or_cause, import_ray
 from gleanrl.utils.errors import UserError
 from gleanrl.utils.notifier import Notifier
@@ -39,6 +44,10 @@ _AFFINITY_SLACK = 16  # the actor that a key prefers may have this many episodes
 
 class ActorDied(Exception):
     """The actor died before it answered. The message names it and says why."""
+
+
+class LearnerLost(ActorDied):
+    """The learner's actor is gone, and with it what it learned since the last checkpoint."""
 
 
 class ActorRaised(Exception):
@@ -71,47 +80,7 @@ def make_portable(error: Exception) -> Exception:
         return ActorRaised(f"{type(error).__name__}: {error}\n{place}")
 
 
-async def cancel(task: asyncio.Task[Any]) -> None:
-    """Cancel a task and wait until it has ended."""
-    task.cancel()
-    await asyncio.wait([task])
-
-
-async def run_together(work: Iterable[Coroutine[Any, Any, None]]) -> None:
-    """Run all at once; the first error cancels the others and is raised itself, not in a group."""
-    try:
-        async with asyncio.TaskGroup() as group:
-            for each in work:
-                group.create_task(each)
-    except BaseExceptionGroup as errors:
-        error: BaseException = errors
-        while isinstance(error, BaseExceptionGroup):
-            error = error.exceptions[0]
-        raise error from None
-
-
-# --- inside the actor -----------------------------------------------------------------------------
-class Service:
-    """Base of what an actor holds: ``make(driver, *arguments)`` returns one. The driver calls its coroutine methods.
-
-    ``driver`` is the `ActorServer`; its `call` and `tell` reach the ``answers`` of the actor's pool.
-    """
-
-    async def start(self) -> None:
-        """Called once, before any other method."""
-
-    async def handle(self, method: str, arguments: tuple[Any, ...]) -> Any:
-        """Run one call of the driver."""
-        return await getattr(self, method)(*arguments)
-
-    def news(self) -> Any:
-        """Return what ``answers["news"]`` of the driver receives with the next answers; None = nothing."""
-        return None
-
-    async def close(self) -> None:
-        """Called once, after the last method, unless the actor is killed."""
-
-
+# --- messages -------------------------------------------------------------------------------------
 class Started(NamedTuple):
     """What an actor reports once its service is made."""
 
@@ -121,19 +90,77 @@ class Started(NamedTuple):
 
 
 class Call(NamedTuple):
-    """A call of a service by the driver, or (with a negative number) the driver's answer to a call of the service."""
+    """A call of a service by the driver."""
 
     number: int  # 0: no answer is expected
     method: str
-    body: bytes  # the pickled arguments or answer
+    body: bytes  # the pickled arguments
 
 
 class Answer(NamedTuple):
-    """The answer to a call of the driver, or (with a number up to 0) a call of the driver by the service."""
+    """The answer to a call."""
 
     number: int
     failed: bool
-    body: bytes  # the pickled result or exception; of a call: method and arguments
+    body: bytes  # the pickled result or exception
+
+
+class LockRequest(NamedTuple):
+    """A request of an actor for the driver's device lock: "acquire", "give_way" or "release"."""
+
+    hold: int
+    request: str
+    work: Any
+
+
+class LockGranted(NamedTuple):
+    """The driver's answer to "acquire" and "give_way": the actor holds the device."""
+
+    hold: int
+
+
+class Span(NamedTuple):
+    """A span for the driver's timeline, by the actor's clock."""
+
+    kind: str
+    start: float
+    end: float
+    tags: dict[str, Any]
+
+
+# --- inside the actor -----------------------------------------------------------------------------
+class Service:
+    """Base of what an actor holds: ``make(driver, *arguments)`` returns one. The driver calls its coroutine methods.
+
+    ``driver`` is the `ActorServer`, whose `device_lock` and `record` a service may use.
+    """
+
+    async def start(self) -> None:
+        """Called once, before any other method."""
+
+    async def handle(self, method: str, arguments: tuple[Any, ...]) -> Any:
+        """Run one call of the driver."""
+        return await getattr(self, method)(*arguments)
+
+    async def close(self) -> None:
+        """Called once, after the last method, unless the actor is killed."""
+
+
+@dataclass(frozen=True)
+class RemoteHold:
+    """A `DeviceHold` inside an actor.
+
+    Only the driver knows what waits. Therefore `wanted` is always true, and `give_way` returns at once if nothing
+    waits.
+    """
+
+    server: ActorServer
+    number: int
+    work: Any
+    wanted: bool = True
+
+    async def give_way(self) -> None:
+        await self.server.request_lock(LockRequest(self.number, "give_way", self.work))
 
 
 class ActorServer:
@@ -148,10 +175,10 @@ class ActorServer:
             os.chdir(folder)
         self._make, self._arguments = make, arguments
         self._service = Service()
-        self._changed = asyncio.Event()
-        self._outbox: list[Answer] = []
-        self._numbers = count(-1, -1)
-        self._waiting: dict[int, asyncio.Future[Any]] = {}
+        self._outbox: asyncio.Queue[Answer | LockRequest] = asyncio.Queue()
+        self._spans: list[Span] = []
+        self._holds = count(1)
+        self._granted: dict[int, asyncio.Future[None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
     # --- called by the driver
@@ -162,25 +189,26 @@ class ActorServer:
         await self._service.start()
         return Started(os.getpid(), import_ray().get_runtime_context().get_node_id(), perf_counter())
 
-    async def receive(self, calls: list[Call]) -> None:
-        """Start calls in their order, and hand out answers."""
-        for call in calls:
-            if call.number < 0:
-                self._waiting.pop(call.number).set_result(pickle.loads(call.body))
+    async def receive(self, messages: list[Call | LockGranted]) -> None:
+        """Start calls in their order, and continue what waits for the device."""
+        for message in messages:
+            if isinstance(message, LockGranted):
+                granted = self._granted.pop(message.hold)
+                if not granted.done():
+                    granted.set_result(None)
             else:
-                task = asyncio.create_task(self._serve(call))
+                task = asyncio.create_task(self._serve(message))
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
 
-    async def messages(self) -> AsyncIterator[list[Answer]]:
-        """The stream of answers, calls and news to the driver."""
+    async def messages(self) -> AsyncIterator[list[Answer | LockRequest | Span]]:
+        """The stream to the driver. Spans travel with the next answer."""
         while True:
-            await self._changed.wait()
-            if (news := self._service.news()) is not None:
-                self.tell("news", news)
-            self._changed.clear()
-            outbox, self._outbox = self._outbox, []
-            yield outbox
+            batch: list[Answer | LockRequest | Span] = [await self._outbox.get()]
+            while not self._outbox.empty():
+                batch.append(self._outbox.get_nowait())
+            spans, self._spans = self._spans, []
+            yield batch + spans
 
     async def ask(self, method: str, *arguments: Any) -> Any:
         """One call outside the stream."""
@@ -192,110 +220,118 @@ class ActorServer:
     async def close(self) -> None:
         await self._service.close()
 
-    # --- called by the service
-    async def call(self, method: str, *arguments: Any) -> Any:
-        """Return what ``answers[method]`` in the driver returns."""
-        number = next(self._numbers)
-        waiting = self._waiting[number] = asyncio.get_running_loop().create_future()
-        self._send(Answer(number, False, to_pickle(f"a call of {method}", (method, arguments))))
-        return await waiting
-
-    def tell(self, method: str, *arguments: Any) -> None:
-        """Call without waiting for an answer."""
-        self._send(Answer(0, False, to_pickle(f"a call of {method}", (method, arguments))))
-
     async def _serve(self, call: Call) -> None:
-        method = call.method
+        method, failed = call.method, False
         try:
             arguments = from_pickle(f"the arguments of {method}", call.body)
             body = to_pickle(f"the answer of {method}", await self._service.handle(method, arguments))
-            failed = False
         except Exception as error:
             body, failed = pickle.dumps(make_portable(error)), True
         if call.number:
-            self._send(Answer(call.number, failed, body))
+            self._outbox.put_nowait(Answer(call.number, failed, body))
 
-    def _send(self, answer: Answer) -> None:
-        self._outbox.append(answer)
-        self._changed.set()
+    # --- called by the service
+    @asynccontextmanager
+    async def device_lock(self, work: Any) -> AsyncIterator[RemoteHold]:
+        """Hold the driver's `DeviceLock` for ``work``."""
+        hold = RemoteHold(self, next(self._holds), work)
+        try:
+            await self.request_lock(LockRequest(hold.number, "acquire", work))
+            yield hold
+        finally:
+            self._outbox.put_nowait(LockRequest(hold.number, "release", work))
+
+    async def request_lock(self, request: LockRequest) -> None:
+        """Send a request, and wait until the device is held."""
+        granted = self._granted[request.hold] = asyncio.get_running_loop().create_future()
+        self._outbox.put_nowait(request)
+        await granted
+
+    def record(self, kind: str, start: float, end: float, **tags: Any) -> None:
+        """Record a span, as `Timeline.record` does. May be called from any thread."""
+        self._spans.append(Span(kind, start, end, tags))
 
 
 # --- in the driver ----------------------------------------------------------------------------------
 class ActorClient:
-    """One actor: calls to it, its calls to the driver, and its death. Every call raises `ActorDied` once it is gone.
+    """One actor: calls to it, what it does with the driver's device lock and timeline, and its death.
+
+    Every call raises `ActorDied` once it is gone; `LearnerLost` if it is the learner.
 
     Args:
         name: kind and index, such as "sampler 1"; the kind names the process as well ("ray::SamplerActor").
         options: Ray's options of the actor.
-        answers: coroutine functions ``(client, *arguments)`` for what the service calls here.
-        died: called once, with this client, when the actor dies before it was closed.
 
     Attributes:
         load: episodes that the actor plays now; its users count them.
-        death: why it is gone, or None.
+        death: name and reason if it is gone, else None.
+        ended: set when the actor has died before it was closed.
     """
 
     def __init__(
         self,
+        cluster: Cluster,
         name: str,
         make: Callable[..., Service],
         arguments: tuple[Any, ...],
-        *,
         options: Mapping[str, Any],
-        answers: Mapping[str, Callable[..., Awaitable[Any]]],
-        died: Callable[[ActorClient], None],
     ) -> None:
         self.name, self.load = name, 0
         self.death: str | None = None
+        self.ended = asyncio.Event()
         self.started: Started | None = None
-        self.clock_offset = 0.0  # this process's `perf_counter` minus the actor's
-        self._answers, self._died = answers, died
+        self._cluster = cluster
+        self._error = LearnerLost if name == "learner" else ActorDied
+        self._clock_offset = 0.0  # this process's `perf_counter` minus the actor's
         kind = type(f"{name.split()[0].title()}Actor", (ActorServer,), {})
         self._actor = import_ray().remote(kind).options(**options).remote(make, arguments, os.getcwd())
-        self._outbox: list[Call] = []
+        self._outbox: asyncio.Queue[Call | LockGranted] = asyncio.Queue()
         self._numbers = count(1)
         self._waiting: dict[int, asyncio.Future[Any]] = {}
-        self._answering: set[asyncio.Task[None]] = set()
-        self._reader: asyncio.Task[None] | None = None
+        self._holds: dict[int, tuple[asyncio.Queue[str], asyncio.Task[None]]] = {}
+        self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
         """Wait until the service is made. Raises what the service raises."""
         try:
             started = self.started = await self._actor.start.remote()
         except import_ray().exceptions.RayError as error:
-            raised = death_or_cause(error)
-            if isinstance(raised, str):
-                self.death = raised
-                raise ActorDied(f"{self.name} {raised}") from None
-            raise raised from None
+            raise self._explain(error) from None
         if started.node != import_ray().get_runtime_context().get_node_id():  # processes of one node share a clock
-            self.clock_offset = perf_counter() - started.clock
-        self._reader = asyncio.create_task(self._read())
+            self._clock_offset = perf_counter() - started.clock
+        self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._write())]
 
     async def call(self, method: str, *arguments: Any) -> Any:
         """Call the service; cheap, for small arguments without object references."""
         if self.death is not None:
-            raise ActorDied(f"{self.name} {self.death}")
+            raise self._error(self.death)
         number = next(self._numbers)
         body = to_pickle(f"the arguments of {method}", arguments)
         waiting = self._waiting[number] = asyncio.get_running_loop().create_future()
-        self._send(Call(number, method, body))
+        self._outbox.put_nowait(Call(number, method, body))
         try:
             return await waiting
         finally:
             self._waiting.pop(number, None)
 
+    async def play(self, method: str, *arguments: Any) -> Any:
+        """As `call`, for an episode: raises `EpisodeLost` if the actor dies."""
+        try:
+            return await self.call(method, *arguments)
+        except ActorDied as error:
+            self._cluster.counts["episodes_lost"] += 1
+            raise EpisodeLost(str(error)) from None
+
     def tell(self, method: str, *arguments: Any) -> None:
         """Call without waiting; does nothing if the actor is dead."""
-        self._send(Call(0, method, to_pickle(f"the arguments of {method}", arguments)))
+        self._outbox.put_nowait(Call(0, method, to_pickle(f"the arguments of {method}", arguments)))
 
     async def ask(self, method: str, *arguments: Any) -> Any:
         """Call the service by a Ray call of its own, which carries large values and references."""
         try:
             return await self._actor.ask.remote(method, *arguments)
         except import_ray().exceptions.RayError as error:
-            raised = death_or_cause(error)
-            raise (ActorDied(f"{self.name} {raised}") if isinstance(raised, str) else raised) from None
+            raise self._explain(error) from None
 
     def ask_blocking(self, method: str, *arguments: Any, timeout_s: float | None = None) -> Any:
         """As `ask`, for synchronous code. Raises `ActorDied` after ``timeout_s`` too."""
@@ -303,128 +339,136 @@ class ActorClient:
         try:
             return ray.get(self._actor.ask.remote(method, *arguments), timeout=timeout_s)
         except ray.exceptions.GetTimeoutError:
-            raise ActorDied(f"{self.name} did not answer within {timeout_s:g} s") from None
+            raise self._error(f"{self.name} did not answer within {timeout_s:g} s") from None
         except ray.exceptions.RayError as error:
-            raised = death_or_cause(error)
-            raise (ActorDied(f"{self.name} {raised}") if isinstance(raised, str) else raised) from None
+            raise self._explain(error) from None
 
     async def close(self) -> None:
         """Let the service close, then end the actor."""
-        if self._reader is not None:
-            await cancel(self._reader)
-        await self._end(self.death or "was closed")
-        ray = import_ray()
+        ray, alive = import_ray(), self.death is None
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+        await self._end(self.death or f"{self.name} was closed")
         try:
-            await asyncio.wait_for(self._actor.close.remote(), _CLOSE_S)
+            if alive:
+                await asyncio.wait_for(self._actor.close.remote(), _CLOSE_S)
         except (ray.exceptions.RayError, TimeoutError):
             pass
         finally:
             ray.kill(self._actor)
 
-    def _send(self, call: Call) -> None:
-        def flush() -> None:
-            calls, self._outbox = self._outbox, []
-            if self.death is None:
-                self._actor.receive.remote(calls)
+    def _explain(self, error: Exception) -> Exception:
+        """Return the exception of the actor's own code, or one that says why the actor is gone."""
+        reason = death_or_cause(error)
+        return self._error(f"{self.name} {reason}") if isinstance(reason, str) else reason
 
-        if not self._outbox:
-            asyncio.get_running_loop().call_soon(flush)
-        self._outbox.append(call)
+    async def _write(self) -> None:
+        """Send what the tasks of one turn of the event loop have put into the outbox by one Ray call."""
+        while True:
+            batch = [await self._outbox.get()]
+            while not self._outbox.empty():
+                batch.append(self._outbox.get_nowait())
+            if self.death is None:
+                self._actor.receive.remote(batch)
 
     async def _read(self) -> None:
-        """Hand out the actor's answers and run its calls until it is gone."""
+        """Hand out the actor's answers, spans and requests for the device until it is gone."""
         ray = import_ray()
+        death = "ended"
         try:
             async for reference in self._actor.messages.options(num_returns="streaming").remote():
-                for number, failed, body in await reference:
-                    if number <= 0:
-                        task = asyncio.create_task(self._answer(number, body))
-                        self._answering.add(task)
-                        task.add_done_callback(self._answering.discard)
-                        continue
-                    waiting = self._waiting.pop(number, None)
-                    if waiting is None or waiting.done():
-                        continue
-                    try:
-                        value = from_pickle("an answer", body)
-                    except UserError as error:
-                        failed, value = True, error
-                    if failed:
-                        waiting.set_exception(value)
-                    else:
-                        waiting.set_result(value)
-            death = "ended"
+                for message in await reference:
+                    if isinstance(message, Span):
+                        if (timeline := self._cluster.timeline) is not None:
+                            kind, start, end, tags = message
+                            timeline.record(kind, start + self._clock_offset, end + self._clock_offset, **tags)
+                    elif isinstance(message, LockRequest):
+                        if message.request == "acquire":
+                            requests: asyncio.Queue[str] = asyncio.Queue()
+                            holding = asyncio.create_task(self._hold_device(message, requests))
+                            self._holds[message.hold] = (requests, holding)
+                        else:
+                            self._holds[message.hold][0].put_nowait(message.request)
+                    elif (waiting := self._waiting.pop(message.number, None)) is not None and not waiting.done():
+                        failed = message.failed
+                        try:
+                            value = from_pickle("an answer", message.body)
+                        except UserError as error:
+                            failed, value = True, error
+                        if failed:
+                            waiting.set_exception(value)
+                        else:
+                            waiting.set_result(value)
         except ray.exceptions.RayError as error:
             death = str(death_or_cause(error))
-        await self._end(death)
+        await self._end(f"{self.name} {death}")
         ray.kill(self._actor)  # if only its stream failed, it would live on and hold the next one's resources
-        self._died(self)
+        self.ended.set()
 
-    async def _answer(self, number: int, body: bytes) -> None:
-        method, arguments = pickle.loads(body)
-        answer = await self._answers[method](self, *arguments)
-        if number:
-            self._send(Call(number, method, to_pickle(f"the answer of {method}", answer)))
+    async def _hold_device(self, acquire: LockRequest, requests: asyncio.Queue[str]) -> None:
+        """Hold the device for the actor until it releases it. The actor's death cancels this task."""
+        async with self._cluster.device_lock(acquire.work) as held:
+            self._outbox.put_nowait(LockGranted(acquire.hold))
+            while await requests.get() == "give_way":
+                if held.wanted:
+                    await held.give_way()
+                self._outbox.put_nowait(LockGranted(acquire.hold))
+        del self._holds[acquire.hold]
 
     async def _end(self, death: str) -> None:
-        """Calls that wait raise, answers under way are cancelled."""
+        """Calls that wait raise; what the actor holds of the device is released."""
         self.death = death
         waiting, self._waiting = self._waiting, {}
         for future in waiting.values():
             if not future.done():
-                future.set_exception(ActorDied(f"{self.name} {death}"))
-        for task in list(self._answering):
-            await cancel(task)
+                future.set_exception(self._error(death))
+        holding = [task for _, task in self._holds.values()]
+        for task in holding:
+            task.cancel()
+        if holding:
+            await asyncio.wait(holding)
 
 
 class ActorPool:
     """Actors of one kind, started together. One that dies is replaced, `ray.max_restarts` times at most.
 
+    A learner is not replaced: the whole run goes back to its last checkpoint instead.
+
     Args:
         kind: "sampler", "environment", "reward" or "learner".
         make, arguments: of each actor's `Service`.
-        answers: see `ActorClient`.
-        restarts: replaces `ray.max_restarts`.
 
     Attributes:
         members: the actors at work, by index.
         ready: called with an actor that was started, before it gets work. Raises `ActorDied` if it died meanwhile.
-        left: each is called with an actor that died, before another is started.
         changed: notified when an actor joins, or when none can.
     """
 
     def __init__(
-        self,
-        cluster: Cluster,
-        kind: str,
-        size: int,
-        make: Callable[..., Service],
-        arguments: tuple[Any, ...],
-        *,
-        answers: Mapping[str, Callable[..., Awaitable[Any]]] | None = None,
-        restarts: int | None = None,
+        self, cluster: Cluster, kind: str, size: int, make: Callable[..., Service], arguments: tuple[Any, ...]
     ) -> None:
         self.cluster, self.kind, self.size = cluster, kind, size
         self.ready: Callable[[ActorClient], Awaitable[None]] | None = None
-        self.left: list[Callable[[ActorClient], Awaitable[None]]] = []
         self.members: dict[int, ActorClient] = {}
         self.changed = Notifier()
-        self._answers = dict(answers or {})
         self._make, self._arguments = make, arguments
-        self._restarts = cluster.settings.max_restarts if restarts is None else restarts
-        self._replacing: dict[int, asyncio.Task[None]] = {}
-        self._deaths: Counter[int] = Counter()
+        self._keepers: list[asyncio.Task[None]] = []
         self._failure: Exception | None = None
-        self._closed = False
 
     async def start(self, started: Callable[[], None] = lambda: None) -> None:
-        """Start all and wait until each is ready; ``started`` is called for each. Raises what their services raise."""
+        """Start all and wait until each is ready; ``started`` is called for each. Raises what their services raise.
 
-        async def start_one(index: int) -> None:
-            await self._start(index)
+        After an error, `close` ends those that were started.
+        """
+        self._keepers = [asyncio.create_task(self._keep_at_work(index)) for index in range(self.size)]
+        for ready in range(self.size):
+            while len(self.members) <= ready:
+                if self._failure is not None:
+                    raise self._failure
+                await self.changed.wait()
             started()
-
-        await run_together(start_one(index) for index in range(self.size))
 
     async def member(self, key: str | None = None) -> ActorClient:
         """The least busy actor, or the one that ``key`` prefers if it is not much busier.
@@ -434,14 +478,14 @@ class ActorPool:
         while True:
             if self._failure is not None:
                 raise self._failure
-            if self.members:
-                index = min(self.members, key=lambda index: (self.members[index].load, index))
+            alive = {index: member for index, member in self.members.items() if member.death is None}
+            if alive:
+                index = min(alive, key=lambda index: (alive[index].load, index))
                 if key is not None:
                     preferred = zlib.crc32(key.encode()) % self.size
-                    limit = self.members[index].load + _AFFINITY_SLACK
-                    if preferred in self.members and self.members[preferred].load <= limit:
+                    if preferred in alive and alive[preferred].load <= alive[index].load + _AFFINITY_SLACK:
                         index = preferred
-                return self.members[index]
+                return alive[index]
             await self.changed.wait()
 
     async def call(self, method: str, *arguments: Any) -> Any:
@@ -453,61 +497,43 @@ class ActorPool:
                 continue
 
     async def close(self) -> None:
-        self._closed = True
-        await asyncio.gather(*(cancel(task) for task in self._replacing.values()))
-        members, self.members = self.members, {}
-        await asyncio.gather(*(member.close() for member in members.values()))
-        self.changed.notify()
+        for keeper in self._keepers:
+            keeper.cancel()
+        if self._keepers:
+            await asyncio.wait(self._keepers)
 
-    async def _start(self, index: int) -> None:
-        """Start one; start it again if it dies before it is ready."""
-        while True:
-            client = ActorClient(
-                *(self.kind if self.size == 1 else f"{self.kind} {index}", self._make, self._arguments),
-                options=self.cluster.options(self.kind, index),
-                answers=self._answers,
-                died=lambda client: self._died(index, client),
-            )
-            try:
-                await client.start()
-                if self.ready is not None:
-                    await self.ready(client)
-                break
-            except ActorDied as error:
-                if client.death is None:  # it waited for another actor that died
+    async def _keep_at_work(self, index: int) -> None:
+        """Start an actor, and another each time it dies, until the pool is closed or one died too often."""
+        name = self.kind if self.size == 1 else f"{self.kind} {index}"
+        restarts = 0 if self.kind == "learner" else self.cluster.settings.max_restarts
+        deaths = 0
+        try:
+            while True:
+                options = self.cluster.options(self.kind, index)
+                client = ActorClient(self.cluster, name, self._make, self._arguments, options)
+                try:
+                    await client.start()
+                    if self.ready is not None:
+                        await self.ready(client)
+                    self.members[index] = client
+                    self.changed.notify()
+                    await client.ended.wait()
+                    death = client.death
+                except LearnerLost as error:
+                    if self.kind != "learner":  # a sampler that waited for the learner's weights
+                        raise
+                    death = str(error)
+                except ActorDied as error:
+                    death = str(error)
+                finally:
+                    self.members.pop(index, None)
                     await client.close()
-                    raise
-                self._count_death(index, error)
-            except BaseException:
-                await client.close()
-                raise
-        self.members[index] = client
-        self.changed.notify()
-
-    def _died(self, index: int, dead: ActorClient) -> None:
-        if self.members.get(index) is not dead or self._closed:  # it was not ready yet: `_start` handles that
-            return
-        del self.members[index]
-
-        async def replace() -> None:
-            try:
-                for left in self.left:
-                    await left(dead)
-                self._count_death(index, ActorDied(f"{dead.name} {dead.death}"))
-                await self._start(index)
-            except Exception as error:
-                self._failure = error
-                self.changed.notify()
-
-        task = self._replacing[index] = asyncio.create_task(replace())
-        task.add_done_callback(lambda _: self._replacing.pop(index, None))
-
-    def _count_death(self, index: int, death: ActorDied) -> None:
-        """Raises `UserError` if the actor died too often."""
-        self._deaths[index] += 1
-        deaths = self._deaths[index]
-        if deaths > self._restarts:
-            before = f"it was started again {self._restarts} times before" if self._restarts else "it is not replaced"
-            raise UserError(f"{death}; {before} (ray.max_restarts)")
-        self.cluster.counts["actors_restarted"] += 1
-        self.cluster.console.print(f"{death}; starting another ({deaths} of {self._restarts})")
+                deaths += 1
+                if deaths > restarts:
+                    before = f"it was started again {restarts} times before" if restarts else "it is not replaced"
+                    raise UserError(f"{death}; {before} (ray.max_restarts)")
+                self.cluster.counts["actors_restarted"] += 1
+                self.cluster.console.print(f"{death}; starting another ({deaths} of {restarts})")
+        except Exception as error:
+            self._failure = error
+            self.changed.notify()

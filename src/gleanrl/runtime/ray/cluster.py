@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gleanrl.config.settings import RaySettings
+from gleanrl.schedule.device_lock import DeviceLock
+from gleanrl.schedule.timeline import Timeline
 from gleanrl.utils.errors import UserError
 from gleanrl.utils.progress import Progress
 from gleanrl.utils.text import first_line
@@ -46,7 +48,12 @@ def death_or_cause(error: Exception) -> Exception | str:
 
 @dataclass
 class Cluster:
-    """The resources that a run holds, and what happened to its actors."""
+    """The resources that a run holds, what its actors share with the driver, and what happened to them.
+
+    Attributes:
+        device_lock: held by the driver for actors that share a device.
+        timeline: receives the actors' spans; None drops them.
+    """
 
     settings: RaySettings
     console: Progress
@@ -55,6 +62,8 @@ class Cluster:
     places: Mapping[str, tuple[int, Resources]]  # kind of actor -> index of its first bundle, resources of each
     counts: Counter[str] = field(default_factory=Counter)  # since the last call of `metrics`
     seconds: dict[str, float] = field(default_factory=dict)  # the same, by metric
+    device_lock: DeviceLock = field(default_factory=DeviceLock)
+    timeline: Timeline | None = None
 
     def options(self, kind: str, index: int) -> dict[str, Any]:
         """Return Ray's options for an actor."""
@@ -72,10 +81,6 @@ class Cluster:
                 placement_group=self.group, placement_group_bundle_index=first + own
             ),
         }
-
-    def gpus(self, kind: str) -> float:
-        """Return the share of GPUs that each actor of a kind has."""
-        return self.places[kind][1].get("GPU", 0)
 
     def metrics(self) -> dict[str, float]:
         """Return the metrics since the last call."""
@@ -102,7 +107,8 @@ def open_cluster(
         UserError: Ray is not installed, there is no such cluster, or it cannot give the resources.
     """
     ray = import_ray("the Ray runtime")
-    cpus = sum(_cpus(settings, kind, ranks) * count for kind, count in kinds.items())
+    _, bundles = place_actors(settings, kinds, gpus=False, ranks=ranks)
+    cpus = sum(bundle.get("CPU", 0.0) for bundle in bundles)
     with nullcontext() if ray.is_initialized() else _connect(ray, settings, cpus):
         gpus = ray.cluster_resources().get("GPU", 0) > 0
         places, bundles = place_actors(settings, kinds, gpus=gpus, ranks=ranks)
@@ -175,7 +181,8 @@ def place_actors(
     if colocated:
         bundles.append(shared)
     for kind, count in kinds.items():
-        own = {"CPU": _cpus(settings, kind, ranks)}
+        cpus = getattr(settings, f"{kind}_cpus")
+        own = {"CPU": float(ranks if cpus is None else cpus)}  # only the learner's may be None
         together = colocated and kind in _ON_DEVICE
         if kind in _ON_DEVICE:
             asked = getattr(settings, f"{kind}_gpus")
@@ -197,8 +204,3 @@ def place_actors(
         if not bundle:  # Ray accepts no empty bundle
             bundle["CPU"] = 0.001
     return places, bundles
-
-
-def _cpus(settings: RaySettings, kind: str, ranks: int) -> float:
-    asked = getattr(settings, f"{kind}_cpus")
-    return float(ranks if asked is None else asked)  # only the learner's may be None

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import pickle
+from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
 from gleanrl.config.settings import EnvironmentSettings
 from gleanrl.environments.pool import EnvironmentPool
-from gleanrl.protocols import Environment, EpisodeLost, Observation, Taskset
-from gleanrl.runtime.ray.actors import ActorClient, ActorDied, ActorPool, Service
+from gleanrl.protocols import Environment, Observation, Taskset
+from gleanrl.runtime.ray.actors import ActorClient, ActorPool, Service
 from gleanrl.types import Message, Score, StopReason, Task
 from gleanrl.utils.errors import UserError
 from gleanrl.utils.importing import loaded_files, restore_files
@@ -54,17 +55,11 @@ def pickle_taskset(taskset: Taskset) -> bytes:
         ) from error
 
 
+@dataclass(frozen=True)
 class RayEnvironments:
     """All environment actors, with the interface of `gleanrl.environments.pool.EnvironmentPool`."""
 
-    def __init__(self, actors: ActorPool) -> None:
-        self.actors = actors
-
-    async def __aenter__(self) -> RayEnvironments:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        """Do nothing: the actors belong to their pool."""
+    actors: ActorPool
 
     def environment(self, task: Task) -> Environment:
         """Start an episode of ``task``; a task's episodes go to one actor if load allows.
@@ -88,25 +83,18 @@ class _Episode(Environment):
             raise RuntimeError(f"task {self._task.id!r}: an environment is reset once; make another")
         self._actor = await self._actors.member(self._task.id)
         self._actor.load += 1
-        return await self._call("begin", self._task)
+        return await self._actor.play("begin", self._number, self._task)
 
     async def step(self, message: Message) -> Observation:
-        return await self._call("step", message)
+        if self._actor is None:
+            raise RuntimeError(f"task {self._task.id!r}: reset before step, and no step after close")
+        return await self._actor.play("step", self._number, message)
 
     async def conclude(self, stop: StopReason) -> Score | None:
-        return None if self._actor is None else await self._call("conclude", stop)
+        return None if self._actor is None else await self._actor.play("conclude", self._number, stop)
 
     async def close(self) -> None:
         actor, self._actor = self._actor, None
         if actor is not None:
             actor.load -= 1
             actor.tell("close", self._number)
-
-    async def _call(self, method: str, argument: Any) -> Any:
-        if self._actor is None:
-            raise RuntimeError(f"task {self._task.id!r}: reset before step, and no step after close")
-        try:
-            return await self._actor.call(method, self._number, argument)
-        except ActorDied as error:
-            self._actors.cluster.counts["episodes_lost"] += 1
-            raise EpisodeLost(str(error)) from None

@@ -16,9 +16,9 @@ from gleanrl.algorithms.batch import Batch, ModelEstimates, Sample
 from gleanrl.learners.distributed.ranks import Ranks
 from gleanrl.learners.engine import TokenScores
 from gleanrl.protocols import Metrics
-from gleanrl.runtime.ray.actors import ActorDied, ActorPool, ActorServer
-from gleanrl.runtime.ray.parts import Plans, Spans
-from gleanrl.runtime.ray.weights import LearnerLost, WeightHandle, WeightSource
+from gleanrl.runtime.ray.actors import ActorPool, ActorServer, LearnerLost
+from gleanrl.runtime.ray.parts import Plans
+from gleanrl.runtime.ray.weights import WeightHandle, WeightSource
 from gleanrl.runtime.sharded import learner_ranks
 from gleanrl.utils.errors import UserError
 
@@ -33,7 +33,6 @@ class LearnerService(WeightSource):
     def __init__(self, driver: ActorServer, plans: Plans, seed: int, training: bool) -> None:
         super().__init__()
         self._driver, self._plans, self._seed, self._training = driver, plans, seed, training
-        self._spans = Spans()
         self._stack = ExitStack()
         self._ranks: Ranks | None = None
         self._learner: Any = None
@@ -45,13 +44,12 @@ class LearnerService(WeightSource):
                 f"the learner's node does not see the run folder {folder.path}, where its checkpoints go; set "
                 "run.folder to storage that all nodes share"
             )
-        builder = await self._plans.make_builder()
+        builder, lock = await self._plans.make_builder(self._driver)
         self._ranks = self._stack.enter_context(learner_ranks(builder.config))
         builder = replace(builder, ranks=self._ranks)
         torch.manual_seed(self._seed)  # as the local runtime does before it makes a learner
-        lock: Any = self._plans.make_device_lock(self._driver)
-        spans: Any = self._spans
-        self._learner = builder.learner(lock, spans, trains=self._training)
+        timeline: Any = self._driver
+        self._learner = builder.learner(lock, timeline, trains=self._training)
 
     async def handle(self, method: str, arguments: tuple[Any, ...]) -> Any:
         """Run a call. Raises `LearnerLost` if a rank is gone, as if the actor itself were."""
@@ -79,9 +77,6 @@ class LearnerService(WeightSource):
     def weights(self) -> Mapping[str, torch.Tensor]:
         return self._learner.weights()
 
-    def news(self) -> Any:
-        return self._spans.drain()
-
     async def close(self) -> None:
         self._stack.close()
 
@@ -102,44 +97,32 @@ class RayLearner:
         self._weights = WeightHandle(self._actor, 0)
 
     async def update(self, batch: Batch) -> Metrics:
-        return await self._call("update", batch)
+        return self._take(*await self._actor.ask("learner", "update", batch))
 
     async def replay_update(self, batch: Batch, step: int) -> Metrics:
-        return await self._call("replay_update", batch, step)
+        return self._take(*await self._actor.ask("learner", "replay_update", batch, step))
 
     async def estimate(self, samples: Sequence[Sample]) -> list[ModelEstimates]:
-        return await self._call("estimate", samples)
+        return self._take(*await self._actor.ask("learner", "estimate", samples))
 
     async def logprobs(self, samples: Sequence[Sample]) -> list[TokenScores]:
-        return await self._call("logprobs", samples)
+        return self._take(*await self._actor.ask("learner", "logprobs", samples))
 
     def undo_step(self) -> bool:
-        return self._call_blocking("undo_step")
+        return self._take(*self._actor.ask_blocking("learner", "undo_step"))
 
     def weights(self) -> Any:
         """Return a `WeightHandle`: the tensors stay with the learner until a sampler takes them."""
         return self._weights
 
     def save(self, folder: Path) -> None:
-        self._call_blocking("save", folder.absolute())
+        self._take(*self._actor.ask_blocking("learner", "save", folder.absolute()))
 
     def load(self, folder: Path) -> None:
-        self._call_blocking("load", folder.absolute())
+        self._take(*self._actor.ask_blocking("learner", "load", folder.absolute()))
 
     def export(self, folder: Path) -> None:
-        self._call_blocking("export", folder.absolute())
-
-    async def _call(self, method: str, *arguments: Any) -> Any:
-        try:
-            return self._take(*await self._actor.ask("learner", method, *arguments))
-        except ActorDied as error:
-            raise LearnerLost(str(error)) from None
-
-    def _call_blocking(self, method: str, *arguments: Any) -> Any:
-        try:
-            return self._take(*self._actor.ask_blocking("learner", method, *arguments))
-        except ActorDied as error:
-            raise LearnerLost(str(error)) from None
+        self._take(*self._actor.ask_blocking("learner", "export", folder.absolute()))
 
     def _take(self, result: Any, step: int, number: int) -> Any:
         """Keep what a call returned about the learner, unless a later call has returned before."""

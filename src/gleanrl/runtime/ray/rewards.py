@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,8 +16,7 @@ from gleanrl.rewards.agent import RewardAgent
 from gleanrl.rewards.request import Answer, Item
 from gleanrl.runtime.ray.actors import ActorDied, ActorPool, Service
 from gleanrl.runtime.ray.cluster import CALLS, Cluster, death_or_cause, import_ray
-from gleanrl.runtime.rewards import JOURNAL, RewardSource
-from gleanrl.runtime.run_folder import RunFolder
+from gleanrl.runtime.rewards import RewardSource
 from gleanrl.types import Score, Task
 from gleanrl.utils.errors import UserError
 
@@ -25,7 +25,7 @@ _METRICS_S = 10.0  # a step is logged without the reward agent's metrics if they
 
 
 class RewardActor(Service):
-    """A reward agent inside an actor. `reward_actor` starts one for any training loop, `reward_actors` those of a run.
+    """A reward agent inside an actor. `reward_actor` starts one for any training loop; a run has one in its pool.
 
     The agent opens with the first call, so an actor that Ray restarts (``max_restarts``) continues with its journal.
     """
@@ -42,24 +42,26 @@ class RewardActor(Service):
         self._opening: asyncio.Future[RewardAgent] | None = None
 
     async def start(self) -> None:
+        """Open the agent. Raises `UserError` if there is no such reward, or a setting has no meaning."""
         await self._agent()
 
-    async def score_groups(self, groups: Sequence[Sequence[Item]], lane: Lane = "train") -> list[list[Score]]:
+    async def handle(self, method: str, arguments: tuple[Any, ...]) -> Any:
+        """Call a method of the agent; ``arguments`` of the first two end with the lane.
+
+        ``("score_groups", (groups, lane))`` returns the scores of all groups in their order, ``("score", (task,
+        trajectory, lane))`` one score; "score_again", "finish" and "metrics" are the methods of `RewardAgent`.
+        """
         agent = await self._agent()
-        results = {index: scores async for index, scores in agent.score_groups(groups, lane=lane)}
-        return [results[index] for index in range(len(groups))]
-
-    async def score(self, task: Task, trajectory: Answer, lane: Lane = "train") -> Score:
-        return await (await self._agent()).lane(lane).score(task, trajectory)
-
-    async def score_again(self, task: Task, trajectory: Answer) -> Score:
-        return await (await self._agent()).score_again(task, trajectory)
-
-    async def finish(self, task: Task, scores: Sequence[Score]) -> list[Score]:
-        return list(await (await self._agent()).finish(task, scores))
-
-    async def metrics(self) -> dict[str, float]:
-        return dict((await self._agent()).metrics())
+        if method == "score_groups":
+            groups, lane = arguments
+            results = {index: scores async for index, scores in agent.score_groups(groups, lane=lane)}
+            return [results[index] for index in range(len(groups))]
+        if method == "score":
+            task, trajectory, lane = arguments
+            return await agent.lane(lane).score(task, trajectory)
+        if method == "metrics":
+            return dict(agent.metrics())
+        return await getattr(agent, method)(*arguments)
 
     async def close(self) -> None:
         if self._opening is not None:
@@ -74,37 +76,37 @@ class RewardActor(Service):
 
 
 # --- for any training loop ----------------------------------------------------------------------------
+@dataclass(frozen=True)
 class RewardHandle:
     """A `Reward` that calls a reward actor from any process of the cluster. It can be pickled and passed on.
 
     Attributes:
-        actor: Ray's own handle, whose methods are those of `RewardActor`.
+        actor: Ray's own handle of a `RewardActor`.
 
     Every call raises `UserError` if the agent does, or if the actor is dead.
     """
 
-    def __init__(self, actor: Any) -> None:
-        self.actor = actor
+    actor: Any
 
     def score_groups(self, groups: Iterable[Sequence[Item]], *, lane: Lane = "train") -> list[list[Score]]:
         """Wait for the scores of all groups, in their order, as `gleanrl.rewards.BlockingRewardAgent` does."""
         with _clear_errors():
-            return import_ray().get(self.actor.score_groups.remote(list(groups), lane))
+            return import_ray().get(self.actor.handle.remote("score_groups", (list(groups), lane)))
 
     async def score(self, task: Task, trajectory: Answer, *, lane: Lane = "train") -> Score:
         """Return the score of one trajectory; if scoring failed, the score is invalid and holds the reason."""
         with _clear_errors():
-            return await self.actor.score.remote(task, trajectory, lane)
+            return await self.actor.handle.remote("score", (task, trajectory, lane))
 
     async def finish(self, task: Task, scores: Sequence[Score]) -> Sequence[Score]:
         """Post-process a complete group."""
         with _clear_errors():
-            return await self.actor.finish.remote(task, list(scores))
+            return list(await self.actor.handle.remote("finish", (task, list(scores))))
 
     def metrics(self) -> Metrics:
         """Return the metrics since the last call; docs/howto/rewards.md lists the names."""
         with _clear_errors():
-            return import_ray().get(self.actor.metrics.remote())
+            return import_ray().get(self.actor.handle.remote("metrics", ()))
 
     def close(self) -> None:
         """Close the agent and end the actor; does nothing if the actor is dead."""
@@ -164,41 +166,32 @@ def _clear_errors() -> Iterator[None]:
 
 
 # --- the reward agent of a run ------------------------------------------------------------------------
+@dataclass(frozen=True)
 class RayReward:
     """A `Reward` that uses one lane of a run's reward actor.
 
     If the actor dies, the call is made again on its replacement; scores in the journal are not paid for twice.
     """
 
-    def __init__(self, actors: ActorPool, lane: Lane) -> None:
-        self._actors, self._lane = actors, lane
+    actors: ActorPool
+    lane: Lane
 
     async def score(self, task: Task, trajectory: Answer) -> Score:
-        return await self._actors.call("score", task, trajectory, self._lane)
+        return await self.actors.call("score", task, trajectory, self.lane)
 
     async def score_again(self, task: Task, trajectory: Answer) -> Score:
         """See `RewardAgent.score_again`."""
-        return await self._actors.call("score_again", task, trajectory)
+        return await self.actors.call("score_again", task, trajectory)
 
     async def finish(self, task: Task, scores: Sequence[Score]) -> Sequence[Score]:
-        return await self._actors.call("finish", task, list(scores))
+        return await self.actors.call("finish", task, list(scores))
 
 
-def reward_actors(cluster: Cluster, settings: RewardSettings, folder: RunFolder | None) -> ActorPool | None:
-    """Make the reward actor of a run; None if its environments score."""
-    if settings.name == "environment":
-        return None
-    journal = folder.path.absolute() / JOURNAL if folder is not None and settings.journal else None
-    return ActorPool(cluster, "reward", 1, RewardActor, (None, settings, journal, {}))
-
-
-@asynccontextmanager
-async def ray_reward_source(actors: ActorPool | None, cluster: Cluster) -> AsyncIterator[RewardSource]:
-    """Yield a reward source as `gleanrl.runtime.rewards.reward_source` does; its metrics include the cluster's."""
+def make_reward_source(actors: ActorPool | None, cluster: Cluster) -> RewardSource:
+    """Return the reward of a run, None: its environments score. The metrics include the cluster's."""
     if actors is None:
         reward = EnvironmentReward()
-        yield RewardSource(reward, reward, cluster.metrics)
-        return
+        return RewardSource(reward, reward, cluster.metrics)
 
     def metrics() -> Metrics:
         collected: dict[str, float] = {}
@@ -209,4 +202,4 @@ async def ray_reward_source(actors: ActorPool | None, cluster: Cluster) -> Async
                 continue
         return {**collected, **cluster.metrics()}
 
-    yield RewardSource(RayReward(actors, "train"), RayReward(actors, "eval"), metrics)
+    return RewardSource(RayReward(actors, "train"), RayReward(actors, "eval"), metrics)

@@ -6,11 +6,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from gleanrl.config import validate
 from gleanrl.config.settings import Config
@@ -18,16 +19,15 @@ from gleanrl.protocols import Metrics
 from gleanrl.runtime.local import Builder, evaluate_with, set_up_libraries, train_with
 from gleanrl.runtime.prepare import Prepared, prepare
 from gleanrl.runtime.process import open_run
-from gleanrl.runtime.ray.actors import ActorClient, ActorPool, run_together
+from gleanrl.runtime.ray.actors import ActorPool, LearnerLost
 from gleanrl.runtime.ray.cluster import Cluster, import_ray, open_cluster
 from gleanrl.runtime.ray.environments import EnvironmentService, RayEnvironments, pickle_taskset
 from gleanrl.runtime.ray.learner import LearnerService, RayLearner
-from gleanrl.runtime.ray.lock import LockAnswers
-from gleanrl.runtime.ray.parts import Plans, record_spans
-from gleanrl.runtime.ray.rewards import ray_reward_source, reward_actors
+from gleanrl.runtime.ray.parts import Plans
+from gleanrl.runtime.ray.rewards import RewardActor, make_reward_source
 from gleanrl.runtime.ray.samplers import LANES, Lane, RaySampler, SamplerPool, SamplerService
-from gleanrl.runtime.ray.weights import LearnerLost
-from gleanrl.runtime.rewards import RewardSource, make_scorer
+from gleanrl.runtime.ray.weights import Backend
+from gleanrl.runtime.rewards import JOURNAL, RewardSource, make_scorer
 from gleanrl.runtime.run_folder import OpenMonitors, RunFolder
 from gleanrl.schedule.device_lock import DeviceLock, TakeDevice
 from gleanrl.schedule.schedule import Schedule
@@ -35,6 +35,8 @@ from gleanrl.schedule.timeline import Timeline
 from gleanrl.utils import atomic
 from gleanrl.utils.errors import UserError
 from gleanrl.utils.progress import Progress
+
+T = TypeVar("T")
 
 
 def run_training(config: Config, *, resume: bool, console: Progress, monitors: OpenMonitors) -> bool:
@@ -58,7 +60,8 @@ def run_training(config: Config, *, resume: bool, console: Progress, monitors: O
             deaths, most = 0, config.ray.max_restarts
             while True:
                 try:
-                    return asyncio.run(_train(builder, monitors, resume=resume or deaths > 0))
+                    work = partial(train_with, monitors=monitors, resume=resume or deaths > 0)
+                    return asyncio.run(_with_actors(builder, LANES, work, training=True))
                 except LearnerLost as error:
                     deaths += 1
                     if deaths > most:
@@ -81,7 +84,8 @@ def run_evaluation(config: Config, checkpoint: Path | None, console: Progress) -
     with open_cluster(config.ray, console, count_actors(config), ranks=config.learner.ranks) as cluster:
         builder = RayBuilder.make(config, RunFolder(config.path), prepare(config, console), console, cluster)
         try:
-            return asyncio.run(_evaluate(builder, checkpoint))
+            work = partial(evaluate_with, checkpoint=checkpoint)
+            return asyncio.run(_with_actors(builder, ("evaluate",), work, training=False))
         except LearnerLost as error:
             raise UserError(f"{error}; its checkpoint was not evaluated, give the same command again") from None
 
@@ -96,17 +100,14 @@ def count_actors(config: Config) -> dict[str, int]:
     return counts
 
 
-async def _train(builder: RayBuilder, monitors: OpenMonitors, *, resume: bool) -> bool:
-    async with builder.start_actors(LANES, training=True) as started:
-        return await train_with(started, monitors, resume=resume)
+async def _with_actors(
+    builder: RayBuilder, lanes: tuple[Lane, ...], work: Callable[[RayBuilder], Awaitable[T]], *, training: bool
+) -> T:
+    async with builder.start_actors(lanes, training=training) as started:
+        return await work(started)
 
 
-async def _evaluate(builder: RayBuilder, checkpoint: Path | None) -> Metrics:
-    async with builder.start_actors(("evaluate",), training=False) as started:
-        return await evaluate_with(started, checkpoint)
-
-
-@dataclass
+@dataclass(frozen=True)
 class Actors:
     """The actors of a run while they are at work."""
 
@@ -114,8 +115,6 @@ class Actors:
     samplers: SamplerPool
     environments: ActorPool | None
     rewards: ActorPool | None
-    locks: LockAnswers
-    timeline: Timeline | None = None
 
 
 @dataclass(frozen=True)
@@ -148,58 +147,41 @@ class RayBuilder(Builder):
         """Start all actors, which end with the block, and yield a builder that uses them."""
         config, cluster, settings = self.config, self.cluster, self.config.ray
         colocated = settings.placement == "colocated"
-        gpus = {kind: cluster.gpus(kind) for kind in ("learner", "sampler")}
+        gpus = {kind: cluster.places[kind][1].get("GPU", 0) for kind in ("learner", "sampler")}
         common = (config, self.folder, self.model, self.prepared.tokenizer, colocated)
-        locks = LockAnswers()
-
-        async def take_learner_news(client: ActorClient, spans: Any) -> None:
-            record_spans(actors.timeline, client, spans)
-
-        async def take_sampler_news(client: ActorClient, news: Any) -> None:
-            actors.samplers.stats[client], spans = news
-            record_spans(actors.timeline, client, spans)
-
-        learner = ActorPool(
-            *(cluster, "learner", 1, LearnerService),
-            (Plans(*common, gpus["learner"]), self.seed("run"), training),
-            answers={**locks.answers, "news": take_learner_news},
-            restarts=0,  # the whole run goes back to its last checkpoint instead
-        )
-        samplers = ActorPool(
-            *(cluster, "sampler", settings.samplers, SamplerService),
-            (Plans(*common, gpus["sampler"]), lanes),
-            answers={**locks.answers, "news": take_sampler_news},
-        )
-        for pool in (learner, samplers):
-            pool.left.append(locks.forget)
+        arguments: tuple[Any, ...] = (Plans(*common, gpus["learner"]), self.seed("run"), training)
+        learner = ActorPool(cluster, "learner", 1, LearnerService, arguments)
+        arguments = (Plans(*common, gpus["sampler"]), lanes)
+        samplers = ActorPool(cluster, "sampler", settings.samplers, SamplerService, arguments)
         own_gpus = not colocated and min(gpus.values()) >= 1
         way = settings.transfer
         if way == "auto":
             way = "broadcast" if own_gpus and cluster.nodes > 1 else "memory"
-        weights = SamplerPool(
-            samplers, way, fall_back=settings.transfer == "auto", backend="nccl" if own_gpus else "gloo"
-        )
+        backend: Backend = "nccl" if own_gpus else "gloo"
+        published = SamplerPool(samplers, way, fall_back=settings.transfer == "auto", backend=backend)
         environments = None
         if settings.environments:
             arguments = (pickle_taskset(self.prepared.taskset), config.environment)
             environments = ActorPool(cluster, "environment", settings.environments, EnvironmentService, arguments)
-        rewards = reward_actors(cluster, config.reward, self.folder if training else None)
-        actors = Actors(learner, weights, environments, rewards, locks)
+        rewards = None
+        if config.reward.name != "environment":
+            journal = self.folder.path.absolute() / JOURNAL if training and config.reward.journal else None
+            rewards = ActorPool(cluster, "reward", 1, RewardActor, (None, config.reward, journal, {}))
 
         pools = [pool for pool in (learner, samplers, environments, rewards) if pool is not None]
         async with AsyncExitStack() as stack:
             with self.console.stage("starting actors", sum(pool.size for pool in pools)) as stage:
                 for pool in pools:
                     stack.push_async_callback(pool.close)
-                await run_together(pool.start(stage.advance) for pool in pools)
-            yield replace(self, actors=actors)
+                await asyncio.gather(*(pool.start(stage.advance) for pool in pools))
+            yield replace(self, actors=Actors(learner, published, environments, rewards))
 
     # --- parts, as `Builder` makes them -------------------------------------------------------------
     def learner(self, device_lock: DeviceLock | None, timeline: Timeline | None, *, trains: bool = True) -> Any:
         del trains  # the actor knows it from its start
-        self.actors.timeline = timeline
+        self.cluster.timeline = timeline
         if device_lock is not None:
-            self.actors.locks.device_lock = device_lock
+            self.cluster.device_lock = device_lock
         return RayLearner(self.actors.learner)
 
     def sampler(self, schedule: Schedule, device_lock: TakeDevice | None, timeline: Any, **options: Any) -> Any:
@@ -209,8 +191,8 @@ class RayBuilder(Builder):
         return RaySampler(self.actors.samplers, "evaluate")
 
     def rewards(self, folder: RunFolder | None) -> AbstractAsyncContextManager[RewardSource]:
-        return ray_reward_source(self.actors.rewards, self.cluster)
+        return nullcontext(make_reward_source(self.actors.rewards, self.cluster))
 
     def environment_pool(self) -> Any:
         environments = self.actors.environments
-        return super().environment_pool() if environments is None else RayEnvironments(environments)
+        return super().environment_pool() if environments is None else nullcontext(RayEnvironments(environments))

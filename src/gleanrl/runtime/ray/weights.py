@@ -2,35 +2,43 @@
 
 * Through Ray's object store (``ray.transfer = "memory"``): the learner puts them there once, the samplers of a node map
   the same bytes without a copy, and Ray moves them between nodes.
-* By a broadcast between the processes (``"broadcast"``): NCCL between GPUs. Afterwards the learner puts a copy into the
-  store too, for a sampler that is restarted later.
+* By a broadcast between the processes (``"broadcast"``): NCCL between GPUs, gloo between CPUs. Afterwards the learner
+  puts a copy into the store too, for a sampler that is restarted later.
 
-`WeightSource` is the learner's end, `WeightReceiver` a sampler's, and `WeightHandle` is what the driver passes on.
+`WeightSource` is the learner's end, `WeightReceiver` a sampler's, and `WeightHandle` is what the driver passes on. The
+tests run broadcasts with gloo; NCCL differs in how a group is made and how a waiting one is aborted, and needs a
+machine with a GPU for each process.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
+import os
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import suppress
+from datetime import timedelta
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 import torch
+from torch import distributed
+from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-from gleanrl.runtime.ray.actors import ActorClient, ActorDied, Service
-from gleanrl.runtime.ray.broadcast import Backend, BroadcastGroup, Entry, Place, open_store
+from gleanrl.runtime.ray.actors import ActorClient, Service
 from gleanrl.runtime.ray.cluster import import_ray
 
 T = TypeVar("T")
 Way = Literal["memory", "broadcast"]
+Backend = Literal["nccl", "gloo"]
 Weights = Mapping[str, torch.Tensor]
+TIMEOUT = timedelta(seconds=60)  # for the other members of a group to join, and to receive a tensor
+_BUCKET = 32 << 20  # bytes; small tensors are sent together, because each broadcast waits for all members
+_BLOCKING = "TORCH_NCCL_BLOCKING_WAIT"
 
 
-class LearnerLost(Exception):
-    """The learner's actor is gone, and with it what it learned since the last checkpoint."""
-
-
+# --- through Ray's store ------------------------------------------------------------------------------
 class _Bytes(NamedTuple):
     """A tensor as numpy bytes, which Ray's store maps without a copy whatever the tensor's dtype (bfloat16, float8)."""
 
@@ -69,6 +77,26 @@ class Stored(NamedTuple):
     reference: list[Any]
 
 
+# --- by a broadcast -----------------------------------------------------------------------------------
+class Entry(NamedTuple):
+    """Describes a tensor to its receiver."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+class Place(NamedTuple):
+    """Where a group meets, and what it sends. ``number`` distinguishes it from earlier groups."""
+
+    host: str
+    port: int
+    world: int
+    backend: Backend
+    number: int
+    entries: tuple[Entry, ...]
+
+
 class Broadcast(NamedTuple):
     """Weights that a broadcast brings to ``rank``."""
 
@@ -76,7 +104,118 @@ class Broadcast(NamedTuple):
     rank: int
 
 
-class WeightSource(Service):
+class BroadcastGroup:
+    """One process's part in a group of ``place.world`` processes; rank 0 sends. The first error ends the group.
+
+    Args:
+        store: the store that the sender has opened at the place; a receiver connects to it.
+    """
+
+    def __init__(self, place: Place, rank: int, store: Any = None) -> None:
+        self.place = place
+        self._rank, self._store = rank, store
+        self._group: Any = None
+
+    def join(self) -> None:
+        """Wait until all members have joined. Raises `RuntimeError` if one does not."""
+        place = self.place
+        self._store = self._store or TCPStore(place.host, place.port, place.world, False, TIMEOUT)
+        prefixed = PrefixStore(f"weights-{place.number}", self._store)
+        if place.backend == "gloo":
+            self._group = distributed.ProcessGroupGloo(prefixed, self._rank, place.world, TIMEOUT)
+            return
+        options = distributed.ProcessGroupNCCL.Options()
+        options._timeout = TIMEOUT
+        # By default NCCL's watchdog ends the process on an error: the learner's, if a sampler dies.
+        before = os.environ.get(_BLOCKING)
+        os.environ[_BLOCKING] = "1"
+        try:
+            self._group = distributed.ProcessGroupNCCL(prefixed, self._rank, place.world, options)
+        finally:
+            if before is None:
+                del os.environ[_BLOCKING]
+            else:
+                os.environ[_BLOCKING] = before
+
+    def transfer(self, weights: Weights | None = None) -> dict[str, torch.Tensor]:
+        """Send ``weights`` or, on the other ranks, return what was sent. The first transfer joins the group.
+
+        Raises:
+            RuntimeError: a member did not join, is gone, or receives nothing for a minute.
+        """
+        if self._group is None:
+            self.join()
+        # a bucket: consecutive tensors of one dtype, together at most `_BUCKET` bytes; a larger one is alone
+        buckets: list[list[Entry]] = []
+        size = 0
+        for entry in self.place.entries:
+            needed = math.prod(entry.shape) * entry.dtype.itemsize
+            if not buckets or entry.dtype != buckets[-1][0].dtype or size + needed > _BUCKET:
+                buckets.append([])
+                size = 0
+            buckets[-1].append(entry)
+            size += needed
+
+        device = torch.device("cuda" if self.place.backend == "nccl" else "cpu")
+        options = distributed.BroadcastOptions()
+        options.rootRank, options.rootTensor = 0, 0
+        received = {}
+        for bucket in buckets:
+            sizes = [math.prod(entry.shape) for entry in bucket]
+            if weights is None:
+                data = torch.empty(sum(sizes), dtype=bucket[0].dtype, device=device)
+                for entry, part in zip(bucket, data.split(sizes), strict=True):
+                    received[entry.name] = part.view(entry.shape)
+            else:
+                tensors = [weights[entry.name].detach().to(device).reshape(-1) for entry in bucket]
+                data = tensors[0].contiguous() if len(tensors) == 1 else torch.cat(tensors)
+            if not data.numel():
+                continue
+            try:
+                self._group.broadcast([data.view(torch.uint8)], options).wait()
+                if data.is_cuda:
+                    torch.cuda.synchronize(data.device)
+            except RuntimeError:
+                with suppress(RuntimeError):
+                    self.abort()
+                self._group = None  # closes its connections
+                raise
+        return received
+
+    def abort(self) -> None:
+        """End a call that waits for the others; works from any thread. Gloo itself notices that a process is gone."""
+        if self.place.backend == "nccl" and self._group is not None:
+            self._group.abort()
+
+
+# --- in the actors ------------------------------------------------------------------------------------
+class BroadcastService(Service):
+    """A service that takes part in broadcasts."""
+
+    group: BroadcastGroup | None = None
+
+    async def abort(self) -> None:
+        """Stop waiting for the group, because a member is gone."""
+        if self.group is not None:
+            self.group.abort()
+
+
+class WeightReceiver(BroadcastService):
+    """Takes published weights; base class of a sampler's service."""
+
+    async def receive(self, source: Stored | Broadcast) -> Weights:
+        if isinstance(source, Stored):
+            return from_bytes(await source.reference[0])
+        if self.group is None or self.group.place != source.place:
+            self.group = BroadcastGroup(source.place, source.rank)
+        try:
+            return await asyncio.to_thread(self.group.transfer)
+        except BaseException:
+            self.group = None
+            raise
+
+
+class WeightSource(BroadcastService):
     """Sends a learner's weights to samplers; base class of the learner's service.
 
     ``number`` counts changes of the weights. A change waits (`changing`) until all readers have finished.
@@ -86,8 +225,6 @@ class WeightSource(Service):
         self.number = 0
         self._reads: set[asyncio.Future[Any]] = set()
         self._stored: dict[int, asyncio.Future[Any]] = {}  # copies that a broadcast has left, by number
-        self._place: tuple[Place, Any] | None = None
-        self._group: BroadcastGroup | None = None
 
     def weights(self) -> Weights:
         """Return the current whole tensors. Called on a thread."""
@@ -108,86 +245,42 @@ class WeightSource(Service):
         if stored is None:
             if number != self.number:
                 raise RuntimeError(f"the weights have changed since number {number}, and no copy was kept")
-            stored = self._read(self._put)
+            stored = self._read(lambda weights: import_ray().put(to_bytes(weights)))
         return [await stored]
 
     async def meet(self, port: int, world: int, backend: Backend, number: int) -> Place:
         """Open a place where a broadcast group of ``world`` processes meets."""
-
-        def describe() -> tuple[Entry, ...]:
-            weights = self.weights().items()
-            return tuple(Entry(name, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for name, t in weights)
-
+        weights = await self._read(dict)
+        entries = tuple(Entry(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in weights.items())
         host = import_ray().util.get_node_ip_address()
-        entries = await self._read(describe)
-        self._group = self._place = None
-        store = await asyncio.to_thread(open_store, host, port, world)
-        self._place = (Place(host, store.port, world, backend, number, entries), store)
-        return self._place[0]
+        self.group = None  # its store may listen on the same port
+        store = await asyncio.to_thread(TCPStore, host, port, world, True, TIMEOUT, wait_for_workers=False)
+        place = Place(host, store.port, world, backend, number, entries)
+        self.group = BroadcastGroup(place, 0, store)
+        return place
 
     async def broadcast(self, number: int, keep: bool) -> None:
         """Send the weights. ``keep``: leave a copy for `put`, made while the samplers go on."""
-
-        def send() -> None:
-            assert self._place is not None
-            try:
-                self._group = self._group or BroadcastGroup(self._place[0], 0, self._place[1])
-                self._group.send(self.weights())
-            except BaseException:
-                self._group = self._place = None
-                raise
-
-        await self._read(send)
+        assert self.group is not None
+        try:
+            await self._read(self.group.transfer)
+        except BaseException:
+            self.group = None
+            raise
         if keep:
-            self._stored[number] = self._read(self._put)
+            self._stored[number] = self._read(lambda weights: import_ray().put(to_bytes(weights)))
 
-    async def abort(self) -> None:
-        """Stop waiting for the group, because a member is gone."""
-        if self._group is not None:
-            self._group.abort()
-
-    def _put(self) -> Any:
-        return import_ray().put(to_bytes(self.weights()))
-
-    def _read(self, work: Callable[[], T]) -> asyncio.Future[T]:
-        """Run ``work``, which reads the weights, on a thread."""
-        read = asyncio.ensure_future(asyncio.to_thread(work))
+    def _read(self, use: Callable[[Weights], T]) -> asyncio.Future[T]:
+        """Return the result of ``use`` on the weights, run on a thread."""
+        read = asyncio.ensure_future(asyncio.to_thread(lambda: use(self.weights())))
         self._reads.add(read)
         read.add_done_callback(self._reads.discard)
         return read
 
 
-class WeightReceiver:
-    """Takes published weights, inside a sampler's actor."""
-
-    def __init__(self) -> None:
-        self._group: BroadcastGroup | None = None
-
-    async def receive(self, source: Stored | Broadcast) -> Weights:
-        if isinstance(source, Stored):
-            return from_bytes(await source.reference[0])
-        broadcast = source
-
-        def join_and_receive() -> Weights:
-            try:
-                if self._group is None or self._group.place != broadcast.place:
-                    self._group = None
-                    self._group = BroadcastGroup(broadcast.place, broadcast.rank)
-                return self._group.receive()
-            except BaseException:
-                self._group = None
-                raise
-
-        return await asyncio.to_thread(join_and_receive)
-
-    def abort(self) -> None:
-        """See `WeightSource.abort`."""
-        if self._group is not None:
-            self._group.abort()
-
-
+# --- in the driver ------------------------------------------------------------------------------------
 class WeightHandle:
-    """The learner's weights at one moment, in the driver. What needs them raises `LearnerLost` if the learner is gone.
+    """The learner's weights at one moment, in the driver.
 
     Ray frees the stored copy when the last handle that refers to it goes.
     """
@@ -196,22 +289,8 @@ class WeightHandle:
         self.learner, self.number = learner, number
         self._reference: asyncio.Future[list[Any]] | None = None
 
-    async def ask(self, method: str, *arguments: Any) -> Any:
-        """Call the learner."""
-        try:
-            return await self.learner.ask(method, *arguments)
-        except ActorDied as error:
-            raise LearnerLost(str(error)) from None
-
     def put(self) -> asyncio.Future[list[Any]]:
-        """Put the weights into Ray's store once."""
+        """Put the weights into Ray's store once; the result is ``[reference]``. Raises `LearnerLost`."""
         if self._reference is None:
-            self._reference = asyncio.ensure_future(self.ask("put", self.number))
+            self._reference = asyncio.ensure_future(self.learner.ask("put", self.number))
         return self._reference
-
-    async def stored(self) -> Stored:
-        return Stored(await asyncio.shield(self.put()))
-
-    async def check_learner(self) -> None:
-        """Raise `LearnerLost` if the learner is gone: a sampler fails too if what it reads is lost with the learner."""
-        await self.ask("ping")
