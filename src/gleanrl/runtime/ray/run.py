@@ -54,8 +54,8 @@ def run_training(config: Config, *, resume: bool, console: Progress, monitors: O
         make_scorer(config.reward)
         with open_cluster(config.ray, console, count_actors(config), ranks=config.learner.ranks) as cluster:
             prepared = prepare(config, console)
-            with atomic.directory(folder.tokenizer_path) as partial:
-                prepared.tokenizer.save_pretrained(partial)
+            with atomic.directory(folder.tokenizer_path) as written:
+                prepared.tokenizer.save_pretrained(written)
             builder = RayBuilder.make(config, folder, prepared, console, cluster)
             deaths, most = 0, config.ray.max_restarts
             while True:
