@@ -1,1 +1,1 @@
-"""What may start when, what is consumed when, and who has the device."""
+"""Scheduling: when groups may start, which step consumes them, and which work has the device."""

@@ -11,7 +11,7 @@ deadline.
 
 * Starting a ticket keeps the invariant. Numbers started are below ``(v + s + 1) * B`` with ``v <= t``, and
   ``(t + 1) * B - r`` are consumed, so at most ``r + (v + s - t) * B`` are outstanding in all, and the new deadline is
-  ``v + s``. This counts numbers, so a refund and a second start change nothing.
+  ``v + s``. The bound counts ticket numbers, so a refund and a second start do not change it.
 * Taking ``n`` complete groups, earliest deadline first, keeps the invariant exactly if for every ``j`` the tickets *in
   flight* with a deadline up to ``t + j`` still fit: ``n <= r + j*B - in_flight(t + j)``. Otherwise complete groups are
   withheld, not cancelled, until the urgent ones arrive.
@@ -39,7 +39,7 @@ from gleanrl.utils.errors import UserError
 from gleanrl.utils.notifier import Notifier
 
 STALE = "dropped_stale"
-"""The reason to drop a group that is over the bound; metrics count it as ``groups/dropped_stale``."""
+"""The reason for dropping a group older than the staleness bound. Metrics count it as ``groups/dropped_stale``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,16 +48,17 @@ class Ticket:
 
     number: int
     attempt: int  # 0 at first, plus one for each group of this ticket that was dropped
-    version: int  # published weights when it was handed out
+    version: int  # of the published weights when the ticket was handed out
     deadline: int
 
 
 class StalenessController:
-    """Hands out tickets as early as the staleness bound allows, and keeps account of each.
+    """Hands out tickets as early as the staleness bound allows, and tracks the state of each.
 
-    A ticket is waiting (to start, or to start again), in flight, ready or consumed. Request one when its sampling can
-    begin, because its age counts from then. A new run starts at step 0. After a restart ``first_step`` is the number of
-    steps consumed and tickets begin at ``first_step * batch``; `resume` handles groups consumed out of order.
+    A ticket is waiting (to start, or to start again), in flight, ready or consumed. Request a ticket only when sampling
+    can begin, because the age of its group counts from then. A new run starts at step 0. After a restart ``first_step``
+    is the number of steps consumed, and tickets begin at ``first_step * batch``. Use `resume` if groups may have been
+    consumed out of order.
     """
 
     def __init__(self, schedule: Schedule, total_steps: int, first_step: int = 0) -> None:
@@ -67,26 +68,28 @@ class StalenessController:
         self.total_steps = total_steps
         self.first_step = first_step
         self.version = first_step
-        self.consumed = first_step * schedule.batch  # groups, over the life of the run
+        self.consumed = first_step * schedule.batch  # groups consumed since the run began, restarts included
         self.started = 0  # tickets handed out by this process, repeated attempts included
-        self.in_flight: Counter[int] = Counter()  # tickets by deadline
+        self.in_flight: Counter[int] = Counter()  # number of tickets in flight, by deadline
         self.changed = Notifier()
         self._next = first_step * schedule.batch
         self._again: list[tuple[int, int]] = []  # heap of (number, attempt) below _next
-        self._attempts: dict[int, int] = {}  # of numbers from _next on, after a restart
-        self._ahead: set[int] = set()  # consumed before a restart, out of order
+        self._attempts: dict[int, int] = {}  # after a restart: attempts of tickets from number _next on
+        self._ahead: set[int] = set()  # numbers of tickets consumed out of order before a restart
         self._outstanding: dict[int, Ticket] = {}
         self._sampling: set[int] = set()
         self._ready: set[int] = set()
-        self._of_step: list[Ticket] = []  # consumed since the last publication
+        self._of_step: list[Ticket] = []  # tickets consumed since the last publication
         self._stopped = False
 
     @classmethod
     def resume(cls, schedule: Schedule, total_steps: int, state: Mapping[str, Any]) -> StalenessController:
-        """Continue from `state_dict`: hands out exactly the tickets that were not consumed then.
+        """Return a controller that continues from a `state_dict`.
+
+        It hands out exactly the tickets that had not been consumed when the state was saved.
 
         Raises:
-            UserError: the batch has changed, so ticket numbers would mean other steps.
+            UserError: ``schedule.batch`` has changed, so that ticket numbers would belong to other steps.
         """
         if state["batch"] != schedule.batch:
             raise UserError(
@@ -99,7 +102,11 @@ class StalenessController:
         return controller
 
     def state_dict(self) -> dict[str, Any]:
-        """JSON-serialisable account of what is consumed, between two steps (`ValueError` inside one)."""
+        """Return a JSON-serialisable record of the consumed tickets.
+
+        Raises:
+            ValueError: called in the middle of a step.
+        """
         step, inside = divmod(self.consumed, self.schedule.batch)
         if inside:
             raise ValueError(f"step {step} has consumed {inside} groups; its account can be saved once it ends")
@@ -117,7 +124,7 @@ class StalenessController:
         }
 
     async def ticket(self) -> Ticket | None:
-        """Waits for the lowest number that may start; None once there will be no further ticket."""
+        """Wait until the lowest waiting number may start, and return its ticket. None if no further ticket follows."""
         schedule = self.schedule
         while not self.finished:
             if self._again:
@@ -142,7 +149,7 @@ class StalenessController:
         return None
 
     def published(self, version: int) -> None:
-        """The sampler has received the weights ``version``."""
+        """Record that the sampler has received the weights ``version``."""
         if version < self.version:
             raise ValueError(f"version {version} published after version {self.version}")
         self.version = version
@@ -156,7 +163,7 @@ class StalenessController:
         self._of_step.clear()
 
     def refund(self, ticket: Ticket) -> None:
-        """The ticket's group was dropped: hand its number out again, before all later ones."""
+        """Take back the ticket of a dropped group, so that its number is handed out again before all later ones."""
         self._land(ticket)
         del self._outstanding[ticket.number]
         self._ready.discard(ticket.number)
@@ -173,7 +180,7 @@ class StalenessController:
         return self._stopped or self.consumed >= self.total_steps * self.schedule.batch
 
     def sampled(self, ticket: Ticket) -> None:
-        """The ticket's episodes have ended; its rewards may be pending."""
+        """Record that the ticket's episodes have ended. Their rewards may still be pending."""
         self._sampling.discard(ticket.number)
 
     @property
@@ -183,7 +190,7 @@ class StalenessController:
         return len(self._outstanding) - len(self._sampling) >= wanted
 
     def deliver(self, ticket: Ticket) -> None:
-        """The ticket's group is complete (called by `GroupQueue`)."""
+        """Record that the ticket's group is complete. Called by `GroupQueue`."""
         if ticket.number in self._ready:
             raise ValueError(f"ticket {ticket.number} was delivered twice")
         self._land(ticket)
@@ -208,10 +215,10 @@ class StalenessController:
 
 
 class GroupQueue:
-    """Complete groups on their way to the learner.
+    """Holds complete groups until the learner takes them.
 
-    A group that is over the staleness bound by the versions that really sampled it is dropped: `on_drop` is called with
-    it, and its ticket is refunded. This happens only if a sampler missed a publication.
+    A group is dropped if the versions that really sampled it are older than the staleness bound: `on_drop` is called
+    with the group, and its ticket is refunded. This happens only if a sampler missed a publication.
     """
 
     def __init__(
@@ -233,7 +240,7 @@ class GroupQueue:
         self._log = StalenessLog()
 
     def put(self, ticket: Ticket, group: Group) -> None:
-        """Deliver a complete group. `ValueError` if the ticket is not its own, or not in flight."""
+        """Deliver a complete group. Raises `ValueError` if the ticket is another group's, or is not in flight."""
         if group.ticket != ticket.number:
             raise ValueError(f"group of ticket {group.ticket} delivered for ticket {ticket.number}")
         self.controller.deliver(ticket)
@@ -245,19 +252,20 @@ class GroupQueue:
         self._changed.notify()
 
     def fail(self, error: BaseException) -> None:
-        """The producer failed: the consumer gets ``error`` (the first one) instead of waiting for ever."""
+        """Make the consumer raise ``error`` instead of waiting for a failed producer. The first error is kept."""
         self._failure = self._failure or error
         self._changed.notify()
 
     async def chunks(self, step: int, *, adaptive: bool = False) -> AsyncIterator[list[Group]]:
-        """The ``batch`` groups of a step, as lists of ``chunk`` groups, each as soon as it is complete.
+        """Yield the ``batch`` groups of a step in lists of ``chunk`` groups, each list as soon as it is complete.
 
         Only the last list of a step may be shorter, if ``chunk`` does not divide ``batch``. Groups come earliest
         deadline first, then in completion order. Inside a list they are sorted by ticket, so that with ``chunk ==
         batch`` the result does not depend on timing. ``adaptive`` puts all whole chunks that are ready into one list,
         which saves the learner's cost per call if the learner is the slower side.
 
-        Steps come in order; a step left early continues where it was left. Raises the error given to `fail`.
+        Steps must be taken in order. If the caller stops in the middle of a step, its next call for that step yields
+        the remaining groups. Raises the error given to `fail`.
         """
         if step != self._step:
             if step != self._step + 1 or self._left or step >= self.controller.total_steps:
@@ -282,11 +290,11 @@ class GroupQueue:
             yield groups
 
     def metrics(self) -> dict[str, float]:
-        """The step's staleness (in steps, by group and by sampled token) and waiting (seconds)."""
+        """Return the step's metrics: staleness (in steps, by group and by sampled token) and seconds waited."""
         return self._log.metrics()
 
     def _take(self, adaptive: bool) -> list[Group]:
-        """Consume a chunk; empty if the groups of one are not there, or are withheld for more urgent ones."""
+        """Consume and return a chunk. Empty if too few groups are complete or more urgent ones must come first."""
         if self._failure is not None:
             raise self._failure
         schedule = self.controller.schedule

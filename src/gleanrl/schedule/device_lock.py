@@ -1,4 +1,4 @@
-"""A lock on a device: sampler, learner and evaluation take turns where they share one.
+"""A lock with which sampler, learner and evaluation take turns on a device that they share.
 
 A run builds one `DeviceLock`; the samplers and the learner receive it and hold it for short pieces of work:
 
@@ -23,16 +23,19 @@ from gleanrl.schedule.timeline import Timeline
 Work = Literal["sample", "train", "evaluate"]
 First = Literal["due", "sample", "train"]
 TakeDevice = Callable[[Any], AbstractAsyncContextManager[Any]]
-"""What samplers and learners need of a `DeviceLock`: ``async with take_device("train") as hold``."""
+"""The part of `DeviceLock` that samplers and learners call: ``async with take_device("train") as hold``."""
 
 SAMPLE_FIRST: Sequence[Work] = ("sample", "train", "evaluate")
-"""Rewards are requested as early as possible. Groups of a schedule with weights in flight get as old as its bound."""
+"""Order in which rewards are requested as early as possible.
+
+If the sampler takes new weights during episodes, groups become as old as the staleness bound allows.
+"""
 TRAIN_FIRST: Sequence[Work] = ("train", "sample", "evaluate")
-"""Groups are as young as possible when they are trained on. The next rewards are requested later."""
+"""Order in which groups are as young as possible when they are trained on, but the next rewards are requested later."""
 
 
 def make_order(first: First, ahead: Callable[[], bool]) -> Callable[[], Sequence[Work]]:
-    """Returns a function that gives the present priority of the kinds of work, most urgent first.
+    """Return a function that returns the kinds of work in their present order, most urgent first.
 
     ``due`` puts sampling first until ``ahead()`` is true (`StalenessController.ahead`), then training.
     """
@@ -44,10 +47,11 @@ def make_order(first: First, ahead: Callable[[], bool]) -> Callable[[], Sequence
 class DeviceLock:
     """Serialises the work on a device: ``async with device_lock("train"): ...``.
 
-    When the device is released it goes to the most urgent work in ``order``, first come first served within a kind. It
-    is passed on directly, so it is free only while no work waits for it. It is never taken away: hold it for a short
-    piece of work (a decoding step, a micro-batch), not for an episode, or give way in between (`DeviceHold`). A caller
-    that asks again in the same iteration of the event loop competes with those that wait. One event loop only.
+    When the device is released, it goes to the most urgent work in ``order``, first come first served within a kind. It
+    is passed on directly, so it is free only while no work waits for it. The lock never interrupts its holder: hold it
+    for a short piece of work (a decoding step, a micro-batch), not for an episode, or give way in between
+    (`DeviceHold`). A caller that asks again in the same iteration of the event loop competes with those that wait. Use
+    a lock in one event loop only.
     """
 
     def __init__(
@@ -58,7 +62,7 @@ class DeviceLock:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.order = order
-        """Most urgent first; may be replaced at any time."""
+        """Returns the kinds of work, most urgent first. May be replaced at any time."""
         self.waiting: dict[Work, deque[asyncio.Future[None]]] = {work: deque() for work in SAMPLE_FIRST}
         self._timeline, self._clock = timeline, clock
         self._held = False
@@ -74,7 +78,7 @@ class DeviceLock:
                 self.release()
 
     async def acquire(self, work: Work) -> None:
-        """Wait for the device; ``async with`` calls it."""
+        """Wait for the device. Called by ``async with``."""
         if not self._held:
             self._held = True
             return
@@ -84,7 +88,7 @@ class DeviceLock:
         try:
             await granted
         except asyncio.CancelledError:
-            if granted.done() and not granted.cancelled():  # it was granted before the caller was cancelled
+            if granted.done() and not granted.cancelled():  # the device was granted before the caller was cancelled
                 self.release()
             raise
         start = self._clock()
@@ -110,12 +114,12 @@ class DeviceLock:
 
 
 class DeviceHold:
-    """A device while one piece of work holds it."""
+    """The hold of one piece of work on the device, which can give way to more urgent work."""
 
     def __init__(self, lock: DeviceLock, work: Work) -> None:
         self._lock = lock
         self._work: Work = work
-        self.held = True  # False while it gives way
+        self.held = True  # False while the work gives way
 
     @property
     def wanted(self) -> bool:

@@ -1,6 +1,6 @@
-"""Which finished groups may be learned from, and when a run that only fails stops.
+"""Decides which finished groups may be learned from, and stops a run whose episodes fail.
 
-Age is not judged here: `StalenessController` starts no group that would become too old, and `GroupQueue` checks it.
+The age of a group is not checked here, but by `StalenessController` (before a group starts) and `GroupQueue`.
 """
 
 from __future__ import annotations
@@ -12,9 +12,12 @@ from gleanrl.types import Group
 from gleanrl.utils.errors import UserError
 
 RESAMPLED, INVALID = "resampled_zero_variance", "dropped_invalid"
-"""Reasons to drop a group: no variance, and too few members with a score. Metrics count each as ``groups/REASON``."""
+"""Reasons for dropping a group: its scores are all equal, or too few members have a valid score.
 
-MIN_EPISODES = 32  # before shares of failures mean anything
+Metrics count each as ``groups/REASON``.
+"""
+
+MIN_EPISODES = 32  # episodes needed before a share of failures is judged
 UNSCORED_WINDOWS = 4  # a run stops after this many windows of episodes without a single score
 
 
@@ -24,16 +27,16 @@ class GroupCheck:
     def __init__(self, settings: ScheduleSettings) -> None:
         self._settings = settings
         window = max(MIN_EPISODES, settings.batch * settings.group)
-        self._failed: deque[bool] = deque(maxlen=window)  # of the episodes that a score applies to
+        self._failed: deque[bool] = deque(maxlen=window)  # which of the latest applicable episodes failed
         self._scored: deque[bool] = deque(maxlen=UNSCORED_WINDOWS * window)
 
     def refusal(self, group: Group, *, resampled: int) -> str | None:
-        """The reason to drop the group; None if it may be learned from.
+        """Return the reason for dropping the group, or None if it may be learned from.
 
         ``resampled``: groups already dropped since the last step for having no variance.
 
         Raises:
-            UserError: most episodes fail (``schedule.max_failed_fraction``), or none gets a score.
+            UserError: more than ``schedule.max_failed_fraction`` of the latest episodes failed, or none got a score.
         """
         settings = self._settings
         self._scored.extend(t.score.valid for t in group.fresh)
@@ -56,7 +59,7 @@ class GroupCheck:
         members = [*group.trajectories]
         if group.greedy is not None:
             if not group.greedy.score.valid:
-                return INVALID  # the members have nothing to be compared with
+                return INVALID  # without the greedy score there is no baseline for the members
             members.append(group.greedy)
         has_variance = len({t.score.value for t in members if t.score.valid}) > 1
         may_resample = settings.dynamic_sampling and resampled < (settings.max_resample - 1) * settings.batch

@@ -1,4 +1,4 @@
-"""A schedule: how sampling, rewards and updates overlap. Five numbers; the presets are five choices of them."""
+"""A schedule: five values that say how sampling, rewards and updates overlap. Each preset is a choice of values."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from gleanrl.utils.errors import UserError
 class Schedule:
     """How sampling, rewards and updates overlap.
 
-    ``batch``: groups a step. ``chunk``: groups that the learner takes at once. ``staleness``: how many
+    ``batch``: groups per step. ``chunk``: groups that the learner takes at once. ``staleness``: how many
     versions old a group may be when it is consumed. ``ordered``: each step consumes exactly the tickets
     due in it. ``inflight``: the sampler takes new weights in the middle of an episode. Raises
     `UserError` if a number is out of range.
@@ -34,7 +34,7 @@ class Schedule:
 
     @classmethod
     def from_settings(cls, settings: ScheduleSettings) -> Schedule:
-        """The schedule of a preset. Raises `UserError` if ``chunks`` does not divide ``batch``."""
+        """Return the schedule of a preset. Raises `UserError` if ``chunks`` does not divide ``batch``."""
         batch, chunks, preset = settings.batch, settings.chunks, settings.preset
         if preset == "sync":
             return cls(batch, batch, 0, ordered=True)

@@ -11,15 +11,16 @@ from gleanrl.protocols import Metrics
 from gleanrl.types import Group, StopReason
 
 GROUPS, TOKENS = "schedule/staleness/", "schedule/token_staleness/"
-"""Prefixes of the histograms' names; the age follows."""
+"""Prefixes of the histograms' names, each followed by an age in steps."""
 _SUMS = ("tokens/", "time/", "samples/", "updates/", "groups/")
 
 
 class StepMetrics:
-    """Collects the learner's metrics of a step's chunks.
+    """Combines the learner's metrics of all chunks of a step.
 
-    How a name is combined follows from the name: ``tokens/ time/ samples/ updates/ groups/`` are sums,
-    ``.../max`` and ``.../min`` extremes, everything else a mean weighted by groups.
+    The name of a metric decides how its values are combined. Names that begin with ``tokens/``, ``time/``,
+    ``samples/``, ``updates/`` or ``groups/`` are summed. Names that end with ``/max`` or ``/min`` keep the largest or
+    the smallest value. All others are averaged, weighted by groups.
     """
 
     def __init__(self) -> None:
@@ -40,13 +41,13 @@ class StepMetrics:
                 self._weights[name] = self._weights.get(name, 0.0) + weight
 
     def result(self, groups: Sequence[Group]) -> dict[str, float]:
-        """All metrics of the step, those of the groups it consumed included."""
+        """Return all metrics of the step, including those of the groups that it consumed."""
         combined = {name: total / self._weights[name] for name, total in self._sums.items() if self._weights[name]}
         return {**group_metrics(groups), **combined, **self._extremes}
 
 
 def group_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """Rewards, lengths and stops of a batch, from its fresh members."""
+    """Return the rewards, lengths and stop reasons of a batch, computed from its fresh members."""
     fresh = [t for group in groups for t in group.fresh]
     valid = [t for t in fresh if t.score.valid]
     out = {
@@ -82,7 +83,7 @@ def group_metrics(groups: Sequence[Group]) -> dict[str, float]:
 
 
 class StalenessLog:
-    """The age of what one step consumes, and how long the step waited for it.
+    """Records the age of the groups that one step consumes, and how long the step waited for them.
 
     Ages are in steps: the consuming step minus the version that sampled.
     """
@@ -90,7 +91,7 @@ class StalenessLog:
     def __init__(self) -> None:
         self.wait_s = 0.0
         self._chunks = 0
-        self._groups: Counter[int] = Counter()  # by age of the oldest version; groups with sampled tokens only
+        self._groups: Counter[int] = Counter()  # groups by age of their oldest version; only those with sampled tokens
         self._tokens: Counter[int] = Counter()  # sampled tokens by age
 
     def add(self, groups: Iterable[Group], step: int) -> None:
@@ -104,10 +105,10 @@ class StalenessLog:
                     self._tokens[step - turn.version] += turn.tokens.size
 
     def metrics(self) -> dict[str, float]:
-        """Mean and maximum age of groups, mean age of sampled tokens, seconds waited, chunks taken.
+        """Return the mean and maximum age of groups, mean age of sampled tokens, seconds waited and chunks taken.
 
-        Also the histograms ``schedule/staleness/K`` (groups) and ``schedule/token_staleness/K`` (sampled tokens) for
-        each age ``K`` that occurred.
+        Two histograms are included: ``schedule/staleness/K`` (groups) and ``schedule/token_staleness/K`` (sampled
+        tokens), for each age ``K`` that occurred.
         """
         groups, tokens = self._groups, self._tokens
         return {

@@ -1,4 +1,4 @@
-"""Spans of work: when sampling, scoring, training and waiting happened. Metrics and the report read them."""
+"""Records when sampling, scoring, training and waiting happened, as spans that metrics and the report read."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from gleanrl.utils.errors import UserError
 
 _FLUSH_LINES = 512
 _FLUSH_SECONDS = 5.0
-_SPANS_KEPT = 50_000  # by kind, in memory
+_SPANS_KEPT = 50_000  # newest spans of each kind, in memory
 _TAIL_BYTES = 65_536
 
 DEVICE_WORK = ("prefill", "decode", "logprobs", "train", "evaluate")
-"""Kinds of span in which the device works; it is idle outside all of them."""
+"""Kinds of span during which the device works. The device is idle outside of all of them."""
 
 
 class SpanRecorder(Protocol):
-    """What samplers and learners need of a `Timeline`."""
+    """The part of `Timeline` that samplers and learners call."""
 
     def record(self, kind: str, start: float, end: float, **tags: Any) -> None: ...
 
@@ -32,10 +32,10 @@ class SpanRecorder(Protocol):
 class Timeline:
     """Records spans as JSON lines ``{"kind", "start", "end", ...tags}``, in seconds since the run's start.
 
-    Arguments and results are readings of ``clock`` (`time.perf_counter`); only times in the file are relative. An
-    existing file is continued: the new process starts where the last span ended. ``path=None`` keeps spans in memory
-    only. Thread-safe. Lines are written in blocks, so close the timeline or use it as a context manager; a crash loses
-    at most the last few seconds.
+    Arguments and results are readings of ``clock`` (`time.perf_counter`); only times in the file are relative. If the
+    file exists, new spans are appended, and their times continue from the end of the last span. ``path=None`` keeps
+    spans in memory only. Thread-safe. Lines are written in blocks, so close the timeline or use it as a context
+    manager; a crash loses at most the last few seconds.
 
     Raises:
         UserError: the file cannot be written.
@@ -47,7 +47,7 @@ class Timeline:
         self._lock = threading.Lock()
         self._lines: list[str] = []
         self._spans: defaultdict[str, deque[tuple[float, float]]] = defaultdict(lambda: deque(maxlen=_SPANS_KEPT))
-        self._open: dict[object, tuple[str, float]] = {}  # kind and start of each `span` going on
+        self._open: dict[object, tuple[str, float]] = {}  # kind and start of each `span` whose body still runs
         self._flushed = self._origin = clock()
         if path is None:
             return
@@ -79,8 +79,10 @@ class Timeline:
 
     @contextmanager
     def span(self, kind: str, *, least_s: float = 0.0, **tags: Any) -> Iterator[None]:
-        """Record the time of the body if it is at least ``least_s`` seconds; with ``failed: true`` if the body
-        raises."""
+        """Record the time of the body, if it took at least ``least_s`` seconds.
+
+        If the body raises, the span gets the tag ``failed: true``.
+        """
         start, key = self._clock(), object()
         self._open[key] = (kind, start)
         try:
@@ -95,19 +97,19 @@ class Timeline:
                 self.record(kind, start, end, **tags)
 
     def spans(self, kind: str) -> list[tuple[float, float]]:
-        """Start and end of the spans of a kind, the newest 50,000 of this process at most."""
+        """Return start and end of each span of a kind that this process recorded, at most the newest 50,000."""
         with self._lock:
             return list(self._spans.get(kind, ()))
 
     def busy(self, kinds: str | Collection[str], since: float, until: float) -> float:
-        """Seconds of ``[since, until]`` covered by at least one span of ``kinds``, open bodies of `span` included."""
+        """Return the seconds of ``[since, until]`` covered by spans of ``kinds``, including spans that still run."""
         names = {kinds} if isinstance(kinds, str) else kinds
         found = [span for kind in names for span in self.spans(kind) if span[1] > since]
         found += [(start, until) for kind, start in list(self._open.values()) if kind in names]
         return covered(found, since, until)
 
     def close(self) -> None:
-        """Write what is left."""
+        """Write the remaining spans to the file."""
         with self._lock:
             if self.path is not None and self._lines:
                 self._flush(self.path)
@@ -149,7 +151,7 @@ class BusyClock:
 
 
 def covered(spans: Iterable[tuple[float, float]], since: float, until: float) -> float:
-    """Length of the union of ``spans`` inside ``[since, until]``."""
+    """Return the length of the union of ``spans`` inside ``[since, until]``."""
     total, reached = 0.0, since
     for start, end in sorted(spans):
         start, end = max(start, reached), min(end, until)
@@ -160,7 +162,7 @@ def covered(spans: Iterable[tuple[float, float]], since: float, until: float) ->
 
 
 def read_timeline(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the spans of a file, in order of writing; without a last line that a crash cut off."""
+    """Yield the spans of a file in the order of writing. A last line that a crash cut off is skipped."""
     with path.open(encoding="utf-8", errors="replace") as file:
         yield from _parse(file)
 
@@ -180,4 +182,4 @@ def _cannot_write(path: Path, error: OSError) -> UserError:
 
 
 def _to_plain(value: Any) -> Any:
-    return value.tolist() if hasattr(value, "tolist") else str(value)  # NumPy has tolist
+    return value.tolist() if hasattr(value, "tolist") else str(value)  # NumPy's arrays and scalars have tolist
