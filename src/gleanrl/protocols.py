@@ -1,7 +1,7 @@
 """The interfaces of a run.
 
-`Environment` and `Taskset` are base classes: a user's environment derives from them, and what it does not implement has
-a default. All others are protocols, which a class satisfies by having the methods.
+`Environment` and `Taskset` are base classes: a user's classes derive from them, and every method that is not abstract
+has a default. All other interfaces are protocols, which a class satisfies by having the methods.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Tools = Sequence[Mapping[str, Any]]  # OpenAI function schemas
 
 
 class EpisodeLost(Exception):
-    """The process of a session or an environment is gone and another takes its place.
+    """The process of a session or an environment has died, and another process replaces it.
 
     The player plays the episode again from its start.
     """
@@ -35,19 +35,20 @@ class EpisodeLost(Exception):
 # --- environments -----------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """What an environment answers. ``score`` is set where ``done``, unless a `Reward` gives it."""
+    """What an environment returns. ``score`` is set when ``done`` is true, unless a `Reward` computes the score."""
 
     messages: tuple[Message, ...]
     done: bool = False
     score: Score | None = None
     info: Mapping[str, Any] = field(default_factory=dict)
     tools: tuple[Mapping[str, Any], ...] = ()
-    """The tools that the model may call, in the observation of ``reset``. The chat template shows them, and calls come
-    as ``tool_calls`` of the messages that ``step`` gets."""
+    """The tools that the model may call. They are set in the observation that ``reset`` returns.
+
+    The chat template shows them to the model. Its calls are the ``tool_calls`` of the messages passed to ``step``."""
 
 
 class Environment(ABC):
-    """One episode of one task. It is made, reset once, stepped until it is done, and closed; it is never used again.
+    """One episode of one task. An instance is made, reset once, stepped until it is done, closed, and never reused.
 
     Subclasses implement `reset` and `step`.
     """
@@ -61,7 +62,7 @@ class Environment(ABC):
         """Take the model's message and return what the model sees next."""
 
     async def conclude(self, stop: StopReason) -> Score | None:
-        """The score of an episode that ran out of turns or of context; None if it has none.
+        """Return the score of an episode that ran out of turns or of context; None if it has no score.
 
         For environments that score an episode only at its end. Called at most once, before `close`, and only if no
         observation had a valid score.
@@ -69,7 +70,7 @@ class Environment(ABC):
         return None
 
     async def close(self) -> None:
-        """Release what the episode holds."""
+        """Release the resources that the episode holds."""
         return None
 
 
@@ -81,46 +82,49 @@ class Taskset(ABC):
     """
 
     phrases: Sequence[str] = ()
-    """What the environment says that no demonstration shows, such as "Nothing happens.". The vocabulary of a tiny model
-    is made from demonstrations and from these."""
+    """Texts that the environment may say but that no demonstration contains, such as "Nothing happens.".
+
+    The vocabulary of a tiny model is made from demonstrations and from these texts."""
 
     version: str = ""
-    """Changes with the data that tasks are made of, such as a file. Caches of demonstrations depend on it."""
+    """Changes whenever the data that tasks are made of change, such as a file. A cached demonstration is used only for
+    the version that it was made with."""
 
     needs_reward: bool = False
-    """The environments give no score: a run without a reward is refused."""
+    """True if the environments give no score. A run without a reward is then refused."""
 
     named_by_content: bool = False
-    """Ids are hashes of problems. Two tasks with one id in a mixture are then one problem, even if their payloads
-    differ."""
+    """True if ids are hashes of problems. Two tasks of a mixture with the same id are then the same problem, even if
+    their payloads differ."""
 
     splits_apart: bool = False
-    """No id can be in two splits, so that a run need not check it."""
+    """True if no id can be in two splits, so that a run need not check this."""
 
     has_expert: bool = False
-    """`demonstrate` is implemented. Warm starts and baselines need it."""
+    """True if `demonstrate` is implemented. Warm starts and baselines need an expert."""
 
     weights: Mapping[str, float] = MappingProxyType({})
-    """Share of each source in training, in any unit, in the order in which a curriculum takes sources as levels. Empty:
-    there is one source. A task's source is its `Task.kind` up to the first "/"."""
+    """Weight of each source of tasks in training, on any scale; empty if there is only one source.
+
+    A task's source is its `Task.kind` up to the first "/". A curriculum by levels takes the sources in this order."""
 
     @abstractmethod
     def tasks(self, split: Split, count: int) -> Sequence[Task]:
-        """The first ``count`` tasks of a split. Deterministic, and no problem is in two splits."""
+        """Return the first ``count`` tasks of a split. The result is deterministic, and no problem is in two splits."""
 
     @abstractmethod
     def environment(self, task: Task) -> Environment:
-        """A new environment for one episode of ``task``."""
+        """Return a new environment for one episode of ``task``."""
 
     def tools(self, task: Task) -> Tools:
-        """The tools that the environment of ``task`` declares; demonstrations are shown with them."""
+        """Return the tools that the environment of ``task`` declares. They are rendered into its demonstrations too."""
         return ()
 
     def demonstrate(self, task: Task, *, seed: int, noise: float = 0.0) -> tuple[tuple[Message, ...], Score]:
-        """An expert's whole conversation (its messages have the role ``assistant``) and its score.
+        """Return the whole conversation of an expert and its score. The expert's messages have the role ``assistant``.
 
-        ``noise`` is the chance that a random valid action takes the place of the expert's next one; with 1 all actions
-        are random. Set `has_expert` where this is implemented.
+        ``noise`` is the chance that a random valid action replaces the expert's next one; with 1 all actions are
+        random. A taskset that implements this method sets `has_expert`.
 
         Raises:
             NoExpert: no expert can play ``task``.
@@ -132,13 +136,13 @@ class Taskset(ABC):
     ) -> None:
         """Do slow one-time work for ``tasks``, such as compiling games, before the first episode.
 
-        ``workers`` tasks are worked on at once; ``progress(done, total)`` is called after each.
+        ``workers`` tasks are prepared at once. ``progress(done, total)`` is called after each task.
         """
         return None
 
 
 class Reward(Protocol):
-    """Scores trajectories. ``score`` is called as soon as each one ends, ``finish`` once a group is complete."""
+    """Scores trajectories. ``score`` is called as soon as a trajectory ends, ``finish`` once its group is complete."""
 
     async def score(self, task: Task, trajectory: Trajectory) -> Score: ...
     async def finish(self, task: Task, scores: Sequence[Score]) -> Sequence[Score]: ...
@@ -154,21 +158,25 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """What a sampler answers: the sampled tokens (the stop token included) and their log-probs under
-    the distribution really sampled from, temperature included."""
+    """What a sampler returns: the sampled tokens, including the stop token, and their log-probs.
+
+    The log-probs are those of the distribution that the tokens were drawn from, at the sampling temperature."""
 
     tokens: IntArray  # int32[n]
     logprobs: FloatArray  # float32[n]
-    version: int  # the oldest weights that sampled any of them
+    version: int  # the oldest weights that sampled any of the tokens
     finish: Literal["stop", "length"]
     altered: str | None = None
-    """How tokens were drawn if not from the policy at the temperature asked for ("top_p=0.9"): such a trajectory is
-    trained on while it is fresh, and never kept for replay."""
+    """Set if the tokens were not drawn from the policy at the requested temperature: says how instead ("top_p=0.9").
+
+    A trajectory with such tokens is trained on once, in its own batch, and never stored for replay."""
 
 
 class Session(Protocol):
-    """One episode's access to a sampler. Prompts of one session usually extend one another, which a
-    sampler may use to keep what it has computed; a prompt that does not is still answered exactly."""
+    """One episode's access to a sampler.
+
+    A prompt usually extends the previous one of its session, so a sampler may keep and reuse what it has computed. A
+    prompt that does not extend it is still answered exactly."""
 
     async def sample(self, prompt: IntArray, params: SamplingParams) -> Completion: ...
 
@@ -176,20 +184,22 @@ class Session(Protocol):
 class Sampler(Protocol):
     @property
     def version(self) -> int:
-        """The weights that it samples with now."""
+        """Version of the weights that the sampler uses now."""
         ...
 
     def session(self, seed: int) -> AbstractAsyncContextManager[Session]:
-        """Open for an episode, close as soon as it ends: an open session holds memory, and a
-        deterministic sampler waits for it. ``seed`` fixes all random draws of the session."""
+        """Return a session for one episode. ``seed`` fixes all random draws of the session.
+
+        Close the session as soon as the episode ends, because an open session holds memory and a deterministic sampler
+        waits for its next prompt."""
         ...
 
     async def publish(self, weights: Mapping[str, Any], version: int) -> None:
-        """Take new weights (tensors by Hugging Face parameter name); copies what it needs."""
+        """Sample with these weights (tensors by Hugging Face parameter name) from now on. Copies what it needs."""
         ...
 
     def stats(self) -> Metrics:
-        """Running totals; ``sampled_tokens``, ``prefill_s`` and ``decode_s`` where they are known."""
+        """Return running totals, among them ``sampled_tokens``, ``prefill_s`` and ``decode_s`` where they are known."""
         ...
 
     async def close(self) -> None: ...
@@ -197,33 +207,34 @@ class Sampler(Protocol):
 
 class Learner(Protocol):
     async def update(self, batch: Batch) -> Metrics:
-        """Consume groups in order; one optimizer update for each mini-batch of groups consumed.
+        """Consume groups in order, with one optimizer update for each mini-batch of groups.
 
         A `ReplayUpdateLearner` makes further updates on stored successes once the groups of a step are consumed.
         """
         ...
 
     def weights(self) -> Mapping[str, Any]:
-        """Tensors by Hugging Face parameter name (adapters merged), to publish. Not a copy.
+        """Return the tensors to publish by Hugging Face parameter name, adapters merged. They are not copies.
 
-        Called in a thread, as `save` is: a forward pass of the same model may be running meanwhile.
+        Called in a thread, like `save`, so a forward pass of the same model may be running meanwhile.
         """
         ...
 
     def undo_step(self) -> bool:
-        """Forget the groups of the current step if they have not changed the weights yet; returns whether it could."""
+        """Forget the groups of the current step if they have not changed the weights yet, and return whether they were
+        forgotten."""
         ...
 
     def save(self, folder: Path) -> None: ...
     def load(self, folder: Path) -> None: ...
     def export(self, folder: Path) -> None:
-        """A Hugging Face model directory that transformers and vLLM load unchanged."""
+        """Write a Hugging Face model directory that transformers and vLLM can load without conversion."""
         ...
 
 
 # --- around the loop --------------------------------------------------------------------------
 class Curriculum(Protocol):
-    """Plans batches. ``observe`` receives the groups of each step, and those dropped since the last one."""
+    """Plans batches. ``observe`` receives the groups of each step, and the groups dropped since the step before."""
 
     async def propose(self, count: int) -> list[GroupSpec]: ...
     def observe(self, groups: Sequence[Group]) -> Metrics: ...
@@ -235,7 +246,7 @@ class Evaluator(Protocol):
     """Evaluates concurrently with training: ``start`` takes a snapshot of the weights and returns at once."""
 
     async def start(self, step: int) -> None:
-        """Waits for an earlier evaluation first."""
+        """Start an evaluation, after waiting until an earlier one has finished."""
         ...
 
     async def finish(self) -> None: ...
@@ -244,7 +255,7 @@ class Evaluator(Protocol):
 
 class CheckpointStore(Protocol):
     def save(self, step: int, state: dict[str, Any], write: Callable[[Path], None]) -> Any:
-        """Keep ``state`` and the files that ``write`` puts into a folder, whole or not at all."""
+        """Store ``state`` and the files that ``write`` puts into a folder, either completely or not at all."""
         ...
 
 

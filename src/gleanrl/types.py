@@ -44,7 +44,7 @@ else:
 class StopReason(StrEnum):
     """Why an episode ended."""
 
-    DONE = "done"  # the environment said so
+    DONE = "done"  # the environment ended the episode
     MAX_TURNS = "max_turns"
     CONTEXT_FULL = "context_full"  # the next turn would not fit into the model's context
     ERROR = "error"  # the environment raised or its process died
@@ -56,8 +56,8 @@ class Task:
     """One problem. The same id always means the same problem, in every run and process.
 
     ``payload`` is JSON-serialisable and holds what an environment needs to rebuild the problem anywhere: in another
-    process, in a later run, in a pool of past experience. ``kind`` is a label such as "heat" or "algebra", by which
-    evaluation reports and a curriculum may choose; it does not define the problem.
+    process, in a later run, in a pool of past experience. ``kind`` is a label such as "heat" or "algebra". Evaluation
+    reports success by kind and a curriculum may choose tasks by kind, but the label does not define the problem.
     """
 
     id: str
@@ -67,7 +67,7 @@ class Task:
 
 
 SUCCESS = 0.5
-"""A score of at least this counts as solved."""
+"""A trajectory whose score is at least this value counts as solved."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ class Score:
     valid: bool = True
     parts: Mapping[str, float] = field(default_factory=dict)
     explanation: str | None = None
-    applicable: bool = True  # False: invalid because the reward does not apply to such a trajectory; no failure
+    applicable: bool = True  # False: invalid because the reward does not apply to this trajectory, not by a failure
 
     def __post_init__(self) -> None:
         if self.valid and not math.isfinite(self.value):
@@ -86,7 +86,7 @@ class Score:
 
     @classmethod
     def failed(cls, reason: str) -> Score:
-        """A score that could not be computed: it enters no baseline, no loss and no pool."""
+        """Return an invalid score, for one that could not be computed. It enters no baseline, no loss and no pool."""
         return cls(value=math.nan, valid=False, explanation=reason)
 
     @property
@@ -105,7 +105,7 @@ class Turn:
     message: Message
     tokens: IntArray  # int32[n]
     logprobs: FloatArray | None = None  # float32[n] behaviour log-probs; None = context, never trained
-    version: int = -1  # weights that sampled it, the oldest if they changed meanwhile; -1 = context
+    version: int = -1  # weights that sampled the turn, the oldest if they changed meanwhile; -1 = context
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tokens", _frozen(self.tokens, np.int32))
@@ -120,8 +120,11 @@ class Turn:
 
 
 ENVIRONMENT_SCORE, UNPROCESSED_SCORE = "environment_score", "unprocessed_score"
-"""Keys of a trajectory's ``info``: the environment's score where a reward replaced it, and the reward's score where the
-post-processing of its group replaced that."""
+"""Keys of a trajectory's ``info`` that keep a replaced score.
+
+The first holds the environment's score if a reward has replaced it. The second holds the reward's score if the
+post-processing of the group has replaced it.
+"""
 
 Segment = tuple[Turn, ...]
 """Turns that extend one another: the tokens of a segment, concatenated, are what the model saw."""
@@ -132,7 +135,7 @@ class Trajectory:
     """One episode of an agent on a task.
 
     ``segments`` holds more than one segment only where the context was rewritten during the episode (old thinking
-    removed, a window clipped). Each sampled turn is a sampled turn in exactly one of them.
+    removed, a window clipped). Each sampled turn is a sampled turn in exactly one of the segments.
     """
 
     id: str
@@ -151,7 +154,7 @@ class Trajectory:
 
     @property
     def version(self) -> int:
-        """The oldest weights that sampled any of it; -1 if nothing was sampled."""
+        """Version of the oldest weights that sampled any turn; -1 if no turn was sampled."""
         return min((turn.version for turn in self.sampled_turns()), default=-1)
 
     @property
@@ -166,14 +169,14 @@ class Trajectory:
         return replace(self, score=score)
 
     def rescored(self, score: Score, before: str) -> Trajectory:
-        """A copy with ``score``; if that is another score, the present value is kept in ``info[before]``."""
+        """Return a copy with ``score``. If the present score is valid and not the same, ``info[before]`` keeps it."""
         if score is self.score or not self.score.valid:
             return self.scored(score)
         return replace(self, score=score, info={**self.info, before: self.score.value})
 
 
 def segment_arrays(segment: Segment) -> tuple[IntArray, BoolArray, FloatArray]:
-    """Tokens int32[n], loss mask bool[n] and behaviour log-probs float32[n] (0 where not sampled)."""
+    """Return tokens int32[n], loss mask bool[n] and behaviour log-probs float32[n] (0 where not sampled)."""
     tokens = np.concatenate([turn.tokens for turn in segment])
     mask = np.concatenate([np.full(turn.tokens.size, turn.sampled) for turn in segment])
     logprobs = np.concatenate(
@@ -186,10 +189,10 @@ def segment_arrays(segment: Segment) -> tuple[IntArray, BoolArray, FloatArray]:
 class GroupSpec:
     """A plan for one group: sample ``fresh`` trajectories of ``task`` and add the ``replayed`` ones.
 
-    ``replayed`` members are off-policy in the batch. They come from the pool; once guidance is removed from a group,
-    its formerly guided members are among them too (`gleanrl.experience.guidance`).
+    ``replayed`` members are off-policy in the batch. They come from the pool. Members that were sampled with guidance
+    are also ``replayed`` once the guidance is removed from them (`gleanrl.experience.guidance`).
 
-    ``greedy``: play the task once more at temperature 0, for a baseline (ReMax); that attempt is never trained on.
+    ``greedy``: play the task once more at temperature 0, as a baseline (ReMax). That attempt is never trained on.
     """
 
     task: Task
@@ -225,7 +228,7 @@ class Group:
 
     @property
     def version(self) -> int:
-        """The oldest weights that sampled a valid fresh member; -1 if none did."""
+        """Version of the oldest weights that sampled a valid fresh member; -1 if no such member was sampled."""
         return min((t.version for t in self.valid_fresh if t.version >= 0), default=-1)
 
 
