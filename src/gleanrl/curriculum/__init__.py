@@ -1,1 +1,1 @@
-"""Which tasks come next."""
+"""Curricula: they decide which tasks a run plays next."""

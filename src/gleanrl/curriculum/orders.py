@@ -1,8 +1,8 @@
-"""Orders of fresh tasks: shuffled, by weight of their source, level after level, or by solve rate.
+"""Orders of tasks for newly sampled groups: shuffled, by weight of their source, level after level, or by solve rate.
 
-Each order is a `Curriculum` that proposes fresh groups; replay and guidance wrap one of them. A checkpoint keeps a
-cursor and what the order has observed, so a resumed run continues with the very next task. `make_curriculum` is called
-while a run is built.
+Each order is a `Curriculum` that proposes groups without replayed members. Replay and guidance are curricula that wrap
+an order. A checkpoint keeps a cursor and what the order has observed, so a resumed run continues with the very next
+task. `make_curriculum` is called while a run is built.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from gleanrl.utils.seeding import derive
 from gleanrl.utils.text import nearest
 
 Weights = Mapping[str, float]
-_LEAST_CHANCE = 1e-9  # of a task in a draw: none is out of reach
+_LEAST_CHANCE = 1e-9  # lower bound of a task's chance in a draw, so that each task can be drawn
 
 
 def make_curriculum(
     settings: TaskSettings, tasks: Sequence[Task], weights: Weights, *, group: int, seed: int, greedy: bool
 ) -> Curriculum:
-    """The order of ``tasks`` that ``settings`` names. ``weights``: of each source; empty if there is only one source.
+    """Return the order of ``tasks`` that ``settings`` names. ``weights`` is empty if there is only one source.
 
     Raises:
-        UserError: no such order, an option that it does not take or refuses, or no task.
+        UserError: there is no such order, the order does not accept an option, or there is no task.
     """
     if not tasks:
         raise UserError("there is no training task; raise environment.train_tasks")
@@ -56,12 +56,12 @@ def make_curriculum(
 
 
 def source_of(task: Task) -> str:
-    """The source of a task: its kind up to the first "/"."""
+    """Return the source of a task, which is its kind up to the first "/"."""
     return task.kind.partition("/")[0]
 
 
 def group_by_source(tasks: Sequence[Task], weights: Weights) -> dict[str, list[Task]]:
-    """The tasks of each source, in the order of ``weights``; without weights in that of their first tasks."""
+    """Return the tasks of each source. Sources are in the order of ``weights``, or else of their first tasks."""
     sources: dict[str, list[Task]] = {name: [] for name in weights}
     for task in tasks:
         sources.setdefault(source_of(task), []).append(task)
@@ -70,31 +70,32 @@ def group_by_source(tasks: Sequence[Task], weights: Weights) -> dict[str, list[T
 
 @dataclass(eq=False)
 class TaskOrder:
-    """The arguments of every order; fields of a subclass are ``tasks.options``."""
+    """The arguments that every order takes. A subclass adds its own options (setting ``tasks.options``) as fields."""
 
-    name: ClassVar[str]  # of the setting ``tasks.order``
+    name: ClassVar[str]  # value of the setting ``tasks.order`` that chooses this order
 
     tasks: Sequence[Task]
     group: int
     seed: int
     weights: Weights = field(default_factory=dict)
-    """Of the sources; empty if there is only one."""
+    """Weight of each source; empty if there is only one source."""
     greedy: bool = False
-    """Each group includes an attempt at temperature 0, for estimators that compare with it."""
+    """Whether each group includes an attempt at temperature 0, for estimators that use it as baseline."""
 
 
 @dataclass
 class Epochs:
-    """A cursor over tasks: each one once an epoch, in an order that depends only on the seed, the names and the epoch.
+    """A cursor over tasks, which takes each task once per epoch.
 
-    ``position`` counts the tasks taken; a checkpoint needs nothing else.
+    The order depends only on the seed, the names and the epoch. ``position`` is the number of tasks taken so far, and
+    is all that a checkpoint needs.
     """
 
     tasks: Sequence[Task]
     seed: int
     names: tuple[str, ...]
     position: int = 0
-    _order: tuple[int, list[int]] = (-1, [])  # epoch, and its indices
+    _order: tuple[int, list[int]] = (-1, [])  # an epoch, and the indices of the tasks in that epoch's order
 
     def take(self) -> Task:
         epoch, index = divmod(self.position, len(self.tasks))
@@ -108,10 +109,10 @@ class Epochs:
 
 @dataclass(eq=False)
 class TaskStream(TaskOrder):
-    """Each task once an epoch, in an order that depends only on the seed and the epoch.
+    """Proposes each task once per epoch, in an order that depends only on the seed and the epoch.
 
-    With ``weights`` it alternates between sources in proportion to them, and each source has epochs of its own. So a
-    source's share does not depend on its number of tasks: a small source goes through more epochs.
+    With ``weights``, tasks alternate between sources in proportion to the weights, and each source has its own epochs.
+    So a source's share does not depend on its number of tasks: a small source goes through more epochs.
     """
 
     name = "shuffled"
@@ -131,7 +132,7 @@ class TaskStream(TaskOrder):
         return specs
 
     def _next_source(self) -> str:
-        """The source that is furthest behind its share."""
+        """Return the source that has given the fewest tasks in proportion to its weight."""
         behind = {n: (epochs.position + 0.5) / self.weights.get(n, 1.0) for n, epochs in self._sources.items()}
         return min(behind, key=behind.__getitem__)
 
@@ -156,12 +157,12 @@ class TaskStream(TaskOrder):
 
 @dataclass(eq=False)
 class Levels(TaskStream):
-    """One source after the other, as levels: the next begins once the mean success of the present one is high enough.
+    """Takes the sources one after the other, as levels. A level ends once its mean success is high enough.
 
     Args:
-        advance: mean success of the newest fresh groups of the level at which the next one begins.
-        window: number of groups that are averaged, and needed.
-        review: share of the groups that come from earlier levels, in equal parts, so that these are not forgotten.
+        advance: mean solve rate of the newest groups of a level at which the next level begins.
+        window: number of newest groups that are averaged. A level lasts at least this many groups.
+        review: share of all groups that come from earlier levels, in equal parts, so that these are not forgotten.
         levels: the sources in order; None = the order of the mixture's parts.
     """
 
@@ -207,7 +208,7 @@ class Levels(TaskStream):
         self._recent = deque(state["recent"], maxlen=self.window)
 
     def _next_source(self) -> str:
-        """An earlier level when a review is due, else the present one. Depends on saved counts only."""
+        """Return an earlier level if a review is due, else the present one. Depends only on counts that are saved."""
         reviewed = self._order[: self._level]
         total = sum(epochs.position for epochs in self._sources.values())
         # floor(n * review) reviews are due among the first n groups
@@ -219,15 +220,15 @@ class Levels(TaskStream):
 
 @dataclass(eq=False)
 class BySolveRate(TaskOrder):
-    """Prefers tasks that are solved about half of the time, because their groups teach most.
+    """Prefers tasks that are solved about half of the time, because the model learns most from their groups.
 
-    Tasks not yet seen count as half solved. A batch has no task twice. A task is drawn with a chance proportional to
-    exp(-(rate - 0.5)^2 / (2 sigma^2)) of its running solve rate; a share of the batch is drawn uniformly, so that tasks
-    that were too hard or too easy are tried again.
+    A task is drawn with a chance proportional to exp(-(rate - 0.5)^2 / (2 sigma^2)), where ``rate`` is its running
+    solve rate. Tasks not yet seen have a rate of 0.5. A share of the batch is drawn uniformly, so that tasks that were
+    too hard or too easy are tried again. A batch holds a task twice only if there are fewer tasks than groups.
 
     Args:
-        sigma: in solve rate.
-        memory: weight of a task's earlier rate against its newest group, 0 to 1.
+        sigma: width of the preference around a solve rate of 0.5, in units of solve rate.
+        memory: weight of a task's earlier rate against the rate of its newest group, 0 to 1.
         explore: share of a batch that is drawn uniformly.
     """
 
@@ -241,7 +242,7 @@ class BySolveRate(TaskOrder):
         if not (self.sigma > 0 and 0 <= self.memory < 1 and 0 <= self.explore <= 1):
             raise ValueError("sigma is above 0, memory in [0, 1), explore in [0, 1]")
         counts = {name: len(own) for name, own in group_by_source(self.tasks, self.weights).items()}
-        # so that a source's weight does not depend on its number of tasks
+        # divided by the number of tasks of the source, so that a source's weight does not depend on that number
         self._base = [self.weights.get(source_of(task), 1.0) / counts[source_of(task)] for task in self.tasks]
         self._rates: dict[str, float] = {}
         self._batches = 0
@@ -292,6 +293,9 @@ def _solve_rate(group: Group) -> float | None:
 
 
 def _without_repeats(chances: Sequence[float], count: int, draw: random.Random, taken: frozenset[int]) -> list[int]:
-    """``count`` different indices (or all), by successive draws in proportion to ``chances`` (Efraimidis, 2006)."""
+    """Draw ``count`` different indices (or all, if there are fewer) that are not in ``taken``.
+
+    Successive draws are in proportion to ``chances`` (Efraimidis, 2006).
+    """
     keys = [(math.log(1.0 - draw.random()) / chance, i) for i, chance in enumerate(chances)]
     return [index for _, index in sorted(keys, reverse=True) if index not in taken][:count]

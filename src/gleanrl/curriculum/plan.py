@@ -14,19 +14,19 @@ from gleanrl.utils import serialize
 
 
 class Plan:
-    """Gives each ticket its group, reports to the curriculum what became of it, and saves what is open.
+    """Gives each ticket its group, reports to the curriculum what became of the group, and saves unfinished groups.
 
-    The curriculum plans a whole batch when the first ticket of the batch starts. A refunded ticket gets one further
-    group.
+    The curriculum plans a whole batch when the first ticket of the batch starts. For a refunded ticket, which replaces
+    a group that was dropped, it plans one more group.
     """
 
     def __init__(self, curriculum: Curriculum, batch: int) -> None:
         self.curriculum = curriculum
         self._batch = batch
-        self._waiting: deque[GroupSpec] = deque()  # planned, without a ticket
-        self._resumed: dict[int, GroupSpec] = {}  # what tickets had when the run was saved
+        self._waiting: deque[GroupSpec] = deque()  # planned groups that have no ticket yet
+        self._resumed: dict[int, GroupSpec] = {}  # ticket number -> its group when the run was saved
         self._started: dict[int, GroupSpec] = {}
-        self._dropped: list[tuple[str, Group]] = []  # since the last step, each with the reason
+        self._dropped: list[tuple[str, Group]] = []  # reason and group, for groups dropped since the last step
 
     async def next(self, ticket: Ticket) -> GroupSpec:
         spec = self._resumed.pop(ticket.number, None)
@@ -38,27 +38,30 @@ class Plan:
         return spec
 
     def drop(self, group: Group, reason: str) -> None:
-        """The group is not learned from. The curriculum observes it with the groups of the next step."""
+        """Record that ``group`` is not trained on. The curriculum observes it with the groups of the next step."""
         del self._started[group.ticket]
         self._dropped.append((reason, replace(group, dropped=True)))
 
     def dropped(self, reason: str) -> int:
-        """Number of groups dropped for that reason since the last step."""
+        """Return the number of groups dropped for ``reason`` since the last step."""
         return sum(why == reason for why, _ in self._dropped)
 
     def observe(self, consumed: Sequence[Group]) -> Metrics:
-        """Pass a step's groups and the dropped ones to the curriculum; its metrics, and counts of the dropped."""
+        """Pass the groups of a step and the dropped groups to the curriculum.
+
+        Returns the curriculum's metrics and the number of groups dropped for each reason.
+        """
         for group in consumed:
             del self._started[group.ticket]
         dropped, self._dropped = self._dropped, []
         counts = Counter(f"groups/{reason}" for reason, _ in dropped)
-        # by ticket, because the order in which groups were dropped depends on timing
+        # sorted by ticket, because the order in which groups were dropped depends on timing
         refused = sorted((group for _, group in dropped), key=lambda group: group.ticket)
         metrics = self.curriculum.observe([*consumed, *refused])
         return {**{name: float(count) for name, count in counts.items()}, **metrics}
 
     def state_dict(self) -> dict[str, Any]:
-        """JSON-serialisable."""
+        """Return the state of the plan and its curriculum, JSON-serialisable."""
         started = sorted((self._resumed | self._started).items())
         return {
             "curriculum": self.curriculum.state_dict(),
