@@ -1,1 +1,1 @@
-"""Small tools that every room may use; nothing here knows of the others."""
+"""Small tools that every other package of Glean RL may import. They import nothing from those packages."""

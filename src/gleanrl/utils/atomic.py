@@ -1,6 +1,7 @@
-"""Writes files and folders that are either whole or absent: temporary name, fsync, rename.
+"""Writes files and folders that are either complete or absent.
 
-A reader, or a run that is resumed after a crash or a power cut, never sees half a file.
+The data are written under a temporary name, synced to disk and then renamed. So a reader, or a run that is resumed
+after a crash or a power cut, never sees half a file.
 """
 
 from __future__ import annotations
@@ -22,21 +23,21 @@ TEMPORARY_PREFIX = ".partial-"
 
 
 def write_bytes(path: Path | str, data: bytes) -> None:
-    """Replace the file ``path`` by ``data``. Raises `UserError` on a full disk, which leaves the old file."""
+    """Write ``data`` to the file ``path``, replacing it. Raises `UserError` on a full disk and keeps the old file."""
     with file(path, needed=len(data)) as partial:
         partial.write_bytes(data)
 
 
 def write_text(path: Path | str, text: str) -> None:
-    """`write_bytes` of ``text`` as UTF-8."""
+    """Write ``text`` to the file ``path`` as UTF-8, in the same way as `write_bytes`."""
     write_bytes(path, text.encode())
 
 
 @contextmanager
 def file(path: Path | str, *, needed: int | None = None) -> Iterator[Path]:
-    """Yield a path to write to; on success it becomes ``path``, on any error it is removed.
+    """Yield a temporary path to write to. On success it is renamed to ``path``; on any error it is removed.
 
-    ``needed`` (bytes) only makes the message of a full disk better; parent folders are created.
+    Parent folders are created. ``needed``, the size in bytes, only makes the error message for a full disk more exact.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -53,10 +54,10 @@ def file(path: Path | str, *, needed: int | None = None) -> Iterator[Path]:
 
 @contextmanager
 def directory(path: Path | str, *, needed: int | None = None) -> Iterator[Path]:
-    """Yield an empty folder to fill; on success it becomes ``path`` (replacing it), on any error it is removed.
+    """Yield an empty temporary folder to fill. On success it replaces ``path``; on any error it is removed.
 
-    Old and new swap in one step where the system supports it. Elsewhere the old folder is moved aside first, so after a
-    crash between the two renames it is found under a ``.partial-`` name in the same parent.
+    The old and the new folder are exchanged in one step where the system supports this. Elsewhere the old folder is
+    renamed first. After a crash between the two renames, the old folder has a ``.partial-`` name in the same parent.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -72,7 +73,7 @@ def directory(path: Path | str, *, needed: int | None = None) -> Iterator[Path]:
             _put(partial, path)
             sync(path.parent)
     finally:
-        shutil.rmtree(partial, ignore_errors=True)  # half of the new one, or the old one
+        shutil.rmtree(partial, ignore_errors=True)  # the incomplete new folder, or the old one after an exchange
         _open_folders.discard(partial.name)
 
 
@@ -86,14 +87,14 @@ _open_folders = set[str]()  # names of folders that this process is filling
 
 
 def _put(partial: Path, path: Path) -> None:
-    """Give the folder ``partial`` the name ``path``; an old folder of that name goes."""
+    """Rename the folder ``partial`` to ``path``, replacing an old folder of that name."""
     if not path.exists():
         os.replace(partial, path)
         return
     swap = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
     if swap is not None and swap(here, os.fsencode(partial), here, os.fsencode(path), exchange) == 0:
-        return  # the old folder has the temporary name
+        return  # the old folder now has the temporary name, under which the caller removes it
     aside = _partial(path)
     os.replace(path, aside)
     try:
@@ -119,7 +120,7 @@ def sync(path: Path) -> None:
 
 @contextmanager
 def _explaining_full_disk(path: Path, partial: Path, needed: int | None) -> Iterator[None]:
-    """Raise `UserError` for a full disk, also where a library wrapped the error or kept only its text."""
+    """Raise `UserError` for a full disk, even if a library has wrapped the error or kept only its text."""
     try:
         yield
     except Exception as error:

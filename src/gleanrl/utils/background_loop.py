@@ -1,7 +1,8 @@
-"""Runs coroutines from code that does not await, on an event loop that lasts as long as the program.
+"""Runs coroutines from synchronous code, on an event loop that lasts as long as the program.
 
-Tasksets use it: their methods are synchronous and may be called while another loop runs in the same thread. What the
-coroutines leave open, such as connections, stays open between calls and is closed at the end of the program.
+Tasksets use this loop, because their methods are synchronous and may be called while another loop runs in the same
+thread. Connections and other resources that the coroutines open stay open between calls. They are closed at the end of
+the program.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ from functools import cache
 from typing import Any, TypeVar
 
 T = TypeVar("T")
-_END_S = 5.0  # for what is open to close itself
+_END_S = 5.0  # time for open resources to be closed at the end of the program
 
 
 def run(work: Coroutine[Any, Any, T]) -> T:
-    """What ``work`` returns. Blocks this thread until then."""
+    """Run ``work`` on the background loop and return its result. Blocks this thread until then."""
     return asyncio.run_coroutine_threadsafe(work, _loop()).result()
 
 
@@ -39,7 +40,7 @@ def _end(loop: asyncio.AbstractEventLoop, process: int) -> None:
             task.cancel()
         await asyncio.gather(*lasting, return_exceptions=True)
 
-    if os.getpid() == process:  # a forked child has no such thread
+    if os.getpid() == process:  # a forked child does not have the loop's thread
         with suppress(Exception):
             asyncio.run_coroutine_threadsafe(cancel(), loop).result(_END_S)
 

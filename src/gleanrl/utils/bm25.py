@@ -26,22 +26,23 @@ _WORD = re.compile(r"\w+")
 
 
 def words(text: str) -> list[str]:
-    """Runs of letters, digits and underscores, case folded: "Fridge 1, open." gives fridge, 1, open."""
+    """Return the runs of letters, digits and underscores, case folded: "Fridge 1, open." gives fridge, 1, open."""
     return _WORD.findall(text.casefold())
 
 
 class Bm25:
-    """Okapi BM25 (Robertson and Zaragoza 2009), k1 = 1.2 and b = 0.75.
+    """An index for Okapi BM25 (Robertson and Zaragoza 2009), by default with k1 = 1.2 and b = 0.75.
 
     score(d) = sum over query words t of idf(t) tf(t, d) (k1 + 1) / (tf(t, d) + k1 (1 - b + b |d| / mean |d|)), with
-    idf(t) = ln(1 + (N - n(t) + 0.5) / (n(t) + 0.5)), which is never negative. A word that the query repeats counts
-    as often.
+    idf(t) = ln(1 + (N - n(t) + 0.5) / (n(t) + 0.5)), which is never negative. A word that occurs twice in the query
+    enters the sum twice.
     """
 
     def __init__(self, *, k1: float = 1.2, b: float = 0.75) -> None:
         self._k1, self._b = k1, b
-        self._postings: dict[str, tuple[array[int], array[int]]] = {}  # of a word: texts, ascending, and its counts
-        self._lengths = array("q")  # words of each text
+        # word -> the texts that contain it, ascending, and how often it occurs in each
+        self._postings: dict[str, tuple[array[int], array[int]]] = {}
+        self._lengths = array("q")  # number of words in each text
 
     def __len__(self) -> int:
         return len(self._lengths)
@@ -57,7 +58,10 @@ class Bm25:
         return number
 
     def search(self, query: str, k: int, without: Collection[int] = ()) -> list[tuple[int, float]]:
-        """The best ``k`` texts that share a word with ``query``, with scores; of equal ones the later first."""
+        """Return the numbers and scores of the best ``k`` texts that share a word with ``query``, best first.
+
+        Among texts with equal scores, the later one comes first. The texts ``without`` are left out.
+        """
         counted = Counter(word for word in words(query) if word in self._postings)
         if not counted or k < 1:
             return []
@@ -65,7 +69,7 @@ class Bm25:
         # the part of the denominator that depends on a text's length only
         damping = lengths * (self._k1 * self._b * size / int(lengths.sum())) + self._k1 * (1 - self._b)
         scores = np.zeros(size)
-        for word in sorted(counted, key=lambda word: len(self._postings[word][0])):  # sums need a fixed order
+        for word in sorted(counted, key=lambda word: len(self._postings[word][0])):  # a fixed order of summation
             texts = np.frombuffer(self._postings[word][0], np.int64)
             counts = np.frombuffer(self._postings[word][1], np.intc)
             idf = float(np.log1p((size - texts.size + 0.5) / (texts.size + 0.5)))
@@ -77,7 +81,7 @@ class Bm25:
         return [(int(number), float(scores[number])) for number in ids[order]]
 
     def arrays(self) -> dict[str, npt.NDArray[Any]]:
-        """All of it as arrays, to be kept in a file: words (JSON, uint8), their postings and the texts' lengths."""
+        """Return the whole index as arrays for a file: words (JSON, uint8), their postings and the texts' lengths."""
         texts = [np.frombuffer(texts, np.int64) for texts, _ in self._postings.values()]
         counts = [np.frombuffer(counts, np.intc) for _, counts in self._postings.values()]
         return {
@@ -90,7 +94,7 @@ class Bm25:
 
     @classmethod
     def from_arrays(cls, arrays: Mapping[str, npt.NDArray[Any]], *, k1: float = 1.2, b: float = 0.75) -> Bm25:
-        """The index of which `arrays` were made."""
+        """Return the index from which `arrays` made ``arrays``."""
         index = cls(k1=k1, b=b)
         index._lengths.frombytes(arrays["lengths"].astype(np.int64).tobytes())
         texts, counts, start = arrays["texts"].astype(np.int64), arrays["counts"].astype(np.intc), 0

@@ -1,4 +1,4 @@
-"""The folder of results that are costly to compute and always the same."""
+"""The folder for cached results, which are costly to compute and always the same."""
 
 from __future__ import annotations
 

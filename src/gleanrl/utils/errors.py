@@ -4,8 +4,11 @@ from __future__ import annotations
 
 
 class UserError(Exception):
-    """One clear line that names the file, the key or the value, and the fix. Never shown as a stack trace."""
+    """An error that the user can fix, shown without a stack trace.
+
+    The message is one clear line that names the file, the key or the value, and the fix.
+    """
 
 
 class NoExpert(UserError):
-    """A task without an expert, in a taskset that has one for other tasks."""
+    """The taskset has no expert for this task, although it may have one for other tasks."""

@@ -1,4 +1,4 @@
-"""Short hashes of content: cache keys, ids of problems, whether two things are the same."""
+"""Short hashes of content, used as cache keys, as ids of problems and to compare two values."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import hashlib
 
 
 def fingerprint(*parts: str | bytes, size: int = 16) -> str:
-    """Hex digest of ``size`` bytes (BLAKE2b) of all parts in order; ``("ab", "c")`` and ``("a", "bc")`` differ.
+    """Return a BLAKE2b digest of ``size`` bytes, in hexadecimal, of all parts in order.
 
-    Text is encoded as UTF-8, lone surrogates included.
+    The digests of ``("ab", "c")`` and ``("a", "bc")`` differ. Text is encoded as UTF-8, lone surrogates included.
     """
     digest = hashlib.blake2b(digest_size=size)
     for part in parts:

@@ -1,13 +1,13 @@
-"""The HTTP client: JSON to and from one service, over aiohttp.
+"""The HTTP client, which sends JSON to one service and receives JSON from it, over aiohttp.
 
 Rewards behind a service, the sampler behind a server, environment services and adapters all send their requests with
-it. It keeps connections alive, reports what went wrong as `Retryable` or `Fatal`, and never shows a key::
+this client. It keeps connections alive, reports what went wrong as `Retryable` or `Fatal`, and never shows a key::
 
     client = HttpClient("https://api.example.com/v1", api_key_env="EXAMPLE_KEY")
     answer = await client.request("POST", "/score", {"text": "..."})
     await client.aclose()
 
-It sends each request once; `gleanrl.utils.retry.RetryPolicy` decides about further attempts.
+The client sends each request once. `gleanrl.utils.retry.RetryPolicy` decides about further attempts.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ if TYPE_CHECKING:
     import aiohttp
 
 RETRYABLE_STATUSES = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
-"""Timeouts, conflicts, rate limits, overload, and a server's own errors."""
+"""Statuses of timeouts, conflicts, rate limits, overload, and errors inside the server."""
 MAX_ANSWER_BYTES = 8 << 20
 MAX_QUOTED = 300
-"""Characters of a service's own words in an error message."""
+"""Number of characters of a service's answer that an error message quotes."""
 OTHER_FILES = 512
-"""Files that a process may hold open in addition to its connections."""
+"""Number of files that are left for a process to open in addition to its connections."""
 
 
 class ConnectionOptions(TypedDict, total=False):
-    """How a service is reached: the settings of `HttpClient` that a user may give in addition to the address."""
+    """The settings of `HttpClient` that a user may give in addition to the address."""
 
     api_key_env: str | None
     headers: Mapping[str, str] | None
@@ -51,7 +51,7 @@ class ConnectionOptions(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True)
 class Response:
-    """An answer with any status. Names in ``headers`` are case-insensitive."""
+    """A service's answer, whatever its status. Names in ``headers`` are case-insensitive."""
 
     status: int
     headers: Mapping[str, str]
@@ -61,21 +61,21 @@ class Response:
 class HttpClient:
     """Sends JSON to one service and receives JSON from it.
 
-    Connections belong to the event loop that runs; a client that is used on another loop opens new ones there. Proxies
-    of the environment are used, except for a service on this machine. Redirects are not followed. A client can be
-    pickled; its connections do not travel.
+    Connections belong to the running event loop; a client that is used on another loop opens new ones there. Proxies
+    named by environment variables are used, except for a service on this machine. Redirects are not followed. A client
+    can be pickled, without its connections.
 
     Args:
-        url: address of the service, with the part of the path that all requests share.
+        url: address of the service, including the part of the path that is the same for all requests.
         api_key_env: NAME of the environment variable whose key is sent as bearer token.
-        headers: sent with every request; ``"env:NAME"`` takes a value from the environment.
+        headers: sent with every request. The value ``"env:NAME"`` stands for the environment variable NAME.
         timeout_s: seconds that one request may take, from when it is sent to the end of the answer. Waiting for a free
             connection does not count.
-        connections: open at once, at most; bounded by the number of files that the process may open.
-        setting: what the user calls the address, for error messages.
+        connections: most connections that are open at once. The number of files that the process may open bounds it.
+        setting: name of the user's setting that holds the address, for error messages.
 
     Raises:
-        UserError: ``url`` is no address, a key stands in the configuration, or aiohttp is not installed.
+        UserError: ``url`` is not an HTTP address, the configuration contains a key, or aiohttp is not installed.
     """
 
     def __init__(
@@ -111,26 +111,26 @@ class HttpClient:
         return {**self.__dict__, "_session": None, "_session_loop": None, "_free_connections": asyncio.Semaphore()}
 
     def hide_keys(self, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """Fields of a request's body with a `Secret` in place of each text ``env:NAME``.
+        """Return the fields of a request's body with a `Secret` in place of each text ``env:NAME``.
 
-        The key is filled in when the body is sent, and redacted from what the service answers.
+        The key is filled in when the body is sent, and redacted from quoted answers of the service.
         """
         fields, secrets = with_secrets(fields)
         self.secrets += secrets
         return fields
 
     def redact(self, text: str) -> str:
-        """``text`` without any key of this client."""
+        """Return ``text`` without any key of this client."""
         return redact(text, self.secrets)
 
     def quote(self, text: str | bytes) -> str:
-        """A service's own words for an error message: without keys, on one line, at most `MAX_QUOTED` characters."""
+        """Return a service's text for an error message: without keys, on one line, cut to `MAX_QUOTED` characters."""
         said = text.decode("utf-8", "replace") if isinstance(text, bytes) else text
         said = " ".join(self.redact(said).split())
         return said if len(said) <= MAX_QUOTED else f"{said[:MAX_QUOTED]} ..."
 
     def address(self, path: str = "") -> str:
-        """The full address of ``path``. A query in the client's url stays at the end (Azure's ?api-version=...)."""
+        """Return the full address of ``path``. A query in the client's url (Azure's ?api-version=...) stays last."""
         base, mark, query = self.url.partition("?")
         return f"{base.rstrip('/')}{path}{mark}{query}"
 
@@ -139,11 +139,11 @@ class HttpClient:
     ) -> Any:
         """Send ``body`` as JSON (None: no body) and return the decoded answer.
 
-        ``idempotency_key`` lets the service recognise a request that it has had before (header ``Idempotency-Key``).
+        ``idempotency_key`` is sent as header ``Idempotency-Key``, by which the service recognises a repeated request.
 
         Raises:
             Retryable: the service is busy, broken, unreachable or too slow, or its answer is not JSON.
-            Fatal: the service refuses this request or all of them, or ``body`` is not JSON.
+            Fatal: the service refuses this request or every request, or ``body`` cannot be written as JSON.
         """
         content = None if body is None else encode_json(body)
         headers = {"Idempotency-Key": idempotency_key} if idempotency_key is not None else {}
@@ -197,7 +197,7 @@ class HttpClient:
             raise Retryable(f"{address}: {why}", cause="connection") from None
 
     def headers(self, more: Mapping[str, str] | None = None) -> dict[str, str]:
-        """The headers of a request, keys included: for sending only."""
+        """Return the headers of a request. They contain the keys, so they may only be sent, not shown."""
         headers = {
             name: value.reveal() if isinstance(value, Secret) else value for name, value in self._headers.items()
         }
@@ -207,7 +207,10 @@ class HttpClient:
         return headers
 
     def session(self) -> aiohttp.ClientSession:
-        """The connections of the running event loop; opened with the first request. For what `send` cannot do."""
+        """Return the aiohttp session of the running event loop, for requests that `send` cannot make.
+
+        The session is made at the first call on each loop.
+        """
         import aiohttp
 
         loop = asyncio.get_running_loop()
@@ -241,14 +244,14 @@ class HttpClient:
         if loop.is_running():
             asyncio.run_coroutine_threadsafe(closing, loop)
             return
-        with contextlib.suppress(StopIteration, RuntimeError):  # one step closes what a closed loop has left
+        with contextlib.suppress(StopIteration, RuntimeError):  # one step is enough when the loop is closed
             closing.send(None)
         closing.close()
 
     def error_of(self, path: str, response: Response) -> Retryable | Fatal:
-        """The error that an answer with an error status stands for; its message quotes the service."""
+        """Return the error for an answer with an error status. Its message quotes the service."""
         said, code, status = response.body.decode("utf-8", "replace"), None, response.status
-        try:  # in the shape of OpenAI's or its variants; else the text itself
+        try:  # an error in OpenAI's format or a variant of it; any other text is quoted as it is
             answer = json.loads(said)
             error = answer.get("error", answer) if isinstance(answer, dict) else answer
             if isinstance(error, dict):
@@ -273,7 +276,11 @@ class HttpClient:
 
 
 def encode_json(body: Any) -> bytes:
-    """JSON of a request's body, with the keys that `Secret` stands for. Raises `Fatal` for what is not JSON."""
+    """Encode a request's body as JSON, with the key in place of each `Secret`.
+
+    Raises:
+        Fatal: the body has a value that JSON cannot represent.
+    """
 
     def default(value: Any) -> Any:
         return value.reveal() if isinstance(value, Secret) else to_jsonable(value)
@@ -285,7 +292,7 @@ def encode_json(body: Any) -> bytes:
 
 
 def to_jsonable(value: Any) -> Any:
-    """Arrays and numpy scalars as lists and numbers, any mapping as a dict; for the encoder of `json`."""
+    """Convert arrays to lists, numpy scalars to numbers and any mapping to a dict, for the encoder of `json`."""
     if isinstance(value, Mapping):
         return dict(value)
     if hasattr(value, "tolist"):
@@ -294,10 +301,10 @@ def to_jsonable(value: Any) -> Any:
 
 
 def retry_after(headers: Mapping[str, str]) -> float | None:
-    """Seconds to wait, from ``retry-after-ms`` or ``Retry-After`` (seconds or an HTTP date); None if neither is there.
+    """Return the seconds to wait that ``retry-after-ms`` or ``Retry-After`` asks for; None without these headers.
 
-    A date is compared with the answer's own ``Date``, so that a wrong clock on either side does no harm. Names in
-    ``headers`` are case-insensitive or in lower case.
+    ``Retry-After`` is a number of seconds or an HTTP date. A date is compared with the answer's own ``Date``, so that a
+    wrong clock on either side does no harm. ``headers`` must ignore case or have names in lower case.
     """
     for name, unit in (("retry-after-ms", 1000.0), ("retry-after", 1.0)):
         try:
@@ -318,9 +325,10 @@ def retry_after(headers: Mapping[str, str]) -> float | None:
 
 
 def connection_limit(wanted: int) -> int:
-    """How many of the connections this process may open; raises its limit of open files as far as it is allowed to.
+    """Return how many of ``wanted`` connections this process may open, after raising its limit of open files.
 
-    The usual limit of 1,024 files would make the thousandth request fail as if the service were down.
+    The limit is raised as far as the system allows. With the usual limit of 1,024 files, the thousandth request would
+    fail as if the service were down.
     """
     try:
         import resource
@@ -337,6 +345,6 @@ def connection_limit(wanted: int) -> int:
 
 
 def is_local(url: str) -> bool:
-    """Whether an address is one of this machine."""
+    """Whether ``url`` is an address of this machine."""
     host = urlsplit(url).hostname or ""
     return host in ("localhost", "::1") or host.startswith("127.")

@@ -16,18 +16,18 @@ from typing import Any
 from gleanrl.utils.errors import UserError
 from gleanrl.utils.text import nearest
 
-_LARGE = 64 << 20  # bytes of a file that is not read to tell whether it has changed
-_files: dict[str, str] = {}  # module name -> file, of every module loaded from a file by its path
+_LARGE = 64 << 20  # bytes; a larger file is not read to find out whether it has changed
+_files: dict[str, str] = {}  # module name -> file, for every module that was loaded by the path of its file
 
 
 def load_object(path: str) -> Any:
     """Return the object that ``path`` names: `package.module:Name` or `file.py:Name`; `Name` may be dotted.
 
-    A relative file is looked up from the current directory. The same file is imported once.
+    A relative file name is relative to the current directory. The same file is imported only once.
 
     Raises:
-        UserError: the path is malformed, the file, module or a package it imports is missing, or the
-            name is not there (the message gives the nearest that is).
+        UserError: the path is malformed; the file, the module or a package that it imports is missing; or the
+            module has no such name (the message suggests the nearest name).
     """
     location, colon, name = path.rpartition(":")
     if not colon or not location or not name:
@@ -41,7 +41,7 @@ def load_object(path: str) -> Any:
 
 
 def load_file(file: str, path: str | None = None) -> ModuleType:
-    """Return the module in a ``file.py``, imported once. ``path`` is what a message names, by default the file.
+    """Return the module in a ``file.py``, imported once. ``path`` is the name in messages, by default the file.
 
     Raises:
         UserError: the file or a package that it imports is missing, or it is not valid Python.
@@ -57,7 +57,7 @@ def load_file(file: str, path: str | None = None) -> ModuleType:
     assert spec is not None  # always so for a .py file
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # before execution, as `import` does: dataclasses and pickle look it up
+    sys.modules[name] = module  # before execution, as `import` does, because dataclasses and pickle look it up
     try:
         spec.loader.exec_module(module)
     except BaseException as error:
@@ -73,27 +73,27 @@ def load_file(file: str, path: str | None = None) -> ModuleType:
 
 
 def loaded_files() -> Mapping[str, str]:
-    """Return the modules that came from files, name to absolute path; another process needs them to unpickle."""
+    """Return the modules loaded by `load_file` (name -> absolute path), which another process needs to unpickle."""
     return dict(_files)
 
 
 def restore_files(files: Mapping[str, str]) -> None:
-    """Import in this process what `loaded_files` listed in another one."""
+    """Import in this process the ``files`` that `loaded_files` returned in another one."""
     for file in files.values():
         load_file(file)
 
 
 def file_versions(value: Any) -> list[str]:
-    """Return a text for each file that ``value`` (also deep inside) names, which changes with the file.
+    """Return a text for each file that ``value`` names, at any depth. The text changes whenever the file changes.
 
-    Files are those of data, and those of code that is named by import path, as a class or as a function. Code that they
-    import does not count. A large file changes with its size and age.
+    The files are data files, and source files of code that is named by import path, as a class or as a function. Code
+    that these import is not included. The text holds a hash of the content, for a large file its size and time.
     """
     if isinstance(value, Mapping):
         return [found for entry in value.values() for found in file_versions(entry)]
     if isinstance(value, list | tuple):
         return [found for entry in value for found in file_versions(entry)]
-    with suppress(OSError, ValueError):  # a text that can be no file's name
+    with suppress(OSError, ValueError):  # raised for a text that cannot be a file name
         if (file := _find_file(value)) is not None:
             about = file.stat()
             if about.st_size > _LARGE:
@@ -103,7 +103,10 @@ def file_versions(value: Any) -> list[str]:
 
 
 def _find_file(value: Any) -> Path | None:
-    """Return the file that a value names or comes from; None for Glean RL's own code, which has a version."""
+    """Return the file that a value names or comes from; None if there is none.
+
+    Glean RL's own code has no file here, because its version is known.
+    """
     if not isinstance(value, str):
         name = getattr(value, "__module__", None)
     else:

@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 class Interruption:
-    """A flag that Ctrl-C sets, say; it cancels work that is awaited through `unless_interrupted`."""
+    """A flag that Ctrl-C sets, for example. Setting it cancels work that is awaited through `unless_interrupted`."""
 
     def __init__(self) -> None:
         self.interrupted = False
@@ -22,7 +22,7 @@ class Interruption:
             self._waiting.cancel()
 
     async def unless_interrupted(self, work: Awaitable[T]) -> T | None:
-        """Return the result of ``work``, or None if an interruption cancelled it. One such wait at a time."""
+        """Return the result of ``work``, or None if an interruption cancelled it. One caller may wait at a time."""
         waiting = self._waiting = asyncio.ensure_future(work)
         if self.interrupted:
             waiting.cancel()

@@ -6,7 +6,7 @@ import asyncio
 
 
 class Notifier:
-    """`notify` wakes every task in `wait`; each then checks again whether what it waits for is there."""
+    """`notify` wakes every task in `wait`. Each task then checks for itself whether its condition holds."""
 
     def __init__(self) -> None:
         self._waiters: list[asyncio.Future[None]] = []

@@ -1,10 +1,10 @@
 """Worker processes that can be killed, driven from asyncio.
 
 `WorkerProcess` is one spawned process that holds an object and runs its methods, many calls at a time.
-`ProcessPool` is several of them, with one call each at a time. The environment pool
-(`gleanrl.environments.pool`) uses the first, isolated rewards (`gleanrl.rewards`) the second.
+`ProcessPool` is several worker processes with one call each at a time. The environment pool
+(`gleanrl.environments.pool`) uses `WorkerProcess`, and isolated rewards (`gleanrl.rewards`) use `ProcessPool`.
 
-A worker ignores Ctrl-C and leaves it to its parent. It ends with its parent, and so does everything that it started.
+A worker ignores Ctrl-C, which its parent handles. The worker and all processes that it started end with the parent.
 A call that takes too long is cancelled if it awaits. If it blocks, its process is killed.
 
     class Squares(Served):
@@ -41,8 +41,8 @@ from typing import Any, Self
 from gleanrl.utils.errors import UserError
 from gleanrl.utils.importing import loaded_files, restore_files
 
-GRACE_S = 2.0  # for a worker to close its object, or to give up a call that awaits
-START_S = 120.0  # for a worker to import and make its object
+GRACE_S = 2.0  # time for a worker to close its object, or to cancel a call that awaits
+START_S = 120.0  # time for a worker to import its code and make its object
 _HEADER = struct.Struct("<IQc")  # length of the body in bytes, number of the call, kind of the frame
 _BUFFER = 1 << 20
 _CALL, _CANCEL = b"C", b"X"  # to the worker
@@ -62,7 +62,7 @@ class WorkerDied(Exception):
 
 
 class RemoteError(Exception):
-    """What the object's own code raised, as text: its type may not exist here, or not be picklable."""
+    """An error of the object's own code, as text, because its type may not exist here or may not be picklable."""
 
     def __init__(self, kind: str, detail: str, traceback_text: str) -> None:
         super().__init__(f"{kind}: {detail}" if detail else kind)
@@ -77,10 +77,10 @@ class RemoteError(Exception):
 
 
 class Served:
-    """Base of an object that a worker holds. Its methods may be async; they run on the worker's event loop."""
+    """Base class of the object that a worker holds. Async methods run on the worker's event loop."""
 
     async def close(self) -> None:
-        """Called before the worker ends, unless it is killed. It has `GRACE_S` seconds."""
+        """Release resources within `GRACE_S` seconds. Called before the worker ends, unless it is killed."""
 
 
 def pack(make: Callable[[], Served], *, raises: tuple[type[Exception], ...] = ()) -> bytes:
@@ -88,7 +88,7 @@ def pack(make: Callable[[], Served], *, raises: tuple[type[Exception], ...] = ()
 
     Args:
         make: makes the object in the worker.
-        raises: exception types that reach the caller as themselves. `UserError` always does, other errors become
+        raises: exception types that the caller gets unchanged, in addition to `UserError`. Other errors become
             `RemoteError`.
 
     Raises:
@@ -105,7 +105,7 @@ def pack(make: Callable[[], Served], *, raises: tuple[type[Exception], ...] = ()
 class _Call:
     number: int
     method: str
-    on: str  # " on ..." in messages about the worker's death, or empty
+    on: str  # " on LABEL", for messages about the worker's death; empty without a label
     timeout_s: float
     future: asyncio.Future[Any]
     timer: asyncio.TimerHandle | None = None
@@ -114,7 +114,7 @@ class _Call:
     def settle(self, value: Any = None, error: BaseException | None = None) -> None:
         if self.timer is not None:
             self.timer.cancel()
-        if self.future.done():  # its caller was cancelled
+        if self.future.done():  # the caller was cancelled
             return
         if self.overdue:
             self.future.set_exception(WorkerTimeout(f"{self.method} took over {self.timeout_s:g} s"))
@@ -125,11 +125,11 @@ class _Call:
 
 
 class WorkerProcess:
-    """A process and its calls. It starts at once, takes calls at once, and is never restarted.
+    """A process and its calls. It starts at once, accepts calls at once, and is never restarted.
 
-    The worker takes its calls in order. It goes to the next one when the first is answered *or awaits something*. So
-    the call at the head of the queue is the one that the worker is on, and only then its clock runs: a call that
-    waits behind a slow one is not late.
+    The worker begins its calls in order. It begins the next one when the present one is answered *or awaits something*.
+    So the call at the head of the queue is the one that the worker executes. The clock of a call starts when the call
+    reaches the head, so that a call does not time out while it waits behind a slow one.
 
     Args:
         packed: from `pack`.
@@ -139,7 +139,7 @@ class WorkerProcess:
     Attributes:
         death: why the process is gone or about to be, None while it lives.
         started: whether its object was made.
-        ready: a future that is done once its object was made, with the error if that failed.
+        ready: a future that is done once the object was made, or has the error if it could not be made.
     """
 
     def __init__(
@@ -151,21 +151,21 @@ class WorkerProcess:
         self._timeout_s = timeout_s
         self._on_death = on_death
         self._numbers = count()
-        self._queue: dict[int, _Call] = {}  # in order; the worker is on the first
+        self._queue: dict[int, _Call] = {}  # calls in order; the worker executes the first
         self._awaiting: dict[int, _Call] = {}
         self._writer: asyncio.StreamWriter | None = None
-        self._early: list[bytes] = []  # sent before the connection stands
+        self._early: list[bytes] = []  # frames to send once the connection is open
         ours, theirs = socket.socketpair()
         self._process = multiprocessing.get_context("spawn").Process(target=_run, args=(theirs,))
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-        try:  # with SIGINT held back: a Ctrl-C must not reach the process before it can ignore it
+        try:  # SIGINT is blocked, so that Ctrl-C cannot reach the new process before it ignores the signal
             self._process.start()
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
         theirs.close()
         assert self._process.pid is not None
         self.pid = self._process.pid
-        atexit.register(self._kill_group)  # where nothing closes it
+        atexit.register(self._kill_group)  # in case the worker is never closed
         self._life = self._loop.create_task(self._live(ours))
         self.ready = self._loop.create_future()
         self._begin(_Call(next(self._numbers), "start", "", START_S, self.ready), packed)
@@ -174,12 +174,15 @@ class WorkerProcess:
         """Call the object's method and return its result.
 
         Args:
-            method, args: picklable arguments, passed by position.
+            method: name of the method.
+            args: picklable arguments, passed by position.
             label: what the call is for; messages about the worker's death name it.
 
         Raises:
-            WorkerTimeout, WorkerDied, RemoteError: see there.
-            UserError: as raised there, like the types that `pack` got.
+            WorkerTimeout: the call took too long.
+            WorkerDied: the process is gone.
+            RemoteError: the method raised an error of any other type.
+            UserError: raised by the method, like the types given to `pack` as ``raises``.
         """
         if self.death is not None:
             raise WorkerDied(self.death)
@@ -193,14 +196,14 @@ class WorkerProcess:
             raise
 
     def kill(self, why: str = "its worker process was killed") -> None:
-        """End it now, with everything that it started. Its calls raise `WorkerDied`."""
+        """Kill the process and all processes that it started. Its calls raise `WorkerDied`."""
         self.death = self.death or why
         self._kill_group()
 
     def _kill_group(self) -> None:
-        with contextlib.suppress(OSError):  # it has no group of its own yet, or is gone
+        with contextlib.suppress(OSError):  # the process has no group of its own yet, or is gone
             os.killpg(self.pid, signal.SIGKILL)
-        with contextlib.suppress(OSError, ValueError):  # it may have ended
+        with contextlib.suppress(OSError, ValueError):  # the process may have ended
             self._process.kill()
 
     async def close(self) -> None:
@@ -239,7 +242,7 @@ class WorkerProcess:
         call.overdue = True
 
     async def _live(self, connection: socket.socket) -> None:
-        """Read answers until the process is gone; then fail what is left and clean up."""
+        """Read answers until the process is gone. Then let the remaining calls fail, and clean up."""
         reader, self._writer = await asyncio.open_connection(sock=connection, limit=_BUFFER)
         self._writer.writelines(self._early)
         if self.death is not None:
@@ -256,7 +259,7 @@ class WorkerProcess:
                         value = pickle.loads(body) if body else None
                     except Exception as raised:
                         kind, value = _ERROR, RemoteError.of(raised)
-                    if number == 0:  # the start
+                    if number == 0:  # the call that makes the object
                         self.started = kind == _VALUE
                         if not self.started:
                             self.kill(f"its worker process could not start: {value}")
@@ -265,7 +268,7 @@ class WorkerProcess:
         if not await self._ended(GRACE_S + 1.0):
             self._kill_group()
             await self._ended(None)
-        self._kill_group()  # what the worker left behind
+        self._kill_group()  # processes that the worker started and did not end
         self._process.join()
         exit_code = self._process.exitcode
         how = f"ended with status {exit_code}"
@@ -309,14 +312,14 @@ class WorkerProcess:
 
 
 class ProcessPool:
-    """Worker processes with one call each at a time; they start as they are needed.
+    """Worker processes with one call each at a time. A process starts when it is first needed.
 
-    A call that takes too long or is cancelled costs its process, and another one starts in its place.
+    If a call takes too long or is cancelled, its process is killed and another one starts in its place.
 
     Args:
         make: makes each process's object.
-        count: processes at most.
-        timeout_s: seconds that a call may take; its clock starts when a process takes it up.
+        count: largest number of processes.
+        timeout_s: seconds that a call may take, from when a process begins it.
         raises: see `pack`.
 
     Raises:
@@ -344,7 +347,10 @@ class ProcessPool:
         await self.close()
 
     async def call(self, method: str, *args: Any) -> Any:
-        """Call the method and return its result. Raises as `WorkerProcess.call`; `UserError` if ``make`` fails."""
+        """Call the method and return its result.
+
+        Raises the errors of `WorkerProcess.call`, and `UserError` if ``make`` fails.
+        """
         async with self._slots:
             worker = None
             while self._idle and worker is None:
@@ -368,7 +374,7 @@ class ProcessPool:
             return answer
 
     async def close(self) -> None:
-        """End them all now."""
+        """Kill all processes now."""
         workers, self._all, self._idle = self._all, set(), []
         for worker in workers:
             worker.kill()
@@ -377,16 +383,20 @@ class ProcessPool:
 
 # --- the worker's side ------------------------------------------------------------------------------
 def _run(connection: socket.socket) -> None:
-    """Run a worker process until its parent hangs up."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business
+    """Run a worker process until its parent closes the connection."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-    os.setpgid(0, 0)  # a group of its own, so that what it starts can be ended with it
+    os.setpgid(0, 0)  # a process group of its own, so that processes that the worker starts can be killed with it
     threading.Thread(target=_end_with_parent, daemon=True).start()
     asyncio.run(_Server().serve(connection))
 
 
 def _end_with_parent() -> None:
-    """Wait in a thread: the main one may be blocked. The object has its grace, as in `WorkerProcess.close`."""
+    """Wait until the parent has ended, and kill this process and its children `GRACE_S` later.
+
+    Runs in a thread, because the main thread may be blocked. The object has the same time to close as in
+    `WorkerProcess.close`.
+    """
     parent = multiprocessing.parent_process()
     if parent is not None:
         wait([parent.sentinel])
@@ -399,7 +409,7 @@ class _Server:
     _raises: tuple[type[Exception], ...] = ()
 
     async def serve(self, connection: socket.socket) -> None:
-        """Answer calls until the other end hangs up or the object cannot be made; then close the object."""
+        """Answer calls until the parent closes the connection or the object cannot be made. Then close the object."""
         reader, self._writer = await asyncio.open_connection(sock=connection, limit=_BUFFER)
         self._running: dict[int, asyncio.Task[None]] = {}
         loop = asyncio.get_running_loop()
@@ -413,8 +423,8 @@ class _Server:
                         self._running[number].cancel()
                     continue
                 self._running[number] = loop.create_task(self._run_call(number, body))
-                # The loop runs callbacks in order: this one comes right after the call's first stretch and before
-                # the next call's.
+                # The loop runs callbacks in order. So this callback runs when the call first awaits something, and
+                # before the next call begins.
                 loop.call_soon(self._report_awaiting, number)
         for task in self._running.values():
             task.cancel()
@@ -432,7 +442,7 @@ class _Server:
             self._writer.write(_HEADER.pack(0, number, _AWAITING))
 
     async def _run_call(self, number: int, body: bytes) -> None:
-        """Make the object (the first call) or run a method of it, and send the answer."""
+        """Make the object (first call) or run one of its methods (later calls), and send the answer."""
         kind, answer = _VALUE, b""
         try:
             if self._served is None:
@@ -448,10 +458,10 @@ class _Server:
                     value = await value
             if value is not None:
                 answer = pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
-        except BaseException as error:  # a SystemExit too costs its call and not the worker
+        except BaseException as error:  # even a SystemExit ends only the call and not the worker
             kind, answer = _ERROR, b""
             if isinstance(error, (UserError, *self._raises)):
-                with contextlib.suppress(Exception):  # its arguments cannot be pickled
+                with contextlib.suppress(Exception):  # raised if the error's arguments cannot be pickled
                     answer = pickle.dumps(error)
             answer = answer or pickle.dumps(RemoteError.of(error))
         self._running.pop(number, None)
@@ -459,6 +469,6 @@ class _Server:
 
 
 async def _read_frame(reader: asyncio.StreamReader) -> tuple[int, bytes, bytes]:
-    """Return number, kind and body."""
+    """Read a frame and return its number, kind and body."""
     length, number, kind = _HEADER.unpack(await reader.readexactly(_HEADER.size))
     return number, kind, await reader.readexactly(length)

@@ -7,18 +7,19 @@ from typing import Protocol
 
 
 class Stage(Protocol):
-    """One piece of work under way."""
+    """A piece of work that is in progress."""
 
     def advance(self, count: int = 1, **fields: float | str) -> None:
-        """``count`` more parts are done; ``fields`` (loss=0.4, tokens_per_s=5200) are shown next to the bar."""
+        """Report that ``count`` more parts are done. ``fields`` (loss=0.4, tokens_per_s=5200) are shown next to the
+        bar."""
         ...
 
 
 class Progress(Protocol):
-    """Where a run reports what it does: preparation, training and evaluation open stages, events are printed."""
+    """Where a run reports its progress. Preparation, training and evaluation open stages; events are printed."""
 
     def print(self, text: str) -> None:
-        """Show one line of its own."""
+        """Show ``text`` on a separate line."""
         ...
 
     def stage(self, name: str, total: int | None = None, *, done: int = 0) -> AbstractContextManager[Stage]:

@@ -21,10 +21,12 @@ T = TypeVar("T", bound=Entry)
 
 
 class Registry(Generic[T]):
-    """Entries of one kind, e.g. every advantage estimator.
+    """Entries of one kind, for example all advantage estimators.
 
-    ``key`` is the setting that chooses one, ``kind`` the entries' class and ``decorator`` what makes a user's
-    function one, as an error message says it.
+    Args:
+        key: the setting that chooses an entry.
+        kind: class of the entries.
+        decorator: the decorator that turns a user's function into an entry, as written in error messages.
     """
 
     def __init__(self, key: str, kind: type[T], decorator: str) -> None:
@@ -32,10 +34,10 @@ class Registry(Generic[T]):
         self._entries: dict[str, T] = {}
 
     def add(self, entry: T) -> T:
-        """Register ``entry`` under its name; returns it.
+        """Register ``entry`` under its name and return it.
 
-        The same function again (a cell run twice, a script that is also imported) takes the place of the first. Raises
-        `UserError` if another function has the name.
+        A function that is registered again (by a cell run twice, or a script that is also imported) replaces its first
+        entry. Raises `UserError` if another function has the name.
         """
         known = self._entries.get(entry.name)
         if known is not None and known.function.__qualname__ != entry.function.__qualname__:
@@ -47,7 +49,8 @@ class Registry(Generic[T]):
     def get(self, name: str) -> T:
         """Return the entry of a registered name or of an import path, `package.module:Name` or `file.py:Name`.
 
-        Raises `UserError` naming the nearest registered name, or what is wrong with the import path.
+        Raises `UserError` if there is no such entry. The message names the nearest registered name, or what is wrong
+        with the import path.
         """
         if ":" in name:
             found = load_object(name)

@@ -1,7 +1,7 @@
-"""Retries and time limits: which errors may pass, how long to wait, and when to give up.
+"""Retries and time limits: which errors are retried, how long to wait, and when to give up.
 
-Everything in Glean RL that asks a remote service uses this policy: the reward agent, the sampler behind a server, the
-client of an environment service, adapters. A call reports what went wrong as `Retryable` or `Fatal`::
+Everything in Glean RL that calls a remote service uses this policy: the reward agent, the sampler behind a server, the
+client of an environment service, adapters. A call raises `Retryable` or `Fatal` if it fails::
 
     policy = RetryPolicy(attempts=4, backoff_s=1.0)
     answer = await policy.run(lambda: client.request("POST", "/score", body))
@@ -19,16 +19,16 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 UNREACHABLE = "unreachable"
-"""Cause of a failure where the service accepts no connections."""
+"""Cause of a failure: the service accepts no connections."""
 NO_THREAD = "hung"
-"""Cause of a failure where this process has no thread left to make the call in."""
+"""Cause of a failure: this process has no free thread in which to make the call."""
 NOT_DELIVERED = frozenset({UNREACHABLE, NO_THREAD})
 """Causes of attempts that never reached the service."""
 
 _STALL_S = 0.05
-"""A timer that fires this much late means that the event loop stood still."""
+"""A timer that fires this many seconds late means that the event loop was blocked."""
 _MOST_EXTENSIONS = 9.0
-"""How much of its own length a `Timeout` may be extended by."""
+"""Limit of the total extension of a `Timeout`, as a multiple of its length."""
 _NO_COST: Mapping[str, float] = MappingProxyType({})
 
 
@@ -38,8 +38,7 @@ class Fatal(Exception):
     Args:
         message: what went wrong.
         cause: one word for the metrics: timeout, rate_limit, server, connection, answer, ...
-        cost: what the failed attempt has used all the same, under the names of `Score.parts`
-            (``cost/prompt_tokens``, ``cost/completion_tokens``).
+        cost: tokens that the failed attempt has used, as ``cost/prompt_tokens`` and ``cost/completion_tokens``.
     """
 
     def __init__(self, message: str, *, cause: str = "fatal", cost: Mapping[str, float] = _NO_COST) -> None:
@@ -55,7 +54,7 @@ class Retryable(Exception):
     """The call may be tried again. ``cause`` and ``cost`` are as in `Fatal`.
 
     Args:
-        after_s: seconds to wait at least before the next attempt, as the service asked; None: no such wish.
+        after_s: shortest wait in seconds before the next attempt, as the service asked; None if it did not ask.
     """
 
     def __init__(
@@ -76,12 +75,12 @@ class Retryable(Exception):
 
 
 def is_retryable(error: BaseException) -> bool:
-    """Whether trying again may help: `Retryable`, and timeouts and connection errors that a user's code raises."""
+    """Whether trying again may help. True for `Retryable`, and for timeouts and connection errors of a user's code."""
     return isinstance(error, Retryable | TimeoutError | ConnectionError)
 
 
 def cause_of(error: BaseException) -> str:
-    """One word for the metrics."""
+    """Return the cause of an error in one word, for the metrics."""
     match error:
         case Retryable() | Fatal():
             return error.cause
@@ -95,13 +94,13 @@ def cause_of(error: BaseException) -> str:
 
 
 def reason_of(error: BaseException) -> str:
-    """What went wrong, in one line of at most 1,000 characters."""
+    """Return what went wrong, in one line of at most 1,000 characters."""
     text = str(error) if isinstance(error, Retryable | Fatal) else f"{type(error).__name__}: {error}"
     return " ".join(text.split())[:1000]
 
 
 def wait_asked_for(error: BaseException) -> float:
-    """Seconds that the service asked to be left alone for; 0 if it did not."""
+    """Return the seconds that the service asked the client to wait; 0 if it did not ask."""
     return (error.after_s or 0.0) if isinstance(error, Retryable) else 0.0
 
 
@@ -110,17 +109,17 @@ class RetryPolicy:
     """Exponential backoff with full jitter, within bounds.
 
     The wait before attempt n + 1 is uniform between 0 and ``backoff_s * 2**(n - 1)``, at most ``max_backoff_s``, and
-    never shorter than what the service asked for (``Retry-After``). Jitter keeps the requests of one run from coming
-    back all at once.
+    never shorter than what the service asked for (``Retry-After``). Because of the jitter, requests that failed
+    together are not repeated all at once.
 
     Attributes:
-        attempts: how often a call is made in all; None: as often as ``outage_s`` allows.
+        attempts: largest number of attempts of a call, the first included; None: as many as ``outage_s`` allows.
         backoff_s: bound of the first wait, in seconds.
         max_backoff_s: bound of every wait, in seconds.
-        outage_s: how long an outage is waited for, in seconds. While a service that has answered before accepts no
-            connections, its attempts do not count; without this, a restart of the service would use up all attempts of
-            all requests within seconds. No wait in an outage is longer than the outage has been so far. A service that
-            asks for a longer wait than this is not asked again.
+        outage_s: longest outage, in seconds, that a call waits for. An outage is a time in which a service that has
+            answered before accepts no connections. Attempts in an outage do not count, because a restart of the service
+            would otherwise use up all attempts of all requests within seconds. No wait in an outage is longer than the
+            outage has been so far. A call fails if the service asks for a wait that is longer than ``outage_s``.
     """
 
     attempts: int | None = 5
@@ -129,7 +128,7 @@ class RetryPolicy:
     outage_s: float = 600.0
 
     async def run(self, call: Callable[[], Awaitable[T]]) -> T:
-        """The result of ``call``, which is made again while its errors are retryable.
+        """Return the result of ``call``, which is repeated as long as its errors are retryable.
 
         Raises:
             Exception: the error of the last attempt, or the first error that is not retryable.
@@ -143,7 +142,7 @@ class RetryPolicy:
 
 
 class Retries:
-    """The attempts of one call under a policy, for callers that do more between attempts than `RetryPolicy.run`."""
+    """Counts the attempts of one call under a policy, for callers that do other work between two attempts."""
 
     __slots__ = ("_counted", "_outage_since", "_policy")
 
@@ -153,14 +152,14 @@ class Retries:
         self._outage_since: float | None = None
 
     def next_wait(self, error: Exception, *, answered_before: bool = False) -> float:
-        """Count a failed attempt, and return the seconds until the next one.
+        """Count a failed attempt and return the seconds until the next one.
 
-        Call it inside the ``except`` block of the attempt. ``answered_before``: the service has answered some call
-        before, so that an attempt that did not reach it means an outage.
+        Must be called inside the ``except`` block of the attempt. ``answered_before``: the service has answered some
+        call before, so an attempt that does not reach it means an outage.
 
         Raises:
-            Exception: ``error`` itself where it is not retryable or the policy allows no further attempt; `Fatal` where
-                the service asks for a longer wait than the policy allows.
+            Exception: ``error`` itself, if it is not retryable or the policy allows no further attempt.
+            Fatal: the service asks for a longer wait than the policy allows.
         """
         policy = self._policy
         if not is_retryable(error):
@@ -189,17 +188,17 @@ class Retries:
 
 
 class Timeout:
-    """A time limit like `asyncio.timeout`, but time in which the event loop stands still does not count.
+    """A time limit like `asyncio.timeout`, but time in which the event loop is blocked does not count.
 
-    Computing, imports or a crowded machine may keep the loop from turning for seconds. Answers that arrive meanwhile
-    are read in the same turn in which their time is up: `asyncio.timeout` drops them, and they are requested (and paid)
-    for again. This limit is extended by as much as its timer fires late, up to nine times ``seconds`` in all.
+    Computation, imports or a busy machine may block the loop for seconds. Answers that arrive meanwhile are read in the
+    same iteration of the loop in which their time is up. `asyncio.timeout` drops them, so they are requested and paid
+    for again. This limit is extended by the time by which its timer fires late, up to nine times ``seconds`` in all.
 
         async with Timeout(30.0):
             await answer()
 
     Args:
-        seconds: None: no limit.
+        seconds: the limit; None = no limit.
 
     Raises:
         TimeoutError: the time is up.

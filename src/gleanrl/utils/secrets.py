@@ -1,8 +1,8 @@
-"""API keys: named in the configuration, kept in the environment, shown nowhere.
+"""API keys, which are kept in environment variables and shown nowhere.
 
 A configuration names the environment variable that holds a key, as ``api_key_env = "NAME"`` or as the text
-``"env:NAME"``. `Secret` reads the variable when a request is sent; `redact` removes the keys from messages;
-`refuse_keys` rejects a configuration that holds a key itself, because it would stand in every dump, report and monitor.
+``"env:NAME"``. `Secret` reads the variable when a request is sent. `redact` removes keys from messages. `refuse_keys`
+rejects a configuration that contains a key itself, because the key would appear in every dump, report and monitor.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ _SENSITIVE_NAME = re.compile(
     r"[_-]?(?:auth|key|token))s?(?![a-z])|^tokens?$",
     re.IGNORECASE,
 )
-"""Names under which a configuration holds nothing but a key."""
+"""Names of settings whose value is always a key."""
 _KEY_LIKE_NAME = re.compile(r"(?:auth|key|token)s?$", re.IGNORECASE)
-"""Names that often mean a key; their value decides."""
+"""Names of settings whose value is often a key. Such a setting is refused only if its value looks like a key."""
 _SENSITIVE_HEADER = re.compile(r"auth|key|token|secret|password|cookie|credential", re.IGNORECASE)
 _KEY_LIKE_VALUE = re.compile(r"(?=.*[0-9])(?=.*[A-Za-z])[\w+/=.~-]{12,}")
 _KNOWN_KEY = re.compile(
     r"\bsk-[\w-]{12,}|\b[sr]k_(?:live|test)_\w{8,}|\bhf_[A-Za-z0-9]{16,}|\bgh[opsu]_[A-Za-z0-9]{16,}|\bAKIA[0-9A-Z]{12,}"
     r"|\bAIza[\w-]{20,}|\bxox[abp]-[\w-]{10,}|\beyJ[\w-]{8,}\.[\w-]{8,}|\bBearer\s+[\w+/=.~-]{8,}"
 )
-"""Keys that are recognised by the prefix that their issuer gives them."""
+"""Keys that can be recognised by the prefix that their issuer gives them."""
 _SIGNED_QUERY = frozenset({"code", "sig", "signature"})
 """Query fields that hold a key in the addresses of well-known clouds."""
 _SHORTEST = 4
-"""Characters. A shorter key protects nothing, and removing it would tear every text apart."""
+"""Number of characters. A shorter key is not redacted, because it may be part of any word."""
 
 
 class Secret:
@@ -50,8 +50,8 @@ class Secret:
         setting: name of the setting, for error messages.
 
     Raises:
-        UserError: ``name`` is no such name (it may be the key itself, so the message does not repeat it), or the
-            variable is not set.
+        UserError: the variable is not set, or ``name`` is not a valid name. The message does not repeat ``name``, which
+            may be the key itself.
     """
 
     __slots__ = ("_setting", "name")
@@ -67,7 +67,7 @@ class Secret:
         self.reveal()
 
     def reveal(self) -> str:
-        """The key. Raises `UserError` if the variable is not set or holds what no HTTP header can carry."""
+        """Return the key. Raises `UserError` if the variable is not set or its value cannot be an HTTP header."""
         value = os.environ.get(self.name, "").strip()
         if not value:
             raise UserError(f"{self._setting}: the environment variable {self.name} is not set; export it first")
@@ -76,7 +76,7 @@ class Secret:
         return value
 
     def redact(self, text: str) -> str:
-        """``text`` without the key, also where it is quoted, encoded, or shortened with asterisks or dots."""
+        """Return ``text`` without the key, also if the key is quoted, encoded, or shortened with asterisks or dots."""
         value = os.environ.get(self.name, "").strip()
         if len(value) < _SHORTEST:
             return text
@@ -92,14 +92,14 @@ class Secret:
 
 
 def redact(text: str, secrets: Iterable[Secret]) -> str:
-    """``text`` without any of the keys."""
+    """Return ``text`` without the keys of ``secrets``."""
     for secret in secrets:
         text = secret.redact(text)
     return text
 
 
 def parse_header(name: str, value: str, setting: str = "headers") -> str | Secret:
-    """A header's value from a configuration: plain text, or a `Secret` for ``env:NAME``.
+    """Return a header's value from a configuration: plain text, or a `Secret` for ``env:NAME``.
 
     Raises `UserError` for plain text under a name that suggests a key.
     """
@@ -111,7 +111,7 @@ def parse_header(name: str, value: str, setting: str = "headers") -> str | Secre
 
 
 def refuse_key_in_url(url: str, setting: str) -> None:
-    """Raises `UserError` if an address contains a user, a password or a key."""
+    """Raise `UserError` if an address contains a user name, a password or a key."""
     place, _, query = url.partition("?")
     fields = [field.partition("=")[0] for field in re.split("[&#]", query)]
     sensitive = any(_SENSITIVE_HEADER.search(field) or field.lower() in _SIGNED_QUERY for field in fields)
@@ -120,9 +120,9 @@ def refuse_key_in_url(url: str, setting: str) -> None:
 
 
 def refuse_keys(options: Mapping[str, Any], setting: str) -> None:
-    """Raises `UserError` if options (at any depth) contain a key, or a text under a name that suggests one.
+    """Raise `UserError` if options (at any depth) contain a key, or a text under a name that suggests a key.
 
-    ``"env:NAME"`` is always allowed; an option that ends in ``_env`` takes the name of a variable.
+    ``"env:NAME"`` is always allowed. An option whose name ends in ``_env`` holds the name of a variable and is allowed.
     """
 
     def check(name: str, value: Any, path: str) -> None:
@@ -147,7 +147,7 @@ def refuse_keys(options: Mapping[str, Any], setting: str) -> None:
 
 
 def with_secrets(options: Mapping[str, Any]) -> tuple[dict[str, Any], list[Secret]]:
-    """The options with a `Secret` in place of each text ``env:NAME`` (at any depth), and a list of these secrets."""
+    """Return the options with a `Secret` in place of each text ``env:NAME``, at any depth, and list the secrets."""
     found: list[Secret] = []
 
     def replaced(value: Any, path: str) -> Any:
@@ -167,9 +167,9 @@ def with_secrets(options: Mapping[str, Any]) -> tuple[dict[str, Any], list[Secre
 
 
 def with_keys(options: Mapping[str, Any]) -> tuple[dict[str, Any], list[Secret]]:
-    """The options with the key itself in place of each text ``env:NAME`` (at any depth), and the secrets they are of.
+    """Return the options with the key in place of each text ``env:NAME``, at any depth, and a list of the secrets.
 
-    For code that is not ours and expects the key.
+    For code of other packages, which expects the key itself.
     """
 
     def revealed(value: Any) -> Any:

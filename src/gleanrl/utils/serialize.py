@@ -1,23 +1,24 @@
-"""Turns dataclasses into bytes or JSON and back: the one serialiser of the package, built on msgspec.
+"""Turns dataclasses into bytes or JSON and back: the only serialiser of the package, built on msgspec.
 
-Rollout files, the experience pool, checkpoints and the environment service use it, so a new field of a dataclass is
-kept everywhere without further work. It knows no type of the package: field annotations say everything.
+Rollout files, the experience pool, checkpoints and the environment service use this serialiser, so a new field of a
+dataclass is stored everywhere without further work. It needs no code for a type of the package, because it reads the
+annotations of fields.
 
     data = encode(trajectory)                       # MessagePack, the compact form
     assert decode(data, Trajectory).score == trajectory.score
     line = to_json(trajectory)                      # JSON, for files and HTTP bodies that people read
     trajectory = from_json(line, Trajectory)
 
-What comes back is equal to what went in:
+A decoded value is equal to the value that was encoded:
 
 * int32 and float32 arrays keep every bit, NaN payloads included (as little-endian bytes; in JSON as base64 text).
-* NaN and infinities survive in float fields. JSON has no number for them: they are the texts "NaN", "Infinity" and
-  "-Infinity".
-* Integers of any size and lone surrogates in texts survive.
+* NaN and infinities in float fields are kept. JSON has no numbers for them, so they are written as the texts "NaN",
+  "Infinity" and "-Infinity".
+* Integers of any size and lone surrogates in texts are kept.
 
-Values without a type, such as those of ``Trajectory.info``, come back as JSON has them: tuples and sets as lists,
-numpy scalars as Python numbers, arrays as lists, and in JSON NaN as text. Mappings to any type have text keys.
-Unknown keys of a dataclass are ignored; messages keep all of theirs.
+Values without a type, such as those of ``Trajectory.info``, are decoded to the types of JSON: tuples, sets and arrays
+become lists, numpy scalars become Python numbers, and in JSON NaN becomes text. The keys of a mapping annotated with
+``Any`` become text. Unknown keys of a dataclass are ignored, but messages keep all keys.
 """
 
 from __future__ import annotations
@@ -43,25 +44,25 @@ _DTYPES = {code: dtype for dtype, code in _EXACT.items()}
 
 
 class DecodeError(ValueError):
-    """The data do not describe an object of the type asked for. The text names the field."""
+    """The data do not describe an object of the requested type. The message names the field."""
 
 
 def encode(value: Any) -> bytes:
     """Serialise a dataclass, or a list, tuple or mapping of dataclasses, as MessagePack.
 
     Raises:
-        TypeError: a value has a type that cannot be serialised; the text names it.
+        TypeError: a value has a type that cannot be serialised. The message names the type.
     """
     try:
         return _ENCODER.encode(value)
-    except (UnicodeEncodeError, OverflowError):  # lone surrogates and integers above 64 bits: only JSON has them
+    except (UnicodeEncodeError, OverflowError):  # only JSON can represent lone surrogates and integers above 64 bits
         return json.dumps(to_builtins(value)).encode("ascii")
     except RecursionError:
         raise TypeError("the value contains itself or is nested too deeply") from None
 
 
 def decode(data: bytes, kind: type[T]) -> T:
-    """Return the object of type ``kind`` that `encode` made ``data`` of.
+    """Return the object of type ``kind`` that `encode` serialised as ``data``.
 
     Raises:
         DecodeError: the data are cut off, damaged, or of another type.
@@ -77,7 +78,7 @@ def decode(data: bytes, kind: type[T]) -> T:
 def encode_with_arrays(value: Any) -> tuple[bytes, list[npt.NDArray[Any]]]:
     """Serialise like `encode`, but leave the int32 and float32 arrays out and return them in order.
 
-    For a caller that stores arrays in a form of its own, such as the experience pool. Raises as `encode`.
+    For a caller that stores arrays in its own format, such as the experience pool. Raises the errors of `encode`.
     """
     arrays: list[npt.NDArray[Any]] = []
 
@@ -94,10 +95,12 @@ def encode_with_arrays(value: Any) -> tuple[bytes, list[npt.NDArray[Any]]]:
 
 
 def decode_with_arrays(data: bytes, kind: type[T], int32: IntArray, float32: FloatArray) -> T:
-    """Return the object that `encode_with_arrays` serialised; the arrays come concatenated, by dtype.
+    """Return the object that `encode_with_arrays` serialised.
+
+    ``int32`` and ``float32`` are its arrays of each dtype, concatenated.
 
     Raises:
-        DecodeError: as `decode`, or the arrays are longer or shorter than the object needs.
+        DecodeError: as for `decode`, or if the arrays are longer or shorter than the object needs.
     """
     given, used = {1: int32, 2: float32}, {1: 0, 2: 0}
 
@@ -126,7 +129,7 @@ def to_builtins(value: Any) -> Any:
     """Return ``value`` as dicts, lists, texts and numbers, as `to_json` writes it; floats may be NaN or infinite.
 
     Raises:
-        TypeError: as `encode`.
+        TypeError: for the same values as `encode`.
     """
     try:
         return msgspec.to_builtins(value, str_keys=True, enc_hook=_to_json_value)
@@ -137,10 +140,10 @@ def to_builtins(value: Any) -> Any:
 def from_builtins(value: Any, kind: type[T]) -> T:
     """Return the object of type ``kind`` that parsed JSON describes.
 
-    Numbers may be given as text, because that is how JSON holds NaN.
+    Numbers may be given as text, because JSON represents NaN as text.
 
     Raises:
-        DecodeError: it describes no such object.
+        DecodeError: ``value`` does not describe an object of this type.
     """
     try:
         return msgspec.convert(value, kind, strict=False, dec_hook=_array)
@@ -165,7 +168,7 @@ def from_json(data: bytes | str, kind: type[T]) -> T:
     """Return the object of type ``kind`` that ``data`` describes.
 
     Raises:
-        DecodeError: it is not JSON, or describes no such object.
+        DecodeError: ``data`` are not JSON, or do not describe an object of this type.
     """
     try:
         value = json.loads(data)
@@ -187,24 +190,27 @@ def _to_json_value(value: Any) -> Any:
 
 
 def _exact(array: npt.NDArray[Any]) -> int | None:
-    """The code of an array that is kept as bytes: one that a dataclass holds, which is frozen. Others become lists."""
+    """Return the extension code of an array that is kept as bytes; None for an array that becomes a list.
+
+    Arrays that a dataclass holds are read-only, and only these are kept as bytes.
+    """
     return None if array.flags.writeable or array.ndim != 1 else _EXACT.get(array.dtype)
 
 
 def _to_plain(value: Any) -> Any:
-    """A value that msgspec does not know, as one that it does."""
+    """Convert a value of a type that msgspec does not support to one that it supports."""
     if isinstance(value, np.ndarray | np.generic):
         return value.tolist()
     if isinstance(value, Mapping):
         return dict(value)
     for base in (str, int, float):
-        if isinstance(value, base):  # a subclass
+        if isinstance(value, base):  # an instance of a subclass, which msgspec does not support
             return base(value)
     raise TypeError(f"a value of type {type(value).__name__} cannot be serialised")
 
 
 def _finite(value: Any) -> Any:
-    """A copy of builtins with texts in place of NaN and infinities."""
+    """Return a copy of ``value`` with texts in place of NaN and infinities."""
     if isinstance(value, dict):
         return {name: _finite(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
@@ -215,7 +221,7 @@ def _finite(value: Any) -> Any:
 
 
 def _array(annotation: Any, value: Any) -> npt.NDArray[Any]:
-    """The array of a field annotated as ``NDArray[dtype]``, from what either form holds."""
+    """Return the array of a field annotated as ``NDArray[dtype]``, from its value in MessagePack or JSON."""
     dtype = _field_dtype(annotation)
     if isinstance(value, str):
         return np.frombuffer(base64.b64decode(value, validate=True), dtype)

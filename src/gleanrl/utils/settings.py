@@ -1,6 +1,6 @@
-"""What the configurations of all jobs share: validated sections, constrained types, and the run they describe.
+"""Settings that the configurations of all jobs have in common: checked sections, constrained types, and the run.
 
-`gleanrl.config.settings` (language models) and `gleanrl.embodied.settings` build on it.
+`gleanrl.config.settings` (language models) and `gleanrl.embodied.settings` build on this module.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ NonNegativeFloat = Annotated[float, Field(ge=0.0)]
 
 
 class Settings(BaseModel):
-    """A section: immutable and checked, with unknown keys refused. A docstring under a field is its description."""
+    """A section of a configuration. It is immutable and checked, and unknown keys are refused.
+
+    The docstring under a field is its description.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, use_attribute_docstrings=True)
 
@@ -27,9 +30,9 @@ class Settings(BaseModel):
 class RunSettings(Settings):
     name: str = Field(default="run", pattern=r"^[A-Za-z0-9._-]+$")
     folder: str = "runs"
-    """Where run folders are made: `folder/name`."""
+    """Folder in which run folders are made, as `folder/name`."""
     seed: NonNegative = 0
-    """Redraws everything: tasks, warm start, sampling."""
+    """Seed of all random draws: tasks, warm start, sampling."""
     steps: Positive = 20
     threads: NonNegative = 0
     """CPU threads of the tensor library; 0 = all cores."""
@@ -37,23 +40,23 @@ class RunSettings(Settings):
 
 class CheckpointSettings(Settings):
     every: NonNegative = 10
-    """Steps between checkpoints; 0 = only at the end, on interruption and where an error ends the run between steps."""
+    """Steps between checkpoints; 0 = only at the end, on interruption and if an error ends the run between steps."""
     keep: Positive = 2
 
 
 class MonitorSettings(Settings):
     use: tuple[str, ...] = ("file", "console")
-    """Of: file console tensorboard wandb trackio mlflow, or import paths of a `Monitor`."""
+    """Any of file, console, tensorboard, wandb, trackio, mlflow, or import paths of a `Monitor`."""
     project: str = "gleanrl"
 
 
 class JobConfig(Settings):
-    """All settings of a run; a subclass for each kind of job adds its sections."""
+    """All settings of a run. Each kind of job has a subclass that adds its sections."""
 
     kind: ClassVar[str]
-    """Name of the job."""
+    """Name of this kind of job."""
     identity: ClassVar[tuple[str, ...]] = ()
-    """Keys that make it the same run: they cannot change on --resume."""
+    """Keys that identify a run. Their values cannot change on --resume."""
 
     run: RunSettings = RunSettings()
 
@@ -63,9 +66,9 @@ class JobConfig(Settings):
         return Path(self.run.folder) / self.run.name
 
     def plan(self) -> dict[str, str]:
-        """What a run will do: lines of text by name."""
+        """Return what a run will do, as lines of text by name."""
         return {"run folder": str(self.path)}
 
     def to_toml(self) -> str:
-        """The resolved configuration as TOML; reading it back gives an equal one."""
+        """Return the resolved configuration as TOML. Reading the TOML gives an equal configuration."""
         return tomli_w.dumps(self.model_dump(mode="json", exclude_none=True))

@@ -1,4 +1,4 @@
-"""Small pieces of text that several rooms print: sizes, the first line of an error, the nearest known name."""
+"""Texts that several packages print: sizes, the first line of an error, the nearest known name."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ def first_line(error: BaseException | str, limit: int = 300) -> str:
 
 
 def nearest(name: str, known: Iterable[str], *, list_all: bool = False) -> str:
-    """What to say after an unknown ``name``: ``"; did you mean 'x'?"`` for the closest public name in ``known``.
+    """Return the end of a message about an unknown ``name``: ``"; did you mean 'x'?"`` with the nearest known name.
 
-    If none is close: with ``list_all`` all of them (``"; known are a, b"``), else nothing.
+    If no public name in ``known`` is close to ``name``, return all names (``"; known are a, b"``) with ``list_all``,
+    else an empty text.
     """
     public = sorted(key for key in known if not key.startswith("_"))
     matches = get_close_matches(name, public, n=1)
