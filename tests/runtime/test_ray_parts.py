@@ -205,10 +205,11 @@ def test_a_reward_actor_scores_again_when_asked_to(cluster: clusters.Cluster, tm
         async with started(ActorPool(cluster, "reward", 1, RewardActor, arguments)) as pool:
             source = make_reward_source(pool, cluster)
             assert isinstance(source.train, Rescoring)
+            reward: Any = source.train
             task = Task("t")
-            assert [(await source.train.score(task, "a")).value for _ in range(2)] == [1, 1]  # remembered
-            assert (await source.train.score_again(task, "a")).value == 2  # type: ignore[arg-type]
-            assert (await source.train.score(task, "a")).value == 1
+            assert [(await reward.score(task, "a")).value for _ in range(2)] == [1, 1]  # remembered
+            assert (await reward.score_again(task, "a")).value == 2
+            assert (await reward.score(task, "a")).value == 1
 
     asyncio.run(main())
 

@@ -172,7 +172,8 @@ class SamplerPool:
             if keep:
                 # the reference to the copy that the learner makes now, held for an actor that is restarted later
                 weights.put()
-            return offered, answers, []
+            taken: list[Any] = answers
+            return offered, taken, []
         self._group = None
         if isinstance(sent, LearnerLost):
             raise sent

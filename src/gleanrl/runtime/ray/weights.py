@@ -145,6 +145,7 @@ class BroadcastGroup:
         """
         if self._group is None:
             self.join()
+        group: Any = self._group
         # a bucket: consecutive tensors of one dtype, together at most `_BUCKET` bytes; a larger one is alone
         buckets: list[list[Entry]] = []
         size = 0
@@ -172,13 +173,13 @@ class BroadcastGroup:
             if not data.numel():
                 continue
             try:
-                self._group.broadcast([data.view(torch.uint8)], options).wait()
+                group.broadcast([data.view(torch.uint8)], options).wait()
                 if data.is_cuda:
                     torch.cuda.synchronize(data.device)
             except RuntimeError:
                 with suppress(RuntimeError):
                     self.abort()
-                self._group = None  # closes its connections
+                group = self._group = None  # closes its connections
                 raise
         return received
 
