@@ -1,4 +1,4 @@
-"""`gleanrl buffer PATH ...`: look into a trajectory buffer, check it, merge, split and export it."""
+"""`gleanrl buffer PATH ...`: inspects, checks, merges, splits and exports a trajectory buffer."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from gleanrl.buffer.reader import Reader
 
 FORMATS = ("rlinf", "safetensors", "lerobot")
-VALUES = 4  # number of first values shown of a field
+VALUES = 4  # a field is shown by this many of its first values
 _PICKLES = "read RLinf's .pkl files too; they can run any code when they are read: only files of your own"
 
 
@@ -89,7 +89,7 @@ def _stats(args: argparse.Namespace) -> int:
             for line in store.lost_files():
                 print(f"damaged: {safe(line)}")
 
-        counts: dict[Schema, int] = {}  # trajectories
+        counts: dict[Schema, int] = {}  # number of trajectories by their fields
         for store in stores:
             now = store.snapshot
             for own in now.tables:
@@ -160,7 +160,7 @@ def _view(args: argparse.Namespace) -> int:
 
 
 def _describe_values(column: Tensor) -> tuple[str, str, str]:
-    """Return the lowest and the highest value, if they can be compared, and the first few."""
+    """Return the lowest, the highest and the first few values of a column as text, empty where it has no such value."""
     from gleanrl.buffer.trajectory import to_numpy
 
     try:

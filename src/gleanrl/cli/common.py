@@ -1,4 +1,4 @@
-"""Shared by several verbs: the options of a job, quiet pipes, printable text, tables and types of arguments."""
+"""Helpers that several verbs share: the options of a job, quiet pipes, printable text, tables and argument types."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def preset_names() -> list[str]:
 
 
 def add_job_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of a verb that runs a job: its settings, and where the parts of the run live."""
+    """Add the options of a verb that runs a job: its settings, and whether it runs in this process or on Ray."""
     parser.add_argument("--runtime", choices=("local", "ray"), help="where the parts of the run live (--ray.enabled)")
     parser.add_argument("--ray-address", metavar="ADDRESS", help="join this Ray cluster (--ray.address)")
     parser.set_defaults(takes_settings=True)
@@ -45,7 +45,10 @@ def add_job_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def load_config(args: argparse.Namespace, source: str) -> Any:
-    """Load the configuration of a job with the settings of the command line, which ``args.overrides`` then holds."""
+    """Load the configuration of a job with the settings of the command line.
+
+    Appends the settings that --runtime and --ray-address stand for to ``args.overrides``.
+    """
     with interrupts_end_the_process():
         from gleanrl.config.loading import load_job
 
@@ -116,7 +119,7 @@ def safe(text: str, *, lines: bool = False) -> str:
 
 
 def table(headings: Sequence[str], rows: Sequence[Sequence[object]], left: int = 0) -> None:
-    """Print columns aligned to the right, the last ``left`` of them to the left."""
+    """Print columns aligned to the right, except the last ``left`` columns, which are aligned to the left."""
     cells = [[str(cell) for cell in row] for row in (headings, *rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     for row in cells:
@@ -128,7 +131,7 @@ def table(headings: Sequence[str], rows: Sequence[Sequence[object]], left: int =
 
 
 def spread(values: npt.NDArray[Any], form: str = "g") -> str:
-    """Format the smallest, the largest and the median value, or the only one."""
+    """Format the smallest, largest and median value, or one number if all values are equal."""
     import numpy as np
 
     low, middle, high = np.quantile(values, [0.0, 0.5, 1.0]).tolist()

@@ -1,7 +1,7 @@
 """The command line: `gleanrl train | evaluate | report | pool | buffer | settings | simulate | serve-env | doctor`.
 
-Each verb has a module of its name with `add_arguments`, which also sets the function that runs it. Arguments that match
-no option are settings (``--section.key value``), if the verb takes settings.
+Each verb has a module of the same name, whose `add_arguments` also sets the function that runs the verb. Arguments that
+match no option are settings (``--section.key value``), if the verb takes settings.
 """
 
 from __future__ import annotations

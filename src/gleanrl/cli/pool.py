@@ -87,7 +87,7 @@ def _run_path(name: str) -> Path:
 
 
 def _settings(name: str, overrides: Sequence[tuple[str, str]]) -> ReplaySettings:
-    """Return the run's [replay] section (for a file, the defaults) with the overrides of the command line."""
+    """Return the run's [replay] section, or the defaults for a .sqlite file, with the command line's overrides."""
     from gleanrl.config.loading import load, load_defaults
 
     for key, _ in overrides:
@@ -116,7 +116,7 @@ def _opened(args: argparse.Namespace, *, tokenizer: str | None = None, make: boo
 
 
 def _existing(args: argparse.Namespace) -> Path:
-    """Return the pool's file. Raises `UserError` where there is none."""
+    """Return the path of the pool's file. Raises `UserError` if the file does not exist."""
     path = find_pool(args.run)
     if not path.is_file():
         cause = "" if Path(args.run).suffix == ".sqlite" else "; the run was made without replay.enabled = true"
@@ -308,7 +308,7 @@ def _seed(args: argparse.Namespace) -> int:
 
 
 def _agree_on_tokenizer(args: argparse.Namespace, theirs: str | None, of: object) -> str | None:
-    """Return the fingerprint to open the pool with, after checking that tokens may enter the pool."""
+    """Check that the tokens of the source ``of`` may enter the pool; return the fingerprint to open the pool with."""
     from gleanrl.experience.pool import transfer
 
     return transfer.check_tokenizers(find_pool(args.run), theirs, of, trust=args.trust_tokenizer) or theirs

@@ -2,7 +2,7 @@
 
     config = load("quickstart", [("learner.lr", "1e-4")])
 
-A user's mistake raises `UserError` with one line that names the key, and the nearest one where the key is unknown.
+A user's mistake raises `UserError` with one line that names the key and, if the key is unknown, the most similar one.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from gleanrl.utils.settings import JobConfig
 from gleanrl.utils.text import nearest
 
 JOBS: Mapping[str, type[JobConfig]] = {"embodied": EmbodiedConfig}
-"""Values of a top-level key ``job``; without it the configuration trains a language model."""
+"""Configuration class by the top-level key ``job``; without that key the configuration trains a language model."""
 
 Overrides = Sequence[tuple[str, str]]
 """Pairs of a dotted key and its text, in the order in which they apply."""
@@ -42,8 +42,8 @@ def load(source: str, overrides: Overrides = ()) -> Config:
     """Read a preset or TOML file that trains a language model, apply ``section.key`` overrides, and check the result.
 
     Raises:
-        UserError: no such preset or file, broken TOML, an unknown key (names the nearest), a value of the
-            wrong kind, a combination that cannot work, or a job other than a language model's.
+        UserError: no such preset or file, broken TOML, an unknown key (the message names the most similar one), a
+            value of the wrong kind, a combination that cannot work, or a job other than a language model's.
     """
     config = load_job(source, overrides)
     if not isinstance(config, Config):
@@ -71,7 +71,7 @@ def load_stored(path: Path) -> JobConfig:
 
 
 def fields(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
-    """Yield every key of a configuration, dotted, and its field."""
+    """Yield each field of a configuration with its dotted key."""
     for name, field in model.model_fields.items():
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
             yield from fields(field.annotation, f"{prefix}{name}.")
@@ -98,7 +98,7 @@ def _read(source: str) -> tuple[str, dict[str, Any]]:
 
 
 def _validate(data: dict[str, Any], source: str, overrides: Overrides) -> JobConfig:
-    """Return the tables with overrides as the configuration of their job."""
+    """Apply the overrides to the tables and return the validated configuration of their job."""
     if data.get("job", "embodied") not in JOBS:
         raise UserError(f"{source}: job = {data['job']!r}; known: {', '.join(JOBS)}, or none for a language model")
     model = JOBS[data["job"]] if "job" in data else Config
@@ -111,7 +111,7 @@ def _validate(data: dict[str, Any], source: str, overrides: Overrides) -> JobCon
 
 
 def _check(config: JobConfig) -> JobConfig:
-    """Return the configuration with the defaults that depend on its model, and check the rules between sections."""
+    """Set the defaults that depend on the model, check the rules between sections, and return the configuration."""
     if not isinstance(config, Config):
         return config
     if config.model.init != "tiny":
@@ -148,7 +148,7 @@ def _override(data: dict[str, Any], key: str, text: str, model: type[JobConfig])
 
 
 def _explain(error: ValidationError, source: str, model: type[JobConfig]) -> str:
-    """Return the first of the errors in one line."""
+    """Describe the first error in one line."""
     first = error.errors()[0]
     key = ".".join(str(part) for part in first["loc"])
     if first["type"] != "extra_forbidden":

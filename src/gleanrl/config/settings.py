@@ -29,7 +29,7 @@ class EnvironmentSettings(Settings):
     """alfworld, textworld, reasoning_gym, dataset, textarena, gymnasium, verifiers, openenv, tools, mixture, service,
     or an import path, `package.module:Class` or `file.py:Class`."""
     options: dict[str, Any] = Field(default_factory=dict)
-    """Keyword arguments of the taskset; each taskset documents and checks its own."""
+    """Keyword arguments of the taskset, which documents and checks them."""
     train_tasks: Positive = 256
     eval_tasks: Positive = 64
     warm_start_tasks: Positive = 100
@@ -62,7 +62,7 @@ class ModelSettings(Settings):
     kv_heads: Positive = 2
     mlp_ratio: Positive = 3
     max_context: Positive = 1024
-    """Context length of the tiny model in tokens. For any other model, a limit that can only lower its own."""
+    """Context length of the tiny model in tokens. For any other model, an upper limit on its own context length."""
     vocabulary: Positive = 512
     """Upper bound on the vocabulary size of the tiny tokenizer."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -72,7 +72,8 @@ class ModelSettings(Settings):
 
 
 class WarmStartSettings(Settings):
-    """Supervised training on expert demonstrations before RL. The result is cached by everything that it depends on."""
+    """Supervised training on expert demonstrations before RL. Its result is cached until something it depends on
+    changes."""
 
     enabled: bool = True
     demonstrations: Positive = 400
@@ -88,14 +89,15 @@ class SamplerSettings(Settings):
     """transformers, vllm, openai, or an import path of a `Sampler`, called like `TransformersSampler` as ``(model, *,
     max_rows, max_context, deterministic, inflight, dtype, device_lock, timeline, **options)``."""
     options: dict[str, Any] = Field(default_factory=dict)
-    """Keyword arguments of the sampler; for vllm, of its engine."""
+    """Keyword arguments of the sampler, or for vllm those of its engine."""
     evaluation_options: dict[str, Any] = Field(default_factory=dict)
-    """Options that replace the above for the evaluation's own sampler, e.g. the address of another server."""
+    """Options that override `options` for the evaluation's own sampler, e.g. the address of another server."""
     temperature: NonNegativeFloat = 1.0
     max_rows: Positive = 256
     """Episodes that sample at the same time; further ones wait for a free row."""
     deterministic: bool | Literal["auto"] = "auto"
-    """Make results independent of timing: each decoding burst waits for all live episodes. auto: on at staleness 0."""
+    """Make results independent of timing: each decoding burst waits for all live episodes. auto: only if the schedule
+    has staleness 0."""
 
 
 class ContextSettings(Settings):
@@ -103,7 +105,7 @@ class ContextSettings(Settings):
     window_turns: Positive = 8
     """Environment messages that the `window` policy keeps in addition to the first."""
     max_turns: Positive = 12
-    """Sampled turns per episode, at most."""
+    """Maximum number of sampled turns per episode."""
     max_tokens_per_turn: Positive = 16
     """A turn that reaches this length is cut off (counted in `episode/cut_turns`). If unset: 16 for the tiny model,
     which suits commands; 256 for any other, or half of model.max_context. Reasoning needs more."""
@@ -130,7 +132,7 @@ class ScheduleSettings(Settings):
     dynamic_sampling: bool = False
     """Replace groups without variance (all members have equal rewards) by groups of further tasks."""
     max_resample: PositiveFloat = 3.0
-    """With dynamic sampling, groups started per group consumed, at most."""
+    """With dynamic sampling, the maximum number of groups started per group consumed."""
     min_valid: Positive = 2
     """Drop a group with fewer valid fresh members than this, and start another in its place."""
     max_failed_fraction: Fraction = 0.5
@@ -144,7 +146,7 @@ class CreditSettings(Settings):
     """grpo dr_grpo grpo_passk rloo reinforce_plus_plus reinforce_plus_plus_baseline opo gpg remax gae, or an
     import path of a function under `@gleanrl.algorithms.advantages.estimator`."""
     options: dict[str, Any] = Field(default_factory=dict)
-    """Keyword options of the estimator, e.g. `gamma` and `lam` of gae; each documents its own."""
+    """Keyword options of the estimator, e.g. `gamma` and `lam` of gae; each estimator documents its own."""
     zero_variance: Literal["keep", "drop"] = "keep"
     """drop: a group whose members all have the same reward does not count in the loss's denominator either."""
 
@@ -159,7 +161,7 @@ class CriticSettings(Settings):
     coefficient: NonNegativeFloat = 0.5
     """Weight of the value loss in the gradient of a shared model's body."""
     clip: PositiveFloat | None = 0.5
-    """Distance of a new value from the old one beyond which it gets no gradient; None = off."""
+    """A new value that is farther than this from the old one gets no gradient; None = off."""
     warmup_steps: NonNegative = 0
     """Number of first steps in which only the critic learns."""
     max_grad_norm: PositiveFloat = 1.0
@@ -172,7 +174,7 @@ class LossSettings(Settings):
     """ppo gspo cispo gpg reinforce clip_cov kl_cov, or an import
     path of a function under `@gleanrl.algorithms.loss.policy_loss`."""
     options: dict[str, Any] = Field(default_factory=dict)
-    """Keyword options of the loss (clip_cov and kl_cov have some); each documents its own."""
+    """Keyword options of the loss (clip_cov and kl_cov have some); each loss documents its own."""
     clip_low: NonNegativeFloat = 0.2
     clip_high: NonNegativeFloat = 0.28
     dual_clip: Annotated[float, Field(gt=1.0)] | None = 3.0
@@ -189,7 +191,7 @@ class LossSettings(Settings):
     token above the cap is left out, as in decoupled PPO. With `learner.old_logprobs = "sampler"` the two probabilities
     are equal, and this has no effect."""
     correction_level: Literal["token", "sequence", "geometric"] = "token"
-    """What that ratio covers: one token, the product over its sequence, or the geometric mean over its sequence."""
+    """What the ratio of `correction` is: that of one token, or the product or the geometric mean over its sequence."""
     correction_cap: PositiveFloat = 5.0
     correction_floor: NonNegativeFloat = 0.0
     """mask: a token whose ratio is below this is left out too."""
@@ -199,17 +201,18 @@ class LossSettings(Settings):
     replay_clip_high: NonNegativeFloat = 1.0
     replay_shape: PositiveFloat = 0.1
     replay_coefficient: NonNegativeFloat = 1.0
-    """Factor on the loss of replayed tokens. Shaping alone weakens them about twelve-fold."""
+    """Factor on the loss of replayed tokens. Shaping alone makes their gradient about twelve times smaller."""
     replay_importance: Literal["recorded", "current"] = "recorded"
     """Denominator of a replayed token's ratio: its recorded log-prob, or the current one (ratio 1, for ablations)."""
 
     kl: Literal["k1", "kl", "abs", "k2", "mse", "k3", "low_var_kl", "k1+", "kl+", "abs+", "k3+", "low_var_kl+"] = "k3"
-    """Estimator of the KL to the reference. With +, it has the value of its kind and the gradient of k2."""
+    """Estimator of the KL to the reference. A name with + has the value of the name without it and the gradient of
+    k2."""
     kl_in: Literal["loss", "reward"] = "loss"
     """Where the KL enters: as a term of the loss, or subtracted from each token's reward."""
     kl_coefficient: NonNegativeFloat = 0.0
     kl_target: PositiveFloat | None = None
-    """Target of the mean KL, for which the coefficient is adapted; None = fixed coefficient."""
+    """Mean KL towards which the coefficient is adapted; None = fixed coefficient."""
     kl_horizon: PositiveFloat = 10_000.0
     """Number of trajectories over which an adaptive coefficient reacts."""
     entropy_coefficient: float = 0.0
@@ -224,7 +227,7 @@ class ReplaySettings(Settings):
     seed_from: str | None = None
     """A pool or run whose successes fill a new pool before the first step."""
     trust_tokenizer: bool = False
-    """Take a pool that does not name its tokenizer to hold token ids of this run's tokenizer."""
+    """Assume that a pool that does not name its tokenizer holds token ids of this run's tokenizer."""
 
     start_progress: Fraction = 0.0
     """Share of the run's steps that must be planned before replay begins. Once begun, replay never ends."""
@@ -232,7 +235,7 @@ class ReplaySettings(Settings):
     """If set, replay begins once the running mean success of fresh groups reaches this, or at `start_progress` if that
     is above 0 and comes first."""
     task_ratio: Fraction = 0.5
-    """Share of a batch's groups whose tasks come from the pool, if it has that many."""
+    """Share of a batch's groups whose tasks come from the pool, if the pool has that many."""
     tasks: Literal["gaussian", "uniform", "uniform_buckets", "difficulty", "rescue"] = "gaussian"
     """How tasks are drawn. gaussian: by exp(-(rate - 0.5)^2 / (2 sigma^2)). uniform: each task equally often.
     uniform_buckets: each solve rate equally often. difficulty: only tasks with `difficulty` successes. rescue: by
@@ -272,7 +275,7 @@ class ReplaySettings(Settings):
     """Score a stored trajectory again before it is replayed, and evict it if the scores disagree."""
 
     pool_updates: NonNegative = 1
-    """Extra optimizer updates per step on `pool_batch` stored successes, each weighted by 1 - its task's rate."""
+    """Extra optimizer updates per step on `pool_batch` stored successes, each weighted by 1 - its task's solve rate."""
     pool_batch: Positive = 8
     pool_from: Literal["pool", "batch"] = "pool"
     """Successes that the extra updates imitate. pool: drawn from the pool as replay draws them. batch: those of the
@@ -281,7 +284,7 @@ class ReplaySettings(Settings):
     @field_validator("max_rate")
     @classmethod
     def _lets_something_in(cls, rate: float, info: ValidationInfo) -> float:
-        low = info.data.get("min_rate")  # missing if it is invalid itself
+        low = info.data.get("min_rate")  # missing if min_rate itself is invalid
         if low is not None and rate <= low:
             raise ValueError(f"must be above replay.min_rate = {low}, or nothing is ever stored")
         return rate
@@ -349,7 +352,8 @@ class LearnerSettings(Settings):
     """Denominator of the ratio. sampler: the log-probs as sampled. recompute: a forward pass before the step.
     loglinear: an interpolation between the sampled and the current log-probs by staleness."""
     ranks: Positive = 1
-    """Processes that the model is spread over, started on this machine; under torchrun, the number that it started."""
+    """Number of processes that the model is spread over. They are started on this machine; under torchrun, leave this
+    unset: torchrun starts the processes."""
     tensor_parallel: Positive = 1
     """Processes that compute each layer together, on the same samples; a divisor of `ranks`."""
 
@@ -387,11 +391,11 @@ class RewardSettings(Settings):
     """Threads or processes of a reward that is not async; each part of a weighted sum has this many."""
 
     max_concurrency: Positive = 2048
-    """Requests of training in flight at the same time."""
+    """Maximum number of training requests in flight at the same time."""
     eval_concurrency: Positive = 256
-    """Requests of evaluation in flight at the same time, in addition to training's."""
+    """Maximum number of evaluation requests in flight at the same time, in addition to training's."""
     eval_share: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.25
-    """Evaluation's share of the rates, of `workers` and of a reward model while training uses them too."""
+    """Share of the rate limits, of `workers` and of a reward model that evaluation gets if training uses them too."""
     requests_per_minute: Positive | None = None
     tokens_per_minute: Positive | None = None
     """Token limit over training and evaluation, retries included; None = no limit."""
@@ -399,13 +403,11 @@ class RewardSettings(Settings):
     timeout_s: PositiveFloat = 60.0
     """Time limit of one try from when it is sent; waiting for a slot, a thread or a connection does not count."""
     attempts: Positive = 5
-    """Tries of a request. Only transient errors are retried. While a service that has answered before accepts no
-    connections, tries do not count: the request waits for it."""
+    """Maximum number of tries per request. Only transient errors are retried. If a service that has answered before
+    accepts no connections, the request waits for the service, and these tries do not count."""
     backoff_s: PositiveFloat = 0.5
-    """Maximum of the first random wait; it doubles with each try.
-
-    A wait is at least as long as the service requests.
-    """
+    """Maximum of the random wait before the first retry; it doubles with each further one. A wait is at least as long
+    as the service requests."""
     max_backoff_s: PositiveFloat = 60.0
     max_failed_fraction: Fraction = 0.5
     """Stop the run with a clear message if more than this share of the last `failed_window` requests failed."""
@@ -414,7 +416,7 @@ class RewardSettings(Settings):
     down_after_s: PositiveFloat = 600.0
     """Stop the run if every request has failed for this long. A request whose service demands a longer wait fails."""
     hedge_share: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
-    """Share of the requests, the slowest, that are sent a second time; the first answer counts. 0 = off."""
+    """Share of the requests, namely the slowest, that are sent a second time; the first answer is used. 0 = off."""
 
     cache: NonNegative = 100_000
     """Scores kept in memory. Identical requests (task, conversation, reward version) are sent once. 0 = off."""
@@ -423,7 +425,7 @@ class RewardSettings(Settings):
 
 
 class RaySettings(Settings):
-    """A run whose samplers, environments, reward agent and learner are Ray actors; see docs/howto/ray.md."""
+    """Settings of a run whose samplers, environments, reward agent and learner are Ray actors; docs/howto/ray.md."""
 
     enabled: bool = False
     """Run on Ray; `--runtime ray` sets this."""

@@ -1,4 +1,4 @@
-"""Checks what no single section can see: every rule that spans sections, and every name that a section mentions.
+"""Checks the rules that span several sections, and the names that sections mention.
 
 `gleanrl.config.loading` calls `check_sections`, which needs nothing but the settings. `check` runs before a training
 run is built: it imports the algorithms, rewards and environments that the configuration names, a user's own included.
@@ -135,7 +135,7 @@ def check(config: Config) -> None:
 
 
 def warnings(config: Config) -> list[str]:
-    """Return a line for each setting that works, but probably not as it was meant."""
+    """Return a line for each setting that works, but probably not as the user meant it."""
     from gleanrl.algorithms.loss import find
     from gleanrl.schedule.schedule import Schedule
 
