@@ -39,22 +39,22 @@ class Context:
 
     @property
     def tools(self) -> Tools:
-        """The tools that the opening showed."""
+        """The tools that the messages before the first answer showed to the model."""
         return self._renderer.tools
 
     def observe(self, messages: Sequence[Message], tools: Tools = ()) -> None:
         """Add the environment's messages.
 
-        ``tools``: what the model may call. The opening shows them; later ones are ignored.
+        ``tools``: what the model may call. Only the first call's tools are shown; those of later calls are ignored.
 
         Raises:
             ToolsUnknown: the chat template has no place for tools.
-            ValueError: there are no messages, and the last answer was not cut off.
+            ValueError: ``messages`` is empty, although the last answer was not cut off.
         """
         if not self._history:
             self._renderer = self._renderer.with_tools(tools)
             messages = [*self._system, *messages]
-        if not messages and self._closed:  # only an answer that was cut off may continue without messages
+        if not messages and self._closed:  # without messages, the episode may continue only an answer that was cut off
             raise ValueError("the environment said nothing, and the episode goes on")
         if self._history:
             self._history += self._renderer.extend(messages, closed=self._closed)
@@ -77,7 +77,7 @@ class Context:
         return self._prompt.copy()
 
     def act(self, completion: Completion) -> Message:
-        """Add what was sampled, and return its message."""
+        """Add the sampled turn, and return it as a message."""
         message = self._renderer.parse(completion.tokens, self._calls)
         self._calls += len(message.get("tool_calls", ()))
         turn = Turn(message, completion.tokens, completion.logprobs, completion.version)
@@ -102,7 +102,7 @@ def make_context(renderer: Renderer, settings: ContextSettings) -> Context:
 
 
 def window(history: Sequence[Turn], keep: int) -> list[Turn]:
-    """The opening, then the last ``keep`` exchanges (an answer and the observation after it)."""
+    """Return the opening and the last ``keep`` exchanges (an answer and the observation after it)."""
     exchanges = [i for i, turn in enumerate(history) if turn.sampled]
     if len(exchanges) <= keep:
         return list(history)
@@ -115,7 +115,7 @@ def strip_thinking(
     known: dict[int, tuple[Turn, Turn]] | None = None,
     opened: IntArray | Sequence[int] = (),
 ) -> list[Turn]:
-    """Answers without their ``<think>...</think>``, as reasoning models expect earlier answers.
+    """Remove ``<think>...</think>`` from all answers, because reasoning models expect earlier answers without it.
 
     ``known``: turn id -> (turn, the turn without its thought), so that each turn is decoded once in an episode.
     ``opened``: the tokens with which the generation prompt opens a thought; they are removed too.
@@ -126,18 +126,18 @@ def strip_thinking(
             continue
         stripped, ids = turn, turn.tokens.tolist()
         if CLOSE in decode(ids):
-            # Binary search for the shortest prefix that holds the whole closing tag. The cut is by ids, so that the
-            # rest stays as sampled.
+            # Binary search for the shortest prefix that holds the whole closing tag. Cutting token ids instead of text
+            # keeps the remaining tokens exactly as they were sampled.
             low, high = 1, len(ids)
             while low < high:
                 middle = (low + high) // 2
                 low, high = (low, middle) if CLOSE in decode(ids[:middle]) else (middle + 1, high)
             rest = turn.tokens[low:]
             text = decode(rest.tolist(), skip_special_tokens=True).lstrip("\n")
-            if "tool_calls" in turn.message:  # the text of calls is no part of the content
+            if "tool_calls" in turn.message:  # `text` also holds the calls, but the content of the message must not
                 text = answer_of(turn.message["content"]).lstrip("\n")
             stripped = Turn({**turn.message, "content": text}, rest)
-        # The turn itself is kept as well: if it were collected, another object could get its id.
+        # Keep a reference to the turn: if it were garbage-collected, another object could get its id.
         known[id(turn)] = (turn, stripped)
     shown = [known[id(turn)][1] if turn.sampled else turn for turn in history]
     for at, turn in enumerate(history):

@@ -12,7 +12,7 @@ from gleanrl.types import Message, Segment, Trajectory
 
 
 def conversation(trajectory: Trajectory) -> list[Message]:
-    """Return every message once, in order, however often the context was rewritten, without inserted experience."""
+    """Return every message once, in order, even if the context was rewritten. Inserted experience is left out."""
     messages = [turn.message for segment in trajectory.segments[:1] for turn in segment]
     for segment in trajectory.segments[1:]:
         # A later segment shows the past as context; what is new begins after the last answer in that context.

@@ -20,10 +20,10 @@ from gleanrl.rollout.tool_calls import ToolsUnknown
 from gleanrl.schedule.timeline import BusyClock
 from gleanrl.types import Score, StopReason, Task, Trajectory
 
-MAX_ATTEMPTS = 5  # at an episode whose sampler or environment is lost, since the episode itself may be the cause
-CLOSE_TIMEOUT_S = 1.0  # to wait for the environment of a cancelled episode, which may be in the middle of a slow step
+MAX_ATTEMPTS = 5  # an episode that loses its sampler or environment may be the cause itself, so attempts are limited
+CLOSE_TIMEOUT_S = 1.0  # wait for a cancelled episode's environment to close, which may be in the middle of a slow step
 
-_closing: set[asyncio.Task[None]] = set()  # the event loop keeps only weak references to tasks
+_closing: set[asyncio.Task[None]] = set()  # strong references, because the event loop keeps only weak ones to tasks
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +35,8 @@ class Player:
     renderer: Renderer
     context: ContextSettings
     temperature: float
-    max_context: int  # tokens, of the model
-    environment_clock: BusyClock = field(default_factory=BusyClock)  # time in which any environment was at work
+    max_context: int  # the model's limit, in tokens
+    environment_clock: BusyClock = field(default_factory=BusyClock)  # time in which at least one environment worked
 
     async def play(self, task: Task, *, trajectory_id: str, seed: int, temperature: float | None = None) -> Trajectory:
         """Play ``task`` once.
@@ -63,7 +63,7 @@ class Player:
         async with AsyncExitStack() as opened, self.sampler.session(seed) as session:
             try:
                 environment = self.environment(task)
-                opened.push_async_callback(_close, environment)  # after the session, which other episodes may wait for
+                opened.push_async_callback(_close, environment)  # closed after the session, which others may wait for
                 call = environment.reset()
                 while True:
                     asked = perf_counter()
@@ -121,7 +121,10 @@ class _SamplerFailed(Exception):
 
 
 async def conclude_score(environment: Environment, stop: StopReason, score: Score) -> Score:
-    """Return the score of an episode that is out of turns or context: the last one, or the environment's conclusion."""
+    """Return the score of an episode that ran out of turns or context.
+
+    This is the last observation's score if it is valid, else the score that the environment concludes with.
+    """
     if score.valid:
         return score
     return await environment.conclude(stop) or score

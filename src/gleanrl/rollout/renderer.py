@@ -1,8 +1,8 @@
 """Turns messages into token ids, and sampled token ids back into a message, with the model's own chat template.
 
 A `Renderer` belongs to a tokenizer and a list of tools. `Context` calls it for each turn of an episode; supervised
-training calls `Renderer.demonstration`. Text that was sampled is never tokenised again: what follows an answer is
-rendered around a placeholder.
+training calls `Renderer.demonstration`. Text that was sampled is never tokenised again: to get the tokens that follow
+an answer, the template is rendered with a placeholder in place of the answer.
 
     renderer = Renderer(AutoTokenizer.from_pretrained("Qwen/Qwen3-0.6B"))
     opening = renderer.start([{"role": "user", "content": "What is 2 + 2?"}])  # context turns, generation prompt last
@@ -32,8 +32,8 @@ T = TypeVar("T")
 
 _MARK = "gleanmark"  # takes the place of an answer's text while the template around it is rendered
 _PROBE = "Go, 12 times:\n\n  café → <|unk|>\t{'x': [1]}  "
-_SHORT = 1000  # characters of messages whose tokens are cached by the thousand
-_SHORT_CACHED, _LONG_CACHED = 1 << 14, 1 << 8  # entries; long messages could fill the memory
+_SHORT = 1000  # lists of messages up to this many characters go to the larger cache
+_SHORT_CACHED, _LONG_CACHED = 1 << 14, 1 << 8  # cache entries; few for long messages, which could fill the memory
 
 
 class Tokenizer(Protocol):
@@ -49,18 +49,18 @@ class Tokenizer(Protocol):
 class Renderer:
     """Renders conversations to token ids, and parses sampled token ids into messages.
 
-    ``start`` returns the tokens of a new conversation, ``extend`` those that messages add after an assistant turn.
-    Both end with the generation prompt, so that sampling can follow at once.
+    ``start`` returns the tokens of a new conversation. ``extend`` returns the tokens that messages add after an
+    assistant turn. Both end with the generation prompt, so that sampling can follow at once.
 
     Args:
         tokenizer: a Hugging Face fast tokenizer with a chat template.
-        tools: OpenAI function schemas of what the model may call. The opening shows them, and ``parse`` reads calls
-            out of what was sampled.
+        tools: OpenAI function schemas of what the model may call. ``start`` shows them to the model, and ``parse``
+            reads calls out of what was sampled.
 
     Raises:
         UserError: the tokenizer has no chat template, or the template does not close an assistant turn with a token at
             which sampling can stop.
-        ToolsUnknown: there are tools, and the template has no place for them, for a call or for a result.
+        ToolsUnknown: ``tools`` is not empty, and the template has no place for tools, for a call or for a result.
     """
 
     def __init__(self, tokenizer: Tokenizer, tools: Tools = ()) -> None:
@@ -75,7 +75,7 @@ class Renderer:
         prompt = self._template([Message(role="user", content=".")], generate=True)
         self._thought = opening_of(prompt)
         self.opened_thought = self._encoder.pieces(prompt, [len(prompt) - len(self._thought)])[1]
-        """int32[n]: tokens with which the generation prompt opens a thought; empty where the model opens it itself."""
+        """int32[n]: tokens with which the generation prompt opens a thought; empty if it opens none."""
         closing = self._text_after_answer([], generate=False)
         ids = self._encoder.ids(closing)
         if not ids.size:
@@ -84,7 +84,7 @@ class Renderer:
         eos = getattr(tokenizer, "eos_token_id", None)
         eos = [] if eos is None else list(eos) if isinstance(eos, list | tuple) else [eos]
         self.stop_tokens: tuple[int, ...] = tuple(dict.fromkeys([self.end_of_turn, *eos]))
-        # Observations repeat by the thousand ("Nothing happens."), and so do openings within a group.
+        # Cached because observations ("Nothing happens.") repeat thousands of times, and openings within a group.
         self._opening, self._extension = cache_rendering(self._render_opening), cache_rendering(self._render_extension)
         self._with_tools = lru_cache(maxsize=64)(lambda key: Renderer(self.tokenizer, json.loads(key)))
         if tools:
@@ -92,7 +92,7 @@ class Renderer:
             self._calls = CallTemplate(self._template, closing, self.tools, own, thinking=bool(self._thought))
 
     def with_tools(self, tools: Tools) -> Renderer:
-        """Return the renderer of conversations with these tools, always the same object. Raises `ToolsUnknown`."""
+        """Return a renderer for conversations with these tools. Renderers are cached. Raises `ToolsUnknown`."""
         return self._with_tools(json.dumps(list(tools))) if list(tools) != list(self.tools) else self
 
     def start(self, messages: Sequence[Message]) -> list[Turn]:
@@ -102,22 +102,24 @@ class Renderer:
     def extend(self, messages: Sequence[Message], *, closed: bool) -> list[Turn]:
         """Return the context turns that follow an assistant turn.
 
-        ``closed``: the assistant turn already holds the end-of-turn token. Otherwise the first turn begins with it.
+        ``closed``: the assistant turn already holds the end-of-turn token. If it does not, the first turn returned
+        begins with that token.
         """
         return [Turn(message, ids) for message, ids in zip(messages, self._extension(messages, closed), strict=True)]
 
     def parse(self, tokens: IntArray, calls: int = 0) -> Message:
         """Return the message of a sampled turn.
 
-        With tools, its calls are numbered from ``calls``, and its content is the text around them. A call that cannot
-        be read has its text as arguments; a call within a thought does not count.
+        If the renderer has tools, the calls in the turn are numbered from ``calls``, and the content is the text around
+        them. A call that cannot be parsed keeps its text as arguments. Calls within a thought are ignored.
 
-        Where the generation prompt opened a thought that was cut off, the content begins with its ``<think>``.
+        If the generation prompt opened a thought and the turn was cut off within it, the content begins with
+        ``<think>``.
         """
         ids = tokens.tolist()
         while ids and ids[-1] in self.stop_tokens:
             ids.pop()
-        # The tokenizer checks each item of a list, but not of an array.
+        # Decoding the array is faster than decoding a list, because the tokenizer checks each item of a list.
         plain = self.tokenizer.decode(tokens, skip_special_tokens=True)
         whole = self.tokenizer.decode(ids, skip_special_tokens=False) if self._calls or self._thought else plain
         if self._thought and CLOSE not in whole:
@@ -131,12 +133,12 @@ class Renderer:
         return Message(role="assistant", content=around.strip(), tool_calls=entries)
 
     def spoken(self, said: str | Message) -> IntArray:
-        """int32[n]: what a model samples to give a text, or a message with calls; ends with the end-of-turn token.
+        """Return the tokens, int32[n], that a model would sample to say a text or a message with calls.
 
-        Where the generation prompt opens a thought, the tokens close it first.
+        The last one is the end-of-turn token. If the generation prompt opens a thought, the tokens close it first.
 
         Raises:
-            UserError: the template shows no text next to calls, or there are calls and no tools.
+            UserError: the template shows no text next to calls, or the message has calls but the renderer no tools.
         """
         message = Message(role="assistant", content=said) if isinstance(said, str) else said
         if self._calls is None and message.get("tool_calls"):
@@ -146,9 +148,9 @@ class Renderer:
         return np.append(ids, np.int32(self.end_of_turn))
 
     def demonstration(self, messages: Sequence[Message]) -> Segment:
-        """A whole conversation as one segment whose assistant turns count as sampled (log-prob 0, version 0).
+        """Return a whole conversation as one segment for supervised training.
 
-        For supervised training, where only the mask matters.
+        Assistant turns are marked as sampled, with log-prob 0 and version 0, because only the mask is used there.
         """
         turns: list[Turn] = []
         pending: list[Message] = []
@@ -182,7 +184,7 @@ class Renderer:
         return self.tokenizer.apply_chat_template(plain, tokenize=False, add_generation_prompt=generate, **shown)
 
     def _text_after_answer(self, messages: Sequence[Message], *, generate: bool) -> str:
-        """Return what the template writes between an assistant turn's text and the end of the ``messages`` after it."""
+        """Return what the template writes after an assistant turn's text, if ``messages`` follow that turn."""
         if self._calls and self._calls.results_need_calls and messages and messages[0]["role"] == "tool":
             return self._calls.after_calls(messages, generate=generate)
         before = [Message(role="user", content="."), Message(role="assistant", content=_MARK)]
@@ -191,12 +193,12 @@ class Renderer:
 
 
 def _ends_of_messages(text: str, messages: Sequence[Message], show: Callable[[Sequence[Message]], str]) -> list[int]:
-    """Return where in ``text`` each message but the last ends, as far as the template shows it."""
+    """Return the offset in ``text`` at which each message ends, except the last; 0 if the template does not show it."""
     lengths = []
     for count in range(1, len(messages)):
         try:
             lengths.append(common_length(text, show(messages[:count])))
-        except Exception:  # a template may refuse the beginning of an opening
+        except Exception:  # a template may refuse to render only the first messages of a conversation
             lengths.append(0)
     return lengths
 
@@ -204,10 +206,10 @@ def _ends_of_messages(text: str, messages: Sequence[Message], show: Callable[[Se
 class Encoder:
     """Calls a Hugging Face fast tokenizer in the cheapest way that returns the same ids as calling it directly.
 
-    Special tokens written in the text are read as such; none are added.
+    Special tokens written in the text become their ids. No special tokens are added.
 
     Raises:
-        UserError: the tokenizer is written in Python, so it does not report where in the text a token stands.
+        UserError: the tokenizer is a slow one, written in Python, which does not report the text offsets of tokens.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -217,8 +219,8 @@ class Encoder:
                 "stands; give the model a fast one (tokenizer.json)"
             )
         self._tokenizer = tokenizer
-        # Some classes change the text before it reaches the backend (CodeLlama's fill-in-the-middle). They override
-        # methods that are transformers' own in all other classes.
+        # Some tokenizer classes change the text before it reaches the backend (CodeLlama's fill-in-the-middle). Such a
+        # class overrides one of these methods, which other classes inherit from transformers.
         methods = [getattr(tokenizer, name, None) for name in ("__call__", "_encode_plus")]
         self._only_backend = (
             hasattr(getattr(tokenizer, "backend_tokenizer", None), "encode_batch_fast")
@@ -227,10 +229,11 @@ class Encoder:
         )
 
     def ids(self, text: str) -> IntArray:
-        """int32[n]."""
+        """Return the token ids of ``text``, int32[n]."""
         if not self._only_backend:
             return np.array(self._with_offsets(text)[0], np.int32)
-        # Other users of the tokenizer may have left truncation or padding set in the backend; a call resets them.
+        # Other users of the tokenizer may have left truncation or padding set in the backend. Calling the tokenizer
+        # itself, as `_with_offsets` does, resets them.
         backend = self._tokenizer.backend_tokenizer
         clean = (
             backend.truncation is None
@@ -240,7 +243,10 @@ class Encoder:
         return np.array(self._from_backend(text) if clean else self._with_offsets(text)[0], np.int32)
 
     def pieces(self, text: str, lengths: Sequence[int]) -> list[IntArray]:
-        """The ids, cut where the text has these lengths in characters. A token belongs where it starts."""
+        """Return the token ids of ``text`` in pieces, cut at the character offsets ``lengths``.
+
+        A token that spans a cut belongs to the piece in which it starts.
+        """
         if not lengths:
             return [self.ids(text)]
         ids, offsets = self._with_offsets(text)
@@ -259,7 +265,10 @@ class Encoder:
 
 
 def cache_rendering(render: Callable[..., T]) -> Callable[..., T]:
-    """Cache ``render(messages, *others)`` by messages and hashable ``others``. Callers share the results."""
+    """Cache ``render(messages, *others)`` by messages and hashable ``others``.
+
+    Callers share the results and must not change them.
+    """
 
     def from_items(items: tuple[tuple[Any, ...], ...], *others: Hashable) -> T:
         return render([dict(own) for own in items], *others)
@@ -270,7 +279,7 @@ def cache_rendering(render: Callable[..., T]) -> Callable[..., T]:
         items = tuple([tuple(message.items()) for message in messages])
         try:
             hash(items)
-        except TypeError:  # lists of calls, in examples that an opening shows
+        except TypeError:  # a message with a list of calls, in the examples of a prompt, cannot be hashed
             return render(messages, *others)
         size = sum([len(message["content"] or "") for message in messages])
         return (short if size <= _SHORT else long)(items, *others)

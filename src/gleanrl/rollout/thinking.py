@@ -1,8 +1,8 @@
-"""Where a model's thought ends and its answer begins.
+"""Finds where a model's thought ends and its answer begins.
 
-A thought stands between ``<think>`` and ``</think>``. Some chat templates open it in the generation prompt; then only
-its end is sampled. If such a thought is cut off, its text alone would look like an answer, so `Renderer.parse` puts
-``<think>`` before it. So these functions need nothing but a message's text.
+A thought stands between ``<think>`` and ``</think>``. Some chat templates write ``<think>`` in the generation prompt,
+so that the model samples only ``</think>``. If such a thought is cut off, its text alone would look like an answer.
+`Renderer.parse` therefore puts ``<think>`` before it, and the functions here need only a message's text.
 """
 
 from __future__ import annotations
@@ -11,12 +11,14 @@ OPEN, CLOSE = "<think>", "</think>"
 
 
 def answer_of(text: str) -> str:
-    """Return the text after the last ``</think>``, up to a thought that is never closed; may be empty."""
+    """Return the text after the last ``</think>``, up to an unclosed ``<think>`` if there is one. May be empty."""
     return text.rpartition(CLOSE)[2].partition(OPEN)[0]
 
 
 def split_thought(text: str, opened: bool = False) -> tuple[str, str]:
-    """Split ``text`` into the thoughts at its beginning, tags included, and the rest, empty if a thought never closes.
+    """Split ``text`` into the thoughts at its beginning, tags included, and the rest.
+
+    The rest is empty if a thought is not closed.
 
     ``opened``: the generation prompt opened the first thought.
     """
@@ -32,9 +34,10 @@ def split_thought(text: str, opened: bool = False) -> tuple[str, str]:
 
 
 def continue_thought(text: str) -> str:
-    """Return what a model says to give ``text`` after a generation prompt that opened a thought.
+    """Return what a model would sample to say ``text`` after a generation prompt that opened a thought.
 
-    A text without a thought closes it at once; a text that begins with ``<think>`` continues without it.
+    If ``text`` has no thought, the result closes the thought at once. A leading ``<think>`` is removed, because the
+    prompt already holds it.
     """
     stripped = text.lstrip()
     if stripped.startswith(OPEN):
@@ -43,6 +46,6 @@ def continue_thought(text: str) -> str:
 
 
 def opening_of(prompt: str) -> str:
-    """Return the end of a generation prompt that opens a thought: ``<think>`` and the space after it, or nothing."""
+    """Return ``<think>`` and the whitespace after it if a generation prompt ends with them, else an empty string."""
     at = len(prompt.rstrip()) - len(OPEN)
     return prompt[at:] if prompt.rstrip().endswith(OPEN) else ""

@@ -1,13 +1,13 @@
-"""Tool calls: how a model's chat template writes them, and how they are read from what the model says.
+"""Writes tool calls as a model's chat template does, and reads them from what the model says.
 
 There is no list of models. `CallTemplate` renders a known tool, call and result with the template, and picks the first
-reader below that reads the call back exactly. A tokenizer's own ``response_template`` comes first.
+reader below that reads the call back exactly. A tokenizer's own ``response_template`` is tried before the readers.
 
-A call that cannot be read is not an error here. It becomes a call whose ``arguments`` are the sampled text, and the
-environment answers it.
+A call that cannot be parsed is not an error here. It becomes a call whose ``arguments`` are the sampled text, and the
+environment decides how to answer it.
 
-Parts: messages with calls (`call_message`, `read_calls`, `for_template`); readers (`JsonCalls`,
-`NamedCalls`, `TaggedCalls`, `AfterThought`, `ResponseTemplate`; `find_reader` picks one); and `CallTemplate`, which
+The module has three parts: messages with calls (`call_message`, `read_calls`, `for_template`), readers (`JsonCalls`,
+`NamedCalls`, `TaggedCalls`, `AfterThought`, `ResponseTemplate`; `find_reader` picks one), and `CallTemplate`, which
 `Renderer` uses.
 """
 
@@ -47,7 +47,7 @@ _NO_TOOLS = (
     "to call tools, or give its tokenizer a chat template that takes them"
 )
 _DECODER = json.JSONDecoder()
-_MAX_DEPTH = 64  # levels of arguments within arguments
+_MAX_DEPTH = 64  # levels of nesting in arguments
 _SPACE = " \t\r\n"
 
 
@@ -58,7 +58,7 @@ class ToolsUnknown(UserError):
 # --- messages with calls ----------------------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A tool call. ``arguments`` is the sampled text where that is no JSON object."""
+    """A tool call. ``arguments`` is the sampled text if that text is not a JSON object."""
 
     name: str
     arguments: dict[str, Any] | str
@@ -74,7 +74,10 @@ def call_message(call: Call, number: int) -> dict[str, Any]:
 
 
 def _storable(value: Any, depth: int = 0) -> Any:
-    """Return the value without lone surrogates, NaN and deep nesting: Python's JSON reads them, others refuse them."""
+    """Return the value without lone surrogates, NaN and deep nesting.
+
+    Python's JSON module accepts these, but other readers of JSON refuse them.
+    """
     if isinstance(value, str):
         return value.encode("utf-8", "replace").decode()
     if isinstance(value, float) and not math.isfinite(value):
@@ -87,7 +90,7 @@ def _storable(value: Any, depth: int = 0) -> Any:
 
 
 def read_calls(message: Message) -> list[Call]:
-    """Return the calls of a message, which may hold ``arguments`` as an object or as JSON text."""
+    """Return the calls of a message. Their ``arguments`` may be an object or JSON text."""
     found = []
     for entry in message.get("tool_calls") or ():
         function = entry.get("function", entry)
@@ -110,7 +113,7 @@ def _arguments(given: Any) -> dict[str, Any] | str:
 
 
 def for_template(message: Message) -> dict[str, Any]:
-    """Return the message as chat templates take it: content is text, and arguments are objects."""
+    """Return the message in the form that chat templates expect: content is text, and arguments are objects."""
     plain: dict[str, Any] = {**message, "content": message.get("content") or ""}
     if calls := read_calls(message):
         plain["tool_calls"] = []
@@ -125,15 +128,15 @@ class CallReader(Protocol):
     """Reads calls from what a model said."""
 
     def read(self, text: str) -> tuple[str, list[Call]]:
-        """Return the text around the calls, and the calls in order. Never raises."""
+        """Return the text around the calls, and the calls in order. Must not raise."""
         ...
 
 
 def find_reader(say: Callable[[Sequence[Call]], str], tools: Tools = ()) -> CallReader | None:
-    """Return the first reader that reads back what ``say`` writes, an answer with these calls; None if none does."""
+    """Return the first reader that reads calls back from the text that ``say`` writes for them; None if none can."""
     text = say([Call(PROBE_NAME, dict(PROBE_ARGUMENTS))])
     readers: list[CallReader] = []
-    for start in (match.start() for match in re.finditer(r"\{", text)):  # the first object that holds the whole call
+    for start in (match.start() for match in re.finditer(r"\{", text)):  # find the first object with the whole call
         try:
             found, end = _DECODER.raw_decode(text, start)
         except ValueError:
@@ -166,15 +169,15 @@ def _reads_probe(reader: CallReader, text: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class JsonCalls:
-    """``opening {"name": ..., "arguments": ...} closing``: Hermes, Qwen, Llama 3, older Mistral, Granite, Cohere.
+    """Reads ``opening {"name": ..., "arguments": ...} closing``: Hermes, Qwen, Llama 3, older Mistral, Granite, Cohere.
 
     Several calls stand in one list, or one after the other.
     """
 
-    opening: str  # may be empty: then an answer that begins as an object with the name's key is a call
+    opening: str  # if empty, an answer that begins with "{" and holds the key ``name`` is a call
     closing: str
-    name: str  # keys of the object
-    arguments: str
+    name: str  # key of the tool's name in the object
+    arguments: str  # key of the arguments in the object
 
     def read(self, text: str) -> tuple[str, list[Call]]:
         if self.opening:
@@ -185,7 +188,7 @@ class JsonCalls:
         return "", self._objects(body)[0]
 
     def _objects(self, body: str) -> tuple[list[Call], int]:
-        """Return the calls at the start of ``body``, and where they end."""
+        """Return the calls at the start of ``body``, and the offset at which they end."""
         calls: list[Call] = []
         at = listed = 0
         while True:
@@ -216,7 +219,7 @@ class JsonCalls:
 
 @dataclass(frozen=True, slots=True)
 class NamedCalls:
-    """``opening name middle {...} closing``, with the arguments as a JSON object: newer Mistral, DeepSeek."""
+    """Reads ``opening name middle {...} closing``, with the arguments as a JSON object: newer Mistral, DeepSeek."""
 
     opening: str
     middle: str
@@ -242,9 +245,9 @@ class NamedCalls:
 
 @dataclass(frozen=True, slots=True)
 class TaggedCalls:
-    """Tags around the name and each argument: Qwen 3.5 and its coders, GLM.
+    """Reads calls with tags around the name and each argument: Qwen 3.5, Qwen coders, GLM.
 
-    An argument is text. If the tool's schema has another type for it, it is read as JSON.
+    An argument is text, unless the tool's schema gives it another type; then it is parsed as JSON.
     """
 
     call: str  # pattern: group 1 is the name, group 2 the text with the arguments
@@ -281,7 +284,7 @@ _TAGS = (
 
 @dataclass(frozen=True, slots=True)
 class AfterThought:
-    """Reads only the text after a model's thoughts: a call within a thought does not count.
+    """Reads only the text after a model's thoughts, so that calls within a thought are ignored.
 
     ``opened``: the generation prompt opens the first thought.
     """
@@ -291,7 +294,7 @@ class AfterThought:
 
     def read(self, text: str) -> tuple[str, list[Call]]:
         thought, said = split_thought(text, self.opened)
-        if not thought and CLOSE in text:  # the tag closes a thought further on, or stands within a call
+        if not thought and CLOSE in text:  # the tag ends a thought that begins later in the text, or is inside a call
             around, calls = self.reader.read(text)
             if calls and CLOSE not in around and not any(isinstance(call.arguments, str) for call in calls):
                 return around, calls
@@ -303,7 +306,7 @@ class AfterThought:
 
 @dataclass(frozen=True, slots=True)
 class ResponseTemplate:
-    """Reads with the tokenizer's own ``response_template``, and with ``otherwise`` where that finds no calls."""
+    """Reads calls with the tokenizer's own ``response_template``; if that finds none, with the reader ``otherwise``."""
 
     parse: Callable[[str], Mapping[str, Any]]
     otherwise: CallReader | None = None
@@ -314,7 +317,7 @@ class ResponseTemplate:
             entries = found.get("tool_calls") or []
             calls = read_calls({"role": "assistant", "content": "", "tool_calls": list(entries)})
             around = str(found.get("content") or "")
-        except Exception:  # malformed JSON raises all kinds of errors in it
+        except Exception:  # `parse` raises many types of errors on malformed JSON
             return self.otherwise.read(text) if self.otherwise else ("", [Call("", text)])
         if not calls and self.otherwise:
             return self.otherwise.read(text)
@@ -324,7 +327,7 @@ class ResponseTemplate:
 def _between(
     text: str, opening: str, closing: str, read: Callable[[str], tuple[list[Call], int]]
 ) -> tuple[str, list[Call]]:
-    """Apply ``read`` after each ``opening``; returns the rest of the text, and all calls."""
+    """Apply ``read`` after each ``opening``. Returns the text outside the calls, and all calls."""
     around, calls, at = [], [], 0
     while (start := text.find(opening, at)) >= 0:
         around.append(text[at:start])
@@ -334,10 +337,10 @@ def _between(
         after = _skip(body, end, _SPACE)
         if closing and body.startswith(closing, after):
             end = after + len(closing)
-        elif closing and (further := body.find(closing, end)) >= 0:  # other text stands between the call and its end
+        elif closing and (further := body.find(closing, end)) >= 0:  # other text stands between the call and `closing`
             calls[-1] = Call("", body[:further].strip())
             end = further + len(closing)
-        elif closing:  # cut off
+        elif closing:  # the call was cut off
             calls[-1] = Call("", body.strip())
             end = len(body)
         at = start + len(opening) + end
@@ -358,17 +361,17 @@ def _end_of(body: str, start: int, closing: str) -> int:
 
 # --- what a chat template does with tools -----------------------------------------------------------------------------
 class Template(Protocol):
-    """A chat template: a conversation as text."""
+    """A chat template: renders a conversation to text."""
 
     def __call__(self, messages: Sequence[Message], *, generate: bool, tools: Tools = ()) -> str: ...
 
 
 class CallTemplate:
-    """How a chat template writes calls and results, and how calls are read from what a model says.
+    """Writes calls and results as a chat template does, and holds the ``reader`` of the calls in a model's answers.
 
     Args:
         template: the chat template.
-        closing: what it writes after an answer.
+        closing: what the template writes after an answer.
         tools: what the model may call.
         parse: the tokenizer's ``parse_response``, if it has a response template.
         thinking: the generation prompt opens a thought.
@@ -400,7 +403,7 @@ class CallTemplate:
                 raise ToolsUnknown("shows no results of tools")
         except ToolsUnknown as error:
             raise ToolsUnknown(_NO_TOOLS.format(error)) from None
-        except Exception as error:  # templates raise all kinds of errors
+        except Exception as error:  # templates raise many types of errors
             raise ToolsUnknown(_NO_TOOLS.format(f"refuses tool calls ({error})")) from error
 
     def spoken(self, message: Message) -> str:
@@ -420,7 +423,10 @@ class CallTemplate:
         return content + marked[len(_MARK) :]
 
     def after_calls(self, messages: Sequence[Message], *, generate: bool) -> str:
-        """Return what the template writes after an answer with calls; ``messages`` begin with their results."""
+        """Return what the template writes after an answer with calls, if ``messages`` follow.
+
+        ``messages`` begin with the results of these calls.
+        """
         calls = []
         for result in messages:
             if result["role"] == "tool":
@@ -461,7 +467,10 @@ def _probe_call(number: int) -> dict[str, Any]:
 
 
 def common_length(one: str, other: str) -> int:
-    """Return the length of the common prefix, by binary search: comparing slices is faster than single characters."""
+    """Return the length of the common prefix.
+
+    A binary search over slices is faster than a comparison of single characters.
+    """
     low, high = 0, min(len(one), len(other))
     while low < high:
         middle = (low + high + 1) // 2
