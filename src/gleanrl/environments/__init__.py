@@ -1,10 +1,11 @@
-"""Environments by name: the built-in ones, and any taskset named by an import path.
+"""Finds environments by name: the built-in ones, and any taskset named by an import path.
 
-`load_taskset` makes the taskset of a run from its settings; `check` only validates them.
+`load_taskset` makes the taskset of a run from its settings; `check` only validates the settings.
 
-An environment of your own needs no entry here: derive `gleanrl.protocols.Taskset` and `Environment`, and set
-``environment.name = "file.py:Class"``, the taskset's. A built-in one gets a line in `BUILT_IN`, its name in the
-docstring of `gleanrl.config.settings.EnvironmentSettings.name`, and, if it needs packages, an extra in pyproject.toml.
+An environment of your own needs no entry here. Derive classes from `gleanrl.protocols.Taskset` and `Environment`, and
+set ``environment.name = "file.py:Class"``, where ``Class`` is the taskset. A built-in environment needs a line in
+`BUILT_IN`, its name in the docstring of `gleanrl.config.settings.EnvironmentSettings.name`, and, if it depends on
+packages, an extra in pyproject.toml.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ from gleanrl.utils.text import nearest
 @dataclass(frozen=True, slots=True)
 class _BuiltIn:
     path: str
-    packages: tuple[str, ...]  # third-party modules that it needs
-    extra: str  # of gleanrl that installs them
+    packages: tuple[str, ...]  # third-party modules that the environment needs
+    extra: str  # name of the gleanrl extra that installs these modules
 
 
 BUILT_IN: Mapping[str, _BuiltIn] = {
@@ -60,7 +61,7 @@ def check(settings: EnvironmentSettings) -> None:
 
 
 def load_taskset(settings: EnvironmentSettings, seed: int) -> Taskset:
-    """The taskset that ``settings`` names, with its options; ``seed`` is given to it unless an option sets one.
+    """Make the taskset that ``settings`` names, with its options. It gets ``seed`` unless an option sets another one.
 
     Raises:
         UserError: unknown name, missing package, an option that the taskset does not take, or an object that does not
@@ -88,7 +89,7 @@ def load_taskset(settings: EnvironmentSettings, seed: int) -> Taskset:
 
 
 def _factory(name: str) -> Any:
-    """The class (or function) that makes the taskset ``name``."""
+    """Return the class or function that makes the taskset ``name``."""
     known = BUILT_IN.get(name)
     if known is None:
         if ":" in name:
@@ -101,7 +102,7 @@ def _factory(name: str) -> Any:
 
 
 def _checked_options(name: str, factory: Any, options: Mapping[str, Any], seed: int) -> dict[str, Any]:
-    """``options`` and the seed. Raises `UserError` for an unknown or a missing option of ``factory``."""
+    """Return ``options`` with the seed added. Raises `UserError` for an unknown or a missing option of ``factory``."""
     if not callable(factory):
         raise UserError(f"environment.name = {name!r}: a {type(factory).__name__}, not a class that can be called")
     parameters = inspect.signature(factory).parameters

@@ -1,4 +1,4 @@
-"""The environment ``mixture``: a taskset made of others, each with its share of the tasks and its own options."""
+"""The environment ``mixture``: combines several tasksets, each with its share of the tasks and its own options."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from gleanrl.types import Message, Score, Task
 from gleanrl.utils.errors import NoExpert, UserError
 from gleanrl.utils.seeding import derive
 
-_PART = "mixture"  # payload key: which part a task is of
+_PART = "mixture"  # payload key for the label of a task's part
 _BEFORE: Mapping[Split, tuple[Split, ...]] = {"eval": (), "warm_start": ("eval",), "train": ("eval", "warm_start")}
-"""The splits that come before a split: if two parts put one question into different splits, the earlier one has it."""
+"""Split -> the splits that take precedence. A question that two parts put into different splits stays in the first."""
 
 
 @runtime_checkable
 class Asking(Protocol):
-    """A taskset that can name its questions and leave some out; see `gleanrl.environments.dataset.taskset`."""
+    """A taskset that can list its questions and leave some out; see `gleanrl.environments.dataset.taskset`."""
 
     @property
     def shares(self) -> tuple[float, float] | None: ...
@@ -43,7 +43,7 @@ class Part:
     name: str
     options: dict[str, Any] = Field(default_factory=dict)
     weight: PositiveFloat = 1.0
-    label: str | None = None  # its name in metrics; None = ``name``, or the last part of an import path
+    label: str | None = None  # the part's name in metrics; None = ``name``, or the end of an import path
     train_tasks: NonNegative | None = None
     eval_tasks: NonNegative | None = None
     warm_start_tasks: NonNegative | None = None
@@ -55,10 +55,10 @@ class Part:
 def mixture(*, parts: Sequence[Mapping[str, Any]], seed: int = 0) -> Taskset:
     """Combine several tasksets into one. Each item of ``parts`` holds the fields of a `Part`.
 
-    A task's `Task.kind` is its part's label, and after a "/" the kind that the part gave it. Ids stay as the parts
-    give them: a task that two parts share is one problem and belongs to the first part. A question that two parts of
-    rows share is in one split, even if their shares differ: evaluation goes before the warm start, and that before
-    training.
+    A task's `Task.kind` is its part's label, followed by "/" and the kind within the part, if there is one. Ids are not
+    changed. If two parts have a task with the same id, it is one problem and belongs to the first part. If two data
+    sets share a question, it is in one split only, even if their shares differ: evaluation has precedence over the
+    warm start, and the warm start over training.
     """
     if not parts:
         raise UserError("environment.options.parts: a mixture needs at least one part, as [{ name = 'alfworld' }]")
@@ -81,7 +81,7 @@ def mixture(*, parts: Sequence[Mapping[str, Any]], seed: int = 0) -> Taskset:
 class Mixture(Taskset):
     """Tasks of several tasksets, in proportion to their weights.
 
-    It has an expert if any part has one; the warm start then takes its tasks from the parts that do.
+    The mixture has an expert if any part has one. The warm start then takes tasks only from the parts that have one.
     """
 
     def __init__(self, parts: Mapping[str, Part], tasksets: Mapping[str, Taskset]) -> None:
@@ -93,7 +93,7 @@ class Mixture(Taskset):
 
     @property
     def version(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """The versions of all parts."""
+        """The versions of all parts, joined by spaces."""
         return " ".join(filter(None, (taskset.version for taskset in self._tasksets.values())))
 
     def tools(self, task: Task) -> Tools:
@@ -101,10 +101,10 @@ class Mixture(Taskset):
         return self._tasksets[label].tools(bare)
 
     def tasks(self, split: Split, count: int) -> Sequence[Task]:
-        """Return ``count`` tasks, from the parts in turn by weight. Raises `UserError` if a part has too few."""
+        """Return ``count`` tasks, with the parts interleaved by weight. Raises `UserError` if there are too few."""
         eligible = self._eligible(split)
         given = dict.fromkeys(eligible, 0)
-        turns: list[str] = []  # the part of each task: the one furthest behind its share that is not at its limit
+        turns: list[str] = []  # part of each task: among parts below their limit, the one furthest behind its share
         while len(turns) < count:
             open_ = [n for n in eligible if (most := self._parts[n].limit(split)) is None or given[n] < most]
             if not open_:
@@ -132,7 +132,7 @@ class Mixture(Taskset):
     def prepare(
         self, tasks: Sequence[Task], *, workers: int = 1, progress: Callable[[int, int], None] | None = None
     ) -> None:
-        """Let each part prepare its own; ``progress(done, total)`` over all of them."""
+        """Let each part prepare its own tasks. ``progress(done, total)`` counts the tasks of all parts."""
         own: dict[str, list[Task]] = {label: [] for label in self._parts}
         for task in tasks:
             label, bare = self._bare(task)
@@ -157,16 +157,17 @@ class Mixture(Taskset):
         return eligible
 
     def _take(self, label: str, split: Split, count: int, taken: dict[str, Task]) -> list[Task]:
-        """Return ``count`` tasks of a part that are not in ``taken``, and add them to it."""
+        """Return ``count`` tasks of a part that are not in ``taken``, and add these tasks to ``taken``."""
         taskset: Any = self._tasksets[label]
-        without: set[int] = set()  # the questions that other parts have in an earlier split
+        without: set[int] = set()  # questions that other parts have in a split with precedence
         if isinstance(taskset, Asking):
             for before in _BEFORE[split]:
                 for name in self._eligible(before):
                     other = self._tasksets[name]
                     if name == label or not isinstance(other, Asking):
                         continue
-                    if taskset.shares is None or taskset.shares != other.shares:  # equal shares: the same split
+                    # With equal shares, both parts put a question into the same split.
+                    if taskset.shares is None or taskset.shares != other.shares:
                         without.update(other.questions(before))
         wanted = count
         while True:
@@ -176,7 +177,8 @@ class Mixture(Taskset):
                 if task.id not in taken:
                     continue
                 source_label, bare = self._bare(taken[task.id])
-                # If ids are hashes of the problem, payloads may differ in how it was found and how it is shown.
+                # If ids are hashes of the problem, the payloads of one problem may still differ, for example in the
+                # seed that found it or in options of the prompt.
                 hashes = all(self._tasksets[part].named_by_content for part in (label, source_label))
                 if bare.prompt != task.prompt or not (hashes or bare.payload == task.payload):
                     raise UserError(

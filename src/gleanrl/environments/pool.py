@@ -1,7 +1,8 @@
-"""Plays a taskset's environments in worker processes, or in this one. A failure costs trajectories, never the run.
+"""Plays a taskset's environments in worker processes or in this process. A failure costs trajectories, never the run.
 
-`EnvironmentPool` has the same surface for both places. What an environment does wrong reaches the caller as an
-`EnvironmentFailure` in both; a `UserError` stays one. The rollout asks the pool for one environment an episode:
+`EnvironmentPool` has the same interface in both cases. An error in an environment reaches the caller as an
+`EnvironmentFailure`, except that a `UserError` stays a `UserError`. The rollout asks the pool for one environment per
+episode:
 
     async with EnvironmentPool(taskset, workers=2, timeout_s=60.0) as pool:
         environment = pool.environment(task)
@@ -26,24 +27,24 @@ from gleanrl.types import Message, Score, StopReason, Task
 from gleanrl.utils.errors import UserError
 from gleanrl.utils.processes import RemoteError, Served, WorkerDied, WorkerProcess, WorkerTimeout, pack
 
-_LEAD = 16  # live episodes that a task's own worker may have more than the least busy one
+_LEAD = 16  # by how many live episodes a task's own worker may exceed the least busy one
 _HOMES = 65536  # tasks whose worker is remembered
 _log = logging.getLogger(__name__)
 
-# Every step has an observation. Pickled by its fields it takes a third of the time that a slotted dataclass does.
+# Every step pickles an observation. Pickling its fields takes a third of the time of the default for slotted classes.
 copyreg.pickle(Observation, lambda o: (Observation, (o.messages, o.done, o.score, o.info, o.tools)))
 copyreg.pickle(Score, lambda s: (Score, (s.value, s.valid, s.parts, s.explanation, s.applicable)))
 
 
 # --- failures ---------------------------------------------------------------------------------------
 class EnvironmentFailure(Exception):
-    """An episode that failed in its environment. ``task_id`` names its task."""
+    """An episode failed in its environment. ``task_id`` is the id of its task."""
 
     def __init__(self, task_id: str, message: str) -> None:
         super().__init__(f"task {task_id!r}: {message}")
         self.task_id = task_id
 
-    def __reduce__(self) -> Any:  # the default calls __init__ with the message alone
+    def __reduce__(self) -> Any:  # the default would call __init__ with the message alone
         return copyreg.__newobj__, (type(self), *self.args), self.__dict__  # type: ignore[attr-defined]
 
 
@@ -82,18 +83,18 @@ class PoolStats:
 
 # --- the pool ---------------------------------------------------------------------------------------
 class EnvironmentPool:
-    """Plays a taskset's environments, in ``workers`` processes or (0) in this one.
+    """Plays a taskset's environments in ``workers`` processes; 0 = in this process.
 
-    A task's episodes go to one worker where load allows, so that an engine can reuse what it cached for the task. Where
-    an episode runs never changes its observations. An environment that computes without awaiting blocks its worker.
+    A task's episodes go to one worker if its load allows, so that an engine can reuse what it cached for the task.
+    Observations do not depend on the worker. An environment that computes without awaiting blocks its worker.
 
-    ``timeout_s`` bounds each reset, step and close from the moment its worker begins it. A longer one raises
-    `EnvironmentTimeout`. If it awaits, it is cancelled. If it blocks, its worker is killed and replaced, which costs
-    the other live episodes of that worker (`EnvironmentDied`) but not those that had not begun. In this process only
-    what awaits can be timed.
+    ``timeout_s`` limits each reset, step and close, from the moment at which the worker begins it. A call that takes
+    longer raises `EnvironmentTimeout`. If the call awaits, it is cancelled. If it blocks, its worker is killed and
+    replaced. The other live episodes of that worker then raise `EnvironmentDied`, but episodes that had not begun move
+    to another worker. With ``workers=0``, only a call that awaits can be timed out.
 
-    Use as ``async with EnvironmentPool(taskset, workers=2) as pool``. At the end of the block, or at the death of
-    this process, every worker ends with everything that its environments started.
+    Use as ``async with EnvironmentPool(taskset, workers=2) as pool``. At the end of the block, or when this process
+    dies, every worker ends, and with it all processes that its environments started.
     """
 
     def __init__(self, taskset: Taskset, *, workers: int = 0, timeout_s: float = 60.0) -> None:
@@ -101,10 +102,10 @@ class EnvironmentPool:
         self.taskset = taskset
         self.timeout_s = timeout_s
         self.count = workers
-        self.packed = b""  # what a worker process needs to hold the taskset; empty without workers
+        self.packed = b""  # the pickled taskset that a worker process starts with; empty if there are no workers
         self._workers: list[WorkerProcess] = []
         self.load: dict[WorkerProcess, int] = {}  # live episodes
-        self._homes: OrderedDict[str, int] = OrderedDict()  # task id -> index of its worker, recent last
+        self._homes: OrderedDict[str, int] = OrderedDict()  # task id -> index of its worker, most recent last
 
     async def __aenter__(self) -> Self:
         """Start the workers and wait until each holds the taskset.
@@ -133,12 +134,12 @@ class EnvironmentPool:
         await self.close()
 
     def environment(self, task: Task) -> Environment:
-        """Make an episode of ``task``. Close it, or its worker keeps it until the pool closes."""
+        """Make an episode of ``task``. The caller must close it, because its worker keeps it until then."""
         self.stats.episodes += 1
         return _Episode(self, task)
 
     async def close(self) -> None:
-        """End all workers; requests that are not done raise `EnvironmentDied`."""
+        """End all workers. Requests that are still running raise `EnvironmentDied`."""
         workers, self._workers = self._workers, []
         await asyncio.gather(*(worker.close() for worker in workers))
 
@@ -148,7 +149,7 @@ class EnvironmentPool:
 
     @property
     def live(self) -> tuple[int, ...]:
-        """Live episodes of each worker."""
+        """Number of live episodes of each worker."""
         return tuple(self.load[worker] for worker in self._workers)
 
     def _start(self) -> WorkerProcess:
@@ -160,7 +161,7 @@ class EnvironmentPool:
         if dead not in self._workers:
             return
         _log.warning("an environment worker was lost: %s", dead.death)
-        if dead.started:  # one that cannot even start is tried again when an episode needs it
+        if dead.started:  # a worker that failed to start is replaced only when an episode needs it
             self.stats.workers_replaced += 1
             self.load.pop(dead, None)
             self._workers[self._workers.index(dead)] = self._start()
@@ -184,7 +185,7 @@ class EnvironmentPool:
 
 
 class _Episodes(Served):
-    """A taskset and its live episodes by number, in a worker process or in this one."""
+    """Holds a taskset and its live episodes by number, in a worker process or in this process."""
 
     def __init__(self, taskset: Taskset) -> None:
         self._taskset = taskset
@@ -219,7 +220,7 @@ class _Episodes(Served):
 
 
 class _Episode(Environment):
-    """One episode of a pool, in a worker process or in this one."""
+    """One episode of a pool, played in a worker process or in this process."""
 
     _numbers = count(1)
 
@@ -255,11 +256,11 @@ class _Episode(Environment):
                 return
         try:
             await self._call("release")
-        except EnvironmentFailure as error:  # the episode is over: nothing depends on it
+        except EnvironmentFailure as error:  # only logged, because the episode is over
             _log.warning("closing an environment failed: %s", error)
 
     async def _call(self, method: str, *args: Any) -> Any:
-        """Call a method of `_Episodes` for this episode. Raises `EnvironmentFailure`, which it counts."""
+        """Call a method of `_Episodes` for this episode. Counts failures and raises them as `EnvironmentFailure`."""
         pool, task_id = self._pool, self._task.id
         failure: EnvironmentFailure
         try:
@@ -275,14 +276,14 @@ class _Episode(Environment):
                 except WorkerDied as error:
                     if method != "reset" or not error.never_began:
                         raise
-                    # The fault of another episode: begin on another worker.
+                    # The worker died because of another episode, before this one began. Try another worker.
         except WorkerTimeout:
             failure = EnvironmentTimeout(task_id, f"{method} took over {pool.timeout_s:g} s (environment.timeout_s)")
         except WorkerDied as error:
             failure = EnvironmentDied(task_id, str(error))
         except RemoteError as error:
             failure = EnvironmentRaised(task_id, error.kind, error.detail, error.traceback_text)
-        except EnvironmentFailure as error:  # the pool is closed, or a service is behind the environment
+        except EnvironmentFailure as error:  # the pool is closed, or the environment runs in a service that failed
             failure = error
         pool.stats.raised += isinstance(failure, EnvironmentRaised)
         pool.stats.timeouts += isinstance(failure, EnvironmentTimeout)
@@ -290,14 +291,14 @@ class _Episode(Environment):
         raise failure
 
     async def _call_here(self, method: str, *args: Any) -> Any:
-        """Call the method in this process. Raises as `WorkerProcess.call`."""
+        """Call the method in this process. Raises the same errors as `WorkerProcess.call`."""
         clock = asyncio.timeout(self._pool.timeout_s)
         try:
             async with clock:
                 return await getattr(self._here, method)(self._number, *args)
         except (UserError, EpisodeLost, EnvironmentFailure, KeyboardInterrupt, asyncio.CancelledError):
             raise
-        except BaseException as error:  # SystemExit too: an environment that exits costs its episode
+        except BaseException as error:  # SystemExit too: an environment that exits loses only its episode
             if isinstance(error, TimeoutError) and clock.expired():
                 raise WorkerTimeout from None
             raise RemoteError.of(error) from None

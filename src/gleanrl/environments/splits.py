@@ -1,4 +1,4 @@
-"""Splits that are disjoint by construction: a problem's content alone decides its split. Used by most tasksets."""
+"""Makes splits that are disjoint, because a problem's content alone decides its split. Most tasksets use this."""
 
 from __future__ import annotations
 
@@ -10,26 +10,29 @@ from typing import Any, TypeVar
 from gleanrl.protocols import Split
 from gleanrl.utils.errors import UserError
 
-_SHARES: tuple[tuple[Split, float], ...] = (("train", 0.60), ("warm_start", 0.85), ("eval", 1.0))  # upper bounds
-_PATIENCE = 500  # candidates in a row without a new problem of the split, before the split counts as exhausted
+_SHARES: tuple[tuple[Split, float], ...] = (("train", 0.60), ("warm_start", 0.85), ("eval", 1.0))  # cumulative shares
+_PATIENCE = 500  # the search ends after this many candidates in a row without a new problem of the split
 
 C = TypeVar("C")
 
 
 def fingerprint(*content: str) -> str:
-    """What identifies a problem: 32 hexadecimal digits of its content."""
+    """Return a hash of a problem's content that identifies the problem, 32 hexadecimal digits."""
     return hashlib.blake2b("\x1f".join(content).encode(), digest_size=16).hexdigest()
 
 
 def split_of(mark: str) -> Split:
-    """The split of the problem with this `fingerprint`, whatever seed found it."""
+    """Return the split of the problem with the `fingerprint` ``mark``. It does not depend on a seed."""
     place = int(mark[:8], 16) / 2**32
     return next(split for split, bound in _SHARES if place < bound)
 
 
 def named(mark: str, unusual: Mapping[str, Any]) -> str:
-    """The hash in an id: the mark that decides the split, and the options that differ from the defaults (the opponent,
-    a step limit). So variants of a problem have their own ids and share its split."""
+    """Return the hash for a task's id: ``mark``, hashed with the options that differ from the defaults, if any do.
+
+    ``mark`` alone decides the split. So variants of a problem, such as another opponent or step limit, have ids of
+    their own and stay in its split.
+    """
     return fingerprint(mark, json.dumps(unusual, sort_keys=True, default=str)) if unusual else mark
 
 
@@ -42,11 +45,13 @@ def select(
     *,
     endless: bool = True,
 ) -> Iterator[tuple[str, C]]:
-    """The first ``count`` distinct problems of ``split`` among ``(fingerprint, candidate)`` pairs; ``of`` gives a
-    fingerprint's split. Candidates that are not ``endless`` are read to their end, however often they repeat.
+    """Yield the first ``count`` distinct problems of ``split`` among ``(fingerprint, candidate)`` pairs.
+
+    ``of`` returns a fingerprint's split. If the candidates are ``endless``, the search gives up after many repetitions;
+    otherwise all candidates are read.
 
     Raises:
-        UserError: there are not so many.
+        UserError: there are fewer than ``count`` problems.
     """
     seen: set[str] = set()
     idle = 0

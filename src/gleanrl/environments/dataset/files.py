@@ -1,7 +1,7 @@
-"""Reads the rows of a data set: JSONL and JSON files, parquet files, a Hugging Face data set.
+"""Reads the rows of a data set: JSONL, JSON or parquet files, or a Hugging Face data set.
 
-A `Source` is read from its start, as far as needed; any row can be read again by its position. So a file of a million
-rows opens at once, and a row costs eight bytes of memory.
+A `Source` is read from its start, only as far as needed, and any row can be read again by its position. So a file of a
+million rows opens at once, and each row takes eight bytes of memory.
 """
 
 from __future__ import annotations
@@ -24,37 +24,39 @@ from gleanrl.utils.text import first_line, nearest
 
 Row = dict[str, Any]
 FILES = (".jsonl", ".json", ".parquet")
-_ROW_GROUPS = 4  # of a parquet file that stay in memory
-_BATCH = 1024  # parquet rows that are made Python objects together
+_ROW_GROUPS = 4  # row groups of a parquet file that are cached in memory
+_BATCH = 1024  # parquet rows that are converted to Python objects at once
 _HUB = re.compile(r"[\w.-]+(/[\w.-]+)?\Z")
 
 
 @dataclass(eq=False)
 class Source(ABC):
-    """Rows in order. A position is a number by which the source finds a row again."""
+    """A sequence of rows. A position is a number by which the source finds a row again."""
 
-    name: str  # in error messages
-    version: str  # changes with the rows
+    name: str  # shown in error messages
+    version: str  # changes when the rows change
 
     @abstractmethod
     def scan(self) -> Iterator[tuple[int, Row]]:
-        """All positions and rows."""
+        """Yield the position and the content of each row."""
 
     @abstractmethod
     def row(self, position: int) -> Row: ...
 
     def where(self, position: int) -> str:
-        """The row as an error message names it: its file and its number, counted from 1."""
+        """Return the row's name for error messages: its file and its number, counted from 1."""
         return f"{self.name} row {position + 1}"
 
 
 def open_source(path: str | Sequence[str], split: str, subset: str | None, load: str) -> Source:
-    """The rows at ``path``: a file, several (also `data/*.parquet`), a folder of Hugging Face's `save_to_disk`, or
-    the id of a data set there. ``split``, ``subset`` and ``load`` (JSON, further arguments of `load_dataset`) are for
-    those.
+    """Open the rows at ``path``.
+
+    ``path`` is a file, several files, a pattern such as `data/*.parquet`, a folder written by Hugging Face's
+    `save_to_disk`, or the id of a Hugging Face data set. ``split``, ``subset`` and ``load`` (further arguments of
+    `load_dataset`, as JSON) apply only to Hugging Face data sets.
 
     Raises:
-        UserError: there is no such thing, or a package that it needs is missing.
+        UserError: ``path`` does not exist, cannot be read, or needs a package that is missing.
     """
     names = [path] if isinstance(path, str) else list(path)
     if not names:
@@ -87,7 +89,8 @@ def _open_file(file: str, version: str) -> Source:
         return _Parquet(file, version)
     with open(file, "rb") as opened:
         start = opened.read(4096).lstrip(b"\xef\xbb\xbf \t\r\n")[:1]
-    # The first character decides: some `.json` files have an object on each line, and some `.jsonl` files a list.
+    # The first character decides the format, because some `.json` files have an object on each line, and some `.jsonl`
+    # files are one list.
     if start != b"[":
         return _JsonLines(file, version)
     try:
@@ -102,7 +105,7 @@ def _open_file(file: str, version: str) -> Source:
 
 @dataclass(eq=False)
 class _Rows(Source):
-    """Rows of a JSON list, or of a Hugging Face data set, whose Arrow files are mapped into memory."""
+    """Rows of a JSON list, or of a Hugging Face data set (its Arrow files are memory-mapped)."""
 
     rows: Any
 
@@ -114,7 +117,7 @@ class _Rows(Source):
 
 
 class _JsonLines(Source):
-    """An object on each line. A position is where the line begins, in bytes."""
+    """A file with a JSON object on each line. A position is the byte offset of a line."""
 
     def scan(self) -> Iterator[tuple[int, Row]]:
         position = 0
@@ -144,7 +147,7 @@ class _JsonLines(Source):
 
 
 class _Parquet(Source):
-    """A position is the row's number. Reading a row reads its row group; a few groups stay in memory."""
+    """A parquet file. A position is a row's number. To read a row, its whole row group is read and cached."""
 
     def __init__(self, file: str, version: str) -> None:
         super().__init__(file, version)
@@ -178,7 +181,7 @@ class _Parquet(Source):
 
 @dataclass(eq=False)
 class _Several(Source):
-    """Files one after the other. A position is the file's own, with the file's number in the bits from 48 on."""
+    """Several files, read one after the other. A position has the file's number from bit 48 on, the row's below."""
 
     files: Sequence[Source]
 
@@ -210,7 +213,7 @@ def _load_hugging_face(path: str, split: str, subset: str | None, load: str) -> 
             rows: Any = datasets.load_from_disk(str(folder))
         else:
             rows = datasets.load_dataset(str(folder) if folder.exists() else path, subset, **json.loads(load))
-    except Exception as error:  # of many packages: no network, no such set, no such subset, a script
+    except Exception as error:  # many packages may raise: no network, no such data set or subset, a loading script
         raise UserError(f"environment.options.path: cannot load the data set {path}: {first_line(error)}") from None
     finally:
         datasets.utils.logging.set_verbosity(verbosity)

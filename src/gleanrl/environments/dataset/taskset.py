@@ -1,7 +1,7 @@
-"""Data sets of problems that are answered in one message: TRL's and verl's rows from JSONL, parquet or Hugging Face.
+"""Data sets of problems that are answered in one message. Rows have TRL's or verl's format.
 
-`DatasetTaskset` is the environment ``dataset`` of the settings; `files` reads the rows. The run's reward scores the
-answers, since a data set has no score of its own.
+`DatasetTaskset` is the environment ``dataset`` of the settings; `files` reads the rows from JSONL, JSON, parquet or
+Hugging Face. The run's reward scores the answers, because a data set has no score of its own.
 """
 
 from __future__ import annotations
@@ -25,41 +25,43 @@ from gleanrl.utils.errors import NoExpert, UserError
 from gleanrl.utils.text import nearest
 
 log = logging.getLogger(__name__)
-_EVAL = "eval/"  # prefix of the ids of evaluation's own rows
+_EVAL = "eval/"  # prefix of the ids of rows that come from a separate evaluation set
 _ROLES = ("system", "user", "assistant", "tool")
 _MESSAGE_KEYS = ("role", "content", "name", "tool_calls", "tool_call_id")
 _CANONICAL = json.JSONEncoder(sort_keys=True, separators=(",", ":"))
 NO_SCORE = "a data set has no score of its own: set reward.name (math, trl:..., verl:..., or your own function)"
-_questions: dict[str, frozenset[int]] = {}  # what `DatasetTaskset.questions` has read, by taskset, split and version
+_questions: dict[str, frozenset[int]] = {}  # cache of `DatasetTaskset.questions`, by split, taskset and version
 
 
 @pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config={"extra": "forbid"})
 class DatasetTaskset(Taskset):
-    """The rows of a data set as tasks: the model sees the prompt, and all other columns are the task's payload.
+    """Turns the rows of a data set into tasks: the model sees the prompt, and all other columns are the task's payload.
 
-    A row is TRL's (``prompt``, a text or messages, and further columns) or verl's (``data_source``, ``prompt``,
+    A row has TRL's format (``prompt``, a text or messages, and further columns) or verl's (``data_source``, ``prompt``,
     ``reward_model.ground_truth``, ``extra_info``). The run's reward scores the answers.
 
-    The id of a row without one is a hash of its content, so that equal rows are one task. The prompt alone decides the
-    split. If evaluation has rows of its own, their prompts are left out of the other splits, and their ids begin with
+    A row without an id gets a hash of its content as id, so that equal rows are one task. The prompt alone decides the
+    split. If there is a separate evaluation set, its prompts are left out of the other splits, and its ids begin with
     ``eval/``.
 
     Args:
-        path: files (.jsonl, .json, .parquet; several, or a pattern), a folder of `save_to_disk`, or a Hugging Face id.
-        split: of a Hugging Face data set.
-        subset: of a Hugging Face data set, its configuration.
+        path: one or several files (.jsonl, .json, .parquet), a pattern of files, a folder of `save_to_disk`, or a
+            Hugging Face id.
+        split: split of a Hugging Face data set.
+        subset: subset (configuration) of a Hugging Face data set.
         load: further arguments of `datasets.load_dataset`, e.g. ``revision``.
-        eval_path, eval_split: place of evaluation's own rows; None = it has none.
-        eval_share: share of the rows held out for evaluation if it has none of its own.
-        warm_start_share: share of the rows that are demonstrated, never trained on; None = 0.2 with solutions, else 0.
-        prompt: column of the prompt. Dots lead into tables.
+        eval_path, eval_split: where the separate evaluation set is; None for both = there is none.
+        eval_share: share of the rows held out for evaluation if there is no separate evaluation set.
+        warm_start_share: share of the rows kept for demonstrations and never trained on by reinforcement learning;
+            None = 0.2 if rows have solutions, else 0.
+        prompt: column of the prompt. A dotted path names a value inside a nested column.
         solution: column with an expert's answer, for the warm start; None = ``solution`` or ``completion``.
         solution_format: the expert's message, with ``{solution}`` in it.
-        id: column of a row's id, where it has one; "" = always the hash.
+        id: column of a row's id. A row in which it is missing gets the hash; "" = all rows get the hash.
         kind: column with the kind of problem; evaluation reports each kind separately.
-        drop: columns that no reward needs.
-        system: system message, in place of the row's own.
-        instruction: appended to each question.
+        drop: columns to leave out of the payload.
+        system: system message that replaces the row's own.
+        instruction: text appended to each question.
         few_shot: questions and answers shown before the question, or a file of rows with prompt and solution.
     """
 
@@ -83,7 +85,7 @@ class DatasetTaskset(Taskset):
 
     has_expert = True
     needs_reward = True  # a run without a reward is refused at its start
-    splits_apart = True  # no id is in two splits, so that no check has to read every row again
+    splits_apart = True  # no id is in two splits, and a run need not read every row to check that
 
     def __post_init__(self) -> None:
         shares = (0.0 if self._own_eval else self.eval_share) + (self.warm_start_share or 0.0)
@@ -91,11 +93,11 @@ class DatasetTaskset(Taskset):
             raise ValueError(f"eval_share + warm_start_share = {shares:g}: they leave no rows to train on")
         if "{solution}" not in self.solution_format:
             raise ValueError(f"solution_format = {self.solution_format!r}: it must hold {{solution}}")
-        self._source(False)  # raises now for what is missing
+        self._source(False)  # opened here so that a missing file or package is reported now
         _ = self._few_shot_messages
 
     def tasks(self, split: Split, count: int, without: Collection[int] = ()) -> Sequence[Task]:
-        """``count`` tasks, without those whose question is in ``without`` (see `questions`)."""
+        """Return the first ``count`` tasks of a split whose question is not in ``without`` (see `questions`)."""
         found = self.all_tasks(split, count + 1, without)
         own_eval = split == "eval" and self._own_eval
         if len(found) < count:
@@ -114,11 +116,11 @@ class DatasetTaskset(Taskset):
         return found[:count]
 
     def all_tasks(self, split: Split, most: int | None = None, without: Collection[int] = ()) -> Sequence[Task]:
-        """The tasks of a split, or the first ``most`` of them. Reads no more of a large file than that needs.
+        """Return the tasks of a split, or the first ``most`` tasks. A large file is read only as far as needed.
 
         Raises:
             UserError: a row is malformed, or two different rows have one id. Ids are compared across all splits, so
-                that an id means the same row whichever split is read.
+                that an id means the same row in every split.
         """
         own_eval = split == "eval" and self._own_eval
         source, positions = self._source(own_eval), array("q")
@@ -142,12 +144,12 @@ class DatasetTaskset(Taskset):
 
     @property
     def shares(self) -> tuple[float, float] | None:
-        """The shares of all questions for evaluation and for the warm start; None if evaluation has rows of its own."""
+        """The shares of questions for evaluation and the warm start; None if there is a separate evaluation set."""
         first = next((row for _, row in self._source(False).scan()), None)
         return None if self._own_eval or first is None else self._shares(first)
 
     def questions(self, split: Split) -> frozenset[int]:
-        """The questions of a split as hashes, which are valid in this process only. Reads all rows, once."""
+        """Return hashes of the questions of a split, valid only in this process. The first call reads all rows."""
         key = f"{split} {self} {self.version}"
         if key not in _questions:
             source = self._source(split == "eval" and self._own_eval)
@@ -156,7 +158,7 @@ class DatasetTaskset(Taskset):
 
     @property
     def version(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Changes with the files, so that caches of what was made of their rows are not used again."""
+        """A text that changes with the files, so that caches of what was made from old rows are not used."""
         version = self._source(False).version
         return f"{version} {self._source(True).version}" if self._own_eval else version
 
@@ -164,7 +166,7 @@ class DatasetTaskset(Taskset):
         return _Answer()
 
     def demonstrate(self, task: Task, *, seed: int, noise: float = 0.0) -> tuple[tuple[Message, ...], Score]:
-        """The row's solution. A single turn has no room for a random action before it: ``noise`` is unused."""
+        """Return the prompt with the row's solution as answer. ``noise`` is unused, because there is a single turn."""
         solution = _find_solution(task.payload, self._solutions)
         if solution is None:
             raise NoExpert(
@@ -191,9 +193,9 @@ class DatasetTaskset(Taskset):
         return open_source(path, split, self.subset, json.dumps(self.load, sort_keys=True))
 
     def _scan(self, source: Source, split: Split) -> Iterator[tuple[int, Row, int, bool]]:
-        """Each row with its position, the hash of its question, and whether it is in the split.
+        """Yield for each row its position, its content, the hash of its question, and whether it is in the split.
 
-        A hash of the prompt decides: evaluation takes the low end of the hashes, the warm start the high end.
+        A hash of the prompt decides the split: the lowest hashes go to evaluation, the highest to the warm start.
         """
         own_eval = split == "eval" and self._own_eval
         taken = self.questions("eval") if self._own_eval and not own_eval else frozenset()
@@ -214,7 +216,7 @@ class DatasetTaskset(Taskset):
             yield position, row, question, found == split and question not in taken
 
     def _shares(self, first: Row) -> tuple[float, float]:
-        """The shares of evaluation and of the warm start."""
+        """Return the shares of evaluation and of the warm start; ``first`` is the first row of the data set."""
         evaluation = 0.0 if self._own_eval else self.eval_share
         if self.warm_start_share is not None:
             return evaluation, self.warm_start_share
@@ -222,9 +224,9 @@ class DatasetTaskset(Taskset):
         return evaluation, min(0.2, (1.0 - evaluation) / 2) if solved else 0.0
 
     def _identify(self, source: Source, position: int, row: Row, own_eval: bool) -> tuple[str, str]:
-        """The task's id, and a hash of the row except its id, independent of column order and file format.
+        """Return the task's id and a hash of the row without its id. Column order and file format do not matter.
 
-        Ids of evaluation's own rows get a prefix, since two files may both count from 0.
+        Ids of a separate evaluation set get a prefix, because both sets may count their rows from 0.
 
         Raises:
             UserError: a column holds what a task cannot carry (bytes, images, dates).
@@ -279,7 +281,7 @@ class DatasetTaskset(Taskset):
 
 @dataclass(frozen=True, eq=False)
 class _Tasks(Sequence[Task]):
-    """Tasks whose rows are read when the task is accessed."""
+    """A sequence of tasks that reads a task's row only when the task is accessed."""
 
     taskset: DatasetTaskset
     source: Source
@@ -290,7 +292,7 @@ class _Tasks(Sequence[Task]):
         return len(self.positions)
 
     def __getitem__(self, index: Any) -> Any:
-        """A task, or for a slice the tasks of these rows."""
+        """Return a task, or for a slice a sequence of tasks."""
         if isinstance(index, slice):
             return replace(self, positions=self.positions[index])
         taskset, position = self.taskset, self.positions[index]
@@ -298,7 +300,7 @@ class _Tasks(Sequence[Task]):
         messages = _read_prompt(self.source, position, row, taskset.prompt)
         payload = {name: value for name, value in row.items() if name != taskset.prompt}
         if isinstance(row.get(taskset.prompt), str):
-            payload["prompt"] = row[taskset.prompt]  # a function of TRL gets texts where the data set has texts
+            payload["prompt"] = row[taskset.prompt]  # TRL's reward functions get a text if the data set has a text
         system = [message for message in messages if message["role"] == "system"]
         if taskset.system is not None:
             system = [Message(role="system", content=taskset.system)]
@@ -314,7 +316,7 @@ class _Tasks(Sequence[Task]):
 
 
 class _Answer(Environment):
-    """One problem: the prompt is the task's own, and the first answer ends it."""
+    """One problem. The task holds its prompt, and the first answer ends the episode."""
 
     async def reset(self) -> Observation:
         return Observation((), score=Score.failed(NO_SCORE))
@@ -324,7 +326,7 @@ class _Answer(Environment):
 
 
 def _at_path(row: Mapping[str, Any], path: str) -> Any:
-    """The value under a column, or at a dotted path into tables; None if there is none."""
+    """Return the value of a column, or at a dotted path into nested columns; None if there is no such value."""
     if path in row:
         return row[path]
     value: Any = row
@@ -334,10 +336,10 @@ def _at_path(row: Mapping[str, Any], path: str) -> Any:
 
 
 def _read_prompt(source: Source, position: int, row: Mapping[str, Any], column: str) -> tuple[Message, ...]:
-    """The messages of a row's question.
+    """Return the messages of a row's question.
 
     Raises:
-        UserError: the column is missing, or is neither a text nor messages that leave the answer to the model.
+        UserError: the column is missing, is neither a text nor messages, or ends with an assistant's message.
     """
     prompt = _at_path(row, column)
     if prompt is None:
@@ -371,7 +373,7 @@ def _read_prompt(source: Source, position: int, row: Mapping[str, Any], column: 
 
 
 def _find_solution(row: Mapping[str, Any], columns: Sequence[str]) -> str | None:
-    """The first expert's answer among ``columns``, or None. Of a column of messages, the last one counts."""
+    """Return the first expert's answer found in ``columns``, or None. In a list of messages it is the last one."""
     for column in columns:
         value = _at_path(row, column)
         if isinstance(value, list) and value and isinstance(value[-1], Mapping):
