@@ -1,12 +1,12 @@
-"""Advantages: how much better a trajectory did than what it is compared with, for each trained token.
+"""Advantages: for each trained token, how much better its trajectory did than those it is compared with.
 
 `estimate` is the entry point, for a run (`gleanrl.algorithms.batch`) and for other trainers' loops:
 
     advantages, returns = estimate("grpo", token_rewards, mask, group)
 
-An estimator is a function of `Rewards` under `@estimator`. The ten built-in ones agree with verl's of the same name.
-Statistics are float64 and computed without a loop over rows or positions. A quantity of a trajectory is a vector [N];
-a quantity of a token is a vector [T] over the trained tokens of valid members, row by row.
+An estimator is a function of `Rewards` decorated with `@estimator`. The ten built-in estimators agree with verl's
+estimators of the same names. Statistics are float64 and computed without a loop over rows or positions. A quantity per
+trajectory is a vector [N]; a quantity per token is a vector [T] over the trained tokens of valid members, row by row.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ INPUTS = {
 
 @dataclass(frozen=True)
 class Rewards:
-    """What an estimator sees: N trajectories of L positions in G groups.
+    """The input of an estimator: N trajectories of L positions in G groups.
 
-    Means, deviations and the statistics of whitening are those of the ``baseline`` members, which are valid. What an
-    estimator returns for an invalid member is discarded.
+    Means, standard deviations and whitening statistics are computed over the ``baseline`` members, all of which are
+    valid. What an estimator returns for an invalid member is discarded.
     """
 
-    given: Tensor  # [N, L], as the caller gave them; invalid members may hold anything
+    given: Tensor  # [N, L], token rewards from the caller; those of invalid members may be anything
     mask: Tensor  # bool [N, L], trained tokens
     group: Tensor  # int64 [N], 0 .. G-1
     valid: Tensor  # bool [N]
@@ -50,7 +50,7 @@ class Rewards:
 
     @cached_property
     def token_rewards(self) -> Tensor:
-        """float64 [N, L], 0 for invalid members."""
+        """float64 [N, L], the given token rewards; 0 for invalid members."""
         return torch.where(self.valid[:, None], self.given.double(), 0.0)
 
     @cached_property
@@ -60,7 +60,7 @@ class Rewards:
 
     @cached_property
     def counts(self) -> Tensor:
-        """float64 [N]: baseline members of each trajectory's group."""
+        """float64 [N]: number of baseline members in each trajectory's group."""
         return self.sum_by_group(self.baseline.double())[self.group]
 
     @cached_property
@@ -78,7 +78,7 @@ class Rewards:
 
     @cached_property
     def lone(self) -> Tensor:
-        """bool [N]: baseline members without another in their group."""
+        """bool [N]: members that are the only baseline member of their group."""
         return self.baseline & (self.counts <= 1)
 
     @cached_property
@@ -90,7 +90,7 @@ class Rewards:
 
     @cached_property
     def zero_variance(self) -> Tensor:
-        """bool [N]: members of groups with at least two valid members that all earned the same."""
+        """bool [N]: members of the groups that have at least two valid members, all with the same score."""
         low, high = self.lowest(self.valid), self.highest(self.valid)
         several = self.sum_by_group(self.valid.double()) >= 2
         return (several & (low == high))[self.group]
@@ -115,16 +115,16 @@ class Rewards:
 
     @cached_property
     def adjacent(self) -> Tensor:
-        """bool [T-1]: as ``joined``, and no masked position lies between the two."""
+        """bool [T-1]: ``joined``, and no masked position lies between the two tokens."""
         following = torch.zeros_like(self.trained)
         following[:, :-1] = self.trained[:, 1:]
         return following.masked_select(self.trained)[:-1]
 
     def rewards_at_tokens(self) -> Tensor:
-        """float64 [T], new: the reward at each trained token, and those at the masked positions after it.
+        """Return float64 [T], a new tensor: the reward at each trained token plus those at masked positions after it.
 
-        A reward before the first trained token goes to that one, so what the tokens of a trajectory are credited
-        with sums to its score. Where rewards stand on trained tokens this is verl's; verl drops the others.
+        A reward before the first trained token is added to that token, so that the rewards of a trajectory's tokens
+        sum to its score. verl uses the rewards at trained tokens and drops those at masked positions.
         """
         rewards = self.at_tokens(self.given)
         stray = (self.given != 0) & ~self.mask
@@ -136,20 +136,20 @@ class Rewards:
         return rewards
 
     def at_tokens(self, values: Tensor) -> Tensor:
-        """float64 [T] from [N, L] of any dtype, new."""
+        """Return ``values`` [N, L], of any dtype, at the trained tokens: float64 [T], a new tensor."""
         return values.masked_select(self.trained).double()
 
     def repeat(self, values: Tensor) -> Tensor:
-        """[T] from [N]: each trajectory's value at each of its tokens."""
+        """Return [T]: each trajectory's entry of ``values`` [N] at each of its trained tokens."""
         return values.repeat_interleave(self.lengths)
 
     def spread(self, values: Tensor) -> Tensor:
-        """float32 [N, L] from [T], 0 elsewhere."""
+        """Return float32 [N, L]: ``values`` [T] at the trained tokens and 0 elsewhere."""
         empty = torch.zeros(self.trained.shape, dtype=torch.float32, device=values.device)
         return empty.masked_scatter_(self.trained, values.float())
 
     def sum_by_group(self, values: Tensor) -> Tensor:
-        """float64 [G] from float64 [N]."""
+        """Return float64 [G]: the sum of ``values`` float64 [N] over each group."""
         return values.new_zeros(self.groups).index_add_(0, self.group, values)
 
     def weighted_means(self, weights: Tensor) -> Tensor:
@@ -157,7 +157,7 @@ class Rewards:
         low, high = self.lowest(weights > 0), self.highest(weights > 0)
         sums = self.sum_by_group(weights)
         mean = self.sum_by_group(weights * self.scores) / torch.where(sums > 0, sums, 1.0)
-        # Equal scores have exactly their own mean: rounding must not turn "no signal" into a tiny one.
+        # The mean of equal scores is exactly that score, so that rounding cannot create a tiny advantage.
         return torch.where(low == high, low, mean)[self.group]
 
     def lowest(self, members: Tensor) -> Tensor:
@@ -177,13 +177,13 @@ class Estimator:
 
     name: str
     function: Callable[..., tuple[Tensor, Tensor]]
-    """(rewards, **options) -> advantages and returns, each float [N, L] or what broadcasts to it, e.g. [N, 1]."""
+    """``function(rewards, **options)`` computes advantages and returns, each float [N, L] or [N, 1]."""
     group_local: bool
-    """A group's advantages do not depend on the rest of the batch, which may then be consumed in chunks."""
+    """Whether a group's advantages do not depend on the rest of the batch, so that chunks of it can be consumed."""
     group_baseline: bool
-    """Compares the members of a group with one another: a lone member learns nothing, or from its raw reward."""
+    """Whether members of a group are compared; a lone member then learns nothing, or learns from its raw reward."""
     needs: frozenset[str]
-    """Tensors that it takes besides the rewards: "values" (a critic), "reward_baselines" (greedy rollouts)."""
+    """Tensors that it needs besides the rewards: "values" (a critic), "reward_baselines" (greedy rollouts)."""
 
     @cached_property
     def options(self) -> frozenset[str]:
@@ -192,7 +192,7 @@ class Estimator:
         return frozenset(p.name for p in rest if p.kind in (Parameter.KEYWORD_ONLY, Parameter.POSITIONAL_OR_KEYWORD))
 
     def __call__(self, rewards: Rewards, **options: Any) -> tuple[Tensor, Tensor]:
-        """Advantages and returns. Raises `ValueError` if an input that it ``needs`` is missing or None."""
+        """Compute advantages and returns. Raises `ValueError` if an input in ``needs`` is missing or None."""
         for name in sorted(self.needs):
             if options.get(name) is None:
                 raise ValueError(f"estimator {self.name!r} needs {name}: {INPUTS.get(name, 'a tensor')}")
@@ -207,7 +207,7 @@ ESTIMATORS: Registry[Estimator] = Registry(
 def estimator(
     name: str, *, group_local: bool, group_baseline: bool = False, needs: Iterable[str] = ()
 ) -> Callable[[Callable[..., tuple[Tensor, Tensor]]], Estimator]:
-    """Decorator: make a function an `Estimator` of these properties and register it under ``name``."""
+    """Decorator: make a function an `Estimator` with these properties and register it under ``name``."""
 
     def register(function: Callable[..., tuple[Tensor, Tensor]]) -> Estimator:
         return ESTIMATORS.add(Estimator(name, function, group_local, group_baseline, frozenset(needs)))
@@ -216,7 +216,7 @@ def estimator(
 
 
 def check_options(name: str, options: Iterable[str]) -> None:
-    """Raises `UserError` for the first of ``options`` that the estimator does not take, or for an unknown name."""
+    """Raise `UserError` if the name is unknown, or if the estimator does not take one of ``options``."""
     known = ESTIMATORS.get(name).options
     for option in options:
         if option not in known:
@@ -237,18 +237,18 @@ def estimate(
     zero_variance: Literal["keep", "drop"] = "keep",
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Advantages and returns, float32 [N, L] each, 0 outside ``mask`` and for invalid members.
+    """Compute advantages and returns: float32 [N, L] each, 0 outside ``mask`` and for invalid members.
 
     ``token_rewards`` [N, L] of any dtype; ``mask`` bool or 0/1 [N, L], the trained tokens; ``group`` int [N], any ids.
     ``baseline_members`` bool [N]: the members whose mean, deviation and whitening statistics are used (default: all).
     ``valid`` bool [N]: members whose score could be computed (default: all); the others enter no statistic and may hold
-    anything. A run leaves them out before (`gleanrl.algorithms.batch.build_samples`). ``zero_variance="drop"`` gives 0
-    to all members of a group whose valid members earned the same (`zero_variance_members`). ``options``
-    are the estimator's. An estimator of one advantage a trajectory returns the same tensor twice.
+    anything. In a run, `gleanrl.algorithms.batch.build_samples` has already left them out. ``zero_variance="drop"``
+    gives 0 to all members of a group whose valid members have the same score (`zero_variance_members`). ``options`` are
+    passed to the estimator. If it gives one advantage per trajectory, both results are the same tensor.
 
     Raises:
-        UserError: an unknown name or option, or an option's value that cannot be.
-        ValueError: shapes that do not fit, a missing ``values`` or ``reward_baselines``, a valid member whose reward
+        UserError: for an unknown name or option, or an invalid value of an option.
+        ValueError: for shapes that do not fit, missing ``values`` or ``reward_baselines``, a valid member whose reward
             is not finite, or an estimator that returns values that are not finite.
     """
     check_options(name, options)
@@ -262,7 +262,7 @@ def estimate(
 
 
 def zero_variance_members(scores: Tensor, group: Tensor) -> Tensor:
-    """bool [N]: members of groups of two or more that all earned the same; ``scores`` float [N], ``group`` int [N]."""
+    """Return bool [N]: True in groups of two or more with equal ``scores`` (float [N]); ``group`` int [N]."""
     column = scores[:, None]
     return _rewards(column, torch.ones_like(column), group, None, None).zero_variance
 
@@ -286,17 +286,17 @@ def _rewards(
 
 
 def _dense(name: str, values: Tensor, mask: Tensor, kept: Tensor) -> Tensor:
-    """float32 [N, L], 0 outside ``mask`` and for members that are not ``kept``."""
+    """Return ``values`` as float32 [N, L], 0 outside ``mask`` and for members that are not ``kept``."""
     if values.shape not in (mask.shape, (mask.shape[0], 1)):
         wanted = f"{[mask.shape[0], 1]} or {list(mask.shape)}"
         raise ValueError(f"estimator {name!r} gave shape {list(values.shape)}, not {wanted}")
-    if values.shape != mask.shape:  # what is the same at every token is rounded and zeroed once
+    if values.shape != mask.shape:  # one value per member: rounded and zeroed before it is repeated
         dense = torch.where(mask, torch.where(kept[:, None], values, 0.0).float(), 0.0)
     elif bool(kept.all()):
         dense = torch.where(mask, values.float(), 0.0)
     else:
         dense = torch.where(mask & kept[:, None], values.float(), 0.0)
-    # The sum is cheap to look at; it alone may overflow.
+    # Checking the sum is cheap. If it is not finite, each value is checked, because only the sum may have overflowed.
     if not bool(dense.sum().isfinite()) and not bool(dense.isfinite().all()):
         row = int((~dense.isfinite()).any(-1).nonzero()[0])
         raise ValueError(f"estimator {name!r} gave member {row} an advantage or return that is not finite")
@@ -318,11 +318,11 @@ def dr_grpo(rewards: Rewards) -> tuple[Tensor, Tensor]:
 
 @estimator("grpo_passk", group_local=True, group_baseline=True)
 def grpo_passk(rewards: Rewards) -> tuple[Tensor, Tensor]:
-    """The best member of a group gets (r1 - r2) / (std + 1e-6), r2 the runner-up's, the others 0; so do ties.
+    """The best member of a group gets (r1 - r2) / (std + 1e-6), where r2 is the runner-up's score; others get 0.
 
-    Optimises the best of k instead of the mean (arXiv 2503.19595). Best, runner-up and deviation are the baseline's; a
-    member outside it gets its own lead over the baseline's best. Without a runner-up the lead is 0.
-    Raises `UserError` for a group with one valid member.
+    Optimises the best of k instead of the mean (arXiv 2503.19595). Members that tie for the best score get 0 too. r1,
+    r2 and std are those of the baseline members; a member outside the baseline gets its own lead over the best of the
+    baseline. If there is no runner-up, the lead is 0. Raises `UserError` for a group with one valid member.
     """
     alone = int((rewards.sum_by_group(rewards.valid.double()) == 1).sum())
     if alone:
@@ -341,9 +341,9 @@ def grpo_passk(rewards: Rewards) -> tuple[Tensor, Tensor]:
 
 @estimator("rloo", group_local=True, group_baseline=True)
 def rloo(rewards: Rewards) -> tuple[Tensor, Tensor]:
-    """r minus the mean of the *other* baseline members, which is n/(n-1) (r - mean) (arXiv 2402.14740).
+    """r minus the mean score of the *other* baseline members, which is n/(n-1) (r - mean) (arXiv 2402.14740).
 
-    A member outside the baseline is compared with all of it; a lone baseline member keeps its raw score.
+    A member outside the baseline is compared with all baseline members. A lone baseline member keeps its raw score.
     """
     others = rewards.counts - 1
     leave_one_out = (rewards.scores - rewards.means) * rewards.counts / others.clamp(min=1)
@@ -355,7 +355,7 @@ def rloo(rewards: Rewards) -> tuple[Tensor, Tensor]:
 def opo(rewards: Rewards) -> tuple[Tensor, Tensor]:
     """r - sum(length r) / sum(length), lengths in trained tokens: the baseline of least variance (arXiv 2505.23585).
 
-    A lone baseline member has baseline 0, and so has a group whose baseline members have no trained token.
+    The baseline is 0 for a lone baseline member, and in a group whose baseline members have no trained token.
     """
     means = rewards.weighted_means(rewards.lengths * rewards.baseline.double())
     return _outcome(rewards.scores - torch.where(rewards.lone, 0.0, means))
@@ -365,7 +365,7 @@ def opo(rewards: Rewards) -> tuple[Tensor, Tensor]:
 def gpg(rewards: Rewards, *, f_norm: float = 1.0) -> tuple[Tensor, Tensor]:
     """alpha (r - mean) / f_norm, alpha = members / members with r != 0 (arXiv 2504.02546).
 
-    alpha makes up for members without reward; it counts the baseline members of the whole batch.
+    alpha compensates for members without reward. Both counts in it are of baseline members in the whole batch.
     """
     _check("f_norm", f_norm, "a number above 0", lambda x: 0 < x < float("inf"))
     rewarded = (rewards.baseline & (rewards.scores != 0)).sum()
@@ -377,12 +377,12 @@ def gpg(rewards: Rewards, *, f_norm: float = 1.0) -> tuple[Tensor, Tensor]:
 def reinforce_plus_plus(
     rewards: Rewards, *, gamma: float = 1.0, across_turns: bool = True, whiten: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """G_t = r_t + gamma G_t+1, whitened over the trained tokens of the batch; returns are raw (arXiv 2501.03262).
+    """G_t = r_t + gamma G_t+1, whitened over the trained tokens of the batch; returns are not (arXiv 2501.03262).
 
-    Returns pass from each trained token to the one before it, over masked positions, as in verl since 0.9. With
-    ``across_turns=False`` a return ends where a masked position follows, as in verl before: a reward at the end of a
-    conversation then reaches its last turn only. A reward at a masked position belongs to the trained token before
-    it, or to the first; verl drops it.
+    t+1 is the next trained token: masked positions are skipped, as in verl since 0.9. With ``across_turns=False`` the
+    sum ends where a masked position follows, as in verl before 0.9, so that a reward at the end of a conversation only
+    reaches its last turn. A reward at a masked position is added to the trained token before it, or else to the first
+    one; verl drops such a reward.
     """
     _check("gamma", gamma, "a number in [0, 1]", lambda x: 0 <= x <= 1)
     _check("across_turns", across_turns, "true or false", lambda x: x in (True, False))
@@ -399,10 +399,10 @@ def reinforce_plus_plus_baseline(rewards: Rewards) -> tuple[Tensor, Tensor]:
 
 @estimator("remax", group_local=True, needs=["reward_baselines"])
 def remax(rewards: Rewards, *, reward_baselines: Tensor) -> tuple[Tensor, Tensor]:
-    """What is earned from a token on, minus what a greedy rollout of the task earned (arXiv 2310.10505).
+    """Sum of the rewards from a token on, minus the reward of a greedy rollout of the task (arXiv 2310.10505).
 
-    ``reward_baselines`` float [N]. Returns are those sums. A reward at a masked position belongs to the trained
-    token before it, or to the first; verl drops it.
+    ``reward_baselines`` float [N]. Returns are the sums of rewards. A reward at a masked position is added to the
+    trained token before it, or else to the first one; verl drops such a reward.
     """
     baselines = _input("reward_baselines", reward_baselines, rewards.valid.shape).double()
     returns = discounted_sums(rewards.rewards_at_tokens(), rewards.joined, 1.0)
@@ -417,7 +417,8 @@ def gae(
 
     A_t = r_t + gamma V_next - V_t + gamma lam A_next, where next is the next trained token of the trajectory:
     masked positions are skipped. ``values`` float [N, L] is V, read at trained tokens only. Returns are A + V before
-    whitening. A reward at a masked position belongs to the trained token before it, or to the first; verl drops it.
+    whitening. A reward at a masked position is added to the trained token before it, or else to the first one; verl
+    drops such a reward.
     """
     _check("gamma", gamma, "a number in [0, 1]", lambda x: 0 <= x <= 1)
     _check("lam", lam, "a number in [0, 1]", lambda x: 0 <= x <= 1)
@@ -429,13 +430,14 @@ def gae(
 
 
 def discounted_sums(values: Tensor, joined: Tensor, factor: float) -> Tensor:
-    """float64 [T]: S_t = v_t + factor S_t+1 where ``joined`` bool [T-1] is True (t+1 continues t), else v_t.
+    """Return float64 [T]: S_t = v_t + factor S_t+1 where ``joined`` bool [T-1] is True (t+1 continues t), else v_t.
 
-    By doubling: sums over 1, 2, 4, ... tokens, so the longest run decides on the number of passes and no sum
-    holds what belongs to another run. ``factor`` in [0, 1]; ``values`` float64 [T] is overwritten.
+    Each pass doubles the number of tokens in a sum (1, 2, 4, ...), so the longest run of joined tokens determines the
+    number of passes. No sum includes a token of another run. ``factor`` in [0, 1]; ``values`` float64 [T] are
+    overwritten.
     """
     span, zero = 1, values.new_zeros(())
-    carried = torch.empty_like(values)  # once: a new one each pass costs more than the pass
+    carried = torch.empty_like(values)  # allocated once: allocating it in each pass would cost more than the pass
     while factor > 0 and bool(joined.any()):
         values[:-span].add_(torch.where(joined, values[span:], zero, out=carried[span:]), alpha=factor)
         joined = joined[:-span] & joined[span:]
@@ -444,10 +446,11 @@ def discounted_sums(values: Tensor, joined: Tensor, factor: float) -> Tensor:
 
 
 def whitened(values: Tensor, members: Tensor | None, times: Tensor | None = None) -> Tensor:
-    """(value - mean) / sqrt(var + 1e-8), where ``members`` bool [K] of ``values`` float64 [K] give mean and var (n-1).
+    """Return (value - mean) / sqrt(var + 1e-8) for ``values`` float64 [K].
 
-    ``members`` None is all. ``times`` float64 [K]: how often each value counts (default: once). Where the members
-    are all equal the variance counts as 1 and they get exactly 0; without any, the mean is 0 too.
+    Mean and variance (n-1) are those of the ``members`` bool [K], None for all. ``times`` float64 [K] is how often each
+    value counts in them (default: once). If all members are equal, the variance is taken as 1, so that members become
+    exactly 0. If there are no members, ``values`` are returned unchanged.
     """
     sample = values if members is None else values[members]
     if not sample.numel():
@@ -465,13 +468,13 @@ def whitened(values: Tensor, members: Tensor | None, times: Tensor | None = None
 
 
 def _outcome(advantages: Tensor) -> tuple[Tensor, Tensor]:
-    """Advantages and returns [N, 1] from ``advantages`` float64 [N], the same for every token of a trajectory."""
+    """Return advantages and returns [N, 1]: ``advantages`` float64 [N], one for all tokens of a trajectory."""
     column = advantages[:, None]
     return column, column
 
 
 def _per_token(rewards: Rewards, advantages: Tensor, returns: Tensor, whiten: bool) -> tuple[Tensor, Tensor]:
-    """Advantages and returns float32 [N, L] from those of the trained tokens, float64 [T]; ``whiten``s advantages."""
+    """Return advantages and returns as float32 [N, L], given float64 [T]. ``whiten``: whiten the advantages first."""
     _check("whiten", whiten, "true or false", lambda x: x in (True, False))
     spread_returns = rewards.spread(returns)
     if whiten:

@@ -1,11 +1,12 @@
 """From groups of trajectories to samples with advantages and loss weights.
 
-Two stages, because some advantages need a model first (a critic's values, the KL to a reference): `build_samples` cuts
-trajectories into samples, `assign_advantages` adds advantages and weights. `build` is both, for everything that needs
-no model. The run calls them in `gleanrl.runtime.local.Builder.make_batch`.
+There are two stages, because some advantages need estimates of a model (a critic's values, the KL to a reference):
+`build_samples` cuts trajectories into samples, and `assign_advantages` adds advantages and weights. `build` does both,
+where no model is needed. A run calls them in `gleanrl.runtime.local.Builder.make_batch`.
 
-A failed reward is masked here and nowhere else in a run: `build_samples` leaves out members without a score, so they
-enter no sample, no group statistic and no denominator. (`advantages.estimate` has a ``valid`` mask for other loops.)
+This is the only place in a run that masks failed rewards: `build_samples` leaves out members without a score, so that
+they enter no sample, no group statistic and no denominator. (Other trainers' loops can use the ``valid`` mask of
+`advantages.estimate`.)
 """
 
 from __future__ import annotations
@@ -27,24 +28,24 @@ from gleanrl.utils.errors import UserError
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One segment, ready to train on; it ends with its last trained token. Position 0 is never trained."""
+    """One segment of a trajectory, up to its last trained token, ready to train on. Position 0 is never trained."""
 
     tokens: IntArray  # int32[n]
     mask: BoolArray  # bool[n], trained tokens
     behaviour: FloatArray  # float32[n], log-probs as sampled; 0 outside the mask
     advantages: FloatArray  # float32[n], 0 outside the mask
     weights: FloatArray  # float32[n], weight in the loss's sum; 0 outside the mask
-    off_policy: bool  # replayed, or guided with the guidance stripped
+    off_policy: bool  # replayed, or sampled with guidance that is no longer in its tokens
     version: int  # oldest weights that sampled any token of its trajectory
-    trajectory: int  # index among the batch's valid trajectories; segments of one share it
+    trajectory: int  # index among the batch's valid trajectories; samples of one trajectory share it
     group: int  # index among the batch's groups
-    proximal: FloatArray | None = None  # float32[n], under the policy at the start of the update, if recomputed
-    values: FloatArray | None = None  # float32[n], the critic's before the update, if there is one
+    proximal: FloatArray | None = None  # float32[n], log-probs at the start of the update, if recomputed
+    values: FloatArray | None = None  # float32[n], the critic's predictions before the update, if there is a critic
     returns: FloatArray | None = None  # float32[n], the critic's targets
 
     @property
     def old(self) -> FloatArray:
-        """float32[n], denominator of the ratio; of a replayed sample always the recorded log-probs."""
+        """float32[n], log-probs in the denominator of the ratio; off-policy samples always use the recorded ones."""
         return self.behaviour if self.proximal is None or self.off_policy else self.proximal
 
     @property
@@ -58,15 +59,15 @@ class GroupSamples:
     """The samples of one group, and its share of the loss's denominator."""
 
     samples: tuple[Sample, ...]
-    tokens: int  # trained tokens of the members that are kept
-    sequences: int  # kept members with a trained token
-    invalid: int  # members without a score, left out of everything
-    zero_variance: bool  # some members are compared only with members that earned the same
+    tokens: int  # number of trained tokens of the kept members
+    sequences: int  # number of kept members with a trained token
+    invalid: int  # number of members without a score, which are left out of everything
+    zero_variance: bool  # whether some members are compared only with members of the same score
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Groups as the learner consumes them, in order."""
+    """Groups, in the order in which the learner consumes them."""
 
     parts: tuple[GroupSamples, ...]
 
@@ -79,7 +80,7 @@ class Batch:
         return tuple(chain.from_iterable(part.samples for part in self.parts))
 
     def cut(self, start: int, stop: int) -> Batch:
-        """Groups ``start`` to ``stop``, exclusive."""
+        """Return a batch of the groups ``start`` to ``stop``, exclusive."""
         return Batch(self.parts[start:stop])
 
 
@@ -88,7 +89,7 @@ class ModelEstimates(NamedTuple):
 
     proximal: FloatArray | None = None  # float32[n], log-probs under the current policy
     penalty: FloatArray | None = None  # float32[n], subtracted from each token's reward
-    values: FloatArray | None = None  # float32[n], the critic's
+    values: FloatArray | None = None  # float32[n], the critic's predictions
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +106,7 @@ class _Member:
 class SampleSet:
     """Groups cut into samples whose advantages and weights are still 0.
 
-    Rows of ``mask`` are the N valid members. The L positions of a row are those of a member's segments, concatenated.
+    Each row of ``mask`` is one of the N valid members. Its L positions are the tokens of the member's segments, joined.
     """
 
     groups: tuple[Group, ...]
@@ -116,7 +117,7 @@ class SampleSet:
 
 
 def build(groups: Sequence[Group], credit: CreditSettings, loss: LossSettings, max_length: int) -> Batch:
-    """Samples of all valid members, with advantages that need no model.
+    """Build a batch of all valid members' samples, where neither estimator nor loss needs estimates of a model.
 
     ``max_length``: the model's context in tokens; a longer segment raises `UserError`.
     """
@@ -124,7 +125,7 @@ def build(groups: Sequence[Group], credit: CreditSettings, loss: LossSettings, m
 
 
 def build_samples(groups: Sequence[Group], max_length: int) -> SampleSet:
-    """One sample for each segment with trained tokens of each valid member. Raises `UserError` as `build` does."""
+    """Cut each valid member into samples, one per segment with trained tokens. Raises `UserError` as `build` does."""
     members: list[_Member] = []
     masks: list[BoolArray] = []
     samples: list[Sample] = []
@@ -157,7 +158,7 @@ def build_samples(groups: Sequence[Group], max_length: int) -> SampleSet:
 def _sample(
     member: _Member, tokens: IntArray, mask: BoolArray, behaviour: FloatArray, max_length: int
 ) -> Sample | None:
-    """A segment up to its last trained token, as later tokens have no effect; None if it has no trained token."""
+    """Return the segment up to its last trained token, as later tokens have no effect; None if it has none."""
     trained = mask.nonzero()[0]
     if not trained.size:
         return None
@@ -191,14 +192,14 @@ def assign_advantages(
     estimates: Sequence[ModelEstimates] | None = None,
     replay: ReplaySettings = ReplaySettings(),  # noqa: B008 - frozen
 ) -> Batch:
-    """Samples with advantages and loss weights.
+    """Return a batch of the samples with advantages and loss weights.
 
-    Fresh members of a group give its baseline, and replayed ones are compared with it. ``replay.baseline = "group"``
-    lets all members give it; ``replay.grouping = "own"`` makes each replayed member a group of its own. With
-    ``credit.zero_variance = "drop"``, members that are compared only with members that earned the same are left out.
-    ``estimates``: one for each sample, where an estimator or the loss needs them. The "sequence" of the sequence-wise
-    aggregations is a whole trajectory, however many segments it has. Raises ValueError where an estimator lacks an
-    input.
+    A group's baseline is computed from its fresh members, and replayed members are compared with it. With
+    ``replay.baseline = "group"`` the baseline is computed from all members; with ``replay.grouping = "own"`` each
+    replayed member is a group of its own. With ``credit.zero_variance = "drop"``, members that are compared only with
+    members of the same score are left out. ``estimates``: one for each sample, if the estimator or the loss needs them.
+    In the sequence-wise aggregations a "sequence" is a whole trajectory, however many segments it has. Raises
+    ValueError if an input of the estimator is missing.
     """
     members, mask = built.members, built.mask
     own_group, baseline = [], []
@@ -249,9 +250,9 @@ def assign_advantages(
 
 
 def weighted_batch(groups: Sequence[Group], weights: Sequence[float], loss: LossSettings, max_length: int) -> Batch:
-    """Samples whose every trained token has its group's entry of ``weights`` as advantage; no estimator is used.
+    """Return a batch in which each trained token's advantage is its group's entry of ``weights``, without an estimator.
 
-    The loss is the configured one: for replayed groups a clipped or shaped ratio times the weight, not a cross-entropy.
+    The configured loss applies: for replayed groups a clipped or shaped ratio times the weight, not a cross-entropy.
     """
     built = build_samples(groups, max_length)
     advantages = np.array([weights[m.group] for m in built.members], np.float32)[:, None] * built.mask
@@ -270,7 +271,7 @@ def _batch(
     *,
     estimates: Sequence[ModelEstimates] | None = None,
 ) -> Batch:
-    """The samples of the members to ``keep``. ``keep`` and ``zero_variance`` are bool [N]."""
+    """Return a batch of the samples of the members to ``keep``. ``keep`` and ``zero_variance`` are bool [N]."""
     mask = built.mask
     scale = loss.aggregation_scale or max_length
     weights = token_weights(torch.from_numpy(mask), aggregation_of(loss), scale=scale).numpy()

@@ -1,15 +1,15 @@
-"""The loss of an update: policy loss, importance correction, KL, entropy bonus, aggregation; pure functions.
+"""The loss of an update: policy loss, importance correction, KL, entropy bonus and aggregation, as pure functions.
 
-`objective` is what a learner minimises: what each token contributes, fresh and replayed tokens apart.
-`padded_policy_loss` is the same for padded tensors of another trainer's loop. To add a policy loss, write a function of
-`Tokens` under `@policy_loss`, and set ``loss.name = "file.py:function"``, or its name if it is in this file. It decides
-the loss of fresh tokens only: replayed tokens always get `replayed_loss`, whatever ``loss.name`` is.
+`objective` computes each token's part of the loss that a learner minimises. `padded_policy_loss` computes the policy
+loss of padded tensors, for another trainer's loop. To add a policy loss, decorate a function of `Tokens` with
+`@policy_loss` and set ``loss.name = "file.py:function"``, or the name given to the decorator if it is in this file. The
+policy loss is that of fresh tokens only: replayed tokens always get `replayed_loss`, whatever ``loss.name`` is.
 
-Everything works on the flat list of trained tokens, so padding, micro-batches and context tokens cannot enter a result.
-A loss is ``sum(weights * values) / normaliser``. Weights and normaliser depend on the whole step only, so a gradient
-does not depend on how the step is cut into chunks and micro-batches. A loss that depends on more than the token itself
-(gspo: its sequence; clip_cov, kl_cov: the whole update) names that ``scope`` and gets what it needs from a
-``precompute`` over all tokens of the scope, without gradient.
+All functions work on the flat list of trained tokens, so that padding, micro-batches and context tokens cannot change a
+result. A loss is ``sum(weights * values) / normaliser``. Weights and normaliser depend on the whole step only, so a
+gradient does not depend on how the step is cut into chunks and micro-batches. If a token's loss depends on further
+tokens (gspo: its sequence; clip_cov, kl_cov: the whole update), the policy loss declares them as its ``scope``. Its
+``precompute`` sees all tokens of the scope, without gradient, and the loss receives the result.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from gleanrl.utils.text import nearest
 
 LossConfig = LossSettings
 
-LOG_RATIO_LIMIT = 20.0  # exp(20) = 5e8: far outside every clip, far inside float32
+LOG_RATIO_LIMIT = 20.0  # exp(20) = 5e8: far beyond every clip and far within the range of float32
 K3_LIMIT = 10.0
 AGGREGATIONS = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 KL_KINDS = ("k1", "kl", "abs", "k2", "mse", "k3", "low_var_kl")
@@ -49,12 +49,12 @@ class Tokens:
     old_logp: Tensor  # float [T], denominator of the ratio
     advantages: Tensor  # float [T]
     sequence: Tensor  # int64 [T], which sequence a token belongs to
-    off_policy: Tensor  # bool [T], from the experience pool, or of guided members whose guidance is stripped
-    behaviour_logp: Tensor | None = None  # float [T], as sampled, where it differs from old_logp
+    off_policy: Tensor  # bool [T], replayed, or sampled with guidance that the tokens no longer contain
+    behaviour_logp: Tensor | None = None  # float [T], log-probs as sampled, where they differ from old_logp
     precomputed: Tensor | None = None  # [T], what the loss's ``precompute`` returned for each token
 
     def take(self, index: Tensor | slice) -> Tokens:
-        """Some of these tokens, by their indices, a mask or a slice."""
+        """Return some of these tokens, selected by indices, a mask or a slice."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         some: dict[str, Any] = {name: None if value is None else value[index] for name, value in values.items()}
         return Tokens(**some)
@@ -68,14 +68,14 @@ class Tokens:
         return self.log_ratio.exp()
 
     def sequence_sum(self, values: Tensor) -> Tensor:
-        """float [T]: the sum of ``values`` [T] over each token's sequence, as far as it is among these tokens."""
+        """Return float [T]: for each token, the sum of ``values`` [T] over these tokens of its sequence."""
         if not values.numel():
             return values
         totals = values.new_zeros(int(self.sequence.max()) + 1).index_add_(0, self.sequence, values)
         return totals[self.sequence]
 
     def sequence_mean(self, values: Tensor) -> Tensor:
-        """float [T]: the mean of ``values`` [T] over each token's sequence, as far as it is among these tokens."""
+        """Return float [T]: for each token, the mean of ``values`` [T] over these tokens of its sequence."""
         return self.sequence_sum(values) / self.sequence_sum(torch.ones_like(values))
 
 
@@ -83,9 +83,9 @@ class TokenLosses(NamedTuple):
     """The result of a policy loss for T tokens. A flag that is None is False everywhere."""
 
     values: Tensor  # float [T], to be minimised
-    clipped_high: Tensor | None = None  # bool [T], the upper bound of the ratio decides the value
-    clipped_low: Tensor | None = None  # bool [T], its lower bound does
-    clipped_dual: Tensor | None = None  # bool [T], the bound on a negative advantage times a large ratio does
+    clipped_high: Tensor | None = None  # bool [T], the upper bound of the ratio determines the value
+    clipped_low: Tensor | None = None  # bool [T], the lower bound of the ratio determines it
+    clipped_dual: Tensor | None = None  # bool [T], the bound for large ratios at negative advantages does
 
 
 @dataclass(frozen=True)
@@ -97,21 +97,21 @@ class PolicyLoss:
     scope: Scope  # the tokens that one token's value depends on
     precompute: Callable[..., Tensor] | None  # (all tokens of the scope, settings, **options) -> [T], without gradient
     aggregation: str
-    ratio: bool  # its values hold pi / pi_old, so that only pi_old / pi_behaviour is left to be corrected
+    ratio: bool  # its values contain pi / pi_old, so that a correction only has to add pi_old / pi_behaviour
 
     def __call__(self, tokens: Tokens, settings: LossSettings) -> TokenLosses:
         result = self.function(tokens, settings, **_taken(self._options[0], settings.options))
         return result if isinstance(result, TokenLosses) else TokenLosses(result)
 
     def precomputed(self, tokens: Tokens, settings: LossSettings) -> Tensor | None:
-        """[T], the result of ``precompute`` for all tokens of the scope; None without one."""
+        """Return [T], the result of ``precompute`` for all tokens of the scope; None if the loss has none."""
         if self.precompute is None:
             return None
         return self.precompute(tokens, settings, **_taken(self._options[1], settings.options))
 
     @cached_property
     def options(self) -> frozenset[str] | None:
-        """Names of the options that the loss or its precompute takes; None = any."""
+        """Names of the options that the loss or its precompute takes; None if it takes any."""
         ours, precomputes = self._options
         return None if ours is None or precomputes is None else ours | precomputes
 
@@ -121,7 +121,7 @@ class PolicyLoss:
 
 
 def _options_of(function: Callable[..., Any]) -> frozenset[str] | None:
-    """Names of the parameters behind tokens and settings; None where ``**options`` takes any."""
+    """Return the names of the parameters after tokens and settings; None if ``**options`` takes any name."""
     parameters = list(signature(function).parameters.values())[2:]
     if any(parameter.kind is Parameter.VAR_KEYWORD for parameter in parameters):
         return None
@@ -143,15 +143,15 @@ def policy_loss(
     aggregation: str = "token-mean",
     ratio: bool = True,
 ) -> Callable[[Callable[..., TokenLosses | Tensor]], PolicyLoss]:
-    """Decorator: make ``function(tokens, settings, **options) -> TokenLosses`` or values float [T] a policy loss.
+    """Decorator: register ``function(tokens, settings, **options)``, which returns `TokenLosses` or values float [T].
 
     Args:
         scope: what one token's value depends on: itself, its whole sequence, or all tokens of an update.
-        precompute: ``precompute(tokens, settings, **options) -> [T]`` sees the whole scope without gradient; its result
-            comes back as ``tokens.precomputed``. A loss of scope "token" has none. Each of the two gets those of
-            ``loss.options`` that they have as a parameter.
+        precompute: ``precompute(tokens, settings, **options) -> [T]`` sees the whole scope without gradient; the loss
+            finds the result in ``tokens.precomputed``. A loss of scope "token" has no precompute. Loss and precompute
+            each receive those of ``loss.options`` that they have as a parameter.
         aggregation: used where ``loss.aggregation`` is "auto".
-        ratio: False where the values hold no probability ratio; a correction then weighs them by pi / pi_behaviour.
+        ratio: False if the values contain no probability ratio; a correction then multiplies them by pi / pi_behaviour.
     """
     if (scope == "token") != (precompute is None):
         raise ValueError(f"loss {name!r}: precompute is needed for the scopes sequence and update, and only for them")
@@ -159,7 +159,7 @@ def policy_loss(
 
 
 def find(settings: LossSettings) -> PolicyLoss:
-    """The loss that ``settings`` names. Raises `UserError` for an unknown name, or an option that it does not take."""
+    """Return the loss that ``settings`` names. Raises `UserError` for an unknown name or option."""
     loss = POLICY_LOSSES.get(settings.name)
     if settings.options and loss.options is not None:
         for option in settings.options.keys() - loss.options:
@@ -175,15 +175,15 @@ class LossOutput(NamedTuple):
 
 
 class LossContext(NamedTuple):
-    """What the loss of a token depends on beyond the token, without gradient; [T] each, None where it is not needed."""
+    """What a token's loss depends on besides the token, without gradient; [T] each, None where not needed."""
 
     precomputed: Tensor | None  # the result of the policy loss's own ``precompute``
-    weight: Tensor | None  # float, importance correction of a fresh token: 0 = left out, 1 = as it is
+    weight: Tensor | None  # float, importance correction of a fresh token: 0 = left out, 1 = unchanged
     kept: Tensor | None  # float, number of tokens of its sequence that the correction keeps
-    length: Tensor | None  # float, how many tokens its sequence has
+    length: Tensor | None  # float, number of tokens of its sequence
 
     def take(self, index: Tensor | slice) -> LossContext:
-        """The context of some of the tokens, by their indices, a mask or a slice."""
+        """Return the context of some of the tokens, selected by indices, a mask or a slice."""
         return LossContext(*(None if value is None else value[index] for value in self))
 
     def split(self, sizes: Sequence[int]) -> list[LossContext]:
@@ -197,8 +197,8 @@ class Objective(NamedTuple):
 
     values: Tensor  # float [T], policy loss + KL - entropy bonus
     statistics: Statistics
-    left_out_tokens: Tensor  # float scalar: tokens that a masking correction takes out of the denominator
-    left_out_sequences: Tensor  # float scalar: likewise sequences, each token its share; 0 where none are counted
+    left_out_tokens: Tensor  # float scalar: number of tokens that a masking correction removes from the denominator
+    left_out_sequences: Tensor  # float scalar: number of sequences removed, 1 / length per token; 0 if unused
 
 
 def objective(
@@ -211,13 +211,14 @@ def objective(
     context: LossContext | None = None,
     current_logp: Tensor | None = None,
 ) -> Objective:
-    """The loss of each token. KL, entropy bonus and correction apply to fresh tokens only.
+    """Compute the loss of each token. KL, entropy bonus and correction apply to fresh tokens only.
 
-    ``kl_coefficient`` defaults to that of ``config``, or 0 where the KL is in the reward. ``entropy`` float [T] of the
-    policy at each token (with gradient if it has a coefficient), ``ref_logp`` float [T]. ``context``: the result of
-    `precompute` for these tokens, needed where they are not all tokens of the loss's scope. ``current_logp`` float [T]:
-    given where ``old_logp`` is as sampled and nothing was trained since; it measures the difference between trainer and
-    sampler. Raises `UserError` for an unknown loss, ValueError where a coefficient lacks its input.
+    ``kl_coefficient`` defaults to that of ``config``, or 0 where the KL is in the reward. ``entropy`` float [T]: of the
+    policy at each token (with gradient if it has a coefficient). ``ref_logp`` float [T]: log-probs of the reference.
+    ``context``: the result of `precompute` for these tokens, needed if they are not all tokens of the loss's scope.
+    ``current_logp`` float [T]: the trainer's log-probs at the weights that sampled, given if ``old_logp`` holds the
+    sampler's; their difference is the mismatch of trainer and sampler. Raises `UserError` for an unknown loss,
+    ValueError if a term with a coefficient lacks its input.
     """
     loss = find(config)
     fresh = ~tokens.off_policy
@@ -245,12 +246,12 @@ def objective(
         left_out_tokens = (~included).sum().to(values.dtype)
     if context.kept is not None and context.length is not None:
         left_out_sequences = torch.where(context.kept == 0, 1 / context.length, 0.0).sum()
-        if aggregation_of(config) == "seq-mean-token-mean":  # a mean over the tokens that are left
+        if aggregation_of(config) == "seq-mean-token-mean":  # the mean is over the kept tokens
             scale = context.length / context.kept.clamp(min=1)
             values, terms = scale * values, scale * terms
     with torch.no_grad():
-        # Difference to the log-probs of sampling: for fresh tokens that of the trainer at the same weights, for
-        # replayed ones that of the current policy.
+        # Difference between the trainer's log-probs and those recorded at sampling. Fresh tokens use the trainer's
+        # log-probs at the weights that sampled, replayed tokens those of the current policy.
         mismatch: Tensor | None = None
         if tokens.behaviour_logp is not None:
             gap = tokens.old_logp - tokens.behaviour_logp
@@ -283,7 +284,7 @@ def _merge(off_policy: Tensor, of_fresh: TokenLosses, of_replayed: TokenLosses) 
 
 # --- what depends on several tokens --------------------------------------------------------------
 def scope_of(config: LossSettings) -> Scope:
-    """The tokens that `precompute` must see at once: each alone, whole sequences, or all of an update."""
+    """Return which tokens `precompute` must see at once: each alone, whole sequences, or all of an update."""
     scope = find(config).scope
     if scope == "token" and config.correction != "none":
         return "sequence" if _counts_sequences(config) or config.correction_level != "token" else "token"
@@ -291,13 +292,13 @@ def scope_of(config: LossSettings) -> Scope:
 
 
 def _counts_sequences(config: LossSettings) -> bool:
-    """Whether tokens that are left out change a mean over their sequence or over all sequences."""
+    """Return whether leaving out tokens changes a mean over their sequence or over all sequences."""
     return config.correction == "mask" and aggregation_of(config) != "token-mean"
 
 
 @torch.no_grad()
 def precompute(tokens: Tokens, config: LossSettings) -> LossContext:
-    """The context of all tokens of the loss's scope, which ``tokens`` must be; without gradient."""
+    """Compute the context of ``tokens``, which must be all tokens of the loss's scope; without gradient."""
     loss = find(config)
     tokens = replace(tokens, logp=tokens.logp.detach())
     if config.correction == "none":
@@ -305,7 +306,7 @@ def precompute(tokens: Tokens, config: LossSettings) -> LossContext:
     weight = correction_weight(tokens, config, ratio=loss.ratio)
     included = weight > 0
     precomputed = kept = length = None
-    seen = loss.precomputed(tokens.take(included), config)  # as if the tokens that are left out were not trained
+    seen = loss.precomputed(tokens.take(included), config)  # the tokens that are left out count as not trained
     if seen is not None:
         precomputed = seen.new_zeros(weight.shape).masked_scatter(included, seen)
     if _counts_sequences(config):
@@ -314,11 +315,12 @@ def precompute(tokens: Tokens, config: LossSettings) -> LossContext:
 
 
 def correction_weight(tokens: Tokens, config: LossSettings, *, ratio: bool = True) -> Tensor:
-    """float [T]: weight of each token's loss for having been sampled by another policy; 1 for replayed tokens.
+    """Return float [T]: weight of each token's loss because another policy sampled it; 1 for replayed tokens.
 
-    w = pi_old / pi_behaviour, or pi / pi_behaviour for a loss without a ratio of its own; over the token, the product
-    over its sequence, or that product's geometric mean. truncate: min(w, cap) (truncated importance sampling).
-    mask: 0 where w leaves [floor, cap], else w (decoupled PPO of AReaL, arXiv 2505.24298).
+    w is pi_old / pi_behaviour, or pi / pi_behaviour for a loss that contains no ratio. ``correction_level`` chooses the
+    token's own w, the product over its sequence, or the geometric mean over its sequence. With the correction
+    "truncate" the weight is min(w, cap) (truncated importance sampling). With "mask" it is w, but 0 where w is outside
+    [floor, cap] (decoupled PPO of AReaL, arXiv 2505.24298).
     """
     behaviour = tokens.old_logp if tokens.behaviour_logp is None else tokens.behaviour_logp
     drift = (tokens.old_logp if ratio else tokens.logp.detach()) - behaviour
@@ -336,11 +338,11 @@ def correction_weight(tokens: Tokens, config: LossSettings, *, ratio: bool = Tru
 
 
 def loglinear(behaviour_logp: Tensor, logp: Tensor, staleness: Tensor) -> Tensor:
-    """float [T], without gradient: the proximal log-prob without a forward pass of the proximal policy.
+    """Approximate the proximal log-prob, float [T] without gradient, without a forward pass of the proximal policy.
 
-    Between what was recorded and the current ``logp``, d / (d + 1) of the way for tokens sampled d steps before the
-    update's first weights: at staleness 0 the recorded one (arXiv 2512.06547; AReaL's "loglinear"). ``behaviour_logp``
-    and ``logp`` float [T], ``staleness`` int or float [T], d.
+    The result lies between the recorded ``behaviour_logp`` and the current ``logp`` (float [T] each), d / (d + 1) of
+    the way for a token sampled d steps before the update's first weights, so that at d = 0 it is the recorded one
+    (arXiv 2512.06547; AReaL's "loglinear"). ``staleness`` int or float [T] is d.
     """
     staleness = staleness.to(behaviour_logp.dtype)
     share = staleness / (staleness + 1)
@@ -358,12 +360,13 @@ def padded_policy_loss(
     config: LossSettings,
     behaviour_logp: Tensor | None = None,
 ) -> LossOutput:
-    """The aggregated policy loss of N sequences of L positions, and its metrics.
+    """Compute the aggregated policy loss of N sequences of L positions, and its metrics.
 
     ``logp``, ``old_logp``, ``advantages``, ``behaviour_logp`` float [N, L]; ``mask`` bool or 0/1 [N, L], the trained
     tokens; ``off_policy`` bool [N, L] or [N, 1] or [N]. Positions outside the mask may hold anything, NaN included. The
-    terms for KL and entropy are not in it (`kl_penalty`, `aggregate`). ``behaviour_logp``, where it differs from
-    ``old_logp``, feeds the mismatch metrics and the correction. Raises `UserError` for an unknown loss or aggregation.
+    loss has no terms for KL and entropy; add them with `kl_penalty` and `aggregate`. ``behaviour_logp``, needed where
+    it differs from ``old_logp``, enters the mismatch metrics and the correction. Raises `UserError` for an unknown loss
+    or aggregation.
     """
     mask = mask.bool()
     if off_policy is None:
@@ -391,10 +394,10 @@ def padded_policy_loss(
 
 
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float | None) -> Tensor:
-    """float [T]: half the squared error of a critic, the larger of the plain one and that of the clipped value.
+    """Return float [T]: half the squared error of a critic's value or of its clipped value, whichever is larger.
 
-    ``values`` carry the gradient, ``old_values`` are those that gave the advantages; a value further than ``clip``
-    from its old one gets no gradient where that would lower the error (PPO, arXiv 1707.06347). float [T] each.
+    ``values`` carry the gradient; the advantages were computed from ``old_values``; float [T] each. A value further
+    than ``clip`` from its old value gets no gradient if the clipped value's error is larger (PPO, arXiv 1707.06347).
     """
     error = (values - returns).square()
     if clip is not None:
@@ -404,12 +407,12 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float 
 
 
 def aggregation_of(config: LossSettings) -> str:
-    """The aggregation mode of a configuration, "auto" resolved."""
+    """Return the aggregation mode of a configuration, with "auto" resolved."""
     return find(config).aggregation if config.aggregation == "auto" else config.aggregation
 
 
 def token_weights(mask: Tensor, mode: str, *, scale: float | None = None) -> Tensor:
-    """float32 [N, L]: the weight of each token in the sum of ``mode``, 0 outside ``mask`` bool [N, L].
+    """Return float32 [N, L]: the weight of each token under aggregation ``mode``, 0 outside ``mask`` bool [N, L].
 
     ``scale``: divisor of seq-mean-token-sum-norm, default L. Raises `UserError` for an unknown mode.
     """
@@ -424,17 +427,17 @@ def token_weights(mask: Tensor, mode: str, *, scale: float | None = None) -> Ten
 
 
 def normaliser(mode: str, tokens: float, sequences: float) -> float:
-    """Divisor of the weighted sum of a step: its trained tokens, or its non-empty sequences."""
+    """Return the divisor of a step's weighted sum: its number of trained tokens, or of non-empty sequences."""
     return tokens if mode == "token-mean" else sequences
 
 
 def aggregate(values: Tensor, mask: Tensor, mode: str, *, scale: float | None = None) -> Tensor:
-    """Scalar from ``values`` float [N, L] over ``mask`` [N, L]; 0 where nothing is trained.
+    """Aggregate ``values`` float [N, L] over ``mask`` [N, L] to a scalar, 0 if nothing is trained.
 
-    token-mean: mean over all trained tokens. seq-mean-token-sum: sum a sequence, mean over non-empty sequences.
-    seq-mean-token-mean: mean a sequence, mean over non-empty sequences. seq-mean-token-sum-norm: sum a sequence divided
-    by ``scale`` (default L), mean over non-empty sequences (Dr. GRPO, arXiv 2503.20783). Values outside the mask may be
-    anything. Raises `UserError` for an unknown mode.
+    token-mean: mean over all trained tokens. The other modes take the mean over non-empty sequences: seq-mean-token-sum
+    of each sequence's sum, seq-mean-token-mean of its mean, and seq-mean-token-sum-norm of its sum divided by ``scale``
+    (default L; Dr. GRPO, arXiv 2503.20783). Values outside the mask may be anything. Raises `UserError` for an unknown
+    mode.
     """
     mask = mask.bool()
     weights = token_weights(mask, mode, scale=scale)[mask].to(values.dtype)
@@ -443,11 +446,11 @@ def aggregate(values: Tensor, mask: Tensor, mode: str, *, scale: float | None = 
 
 
 def kl_penalty(logp: Tensor, ref_logp: Tensor, kind: str) -> Tensor:
-    """Estimates of KL(policy || reference) per token, same shape as ``logp``; d = logp - ref_logp.
+    """Estimate KL(policy || reference) per token, in the shape of ``logp``. Below, d = logp - ref_logp.
 
     k1 or kl: d. abs: |d|. k2 or mse: d^2/2. k3 or low_var_kl: exp(-d) + d - 1 with d in +-20 and the result in +-10
-    (Schulman, "Approximating KL divergence"). With a trailing + the value is that of its kind and the gradient that
-    of k2, the unbiased one. Raises `UserError` for an unknown kind.
+    (Schulman, "Approximating KL divergence"). A kind with a trailing +, such as k3+, has the value of the kind without
+    it and the gradient of k2, which is unbiased. Raises `UserError` for an unknown kind.
     """
     difference = logp - ref_logp
     if kind.endswith("+") and kind[:-1] in KL_KINDS:
@@ -468,15 +471,15 @@ def kl_penalty(logp: Tensor, ref_logp: Tensor, kind: str) -> Tensor:
 # --- the losses -----------------------------------------------------------------------------------
 @policy_loss("ppo")
 def ppo(tokens: Tokens, settings: LossSettings) -> TokenLosses:
-    """max(-A u, -A clip(u, 1-low, 1+high)), and at most -A c for A < 0 (arXiv 1707.06347, 1912.09729, 2503.14476).
+    """max(-A u, -A clip(u, 1-low, 1+high)), at most -A c if A < 0 (arXiv 1707.06347, 1912.09729, 2503.14476).
 
-    With ``old_logp`` a recomputed (proximal) log-prob and a correction this is decoupled PPO (arXiv 2110.00641).
+    u is the ratio. With a recomputed (proximal) ``old_logp`` and a correction this is decoupled PPO (arXiv 2110.00641).
     """
     return clipped(tokens.ratio, tokens.advantages, settings.clip_low, settings.clip_high, settings.dual_clip)
 
 
 def clipped(ratio: Tensor, advantages: Tensor, low: float, high: float, dual: float | None = None) -> TokenLosses:
-    """The clipped loss of T tokens; ``ratio`` and ``advantages`` float [T]."""
+    """Compute the clipped loss of T tokens; ``ratio`` and ``advantages`` float [T]."""
     values = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(1 - low, 1 + high))
     negative = advantages < 0
     above, below = (advantages > 0) & (ratio > 1 + high), negative & (ratio < 1 - low)
@@ -494,9 +497,9 @@ def mean_log_ratio(tokens: Tokens, settings: LossSettings) -> Tensor:
 
 @policy_loss("gspo", scope="sequence", precompute=mean_log_ratio, aggregation="seq-mean-token-mean")
 def gspo(tokens: Tokens, settings: LossSettings) -> TokenLosses:
-    """PPO's clip on the geometric-mean ratio of the sequence, its gradient through each token (arXiv 2507.18071)."""
+    """PPO's clip of a sequence's geometric-mean ratio, whose gradient flows through each token (arXiv 2507.18071)."""
     assert tokens.precomputed is not None
-    # The difference first: it is an exact 0, and a sum with logp would cost digits of a small mean.
+    # The difference, exactly 0, is taken first: adding logp to a small mean would lose digits of the mean.
     log_ratio = tokens.precomputed + (tokens.logp - tokens.logp.detach())
     ratio = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
     return clipped(ratio, tokens.advantages, settings.clip_low, settings.clip_high)
@@ -504,7 +507,7 @@ def gspo(tokens: Tokens, settings: LossSettings) -> TokenLosses:
 
 @policy_loss("cispo")
 def cispo(tokens: Tokens, settings: LossSettings) -> TokenLosses:
-    """-sg(clip(u)) A log pi: a clipped token keeps its gradient, at the clip's weight (arXiv 2506.13585)."""
+    """-clip(u) A log pi without gradient through u; a clipped token still has a gradient (arXiv 2506.13585)."""
     low, high = 1 - settings.clip_low, 1 + settings.clip_high
     ratio = tokens.ratio.detach()
     values = -ratio.clamp(low, high) * tokens.advantages * tokens.logp
@@ -513,21 +516,21 @@ def cispo(tokens: Tokens, settings: LossSettings) -> TokenLosses:
 
 @policy_loss("reinforce", ratio=False)
 def reinforce(tokens: Tokens, settings: LossSettings) -> Tensor:
-    """-A log pi; a correction weighs it by the capped pi / pi_behaviour (Williams 1992)."""
+    """-A log pi (Williams 1992). A correction multiplies the value by the capped pi / pi_behaviour."""
     return -tokens.advantages * tokens.logp
 
 
 @policy_loss("gpg", ratio=False)
 def gpg(tokens: Tokens, settings: LossSettings) -> Tensor:
-    """-A log pi, as "group policy gradient" writes it; meant for the estimator of that name (arXiv 2504.02546)."""
+    """-A log pi, the loss of "group policy gradient", meant for the estimator ``gpg`` (arXiv 2504.02546)."""
     return -tokens.advantages * tokens.logp
 
 
-# --- losses on the tokens whose log-prob and advantage move together ------------------------------
+# --- losses that restrain tokens with a high covariance of log-prob and advantage -----------------
 def covariance(tokens: Tokens) -> Tensor:
-    """float [T]: (A - mean A) (log pi - mean log pi), each token's part of what lowers the entropy.
+    """float [T]: (A - mean A) (log pi - mean log pi); a high covariance lowers the entropy.
 
-    The means are those of fresh tokens. Replayed tokens get -inf.
+    The means are over fresh tokens. Replayed tokens get -inf.
     """
     fresh = ~tokens.off_policy
     count = fresh.sum()
@@ -542,14 +545,17 @@ def covariance(tokens: Tokens) -> Tensor:
 def clip_cov_choice(
     tokens: Tokens, settings: LossSettings, share: float = 2e-4, low: float = 1.0, high: float = 5.0
 ) -> Tensor:
-    """bool [T]: a random ``share`` of the fresh tokens (one at least) of those with a covariance inside the band."""
+    """Return bool [T]: tokens drawn from the unclipped fresh tokens whose covariance is between ``low`` and ``high``.
+
+    ``share`` of all fresh tokens are drawn, but at least one.
+    """
     values = covariance(tokens)
     plain = clipped(tokens.ratio, tokens.advantages, settings.clip_low, settings.clip_high)
     candidates = (values > low) & (values < high)
     for flag in (plain.clipped_high, plain.clipped_low):
         if flag is not None:
             candidates &= ~flag
-    # A draw that is a hash of the token: the same tokens in another order give the same choice.
+    # A token's random number is a hash of its values, so that the choice does not depend on the order of tokens.
     seed = tokens.old_logp.double() * 12.9898 + tokens.advantages.double() * 78.233 + tokens.sequence * 37.719
     draw = (seed.sin() * 43758.5453).frac().abs()
     return _highest(torch.where(candidates, draw, -torch.inf), _count(tokens, share))
@@ -559,7 +565,7 @@ def clip_cov_choice(
 def clip_cov(tokens: Tokens, settings: LossSettings) -> TokenLosses:
     """PPO without the gradient of a few tokens of high covariance (arXiv 2505.22617).
 
-    Options: ``share`` of an update's tokens, ``low`` and ``high``, the band of covariances they are drawn from.
+    Options: ``share`` of an update's tokens that get no gradient; ``low`` and ``high``, bounds of their covariance.
     """
     assert tokens.precomputed is not None
     plain = clipped(tokens.ratio, tokens.advantages, settings.clip_low, settings.clip_high)
@@ -567,15 +573,15 @@ def clip_cov(tokens: Tokens, settings: LossSettings) -> TokenLosses:
 
 
 def kl_cov_choice(tokens: Tokens, settings: LossSettings, share: float = 2e-4) -> Tensor:
-    """bool [T]: the ``share`` of the fresh tokens (one at least) with the highest covariance."""
+    """Return bool [T]: the ``share`` of the fresh tokens (at least one) with the highest covariance."""
     return _highest(covariance(tokens), _count(tokens, share))
 
 
 @policy_loss("kl_cov", scope="update", precompute=kl_cov_choice)
 def kl_cov(tokens: Tokens, settings: LossSettings, coefficient: float = 1.0) -> TokenLosses:
-    """-A u without clip, and a penalty |log u| on the tokens of highest covariance (arXiv 2505.22617).
+    """-A u, not clipped, plus a penalty |log u| on the tokens of highest covariance (arXiv 2505.22617).
 
-    Options: ``share`` of an update's tokens that are held back, ``coefficient`` of their penalty.
+    Options: ``share`` of an update's tokens that get the penalty; ``coefficient`` of the penalty.
     """
     assert tokens.precomputed is not None
     penalty = coefficient * tokens.log_ratio.abs()
@@ -587,7 +593,7 @@ def _count(tokens: Tokens, share: float) -> int:
 
 
 def _highest(values: Tensor, count: int) -> Tensor:
-    """bool [T]: the ``count`` highest of ``values`` [T] and never more, whatever ties; -inf is not chosen."""
+    """Return bool [T]: the ``count`` highest of ``values`` [T], no more even if values tie; -inf is never chosen."""
     chosen = torch.zeros_like(values, dtype=torch.bool)
     chosen[values.topk(min(count, values.numel())).indices] = True
     return chosen & (values > -torch.inf)
@@ -595,15 +601,15 @@ def _highest(values: Tensor, count: int) -> Tensor:
 
 # --- replayed tokens ------------------------------------------------------------------------------
 def replayed_loss(tokens: Tokens, settings: LossSettings) -> TokenLosses:
-    """The loss of replayed tokens, whichever policy loss fresh tokens have; ``old_logp`` is the recorded log-prob.
+    """Compute the loss of replayed tokens, whichever policy loss fresh tokens have; ``old_logp`` is as recorded.
 
-    clip: PPO with an upper bound of its own. shape: -A w / (w + beta), no clip (LUFFY, arXiv 2504.14945), whose
-    gradient is beta w / (w + beta)^2 of the unshaped one: 0.083 at w = 1 and beta = 0.1.
+    clip: PPO with its own upper bound. shape: -A w / (w + beta) of the ratio w, not clipped (LUFFY, arXiv 2504.14945).
+    Its gradient is that of -A log pi times beta w / (w + beta)^2, which is 0.083 at w = 1 and beta = 0.1.
     """
     current = settings.replay_importance == "current"
     log_ratio = tokens.logp - tokens.logp.detach() if current else tokens.log_ratio
     if settings.replay_mode == "shape":
-        # w / (w + beta), written so that its slope keeps its digits where w is large
+        # w / (w + beta) as a sigmoid, whose gradient stays accurate where w is large
         result = TokenLosses(-tokens.advantages * (log_ratio - log(settings.replay_shape)).sigmoid())
     else:
         ratio = log_ratio.exp() if current else tokens.ratio

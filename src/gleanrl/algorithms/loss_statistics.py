@@ -1,4 +1,4 @@
-"""Metrics of a loss, fresh and replayed tokens apart, that add up exactly over micro-batches and chunks."""
+"""Metrics of a loss, separate for fresh and replayed tokens, that add up exactly over micro-batches and chunks."""
 
 from __future__ import annotations
 
@@ -31,22 +31,22 @@ SUMS = (
     "mismatch_ratio",
     "mismatch_ratio_squared",
 )
-OPTIONAL = frozenset({"entropy", "kl", "correction", "masked"})  # shown where their input was given
+OPTIONAL = frozenset({"entropy", "kl", "correction", "masked"})  # reported only if their input was given
 ORIGINS = ("fresh", "replayed")
-RATIO_LARGE = 10.0  # ratios above it are counted
-MISMATCH_LIMIT = 20.0  # as log-ratios in the losses
-TAIL = 99  # percent: the quantile of the ratio that is shown
+RATIO_LARGE = 10.0  # the share of ratios above this is reported
+MISMATCH_LIMIT = 20.0  # bound of |mismatch|, equal to that of log-ratios in the losses
+TAIL = 99  # percent; this quantile of the ratio is reported
 
 # Bins of the log-ratio x are of equal width in asinh(x / LINEAR): narrow around 0, where most ratios are.
-BINS = 1024  # on either side of the one around 0
+BINS = 1024  # number of bins on each side of the bin around 0
 LINEAR = 1e-3
-FURTHEST = 20.0  # log-ratios beyond it fall into the last bin
+FURTHEST = 20.0  # log-ratios further from 0 fall into the outermost bins
 WIDTH = math.asinh(FURTHEST / LINEAR) / BINS
 
 
 @dataclass(frozen=True)
 class Statistics:
-    """Sums and extrema over tokens, by origin; ``a + b`` is that of both together. Stays on its device."""
+    """Sums and extrema over tokens, by origin. ``a + b`` covers the tokens of both. Tensors stay on their device."""
 
     sums: Tensor  # float64 [2, len(SUMS)]: fresh, replayed
     extrema: Tensor  # float64 [2, 2]: -min and max of the ratio, by origin
@@ -67,11 +67,11 @@ class Statistics:
         return Statistics(self.sums + other.sums, extrema, histogram, self.measured | other.measured)
 
     def metrics(self) -> dict[str, float]:
-        """Plain numbers: ``loss/...`` over fresh tokens, ``loss/replayed/...`` over replayed ones, where there are any.
+        """Return metrics: ``loss/...`` over fresh tokens, ``loss/replayed/...`` over replayed ones, if there are any.
 
         ``ess`` is the effective sample size as a share of the tokens: (sum w)^2 / (n sum w^2). ``ratio/p99`` is the
-        99 % quantile; its logarithm x is off by 0.0053 (|x| + 0.001) at most: 5e-4 at a ratio of 1.1, 0.007 at 2, 0.12
-        at 10. ``token_share`` is the share of replayed tokens.
+        99 % quantile. The error of its logarithm x is at most 0.0053 (|x| + 0.001), so that of the ratio is 5e-4 at a
+        ratio of 1.1, 0.007 at 2 and 0.12 at 10. ``token_share`` is the share of replayed tokens.
         """
         metrics: dict[str, float] = {}
         columns = (self.sums.tolist(), self.extrema.tolist(), self.histogram.tolist())
@@ -93,7 +93,7 @@ class Statistics:
             }
             if origin == "replayed":
                 metrics["loss/replayed/token_share"] = count / tokens
-            if compared := sums["mismatch_count"]:  # of some tokens only, where the weights move within a step
+            if compared := sums["mismatch_count"]:  # fewer than all tokens if the weights change within a step
                 metrics |= {
                     f"{prefix}mismatch": sums["mismatch"] / compared,
                     f"{prefix}mismatch_k3": sums["mismatch_k3"] / compared,
@@ -113,7 +113,7 @@ _PUBLIC = {
 
 
 def _quantile(counts: Sequence[int], percent: int) -> float:
-    """The smallest ratio counted that ``percent`` of all are not above, read as the middle of its bin."""
+    """Return the smallest ratio that ``percent`` of the counted ratios do not exceed, as the middle of its bin."""
     rank = -(-percent * sum(counts) // 100)
     passed = accumulate(counts)
     index = next(index for index, reached in enumerate(passed) if reached >= rank)
@@ -133,16 +133,16 @@ def measure(
     mismatch: Tensor | None,
     correction: Tensor | None,
 ) -> Statistics:
-    """The statistics of T tokens: every argument is [T]; None is left out. Call under `torch.no_grad`.
+    """Compute the statistics of T tokens. Every argument is [T], or None to leave it out. Call under `torch.no_grad`.
 
-    ``log_ratio`` is finite and moderate, ``mismatch`` is log pi_old - log pi_behaviour, of replayed tokens
-    log pi - log pi_behaviour, clamped to +-20, and ``correction`` the weight of the former, 0 where a token is
-    left out.
+    ``log_ratio`` must be finite and of moderate size. ``mismatch`` is log pi_old - log pi_behaviour, or for replayed
+    tokens log pi - log pi_behaviour, and is clamped to +-20 here. ``correction`` is the importance correction's weight,
+    0 where a token is left out.
     """
     if not log_ratio.numel():
         return Statistics.empty(log_ratio.device)
     bins = (log_ratio.float() / LINEAR).asinh().div_(WIDTH).round_().long().clamp_(-BINS, BINS) + BINS
-    counts = bins.new_zeros(2 * (2 * BINS + 1))  # nothing here waits for the device
+    counts = bins.new_zeros(2 * (2 * BINS + 1))  # no operation in this function waits for the device
     histogram = counts.index_add_(0, bins + (2 * BINS + 1) * replayed, torch.ones_like(bins)).view(2, -1)
     log_ratio = log_ratio.double()
     excess = log_ratio.expm1()  # ratio - 1, with all its digits where the ratio is near 1
@@ -153,7 +153,7 @@ def measure(
         "ratio": ratio,
         "ratio_squared": ratio.square(),
         "ratio_above": ratio > RATIO_LARGE,
-        "kl_k1": -log_ratio,  # tokens are drawn from the old policy: KL(old || new)
+        "kl_k1": -log_ratio,  # estimates KL(old || new), as tokens are drawn from the old policy
         "kl_k3": excess - log_ratio,
         "clip_high": clip_high,
         "clip_low": clip_low,

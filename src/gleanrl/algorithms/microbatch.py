@@ -1,8 +1,8 @@
 """Micro-batches: padded rows of samples for one forward pass, and the flat list of their trained tokens.
 
-`micro_batches` is called by the learners. Members of a group start with the same prompt, and often continue alike for a
-while. A shared row holds their common prefix once and then each member's remainder. Fewer tokens go through the model's
-layers, but attention in a longer row costs more, so the cost of both layouts is estimated for each group (`lay_out`).
+The learners call `micro_batches`. Members of a group start with the same prompt, and often with the same first words
+of the answer. A shared row holds their common prefix once and then each member's remainder. Fewer tokens go through the
+model's layers, but attention in a longer row costs more. `lay_out` estimates which layout of a group costs less.
 """
 
 from __future__ import annotations
@@ -21,67 +21,65 @@ from gleanrl.types import FloatArray, IntArray
 
 MAX_PADDING = 0.1  # share of a micro-batch that may be padding
 EVEN_LENGTH = 1024  # tokens at which attention in a shared row costs as much as all else; 4 layers of width 128
-LONGEST_SHARED_ROW = 1024  # bounds the attention mask, which is quadratic
+LONGEST_SHARED_ROW = 1024  # tokens; bounds the attention mask, whose size is quadratic in them
 
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
     """Padded rows of samples for one forward pass, and the flat list of their T trained tokens.
 
-    Rows hold all tokens but the last, padded on the right, where a causal model's trained positions cannot see.
-    Where a row is shared (see `Row`) a position in the prefix may predict a token of each
-    of its samples.
+    A row holds all tokens of its sample but the last one. Padding is on the right, where the trained positions of a
+    causal model do not attend to it. In a shared row (see `Row`) a position of the prefix may predict a token of each
+    of the row's samples.
     """
 
     tokens: Tensor  # int64 [B, L]
     places: Tensor | None  # int64 [B, L], each token's place in its sample; None where every row is plain
-    owners: (
-        Tensor | None
-    )  # int64 [B, L], owner of a token in a shared row: 0 = all samples (or the only one), then from 1 on
+    owners: Tensor | None  # int64 [B, L], number (from 1) of a token's sample in a shared row; 0 = all of its samples
     index: Tensor  # int64 [T], position in the flattened [B * L] whose output predicts a trained token
     targets: Tensor  # int64 [T], the trained tokens
-    old: Tensor  # float32 [T]
-    behaviour: Tensor  # float32 [T]
+    old: Tensor  # float32 [T], log-probs in the denominator of the ratio
+    behaviour: Tensor  # float32 [T], log-probs as sampled
     advantages: Tensor  # float32 [T]
     weights: Tensor  # float32 [T]
     off_policy: Tensor  # bool [T]
     sequence: Tensor  # int64 [T], trajectory index
-    version: Tensor  # int64 [T], oldest weights that sampled any of its trajectory
-    values: Tensor | None  # float32 [T], the critic's before the update; None without one
-    returns: Tensor | None  # float32 [T], what the critic is to learn
-    samples: tuple[int, ...]  # in the order of their trained tokens, as indices into what `micro_batches` was given
-    real: int  # tokens of the samples
-    computed: int  # tokens in the rows that are not padding; less than ``real`` where rows are shared
+    version: Tensor  # int64 [T], oldest weights that sampled any token of its trajectory
+    values: Tensor | None  # float32 [T], the critic's predictions before the update; None without a critic
+    returns: Tensor | None  # float32 [T], the critic's targets
+    samples: tuple[int, ...]  # indices into the samples given to `micro_batches`, in the order of their trained tokens
+    real: int  # number of input tokens of the samples
+    computed: int  # number of tokens in the rows without padding; less than ``real`` if rows are shared
 
     def to(self, device: torch.device | str) -> MicroBatch:
-        """The same on another device; a GPU copies asynchronously, and the host does not wait."""
+        """Return a copy on another device. Copies to a GPU are asynchronous: the host does not wait for them."""
         target = torch.device(device)
         moved = {}
         for field in fields(self):
             value = getattr(self, field.name)
             if isinstance(value, Tensor):
                 if target.type == "cuda" and value.device.type == "cpu":
-                    value = value.pin_memory()  # from pageable memory the copy would wait
+                    value = value.pin_memory()  # a copy from pageable memory would be synchronous
                 moved[field.name] = value.to(target, non_blocking=target.type == "cuda")
         return replace(self, **moved)
 
     def untrained(self) -> MicroBatch:
-        """The same rows with none of their tokens trained."""
+        """Return a copy of the rows with none of their tokens trained."""
         tensors = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("tokens", "places", "owners")}
         nothing = {name: value[:0] for name, value in tensors.items() if isinstance(value, Tensor)}
         return replace(self, **nothing, samples=())
 
     def nothing(self) -> MicroBatch:
-        """A single token that is not trained: for a process that must take part in a pass without data of its own."""
+        """Return a single untrained token, for a process that must take part in a pass without data of its own."""
         blank = self.untrained()
         return replace(blank, tokens=self.tokens[:1, :1], places=None, owners=None, real=0, computed=0)
 
 
 def row_layout(places: Tensor | None, owners: Tensor | None, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Further inputs of a model for shared rows; none where every row is plain.
+    """Return the further inputs that a model needs for shared rows, an empty dict if every row is plain.
 
-    ``position_ids`` int64 [B, L] and an additive ``attention_mask`` [B, 1, L, L] of ``dtype``: a token sees, up to
-    itself, what all samples of its row share and what is its own sample's.
+    They are ``position_ids`` int64 [B, L] and an additive ``attention_mask`` [B, 1, L, L] of ``dtype``. A token attends
+    to itself and to those tokens before it that all samples of its row share or that belong to its own sample.
     """
     if places is None or owners is None:
         return {}
@@ -99,10 +97,10 @@ def micro_batches(
     max_padding: float = MAX_PADDING,
     share: bool = False,
 ) -> list[MicroBatch]:
-    """Micro-batches of rows of similar length, longest first; each sample is in exactly one.
+    """Pack samples into micro-batches of rows of similar length, longest first; each sample is in exactly one.
 
     A micro-batch has at most ``tokens_per_microbatch`` padded tokens (a longer sample stands alone) and at most a
-    share of ``max_padding`` of padding. ``share``: compute common prefixes of a group's samples once, where it pays.
+    share of ``max_padding`` of padding. ``share``: compute common prefixes of a group's samples once, if cheaper.
     """
     inputs = [sample.tokens[:-1] for sample in samples]
     if share:
@@ -114,7 +112,7 @@ def micro_batches(
 
 
 def plan(lengths: Sequence[int], budget: int, max_padding: float = MAX_PADDING) -> list[tuple[int, ...]]:
-    """Indices of ``lengths``, cut into micro-batches under ``budget`` padded tokens and a share of padding."""
+    """Cut the indices of ``lengths`` into micro-batches of at most ``budget`` tokens and ``max_padding`` of padding."""
     plans: list[tuple[int, ...]] = []
     rows: list[int] = []
     real = 0
@@ -159,7 +157,7 @@ def _pad(samples: Sequence[Sample], rows: Sequence[Row], pad_token: int) -> Micr
 
 
 def _trained(samples: Sequence[Sample]) -> dict[str, Any]:
-    """The fields of a `MicroBatch` with one value for each trained token."""
+    """Return the fields of a `MicroBatch` with one value for each trained token."""
     masks = [sample.mask for sample in samples]
     counts = [int(mask.sum()) for mask in masks]
 
@@ -190,19 +188,19 @@ def _trained(samples: Sequence[Sample]) -> dict[str, Any]:
 # --- rows that samples share ---
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Samples whose first ``prefix`` inputs are the same; more than one sample only where that pays."""
+    """A single sample, or several samples whose first ``prefix`` inputs are the same and which share a row."""
 
-    samples: tuple[int, ...]  # indices into what `lay_out` was given
-    prefix: int  # 0 for one sample alone
-    length: int  # inputs in the row
+    samples: tuple[int, ...]  # indices into the ``inputs`` of `lay_out`
+    prefix: int  # 0 for a single sample
+    length: int  # number of inputs in the row
 
 
 def lay_out(inputs: Sequence[IntArray], groups: Sequence[int], longest: int = LONGEST_SHARED_ROW) -> list[Row]:
-    """Rows of least estimated cost; each sample is in exactly one, and rows hold samples of one group only.
+    """Return rows of least estimated cost; each sample is in exactly one, and samples of a row are of one group.
 
-    ``inputs`` int32[n] each, ``groups`` the group of each. No shared row is longer than ``longest``.
+    ``inputs``: int32[n] of each sample; ``groups``: its group. No shared row is longer than ``longest``.
     """
-    # Sorted like words in a dictionary, those with the longest common prefixes are neighbours.
+    # In lexicographic order, samples with the longest common prefixes are neighbours.
     order = sorted(range(len(inputs)), key=lambda i: (groups[i], inputs[i].astype(">i4").tobytes(), i))
     rows: list[Row] = []
     for _, members in groupby(order, key=lambda i: groups[i]):
@@ -211,7 +209,7 @@ def lay_out(inputs: Sequence[IntArray], groups: Sequence[int], longest: int = LO
 
 
 def _cheapest(members: Sequence[int], inputs: Sequence[IntArray], longest: int) -> list[Row]:
-    """The cheapest cut of sorted ``members`` into rows of neighbours, by dynamic programming."""
+    """Return the cheapest cut of the sorted ``members`` into rows of neighbours, by dynamic programming."""
     sizes = [inputs[index].size for index in members]
     common = [0, *(_common(inputs[a], inputs[b]) for a, b in pairwise(members))]
     best: list[tuple[float, tuple[Row, ...]]] = [(0.0, ())]  # best[n]: cost and rows of the first n members
@@ -225,7 +223,7 @@ def _cheapest(members: Sequence[int], inputs: Sequence[IntArray], longest: int) 
             count = stop - start
             shared = Row(tuple(members[start:stop]), prefix, total - (count - 1) * prefix)
             if not prefix or shared.length > longest:
-                break  # still more members: a shorter prefix and a longer row
+                break  # with further members the prefix is shorter still and the row longer
             cost, rows = best[start]
             if cost + _cost(shared) < choice[0]:
                 choice = (cost + _cost(shared), (*rows, shared))
@@ -243,7 +241,7 @@ def _cost(row: Row) -> float:
 
 
 def _common(a: IntArray, b: IntArray) -> int:
-    """Length of the common prefix."""
+    """Return the length of the common prefix."""
     size = min(a.size, b.size)
     different = (a[:size] != b[:size]).nonzero()[0]
     return int(different[0]) if different.size else size
