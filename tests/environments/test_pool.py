@@ -295,18 +295,24 @@ def test_misuse_is_an_error_of_the_caller() -> None:
     with_pool(body, workers=1)
 
 
-def test_a_cancelled_caller_leaves_the_worker_in_order() -> None:
+def test_a_cancelled_caller_leaves_the_worker_in_order(tmp_path: Path) -> None:
+    has_begun = tmp_path / "begun"
+
     async def body(pool: EnvironmentPool) -> None:
         environment, other = await begun(pool, "t"), await begun(pool, "u")
-        for order in ("await 600", "block 0.2"):
-            step = asyncio.ensure_future(environment.step(say(order)))
-            await asyncio.sleep(0.05)
-            step.cancel()
+        waiting = asyncio.ensure_future(environment.step(say("await 600")))
+        await asyncio.sleep(0)  # the call is sent
+        assert await heard(other, "w") == "u: w"  # the worker takes calls in order, so that one has begun
+        waiting.cancel()
+        blocking = asyncio.ensure_future(environment.step(say(f"block 0.2 {has_begun}")))
+        while not has_begun.exists():  # noqa: ASYNC110 - another process makes it
+            await asyncio.sleep(0.005)
+        blocking.cancel()
+        for step in (waiting, blocking):
             with pytest.raises(asyncio.CancelledError):
                 await step
-        assert await heard(other, "x") == "u: x"
-        # On a busy machine the second call may be cancelled before its worker begins it.
-        assert await heard(environment, "y") in ("t: await 600 block 0.2 y", "t: await 600 y")
+        assert await heard(other, "x") == "u: w x"
+        assert await heard(environment, "y") == f"t: await 600 block 0.2 {has_begun} y"
 
     with_pool(body)
 

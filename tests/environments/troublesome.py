@@ -77,7 +77,10 @@ async def obey(order: str) -> None:
         case "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         case "block":
-            time.sleep(float(argument))  # an environment that does not await
+            seconds, _, begun = argument.partition(" ")
+            if begun:
+                Path(begun).touch()
+            time.sleep(float(seconds))  # an environment that does not await
         case "await":
             await asyncio.sleep(float(argument))
         case "start":  # a program that would outlive its worker; it leaves its pid in a file
