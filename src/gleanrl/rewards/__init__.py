@@ -1,4 +1,4 @@
-"""Rewards: what a trajectory is worth, from wherever that is known."""
+"""Rewards: functions, models and services that score trajectories, and the agent that calls them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name == "RewardAgent":  # on first use, because it brings what its settings, retries and processes need
+    if name == "RewardAgent":  # imported on first use, because it imports many other modules
         from gleanrl.rewards.agent import RewardAgent
 
         return RewardAgent

@@ -1,7 +1,7 @@
-"""Rewards as users write them, as a `Scorer` that the agent calls.
+"""Turns rewards as users write them into a `Scorer` that the agent calls.
 
-`load_reward` takes a function, a class or an object, in Glean RL's own form or in that of verl or TRL, or the name of
-one. Rewards that need no adapter (judge, http, math, model, weighted) are `Scorer` classes themselves.
+`load_reward` takes a function, a class or an object, with Glean RL's own signature or with that of verl or TRL, or its
+name. Rewards that need no adapter (judge, http, math, model, weighted) are `Scorer` classes themselves.
 """
 
 from __future__ import annotations
@@ -46,17 +46,18 @@ Style = Literal["gleanrl", "verl", "trl"]
 def load_reward(
     reward: Any, *, options: Mapping[str, Any] | None = None, settings: RewardSettings | None = None
 ) -> Scorer:
-    """A scorer of a reward or of its name.
+    """Return the scorer of a reward, which is given as an object or by its name.
 
     Args:
-        reward: a name of `BUILT_IN`, ``package.module:name`` or ``file.py:name``, with ``verl:`` or ``trl:`` before it
-            if it has the signature of those; or the object itself (marked by `verl` or `trl`). It is a `Scorer`, a
-            function ``fn(request)``, or a class or an instance with ``compute_score(request)`` and, if it likes,
-            ``post_process_scores(list[Score]) -> list``, ``version``, and ``slots`` (calls at once); sync or async. It
-            returns a number, a `Score`, or a mapping with ``score``.
-        options: keyword arguments of the class, or further ones of the function.
-        settings: where a sync reward runs (``isolation``, ``workers``, ``timeout_s``) and the limits of one that has
-            its own. A scorer that was loaded with settings keeps them.
+        reward: a name in `BUILT_IN`, ``package.module:name`` or ``file.py:name`` (after the prefix ``verl:`` or
+            ``trl:`` if the reward has that library's signature), or the object itself (marked by `verl` or `trl`). The
+            object is a `Scorer`, a function ``fn(request)``, or a class or an instance with ``compute_score(request)``
+            and optionally ``post_process_scores(list[Score]) -> list``, ``version``, and ``slots`` (maximum number of
+            concurrent calls). Its methods may be sync or async. It returns a number, a `Score`, or a mapping with
+            ``score``.
+        options: keyword arguments for the class, or additional ones for the function.
+        settings: where a sync reward runs (``isolation``, ``workers``, ``timeout_s``), and limits for a scorer that
+            enforces its own. A scorer that was already loaded with settings keeps those.
 
     Raises:
         UserError: there is no such reward, it cannot score, or its options do not fit.
@@ -68,10 +69,13 @@ def load_reward(
 
 
 def check_reward(reward: Any, *, options: Mapping[str, Any] | None = None) -> None:
-    """Raise `UserError` for what `load_reward` would refuse, as far as it shows without making an instance of a class,
-    which may take minutes; and for a key that stands in the options.
+    """Check a reward and its options without making an instance of a class, which may take minutes.
 
     A class may check its options itself, in a classmethod ``check(**options)``.
+
+    Raises:
+        UserError: `load_reward` would refuse the reward, as far as that shows without an instance, or the options hold
+            a secret key.
     """
     spec = _RewardSpec.of(reward, dict(options or {}))
     found, name = spec.find()
@@ -87,18 +91,18 @@ def check_reward(reward: Any, *, options: Mapping[str, Any] | None = None) -> No
 
 
 def verl(reward: Callable[..., Any] | type) -> Any:
-    """Marks an object as one with verl's signature. For a name, the prefix ``verl:`` does the same."""
+    """Mark an object as a reward with verl's signature. For a name, use the prefix ``verl:`` instead."""
     return _RewardSpec(reward, "verl")
 
 
 def trl(reward: Callable[..., Any]) -> Any:
-    """Marks an object as one with TRL's signature. For a name, the prefix ``trl:`` does the same."""
+    """Mark an object as a reward with TRL's signature. For a name, use the prefix ``trl:`` instead."""
     return _RewardSpec(reward, "trl")
 
 
 @contextmanager
 def named_errors(name: str) -> Iterator[None]:
-    """Puts ``name`` before the message of a `UserError` that is raised inside."""
+    """Put ``name`` before the message of a `UserError` that is raised in the block."""
     try:
         yield
     except UserError as error:
@@ -107,7 +111,7 @@ def named_errors(name: str) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _RewardSpec:
-    """What a scorer is made of, here or in a worker process."""
+    """The reward, signature and options from which a scorer is made, in this process or in a worker process."""
 
     reward: Any
     style: Style = "gleanrl"
@@ -124,7 +128,7 @@ class _RewardSpec:
         return cls(reward, "gleanrl", options)
 
     def find(self) -> tuple[Any, str]:
-        """The object, and its name for messages. Raises `UserError` if there is none."""
+        """Return the reward object, and its name for messages. Raises `UserError` if there is no such object."""
         if not isinstance(self.reward, str):
             return self.reward, getattr(self.reward, "__qualname__", type(self.reward).__qualname__)
         if ":" in self.reward:
@@ -144,7 +148,7 @@ class _RewardSpec:
 
 
 class RewardAdapter(Scorer):
-    """A user's function, class or object as a `Scorer`: calls it where it belongs and reads what it returns.
+    """Makes a user's function, class or object a `Scorer`: calls it and reads the score in its result.
 
     An async reward runs on the event loop. A sync one runs in threads, or in processes that can be killed
     (``isolation = "process"``), where the adapter is made again from ``spec``. Subclasses override what differs
@@ -152,9 +156,9 @@ class RewardAdapter(Scorer):
     """
 
     arguments = 1
-    """Positional arguments of a function before its options."""
+    """Number of positional arguments of a function before its options."""
     finishers: tuple[str, ...] = ("post_process_scores", "finish")
-    """Methods that post-process a group; the first that the reward has is used."""
+    """Names of methods that post-process a group. The first one that the reward has is used."""
 
     def __init__(self, found: Any, name: str, spec: _RewardSpec) -> None:
         options = spec.options
@@ -180,7 +184,7 @@ class RewardAdapter(Scorer):
         self.finisher = next((own for own in self.finishers if hasattr(found, own)), "")
         self.post_processes = bool(self.finisher)
         version = getattr(found, "version", None)
-        if not isinstance(version, str):  # changes with the reward's file and its options
+        if not isinstance(version, str):  # make a version that changes with the reward's file and its options
             target = found if inspect.isclass(found) or inspect.isroutine(found) else type(found)
             try:
                 source = Path(inspect.getsourcefile(target) or "").read_bytes()
@@ -235,9 +239,9 @@ class RewardAdapter(Scorer):
                 await returned
 
     async def _execute(self, read: Callable[[Any], Any], method: Callable[..., Any], *args: Any) -> Any:
-        """Call ``method`` of this adapter where the reward runs, and return what ``read`` makes of its result.
+        """Call ``method`` of this adapter where the reward runs, and return its result as converted by ``read``.
 
-        An error is raised without the keys that the reward was given.
+        The reward's secret keys are removed from the messages of errors.
         """
         if not self._configured:
             self.configure(RewardSettings())
@@ -259,15 +263,15 @@ class RewardAdapter(Scorer):
             raise Fatal(text, cause=cause_of(error)) from None
 
     def call_reward(self, request: Request) -> Any:
-        """What the reward returns for a request, or an awaitable of it."""
+        """Call the reward and return its result, or an awaitable of the result."""
         return self._call(request)
 
     def read(self, returned: Any) -> Score:
-        """The score in what the reward returned. Raises `Fatal` if there is none."""
+        """Convert the reward's result to a score. Raises `Fatal` if the result holds none."""
         return as_score(returned)
 
     def post_process(self, task: Task, scores: Sequence[Score]) -> Any:
-        """What the reward's own post-processing returns, or an awaitable of it."""
+        """Call the reward's own post-processing and return its result, or an awaitable of the result."""
         if self.finisher == "finish":
             return self.reward.finish(task, scores)
         return self.reward.post_process_scores(list(scores))
@@ -306,7 +310,7 @@ class VerlAdapter(RewardAdapter):
         return self.reward.post_process_scores([score.value for score in scores])
 
     async def finish(self, task: Task, scores: Sequence[Score]) -> Sequence[Score]:
-        """Post-process the valid scores, because verl's signature has no value for the others."""
+        """Post-process only the valid scores, because verl's signature cannot express invalid ones."""
         finished = iter(await super().finish(task, [score for score in scores if score.valid]))
         return [next(finished) if score.valid else score for score in scores]
 
@@ -314,9 +318,9 @@ class VerlAdapter(RewardAdapter):
 class TrlAdapter(RewardAdapter):
     """TRL's signature: ``fn(prompts, completions, completion_ids, **columns) -> list[float | None]``.
 
-    It is called with one row. ``completion_ids`` is None; columns are the task's payload. Where that has a ``prompt``
-    that is a text, prompt and completion are texts, as in TRL; else they are messages. None means that the reward does
-    not apply.
+    The function is called with one row. ``completion_ids`` is None, and the columns are the task's payload. If the
+    payload has a ``prompt`` that is a text, prompt and completion are texts, as in TRL. Otherwise they are messages. A
+    score of None means that the reward does not apply.
     """
 
     arguments = -1  # not known: the columns depend on the tasks
@@ -345,25 +349,25 @@ _ADAPTERS: Mapping[str, type[RewardAdapter]] = {"gleanrl": RewardAdapter, "verl"
 
 
 def split_at_first_answer(messages: Sequence[Message]) -> tuple[list[Message], list[Message]]:
-    """The messages before the first answer of the assistant, and that answer with everything after it."""
+    """Return the messages before the assistant's first answer, and those from this answer on."""
     first = next((i for i, message in enumerate(messages) if message["role"] == "assistant"), len(messages))
     return list(messages[:first]), list(messages[first:])
 
 
 def check_options(name: str, target: Callable[..., Any], options: Iterable[str], *, given: int = 0) -> None:
-    """Raise `UserError` for the first option that a class or function does not take, or that it needs.
+    """Raise `UserError` for the first option that a class or function does not take, or that it needs and lacks.
 
-    ``given``: how many of its first parameters are no options; -1: which ones it needs in addition is not known.
+    ``given``: how many of its first parameters are not options. -1: not known, so missing options are not checked.
     """
     try:
         parameters = inspect.signature(target).parameters.values()
-    except (TypeError, ValueError):  # written in C
+    except (TypeError, ValueError):  # functions written in C may have no signature
         return
     named = [p for p in parameters if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)][max(given, 0) :]
     known = [parameter.name for parameter in named]
     takes_any = False
     for parameter in parameters:
-        if parameter.kind is parameter.VAR_KEYWORD:  # takes any, unless it is `Unpack` of a `TypedDict`
+        if parameter.kind is parameter.VAR_KEYWORD:  # takes any name, unless its type is `Unpack` of a `TypedDict`
             try:
                 hint = get_type_hints(target.__init__ if isinstance(target, type) else target).get(parameter.name)
             except (NameError, TypeError):

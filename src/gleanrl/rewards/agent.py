@@ -1,18 +1,19 @@
 """The reward agent: scores trajectories by any reward, thousands at once, each request on its own.
 
-The loop, its evaluation and a user's script call `RewardAgent.score` or `RewardAgent.score_groups`. A request's way:
+The training loop, its evaluation and users' scripts call `RewardAgent.score` or `RewardAgent.score_groups`. A request
+takes these steps:
 
 1. `RewardAgent.score` (or that of a `RewardLane`) makes a `Request` of the trajectory.
 2. `RewardAgent._submit` answers from the cache, joins an identical request that is under way, or starts a task.
-3. `RewardAgent._run` is that task: journal, attempts and waits between them, the error budget. A request that fails
-   ends here as ``Score.failed(reason)``, which the batch leaves out; it is never zero.
-4. `RewardAgent._attempt` is one attempt: slots and rates, the time limit, costs. It calls the `Scorer`. For a user's
-   reward that is a `gleanrl.rewards.adapter.RewardAdapter`, which calls the user's function on the event loop, in a
-   thread or in a worker process, and reads the score in what it returned.
+3. `RewardAgent._run` is that task. It reads and writes the journal, makes attempts with waits between them, and keeps
+   the error budget. A request that fails gets ``Score.failed(reason)``, which the batch leaves out. It is never zero.
+4. `RewardAgent._attempt` makes one attempt: it waits for slots and rates, calls the `Scorer` under the time limit, and
+   counts costs. The scorer of a user's reward is a `gleanrl.rewards.adapter.RewardAdapter`, which calls the user's
+   function on the event loop, in a thread or in a worker process, and reads the score in its result.
 
 With ``reward.name = "environment"`` there is no agent: `gleanrl.rewards.request.EnvironmentReward` answers at once.
 
-Requests do not know of each other, so one that hangs or fails costs only itself.
+Requests are independent of each other, so one that hangs or fails does not affect the others.
 """
 
 from __future__ import annotations
@@ -55,13 +56,13 @@ log = logging.getLogger(__name__)
 LaneName = Literal["train", "eval"]
 
 _CHARACTERS_PER_TOKEN = 4
-"""A first guess of what a request takes; corrected by what the service reports."""
+"""Used to estimate a request's tokens before it is sent. The number that the service reports corrects the estimate."""
 _LONG_WAIT_S = 60.0
-"""A wait of this length that a service asks for is logged."""
+"""A wait that a service asks for is logged if it is at least this long."""
 
 
 class _Job(Permit):
-    """A request under way, and everyone who waits for its score."""
+    """A request under way, with the futures of all callers that wait for its score."""
 
     __slots__ = ("key", "number", "request", "task", "waiters")
 
@@ -83,7 +84,7 @@ class _Job(Permit):
 
 @dataclass(frozen=True, slots=True)
 class RewardLane:
-    """A `Reward` with slots of its own: that of training or that of evaluation."""
+    """A `Reward` with slots of its own, for training or for evaluation."""
 
     agent: RewardAgent
     name: LaneName
@@ -98,18 +99,19 @@ class RewardLane:
 
 
 class RewardAgent:
-    """Scores trajectories by any reward, thousands at once. A `Reward` for training; `lane` has one for evaluation.
+    """Scores trajectories by any reward, thousands at once.
 
-    A request that fails does not raise: its score is invalid and says why. `UserError` is raised for everyone who waits
-    when the service is down (`RewardSettings.max_failed_fraction`, ``down_after_s``) or the configuration is wrong::
+    The agent is itself the `Reward` for training; `lane` returns the one for evaluation. A request that fails does not
+    raise: its score is invalid and says why. All callers that wait get `UserError` when the service is down
+    (`RewardSettings.max_failed_fraction`, ``down_after_s``) or the configuration is wrong::
 
         async with RewardAgent("judge", options={...}, max_concurrency=500) as agent:
             async for index, scores in agent.score_groups(groups):
                 ...
 
     Args:
-        reward: what `gleanrl.rewards.adapter.load_reward` takes; None: what the settings name.
-        settings: limits and everything else; ``overrides`` are settings by name.
+        reward: any reward that `gleanrl.rewards.adapter.load_reward` takes; None: the one that the settings name.
+        settings: limits and all other settings. ``overrides`` replace single settings by name.
         journal: a file in which finished rewards survive a crash; None: they are kept in memory only.
 
     Raises:
@@ -172,7 +174,7 @@ class RewardAgent:
         await self.aclose()
 
     async def aclose(self) -> None:
-        """Cancel what is under way and release all resources. Everyone who still waits gets `UserError`."""
+        """Cancel requests under way and release all resources. Callers that still wait get `UserError`."""
         self._stop("the reward agent was closed")
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._scorer.aclose()
@@ -182,18 +184,18 @@ class RewardAgent:
 
     # --- scoring ----------------------------------------------------------------------------------
     async def score(self, task: Task, trajectory: Answer) -> Score:
-        """The score of a trajectory, a response or the messages of a conversation, in the lane of training.
+        """Return the score of a trajectory, a response or the messages of a conversation, in the lane of training.
 
-        It is invalid, with the reason, where there is none.
+        If no score can be had, an invalid one with the reason is returned.
         """
         return await self._submit(Request.of(task, trajectory), "train")
 
     async def score_again(self, task: Task, trajectory: Answer) -> Score:
-        """As `score`, but neither cache nor journal answers or keeps it."""
+        """Score as `score` does, but neither read nor write the cache and the journal."""
         return await self._submit(replace(Request.of(task, trajectory), nonce=uuid.uuid4().hex), "train")
 
     async def finish(self, task: Task, scores: Sequence[Score]) -> list[Score]:
-        """Post-process the scores of a complete group. Where that fails, they are invalid."""
+        """Post-process the scores of a complete group. If that fails, all its scores become invalid."""
         if not self._scorer.post_processes:
             return list(scores)
         try:
@@ -207,22 +209,22 @@ class RewardAgent:
             return [self._fail("finish", reason) if score.valid else score for score in scores]
 
     def lane(self, name: LaneName) -> RewardLane:
-        """The same reward, cache, journal and rates, with slots of its own."""
+        """Return a lane, which has slots of its own and shares reward, cache, journal and rates with the agent."""
         return RewardLane(self, name)
 
     async def score_groups(
         self, groups: Iterable[Sequence[Item]] | AsyncIterable[Sequence[Item]], *, lane: LaneName = "train"
     ) -> AsyncIterator[tuple[int, list[Score]]]:
-        """``(index, scores)`` of each group, in the order in which they are complete and post-processed.
+        """Yield ``(index, scores)`` of each group, as soon as the group is complete and post-processed.
 
         A group holds pairs of a task and what is scored: a response, the messages of a conversation, or a `Trajectory`.
-        Groups are taken from ``groups`` as there is room for them, so it may be endless. The first error of ``groups``
-        or of a group ends the iteration and cancels everything else.
+        Groups are taken from ``groups`` only when there is room for them, so ``groups`` may be endless. The first error
+        of ``groups`` or of a group ends the iteration and cancels all other requests.
         """
         loop = asyncio.get_running_loop()
         room = 2 * self._limiter.lanes[lane].slots  # so that slots never wait for the next group
         results: asyncio.Queue[tuple[int, list[Score]] | Exception | None] = asyncio.Queue()  # None: no more groups
-        sizes: dict[int, int] = {}  # of groups taken and not delivered
+        sizes: dict[int, int] = {}  # members of each group taken and not yet delivered, by index
         members = 0  # sum of these sizes
         delivered = asyncio.Event()
         tasks: set[asyncio.Task[None]] = set()
@@ -278,7 +280,7 @@ class RewardAgent:
             await asyncio.gather(*left, return_exceptions=True)
 
     def metrics(self) -> Metrics:
-        """What happened since the last call: docs/howto/rewards.md lists the names."""
+        """Return the metrics since the last call. docs/howto/rewards.md lists their names."""
         statistics, self._statistics = self._statistics, Statistics()
         return statistics.metrics(self._limiter.queued, self._limiter.in_flight)
 
@@ -322,7 +324,7 @@ class RewardAgent:
         return waiter
 
     async def _run(self, job: _Job) -> None:
-        """Score the job's request, with as many attempts as it takes, and settle the job."""
+        """Score the job's request, with retries, and give the result to all that wait for it."""
         CURRENT_PERMIT.set(job)
         loop, budget, journal, key = asyncio.get_running_loop(), self._budget, self._journal, job.key
         retries = Retries(self._retry_policy)
@@ -361,7 +363,7 @@ class RewardAgent:
             except UserError as down:
                 outcome = down
         finally:
-            job.task = None  # the task's context refers to the job
+            job.task = None  # breaks a reference cycle: the task's context refers to the job
         self._forget(job)
         job.settle(outcome)
         if isinstance(outcome, UserError):
@@ -396,9 +398,9 @@ class RewardAgent:
         return score
 
     async def _hedge(self, job: _Job) -> Score:
-        """`_attempt`, and a second one where the first takes longer than most did.
+        """Make an attempt, and a second one at the same time if the first takes longer than most others did.
 
-        Returns the first result, and cancels the other attempt. Raises the last error where both fail.
+        Returns the first result, and cancels the other attempt. Raises the last error if both fail.
         """
         assert self._recent_times is not None
         loop = asyncio.get_running_loop()
@@ -420,7 +422,7 @@ class RewardAgent:
                     if not task.cancelled() and task.exception() is None:
                         score = task.result()
                 if score is None and not pending:
-                    score = done.pop().result()  # raises
+                    score = done.pop().result()  # raises the attempt's error
             self._recent_times.add(loop.time() - sent.result())
             return score
         finally:
@@ -432,7 +434,7 @@ class RewardAgent:
         """Count a failed attempt. Returns the seconds until the next one.
 
         Raises:
-            Exception: ``error``, where there is no further attempt.
+            Exception: ``error`` itself, if there is no further attempt.
             UserError: the service is down.
         """
         if isinstance(error, UserError | NotApplicable):
@@ -458,14 +460,14 @@ class RewardAgent:
         return Score.failed(reason)
 
     def _charge(self, cost: Mapping[str, float], estimated: float) -> bool:
-        """Count the tokens that an attempt has used in place of those estimated. Returns whether any were reported."""
+        """Count the tokens that an attempt used, instead of the estimated ones. Returns whether any were reported."""
         used = self._statistics.add_cost(cost)
         if used and self._limiter.counts_tokens:
             self._limiter.correct(used - estimated)
         return used > 0
 
     def _leave(self, job: _Job, waiter: asyncio.Future[Score]) -> None:
-        """A waiter has its score or was cancelled. Cancels a job that no one waits for."""
+        """Remove a waiter that has its score or was cancelled. Cancels the job if that was the last waiter."""
         job.waiters.discard(waiter)
         if waiter.cancelled() and not job.waiters and job in self._jobs and job.task is not None:
             self._forget(job)
@@ -477,7 +479,7 @@ class RewardAgent:
             del self._jobs_by_key[job.key]
 
     def _stop(self, why: str) -> None:
-        """Accept nothing more, and fail everyone who waits."""
+        """Accept no further request, and raise `UserError` in all callers that wait."""
         self._stopped = self._stopped or why
         jobs, self._jobs = self._jobs, set()
         self._jobs_by_key.clear()

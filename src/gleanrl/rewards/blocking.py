@@ -1,4 +1,4 @@
-"""The reward agent for synchronous code: TRL, verl, a script. Its event loop runs in a thread of its own."""
+"""The reward agent for synchronous code, such as TRL, verl or a script. Its event loop runs in a separate thread."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class BlockingRewardAgent:
         self._thread.start()
         try:
             self._agent, self._loop, self._stop = opened.result()
-        except BaseException:  # Ctrl-C while it opens
+        except BaseException:  # Ctrl-C while the agent opens
             opened.add_done_callback(_stop_when_opened)
             raise
         _open_agents.add(self)
@@ -136,9 +136,8 @@ class BlockingRewardAgent:
     def submit(self, task: Task, answer: Answer, *, lane: LaneName = "train") -> Future[Score]:
         """Request one score and return its future at once. Cancelling the future cancels the request.
 
-        The future may raise `UserError`. ``answer`` is as in `score_groups`. A single score is not post-processed.
-        In a coroutine:
-        ``await asyncio.wrap_future(agent.submit(task, answer))``.
+        The future may raise `UserError`. ``answer`` is as in `score_groups`. A single score is not post-processed. In a
+        coroutine, write ``await asyncio.wrap_future(agent.submit(task, answer))``.
         """
         return self._start(lambda: self._agent.lane(lane).score(task, answer))
 
@@ -163,7 +162,7 @@ class BlockingRewardAgent:
             try:
                 return await work()
             except asyncio.CancelledError:
-                if self._closed and not future.cancelled():  # the loop ends
+                if self._closed and not future.cancelled():  # cancelled because the loop ends
                     raise UserError(_CLOSED) from None
                 raise
 
@@ -191,6 +190,6 @@ def _close_all() -> None:
             log.warning("closing a reward agent at exit: %s", error)
 
 
-# Agents must close before the executors that they use, which shut down before `atexit` runs. The function is private
-# to CPython, hence the alternative.
+# Agents must close before the executors that they use. Executors shut down before `atexit` runs, so that
+# `threading._register_atexit` is needed. It is private to CPython; elsewhere `atexit` takes its place.
 getattr(threading, "_register_atexit", atexit.register)(_close_all)

@@ -37,9 +37,10 @@ class Weighted(Scorer):
     makes the agent retry, nor by a resumed run. The settings' workers, isolation and timeout apply to each part.
 
     Args:
-        parts: by name. Each is a table ``{reward = "module:name", weight = 0.5, options = {...}, clip = [0, 1]}``,
-            where only ``reward`` is required, or a reward as `gleanrl.rewards.adapter.load_reward` takes it. The
-            part named ``environment`` is the environment's own score.
+        parts: the rewards by name. Each is a table
+            ``{reward = "module:name", weight = 0.5, options = {...}, clip = [0, 1]}`` in which only ``reward`` is
+            required, or a reward as `gleanrl.rewards.adapter.load_reward` takes it. The part named ``environment`` is
+            the environment's own score.
         on_failure: ``fail``: if one part fails, there is no score. ``renormalise``: a part that fails (`ATTEMPTS` times
             if the error is transient) is left out, and the sum of the rest is multiplied by the total of all absolute
             weights over the total of the remaining ones; ``left_out`` in the parts counts the missing parts. If all
@@ -283,8 +284,8 @@ class Part:
 class _Unfinished:
     """The state of a request whose parts are not all scored."""
 
-    scores: dict[str, Score] = field(default_factory=dict)  # by part; invalid for one that is left out
-    failures: Counter[str] = field(default_factory=Counter)  # of optional parts
+    scores: dict[str, Score] = field(default_factory=dict)  # by part; invalid if the part is left out
+    failures: Counter[str] = field(default_factory=Counter)  # failed attempts of optional parts, by part
     retryable: list[Retryable] = field(default_factory=list)  # errors of the current attempt
     unreported_cost: dict[str, float] = field(default_factory=dict)
 

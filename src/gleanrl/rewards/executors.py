@@ -1,6 +1,6 @@
-"""Where rewards run that would block the event loop: in threads, or in processes that can be killed.
+"""Runs rewards that would block the event loop, in threads or in processes that can be killed.
 
-`gleanrl.rewards.adapter` and `gleanrl.rewards.math` use them.
+Used by `gleanrl.rewards.adapter` and `gleanrl.rewards.math`.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from gleanrl.utils.retry import NO_THREAD, Fatal, Retryable, cause_of, is_retrya
 log = logging.getLogger(__name__)
 
 MAX_HUNG_THREADS = 256
-"""Threads that may hang in calls that were cancelled."""
+"""Maximum number of threads that hang in cancelled calls."""
 
 
 class Threads(Executor):
     """Daemon threads, started as they are needed. The caller bounds how many calls run at once.
 
-    A thread cannot be killed, so a call that is cancelled goes on in its thread, and another thread takes its place.
-    Too many of them would use up the machine; then no call is made until one of them ends. A `ThreadPoolExecutor` would
-    do neither, and would keep the interpreter from exiting.
+    A thread cannot be killed, so a cancelled call continues in its thread, and another thread takes its place. When
+    `MAX_HUNG_THREADS` threads hang in this way, no call is made until one of them ends. A `ThreadPoolExecutor` would
+    neither replace nor limit such threads, and would keep the interpreter from exiting.
     """
 
     def __init__(self) -> None:
@@ -42,8 +42,11 @@ class Threads(Executor):
         self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
 
     async def call(self, function: Callable[..., Any], *args: Any) -> Any:
-        """``function(*args)`` in a thread. Raises `Retryable`, which does not count as an attempt, where too many calls
-        hang."""
+        """Call ``function(*args)`` in a thread and return its result.
+
+        Raises:
+            Retryable: too many calls hang. This one does not count as an attempt.
+        """
         if self.hung >= MAX_HUNG_THREADS:
             raise Retryable(
                 f"{self.hung} calls hang in their threads, and no thread can be ended; isolation = 'process' can",
@@ -56,7 +59,7 @@ class Threads(Executor):
             running = True
             try:
                 return function(*args)
-            except StopIteration as error:  # a future cannot hold one
+            except StopIteration as error:  # a future cannot hold a StopIteration
                 raise RuntimeError("StopIteration") from error
             finally:
                 with self._lock:
@@ -87,14 +90,14 @@ class Threads(Executor):
             else:
                 try:
                     threading.Thread(target=self._work, name="gleanrl-reward", daemon=True).start()
-                except RuntimeError as error:  # the machine has no more
+                except RuntimeError as error:  # the system cannot start another thread
                     raise Retryable(f"{error}, and {self.hung} hang in their calls", cause=NO_THREAD) from None
                 self._threads += 1
             self._calls.put((future, partial(fn, *args, **kwargs)))
         return future
 
     def shutdown(self, wait: bool = False, *, cancel_futures: bool = False) -> None:
-        """Let each thread end once it has nothing more to do; waits for none."""
+        """Let each thread end once no call waits for it. Does not wait for the threads."""
         with self._lock:
             for _ in range(self._threads):
                 self._calls.put(None)
@@ -110,18 +113,18 @@ class Threads(Executor):
                 else:
                     future.set_result(result)
                     del result
-            del item, future, function  # an idle thread would keep them
+            del item, future, function  # else an idle thread would keep these objects alive
             with self._lock:
                 self._idle += 1
 
 
 class Processes(ProcessPool):
-    """Worker processes, each with an object of its own whose methods they run; one that hangs is killed.
+    """Worker processes that run methods of an object, which each process makes for itself. One that hangs is killed.
 
     Args:
-        make: makes the object in each process; picklable.
-        count: processes at most; they start as they are needed.
-        timeout_s: seconds that a call may take; its clock starts when a process takes it up.
+        make: makes the object in each process; must be picklable.
+        count: maximum number of processes; they start when they are needed.
+        timeout_s: limit of a call in seconds, counted from when a process starts it.
 
     Raises:
         UserError: ``make`` cannot be pickled.
@@ -137,11 +140,11 @@ class Processes(ProcessPool):
             ) from None
 
     async def call(self, method: str, *args: Any) -> Any:
-        """What the object's method returned.
+        """Run a method of the object in a worker process and return its result.
 
         Raises:
-            Retryable, Fatal, UserError: as the method did (`Fatal` for other errors); `Retryable` also where it took
-                too long or its process died.
+            Retryable, Fatal, UserError: the error that the method raised, or `Fatal` in place of any other error. Also
+                `Retryable` if the call took too long or its process died.
         """
         try:
             return await super().call("run", method, *args)
@@ -155,7 +158,7 @@ class Processes(ProcessPool):
 
 
 class _ServedObject(Served):
-    """The object inside a worker process."""
+    """Makes the object inside a worker process and calls its methods."""
 
     def __init__(self, make: Callable[[], Any]) -> None:
         self._object = make()

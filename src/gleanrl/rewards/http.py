@@ -1,6 +1,6 @@
-"""A reward behind plain HTTP: one POST for a trajectory, a number in the answer.
+"""A reward behind plain HTTP: one POST for each trajectory, answered with a number.
 
-Judges and pooling servers use the helpers.
+Judges and pooling servers use the helpers of this module too.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from gleanrl.utils.http import ConnectionOptions, HttpClient, connection_limit
 from gleanrl.utils.retry import Fatal
 
 EXPLANATION = 2000
-"""Characters kept of what a service or a judge explains."""
+"""Maximum length, in characters, of the explanation that a service or a judge gives."""
 
 
 class ServiceScorer(Scorer):
@@ -39,14 +39,15 @@ class HttpReward(ServiceScorer):
     """A reward behind a service of your own.
 
     It POSTs ``{"task_id", "payload", "messages", "response", "trajectory_id", "environment_score"}`` (the last is null
-    where the environment gave none) and expects ``{"score": number}``, and optionally
+    if the environment gave no score) and expects ``{"score": number}``, and optionally
     ``"explanation"`` (text), ``"parts"`` (numbers by name) and ``"usage"`` (``prompt_tokens``, ``completion_tokens``).
 
     Args:
         url: where to POST.
         score: where the score is in the answer, as a path: ``score``, ``result.value``, ``data.0.score``.
-        version: change it when the service judges otherwise, so that scores in caches and journals are not used.
-        fields: more fields of each request's body; ``"env:NAME"`` takes a text from the environment.
+        version: change this text when the service scores differently, so that old scores in caches and journals are not
+            used.
+        fields: additional fields of each request's body; ``"env:NAME"`` reads a text from an environment variable.
         connection: ``api_key_env``, ``headers``, ``timeout_s``, ``connections`` of `gleanrl.utils.http.HttpClient`.
 
     Raises:
@@ -69,7 +70,7 @@ class HttpReward(ServiceScorer):
         self.version = version_of([url, score, version, dict(fields or {})])
 
     async def __call__(self, request: Request) -> Score:
-        """Raises `Retryable` or `Fatal` where there is no score."""
+        """Score a request. Raises `Retryable` or `Fatal` if there is no score."""
         body = {
             **self._fields,
             "task_id": request.task.id,
@@ -107,9 +108,10 @@ class HttpReward(ServiceScorer):
 
 
 def idempotency_key(request: Request, version: str) -> str | None:
-    """The same in every attempt of a request and after every restart; None where the task's payload is not JSON.
+    """Return a key that is the same in every attempt of a request and after every restart.
 
-    The second of two hedged requests has a key of its own, because the service is meant to work on both.
+    None if the task's payload is not JSON. The second of two hedged requests has a key of its own, because the service
+    is meant to work on both.
     """
     try:
         key = request.key(version)
@@ -130,7 +132,7 @@ def read_cost(answer: Any) -> dict[str, float]:
 
 
 def version_of(settings: Any) -> str:
-    """16 hex digits that change with what a scorer was set to. Raises `UserError` where that is not JSON."""
+    """Return 16 hex digits that change with a scorer's ``settings``. Raises `UserError` if these are not JSON."""
     try:
         text = json.dumps(settings, sort_keys=True)
     except TypeError as error:

@@ -22,11 +22,11 @@ log = logging.getLogger(__name__)
 
 _APPLICATION = 0x676C724B  # "glrK", in the file's header
 _SCHEMA = "CREATE TABLE IF NOT EXISTS rewards (key BLOB PRIMARY KEY, score BLOB NOT NULL) WITHOUT ROWID"
-_BUSY_S = 30.0  # maximum wait for another process that writes
+_BUSY_S = 30.0  # maximum wait while another process writes
 
 
 class Journal:
-    """Scores by `Request.key`.
+    """Stores scores by `Request.key`.
 
     A damaged file is moved aside with a warning, and a new one is started. Raises `UserError` if the file belongs to
     another program or cannot be written.
@@ -59,7 +59,7 @@ class Journal:
         self._writing: asyncio.Task[None] | None = None
 
     def _open(self) -> sqlite3.Connection:
-        """Open the file, and check what is in it."""
+        """Open the file and check its content."""
         database = sqlite3.connect(self.path, timeout=_BUSY_S, check_same_thread=False)
         try:
             (application,) = database.execute("PRAGMA application_id").fetchone()

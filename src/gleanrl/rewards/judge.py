@@ -69,10 +69,10 @@ class Judge(ServiceScorer):
             ``regex:...``: the last match in the judge's text, its group "score" or its first group. Otherwise an import
             path (or a function) of text -> score, which returns None if the text has no score.
         scale: the judge's lowest and highest score, which become 0 and 1. A score outside the scale is invalid.
-        temperature: None leaves it to the server, which some models require.
-        max_tokens: limit of the judge's answer; None leaves it to the server.
-        extra: more fields of the request's body, e.g. ``{"reasoning_effort": "low"}``; ``"env:NAME"`` reads a text from
-            an environment variable.
+        temperature: None leaves the temperature to the server, which some models require.
+        max_tokens: limit of the judge's answer; None leaves the limit to the server.
+        extra: additional fields of the request's body, e.g. ``{"reasoning_effort": "low"}``; ``"env:NAME"`` reads a
+            text from an environment variable.
         connection: ``api_key_env``, ``headers``, ``timeout_s``, ``connections`` of `gleanrl.utils.http.HttpClient`.
 
     An answer without a score raises `Retryable` the first time and `Fatal` the second; it never counts as 0. Tokens
@@ -120,7 +120,7 @@ class Judge(ServiceScorer):
         if max_tokens is not None:
             body["max_tokens"] = max_tokens
         self._body = {**body, **self._client.hide_keys(extra or {})}
-        self._unread: OrderedDict[str, None] = OrderedDict()  # requests
+        self._unread: OrderedDict[str, None] = OrderedDict()  # requests whose first answer was unreadable
         self.version = version_of([body, self._messages, template, [self._low, self._high], parser_version])
         """Changes with everything that affects a score: model, template, parser, scale and the request's fields."""
 
@@ -269,7 +269,7 @@ def _make_parser(parse: str | Parser) -> tuple[Parser, str]:
 
 def _parse_by_pattern(pattern: re.Pattern[str], text: str) -> float | None:
     found: str | None = None
-    for match in pattern.finditer(text):  # the last one counts
+    for match in pattern.finditer(text):  # the last match gives the score
         found = match["score" if "score" in pattern.groupindex else 1]
     return None if found is None else float(found)
 

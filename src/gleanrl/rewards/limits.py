@@ -4,8 +4,8 @@ Training and evaluation have lanes of their own. Each lane has its own slots; sh
 are divided by weighted fair queueing, so that neither lane delays the other. All times follow the event loop's clock,
 and nothing polls: a request is woken when a slot becomes free, or when a rate allows it.
 
-Libraries for leaky buckets were tried. They cannot return a reservation that was too large, and do not run in virtual
-time.
+Existing libraries for leaky buckets are not used, because they cannot return a reservation that was too large, and do
+not run in virtual time.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class LeakyBucket:
 
     def __init__(self, per_minute: float, *, unit: float) -> None:
         self.burst = max(unit, per_minute / 20)
-        # Nothing more can be taken at a window's end: one unit fits in addition to the burst and the leaked amount.
+        # burst + the amount leaked in 60 s stays just below per_minute + unit: at most per_minute whole units pass
         self._per_s = max(per_minute + unit - self.burst, unit / 2) / 60 * (1 - 1e-4)
         self._empty_at = float("-inf")  # loop time at which the whole content has leaked out
 
@@ -50,27 +50,28 @@ class LeakyBucket:
 
 @dataclass(slots=True, eq=False)
 class Lane:
-    """Requests of one kind: their own slots, and their share of what all lanes use together."""
+    """Requests of one kind, with slots of their own and a share of the resources that all lanes use."""
 
     name: str
     slots: int
     share: float
     in_flight: int = 0
-    waiting: OrderedDict[asyncio.Future[Lane], float] = field(default_factory=OrderedDict)  # with their tokens
+    waiting: OrderedDict[asyncio.Future[Lane], float] = field(default_factory=OrderedDict)  # tokens of each
     finish_tag: float = 0.0  # weighted fair queueing: grows by 1 / share per request; the lowest goes next
 
 
 class Permit:
-    """The lanes through which one request may pass a rate limiter; it takes the first one with room.
+    """The lanes through which one request may pass a rate limiter. It passes through the first lane with room.
 
-    A request gets a second lane when an identical one is made there, so that it does not wait for the longer queue.
+    A request gets a second lane when an identical request is made in that lane, so that it passes through the shorter
+    of the two queues.
     """
 
     __slots__ = ("lanes", "pending")
 
     def __init__(self, lane: str) -> None:
         self.lanes = (lane,)
-        self.pending: tuple[tuple[RateLimiter, asyncio.Future[Lane], float], ...] = ()  # with their tokens
+        self.pending: tuple[tuple[RateLimiter, asyncio.Future[Lane], float], ...] = ()  # where it waits, with tokens
 
     def add_lane(self, lane: str) -> None:
         if lane not in self.lanes:
@@ -82,7 +83,7 @@ class Permit:
 CURRENT_PERMIT: ContextVar[Permit | None] = ContextVar("permit", default=None)
 """The permit of the request that this task scores; None outside a reward agent.
 
-Rewards with a limiter of their own use it (the parts of a sum, a reward model).
+Used by rewards with a limiter of their own: the parts of a sum, and a reward model.
 """
 
 
@@ -90,7 +91,8 @@ class RateLimiter:
     """Lets requests through as slots and rates allow.
 
     Args:
-        lanes: slots of each lane, and its share of shared resources. A lane that uses them alone gets all of them.
+        lanes: slots of each lane, and its share of the common resources. While only one lane has requests, it gets all
+            of these resources.
         slots: slots over all lanes (worker threads or processes); None = no limit.
         requests_per_minute, tokens_per_minute: rates over all lanes; None = no limit.
     """
@@ -121,7 +123,7 @@ class RateLimiter:
         for name in permit.lanes:
             self.queue(name, waiter, tokens)
         try:
-            return await waiter  # at once if there was room
+            return await waiter  # returns at once if there was room
         except asyncio.CancelledError:
             if not waiter.cancelled():
                 self.release(waiter.result())  # admitted and cancelled in the same turn of the loop
@@ -144,7 +146,7 @@ class RateLimiter:
         self._pump()
 
     def release(self, lane: Lane) -> None:
-        """Give the slot back."""
+        """Free the slot of a request that has ended."""
         lane.in_flight -= 1
         self.in_flight -= 1
         self._pump()

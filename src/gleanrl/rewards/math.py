@@ -34,9 +34,9 @@ Compare = Literal["math", "text"]
 
 GOLD = ("reward_model.ground_truth", "answer", "ground_truth", "solution")
 LONGEST = 20_000  # characters of a response that are read, from its end
-KILL_S = 30.0  # seconds of wall time, and four times the limit, after which a process is killed
+KILL_S = 30.0  # a process is killed after this wall time in seconds plus four times ``timeout_s``
 MEMORY = 2 << 30  # bytes that a process may allocate in addition to those it starts with
-_SIGN = r"(?:(?<![\w.)\]}%])[-\u2212])?"  # after a word, a number or a bracket a minus subtracts
+_SIGN = r"(?:(?<![\w.)\]}%])[-\u2212])?"  # a minus after a word, a number or a bracket is a subtraction
 _NUMBER = re.compile(rf"{_SIGN}(?:\d{{1,3}}(?:,\d{{3}})+|\d+)(?:\.\d+)?(?:/\d+)?|{_SIGN}\.\d+")
 _TAGS = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
@@ -96,7 +96,7 @@ class MathReward(Scorer):
 
     @classmethod
     def check(cls, **options: Any) -> None:
-        cls(**options)  # starts nothing
+        cls(**options)  # starts no process
 
     def configure(self, settings: RewardSettings) -> None:
         """Use as many processes as the settings have workers, but no more than the machine has cores."""
@@ -148,7 +148,7 @@ class Graded:
     formatted: bool = False
     timed_out: bool = False
     read: str = ""  # the answer as extracted
-    unreadable: str | None = None  # the right answer, where it could not be parsed
+    unreadable: str | None = None  # the right answer, if it could not be parsed
 
 
 class _TooLong(BaseException):  # not an Exception, so that code which catches every Exception does not catch it
@@ -162,15 +162,18 @@ class Grader:
         self._extract: Extract = extract
         self._compare, self._timeout_s = compare, timeout_s
         for name in ("math_verify.parser", "math_verify.grader"):
-            logging.getLogger(name).setLevel(logging.CRITICAL)  # it warns for each answer that timeouts are off
+            logging.getLogger(name).setLevel(logging.CRITICAL)  # else each answer warns that timeouts are off
         if compare == "math":
-            _parse("$1$")  # imports its packages, which takes a second that no answer should pay for
+            _parse("$1$")  # imports packages, which takes about a second, before the time limit of an answer runs
         with contextlib.suppress(OSError, ValueError):  # no such file, or a lower limit is set already
             used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
             resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY, resource.RLIM_INFINITY))
 
     def grade(self, response: str, gold: list[str]) -> Graded:
-        """Compare the answer in a response with the right answers. A solution around a right answer is ignored."""
+        """Compare the answer in a response with the right answers.
+
+        If a right answer has a ``\\boxed{}`` or a text after ``####``, only that is compared.
+        """
         answer, formatted = extract_answer(response, self._extract)
         rights = []
         for text in gold:
@@ -254,7 +257,7 @@ def _parse(text: str) -> list[Any]:
 
 @contextlib.contextmanager
 def _processor_time(seconds: float) -> Iterator[None]:
-    """Raise `_TooLong` inside after this much processor time, and again if some code swallows it."""
+    """Raise `_TooLong` in the block after this much processor time, and again if some code there swallows it."""
 
     def raises(*_: Any) -> None:
         raise _TooLong

@@ -30,18 +30,19 @@ class _Waiting:
     messages: list[Message]
     permit: Permit
     future: asyncio.Future[float]
-    tokens: list[int] | None = None  # of the messages, once encoded
+    tokens: list[int] | None = None  # token ids of the messages, once encoded
 
 
 class RewardModel(Scorer):
     """Scores with a Hugging Face sequence-classification model with one label, on a device and a thread of its own.
 
-    Requests that arrive during one round form the next, divided into batches of about equal lengths; a single
-    request starts at once. Training and evaluation have rounds of their own, whose batches take turns by their shares.
+    Requests that arrive while one round is computed form the next round, divided into batches of about equal lengths.
+    A single request starts at once. Training and evaluation have separate rounds, whose batches take turns in
+    proportion to the shares of both.
     A score does not depend on the rest of its batch, except for rounding.
 
     Args:
-        model: a directory or an id.
+        model: a directory or an id on the Hugging Face hub.
         device: ``auto`` is a GPU if there is one.
         dtype: ``auto`` is bfloat16 on a GPU, float32 on a CPU.
         tokens_per_batch: padded tokens per forward pass.
@@ -99,9 +100,9 @@ class RewardModel(Scorer):
         self._waiting: list[_Waiting] = []
         self._serving: asyncio.Task[None] | None = None
         self.configure(RewardSettings())
-        # grows by 1 / share with each row; the lane with the lowest goes next
+        # a lane's value grows by 1 / share with each row; the lane with the lowest value goes next
         self._turns = dict.fromkeys(self._shares, 0.0)
-        self._turn = 0.0  # that of the lane that went last
+        self._turn = 0.0  # value of the lane that went last
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="gleanrl-reward-model")
         self.version = version_of([model, dtype, self._max_length, too_long, activation, self._tokenizer.chat_template])
         self.batches: list[int] = []
@@ -135,11 +136,11 @@ class RewardModel(Scorer):
         waiting = _Waiting([_plain_message(m) for m in request.messages], permit, loop.create_future())
         self._waiting.append(waiting)
         if self._serving is None or self._serving.done():
-            self._serving = loop.create_task(self._serve())  # further requests of this turn of the loop join it
+            self._serving = loop.create_task(self._serve())  # further requests of this turn of the loop join the round
         return Score(await waiting.future)
 
     async def aclose(self) -> None:
-        """Wait for the running batch."""
+        """Cancel all requests. Does not wait for a batch that runs."""
         waiting, self._waiting = self._waiting, []
         for one in waiting:
             one.future.cancel()
@@ -176,7 +177,7 @@ class RewardModel(Scorer):
 
     # --- in the thread ----------------------------------------------------------------------------
     def _compute_batch(self, round_: Sequence[_Waiting]) -> list[tuple[_Waiting, float | Fatal]]:
-        """Compute the requests of a round that fit into one batch. Returns those that have an outcome."""
+        """Compute the requests of a round that fit into one batch. Returns those that have an outcome, and the outcome."""
         outcomes: list[tuple[_Waiting, float | Fatal]] = []
         encoded: list[tuple[list[int], _Waiting]] = []
         for one in round_:
@@ -204,7 +205,7 @@ class RewardModel(Scorer):
         return outcomes
 
     def _compute(self, rows: list[list[int]]) -> list[float | Fatal]:
-        """Return the model's outputs; a batch that does not fit into memory is halved."""
+        """Return the model's outputs. A batch that does not fit into memory is halved and computed in two parts."""
         import torch
 
         if not rows:
@@ -261,7 +262,7 @@ class PoolingServer(ServiceScorer):
         base_url: address of the server, without ``/v1``: ``http://localhost:8000``.
         model: the model's name on the server.
         endpoint: ``classify`` for models with one label, ``pooling`` for others that return one number.
-        extra: more fields of the request's body, e.g. ``{"use_activation": false}``.
+        extra: additional fields of the request's body, e.g. ``{"use_activation": false}``.
         connection: ``api_key_env``, ``headers``, ``timeout_s``, ``connections`` of `gleanrl.utils.http.HttpClient`.
     """
 

@@ -1,7 +1,7 @@
-"""What is scored, what scores it, and what it returns: `Request`, `Scorer`, and the conversion to `Score`.
+"""The request that is scored (`Request`), the reward that scores it (`Scorer`), and the conversion to `Score`.
 
-The agent makes a `Request` of each trajectory and calls a `Scorer` with it. A finite number is a score; anything else
-that a reward returns is a failure with a reason, never 0.
+The agent makes a `Request` of each trajectory and calls a `Scorer` with it. A finite number is a score. Any other
+result of a reward is a failure with a reason, never 0.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ Answer = str | Sequence[Message] | Trajectory
 Item = tuple[Task, Answer]
 
 HEDGED: ContextVar[bool] = ContextVar("hedged", default=False)
-"""Whether this task makes the second of two requests for the same score."""
+"""Whether the current asyncio task makes the second of two requests for the same score."""
 MAX_EXPLANATION = 4000
-"""Characters kept of a reward's explanation."""
+"""Maximum length, in characters, of a reward's explanation."""
 
 _NO_SCORE = Score.failed("the environment gave no score")
 _CANONICAL = json.JSONEncoder(sort_keys=True, separators=(",", ":"), default=to_jsonable)
@@ -50,12 +50,12 @@ class Request:
     """One trajectory to be scored.
 
     Attributes:
-        task: the task that it tried to solve.
+        task: the task that the trajectory tried to solve.
         messages: the conversation as it was played.
-        trajectory_id: empty where there is no trajectory, only text.
-        own: what the environment gave for it; may be invalid.
-        info: the trajectory's own.
-        nonce: part of the key if it is not empty, so that neither cache nor journal answers.
+        trajectory_id: empty if a text is scored rather than a trajectory.
+        own: the score that the environment gave; may be invalid.
+        info: the trajectory's ``info``.
+        nonce: if not empty, a part of the key, so that neither cache nor journal answers the request.
     """
 
     task: Task
@@ -67,9 +67,9 @@ class Request:
 
     @classmethod
     def of(cls, task: Task, answer: Answer) -> Request:
-        """The request for an answer to a task.
+        """Return the request that scores an answer to a task.
 
-        A message that a rewritten context repeats is in it once; experience that was shown to the agent is left out.
+        A message that a rewritten context repeats is included once. Experience that was shown to the agent is left out.
         """
         if isinstance(answer, Trajectory):
             return cls(task, tuple(conversation(answer)), answer.id, answer.score, answer.info)
@@ -86,8 +86,11 @@ class Request:
         return ""
 
     def key(self, version: str) -> str:
-        """32 hex digits, the same in every process: a hash of what is scored (task, conversation, the environment's own
-        score) and of the ``version`` of the reward. Raises `TypeError` if the task's payload is not JSON."""
+        """Return a hash of this request and of the ``version`` of the reward: 32 hex digits, the same in every process.
+
+        It covers task, conversation and the environment's own score. Raises `TypeError` if the task's payload is not
+        JSON.
+        """
         own = self.own.value if self.own.valid else None
         hashed = [version, self.task.id, self.task.payload, self.messages, own]
         if self.nonce:
@@ -97,16 +100,16 @@ class Request:
 
 
 class Scorer:
-    """A reward as the agent calls it. `gleanrl.rewards.adapter.load_reward` makes one of what a user writes.
+    """The form of a reward that the agent calls. `gleanrl.rewards.adapter.load_reward` makes it of a user's reward.
 
-    Subclass it for a reward that controls its own concurrency, time or retries; all methods but ``__call__`` have
-    defaults. A classmethod ``check(**options)``, if there is one, raises `UserError` for options that make no scorer.
+    Subclass it for a reward that controls its own concurrency, time or retries. All methods except ``__call__`` have
+    defaults. A classmethod ``check(**options)``, if there is one, raises `UserError` for invalid options.
 
     Attributes:
-        version: part of the key of cache and journal; scores that were kept under another version are not used.
-        slots: calls at once, at most; None: no limit.
-        own_timeout: it bounds the time of its calls itself, so the agent does not.
-        post_processes: `finish` does something.
+        version: part of the key of cache and journal; scores that were stored under another version are not used.
+        slots: maximum number of concurrent calls; None: no limit.
+        own_timeout: whether the scorer limits the time of its calls itself, so that the agent does not.
+        post_processes: whether `finish` may change scores.
     """
 
     version: str = ""
@@ -115,8 +118,12 @@ class Scorer:
     post_processes: bool = False
 
     async def __call__(self, request: Request) -> Score:
-        """The score. Raises `Retryable`, `Fatal` or `NotApplicable` where there is none, `UserError` for a mistake in
-        the configuration."""
+        """Return the score of a request.
+
+        Raises:
+            Retryable, Fatal, NotApplicable: there is no score.
+            UserError: the configuration is wrong.
+        """
         raise NotImplementedError
 
     async def finish(self, task: Task, scores: Sequence[Score]) -> Sequence[Score]:
@@ -144,7 +151,7 @@ class EnvironmentReward:
 
 
 async def own_score(request: Request) -> Score:
-    """The environment's score as a reward function, for sums of rewards."""
+    """Return the environment's score. This reward function is used in sums of rewards."""
     return request.own
 
 

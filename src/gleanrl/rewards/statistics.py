@@ -12,7 +12,7 @@ import numpy as np
 from gleanrl.protocols import Metrics
 from gleanrl.utils.errors import UserError
 
-PROMPT_TOKENS, COMPLETION_TOKENS = "cost/prompt_tokens", "cost/completion_tokens"  # parts of a score
+PROMPT_TOKENS, COMPLETION_TOKENS = "cost/prompt_tokens", "cost/completion_tokens"  # names in `Score.parts`
 log = logging.getLogger(__name__)
 
 _DOWN_REQUESTS = 4  # failed requests before a service counts as down, because one bad request is not an outage
@@ -61,10 +61,10 @@ class RecentQuantile:
 
 
 class Statistics:
-    """What happened in one interval, in bounded memory; the agent makes a new one after each `metrics`.
+    """Statistics of one interval, in bounded memory. The agent starts a new interval at each call of `metrics`.
 
     Attributes:
-        counts: by the names of `metrics`.
+        counts: numbers of events, by their names in `metrics`.
         failed: failed requests by cause.
         total: seconds from submission to score.
         answer: seconds of one attempt that returned a score.
@@ -110,7 +110,7 @@ class ErrorBudget:
 
     Args:
         max_failed_fraction: share of the last ``window`` requests (at least 32) that may fail.
-        down_after_s: seconds of only failures, of several requests.
+        down_after_s: seconds in which calls of several requests fail and none is answered.
     """
 
     def __init__(self, max_failed_fraction: float, window: int, down_after_s: float) -> None:
