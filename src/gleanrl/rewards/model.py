@@ -177,7 +177,7 @@ class RewardModel(Scorer):
 
     # --- in the thread ----------------------------------------------------------------------------
     def _compute_batch(self, round_: Sequence[_Waiting]) -> list[tuple[_Waiting, float | Fatal]]:
-        """Compute the requests of a round that fit into one batch. Returns those that have an outcome, and the outcome."""
+        """Compute the requests of a round that fit into one batch. Returns each request done, with its outcome."""
         outcomes: list[tuple[_Waiting, float | Fatal]] = []
         encoded: list[tuple[list[int], _Waiting]] = []
         for one in round_:
