@@ -17,8 +17,8 @@ A decoded value is equal to the value that was encoded:
 * Integers of any size and lone surrogates in texts are kept.
 
 Values without a type, such as those of ``Trajectory.info``, are decoded to the types of JSON: tuples, sets and arrays
-become lists, numpy scalars become Python numbers, and in JSON NaN becomes text. The keys of a mapping annotated with
-``Any`` become text. Unknown keys of a dataclass are ignored, but messages keep all keys.
+become lists, and numpy scalars become Python numbers. In JSON, NaN among such values becomes text, and so do the keys
+of a mapping to values without a type. Unknown keys of a dataclass are ignored, but messages keep all keys.
 """
 
 from __future__ import annotations
