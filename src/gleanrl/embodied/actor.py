@@ -22,13 +22,13 @@ BUFFERS = "buffer"
 
 
 class ActorWorker:
-    """SAC with its buffer, and a second buffer of demonstrations if there are any.
+    """Trains SAC on samples of its buffer, and of a second buffer of demonstrations if there is one.
 
     Args:
         sac: the learner.
         buffer: trajectories of the policy.
-        demonstrations: trajectories of an expert.
-        config: of the run.
+        demonstrations: trajectories of an expert; None = no demonstrations.
+        config: the configuration of the run.
     """
 
     def __init__(
@@ -41,15 +41,15 @@ class ActorWorker:
         self.sac, self.buffer, self.demonstrations, self._config = sac, buffer, demonstrations, config
         share = config.demonstrations.share if demonstrations is not None else 0.0
         self.source = buffer if demonstrations is None else MixedReplayBuffer(buffer, demonstrations, share)
-        # chunk steps of a batch, by where they come from
+        # number of chunk steps in a batch that come from the policy, and from demonstrations
         self._own, self._shown = MixedReplayBuffer.divide(config.learner.batch, share)
-        self.step = 0  # trajectories learned from
-        self.progress: Sequence[Progress] | None = None  # of the environments after the last of them
+        self.step = 0  # number of trajectories that were learned from
+        self.progress: Sequence[Progress] | None = None  # state of the environments after the last trajectory
         self.published: deque[Weights] = deque(maxlen=config.schedule.lag + 1)
         self._publish()
 
     def check(self) -> None:
-        """Raise `UserError` where the demonstrations cannot fill their part of a batch."""
+        """Raise `UserError` if the demonstrations cannot fill their part of a batch."""
         if self.demonstrations is not None and (there := self.demonstrations.window_samples) < self._shown:
             newest, batch = self._config.demonstrations.newest, self._config.learner.batch
             chosen = f"the newest {newest} trajectories" if newest else "the demonstrations"
@@ -61,7 +61,7 @@ class ActorWorker:
     def learn(self, rollout: Rollout) -> dict[str, float]:
         """Store a trajectory, make the updates that are due, publish the policy, and return the step's metrics.
 
-        No update is due in the warm-up and until the buffer can fill its part of a batch.
+        No update is due during warm-up, nor before the buffer can fill its part of a batch.
         """
         config, settings = self._config, self._config.learner
         self.buffer.add_trajectories([rollout.trajectory])
@@ -99,7 +99,7 @@ class ActorWorker:
 
     # --- checkpoints -------------------------------------------------------------------------------
     def save(self, folder: Path) -> None:
-        """Save everything that resuming needs. Called between two steps."""
+        """Save everything that is needed to resume. Called between two steps."""
         progress = None
         if self.progress is not None:
             progress = []
@@ -114,7 +114,7 @@ class ActorWorker:
             buffer.save_checkpoint(folder / BUFFERS / name)
 
     def load(self, folder: Path, step: int) -> None:
-        """Continue from `save`, ``step`` steps into the run. Raises `UserError` where a part is missing or damaged."""
+        """Load what `save` wrote after ``step`` steps. Raises `UserError` if a part is missing or damaged."""
         state = read_state(folder)
         self.sac.load_state_dict(state["sac"])
         self.published.clear()
@@ -134,7 +134,7 @@ class ActorWorker:
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    """Read the learner's part of a checkpoint. Raises `UserError` where it is missing or damaged."""
+    """Read the learner's part of a checkpoint. Raises `UserError` if the file is missing or damaged."""
     path = folder / STATE
     try:
         return torch.load(path, map_location="cpu", weights_only=True)

@@ -15,22 +15,22 @@ Flags = NDArray[np.bool_]
 class ChunkStep:
     """The result of a chunk of C actions in each of B environments.
 
-    Where an episode ends inside a chunk, the rest of the chunk is skipped: its rewards are 0 and its flags False.
+    If an episode ends inside a chunk, the rest of the chunk is skipped: its rewards are 0 and its flags False.
     """
 
-    next_obs: Floats  # [B, D]: after the chunk; where an episode ended, its last observation
-    obs: Floats  # [B, D]: input of the next action; where an episode ended, the next one's first observation
+    next_obs: Floats  # [B, D]: observation after the chunk, or the last one of an episode that ended in the chunk
+    obs: Floats  # [B, D]: input of the next action, which is the first observation of a new episode after an end
     rewards: Floats  # [B, C]
     terminations: Flags  # [B, C]: the episode ended in this step, in a terminal state
-    truncations: Flags  # [B, C]: it was cut off in this step, e.g. by a time limit; the state still has a value
-    returns: tuple[float, ...]  # of the episodes that ended, by environment
-    lengths: tuple[int, ...]  # of these episodes, in environment steps
+    truncations: Flags  # [B, C]: the episode was cut off in this step, e.g. by a time limit; the state has a value
+    returns: tuple[float, ...]  # returns of the episodes that ended, in the order of the environments
+    lengths: tuple[int, ...]  # lengths of these episodes, in environment steps
 
 
 @dataclass(frozen=True)
 class Progress:
-    """The state of an environment, which a reset to this episode and these chunks restore."""
+    """The state of an environment. To restore it, the environment is reset to the episode and replays the actions."""
 
-    episode: int  # counted from 0
-    actions: Floats  # [chunks since its reset, C * A]
+    episode: int  # number of the episode, counted from 0
+    actions: Floats  # [number of chunks since the reset, C * A]
     obs: Floats  # [D]

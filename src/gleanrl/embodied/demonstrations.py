@@ -1,4 +1,4 @@
-"""Demonstrations: chunk steps of an earlier buffer, or of a scripted expert."""
+"""Demonstrations: chunk steps that are loaded from an earlier buffer or recorded from a scripted expert."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from gleanrl.embodied.rollout import RolloutWorker
 from gleanrl.utils.errors import UserError
 from gleanrl.utils.importing import load_object, nearest
 
-VERSION = -1  # of the weights that acted: none of the run's
+VERSION = -1  # version stored with demonstrations, because none of the run's weights acted in them
 Expert = Callable[[Floats], Floats]  # observations [B, D] -> actions [B, C * A] in [-1, 1]
 
 
 def load(buffer: TrajectoryReplayBuffer, path: Path) -> None:
-    """Fill a buffer from another one, from a checkpoint, or from the newest checkpoint or the buffer of a run.
+    """Fill ``buffer`` from ``path``: another buffer, a checkpoint, or a run's newest checkpoint or buffer.
 
     Raises:
-        UserError: there is none, or it is damaged.
+        UserError: there is no such buffer or checkpoint, or it is damaged.
     """
     if not path.is_dir():
         raise UserError(f"demonstrations.path = {str(path)!r}: no such folder")
@@ -34,10 +34,10 @@ def load(buffer: TrajectoryReplayBuffer, path: Path) -> None:
 
 
 def record(buffer: TrajectoryReplayBuffer, worker: RolloutWorker, expert: Expert, chunk_steps: int) -> float:
-    """Let an expert act, store what it does, and return its mean return (NaN where no episode ended).
+    """Record trajectories of an expert in ``buffer``, and return its mean return (NaN if no episode ended).
 
     Raises:
-        UserError: its actions have the wrong shape.
+        UserError: the expert's actions have the wrong shape.
     """
     wanted = (worker.environments.count, worker.environments.action_size)
 
@@ -57,7 +57,7 @@ def record(buffer: TrajectoryReplayBuffer, worker: RolloutWorker, expert: Expert
 def pendulum(obs: Floats) -> Floats:
     """Swing ``Pendulum-v1`` up by pumping energy, and hold it there."""
     cosine, sine, speed = obs[:, 0], obs[:, 1], obs[:, 2]
-    energy = speed**2 / 6 + 5 * (cosine - 1)  # m = l = 1, inertia 1/3, g / 2 * l = 5; 0 where it stands upright
+    energy = speed**2 / 6 + 5 * (cosine - 1)  # m = l = 1, inertia 1/3, g / 2 * l = 5; 0 when upright at rest
     pump = np.where(energy < 0, 2.0, -2.0) * np.where(speed >= 0, 1.0, -1.0)
     hold = -10 * np.arctan2(sine, cosine) - 2.5 * speed
     torque = np.where((cosine > 0.9) & (np.abs(speed) < 3), hold, pump)
@@ -65,7 +65,7 @@ def pendulum(obs: Floats) -> Floats:
 
 
 def mountain_car(obs: Floats) -> Floats:
-    """Swing the car of ``MountainCarContinuous-v0`` up: always push in the direction of its speed."""
+    """Drive the car of ``MountainCarContinuous-v0`` up by always pushing in the direction of its speed."""
     return np.where(obs[:, 1:] >= 0, 1.0, -1.0).astype(np.float32)
 
 
@@ -73,7 +73,7 @@ EXPERTS: dict[str, Expert] = {"mountain_car": mountain_car, "pendulum": pendulum
 
 
 def find_expert(name: str) -> Expert:
-    """Return an expert by name or import path. Raises `UserError` where there is none."""
+    """Return an expert by name or import path. Raises `UserError` if there is no such expert."""
     if name in EXPERTS:
         return EXPERTS[name]
     if ":" in name:

@@ -18,10 +18,10 @@ from gleanrl.utils.seeding import derive
 
 
 class Chunked(gymnasium.Wrapper[Floats, Floats, Any, Any]):
-    """Takes C actions in [-1, 1] at once, and starts the next episode itself with its own seed.
+    """Takes C actions in [-1, 1] at once. When an episode ends, it starts the next one, with its own seed.
 
-    It never reports an end to gymnasium's vector environment, so that none of its three autoreset modes applies. Ends
-    are in ``info``.
+    The wrapper reports ends of episodes only in ``info``. To gymnasium's vector environment it never reports an end, so
+    that none of gymnasium's three autoreset modes applies.
     """
 
     def __init__(self, env: gymnasium.Env[Any, Any], chunk: int) -> None:
@@ -94,11 +94,11 @@ class Environments:
     """B environments of one kind.
 
     Args:
-        id, options: of `gymnasium.make`.
-        count: B.
-        chunk: C.
-        seed: of the random streams; episode n of environment b depends on nothing else.
-        vectorization: ``sync`` steps them one after the other, ``async`` in a process each.
+        id, options: arguments of `gymnasium.make`.
+        count: B, the number of environments.
+        chunk: C, the number of actions in a chunk.
+        seed: seed of the random streams. The start of episode n of environment b depends only on ``seed``, n and b.
+        vectorization: ``sync`` steps the environments one after the other, ``async`` steps each in its own process.
 
     Raises:
         UserError: there is no such environment, a package is missing, or its actions are not bounded numbers.
@@ -129,13 +129,13 @@ class Environments:
         self.max_episode_steps = (spec.max_episode_steps if spec is not None else None) or 0
         self._seeds: list[int | None] = [derive(seed, "environment", index) for index in range(count)]
         self._episodes = [0] * count
-        self._since: list[list[Floats]] = [[] for _ in range(count)]  # chunks of the current episodes
+        self._since: list[list[Floats]] = [[] for _ in range(count)]  # action chunks of the current episodes so far
         self._obs = np.zeros((count, self.obs_size), np.float32)
 
     def reset(self, progress: Sequence[Progress] | None = None) -> Floats:
-        """Return the observations ``[B, D]`` of the start of episode 0, or of ``progress``.
+        """Reset to the start of episode 0, or restore ``progress``, and return the observations ``[B, D]``.
 
-        An environment that is not deterministic cannot be restored; it starts its next episode.
+        An environment that is not deterministic cannot be restored. It starts its next episode instead.
         """
         if progress is not None:
             self._envs.set_attr("begin_at", list(progress))
@@ -155,7 +155,7 @@ class Environments:
         return self._obs
 
     def step(self, actions: Floats) -> ChunkStep:
-        """Act chunks ``[B, C * A]`` in [-1, 1], which are scaled to the range of each action."""
+        """Execute action chunks ``[B, C * A]`` in [-1, 1], which are scaled to the range of each action."""
         self._obs, _, _, _, info = self._envs.step(actions)
         for i, ended in enumerate(info["ended"]):
             if ended:

@@ -19,13 +19,17 @@ R = TypeVar("R")
 class Training:
     """Trains up to ``steps``.
 
-    Trajectory k is sampled by the policy of step k - lag, exactly, so timing has no effect on a run. With lag 0
-    sampling and learning alternate; with a larger one, trajectories are sampled while the learner is at work.
+    Trajectory k is always sampled by the policy of step k - lag, so timing has no effect on a run. With lag 0, sampling
+    and learning alternate. With a larger lag, trajectories are sampled while the learner is working.
 
     Args:
+        worker: samples trajectories.
+        actor: learns from them.
+        steps: number of the step at which training ends.
+        lag: see above.
         sampled: called with each rollout as soon as it is complete.
-        step: called with the number of steps done, the step's metrics, and when learning began and ended.
-        boundary: called in a thread before the first step and after each; saves and evaluates.
+        step: called with the number of steps done, the step's metrics, and the times at which learning began and ended.
+        boundary: called in a thread before the first step and after each step, to save and evaluate.
     """
 
     worker: RolloutWorker
@@ -43,7 +47,7 @@ class Training:
         self.interrupted = True
 
     async def run(self) -> None:
-        """Train up to ``steps``, or until `interrupt`. Raises the error of either side."""
+        """Train up to ``steps``, or until `interrupt`. Raises any error of the worker or the actor."""
         # neither queue needs a limit: the sampler is never more than lag + 1 trajectories ahead
         trajectories: asyncio.Queue[Rollout | Exception] = asyncio.Queue()
         policies: asyncio.Queue[Weights | None] = asyncio.Queue()  # None: stop sampling
@@ -67,7 +71,7 @@ class Training:
         finally:
             stopping.set()
             policies.put_nowait(None)
-            await asyncio.wait([sampling, *self._thread_work])  # the caller closes what they use
+            await asyncio.wait([sampling, *self._thread_work])  # the caller closes the environments and buffers after
 
     async def _sample(
         self,
@@ -92,6 +96,7 @@ class Training:
             trajectories.put_nowait(error)
 
     async def _in_thread(self, function: Callable[[A], R], argument: A) -> R:
-        """Call a function in a thread. If this is cancelled, `run` still waits for it."""
+        """Call a function in a thread and return its result. If the await is cancelled, `run` still waits for the
+        thread."""
         self._thread_work = [asyncio.ensure_future(asyncio.to_thread(function, argument))]
         return await asyncio.shield(self._thread_work[0])

@@ -49,7 +49,7 @@ class Ensemble(nn.Module):
 
 
 class Actor(nn.Module):
-    """A Gaussian squashed by tanh: actions in [-1, 1]."""
+    """A policy whose actions have a Gaussian distribution squashed by tanh to [-1, 1]."""
 
     def __init__(self, obs: int, actions: int, hidden: int, layers: int, generator: torch.Generator) -> None:
         super().__init__()
@@ -71,12 +71,12 @@ class Actor(nn.Module):
         return torch.tanh(before), (normal - squash).sum(dim=-1)
 
     def mean(self, obs: Tensor) -> Tensor:
-        """Return the deterministic actions ``[N, A]`` of an evaluation."""
+        """Return the deterministic actions ``[N, A]`` that are used in an evaluation."""
         return torch.tanh(self(obs)[0])
 
 
 class Critics(nn.Module):
-    """Values of observations and actions: ``[critics, N]``."""
+    """Critics that return values ``[critics, N]`` of observations and actions."""
 
     def __init__(
         self,

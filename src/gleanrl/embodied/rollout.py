@@ -1,4 +1,4 @@
-"""The sampling side: a policy acts in environments; the results become trajectories, or an evaluation."""
+"""The sampling side: a policy acts in environments, to record trajectories or to be evaluated."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Weights:
     """A published policy."""
 
     version: int
-    state: Mapping[str, Tensor]  # of an `Actor`, on the CPU
+    state: Mapping[str, Tensor]  # state dict of an `Actor`, on the CPU
 
 
 @dataclass(frozen=True)
@@ -36,12 +36,12 @@ class Rollout:
     """A trajectory for the learner."""
 
     number: int
-    version: int  # of the policy that acted
+    version: int  # version of the policy that acted
     trajectory: TensorTrajectory
-    progress: Sequence[Progress]  # of the environments after it
-    returns: tuple[float, ...] = ()  # of the episodes that ended in it
-    lengths: tuple[int, ...] = ()
-    started: float = 0.0  # seconds of `time.perf_counter`
+    progress: Sequence[Progress]  # state of the environments after the trajectory
+    returns: tuple[float, ...] = ()  # returns of the episodes that ended in the trajectory
+    lengths: tuple[int, ...] = ()  # lengths of these episodes, in environment steps
+    started: float = 0.0  # seconds, from `time.perf_counter`
     ended: float = 0.0
 
 
@@ -51,10 +51,10 @@ class RolloutWorker:
     Args:
         environments: used by this worker only.
         actor: the policy's network; `load` sets its weights.
-        chunk_steps: T of a trajectory.
-        warmup: number of first trajectories with random actions.
-        seed: of the random draws of each trajectory.
-        progress: state of the environments; None: the start of their first episodes.
+        chunk_steps: T, the number of chunk steps in a trajectory.
+        warmup: number of trajectories at the start whose actions are random.
+        seed: seed of the random draws of all trajectories.
+        progress: state that the environments are restored to; None: the start of their first episodes.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class RolloutWorker:
         self.version = weights.version
 
     def collect(self, number: int) -> Rollout:
-        """Sample trajectory ``number``: T chunk steps of all environments, with draws of its own."""
+        """Sample trajectory ``number``: T chunk steps of all environments, with a random stream of its own."""
         generator = torch.Generator().manual_seed(derive(self.seed, "rollout", number))
         width, at_random = self.actor.actions, number < self.warmup
 
@@ -92,7 +92,7 @@ class RolloutWorker:
 
     @torch.no_grad()
     def record(self, policy: Policy, number: int, version: int) -> Rollout:
-        """Sample trajectory ``number`` with any policy. ``version`` of its weights is stored with each step."""
+        """Sample trajectory ``number`` with any policy. ``version`` is stored with each step as that of its weights."""
         environments, started = self.environments, perf_counter()
         shape = (self.chunk_steps, environments.count)
         obs, next_obs = (np.empty((*shape, environments.obs_size), np.float32) for _ in range(2))
@@ -137,9 +137,9 @@ def evaluate(
     """Return ``eval/return`` with its 95 % interval and ``eval/length`` over the first episode of each environment.
 
     Args:
-        act: from observations [B, D] to actions [B, C * A] in [-1, 1].
-        environments: reset first.
-        max_chunk_steps: an episode that has not ended by then counts with its return so far.
+        act: function from observations [B, D] to actions [B, C * A] in [-1, 1].
+        environments: the environments, which are reset first.
+        max_chunk_steps: limit of an episode. An episode that has not ended by then counts with its return so far.
     """
     obs = environments.reset()
     returns, lengths = np.zeros(environments.count), np.zeros(environments.count, int)

@@ -16,7 +16,7 @@ from gleanrl.utils.errors import UserError
 from gleanrl.utils.seeding import derive
 
 FIELDS = ("curr_obs.states", "next_obs.states", "actions", "rewards", "terminations", "truncations")
-"""The fields of a chunk step that are read."""
+"""The fields of a chunk step that SAC reads from the buffer."""
 
 
 @dataclass(frozen=True)
@@ -25,16 +25,16 @@ class Transitions:
 
     obs: Tensor  # [N, D]
     actions: Tensor  # [N, C * A]
-    rewards: Tensor  # [N]: sum over the steps that were executed, each discounted by gamma for every one before it
-    discounts: Tensor  # [N]: gamma to the number of them; 0 where the episode terminated
+    rewards: Tensor  # [N]: sum of gamma^i * reward i over the executed steps i of the chunk
+    discounts: Tensor  # [N]: gamma to the power of the number of executed steps; 0 if the episode terminated
     next_obs: Tensor  # [N, D]
 
     @classmethod
     def of(cls, batch: Mapping[str, Any], gamma: float, device: torch.device) -> Transitions:
-        """Make transitions from a buffer's sample. Rewards after the end of an episode inside a chunk do not count."""
+        """Make transitions from a buffer's sample, ignoring rewards after the end of an episode inside a chunk."""
         rewards, terminated, truncated = (batch[name] for name in ("rewards", "terminations", "truncations"))
         ended = (terminated | truncated).long()
-        before = ended.cumsum(dim=1) - ended  # ends before this step
+        before = ended.cumsum(dim=1) - ended  # number of ends before each step of the chunk
         acted = before == 0
         powers = gamma ** torch.arange(rewards.shape[1])
         steps = acted.sum(dim=1)
@@ -50,9 +50,9 @@ class SAC:
     """Networks and optimizers of SAC.
 
     Args:
-        obs, actions: sizes D and C * A.
-        settings: of the learner.
-        seed: of the initial weights.
+        obs, actions: sizes of an observation (D) and of an action chunk (C * A).
+        settings: settings of the learner.
+        seed: seed of the initial weights.
     """
 
     def __init__(self, obs: int, actions: int, settings: LearnerSettings, seed: int) -> None:
@@ -82,14 +82,14 @@ class SAC:
     def update(self, transitions: Transitions, generator: torch.Generator) -> dict[str, Tensor]:
         """Update critics, policy and temperature once, and return metrics: scalars without a gradient.
 
-        ``generator`` draws on the CPU, so that a device does not change the draws.
+        ``generator`` draws on the CPU, so that the draws are the same on every device.
         """
         noise = torch.randn(2, *transitions.actions.shape, generator=generator).to(self.device)
         temperature = self.log_temperature.detach().exp()
         with torch.no_grad():
             next_actions, next_logprobs = self.actor.sample(transitions.next_obs, noise[0])
             next_values = self.target_critics(transitions.next_obs, next_actions)
-            if len(next_values) > 2:  # two of them, drawn at random
+            if len(next_values) > 2:  # targets use two critics, drawn at random
                 next_values = next_values[torch.randperm(len(next_values), generator=generator)[:2].to(self.device)]
             soft = next_values.amin(dim=0) - temperature * next_logprobs
             targets = transitions.rewards + transitions.discounts * soft
@@ -103,7 +103,7 @@ class SAC:
         valued = valued.amin(dim=0) if len(valued) == 2 else valued.mean(dim=0)
         of_actor = (temperature * logprobs - valued).mean()
         self._apply("actor", of_actor, self._of_actor)
-        # raises the temperature while the policy's entropy is below its target
+        # this loss raises the temperature while the policy's entropy is below its target
         of_temperature = -(self.log_temperature * (logprobs.detach() + self.target_entropy)).mean()
         self._apply("temperature", of_temperature, [self.log_temperature])
         with torch.no_grad():
@@ -124,7 +124,7 @@ class SAC:
         self._optimizers[name].step()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return everything that resuming to the same bits needs."""
+        """Return everything that is needed to resume bit for bit."""
         return {
             "actor": self.actor.state_dict(),
             "critics": self.critics.state_dict(),
@@ -134,7 +134,7 @@ class SAC:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume with this learner's own settings. Raises `UserError` where the networks have other sizes."""
+        """Resume from ``state`` with this learner's own settings. Raises `UserError` if network sizes differ."""
         try:
             self.actor.load_state_dict(state["actor"])
             self.critics.load_state_dict(state["critics"])

@@ -20,79 +20,80 @@ from gleanrl.utils.settings import (
 
 class EnvironmentSettings(Settings):
     id: str = "Pendulum-v1"
-    """What `gymnasium.make_vec` takes: a registered id, or `module:Id` where a module registers it."""
+    """An id that `gymnasium.make_vec` accepts: a registered id, or `module:Id` if a module registers it."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of `gymnasium.make`."""
     count: Positive = 4
-    """Environments that are stepped together."""
+    """Number of environments that are stepped together."""
     chunk: Positive = 1
-    """Actions that the policy gives at once; an episode that ends on the way takes the rest of them no more."""
+    """Number of actions that the policy returns at once. If an episode ends inside a chunk, the rest is skipped."""
     vectorization: Literal["sync", "async"] = "sync"
-    """sync: one after the other in this process. async: a process each."""
+    """sync steps environments one after the other in this process. async runs each in its own process."""
 
 
 class ScheduleSettings(Settings):
     chunk_steps: Positive = 16
-    """Chunk steps of a trajectory; a step of the run is one trajectory of all environments and its updates."""
+    """Chunk steps in a trajectory. A step of the run is one trajectory of all environments and its updates."""
     warmup: NonNegative = 10
-    """First steps that act at random and only fill the buffer."""
+    """Number of steps at the start with random actions and no updates, which only fill the buffer."""
     lag: NonNegative = 1
-    """Trajectory k is sampled by the policy of step k - lag, exactly: 0 strictly alternates, more lets sampling go on
-    while the learner is at work. Every value repeats bit for bit."""
+    """Trajectory k is always sampled by the policy of step k - lag. With 0, sampling and learning alternate; with more,
+    sampling continues while the learner is working. With every value, runs repeat bit for bit."""
 
 
 class LearnerSettings(Settings):
-    """Soft actor-critic (Haarnoja et al. 2018) with automatic temperature; RLPD's (Ball et al. 2023) options."""
+    """Soft actor-critic (Haarnoja et al. 2018) with automatic temperature, and options of RLPD (Ball et al. 2023)."""
 
     update_ratio: PositiveFloat = 1.0
-    """Updates for each chunk step of each environment."""
+    """Number of updates for each chunk step of each environment."""
     batch: Positive = 256
-    """Chunk steps of an update."""
+    """Number of chunk steps in the batch of an update."""
     gamma: Fraction = 0.99
-    """Discount of one environment step."""
+    """Discount for one environment step."""
     tau: Annotated[float, Field(gt=0.0, le=1.0)] = 0.005
-    """How far the target networks follow at each update."""
+    """Share by which the target networks move towards the critics at each update."""
     actor_lr: PositiveFloat = 3e-4
     critic_lr: PositiveFloat = 3e-4
     temperature_lr: PositiveFloat = 3e-4
     initial_temperature: PositiveFloat = 1.0
     target_entropy: float | None = None
-    """None: minus the number of action values of a chunk."""
+    """Entropy that the temperature keeps the policy at. None: minus the number of action values in a chunk."""
     hidden_size: Positive = 256
     layers: Positive = 2
     critics: Annotated[int, Field(ge=2)] = 2
-    """Above 2, each target is the lower value of two of them drawn at random and the policy follows their mean."""
+    """Number of critics. With more than 2, each target is the lower value of two critics drawn at random, and the
+    policy is trained on the mean of all."""
     layer_norm: bool = False
-    """Layer norm in the critics."""
+    """Whether the critics use layer norm."""
     device: str = "cpu"
-    """Of the updates; the policy that acts is on the CPU."""
+    """Device of the updates. The policy that acts is on the CPU."""
 
 
 class BufferSettings(Settings):
     max_rows: Positive | None = None
-    """Chunk steps kept; the oldest go, by whole segments. None = all."""
+    """Number of chunk steps to keep. The oldest are dropped, in whole segments. None = keep all."""
     window: NonNegative = 0
-    """Sample from so many of the newest trajectories; 0 = from all."""
+    """Number of newest trajectories to sample from; 0 = all."""
     on_disk: bool = True
-    """In the run folder, so that it may be larger than memory and a checkpoint of it is a few links."""
+    """Store the buffer in the run folder, so that it may be larger than memory and a checkpoint only adds links."""
     segment_mb: Positive = 16
-    """About the size of a file."""
+    """Approximate size of a file."""
 
 
 class DemonstrationSettings(Settings):
     """Demonstrated chunk steps, mixed into every batch as in RLPD."""
 
     path: str | None = None
-    """A run, or the folder of a buffer or of a checkpoint of one (RLinf's too)."""
+    """Folder of a run, a buffer or a buffer's checkpoint. The buffer may be one of RLinf."""
     expert: str | None = None
-    """Instead: pendulum, mountain_car, or an import path of a function from observations [B, D] to actions [B, C * A]
-    in [-1, 1]."""
+    """Expert to record instead of a path: pendulum, mountain_car, or an import path of a function from observations
+    [B, D] to actions [B, C * A] in [-1, 1]."""
     chunk_steps: Positive = 200
-    """Chunk steps that the expert shows in each environment."""
+    """Number of chunk steps that are recorded from the expert in each environment."""
     newest: NonNegative = 0
-    """Use only so many of the newest trajectories; 0 = all."""
+    """Number of newest trajectories to use; 0 = all."""
     share: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.5
-    """Of demonstrations in a batch."""
+    """Share of demonstrations in a batch."""
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
@@ -109,7 +110,7 @@ class EvaluationSettings(Settings):
     every: NonNegative = 25
     """Steps between evaluations of the policy's mean action; 0 = only at the start and at the end."""
     episodes: Positive = 8
-    """The same ones every time."""
+    """Number of episodes, which start in the same way in every evaluation."""
 
 
 class EmbodiedConfig(JobConfig):
