@@ -21,11 +21,11 @@ from gleanrl.simulate.workload import OVERHEADS, Cluster, Overhead, Workload
 from gleanrl.types import Group, Score, StopReason, Task, Trajectory, Turn
 from gleanrl.utils.notifier import Notifier
 
-_TICK = 1e-6  # seconds; requests of the same instant are served in order of priority
+_TICK = 1e-6  # seconds of delay per rank in priority, so that simultaneous requests are served in order of priority
 
 
 class Device:
-    """A device on which kinds of work take turns; counts how long it waited for rewards."""
+    """A device on which kinds of work take turns. Counts how long it was idle while rewards were pending."""
 
     def __init__(self, order: Callable[[], Sequence[Work]], clock: Callable[[], float]) -> None:
         self._lock = DeviceLock(order=order, clock=clock)
@@ -37,14 +37,14 @@ class Device:
 
     @asynccontextmanager
     async def held(self, kind: Work, *, again: bool = False) -> AsyncIterator[None]:
-        """Hold the device, whether it is busy or not. ``again``: the same work has just released it."""
+        """Hold the device; only `busy` counts as work. ``again``: the same work has just released the device."""
         if not again:
             await asyncio.sleep(_TICK * (1 + self._order().index(kind)))
         async with self._lock(kind):
             yield
 
     async def busy(self, seconds: float) -> None:
-        """Spend ``seconds`` of the holder's work."""
+        """Let the device work for ``seconds``; the caller holds the device."""
         self.read_times()
         self._working = True
         try:
@@ -93,7 +93,7 @@ class Machines:
 
     def __init__(self, cluster: Cluster, workload: Workload, clock: Callable[[], float]) -> None:
         self.cluster, self.workload, self.clock = cluster, workload, clock
-        self.at_work: dict[Overhead, float] = dict.fromkeys(OVERHEADS, 0.0)  # seconds until now
+        self.at_work: dict[Overhead, float] = dict.fromkeys(OVERHEADS, 0.0)  # seconds of work of each part until now
         self.drained_s = 0.0  # seconds that publications waited for sampling to end
         driver = Core(clock)  # the pool works in the driver's process
         self._cores: dict[Overhead, Core] = {"driver": driver, "pool": driver, "agent": Core(clock)}
@@ -129,13 +129,13 @@ class Burst:
 
     number: int
     size: int
-    turn: Turn  # the answer in each of its trajectories
+    turn: Turn  # the answer, the same in each trajectory of the burst
 
 
 class Sampler:
-    """Generates requests in order of arrival, on engines with a device each.
+    """Answers requests in order of arrival, on engines that have one device each.
 
-    On a single engine a batch takes ``g`` seconds of the device.
+    A single engine generates a batch in ``Workload.g`` seconds.
     """
 
     version = 0
@@ -143,11 +143,11 @@ class Sampler:
     def __init__(self, devices: Sequence[Device], learner: Learner, machines: Machines, *, inflight: bool) -> None:
         self._devices, self._learner, self._machines, self._inflight = devices, learner, machines, inflight
         self._workload, self._cluster = machines.workload, machines.cluster
-        self._queue: deque[tuple[int, asyncio.Future[Burst]]] = deque()  # of tickets
+        self._queue: deque[tuple[int, asyncio.Future[Burst]]] = deque()  # waiting requests: ticket and result
         self._idle = list(range(len(devices)))  # engines without a worker
         self._workers: dict[int, asyncio.Task[None]] = {}
-        self._generating = 0  # engines
-        self._sampling = 0  # trajectories
+        self._generating = 0  # number of engines that generate
+        self._sampling = 0  # number of trajectories that were requested and have not ended
         self._bursts = 0
         self._draining = False  # a publication waits for sampling to end
         self._paused = False  # engines stand still while weights arrive
@@ -172,7 +172,7 @@ class Sampler:
                 self._changed.notify()
 
     async def publish(self, weights: Mapping[str, Any], version: int) -> None:
-        """Take new weights. Unless weights may change in flight, sampling with the old ones ends first."""
+        """Take new weights. Waits until sampling with the old ones has ended, unless weights may change in flight."""
         clock, machines = self._machines.clock, self._machines
         await machines.work("pool", self._cluster.pool_s(self._workload))
         if self._cluster.overlap:
@@ -202,7 +202,7 @@ class Sampler:
         self._idle.append(engine)
 
     async def _run_burst(self, engine: int) -> None:
-        """Generate an equal share of the waiting requests, up to the largest burst."""
+        """Answer this engine's equal share of the waiting requests, at most the size of the largest burst."""
         version, paused_s = self.version, self._paused_s
         free = len(self._devices) - self._generating
         size = min(self._cluster.burst(self._workload), -(-len(self._queue) // free))
@@ -249,10 +249,10 @@ class Service:
         self._evaluation_in_line = self._workload.service == "verl" and whole
         self._random = random.Random(f"latency/{self._workload.seed}")
         self._places = {lane: asyncio.Semaphore(self._workload.concurrency) for lane in ("train", "evaluate")}
-        self._line: dict[Any, int] = {}  # calls in order of arrival -> requests of them that have no answer yet
+        self._line: dict[Any, int] = {}  # for each call, in order of arrival: its requests without an answer
         self._next = Notifier()
         self.times: dict[int, tuple[float, float]] = {}
-        """By version that sampled: seconds of the first request and of the last answer."""
+        """For each version that sampled: the time in seconds of the first request and of the last answer."""
 
     async def score(self, task: Task, trajectory: Trajectory) -> Score:
         asked = self._machines.clock()
@@ -277,7 +277,7 @@ class Service:
         await asyncio.gather(*(self._answer("evaluate", call, count) for _ in range(count)))
 
     async def _answer(self, lane: str, call: Any, size: int) -> None:
-        """Answer a request. One of a ``call`` of ``size`` requests waits for all calls that arrived before it."""
+        """Answer a request. If it belongs to a ``call`` of ``size`` requests, it first waits for all earlier calls."""
         if call is not None:
             self._line.setdefault(call, size)
             while next(iter(self._line)) != call:
@@ -298,7 +298,7 @@ class Learner:
     def __init__(self, workload: Workload, device: Device) -> None:
         self._workload, self._device = workload, device
         self._pass_s = workload.logprobs + workload.reference
-        self._passes: dict[int, asyncio.Task[None]] = {}  # by ticket
+        self._passes: dict[int, asyncio.Task[None]] = {}  # log-prob passes by ticket
         self._calls_of_step = 0
         self.calls = 0
 
@@ -308,7 +308,7 @@ class Learner:
         self._passes |= dict.fromkeys(tickets, started)
 
     async def prepare(self, groups: Sequence[Group]) -> Sequence[Group]:
-        """Return the batch of a call: its groups, once their log-probs are known."""
+        """Wait until the groups' log-probs are known, and return the groups as the batch of a call."""
         if self._workload.passes == "generated":
             await asyncio.gather(*{self._passes.pop(group.ticket) for group in groups})
         else:

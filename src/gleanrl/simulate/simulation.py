@@ -32,16 +32,16 @@ from gleanrl.types import Group, Task
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """A schedule in its steady state: means over the counted steps, evaluations included."""
+    """Result of a simulated schedule in its steady state: means over the counted steps, evaluations included."""
 
     schedule: Preset
     step_s: float
-    idle_share: float  # of the device
-    reward_wait_s: float  # per step: the device had nothing to do while rewards were pending
-    staleness_mean: float  # steps
+    idle_share: float  # share of the time in which the device is idle
+    reward_wait_s: float  # seconds per step in which the device is idle while rewards are pending
+    staleness_mean: float  # in steps, as is the maximum
     staleness_max: float
-    calls: float  # of the learner, per step
-    reward_s: float  # from the request for a batch's first reward to its last answer
+    calls: float  # calls of the learner per step
+    reward_s: float  # seconds from the request for a batch's first reward to the last answer
     cluster: ClusterOutcome | None = None
 
 
@@ -50,10 +50,10 @@ class ClusterOutcome:
     """The load on the parts of a cluster."""
 
     groups_per_s: float
-    tokens_per_s: float  # sampled; 0 if their number is not given
+    tokens_per_s: float  # sampled tokens; 0 if `Cluster.tokens` is not given
     sampler_idle_share: float
     drain_share: float  # share of the time that the learner waits for sampling to end before it publishes
-    at_work: Mapping[Overhead, float]  # shares of the time
+    at_work: Mapping[Overhead, float]  # share of the time that each part works
 
     @property
     def first(self) -> Overhead:
@@ -62,7 +62,7 @@ class ClusterOutcome:
 
     @property
     def headroom(self) -> float:
-        """Return the factor by which steps could become faster before it saturates; infinite if events cost nothing."""
+        """Return how many times faster steps could become until `first` saturates; infinite if events cost nothing."""
         share = self.at_work[self.first]
         return 1 / share if share else math.inf
 
@@ -73,7 +73,7 @@ def simulate(workload: Workload, preset: Preset, cluster: Cluster | None = None)
     Without a ``cluster``, sampler and learner share one device, and events cost nothing.
     """
     collecting = gc.isenabled()
-    gc.disable()  # the loop leaves no cycles, and collecting takes a quarter of the time
+    gc.disable()  # the loop makes no reference cycles, and collecting would take a quarter of the time
     try:
         return virtual_time.run(_simulate(workload, preset, cluster))
     finally:
@@ -92,7 +92,7 @@ async def _simulate(workload: Workload, preset: Preset, cluster: Cluster | None)
     )
     clock = asyncio.get_running_loop().time
     schedule = Schedule.from_settings(settings)
-    total_steps = workload.steps + schedule.staleness + 1  # the run stops before its end, where less work overlaps
+    total_steps = workload.steps + schedule.staleness + 1  # the run stops early: in its last steps less work overlaps
     controller = StalenessController(schedule, total_steps)
     machines = Machines(cluster or Cluster(), workload, clock)
 
@@ -101,7 +101,7 @@ async def _simulate(workload: Workload, preset: Preset, cluster: Cluster | None)
     def order_with_evaluation_first() -> Sequence[Work]:
         return "evaluate", *(work for work in training_order() if work != "evaluate")
 
-    if workload.evaluation == "inline":  # it has priority, because the loop waits for it
+    if workload.evaluation == "inline":  # an inline evaluation has priority, because the loop waits for it
         order = order_with_evaluation_first
     device = Device(order, clock)
     samplers = [device]
@@ -141,12 +141,12 @@ class _NoCheckpoints:
 
 
 class _Observer:
-    """Reads all counters at each step's end, and ends the run after enough steps."""
+    """Reads all counters at the end of each step, and ends the run after ``workload.steps`` steps."""
 
     def __init__(self, device: Device, samplers: Sequence[Device], learner: Learner, machines: Machines) -> None:
         self._device, self._samplers, self._learner, self._machines = device, samplers, learner, machines
         self._workload = machines.workload
-        self._readings: list[dict[str, float]] = []  # of a step: totals until its end, and the ages of its groups
+        self._readings: list[dict[str, float]] = []  # for each step: totals until its end, and its groups' ages
         self.interrupt: Callable[[], None] = lambda: None
 
     def log(self, step: int, metrics: Metrics) -> None:
@@ -182,7 +182,7 @@ class _Observer:
         reward_s = 0.0
         versions = range(warm, workload.steps - 2)
         for version in versions:
-            first, last = service.times.get(version, (0.0, 0.0))  # none if it sampled nothing
+            first, last = service.times.get(version, (0.0, 0.0))  # missing if this version sampled nothing
             reward_s += last - first
         cluster = None
         if of_cluster:

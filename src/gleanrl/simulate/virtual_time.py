@@ -1,4 +1,4 @@
-"""An event loop with a virtual clock: hours of waiting pass at once, and every run is the same.
+"""An event loop with a virtual clock: hours of waiting take no time, and every run has the same result.
 
 Concurrent code that is hard to test against a real clock (schedules, rate limits, retries) runs unchanged,
 because `asyncio.sleep`, timeouts and ``loop.time`` all follow the loop's own clock.
@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 class Deadlock(RuntimeError):
-    """Every task waits for another: no timer is set and no callback is due."""
+    """No task can ever continue: every task waits, no timer is set and no callback is due."""
 
 
 class _JumpingSelector(selectors.DefaultSelector):

@@ -1,4 +1,4 @@
-"""Settings of `gleanrl simulate`: a step of training, and the cluster that it runs on.
+"""Settings of `gleanrl simulate`: a training step, and the cluster on which it runs.
 
 Each field is an option of the command line, and its docstring is the option's help. Unless a field says otherwise,
 times are seconds that one device takes for a whole batch.
@@ -25,7 +25,7 @@ FORMS = "constant:SECONDS, uniform:LOW:HIGH, exponential:MEAN, lognormal:MEDIAN:
 
 @dataclass(frozen=True, slots=True)
 class Latency:
-    """How long one reward takes: a distribution of seconds."""
+    """The distribution of the time that one reward takes, in seconds."""
 
     name: str
     mean: float
@@ -86,7 +86,7 @@ LatencyOption = Annotated[
 
 
 class Workload(Settings):
-    """A step of training."""
+    """The work of one training step, and the time that each kind of work takes."""
 
     g: Seconds = 40.0
     """generating a batch"""
@@ -103,16 +103,16 @@ class Workload(Settings):
     group: Count = 5
     """trajectories per group"""
     latency: LatencyOption = Latency.parse("uniform:1:40")
-    """of one reward: constant:SECONDS, uniform:LOW:HIGH, exponential:MEAN, lognormal:MEDIAN:SIGMA, or a file of
-    seconds, one per line"""
+    """seconds that one reward takes: constant:SECONDS, uniform:LOW:HIGH, exponential:MEAN, lognormal:MEDIAN:SIGMA, or a
+    file of seconds, one per line"""
     concurrency: Count = 256
     """rewards that the service computes at the same time; an evaluation has the same number of places of its own"""
     minibatches: Count = 4
     """chunks per step of the pipelined schedules and bounded_async"""
     adaptive: bool = False
-    """train on all chunks that are ready at once"""
+    """train on all ready chunks in one call of the learner"""
     staleness: CountOrNone = 2
-    """bound of bounded_async, in steps"""
+    """staleness bound of bounded_async, in steps"""
     bursts: Count = 20
     """bursts in which a batch is generated; the trajectories of a burst are scored once it ends"""
     microbatches: Count = 20
@@ -127,13 +127,13 @@ class Workload(Settings):
     evaluation_g: Seconds = 27.0
     """generating for an evaluation"""
     evaluation_samples: Count = 1319
-    """rewards of an evaluation"""
+    """number of rewards that an evaluation requests"""
     evaluation: Literal["background", "inline"] = "background"
     """background: training continues during an evaluation. inline: the evaluation pauses generating and training"""
     first: Literal["due", "sample", "train"] = "due"
     """priority on a shared device: schedule.device_first"""
     steps: Annotated[int, Field(ge=4), "N"] = 12
-    """steps simulated; the first quarter or more warms up and does not count"""
+    """number of simulated steps; results leave out the first quarter or more, in which the run warms up"""
     seed: Annotated[int, "N"] = 0
     """seed of the latencies"""
 
@@ -164,10 +164,10 @@ class Workload(Settings):
 
     @property
     def counted(self) -> int:
-        """Number of last steps that count.
+        """Number of last steps over which results are averaged.
 
-        They are at most three quarters of all steps, contain whole evaluations, and are even in number, because a
-        schedule that is one step off may take two steps in one round trip.
+        It is at most three quarters of all steps. It is a multiple of ``evaluate_every``, and even, because a schedule
+        that is one step off may take two steps in one round trip.
         """
         most = self.steps - self.steps // 4
         return most - most % math.lcm(2, self.evaluate_every or 1)
@@ -184,19 +184,19 @@ class Workload(Settings):
 
     @property
     def bound_s(self) -> float:
-        """Lower bound on a step of any schedule, up to the luck of the latencies."""
+        """Lower bound on the seconds of a step in any schedule; random latencies may make steps slightly shorter."""
         return max(self.device_s, self.service_s)
 
 
 Overhead = Literal["driver", "players", "agent", "pool", "transfer"]
 OVERHEADS: tuple[Overhead, ...] = get_args(Overhead)
-"""Single parts that a larger cluster may saturate, apart from its samplers, its learners and the reward service."""
+"""Parts that a larger cluster may saturate, apart from its samplers, its learners and the reward service."""
 
 
 class Cluster(Settings):
     """Samplers and learners, the network between them, and what each event costs the processes that handle it.
 
-    The defaults are one device that costs nothing but its work.
+    By default there is one device, and events cost nothing.
     """
 
     samplers: Count = 1
@@ -204,28 +204,29 @@ class Cluster(Settings):
     placement: Literal["colocated", "disaggregated"] = "colocated"
     """colocated: samplers take turns with the learners on their devices. disaggregated: samplers have their own"""
     slots: CountOrNone = 0
-    """trajectories that a sampler decodes at once, the largest burst; 0 = its share of a batch / bursts"""
+    """largest burst of a sampler, in trajectories; 0 = the sampler's share of a batch, divided by --bursts"""
     floor: Annotated[float, Field(ge=0, le=1), "SHARE"] = 0.0
     """share of a full burst's time that a burst takes however few trajectories it has; needs --slots"""
     learners: Count = 1
     """data-parallel ranks; --train, --logprobs and --reference are the times of one alone"""
     efficiency: Annotated[float, Field(gt=0, le=1), "SHARE"] = 1.0
-    """of their ideal speed-up that learners reach, without the all-reduce"""
+    """share of their ideal speed-up that learners reach, without the all-reduce"""
     gradients: Gigabytes = 0.0
-    """that an optimizer update reduces over the learners, in a ring"""
+    """gradients that the learners reduce in each optimizer update, in a ring"""
     network: Bandwidth = 25.0
-    """between two learners"""
+    """bandwidth between two learners"""
     updates: Count = 1
-    """optimizer updates a step"""
+    """optimizer updates per step"""
     weights: Gigabytes = 0.0
-    """of a publication"""
+    """size of the weights that a publication sends"""
     bandwidth: Bandwidth = 25.0
-    """into a sampler, and out of each sender"""
+    """bandwidth into a sampler, and out of each sender"""
     broadcast: Literal["tree", "star", "chain"] = "tree"
-    """tree: each holder of the weights sends them on, so that holders double. star: the learner sends to one sampler
-    after the other. chain: all forward what they receive at once. Samplers on shared devices copy their own"""
+    """tree: every part that has the weights sends them on, so that the number of senders doubles each time. star: the
+    learner sends to one sampler after the other. chain: each sampler forwards the weights while it receives them.
+    Colocated samplers all copy the weights at the same time"""
     overlap: bool = False
-    """samplers generate on while weights travel; the loop waits for a publication either way"""
+    """samplers continue to generate while weights travel; the loop waits for a publication in any case"""
     driver_trajectory: Micros = 0.0
     """the driver's processor time for a trajectory (benchmarks/driver.py)"""
     driver_group: Micros = 0.0
@@ -233,7 +234,7 @@ class Cluster(Settings):
     driver_turn: Micros = 0.0
     """the driver's processor time for a turn"""
     turns: Count = 1
-    """turns a trajectory"""
+    """turns per trajectory"""
     players: CountOrNone = 0
     """processes that play the episodes and do the turns' work; 0 = the driver does it"""
     agent_request: Micros = 0.0
@@ -243,9 +244,9 @@ class Cluster(Settings):
     pool_sample: Micros = 0.0
     """the driver's processor time for reading a replayed trajectory"""
     replayed: CountOrNone = 0
-    """replayed trajectories a step"""
+    """replayed trajectories per step"""
     tokens: CountOrNone = 0
-    """sampled tokens a trajectory, for the tokens a second"""
+    """sampled tokens per trajectory, needed to report tokens per second"""
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
@@ -255,22 +256,22 @@ class Cluster(Settings):
 
     @property
     def engines(self) -> int:
-        """Samplers that work apart; on shared devices all work as one."""
+        """Number of samplers that work independently; on shared devices all samplers work as one."""
         return self.samplers if self.placement == "disaggregated" else 1
 
     def burst(self, workload: Workload) -> int:
-        """The most trajectories in a burst of one engine."""
+        """Return the largest number of trajectories in a burst of one engine."""
         if self.slots:
             return self.slots * self.samplers // self.engines
         return -(-workload.samples // (workload.bursts * self.engines))
 
     def burst_s(self, workload: Workload, count: int) -> float:
-        """Seconds in which an engine generates ``count`` trajectories at once."""
+        """Return the seconds in which an engine generates ``count`` trajectories at once."""
         work = self.floor * self.burst(workload) + (1 - self.floor) * count
         return workload.g * work / workload.samples * self.engines / self.samplers
 
     def learning(self, workload: Workload) -> Workload:
-        """The workload with the times that all learners take together."""
+        """Return the workload with the times that all learners take together."""
         if self.learners == 1:
             return workload
         rate = self.learners * self.efficiency
@@ -306,11 +307,11 @@ class Cluster(Settings):
         return 1e-6 * self.driver_trajectory + (0.0 if self.players else self.episode_s)
 
     def pool_s(self, workload: Workload) -> float:
-        """Seconds of the pool for a step."""
+        """Return the seconds for which the pool works in a step."""
         return 1e-6 * (workload.samples * self.pool_add + self.replayed * self.pool_sample)
 
     def demand(self, workload: Workload) -> Mapping[str, float]:
-        """Return the seconds per step for which each part works, if it never waits."""
+        """Return the seconds per step for which each part works, waiting not included."""
         scored = workload.samples + workload.evaluation_samples * workload.evaluations
         learning = self.learning(workload)
         samplers = (workload.g + workload.evaluation_g * workload.evaluations) / self.samplers
@@ -327,6 +328,6 @@ class Cluster(Settings):
         return work
 
     def bound_s(self, workload: Workload) -> float:
-        """Lower bound on a step of any schedule, up to the luck of the latencies."""
+        """Return a lower bound on the seconds of a step; random latencies may make steps slightly shorter."""
         demand = self.demand(workload)
-        return max(*demand.values(), demand["driver"] + demand["pool"])  # both are the driver's process
+        return max(*demand.values(), demand["driver"] + demand["pool"])  # the pool works in the driver's process

@@ -1,1 +1,1 @@
-"""Monitors and the report. They only read what a run has written or logged."""
+"""Monitors and the report of a run. Both only read what the run has written or logged."""

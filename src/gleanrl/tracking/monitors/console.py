@@ -25,9 +25,9 @@ SHOWN = {
     "sampler/tokens_per_s": "tokens/s",
     "time/step_s": "s/step",
 }
-"""The metrics in a line of the console, if the step has them, and their names there."""
+"""Metrics that a line of the console shows if the step has them, and their names in that line."""
 
-MANY_CUT = 0.5  # share of a step's turns; cutting off more is not intended
+MANY_CUT = 0.5  # share of a step's turns; if more are cut off, the user is warned
 MORE_ROOM = "by context.max_tokens_per_turn or a full context (model.max_context)"
 
 
@@ -37,7 +37,7 @@ class Console:
     Args:
         console: where to write; default: standard error, as a terminal if it is one.
         interval_s: seconds between two plain lines of one stage.
-        clock: monotonic seconds, exchangeable in tests.
+        clock: returns monotonic seconds; tests replace it.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class Console:
     ) -> None:
         self._console = console or rich.console.Console(stderr=True)
         self.clock, self.interval_s = clock, interval_s
-        self.bars: RichProgress | None = None  # on a terminal, while a stage is open
+        self.bars: RichProgress | None = None  # only on a terminal, and only while a stage is open
         self._stages: list[_Stage] = []
         self._warned_of_cuts = False
 
@@ -58,14 +58,15 @@ class Console:
         return self._console.is_terminal
 
     def print(self, text: str) -> None:
-        """Print a line of its own, above the bars."""
+        """Print ``text`` on a separate line, above the bars."""
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     @contextmanager
     def stage(self, name: str, total: int | None = None, *, done: int = 0) -> Iterator[Stage]:
         """Show a stage until the block ends, and then print how long it took.
 
-        ``done`` parts were finished before (a resumed run): they count, but not for the speed.
+        ``done`` is the number of parts that were finished before, in a resumed run. They are shown as done but do not
+        count for the speed.
         """
         if self.terminal and self.bars is None:
             self.bars = RichProgress(
@@ -99,7 +100,7 @@ class Console:
         if not fields:
             return
         if self._stages:
-            self._stages[0].show(fields)  # training's; a background evaluation has a stage of its own
+            self._stages[0].show(fields)  # the first stage is that of training; a background evaluation has its own
         if not self.terminal or any(name.startswith("eval/") for name in metrics):
             self.print(f"step {step}: {describe(fields)}")
 

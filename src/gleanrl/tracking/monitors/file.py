@@ -15,8 +15,8 @@ class FileMonitor:
     """Appends ``{"step": 3, "time": Unix seconds, "reward/mean": 0.5, ...}`` for each step.
 
     Every line is flushed, so that a killed run keeps every step that it logged. NaN and infinities are written as null,
-    which readers treat as missing. On resume, lines after the resumed step are removed first, so that no step is there
-    twice.
+    which readers treat as missing. On resume, lines after the resumed step are removed first, so that no step is
+    repeated.
     """
 
     def __init__(self, info: RunInfo) -> None:

@@ -11,7 +11,7 @@ from mlflow.tracking import MlflowClient  # pyright: ignore[reportMissingImports
 from gleanrl.protocols import Metrics
 from gleanrl.runtime.run_folder import RunInfo
 
-_NOT_ALLOWED = re.compile(r"[^\w\-./ :]")  # characters outside MLflow's metric names; `pass@4` becomes `pass_4`
+_NOT_ALLOWED = re.compile(r"[^\w\-./ :]")  # characters that MLflow rejects in metric names: `pass@4` becomes `pass_4`
 _PARAMETER_LENGTH = 6000
 
 

@@ -55,7 +55,7 @@ def curves(rows: Sequence[Row]) -> list[dict[str, Any]]:
 
 
 def thin(table: Sequence[Sequence[float | None]]) -> list[list[float | None]]:
-    """Return the columns of the table; above `MAX_POINTS` rows, the means of equal bins."""
+    """Return the columns of the table. A table of more than `MAX_POINTS` rows is reduced to the means of equal bins."""
     size = -(-len(table) // MAX_POINTS)
     columns: list[list[float | None]] = []
     for column in zip(*table, strict=True):

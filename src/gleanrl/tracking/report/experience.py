@@ -26,10 +26,11 @@ _BUCKET = re.compile(r"pool/bucket/(\d+)_of_(\d+)")
 
 
 def experience(folder: RunFolder, rows: Sequence[Row], config: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return ``{"buckets", "share", "extra_share", "pool", "problem"}`` of a run with replay, None for any other.
+    """Return ``{"buckets", "share", "extra_share", "pool", "problem"}`` of a run with replay, None for any other run.
 
-    ``share`` and ``extra_share`` are curves: the tokens replayed in groups and in extra updates, as shares of those
-    trained; None where there are none. ``pool`` is None if the file cannot be read; ``problem`` then says why.
+    ``share`` and ``extra_share`` are curves: the tokens replayed in groups and in extra updates, as shares of the
+    trained tokens; None if the run has no such tokens. ``pool`` is None if the file cannot be read; ``problem`` then
+    says why.
     """
     replaying = [row for row in rows if "replay/on" in row.metrics]
     if not config.get("replay", {}).get("enabled") and not replaying:
@@ -63,8 +64,8 @@ def experience(folder: RunFolder, rows: Sequence[Row], config: Mapping[str, Any]
 def buckets(rows: Sequence[Row]) -> dict[str, Any]:
     """Return ``{"labels", "steps", "values"}``: replayable tasks by the solve rate of their latest fresh group.
 
-    ``values`` has one list for each label, hardest first, with one number per step. Tasks without a group of their own
-    come before all.
+    ``values`` has one list for each label, with one number per step. The hardest tasks come first, and before them the
+    tasks that have no fresh group yet.
     """
     counts: dict[str, tuple[int, int]] = {}  # metric -> successes, attempts
     for row in rows:
@@ -98,7 +99,7 @@ def _rate(successes: int, attempts: int) -> float:
 
 
 def _band(rate: float) -> str:
-    """Return the label of a range of solve rates; never and always solved are ranges of their own."""
+    """Return the label of the range that a solve rate falls into; 0 and 1 are ranges of their own."""
     if rate in (0, 1):
         return f"{100 * rate:.0f} %"
     inner = MAX_RATES - 2
@@ -107,7 +108,7 @@ def _band(rate: float) -> str:
 
 
 def _read_pool(folder: RunFolder) -> dict[str, Any]:
-    """Return the number of trajectories, how many were used how often, and the most used ones."""
+    """Return the number of trajectories, a histogram of their uses, and the most used ones."""
     most: list[dict[str, Any]] = []
     with browse.reading(folder.pool_path()) as db:
         now, uses = browse.newest_step(db), browse.values(db, "uses")

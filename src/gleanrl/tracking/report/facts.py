@@ -20,7 +20,7 @@ MEASURES = {
     "eval/greedy/success": "success, greedy",
 }
 KINDS = re.compile(r"eval/kind/(.*)/(pass@1|success)")
-"""The same measures for each kind of task, if there are several."""
+"""The same measures for each kind of task, if the run has several kinds."""
 RETURN = "eval/return"
 """The measure of an embodied run, which has no success rate."""
 BASELINES = "eval/baseline/"
@@ -29,8 +29,8 @@ BASELINES = "eval/baseline/"
 def facts(rows: Sequence[Row], config: Mapping[str, Any]) -> dict[str, Any]:
     """Return ``headline`` (before, after, change), ``evaluation`` (table rows), ``baselines`` and totals of a run.
 
-    A key is None or empty while the run lacks its metrics. The measures of ``evaluation`` are pass@1 and greedy
-    success, then other pass@k, then those by kind of task.
+    A value is None or empty while the run lacks the metrics that it needs. The measures of ``evaluation`` are pass@1
+    and greedy success, then pass@k for other k, then pass@1 and greedy success by kind of task.
     """
     series: dict[str, list[float]] = defaultdict(list)
     for row in rows:
@@ -97,7 +97,7 @@ def _compare(rows: Sequence[Row], name: str) -> dict[str, Any]:
 
 
 def _find_baselines(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """Return the reference policies on the held-out tasks, weakest first, with the newest value of each."""
+    """Return the newest result of each baseline policy on the held-out tasks, weakest policy first."""
     found: dict[str, dict[str, Any]] = {}
     for row in rows:
         for name in row.metrics:
@@ -108,6 +108,6 @@ def _find_baselines(rows: Sequence[Row]) -> list[dict[str, Any]]:
 
 
 def _read_value(row: Row, name: str) -> dict[str, float | None]:
-    """Return a metric and the ends of its interval, None if it has none."""
+    """Return a metric and the two ends of its interval, which are None if it has no interval."""
     metrics = row.metrics
     return {"value": metrics[name], "low": metrics.get(f"{name}_low"), "high": metrics.get(f"{name}_high")}

@@ -12,7 +12,7 @@ MAX_WINDOWS = 10
 MAX_ROWS = 6
 """Rows per kind for overlapping spans; further spans join the last row."""
 RESOLUTION = 1500
-"""Spans closer than this fraction of a window are drawn as one."""
+"""Two spans are drawn as one if the gap between them is shorter than a window's length divided by this."""
 
 ORDER = (
     "environment",
@@ -33,12 +33,12 @@ Span = tuple[float, float, str]
 def windows(spans: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return at most `MAX_WINDOWS` sections of the timeline, each with a lane for every kind of work.
 
-    A step ends with the last of its ``train`` spans, which hold its number. A run without such spans is divided into
-    equal parts.
+    A step ends with the last of its ``train`` spans, which carry the step's number. A run without such spans is divided
+    into equal parts.
     A window is ``{"label", "start", "seconds", "idle", "reward_wait", "lanes"}``, a lane is
     ``{"kind", "rows", "busy", "spans": [[row, start, end, label]]}``,
-    with times in seconds from its start. ``idle``: seconds without work on the device; ``reward_wait``: those of them
-    in which training rewards were pending.
+    with times in seconds from the window's start. ``idle`` is the time without work on the device, in seconds;
+    ``reward_wait`` is the part of it in which training rewards were pending.
     """
     work = sorted(spans, key=lambda span: span["start"])
     if not work:

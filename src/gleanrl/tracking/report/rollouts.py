@@ -33,7 +33,7 @@ def sample_rollouts(folder: RunFolder, limit: int = MAX_BYTES) -> dict[str, Any]
     every = folder.rollout_steps()
     by_step = []
     for step in spread(every, MAX_STEPS):
-        groups: dict[int, list[dict[str, Any]]] = {}  # the first ones of the step, by ticket
+        groups: dict[int, list[dict[str, Any]]] = {}  # the step's first groups, by ticket
         for record in folder.read_rollouts(step):
             if record.ticket in groups or len(groups) < GROUPS_PER_STEP:
                 groups.setdefault(record.ticket, []).append(convert_record(record))
@@ -93,7 +93,7 @@ def convert_record(record: RolloutRecord) -> dict[str, Any]:
 
 
 def _decode_tokens(tokenizer: Path, ids: Iterable[int]) -> dict[int, str]:
-    """Return the text of each token id inside a sentence; empty without a readable ``tokenizer.json``.
+    """Return each token id's text as it appears inside a sentence; empty if there is no readable ``tokenizer.json``.
 
     The token is decoded twice in a row and the first text removed, because many decoders drop the space
     before the first token of a text.
@@ -101,7 +101,7 @@ def _decode_tokens(tokenizer: Path, ids: Iterable[int]) -> dict[int, str]:
     path = tokenizer / "tokenizer.json"
     if not path.exists():
         return {}
-    from tokenizers import Tokenizer  # here, because a run without one does not need it
+    from tokenizers import Tokenizer  # imported here, because only runs with a tokenizer need the package
 
     try:
         decoder = Tokenizer.from_file(str(path))

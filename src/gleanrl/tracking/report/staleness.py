@@ -20,10 +20,11 @@ MAX_AGES = 16
 
 
 def staleness(rows: Sequence[Row], config: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return ``{"bound", "labels", "groups", "tokens", "steps", "by_step"}``; None if all data is always fresh.
+    """Return ``{"bound", "labels", "groups", "tokens", "steps", "by_step"}``; None if no data can be older than age 0.
 
-    ``groups`` and ``tokens`` count over the run and have one number for each label, youngest first. ``by_step`` has a
-    list of groups per step for each label. ``bound`` is None if the configuration does not contain it.
+    ``groups`` and ``tokens`` are totals of the run, with one number for each label, youngest first. ``by_step`` has for
+    each label a list with the number of groups in each step. ``bound`` is None if the configuration does not contain
+    it.
     """
     counted = [row for row in rows if any(name.startswith(GROUPS) for name in row.metrics)]
     groups = [_read_ages(row, GROUPS) for row in counted]
@@ -31,13 +32,13 @@ def staleness(rows: Sequence[Row], config: Mapping[str, Any]) -> dict[str, Any] 
     oldest = max((age for ages in (*groups, *tokens) for age in ages), default=0)
     bound = None
     if "schedule" in config:
-        with suppress(TypeError, ValidationError, UserError):  # without a valid section, ages are shown without it
+        with suppress(TypeError, ValidationError, UserError):  # if the section is invalid, no bound is shown
             bound = Schedule.from_settings(ScheduleSettings(**config["schedule"])).staleness
     if not counted or not (oldest or bound):
         return None
 
     oldest = max(oldest, bound or 0)
-    size = -(-(oldest + 1) // MAX_AGES)  # ages in a band
+    size = -(-(oldest + 1) // MAX_AGES)  # number of ages in a band
     starts = range(0, oldest + 1, size)
     group_total, token_total = [0.0] * len(starts), [0.0] * len(starts)
     table: list[list[Any]] = []
