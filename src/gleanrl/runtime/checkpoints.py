@@ -1,4 +1,4 @@
-"""Writes, checks and loads the checkpoints of a run. A checkpoint is whole or absent; the last few are kept."""
+"""Writes, checks and loads the checkpoints of a run. Only complete checkpoints appear, and the last few are kept."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MANIFEST = "manifest.json"
 
 
 class Checkpoints:
-    """The folder ``checkpoints/``. Each ``step-N`` inside appears whole, by one rename.
+    """The folder ``checkpoints/``. Each ``step-N`` in it is complete, because it gets its name only once it is written.
 
     A manifest with the size and CRC32 of every file shows whether a checkpoint is damaged. ``unchecked`` names folders
     in a checkpoint that the manifest leaves out because they check themselves: the files of a trajectory buffer are
@@ -76,7 +76,7 @@ class Checkpoints:
 
     def _sweep(self, step: int) -> None:
         """Remove what no run will use: half-written folders of a killed process, and damaged later steps."""
-        # damaged: otherwise the run would have resumed from it
+        # later checkpoints are damaged, because the run would have resumed from an undamaged one
         later = [folder for folder in self._find_all() if int(folder.name[5:]) > step]
         for folder in [*self.folder.glob(f"{atomic.TEMPORARY_PREFIX}*"), *later]:
             shutil.rmtree(folder, ignore_errors=True)

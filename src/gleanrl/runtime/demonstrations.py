@@ -1,8 +1,8 @@
-"""Stores expert demonstrations in an experience pool: actions as the run's agent would say them, with log-probs.
+"""Stores expert demonstrations in an experience pool: actions in the form in which the run's agent says them.
 
 The probability with which the expert chose its actions is unknown. The recorded log-probs are those of the policy in
-the run's newest checkpoint. The importance weight therefore measures how far a policy has moved from that checkpoint;
-it does not correct for the demonstrations being the expert's.
+the run's newest checkpoint. The importance weight therefore measures how far a policy has moved from that checkpoint.
+It does not correct the bias that comes from another policy, the expert, having chosen the actions.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from gleanrl.utils.progress import Progress
 from gleanrl.utils.seeding import derive
 
 ORIGIN = "demonstration"  # `info["origin"]` of the stored trajectories
-_TRIES = 3  # the expert's attempts, at most, for each demonstration
+_TRIES = 3  # maximum number of the expert's attempts per demonstration, on average
 _AT_ONCE = 64  # demonstrations that the policy scores in one batch
 
 
@@ -45,13 +45,14 @@ def seed_from_demonstrations(
 ) -> tuple[Moved, int]:
     """Put ``count`` demonstrations of the run's training tasks into ``pool``.
 
-    Returns the number stored and left out, and the step of the policy that scored them.
+    Returns how many were stored and left out, and the step of the policy whose log-probs were recorded.
 
-    The expert is that of the warm start, with its noise. Its actions are tokenised, played and scored like the agent's.
-    ``step`` is the step of the pool from which their age counts.
+    The expert is that of the warm start, with the same noise. Its actions are tokenised, played and scored like the
+    agent's. The age of the demonstrations counts from ``step``.
 
     Raises:
-        UserError: the environment has no expert, the run has no checkpoint, or this agent cannot say a demonstration.
+        UserError: the environment has no expert, the run has no checkpoint, or the run's agent cannot play any of the
+            demonstrations.
     """
     config = configuration.load(str(folder.config_path))
     found = Checkpoints(folder.checkpoints_path, keep=config.checkpoint.keep).latest()
@@ -98,7 +99,7 @@ class _Seeding:
                     seed = derive(config.run.seed, "demonstrations for the pool", attempt)
                     try:
                         said, score = taskset.demonstrate(task, seed=seed, noise=config.warm_start.noise)
-                    except NoExpert as error:  # possibly only this part of a mixture has none
+                    except NoExpert as error:  # possibly only this part of a mixture has no expert
                         no_expert = error
                         continue
                     if not (score.valid and score.value > 0):
@@ -166,7 +167,7 @@ class _Seeding:
 async def _play(
     player: Player, task: Task, answers: Sequence[Message], tools: Tools, name: str, seed: int, reward: Reward
 ) -> Trajectory | str:
-    """Play an episode in which the agent says ``answers``, scored as the run scores; or return why it failed."""
+    """Play an episode in which the agent says ``answers``. Return it with the run's score, or the reason it failed."""
     renderer = player.renderer.with_tools(tools)
     words = [renderer.spoken(answer) for answer in answers]
     speaker = _make_speaker(words)
@@ -188,7 +189,7 @@ class _Over(Exception):
 
 
 def _make_speaker(words: Sequence[IntArray]) -> ScriptedSampler:
-    """Make a sampler that answers with these tokens, one after the other, whatever the prompt."""
+    """Make a sampler that gives the answers in ``words`` one after the other, whatever the prompt is."""
     left = iter(words)
 
     def script(prompt: IntArray, seed: int) -> list[int]:

@@ -44,7 +44,7 @@ DEVICE_WORK = ("sample", "train", "evaluate", "checkpoint")
 
 
 def check(config: EmbodiedConfig) -> None:
-    """Check settings that depend on other sections. Raises `UserError` that says what to change."""
+    """Check settings that depend on other sections. Raises `UserError`, whose message says what to change."""
     if config.demonstrations.expert is not None:
         demonstrations.find_expert(config.demonstrations.expert)
     batch, rows, settings = config.learner.batch, config.rows_per_step, config.demonstrations
@@ -65,12 +65,12 @@ def check(config: EmbodiedConfig) -> None:
 
 
 def warnings(config: EmbodiedConfig) -> list[str]:
-    """Return warnings about settings that work badly together: none are known."""
+    """Return warnings about settings that work badly together. No such settings are known."""
     return []
 
 
 def run_training(config: EmbodiedConfig, *, resume: bool, console: Display, monitors: OpenMonitors) -> bool:
-    """Train as configured. Returns whether the run is complete; an interrupted one can be resumed.
+    """Train as configured. Returns True if the run is complete, False if it was interrupted and can be resumed.
 
     Raises:
         UserError: a mistake in the configuration, or a damaged file.
@@ -163,7 +163,7 @@ async def _train(
 
 
 def run_evaluation(config: EmbodiedConfig, checkpoint: Path | None, console: Display) -> Metrics:
-    """Evaluate a checkpoint of the run, or the policy that training starts from (None).
+    """Evaluate ``checkpoint``, or the policy that training starts from if ``checkpoint`` is None.
 
     Raises:
         UserError: a mistake in the configuration, or a damaged file.
@@ -180,7 +180,7 @@ def run_evaluation(config: EmbodiedConfig, checkpoint: Path | None, console: Dis
 
 @contextmanager
 def open_environments(config: EmbodiedConfig, use: str, count: int) -> Iterator[Environments]:
-    """Yield environments whose random streams depend on ``use``. Raises `UserError` where that is not possible."""
+    """Yield environments whose random streams depend on ``use``. Raises `UserError` if they cannot be made."""
     settings = config.environment
     try:
         from gleanrl.embodied.environments import Environments
@@ -205,7 +205,7 @@ def open_environments(config: EmbodiedConfig, use: str, count: int) -> Iterator[
 def open_buffer(
     config: EmbodiedConfig, folder: RunFolder, name: str, window: int, max_rows: int | None
 ) -> TrajectoryReplayBuffer:
-    """Open one of the run's buffers, which the caller closes."""
+    """Open one of the run's buffers. The caller closes it."""
     path = folder.path / BUFFERS / name if config.buffer.on_disk else None
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -247,6 +247,6 @@ def make_worker(
 
 
 def _empty_policy(config: EmbodiedConfig, environments: Environments) -> Actor:
-    """Make a policy whose weights are still to be loaded."""
+    """Make a policy with arbitrary weights, which the caller replaces."""
     sizes = (environments.obs_size, environments.action_size, config.learner.hidden_size, config.learner.layers)
     return Actor(*sizes, torch.Generator().manual_seed(0))

@@ -1,6 +1,6 @@
-"""Evaluates a policy: pass@k on held-out tasks with confidence intervals, greedy and sampled; and the baselines.
+"""Evaluates a policy, greedy and sampled, on held-out tasks: pass@k with confidence intervals, and the baselines.
 
-`evaluate` plays the episodes, `BackgroundEvaluator` does so while training leaves the device.
+`evaluate` plays the episodes. `BackgroundEvaluator` calls it while training continues.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from gleanrl.utils.progress import Progress
 from gleanrl.utils.seeding import derive
 
 BASELINES = {"expert": 0.0, "random": 1.0}
-"""Share of random valid actions in a demonstration: none for the expert, all for the random policy."""
+"""Share of a baseline's actions that are random valid actions instead of the expert's."""
 
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
     """Attempts on tasks: ``outcomes`` bool[tasks, attempts] and ``valid`` bool[tasks, attempts].
 
-    An attempt without a valid score is a failure of the measurement and is left out.
+    An attempt without a valid score could not be measured and is left out of the metrics.
     """
 
     trajectories: tuple[tuple[Trajectory, ...], ...]
@@ -68,10 +68,10 @@ def pass_at_k(attempts: int, successes: int, k: int) -> float:
 
 
 def mean_interval(rates: Sequence[float]) -> tuple[float, float, float]:
-    """Return the mean over tasks and its 95 % interval; tasks are the independent units.
+    """Return the mean over tasks and its 95 % interval, which takes tasks to be independent.
 
-    This is Wilson's interval on the mean with an effective number of trials. It stays inside [0, 1] and does
-    not collapse if all tasks agree.
+    This is Wilson's interval on the mean with an effective number of trials. It stays inside [0, 1], and its width is
+    above 0 even if all tasks have the same rate.
     """
     x = np.asarray(rates, float)
     n, mean = x.size, float(x.mean())
@@ -125,7 +125,7 @@ async def evaluate(
 
 
 def by_kind(tasks: Sequence[Task], evaluation: Evaluation, name: str) -> dict[str, float]:
-    """Return ``eval/kind/KIND/name``: success of one attempt with its interval; empty if there is one kind only."""
+    """Return one attempt's success with its interval as ``eval/kind/KIND/name``; empty if there is only one kind."""
     kinds = dict.fromkeys(task.kind for task in tasks)
     if len(kinds) < 2:
         return {}
@@ -156,10 +156,10 @@ class BackgroundEvaluator:
     _running: asyncio.Task[None] | None = field(default=None, repr=False)
 
     async def start(self, step: int) -> None:
-        """Take a snapshot of the current weights as step ``step``'s and evaluate it in the background."""
+        """Take a snapshot of the weights of step ``step``, and start to evaluate it in the background."""
         if step in self.done:
             return
-        await self.finish()  # one at a time: at most one snapshot in memory
+        await self.finish()  # so that at most one snapshot is in memory
         await self.sampler.publish(await asyncio.to_thread(self.weights), step)
         self._running = asyncio.create_task(self._evaluate(step))
 
@@ -211,8 +211,8 @@ def measure_baselines(
 ) -> dict[str, float]:
     """Return each baseline's success rate within ``max_turns`` actions as ``eval/baseline/NAME``, with its interval.
 
-    The result is empty if the environment has no expert. The random policy is left out where noise changes nothing
-    (tasks with a single answer).
+    The result is empty if the environment has no expert. The random policy is left out if noise changes no
+    demonstration (tasks with a single answer).
     """
     if not taskset.has_expert:
         return {}
@@ -224,7 +224,7 @@ def measure_baselines(
             for task in tasks:
                 try:
                     conversation, score = taskset.demonstrate(task, seed=derive(seed, "baseline", task.id), noise=noise)
-                except NoExpert:  # some tasks have no expert, so there is no figure for the whole
+                except NoExpert:  # a rate over the other tasks only would not be comparable
                     return {}
                 played.setdefault(name, []).append(conversation)
                 actions = sum(message["role"] == "assistant" for message in conversation)

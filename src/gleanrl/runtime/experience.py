@@ -26,8 +26,9 @@ from gleanrl.utils import atomic
 from gleanrl.utils.errors import UserError
 
 START_FILE = "experience.start"
-"""In the run folder: how the run found its pool. ``run``: its name, which marks in the pool carry. ``pool``:
-``replay.path``. ``mark``: set before the run wrote anything; the pool may have older marks of another run."""
+"""File in the run folder that records how the run found its pool. ``run``: the name that the run gives to its marks in
+the pool. ``pool``: ``replay.path``. ``mark``: the mark set before the run wrote anything. The pool may also have older
+marks, of another run."""
 
 
 @contextmanager
@@ -40,9 +41,10 @@ def open_pool(
     max_context: int | None = None,
     tasks: Iterable[Task] = (),
 ) -> Iterator[ExperiencePool | None]:
-    """Yield the run's pool, open for writing; None if replay is off. ``tasks`` are the run's own, added to the pool.
+    """Yield the run's pool, open for writing, or None if replay is off.
 
-    A run that is resumed without a checkpoint starts again from step 0, with the pool as the run first found it.
+    A run that starts evicts the trajectories of tasks that differ from the one of ``tasks`` with the same id.
+    A run that is resumed without a checkpoint starts again from step 0, with the pool as it was before the run.
     """
     settings = config.replay
     if not settings.enabled:
@@ -50,19 +52,19 @@ def open_pool(
         return
     note_path = folder.path / START_FILE
     note = {"run": f"{config.run.name} {uuid.uuid4().hex[:12]}", "pool": settings.path, "mark": None}
-    # an existing note is this run's if the run is resumed, or the pool lies in the run's own folder
+    # an existing note belongs to this run if the run is resumed, or if the pool lies in the run's own folder
     if (resume or settings.path is None) and note_path.exists():
         note = json.loads(note_path.read_text())
     else:
         atomic.write_text(note_path, json.dumps(note))
-    # marks of another run may not be rewound over, unless this is a copy of the pool, made to resume with
+    # a run may not undo what another run did in the pool; this is not checked if it resumes with a copy of its pool
     owner = note["run"] if note["pool"] == settings.path else None
     path = Path(settings.path) if settings.path else folder.experience_path
     takes = {"tokenizer": tokenizer_fingerprint(tokenizer), "vocabulary": len(tokenizer), "max_context": max_context}
     with ExperiencePool(path, settings, run=owner, **takes) as pool:
         if not (resume and has_checkpoint(folder)):
             if note["mark"] is not None and note["mark"] in pool.stats()["marks"]:
-                pool.rewind(note["mark"])  # undoes what a killed start did, seeding included
+                pool.rewind(note["mark"])  # undoes all that a killed start did, seeding included
             else:
                 atomic.write_text(note_path, json.dumps({**note, "mark": pool.mark()}))
             if settings.seed_from and not pool.stats()["trajectories"]:
@@ -81,10 +83,11 @@ def seed_pool(pool: ExperiencePool, source: Path | str, *, trust: bool = False) 
     """Store the successes of ``source``, a pool's file or a run's folder; return how many were stored.
 
     A run that has a pool is read from its pool, any other run from its rollouts. The age of the trajectories counts
-    from step 0 of this run. With ``trust``, a side that does not name its tokenizer is taken to have the same one.
+    from step 0 of this run. With ``trust``, ``pool`` or ``source`` is assumed to have the other's tokenizer if it does
+    not name its own.
 
     Raises:
-        UserError: there is nothing at ``source``, or its tokens are or may be those of another tokenizer.
+        UserError: there is nothing at ``source``, or its tokens are, or may be, from another tokenizer.
     """
     path = Path(source)
     if path.is_dir():
@@ -96,7 +99,7 @@ def seed_pool(pool: ExperiencePool, source: Path | str, *, trust: bool = False) 
 
 
 def seed_from_rollouts(pool: ExperiencePool, folder: RunFolder, *, step: int = 0, trust: bool = False) -> Moved:
-    """Store every fresh success in the rollout files of a run, with the success rate of its task's latest group there.
+    """Store every fresh success in a run's rollout files, with the success rate of its task's latest group in them.
 
     Rollouts hold only the ids of their tasks; the tasks are made again from the run's configuration. The age of the
     trajectories counts from ``step`` of this run.
@@ -117,7 +120,7 @@ def seed_from_rollouts(pool: ExperiencePool, folder: RunFolder, *, step: int = 0
             for _, records in groupby(folder.read_rollouts(step), key=lambda record: record.ticket):
                 yield [record.trajectory for record in records if not record.replayed]
 
-    whole = config.monitor.rollouts_per_step == -1  # otherwise the file does not show a group's success rate
+    whole = config.monitor.rollouts_per_step == -1  # a group's success rate is known only if all its members are kept
     sampled = {"temperature": config.sampler.temperature, "whole": whole}
     return transfer.seed_from_groups(pool, read_groups, tasks, step=step, **sampled)
 

@@ -87,7 +87,7 @@ def run_evaluation(config: Config, checkpoint: Path | None, console: Progress) -
 def set_up_libraries(config: Config) -> None:
     if config.run.threads:
         torch.set_num_threads(config.run.threads)
-    transformers_logging.disable_progress_bar()  # its bar for each shard would break the console's display
+    transformers_logging.disable_progress_bar()  # a bar for each shard of a model would break the console's display
 
 
 async def evaluate_with(builder: Builder, checkpoint: Path | None) -> Metrics:
@@ -140,12 +140,12 @@ class Builder:
     folder: RunFolder
     prepared: Prepared
     console: Progress
-    scorer: Scorer | None = None  # None: the reward is made with the other parts
+    scorer: Scorer | None = None  # None: `rewards` makes the scorer
     ranks: Ranks | None = None  # the processes that the learner is spread over
 
     @asynccontextmanager
     async def run(self, monitors: OpenMonitors, *, resume: bool) -> AsyncIterator[Run]:
-        """Yield a run with all its parts connected; they are closed in reverse order whatever happens."""
+        """Yield a run with all its parts connected. The parts are closed in reverse order, also after an error."""
         config, folder, tokenizer = self.config, self.folder, self.prepared.tokenizer
         schedule = Schedule.from_settings(config.schedule)
         async with AsyncExitStack() as stack:
@@ -161,13 +161,13 @@ class Builder:
             environments = await stack.enter_async_context(self.environment_pool())
             rewards = await stack.enter_async_context(self.rewards(folder))
 
-            # which tasks come next: the estimator may need a greedy attempt at each
+            # the order of the tasks; the estimator may need a greedy attempt at each of them
             greedy = "reward_baselines" in self.estimator.needs
             group = config.schedule.group
             curriculum: Curriculum = self.prepared.order(
                 config.tasks, group=group, seed=self.seed("tasks"), greedy=greedy
             )
-            updated: Learner = learner  # that of the loop: may add updates on replayed successes to each step
+            updated: Learner = learner  # the loop's learner, which may add updates on replayed successes to each step
             experience = stack.enter_context(
                 open_pool(
                     config,
@@ -208,7 +208,7 @@ class Builder:
                     )
             guide = None
             if config.guidance.enabled:
-                if not (resume and has_checkpoint(folder)):  # of a start that was killed
+                if not (resume and has_checkpoint(folder)):  # remove what a killed start left
                     (folder.path / GUIDANCE_FILE).unlink(missing_ok=True)
                 guide = Guide(
                     config.guidance,
@@ -315,7 +315,7 @@ class Builder:
 
     @property
     def max_context(self) -> int:
-        """Return the context length in tokens that model and configuration both allow."""
+        """Return the largest context length, in tokens, that both the model and the configuration allow."""
         own = getattr(self.prepared.model.config, "max_position_embeddings", None)
         return min(self.config.model.max_context, own or self.config.model.max_context)
 
@@ -392,7 +392,7 @@ class Builder:
 
 @asynccontextmanager
 async def closing(sampler: Any) -> AsyncIterator[Any]:
-    """Close a sampler at the end (its method is called close, not aclose)."""
+    """Close a sampler when the block ends. (`contextlib.aclosing` would call ``aclose``, which samplers lack.)"""
     try:
         yield sampler
     finally:

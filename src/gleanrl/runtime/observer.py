@@ -1,4 +1,4 @@
-"""Records and shows a run while it goes on: metrics, rollouts, the progress bar."""
+"""Records a run while it is under way: metrics, rollouts and the progress bar."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from gleanrl.types import Group
 from gleanrl.utils import atomic
 from gleanrl.utils.progress import Stage
 
-TRANSCRIPTS = 4  # evaluation attempts written as text
+TRANSCRIPTS = 4  # number of evaluation attempts written as text
 
 
 class RunObserver:
@@ -25,8 +25,9 @@ class RunObserver:
 
     Args:
         rollouts_per_step: how many trajectories of each step are kept; -1 = all.
-        counters: running totals (the sampler's, and ``environment_s``), whose growth over a step becomes its metrics.
-        gauges: returns metrics since its last call (the reward agent's).
+        counters: returns running totals (the sampler's, and ``environment_s``). Their growth over a step becomes
+            metrics of the step.
+        gauges: returns the reward agent's metrics since the last call.
     """
 
     def __init__(
@@ -49,7 +50,7 @@ class RunObserver:
         self._since = perf_counter()
 
     def on_batch(self, groups: Sequence[Group], batch: Batch) -> None:
-        """Keep each trajectory's mean advantage for its record; called before the learner gets the chunk."""
+        """Keep each trajectory's mean advantage for its record. Called before the learner gets the batch."""
         valid = [t.id for group in groups for t in group.trajectories if t.score.valid]
         for sample in batch.samples:
             self._advantages[valid[sample.trajectory]] = float(sample.advantages[sample.mask].mean())
@@ -90,9 +91,10 @@ class RunObserver:
         atomic.write_text(self._folder.path / "samples" / f"step-{step:06d}.txt", text)
 
     def _measure_times(self, now: float, environment_s: float) -> dict[str, float]:
-        """Return the seconds of the step by activity.
+        """Return how many seconds of the step each activity took.
 
-        A moment counts for the device's work if there is any, else for rewards, else for environments, else as idle.
+        While several are under way, the time counts as the device's work, else as waiting for rewards, else as
+        environments; the rest of the time is idle.
         """
         timeline, since = self._timeline, self._since
         busy = {f"time/{kind}_s": timeline.busy(kind, since, now) for kind in DEVICE_WORK}
@@ -101,7 +103,7 @@ class RunObserver:
         share = 1.0 - worked / seconds if seconds > 0 else 0.0
         idle = share * seconds
         times = {}
-        if timeline.spans("score"):  # otherwise the run never waits for rewards
+        if timeline.spans("score"):  # without such spans the run never waits for rewards
             at_work_or_waiting = timeline.busy((*DEVICE_WORK, "score"), since, now)
             times["time/reward_wait_s"] = max(0.0, at_work_or_waiting - worked)
             idle = max(0.0, idle - times["time/reward_wait_s"])

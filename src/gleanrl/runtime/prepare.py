@@ -1,7 +1,7 @@
 """Prepares a run from its configuration: tasks, demonstrations, and a model that can start RL.
 
-Each costly result is cached under a key made of everything that it depends on. The second run therefore
-starts at once, and a changed setting never finds a stale file.
+Each costly result is cached under a key made of everything that it depends on. A second run therefore starts at once,
+and a run with changed settings never uses an outdated file.
 """
 
 from __future__ import annotations
@@ -89,11 +89,11 @@ def prepare(config: Config, progress: Progress) -> Prepared:
     if type(taskset).prepare is not Taskset.prepare:
         with progress.stage("preparing tasks", len(train) + len(evaluation)) as stage:
             taskset.prepare([*train, *evaluation], workers=os.cpu_count() or 1, progress=lambda *_: stage.advance())
-    # the tiny model's vocabulary comes from their text
+    # the tiny model's vocabulary comes from the text of the demonstrations
     needed = config.warm_start.enabled or config.model.init == "tiny"
     demonstrations = demonstrate(config, taskset, progress) if needed else ()
     texts = [text for shown in demonstrations for text in texts_of(shown.messages, shown.tools)]
-    # text that demonstrations never contain (an error, the system prompt) counts as if each contained it once
+    # text that no demonstration contains (an error, the system prompt) counts as if each of them contained it once
     unsaid = [*taskset.phrases, *filter(None, [config.context.system_prompt])]
     texts += unsaid * len(demonstrations)
     model, tokenizer = load_model(config.model, texts=texts, seed=derive(config.run.seed, "model"))
@@ -106,7 +106,7 @@ def demonstrate(config: Config, taskset: Taskset, progress: Progress) -> Sequenc
     """Return successful demonstrations of the warm-start tasks, which are in no other split.
 
     Raises:
-        UserError: the taskset has no expert, or the expert solved nothing.
+        UserError: the taskset has no expert, or the expert solved none of the tasks.
     """
     if not taskset.has_expert:
         raise UserError(
@@ -136,7 +136,7 @@ def demonstrate(config: Config, taskset: Taskset, progress: Progress) -> Sequenc
             seed = derive(config.run.seed, "demonstration", attempt)
             try:
                 conversation, score = taskset.demonstrate(task, seed=seed, noise=settings.noise)
-            except NoExpert as error:  # possibly only this part of a mixture has none
+            except NoExpert as error:  # possibly only this part of a mixture has no expert
                 no_expert = error
                 continue
             says_something = any(message["role"] == "assistant" for message in conversation)
@@ -210,7 +210,7 @@ def save_model(folder: Path, model: Any, tokenizer: Any) -> None:
 
 
 def take_tasks(taskset: Taskset, settings: EnvironmentSettings, split: Split) -> Sequence[Task]:
-    """Return the number of tasks of a split that ``settings`` ask for. Raises `UserError` if there are fewer."""
+    """Return as many tasks of a split as ``settings`` ask for. Raises `UserError` if the split has fewer."""
     count = getattr(settings, f"{split}_tasks")
     tasks = taskset.tasks(split, count)
     if len(tasks) < count:
@@ -222,5 +222,5 @@ def take_tasks(taskset: Taskset, settings: EnvironmentSettings, split: Split) ->
 
 
 def tokenizer_fingerprint(tokenizer: Any) -> str:
-    """Return a fingerprint that is equal for tokenizers that turn every conversation into the same ids."""
+    """Return a fingerprint that two tokenizers share only if they turn every conversation into the same ids."""
     return fingerprint("tokenizer", tokenizer.backend_tokenizer.to_str(), tokenizer.chat_template)

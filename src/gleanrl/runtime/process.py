@@ -20,7 +20,7 @@ from gleanrl.utils.progress import Progress
 from gleanrl.utils.settings import JobConfig
 
 STATUS_INTERRUPTED = 130  # the shell's exit status for SIGINT
-_GRACE_S = 3.0  # for a run to end after the second signal
+_GRACE_S = 3.0  # seconds for a run to end after the second signal
 
 
 class Interruptible(Protocol):
@@ -34,14 +34,14 @@ class Interruptible(Protocol):
 
 @contextmanager
 def open_run(folder: RunFolder, config: JobConfig, *, resume: bool) -> Iterator[None]:
-    """Hold the run folder for this process alone while the block runs, with the configuration written to it.
+    """Lock the run folder for this process while the block runs, and write the configuration to it.
 
-    The configuration is written first, so that a run can be resumed wherever it is interrupted. If the run fails before
-    it logged anything, the configuration is removed, so that the same command works again.
+    The configuration is written before the block runs, so that the run can be resumed wherever it is interrupted. If
+    the run fails before it logged anything, the configuration is removed, so that the same command works again.
 
     Raises:
-        UserError: another process holds the folder, the folder has a run without ``resume`` or none with it, or the
-            resumed run has another configuration.
+        UserError: another process holds the folder; or ``resume`` is false and the folder has a run, or ``resume`` is
+            true and it has none or one with another configuration.
     """
     if resume and not folder.config_path.exists():
         raise UserError(f"{folder.path} holds no run to resume; leave --resume out to start one")
@@ -72,7 +72,7 @@ def open_run(folder: RunFolder, config: JobConfig, *, resume: bool) -> Iterator[
 
 @contextmanager
 def handle_signals(run: Interruptible, console: Progress) -> Iterator[None]:
-    """Let Ctrl-C (or SIGTERM) end the run cleanly at a step boundary; a second one ends it at once."""
+    """Let Ctrl-C (or SIGTERM) end the run cleanly at a step boundary. A second signal ends it at once."""
     loop = asyncio.get_running_loop()
     current = asyncio.current_task()
 

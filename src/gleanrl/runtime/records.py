@@ -2,7 +2,7 @@
 
 ``rollouts/step-000012.jsonl.zst`` holds one `RolloutRecord` a line as JSON, zstd-compressed. Token ids and log-probs
 are the little-endian bytes of their arrays in base64, so reading them restores exactly the bits that were sampled. The
-loss mask is derived: a turn with ``logprobs`` was sampled, any other turn is context.
+loss mask is not stored, because it follows from the turns: a turn with ``logprobs`` was sampled, any other is context.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class RolloutRecord:
     """A trajectory that a step learned from, and its place in that step."""
 
     step: int
-    ticket: int  # the members of a group share it
+    ticket: int  # number of the group, the same for all its members
     replayed: bool
     advantage: float | None  # mean over the trained tokens; None = not part of the update
     trajectory: Trajectory

@@ -17,7 +17,7 @@ JOURNAL = "rewards.sqlite"
 
 @dataclass(frozen=True, slots=True)
 class RewardSource:
-    """A reward with one lane for training and one for evaluation, and its metrics since they were last read."""
+    """A run's reward for training and for evaluation. ``metrics`` returns its metrics since the last call."""
 
     train: Reward
     evaluation: Reward
@@ -27,7 +27,7 @@ class RewardSource:
 def make_scorer(settings: RewardSettings) -> Scorer | None:
     """Make the scorer that the settings name; None if the environments score.
 
-    A run makes it first, so that a mistake shows before anything costly starts.
+    A run makes the scorer first, so that a mistake is reported before anything costly starts.
 
     Raises:
         UserError: there is no such reward, its options do not fit, or it cannot be made.
@@ -44,13 +44,13 @@ async def reward_source(
 ) -> AsyncIterator[RewardSource]:
     """Yield the reward that the settings name, open while the block runs.
 
-    The journal in ``folder`` keeps finished rewards, so that a resumed run does not request them again; None keeps no
-    journal. ``scorer`` is the result of `make_scorer` if that was called before.
+    The journal in ``folder`` keeps finished rewards, so that a resumed run does not request them again. Without a
+    ``folder`` there is no journal. ``scorer`` is the result of `make_scorer` if that was called before.
 
     Raises:
         UserError: there is no such reward, or its options do not fit.
     """
-    if settings.name == "environment":  # nothing to wait for or to limit, so no agent is needed
+    if settings.name == "environment":  # no agent is needed, because no requests are sent
         reward = EnvironmentReward()
         yield RewardSource(reward, reward, dict)
         return

@@ -29,7 +29,7 @@ _ROLLOUTS = re.compile(r"step-(\d+)\.jsonl\.zst")
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A complete checkpoint: its folder gets this name by one rename once everything is written."""
+    """A complete checkpoint: a folder is renamed to a checkpoint's name only once all its files are written."""
 
     step: int
     path: Path
@@ -37,7 +37,7 @@ class Checkpoint:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """All metrics of one step; ``time`` is that of the step's last line, in Unix seconds."""
+    """All metrics of one step; ``time`` is the Unix time, in seconds, of the step's last line."""
 
     step: int
     time: float
@@ -91,7 +91,7 @@ class RunFolder:
 
     # --- readers --------------------------------------------------------------------------------
     def read_config(self) -> dict[str, Any]:
-        """Return the resolved configuration; empty if the run ended before it was written.
+        """Return the resolved configuration; empty if the run ended before it wrote config.toml.
 
         Raises:
             UserError: config.toml is not TOML.
@@ -123,7 +123,7 @@ class RunFolder:
             yield from read_timeline(self.timeline_path)
 
     def pool_path(self) -> Path:
-        """Return the path of the run's experience pool, if it has one: ``replay.path``, or a file in this folder."""
+        """Return the path of the run's experience pool, which may not exist: ``replay.path``, or one in this folder."""
         named = self.read_config().get("replay", {}).get("path")
         return Path(named) if named else self.experience_path
 
@@ -142,14 +142,14 @@ class RunFolder:
 
 
 OpenMonitors = Callable[["RunInfo"], Monitor]
-"""Starts the monitors of a run. The command line gives `gleanrl.tracking.monitors.load_monitors`."""
+"""Function that starts a run's monitors. The command line passes `gleanrl.tracking.monitors.load_monitors`."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunInfo:
     """Describes the run that a monitor watches; the only argument of every monitor.
 
-    ``resumed_step`` is the last step in the resumed checkpoint; None = a new run.
+    ``resumed_step`` is the last step in the resumed checkpoint, or None for a new run.
     ``config`` is the resolved configuration as plain nested values.
     """
 
@@ -165,7 +165,8 @@ class RunInfo:
     def remembered_id(self, tracker: str, fresh: str | None = None) -> str:
         """Return this run's id at ``tracker``.
 
-        A new run stores ``fresh``, or a random id without it, in the run folder; a resumed run reads the stored id.
+        A new run stores ``fresh``, or a random id if that is None, in the run folder. A resumed run reads the stored
+        id.
         """
         path = self.folder.path / "trackers" / f"{tracker}.id"
         if self.resumed_step is not None and path.exists():

@@ -1,6 +1,6 @@
-"""Starts or joins the processes that a run's learner is spread over: torchrun's, or ones started here.
+"""Starts the processes that a run's learner is spread over, or joins those that torchrun has started.
 
-Rank 0 runs the job. `python -m gleanrl.runtime.sharded` is the program of a process that was started here.
+Rank 0 runs the job. Without torchrun, each other rank is a process that runs `python -m gleanrl.runtime.sharded`.
 """
 
 from __future__ import annotations
@@ -22,17 +22,18 @@ from gleanrl.learners.distributed.sharded import dismiss, serve
 from gleanrl.learners.models import resolve_device
 from gleanrl.utils.errors import UserError
 
-STARTING_S = 600.0  # imports take long on a busy machine
-NOTICE_S = 2.0  # until the end of a process is noticed
-ENDING_S = 30.0
+STARTING_S = 600.0  # seconds for all ranks to start: imports take long on a busy machine
+NOTICE_S = 2.0  # seconds after which the end of a process is surely noticed
+ENDING_S = 30.0  # seconds for each process to end after the run
 _CUDA = "GLEANRL_CUDA"
 
 
 @contextmanager
 def learner_ranks(config: Config) -> Iterator[Ranks | None]:
-    """Yield the processes that the learner is spread over, led by this one until the block ends; None for one process.
+    """Yield the processes that the learner is spread over, with this one as rank 0; None if there is only one.
 
-    In a torchrun process other than rank 0 the block never runs: the process serves, and ends with SystemExit.
+    In a torchrun process other than rank 0 the block never runs: the process serves rank 0 until the run ends, and then
+    raises SystemExit.
 
     Raises:
         UserError: the number of processes, or the model's device, does not fit.
@@ -79,14 +80,14 @@ def _start_ranks(count: int, threads: int, *, cuda: bool) -> Iterator[Ranks]:
     started = threading.Event()
 
     def join() -> None:
-        """Wait for all processes; on a thread, so that the early end of one is noticed meanwhile."""
+        """Wait until all processes have joined. Runs on a thread, so that a process that ends early is noticed."""
         try:
             news.put(Ranks(attempt_store(server), 0, count, cuda=cuda))
         except Exception as error:
             news.put(error)
 
     def watch(rank: int, process: subprocess.Popen[bytes]) -> None:
-        """Report the end of a process: while the ranks start to `news`, later to the ranks if it is a failure."""
+        """Report the end of a process to `news`, which is read while ranks start, and a later failure to the ranks."""
         status = process.wait()
         ended = f"rank {rank} ended with " + (f"signal {-status}" if status < 0 else f"status {status}")
         news.put(ended)
@@ -101,7 +102,7 @@ def _start_ranks(count: int, threads: int, *, cuda: bool) -> Iterator[Ranks]:
     try:
         try:
             first = news.get(timeout=STARTING_S)
-            if isinstance(first, Exception):  # the ended process's error says more than that of its peers
+            if isinstance(first, Exception):  # that a process ended explains more than the error of its peers
                 with suppress(Empty):
                     first = news.get(timeout=NOTICE_S)
         except Empty:
