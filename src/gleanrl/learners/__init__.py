@@ -1,1 +1,1 @@
-"""Learners: what turns batches into weights. `gleanrl.learners.torch` is the one for a single process."""
+"""Learners train a model on batches of samples. `gleanrl.learners.torch` has the learner of a run."""

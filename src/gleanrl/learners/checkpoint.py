@@ -1,8 +1,8 @@
 """The learner's part of a checkpoint: weights, optimizer state, random state and counters.
 
 `TorchLearner` calls `save` and `load`. Tensors are in the format of `torch.distributed.checkpoint`: every process of an
-engine writes its part (`write`), and any number of processes reads them back (`read`), so a checkpoint of two ranks
-continues on one. Files are not checksummed here: `gleanrl.runtime.checkpoints` does that for a whole checkpoint.
+engine writes its part (`write`), and any number of processes reads them back (`read`), so a run of two ranks
+can continue on one. Checksums are not made here but for a whole checkpoint, in `gleanrl.runtime.checkpoints`.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ if TYPE_CHECKING:
     from gleanrl.learners.engine import Engine
 
 COUNTERS = "learner.json"
-TENSORS = "tensors"  # a folder
+TENSORS = "tensors"  # name of a folder
 FORMAT = 3
 Optimizers = Mapping[str, tuple[nn.Module, Optimizer]]
 """Optimizers by name, each with the module whose parameters it updates."""
 
 
 def save(folder: Path, engine: Engine, counters: Mapping[str, float]) -> None:
-    """Write everything that continuing bit for bit needs. ``learner.json`` comes last."""
+    """Write everything needed to continue bit for bit. ``learner.json`` is written last."""
     folder.mkdir(parents=True, exist_ok=True)
     engine.save(folder)
     atomic.write_text(folder / COUNTERS, json.dumps({"format": FORMAT, "counters": dict(counters)}, indent=1))
 
 
 def load(folder: Path, engine: Engine) -> dict[str, Any]:
-    """Put a saved state into ``engine`` and torch's random generators; returns the counters.
+    """Load a saved state into ``engine`` and torch's random generators, and return the counters.
 
     Everything is read before anything is changed. Raises `UserError` naming the file that is missing, damaged, or of
     another model.
@@ -64,11 +64,11 @@ def load(folder: Path, engine: Engine) -> dict[str, Any]:
 def write(folder: Path, tensors: Mapping[str, Tensor], optimizers: Optimizers) -> None:
     """Write this process's part of ``tensors``, of the optimizers' states, and torch's random state.
 
-    All processes of an engine call it with a folder that all of them see. An optimizer without an update has no state.
+    All processes of an engine call `write` with a shared folder. An optimizer has no state before its first update.
     """
     state = dict(tensors)
     if not distributed.is_initialized() or distributed.get_rank() == 0:
-        state |= _random_state()  # of one process: given by several, any one's would be written
+        state |= _random_state()  # if several processes gave theirs, an arbitrary one would be written
     for part, (module, optimizer) in optimizers.items():
         for name, values in get_optimizer_state_dict(module, optimizer)["state"].items():
             state |= {f"optimizer/{part}/{name}/{key}": torch.as_tensor(value) for key, value in values.items()}
@@ -81,15 +81,15 @@ def write(folder: Path, tensors: Mapping[str, Tensor], optimizers: Optimizers) -
 
 
 def read(folder: Path, tensors: Mapping[str, Tensor], optimizers: Optimizers, *, weights_only: bool) -> None:
-    """Put what `write` wrote, by any number of processes, into ``tensors``, the optimizers and torch's generators.
+    """Load what any number of processes wrote with `write` into ``tensors``, the optimizers and torch's generators.
 
-    ``weights_only``: ``tensors`` are only those of the model, and the rest of the checkpoint is left unread.
-    Raises `UserError` if a file is missing or damaged or of another model; nothing is changed then.
+    ``weights_only``: ``tensors`` are only those of the model, and the rest of the checkpoint is not read.
+    Raises `UserError`, without any change, if a file is missing or damaged or of another model.
     """
     path = folder / TENSORS
     try:
         metadata = dcp.FileSystemReader(path).read_metadata()
-    except Exception as error:  # whatever the unpickler raises
+    except Exception as error:  # the unpickler may raise any exception
         raise _damaged(path / ".metadata") from error
     needed = "weights/" if weights_only else ""
     saved: dict[str, tuple[int, ...]] = {}
@@ -107,7 +107,7 @@ def read(folder: Path, tensors: Mapping[str, Tensor], optimizers: Optimizers, *,
             raise UserError(f"{path}: is of another model: {name} is {shapes}; keep [model] unchanged")
 
     found: dict[str, Tensor] = {name: torch.empty_like(tensor) for name, tensor in tensors.items()}
-    states: dict[str, dict[str, dict[str, Tensor]]] = {}  # of optimizers, by parameter and key
+    states: dict[str, dict[str, dict[str, Tensor]]] = {}  # optimizer -> parameter -> key -> value
     for part, (module, _) in optimizers.items():
         parameters, prefix = dict(module.named_parameters()), f"optimizer/{part}/"
         states[part] = {}
@@ -116,7 +116,7 @@ def read(folder: Path, tensors: Mapping[str, Tensor], optimizers: Optimizers, *,
                 continue
             name, _, kind = key.removeprefix(prefix).rpartition("/")
             parameter, dtype = parameters[name].detach(), info.properties.dtype
-            if info.size == parameter.shape:  # sharded as the parameter is
+            if info.size == parameter.shape:  # sharded like the parameter
                 value = torch.empty_like(parameter, dtype=dtype)
             else:
                 value = torch.empty(info.size, dtype=dtype)
@@ -126,14 +126,14 @@ def read(folder: Path, tensors: Mapping[str, Tensor], optimizers: Optimizers, *,
     try:
         with _torch_errors():
             dcp.load(found, checkpoint_id=path)
-    except Exception as error:  # a truncated file raises whatever its reader raises
+    except Exception as error:  # the reader of a truncated file may raise any exception
         raise _damaged(path) from error
 
     with torch.no_grad():
         for name, target in tensors.items():
             target.copy_(found[name])
     for part, (module, optimizer) in optimizers.items():
-        groups = get_optimizer_state_dict(module, optimizer)["param_groups"]  # settings stay those of this run
+        groups = get_optimizer_state_dict(module, optimizer)["param_groups"]  # the settings of this run
         set_optimizer_state_dict(module, optimizer, {"state": states[part], "param_groups": groups})
     if "random/cpu" in found:
         torch.set_rng_state(found["random/cpu"])
@@ -152,7 +152,7 @@ def _random_state() -> dict[str, Tensor]:
 
 @contextmanager
 def _torch_errors() -> Iterator[None]:
-    """Turn torch's error, which is no `Exception`, into one; drop its warning that there is only one process."""
+    """Raise torch's error, which is no `Exception`, as a RuntimeError; hide its warning about a single process."""
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")

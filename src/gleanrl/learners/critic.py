@@ -31,7 +31,7 @@ class CriticStatistics:
         return CriticStatistics(self.sums + other.sums)
 
     def metrics(self) -> dict[str, float]:
-        """``critic/...``; explained variance is 1 - var(return - value) / var(return), 0 for a constant return."""
+        """Return ``critic/...``. Explained variance: 1 - var(return - value) / var(return), 0 for a constant return."""
         count, loss, value, target, squares, error, squared_error = self.sums.tolist()
         if not count:
             return {}
@@ -46,11 +46,11 @@ class CriticStatistics:
 
 
 class Critic:
-    """A scalar head on hidden states: the policy's, or those of a copy of it.
+    """A scalar head on the hidden states of the policy, or of the critic's own copy of it.
 
-    A new head returns 0 everywhere. ``place``: `Placement.place`. ``critic.model = "shared"``: the value loss
-    reaches the policy's weights through `capture`, weighed by ``critic.coefficient``, and the policy's optimizer
-    applies it there.
+    A new head returns 0 everywhere. ``place`` is `Placement.place`. With ``critic.model = "shared"`` the gradient of
+    the value loss, times ``critic.coefficient``, flows through the states of `capture` into the policy's weights, which
+    the policy's optimizer updates.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Critic:
         zero_gradients(self.parameters)
 
     def values(self, micro: MicroBatch, hidden: Tensor | None = None) -> Tensor:
-        """float [T] with gradient; ``hidden`` [B, L, H] are the policy's last states, where the model is shared."""
+        """Return float [T] with gradient. ``hidden`` [B, L, H]: the policy's last states, if the model is shared."""
         if self.body is not None:
             layout = row_layout(micro.places, micro.owners, self.head.weight.dtype)
             hidden = self.body(input_ids=micro.tokens, use_cache=False, **layout).last_hidden_state
@@ -82,7 +82,7 @@ class Critic:
         return values.to(self.head.weight.dtype)  # autocast may have changed the dtype
 
     def loss(self, micro: MicroBatch, values: Tensor) -> tuple[Tensor, CriticStatistics]:
-        """float [T], the clipped value loss of the tokens of a micro-batch, and its statistics."""
+        """Return the clipped value loss of the tokens of a micro-batch, float [T], and its statistics."""
         assert micro.values is not None
         assert micro.returns is not None
         losses = value_loss(values, micro.values, micro.returns, self.settings.clip)
@@ -93,14 +93,14 @@ class Critic:
 
 
 def decoder(model: Any) -> Any:
-    """The transformer without its language-model head, of a plain or a peft model."""
+    """Return the transformer without its language-model head, for a plain or a peft model."""
     plain = model.get_base_model() if hasattr(model, "peft_config") else model
     return plain.base_model
 
 
 @contextmanager
 def capture(model: Any) -> Iterator[list[Tensor]]:
-    """Inside, each forward pass of ``model`` appends its last hidden states [B, L, H], with gradient, to the list."""
+    """Append the last hidden states [B, L, H], with gradient, of each pass of ``model`` in the context to the list."""
     caught: list[Tensor] = []
 
     def keep(_: nn.Module, _args: Any, output: Any) -> None:

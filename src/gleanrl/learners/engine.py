@@ -1,8 +1,8 @@
-"""Engines: gradients, optimizer steps and log-probs of samples for one model, all synchronous.
+"""Engines compute gradients, optimizer steps and log-probs of samples for one model, synchronously.
 
-`TorchLearner` decides which samples make which update; an `Engine` computes it. `LocalEngine` holds a transformers
-model. Its `Placement` says whether the model is in this process, or sharded over several
-(`gleanrl.learners.distributed.fsdp`). Another library's model needs an engine of its own (docs/howto/sharded.md).
+`TorchLearner` decides which samples enter which update; an `Engine` computes the update. `LocalEngine` holds a
+transformers model. Its `Placement` says whether the model is in this process, or sharded over several
+(`gleanrl.learners.distributed.fsdp`). Another library's model needs its own engine (docs/howto/sharded.md).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from gleanrl.learners.models import (
 from gleanrl.learners.optim import adamw, finish_gradient, zero_gradients
 from gleanrl.types import FloatArray
 
-CPU_TOKENS_PER_MICROBATCH = 2048  # a CPU gains nothing from larger ones, and its caches lose
+CPU_TOKENS_PER_MICROBATCH = 2048  # larger micro-batches are no faster on a CPU, and exceed its caches
 PEAK_BFLOAT16 = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "B200": 2250e12}  # dense FLOP/s
 T = TypeVar("T")
 
@@ -60,11 +60,11 @@ class Pass:
     critic: CriticStatistics
     loss: float = 0.0  # weighted sum, before the normaliser
     trained: int = 0  # tokens with a loss
-    left_out_tokens: float = 0.0  # trained tokens that a masking correction takes out of the denominator
-    left_out_sequences: float = 0.0
+    left_out_tokens: float = 0.0  # trained tokens that a masking correction removes from the denominator
+    left_out_sequences: float = 0.0  # sequences that it removes
     real: int = 0  # tokens of the samples
-    computed: int = 0  # tokens through the model: common prefixes of a group may go through once
-    padded: int = 0  # the same with padding
+    computed: int = 0  # tokens through the model, where common prefixes of a group may be computed once
+    padded: int = 0  # ``computed`` plus padding
 
     @classmethod
     def empty(cls, device: torch.device | str = "cpu") -> Pass:
@@ -85,34 +85,34 @@ class Engine(Protocol):
         kl_coefficient: float | None = None,
         untouched: bool = False,
     ) -> Pass:
-        """Gradient of the loss over whole trajectories.
+        """Add the gradient of the loss over whole trajectories.
 
-        ``version``: of the weights at the start of the step. ``untouched``: the weights have not changed since, so the
-        difference between current and recorded log-probs is that between trainer and sampler.
+        ``version``: that of the weights at the start of the step. ``untouched``: whether the weights have not changed
+        since then, so that current and recorded log-probs differ only as trainer and sampler do.
         """
         ...
 
     def step(self, normaliser: float, lr: float, *, policy: bool = True) -> float:
-        """Divide, clip and apply the gradient; returns its norm. If that is not finite, nothing is applied.
+        """Divide, clip and apply the gradient, and return its norm. A gradient whose norm is not finite is not applied.
 
-        Gradients are zero afterwards. ``policy=False``: only the critic is updated.
+        Gradients are zero afterwards. With ``policy=False`` only the critic is updated.
         """
         ...
 
     between: Callable[[], None]
-    """Called between two micro-batches, on the thread that computes them; it may lend the device to others."""
+    """Called between two micro-batches, on the thread that computes them; it may lend the device to other work."""
 
     def discard(self) -> None: ...
     def score(self, samples: Sequence[Sample], *, reference: bool = False) -> list[TokenScores]:
-        """Log-probs and entropies of the trained tokens under the policy or its reference, without gradient."""
+        """Return log-probs and entropies of trained tokens under the policy or its reference, without gradient."""
         ...
 
     def values(self, samples: Sequence[Sample]) -> list[FloatArray]:
-        """The critic's value of the state before each trained token, without gradient."""
+        """Return the critic's value of the state before each trained token, without gradient."""
         ...
 
     def weights(self) -> Mapping[str, Tensor]:
-        """Whole tensors by Hugging Face parameter name, adapters merged."""
+        """Return whole tensors by Hugging Face parameter name, with adapters merged."""
         ...
 
     def save(self, folder: Path) -> None:
@@ -120,64 +120,64 @@ class Engine(Protocol):
         ...
 
     def load(self, folder: Path) -> None:
-        """Continue from what `save` wrote; everything is read before anything is changed."""
+        """Load what `save` wrote. Everything is read before anything is changed."""
         ...
 
     def export(self, folder: Path, tokenizer: Any = None) -> None: ...
     def usage(self, tokens: int, seconds: float) -> dict[str, float]:
-        """Device metrics for the last work; empty on a CPU."""
+        """Return device metrics of the last work; empty on a CPU."""
         ...
 
 
 class Placement:
-    """Where a model's parameters are, and which process works on which samples: here, all in this process.
+    """Where a model's parameters are, and which process works on which samples. This class uses this process only.
 
-    A subclass spreads them over processes (`gleanrl.learners.distributed.fsdp.Fsdp`). All processes then call the same
-    methods in the same order with the same samples, and each takes its share.
+    A subclass may use several processes (`gleanrl.learners.distributed.fsdp.Fsdp`). All of them then call the same
+    methods in the same order with the same samples, and each works on its share.
     """
 
     ranks = 1
-    """Processes that the model is spread over."""
+    """Number of processes that the model is spread over."""
     leads = True
     """Whether the results of this process are used."""
     casts = False
-    """Whether parameters come in the dtype of a forward pass, so that it needs no autocast."""
+    """Whether parameters are cast to the dtype of a forward pass, so that it needs no autocast."""
 
     def place(self, model: nn.Module) -> None:
         """Put the parameters where they belong, in place; gradients are then sums over all processes."""
 
     def agree(self, decide: Callable[[], T]) -> T:
-        """What the leading process decides, before its models are placed."""
+        """Return what ``decide`` returns in the leading process. Called before the models are placed."""
         return decide()
 
     def budget(self, tokens: int, limit: int) -> int:
-        """Padded tokens of a micro-batch, where ``tokens`` are to be learned from and at most ``limit`` fit."""
+        """Return the padded tokens of a micro-batch, at most ``limit``, if ``tokens`` are to be learned from."""
         del tokens
         return limit
 
     def deal(self, micros: Sequence[MicroBatch]) -> list[MicroBatch]:
-        """This process's share of all micro-batches; the same number for each, some without a trained token."""
+        """Return this process's share of the micro-batches, as many as others' but maybe without trained tokens."""
         return list(micros)
 
     def join(self, parts: Sequence[Tokens]) -> tuple[Tokens, slice]:
-        """The tokens of all processes, and where those of ``parts``, this process's own, are among them."""
+        """Return the tokens of all processes, and the slice of them that is this process's ``parts``."""
         return join_tokens(parts), slice(None)
 
     def total(self, seen: Pass) -> Pass:
-        """The sum over all processes."""
+        """Return the sum over all processes."""
         return seen
 
     def gather(self, rows: Mapping[int, T]) -> Mapping[int, T]:
-        """The results of all processes by sample; complete where this one `leads`."""
+        """Return the results of all processes by sample; complete only in the process that `leads`."""
         return rows
 
     def whole(self, tensor: Tensor) -> Tensor:
-        """The whole of a parameter; only where this process `leads`."""
+        """Return the whole of a parameter that may be sharded; only the process that `leads` gets it."""
         return tensor
 
 
 def join_tokens(parts: Sequence[Tokens]) -> Tokens:
-    """The tokens of several micro-batches in one list."""
+    """Join the tokens of several micro-batches."""
     columns: dict[str, Any] = {}
     for field in fields(Tokens):
         values = [getattr(part, field.name) for part in parts]
@@ -191,11 +191,11 @@ HERE = Placement()
 class LocalEngine:
     """A causal language model of transformers, whole on one device or spread over processes by ``placement``.
 
-    ``compute_dtype``: forward passes run under autocast to it unless it is float32 (default: bfloat16 on a GPU).
-    ``reference``: a frozen model for the KL term; where it is needed and not given, the model as it is now.
-    ``critic``: settings of a critic, where the estimator needs one.
-    ``trains``: False for a model that is only evaluated: without gradients, optimizer, reference and critic, which are
-    not loaded either.
+    ``compute_dtype``: dtype that forward passes are autocast to (default: bfloat16 on a GPU), float32 for no autocast.
+    ``reference``: a frozen model for the KL term; if it is needed and not given, the model as it is now.
+    ``critic``: settings of a critic, if the estimator needs one.
+    ``trains``: False for a model that is only evaluated. It has no gradients, optimizer, reference or critic, and
+    `load` does not read theirs.
     """
 
     def __init__(
@@ -236,14 +236,14 @@ class LocalEngine:
         if settings.activation_checkpointing:
             given = {"use_reentrant": False}
             for body in filter(None, (self.model, self.critic and self.critic.body)):
-                if hasattr(body, "activation_checkpointing_enable"):  # its name in newer releases of transformers
+                if hasattr(body, "activation_checkpointing_enable"):  # the method's name in newer transformers
                     body.activation_checkpointing_enable(activation_checkpointing_kwargs=given)
                 else:
                     body.gradient_checkpointing_enable(gradient_checkpointing_kwargs=given)
                 body.train()  # transformers checkpoints activations in training mode only
 
         def may_share_rows() -> bool:
-            """True where it is exact and measured to be faster: on a CPU, without autocast, if the models allow it."""
+            """Return whether shared rows are exact, and faster as measured: on a CPU in float32, if models allow."""
             if device.type != "cpu" or self.compute_dtype != torch.float32:
                 return False
             return all(can_share_rows(whole) for whole in (self.model, self.reference) if whole is not None)
@@ -273,7 +273,7 @@ class LocalEngine:
         mine = [micro.to(self.device) for micro in self.placement.deal(micros)]
         penalised = self.loss.kl_coefficient and self.loss.kl_in == "loss"
 
-        # Where the scope of the loss exceeds a micro-batch, one more forward pass finds what its tokens depend on.
+        # If the scope of the loss exceeds a micro-batch, a forward pass over all of them comes first, for `precompute`.
         contexts: Sequence[LossContext | None] = [None] * len(mine)
         scope = scope_of(self.loss)
         exceeds = scope == "update"
@@ -345,7 +345,7 @@ class LocalEngine:
         if policy:
             norms.append(finish_gradient(self.parameters, normaliser, self.settings.max_grad_norm))
         if all(map(math.isfinite, norms)):
-            if critic is not None and norms[0] > 0:  # an update that no value loss was in leaves it alone
+            if critic is not None and norms[0] > 0:  # without any value loss the critic is not updated
                 critic.optimizer.step()
             if policy:
                 for group in self.optimizer.param_groups:
@@ -369,7 +369,7 @@ class LocalEngine:
             assert self.critic is not None
             with self._hidden_states() as hidden, self._autocast():
                 if self.critic.body is None:
-                    self._logprobs(self.model, micro.untrained())  # for its hidden states
+                    self._logprobs(self.model, micro.untrained())  # computes the hidden states
                 return (self.critic.values(micro, hidden[0] if hidden else None),)
 
         return [row[0] for row in self._by_sample(samples, one)]
@@ -378,7 +378,7 @@ class LocalEngine:
     def _by_sample(
         self, samples: Sequence[Sample], compute: Callable[[MicroBatch], tuple[Tensor, ...]]
     ) -> list[list[FloatArray]]:
-        """The tensors [T] that ``compute`` returns for each micro-batch, as float32[n] for each sample."""
+        """Return, as float32[n] for each sample, the tensors [T] that ``compute`` returns for micro-batches."""
         found: dict[int, list[FloatArray]] = {}
         for number, micro in enumerate(self.placement.deal(self._micro_batches(samples))):
             if number:
@@ -405,7 +405,7 @@ class LocalEngine:
         checkpoint.read(folder, *self._state(), weights_only=not self.trains)
 
     def _state(self) -> tuple[dict[str, Tensor], checkpoint.Optimizers]:
-        """What a checkpoint holds: trained weights, the reference's, the critic's; and the optimizers."""
+        """Return a checkpoint's tensors (trained weights, those of reference and critic) and the optimizers."""
         tensors = {f"weights/{name}": p.detach() for name, p in self.model.named_parameters() if p.requires_grad}
         optimizers: dict[str, tuple[nn.Module, torch.optim.Optimizer]] = {}
         if self.trains:
@@ -429,7 +429,7 @@ class LocalEngine:
         peak = next((flops for key, flops in PEAK_BFLOAT16.items() if key in name), None)
         if peak is not None and seconds > 0:
             parameters = sum(p.numel() for p in self.model.parameters())
-            # 6 FLOPs a parameter and token, forward and backward
+            # forward and backward take 6 FLOPs per parameter and token
             metrics["learner/mfu"] = 6 * parameters * (tokens / self.placement.ranks) / seconds / peak
         return metrics
 
@@ -456,7 +456,7 @@ class LocalEngine:
     def _reference_scores(self, micro: MicroBatch) -> tuple[Tensor, Tensor]:
         if self.reference is not None:
             return self._logprobs(self.reference, micro)
-        with self.model.disable_adapter():  # the base under the adapters is the initial policy
+        with self.model.disable_adapter():  # the base model without adapters is the initial policy
             return self._logprobs(self.model, micro)
 
     def _autocast(self) -> AbstractContextManager[Any]:

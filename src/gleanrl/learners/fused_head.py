@@ -1,9 +1,9 @@
 """Computes log-probs and entropies from hidden states, for vocabularies whose logits do not fit into memory.
 
-The head's product is computed in blocks of rows and vocabulary, which are discarded. The forward pass keeps a running
-maximum and two running sums per row (online softmax: Milakov and Gimelshein, 2018). The backward pass computes each
-block again (as Cut Cross-Entropy does: Wijmans et al., 2024). This costs a fourth matrix product in addition to the
-three that logits in memory need, and memory does not grow with tokens times vocabulary.
+The logits are computed in blocks of rows and vocabulary, and each block is discarded after use. The forward pass keeps
+a running maximum and two running sums per row (online softmax: Milakov and Gimelshein, 2018). The backward pass
+computes each block again (as Cut Cross-Entropy does: Wijmans et al., 2024). This costs a fourth matrix product in
+addition to the three that logits in memory need, but memory does not grow with tokens times vocabulary.
 """
 
 from __future__ import annotations
@@ -14,19 +14,20 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-BLOCKS = {"cpu": (2048, 1024)}  # rows and columns of logits at once: 8 MiB in float32, a share of the last cache
+BLOCKS = {"cpu": (2048, 1024)}  # rows and columns of a block of logits: 8 MiB in float32, part of the last cache
 BLOCK = (8192, 4096)  # the same on other devices, where fewer and larger kernels are faster: 128 MiB in float32
-LOWEST = -1e30  # below any logit, and finite: differences to it never make NaN
+LOWEST = -1e30  # below any logit but finite, so that differences to it are never NaN
 
 
 def head_logprobs(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """Log-probs of ``targets`` int64 [T] and entropies under softmax((hidden @ weight.T + bias) / temperature).
+    """Compute log-probs of ``targets`` and entropies under softmax((hidden @ weight.T + bias) / temperature).
 
-    ``hidden`` float [T, H], ``weight`` [V, H], ``bias`` [V]; both results [T]. Products are made in the dtype of
-    ``hidden``, or in autocast's where that is on, as a linear layer's would be; the softmax and all sums over blocks
-    are float32 (float64 inputs stay so). Gradients reach ``hidden``, ``weight`` and ``bias``, once differentiable.
+    ``hidden`` float [T, H], ``weight`` [V, H], ``bias`` [V], ``targets`` int64 [T]; both results [T]. Products are
+    computed in the dtype of ``hidden``, or in that of autocast if it is on, as in a linear layer. The softmax and all
+    sums over blocks are float32, or float64 for float64 inputs. ``hidden``, ``weight`` and ``bias`` get gradients,
+    which cannot be differentiated again.
     """
     device = hidden.device.type
     if torch.is_autocast_enabled(device) and hidden.dtype != torch.float64:
@@ -53,8 +54,9 @@ class _HeadLogprobs(torch.autograd.Function):
                     scaled = _scaled(hidden[rows], part, offset, temperature, exact)
                     inside, place = _inside(targets[rows], columns)
                     chosen[rows] += scaled.gather(-1, place[:, None]).squeeze(-1).masked_fill_(~inside, 0.0)
-                    # Take the block [R, C] into the running maximum m, sum of exp(x - m) and sum of exp(x - m) (x - m),
-                    # each [R], in place. Under a new maximum m + d the sums become s e^-d and (u - d s) e^-d.
+                    # Add the block [R, C] to the running maximum m, the sum s of exp(x - m) and the sum u of
+                    # exp(x - m) (x - m), each [R], in place. A new maximum m + d changes the sums to s e^-d and
+                    # (u - d s) e^-d.
                     new = torch.maximum(highest[rows], scaled.amax(-1))
                     fall = highest[rows] - new
                     shrink = fall.exp()
@@ -88,12 +90,12 @@ class _HeadLogprobs(torch.autograd.Function):
                     None if bias is None else bias[columns].to(hidden.dtype),
                 )
                 sums = None
-                if to_weight is not None:  # sums of another dtype are kept apart
+                if to_weight is not None:  # sums of a dtype other than the weight's get their own tensor
                     place_of_sums = to_weight[columns]
                     sums = place_of_sums if to_weight.dtype == exact else torch.zeros_like(place_of_sums, dtype=exact)
                 for rows in blocks:
                     scaled = _scaled(hidden[rows], part, offset, ctx.temperature, exact)
-                    # The slope by the scaled logits [R, C], first without the target's part:
+                    # Gradient of the scaled logits [R, C], at first without the target's term:
                     # d logp = onehot - p; d entropy = -p (log p + entropy).
                     log_p = scaled.sub_(normaliser[rows, None])
                     slope = log_p.exp()
@@ -124,7 +126,7 @@ class _HeadLogprobs(torch.autograd.Function):
 
 
 def _scaled(hidden: Tensor, part: Tensor, offset: Tensor | None, temperature: float, exact: torch.dtype) -> Tensor:
-    """(hidden @ part.T + offset) / temperature, [R, C], a tensor of its own in ``exact``."""
+    """Return (hidden @ part.T + offset) / temperature as a new tensor [R, C] of dtype ``exact``."""
     if hidden.dtype == exact:  # the product applies the temperature, without a second pass
         out = hidden.new_empty(hidden.shape[0], part.shape[0])
         inverse = 1.0 / temperature
@@ -136,7 +138,7 @@ def _scaled(hidden: Tensor, part: Tensor, offset: Tensor | None, temperature: fl
 
 
 def _add_product(sums: Tensor, left: Tensor, right: Tensor, scale: float) -> None:
-    """``sums`` += scale * left @ right, in the dtype of ``sums`` beyond each product."""
+    """Add scale * left @ right to ``sums``. The product has the dtype of its factors, the addition that of ``sums``."""
     if sums.dtype == left.dtype:
         sums.addmm_(left, right, alpha=scale)
     else:
@@ -144,14 +146,14 @@ def _add_product(sums: Tensor, left: Tensor, right: Tensor, scale: float) -> Non
 
 
 def _inside(targets: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
-    """Which of ``targets`` [R] lie in ``columns``, and where there; what lies outside gets a valid place too."""
+    """Return which of ``targets`` [R] lie in ``columns``, and their places there (some valid place for the others)."""
     place = targets - columns.start
     last = columns.stop - columns.start - 1
     return (place >= 0) & (place <= last), place.clamp_(0, last)
 
 
 def _blocks(hidden: Tensor, weight: Tensor) -> tuple[list[slice], list[slice]]:
-    """Slices of rows and of the vocabulary. The latter are even: a narrow last one would be a slow product."""
+    """Return slices of rows and of the vocabulary. The latter are equally wide, as a narrow last one would be slow."""
     height, width = BLOCKS.get(hidden.device.type, BLOCK)
     size = weight.shape[0]
     count = -(-size // width)

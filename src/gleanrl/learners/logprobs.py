@@ -1,9 +1,9 @@
-"""Log-probs and entropies of trained tokens only, in one logits-sized buffer less than the plain way, or in none.
+"""Log-probs and entropies of trained tokens, with one buffer of the logits' size less than usual, or without any.
 
-A model's head and its softmax over the vocabulary cost as much as many layers. Most tokens of an agent are context.
-The head therefore gets only the positions that predict a trained token. The log-softmax keeps no tensor of its own: it
-is computed again from the logits in the backward pass, a few rows at a time. Where the logits would be large and are
-just a linear layer's output, they are not made at all (`fused_head`).
+A model's head and its softmax over the vocabulary cost as much as many layers, and most tokens of an agent are context.
+The head is therefore applied only to positions that predict a trained token. The log-softmax keeps no tensor of its
+own: the backward pass computes it again from the logits, a few rows at a time. If the logits would be large and are
+just a linear layer's output, they are never stored as a whole (`fused_head`).
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from torch.autograd.function import once_differentiable
 from gleanrl.algorithms.microbatch import row_layout
 from gleanrl.learners.fused_head import head_logprobs
 
-LARGE = 1 << 26  # logits from which none are made; half a GiB with their gradient, for a fifth more time
+LARGE = 1 << 26  # logits from which none are stored; saves 0.5 GiB with their gradient, costs a fifth more time
 PROBE_LOGIT = 1e4  # far above any soft cap
-PROBE_TOLERANCE = 1e-3  # of the largest logit: above bfloat16 rounding of one and the same product, below any cap
-SHARING_TOLERANCE = 1e-4  # nats; float32 rounding stays far below, a mask or position that is ignored far above
+PROBE_TOLERANCE = 1e-3  # share of the largest logit; above bfloat16 rounding, below the effect of any cap
+SHARING_TOLERANCE = 1e-4  # nats; far above float32 rounding, far below the effect of an ignored mask or position
 ROWS_AT_ONCE = 1 << 20  # logits of one pass over a block of rows: 4 MiB in float32, about a core's cache
-_PLAIN: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()  # models whose logits are their head's output or not
+_PLAIN: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()  # whether a model's logits are just its head's output
 
 
 def trained_logprobs(
@@ -37,16 +37,16 @@ def trained_logprobs(
     places: Tensor | None = None,
     owners: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Log-probs of ``targets`` and entropies, float [T] each, under the distribution at ``temperature``.
+    """Compute log-probs of ``targets`` and entropies, float [T] each, of the distribution at ``temperature``.
 
     ``tokens`` int64 [B, L], padded on the right; ``index`` int64 [T], positions in the flattened [B * L] whose
     outputs predict ``targets`` int64 [T]. ``model`` is any causal language model of transformers.
-    ``places`` and ``owners``, int64 [B, L], lay out shared rows as `MicroBatch` does; only for a model that
+    ``places`` and ``owners``, int64 [B, L], describe shared rows as in `MicroBatch`; they need a model that
     `can_share_rows` accepts.
     """
     layout = row_layout(places, owners, next(model.parameters()).dtype)
     head: Any = model.get_output_embeddings()  # type: ignore[operator]
-    # Subclasses and wrapped weights (quantised, adapted, sharded) compute something else, or hold only a part.
+    # Subclasses and wrapped weights (quantised, adapted, sharded) compute something else or hold a part of the weights.
     linear = type(head) is nn.Linear and type(head.weight) is nn.Parameter and "forward" not in vars(head)
     if linear and index.numel() * head.out_features >= LARGE and _PLAIN.get(model, True):
         hidden = _hidden_states(model, head, index, input_ids=tokens, **layout)
@@ -56,7 +56,7 @@ def trained_logprobs(
     def select(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         return (args[0].flatten(0, 1).index_select(0, index)[None], *args[1:])  # [1, T, H]
 
-    # Selected at the head's input, so that whatever a model does to its logits (soft caps, scales) still applies.
+    # Positions are selected at the head's input, so that a model's soft caps or scales of logits still apply.
     hook = head.register_forward_pre_hook(select)
     try:
         logits = model(input_ids=tokens, use_cache=False, **layout).logits
@@ -66,11 +66,11 @@ def trained_logprobs(
 
 
 def _hidden_states(model: Any, head: nn.Linear, index: Tensor, **inputs: Tensor) -> Tensor | None:
-    """The head's inputs [T, H] at ``index``; None if the model's logits are not just the head's output.
+    """Return the head's inputs [T, H] at ``index``; None if the model's logits are not just the head's output.
 
-    The head itself gets a single state, without gradient. The first time in a model's life it gets a probe [1, 3, H]:
-    zeros, some state, and the same scaled until its logits reach `PROBE_LOGIT`. Zeros reveal what is added to logits,
-    the long state what scales or caps them: a soft cap hardly changes small logits.
+    The head itself gets only a single state, without gradient. At the first call for a model it gets a probe [1, 3, H]:
+    zeros, some state, and the same state scaled until its logits reach `PROBE_LOGIT`. Zeros reveal a term that is added
+    to logits. The scaled state reveals a scale or a soft cap, which hardly changes small logits.
     """
     states: list[Tensor] = []
     given: list[Tensor] = []
@@ -99,16 +99,16 @@ def _hidden_states(model: Any, head: nn.Linear, index: Tensor, **inputs: Tensor)
             if plain:
                 largest = expected.double().abs().amax(-1)
                 apart = (logits.double() - expected.double()).abs().amax(-1)
-                reached = largest[0, -1] > PROBE_LOGIT / 2  # a head of zeros does not reach it, and proves nothing
+                reached = largest[0, -1] > PROBE_LOGIT / 2  # False for a head of zeros, which proves nothing
                 plain = bool(reached & (apart <= PROBE_TOLERANCE * largest).all())
         _PLAIN[model] = plain
     return states[0] if _PLAIN[model] else None
 
 
 def selected_log_softmax(logits: Tensor, targets: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
-    """Log-probs of ``targets`` int64 [T] and entropies under softmax(logits / temperature), each [T].
+    """Compute log-probs of ``targets`` int64 [T] and entropies under softmax(logits / temperature), each [T].
 
-    ``logits`` float [T, V]; computed in float32 (float64 logits stay so) whatever their dtype.
+    ``logits`` float [T, V] of any dtype. The results are float32, or float64 for float64 logits.
     """
     return _SelectedLogSoftmax.apply(logits, targets, temperature)  # type: ignore[no-any-return]
 
@@ -136,7 +136,7 @@ class _SelectedLogSoftmax(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """d logp = onehot - p; d entropy = -p (log p + entropy); both over the temperature."""
+        """Compute the logits' gradient: d logp = onehot - p, d entropy = -p (log p + entropy), over the temperature."""
         logits, targets, normaliser, entropy = ctx.saved_tensors
         grad_logp, grad_entropy = grads
         out = torch.empty_like(logits)
@@ -156,7 +156,7 @@ class _SelectedLogSoftmax(torch.autograd.Function):
 
 
 def _blocks(logits: Tensor) -> Iterator[slice]:
-    """Slices of rows, so that temporaries stay small; one slice where everything is small."""
+    """Return slices of rows that keep temporaries small; a single slice if all of them are."""
     step = max(1, ROWS_AT_ONCE // max(1, logits.shape[-1]))
     return (slice(start, start + step) for start in range(0, logits.shape[0], step))
 
@@ -164,10 +164,10 @@ def _blocks(logits: Tensor) -> Iterator[slice]:
 # --- shared rows --------------------------------------------------------------------------------
 @torch.no_grad()
 def can_share_rows(model: Any) -> bool:
-    """Whether ``model`` computes rows that several samples share, found out by trying.
+    """Return whether ``model`` computes rows that several samples share correctly, by trying one.
 
-    Two samples with a common prefix in one row must get the log-probs that they get in rows of their own. False for a
-    model with attention layers other than full ones, since a custom mask would replace their window.
+    Two samples with a common prefix must get the same log-probs in a shared row as in separate rows. The result is
+    False for a model with other attention layers than full ones, because a custom mask would replace their window.
     """
     try:
         config = model.config.get_text_config()
@@ -194,5 +194,5 @@ def can_share_rows(model: Any) -> bool:
         layout = {"places": places[None], "owners": owners[None]}
         shared, _ = trained_logprobs(model, row[None], index, targets, 1.0, **layout)
     except (TypeError, ValueError, RuntimeError, AttributeError, IndexError, NotImplementedError):
-        return False  # the model takes no positions or no mask
+        return False  # the model does not accept positions or a mask
     return bool((shared - torch.cat(alone)).abs().max() < SHARING_TOLERANCE)

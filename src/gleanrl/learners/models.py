@@ -1,8 +1,8 @@
-"""Models of transformers: loading, preparing for training, adapters, and what leaves a learner.
+"""Models of transformers: loading, preparing for training, adapters and export.
 
-`load_model` checks everything that can be checked before a run starts. `LocalEngine` calls the rest: it sets attention
-kernel, activation checkpointing and dropout, adds low-rank adapters (peft), merges them into the weights that are
-published, and writes model directories that transformers and vLLM load.
+`load_model` checks everything that can be checked before a run starts. `LocalEngine` uses the other functions: to set
+the attention kernel, turn dropout off, add low-rank adapters (peft), merge them into the weights for the samplers, and
+write model directories that transformers and vLLM can load.
 """
 
 from __future__ import annotations
@@ -37,23 +37,23 @@ from gleanrl.utils.text import first_line
 AUTO, FLASH = "auto", "flash_attention_2"
 HALF = (torch.bfloat16, torch.float16)
 _ADAPTER = "default"
-_AMPERE = (8, 0)  # the oldest GPUs that flash attention computes on
+_AMPERE = (8, 0)  # compute capability of the oldest GPUs that flash attention supports
 
 
 def load_model(
     settings: ModelSettings, *, texts: Iterable[str] = (), seed: int = 0
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The model of ``settings``, in float32 on its device and in evaluation mode, and its tokenizer.
+    """Load the model of ``settings``, in float32 on its device and in evaluation mode, and its tokenizer.
 
-    Weights are float32 whatever ``settings.dtype`` says, since an optimizer step smaller than bfloat16 resolves
-    would be lost; `compute_dtype` is what forward passes use.
+    Weights are float32 whatever ``settings.dtype`` says, because bfloat16 would round small optimizer steps to nothing.
+    Forward passes use `compute_dtype`.
 
     Args:
-        texts: text of the environment, in both directions; the tiny tokenizer is made from it. Unused for other models.
+        texts: text that the environment sends and receives, to make the tiny tokenizer. Unused for other models.
         seed: fixes the tiny model's initial weights. Unused for other models.
 
     Raises:
-        UserError: anything about the model that the user can fix.
+        UserError: for any problem with the model that the user can fix.
     """
     device = resolve_device(settings.device)
     if settings.init == "tiny":
@@ -79,9 +79,9 @@ def load_model(
         )
     tokenizer_class: Any = AutoTokenizer
     if Path(source).is_dir():
-        # A directory that names the generic class, by its new or its old name, gets it: next to a Qwen2 model,
-        # `AutoTokenizer` would replace the file's own way of splitting text by Qwen2's.
-        with suppress(ValueError):  # damaged: loading it raises the error
+        # If the directory names the generic class, by its new or its old name, that class is used, because for a Qwen2
+        # model `AutoTokenizer` would replace the tokenizer file's own way of splitting text by Qwen2's.
+        with suppress(ValueError):  # if the file is damaged, loading it below raises the error
             if get_tokenizer_config(source).get("tokenizer_class") in ("TokenizersBackend", "PreTrainedTokenizerFast"):
                 tokenizer_class = PreTrainedTokenizerFast
     tokenizer = _pretrained(tokenizer_class, source, settings)
@@ -100,10 +100,10 @@ def load_model(
 
 
 def resolve_device(name: str) -> torch.device:
-    """``auto`` is the first GPU, or the CPU where there is none.
+    """Return the device ``name``, where ``auto`` is the first GPU, or the CPU if there is no GPU.
 
     Raises:
-        UserError: no such device, or it is not available here.
+        UserError: if there is no such device, or it is not available here.
     """
     if name == "auto":
         return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
@@ -120,7 +120,7 @@ def resolve_device(name: str) -> torch.device:
 
 
 def compute_dtype(settings: ModelSettings, device: torch.device) -> torch.dtype:
-    """Dtype of forward passes: float32 on a CPU and bfloat16 on a GPU, unless ``settings.dtype`` sets it."""
+    """Return the dtype of forward passes: float32 on a CPU and bfloat16 on a GPU, unless ``settings.dtype`` sets it."""
     if settings.dtype == "auto":
         return torch.float32 if device.type == "cpu" else torch.bfloat16
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[settings.dtype]
@@ -138,10 +138,10 @@ def without_dropout(model: nn.Module) -> None:
 
 
 def attention_kernel(model: Any, name: str, dtype: torch.dtype) -> str | None:
-    """The attention kernel for ``learner.attn_implementation = name`` where passes compute in ``dtype``.
+    """Return the attention kernel for ``learner.attn_implementation = name`` if passes compute in ``dtype``.
 
-    None leaves the model's own, which is torch's fused attention (sdpa) where the model supports it.
-    Raises `UserError` where flash attention is asked for and passes compute in float32.
+    None means the model's own kernel, which is torch's fused attention (sdpa) where the model supports it.
+    Raises `UserError` if flash attention is asked for and passes compute in float32.
     """
     if name != AUTO:
         if "flash" in name and dtype not in HALF:
@@ -158,10 +158,10 @@ def attention_kernel(model: Any, name: str, dtype: torch.dtype) -> str | None:
 
 
 def use_attention_kernel(model: Any, name: str | None, *, asked: bool = True) -> None:
-    """Set the attention kernel of ``model``, but not of copies made before.
+    """Set the attention kernel of ``model``. Copies made earlier keep theirs.
 
     Raises:
-        UserError: the model does not support it or a package is missing, and the user ``asked`` for it.
+        UserError: if the user ``asked`` for this kernel, and the model does not support it or a package is missing.
     """
     if name is None:
         return
@@ -208,7 +208,7 @@ def _source(init: str) -> str:
 def _pretrained(auto: Any, source: str, settings: ModelSettings, **options: Any) -> Any:
     try:
         return auto.from_pretrained(source, trust_remote_code=settings.trust_remote_code, **options)
-    except Exception as error:  # a damaged file raises whatever its parser raises
+    except Exception as error:  # the parser of a damaged file may raise any exception
         if "trust_remote_code" in str(error):
             reason = "needs code of its own; set model.trust_remote_code = true if you trust it"
         elif Path(source).is_dir() or not isinstance(error, OSError):
@@ -220,11 +220,11 @@ def _pretrained(auto: Any, source: str, settings: ModelSettings, **options: Any)
         raise UserError(f"model.init = {settings.init!r} {reason}") from error
 
 
-# --- adapters, and what leaves a learner ------------------------------------------------------------
+# --- adapters and export ---------------------------------------------------------------------------
 def add_adapters(model: nn.Module, settings: LearnerSettings, seed: int) -> Any:
-    """A peft model around ``model`` whose only trained weights are adapters; ``seed`` fixes their start.
+    """Return a peft model around ``model`` that trains only adapters; ``seed`` determines their initial values.
 
-    Raises `UserError` without peft, or if ``learner.lora_targets`` names no module of the model.
+    Raises `UserError` if peft is not installed, or if ``learner.lora_targets`` names no module of the model.
     """
     try:
         import peft
@@ -247,13 +247,13 @@ def add_adapters(model: nn.Module, settings: LearnerSettings, seed: int) -> Any:
 
 @torch.no_grad()
 def merged_weights(model: Any, whole: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> dict[str, Tensor]:
-    """Tensors by Hugging Face parameter name, adapters merged; tied ones once. Only merged ones are copies.
+    """Return tensors by Hugging Face parameter name, with adapters merged; tied tensors are there once.
 
-    ``whole`` gathers a tensor that is sharded over processes; all call it for the same tensors in the same order.
-
-    Merging into new tensors leaves the base weights exactly as they were, which merging in place does not.
+    ``whole`` gathers a tensor that is sharded over processes. All processes call it for the same tensors in the same
+    order. Merged tensors are new, because merging in place would not leave the base weights exactly as they were; the
+    others are not copies.
     """
-    if not hasattr(model, "peft_config"):  # of peft
+    if not hasattr(model, "peft_config"):  # not a peft model
         return {name: whole(parameter.detach()) for name, parameter in model.named_parameters()}
     base = model.get_base_model()
     weights = {
@@ -268,9 +268,9 @@ def merged_weights(model: Any, whole: Callable[[Tensor], Tensor] = lambda tensor
 
 
 def export(folder: Path, model: Any, weights: Mapping[str, Tensor], tokenizer: Any = None) -> None:
-    """Write ``weights`` under the config of ``model``, and the tokenizer, whole or not at all.
+    """Write the config of ``model``, ``weights`` and the tokenizer as a model directory, completely or not at all.
 
-    Raises `UserError` on a full disk.
+    Raises `UserError` if the disk is full.
     """
     base = model.get_base_model() if hasattr(model, "peft_config") else model
     needed = sum(tensor.numel() * tensor.element_size() for tensor in weights.values())

@@ -1,4 +1,4 @@
-"""Optimizers: parameter groups, the learning rate of a step, normalising and clipping a gradient."""
+"""Optimizers: parameter groups, the learning rate of a step, and normalising and clipping of gradients."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gleanrl.config.settings import LearnerSettings
 
 
 def learning_rate(settings: LearnerSettings, step: int, total_steps: int) -> float:
-    """The rate of ``step`` (from 0): linear warm-up, then constant, linear or cosine to ``min_lr_ratio``.
+    """Return the rate of ``step`` (from 0): linear warm-up, then constant, linear or cosine to ``min_lr_ratio``.
 
     The warm-up's last step has the full rate, the run's last step the lowest.
     """
@@ -29,19 +29,19 @@ def learning_rate(settings: LearnerSettings, step: int, total_steps: int) -> flo
 
 
 def adamw(model: nn.Module, *, lr: float, betas: tuple[float, float], weight_decay: float) -> torch.optim.AdamW:
-    """AdamW on the trainable parameters; vectors (norms, biases) are not decayed. One fused kernel where possible."""
+    """Return AdamW for the trainable parameters, fused where possible. Vectors (norms, biases) are not decayed."""
     trained = [p for p in model.parameters() if p.requires_grad]
     matrices = {"params": [p for p in trained if p.ndim >= 2], "weight_decay": weight_decay}
     vectors = {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0}
     groups = [group for group in (matrices, vectors) if group["params"]]
     fused = all(p.is_floating_point() and p.device.type in ("cpu", "cuda") for p in trained)
-    if len(_by_mesh(trained)) > 1:  # no kernel takes tensors of two meshes
+    if len(_by_mesh(trained)) > 1:  # no kernel accepts tensors of two meshes
         return torch.optim.AdamW(groups, lr=lr, betas=betas, fused=False, foreach=False)
     return torch.optim.AdamW(groups, lr=lr, betas=betas, fused=fused)
 
 
 def zero_gradients(parameters: Iterable[nn.Parameter]) -> None:
-    """Gradients of zero rather than none: a step without signal is still a step, momentum included."""
+    """Set gradients to zero instead of None, so that an update without signal still applies the momentum."""
     gradients: list[Tensor] = []
     for parameter in parameters:
         if parameter.grad is None:
@@ -55,7 +55,7 @@ def zero_gradients(parameters: Iterable[nn.Parameter]) -> None:
 def finish_gradient(parameters: Sequence[nn.Parameter], normaliser: float, max_norm: float) -> float:
     """Divide the gradient by ``normaliser`` and clip it to ``max_norm``, the 2-norm over all parameters and processes.
 
-    Returns the norm before clipping. If it is NaN or inf, the gradient is left alone.
+    Returns the norm before clipping. If it is NaN or inf, the gradient is not changed.
     """
     gradients = [p.grad for p in parameters if p.grad is not None]
     norms = [torch.nn.utils.get_total_norm(together) for together in _by_mesh(gradients)]
@@ -69,7 +69,7 @@ def finish_gradient(parameters: Sequence[nn.Parameter], normaliser: float, max_n
 
 
 def _by_mesh(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Tensors grouped by the processes that they are sharded over; one kernel takes only tensors of one mesh."""
+    """Group tensors by the mesh of processes that they are sharded over, as a kernel accepts only one mesh."""
     meshes: dict[Any, list[Tensor]] = {}
     for tensor in tensors:
         meshes.setdefault(tensor.device_mesh if isinstance(tensor, DTensor) else None, []).append(tensor)

@@ -37,22 +37,23 @@ def fine_tune(
 ) -> dict[str, float]:
     """Train ``model`` in place to predict the masked tokens of ``examples``; the same seed gives the same weights.
 
-    Uses AdamW with betas (0.9, 0.95), a linear warm-up of 20 steps, a cosine to a tenth of the rate, a gradient norm of
-    at most 1, and the mean over the trained tokens of a batch. Every example is used once before any is used twice.
+    Uses AdamW with betas (0.9, 0.95), a linear warm-up of 20 steps, a cosine decay to a tenth of the rate, a gradient
+    norm of at most 1, and the mean loss over the trained tokens of a batch. Every example is used once before any is
+    used twice.
 
     Args:
-        examples: tokens int32[n] and mask bool[n] of what to predict; those without a trained token are left out.
-        steps: optimizer updates; ``batch`` examples each.
+        examples: tokens int32[n] and mask bool[n] of those to predict; examples with an empty mask are left out.
+        steps: number of optimizer updates, each on ``batch`` examples.
         progress: called after each step with (steps done, steps, loss).
-        compute_dtype: of forward passes; default bfloat16 on a GPU and float32 elsewhere.
-        deadline_s: stop after this many seconds if that comes before ``steps``; the rate then follows the clock.
+        compute_dtype: dtype of forward passes; default bfloat16 on a GPU and float32 elsewhere.
+        deadline_s: stop after this many seconds if that comes before ``steps``; the rate then decays with time.
 
     Returns:
         loss/first and loss/last (means over the first and the last tenth of the steps, nats a token), steps, tokens
-        (through the model), seconds, tokens_per_s.
+        (number through the model), seconds, tokens_per_s.
 
     Raises:
-        ValueError: no example has a trained token.
+        ValueError: if no example has a token to predict.
     """
     samples = []
     for tokens, mask in examples:
@@ -83,7 +84,7 @@ def fine_tune(
     parameters = [p for p in model.parameters() if p.requires_grad]
     optimizer = adamw(model, lr=lr, betas=(0.9, 0.95), weight_decay=0.0)
     losses: list[float] = []
-    seen, started = 0, perf_counter()  # tokens through the model
+    seen, started = 0, perf_counter()  # seen: number of tokens through the model
     zero_gradients(parameters)
     generator = np.random.default_rng(derive(seed, "supervised"))
     queue: list[int] = []  # passes over all samples, each in its own random order

@@ -3,7 +3,7 @@
 The tokenizer's pieces are *chunks*, not characters. The text of agent environments is made from templates: "You arrive
 at fridge 1. The fridge 1 is closed." It is cut at entities ("fridge 1" is always one token), and each frequent stretch
 between them ("You arrive at ", ". The ", " is closed.") is one token too. A turn then costs few tokens, and copying a
-name means copying one token. Other text falls back to words and characters, and so stays unchanged.
+name means copying one token. Other text is cut into words and characters, and also decodes unchanged.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ CHAT_TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
-"""Lists tools by name and parameters only, because a small model uses nothing else. Calls are in the form of Hermes."""
+"""Lists tools by name and parameters only, because a small model uses nothing else. Calls have the format of Hermes."""
 
 _NUMBERED = re.compile(r"\b([a-z]+) (\d{1,3})\b")
 _WORD = re.compile(r"[a-z]+")
@@ -58,13 +58,14 @@ _MAX_WORDS_OF_ONE_TEXT = 6
 
 
 def build_tokenizer(texts: Iterable[str], vocabulary: int) -> PreTrainedTokenizerFast:
-    """A tokenizer of at most ``vocabulary`` entries for text like ``texts`` (message contents, commands).
+    """Build a tokenizer of at most ``vocabulary`` entries for text like ``texts`` (message contents, commands).
 
-    Lossless on ASCII and on every character of ``texts`` that fits: ``decode(encode(x)) == x``. Any other character
-    becomes one unknown token. Has a chat template, ``<|end|>`` as the end of a turn and one token for each role.
+    ``decode(encode(x)) == x`` for text of ASCII and of those characters of ``texts`` that have room in the vocabulary.
+    Any other character becomes one unknown token. The tokenizer has a chat template, ``<|end|>`` as the end of a turn
+    and one token for each role.
 
     Raises:
-        UserError: ``vocabulary`` has no room for the characters that the text is made of.
+        UserError: if ``vocabulary`` has no room for the characters that the text is made of.
     """
     corpus = Counter(texts)
     seen: Counter[str] = Counter()
@@ -90,7 +91,7 @@ def build_tokenizer(texts: Iterable[str], vocabulary: int) -> PreTrainedTokenize
         )
 
     # Words that usually carry a number ("fridge" of "fridge 1") name things. Each is an entity, alone and with every
-    # number up to its largest, so that no split of tasks has a new name.
+    # number up to its largest, so that no split of tasks has an unknown name.
     names = sorted(word for word, count in numbered.items() if count >= 2 and 4 * count >= words[word])
     names = sorted(names, key=lambda name: -numbered[name])[:_MAX_NAMES]
     entities = [*names]
@@ -102,7 +103,7 @@ def build_tokenizer(texts: Iterable[str], vocabulary: int) -> PreTrainedTokenize
     cut = rf"\b(?:{longest_first})(?: \d{{1,3}})?\b|\d" if names else r"\d"
     chunks = _frequent_chunks(corpus, re.compile(cut), taken={*entities, *characters})[: room - len(entities)]
 
-    # Equal scores make the segmentation with the fewest pieces win; the small terms only settle ties.
+    # With equal scores the segmentation with the fewest pieces wins; the small terms only break ties.
     entries = [(special, 0.0) for special in SPECIAL]
     entries += [(piece, -1.0 - 1e-6 * rank) for rank, piece in enumerate([*entities, *chunks])]
     entries += [(character, -1.01) for character in characters]
@@ -125,7 +126,7 @@ def build_tokenizer(texts: Iterable[str], vocabulary: int) -> PreTrainedTokenize
 
 
 def texts_of(messages: Iterable[Message], tools: Tools = ()) -> list[str]:
-    """The text that the template writes of a conversation, in pieces: contents, calls and the list of tools."""
+    """Return the text of a conversation under the chat template, in pieces: contents, calls and the list of tools."""
     texts = []
     for message in messages:
         texts.append(message["content"])
@@ -139,13 +140,13 @@ def texts_of(messages: Iterable[Message], tools: Tools = ()) -> list[str]:
 
 
 def build_model(settings: ModelSettings, tokenizer: PreTrainedTokenizerBase, seed: int) -> LlamaForCausalLM:
-    """A Llama-architecture model with random float32 weights that ``seed`` fixes, sized by ``settings``.
+    """Build a Llama model of the sizes in ``settings``, with random float32 weights that ``seed`` determines.
 
-    Not Qwen2's, which differs in three biases a layer: for a Qwen2 configuration `AutoTokenizer` replaces the saved
-    tokenizer's way of splitting text by Qwen2's, so an exported model would read other tokens.
+    The architecture is not Qwen2's (three biases more per layer), because for a Qwen2 configuration `AutoTokenizer`
+    replaces the saved tokenizer's way of splitting text by Qwen2's, so that an exported model would read other tokens.
 
     Raises:
-        UserError: the sizes do not divide one another.
+        UserError: if the sizes do not divide one another.
     """
     check_tiny_model(settings)
     config = LlamaConfig(
@@ -168,9 +169,9 @@ def build_model(settings: ModelSettings, tokenizer: PreTrainedTokenizerBase, see
 
 
 def _frequent_chunks(corpus: Counter[str], cut: re.Pattern[str], taken: set[str]) -> list[str]:
-    """Stretches between cuts, and sentences and words in them; first those that save most tokens."""
+    """Return stretches between cuts, and the sentences and words in them, those that save most tokens first."""
     stretches: Counter[str] = Counter()
-    texts_with: Counter[str] = Counter()  # how many different texts hold a stretch or sentence
+    texts_with: Counter[str] = Counter()  # number of different texts that contain a stretch or sentence
     for text, count in corpus.items():
         parts = cut.split(text)
         texts_with.update({*parts, *(sentence for part in parts for sentence in _SENTENCE.findall(part))})

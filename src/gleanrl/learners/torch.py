@@ -1,4 +1,4 @@
-"""The learner: which samples make which optimizer update, at which learning rate, and its metrics.
+"""The learner: decides which samples enter which optimizer update, at which learning rate, and reports metrics.
 
 `TorchLearner` is the `gleanrl.protocols.Learner` of a run. It computes through an `Engine`
 (`gleanrl.learners.engine`), in one process or several. With replay, a run wraps it in
@@ -40,13 +40,13 @@ LARGEST_KL_ERROR = 0.2  # bound of |KL / target - 1|, which limits how fast the 
 
 @dataclass
 class _Progress:
-    """Counters of a run, and the denominators that the current mini-batch has gathered."""
+    """Counters of a run, and the denominators of the current mini-batch so far."""
 
-    groups: int = 0  # consumed since the run's start
+    groups: int = 0  # number of groups consumed since the start of the run
     updates: int = 0
-    skipped: int = 0  # updates with a gradient that was not finite
+    skipped: int = 0  # number of updates skipped because the gradient was not finite
     skipped_in_a_row: int = 0
-    last_update: int = -1  # the step of the last one
+    last_update: int = -1  # step of the last update
     pending_tokens: float = 0.0
     pending_sequences: float = 0.0
 
@@ -54,28 +54,29 @@ class _Progress:
 class TorchLearner:
     """Policy-gradient updates of a causal language model in this process; satisfies `gleanrl.protocols.Learner`.
 
-    One optimizer update for every ``groups_per_step / updates_per_step`` groups consumed, however `update` gets them:
-    gradients add up unnormalised and are divided once, by the denominator of the whole mini-batch. So an update does
-    not depend on chunks, micro-batches or padding. The learning rate follows steps, not updates or chunks.
+    It makes one optimizer update per ``groups_per_step / updates_per_step`` groups consumed, a mini-batch, however many
+    groups a call of `update` gets. Gradients are added without normalising and divided once, by the denominator of the
+    whole mini-batch, so that an update does not depend on chunks, micro-batches or padding. The learning rate is a
+    function of the step, not of updates or chunks.
 
     Args:
         model: any causal language model of transformers, on its device, trained in place.
         total_steps: steps of the run, for the learning rate's decay.
-        groups_per_step: groups of one global batch.
+        groups_per_step: number of groups in one global batch.
         pad_token: any token id, to fill rows with.
-        temperature: that of sampling; log-probs are taken under softmax(logits / temperature).
-        device_lock: held as ``device_lock("train")`` while the device is used; between two micro-batches it gives
-            way, where what it yields can (`gleanrl.schedule.device_lock.DeviceHold`).
-        timeline: spans "train" and "logprobs" are recorded there.
-        reference: frozen model of the KL term; default, where needed: the model as given (before any `load`).
+        temperature: temperature of sampling; log-probs are taken under softmax(logits / temperature).
+        device_lock: held as ``device_lock("train")`` while the device is used. If it yields a
+            `gleanrl.schedule.device_lock.DeviceHold`, the device is lent to other work between two micro-batches.
+        timeline: records the spans "train" and "logprobs".
+        reference: frozen model of the KL term; by default, if one is needed, ``model`` as given (before any `load`).
         critic: settings of a critic, for an estimator that needs values.
         tokenizer: saved with exported models.
-        compute_dtype: of forward passes; default bfloat16 on a GPU and float32 elsewhere.
-        engine: makes the engine, called as `LocalEngine` is.
+        compute_dtype: dtype of forward passes; default bfloat16 on a GPU and float32 elsewhere.
+        engine: makes the engine; called with the arguments of `LocalEngine`.
         trains: False for a learner that only scores, loads and returns weights; passed on to ``engine``.
 
     Raises:
-        UserError: ``updates_per_step`` does not divide ``groups_per_step``, or adapters cannot be added.
+        UserError: if ``updates_per_step`` does not divide ``groups_per_step``, or adapters cannot be added.
     """
 
     def __init__(
@@ -107,13 +108,13 @@ class TorchLearner:
         self._timeline = timeline
         self._tokenizer = tokenizer
         self._progress = _Progress()
-        self._learned = Learned()  # of the step so far
+        self._learned = Learned()  # statistics of the current step so far
         self._critic = critic
         self._kl = KlCoefficient(loss)
         penalised = bool(loss.kl_coefficient)
         self._penalises = penalised and loss.kl_in == "reward"
-        # Samples without advantage matter too for a KL, an entropy bonus, a critic or the scope of a loss, or because
-        # a masking correction changes the denominator.
+        # Samples with zero advantage are needed too for a KL, an entropy bonus, a critic or a loss whose scope is the
+        # whole update, and for a masking correction, which changes the denominator.
         self._every_sample_matters = (
             (penalised and loss.kl_in == "loss")
             or bool(loss.entropy_coefficient)
@@ -121,7 +122,7 @@ class TorchLearner:
             or loss.correction == "mask"
             or scope_of(loss) == "update"
         )
-        self._estimating_s = 0.0  # not yet in any metrics
+        self._estimating_s = 0.0  # seconds of `estimate` that are not in any metrics yet
         self.engine = engine(
             model,
             settings,
@@ -136,12 +137,12 @@ class TorchLearner:
         )
 
     async def update(self, batch: Batch) -> dict[str, float]:
-        """Consume the groups of ``batch`` in order; an optimizer update as soon as a mini-batch of them is complete.
+        """Consume the groups of ``batch`` in order, with an optimizer update whenever a mini-batch is complete.
 
-        The metrics are of this call, but for ``loss/...`` and ``critic/...``: these come with the call that ends a step
-        and are of all its tokens, however many calls it took.
-        Raises `UserError` when the gradient was not finite several times in a row, and when ``learner.epochs`` is
-        above 1 but the groups do not come in whole mini-batches.
+        The metrics are those of this call, except ``loss/...`` and ``critic/...``: the call that ends a step returns
+        them for all tokens of the step, however many calls it took.
+        Raises `UserError` if the gradient was not finite several times in a row, or if ``learner.epochs`` is above 1
+        but the groups do not come in whole mini-batches.
         """
         ragged = self._progress.groups % self.groups_per_update or batch.groups % self.groups_per_update
         if self.settings.epochs > 1 and ragged:
@@ -152,7 +153,7 @@ class TorchLearner:
         meter = Meter(self.settings.epochs)
         meter.seconds["logprobs"], self._estimating_s = self._estimating_s, 0.0
         if self.settings.old_logprobs == "recompute":
-            # Log-probs of the current weights, before any update on the batch.
+            # Log-probs under the current weights, before any update on the batch.
             started = perf_counter()
             samples = [
                 sample
@@ -189,11 +190,14 @@ class TorchLearner:
 
     @property
     def step(self) -> int:
-        """Steps whose groups are consumed."""
+        """Number of steps whose groups are all consumed."""
         return self._progress.groups // self.groups_per_step
 
     def undo_step(self) -> bool:
-        """Forget the groups of an unfinished step, to `save` its start; False if it has changed the weights."""
+        """Forget the groups of an unfinished step, so that `save` writes the state at its start.
+
+        Returns False, and forgets nothing, if the step has already changed the weights.
+        """
         progress = self._progress
         inside = progress.groups % self.groups_per_step
         if inside >= self.groups_per_update:
@@ -205,7 +209,7 @@ class TorchLearner:
         return True
 
     async def replay_update(self, batch: Batch, step: int) -> dict[str, float]:
-        """A further optimizer update after those of ``step``, on groups that do not count as groups of a step."""
+        """Make a further optimizer update after those of ``step``, on groups that are not counted as consumed."""
         meter = Meter(1)
         await self._on_device("train", partial(self._consume, batch.parts, step, True, meter), step=step)
         learned = Learned()
@@ -214,18 +218,18 @@ class TorchLearner:
 
     @property
     def needs_estimates(self) -> bool:
-        """Whether advantages need `estimate` first: an estimator needs a critic, or the KL is in the reward."""
+        """Whether advantages need `estimate` first, because of a critic or because the KL is in the reward."""
         return self._critic is not None or self._penalises
 
     async def estimate(self, samples: Sequence[Sample]) -> list[ModelEstimates]:
-        """Estimates for ``samples``, in their order, under the current weights; advantages are computed from them."""
+        """Return estimates for ``samples`` under the current weights, from which advantages are then computed."""
         started = perf_counter()
         estimates = await self._on_device("logprobs", lambda _: self._estimates(samples), samples=len(samples))
         self._estimating_s += perf_counter() - started
         return estimates
 
     def _estimates(self, samples: Sequence[Sample]) -> list[ModelEstimates]:
-        """``penalty``: the KL of each token, subtracted from its reward; 0 for replayed samples."""
+        """Return the estimates. Their ``penalty`` is the KL of each token times the coefficient; 0 if replayed."""
         nothing: list[FloatArray | None] = [None] * len(samples)
         recompute = self.settings.old_logprobs == "recompute"
         proximal = [score.logprobs for score in self.engine.score(samples)] if recompute else nothing
@@ -243,18 +247,18 @@ class TorchLearner:
         return [ModelEstimates(*row) for row in zip(proximal, penalties, values, strict=True)]
 
     async def logprobs(self, samples: Sequence[Sample]) -> list[TokenScores]:
-        """Log-probs and entropies of the trained tokens of ``samples`` under the current weights, in their order."""
+        """Return log-probs and entropies of the trained tokens of each of ``samples`` under the current weights."""
         return await self._on_device("logprobs", lambda _: self.engine.score(samples), samples=len(samples))
 
     def weights(self) -> Mapping[str, Any]:
-        """Tensors by Hugging Face parameter name, adapters merged. Not copies: the next update changes them.
+        """Return tensors by Hugging Face parameter name, with adapters merged. The next update may change them.
 
-        It may have to wait for other work of the engine, so call it in a thread.
+        The call may have to wait for other work of the engine, so make it in a thread.
         """
         return self.engine.weights()
 
     def save(self, folder: Path) -> None:
-        """Write everything that continuing bit for bit needs, except a gradient that is not applied yet.
+        """Write everything needed to continue bit for bit, except a gradient that is not applied yet.
 
         Raises RuntimeError in the middle of a mini-batch.
         """
@@ -299,7 +303,7 @@ class TorchLearner:
         if not completes:
             return
 
-        # An empty gradient, or one that is not finite, leaves the weights alone.
+        # An empty gradient, or one that is not finite, does not change the weights.
         started = perf_counter()
         tokens, sequences = progress.pending_tokens, progress.pending_sequences
         progress.pending_tokens = progress.pending_sequences = 0.0
@@ -330,8 +334,8 @@ class TorchLearner:
     async def _on_device(self, kind: str, work: Callable[[DeviceSlice], T], **tags: Any) -> T:
         """Run ``work`` in a thread while holding the device, and record its span.
 
-        One at a time: a call that comes while the device is lent to others waits until ``work`` has ended. A
-        cancellation waits for the thread first, so that half an update is never seen.
+        Calls run one at a time: while ``work`` has lent the device to others, a new call still waits until ``work`` has
+        ended. A cancelled call first waits for its thread, so that an update is never seen half done.
         """
         async with self._one, self._device_lock("train") as held:
             record = partial(self._timeline.record, kind, **tags) if self._timeline is not None else None
@@ -348,10 +352,10 @@ class TorchLearner:
 
 # --- what an update needs and reports ---
 class DeviceSlice:
-    """The device time of work on a thread: called between two micro-batches, it lends the device to what goes first.
+    """The device time of work on a thread. Calling it between two micro-batches lends the device to more urgent work.
 
-    Made on the event loop that ``held`` belongs to. ``record(start, end)`` is called after each stretch of work, with
-    seconds of `perf_counter`.
+    It must be made on the event loop that ``held`` belongs to. ``record(start, end)`` is called after each
+    stretch of work, with seconds of `perf_counter`.
     """
 
     def __init__(self, held: DeviceHold | None, record: Callable[[float, float], None] | None) -> None:
@@ -359,7 +363,7 @@ class DeviceSlice:
         self._loop = asyncio.get_running_loop() if held is not None else None
         self._started = perf_counter()
         self.away_s = 0.0
-        """Seconds in which others had the device."""
+        """Seconds for which the device was lent."""
 
     def __call__(self) -> None:
         if self._held is None or self._loop is None or not self._held.wanted:
@@ -370,7 +374,7 @@ class DeviceSlice:
         self.away_s += self._started - left
 
     def end(self) -> float:
-        """Record the stretch of work that ends now; returns the time."""
+        """Record the stretch of work that ends now, and return the current time."""
         now = perf_counter()
         if self._record is not None:
             self._record(self._started, now)
@@ -378,7 +382,7 @@ class DeviceSlice:
 
 
 class KlCoefficient:
-    """The coefficient of the KL to the reference: fixed, or with ``loss.kl_target`` growing while the KL is above it.
+    """The coefficient of the KL to the reference: fixed, or adapted to hold the KL at ``loss.kl_target``.
 
     After each step: value *= 1 + clip(KL / target - 1, +-0.2) * trajectories / horizon (Ziegler et al.,
     arXiv 1909.08593, section 2.2).
@@ -394,10 +398,10 @@ class KlCoefficient:
         self._sum, self._tokens = self._sum + total, self._tokens + tokens
 
     def adapt(self, mean: float | None, trajectories: int) -> dict[str, float]:
-        """Update the coefficient at the end of a step that learned from so many ``trajectories``.
+        """Update the coefficient at the end of a step that learned from a number of ``trajectories``.
 
-        ``mean``: their KL a token, where the loss measured it. Returns the old coefficient and the KL of the step as
-        metrics.
+        ``mean``: their mean KL per token, if the loss measured it. Returns the old coefficient and the KL of the step
+        as metrics.
         """
         if mean is not None and self.settings.kl_in == "loss":
             self.measure(mean * trajectories, trajectories)
@@ -428,7 +432,7 @@ class Meter:
         self.seconds = {"gradient": 0.0, "optimizer": 0.0, "logprobs": 0.0}
 
     def metrics(self, batch: Batch, engine: Engine) -> dict[str, float]:
-        """Metrics of the call: sums (``tokens/ time/ samples/ updates/``) and ``learner/...``."""
+        """Return its metrics: ``learner/...``, and sums in ``tokens/``, ``time/``, ``samples/``, ``updates/``."""
         total = self.seen or Pass.empty()
         seconds = sum(self.seconds.values())
         metrics = {
@@ -461,7 +465,7 @@ class Learned:
     def __init__(self) -> None:
         self._seen: Pass | None = None
         self._tokens = self._sequences = 0
-        self.trajectories = 0  # with a sample
+        self.trajectories = 0  # number of trajectories with a sample
 
     def add(self, meter: Meter, batch: Batch) -> None:
         if meter.seen is not None:
@@ -471,7 +475,7 @@ class Learned:
         self.trajectories += len({(sample.group, sample.trajectory) for sample in batch.samples})
 
     def metrics(self, loss: LossSettings) -> dict[str, float]:
-        """``loss/...`` and ``critic/...`` of all calls together."""
+        """Return ``loss/...`` and ``critic/...`` of all calls together."""
         seen = self._seen or Pass.empty()
         tokens, sequences = self._tokens - seen.left_out_tokens, self._sequences - seen.left_out_sequences
         return {
