@@ -1,4 +1,4 @@
-"""Actors of a run: what runs inside one, how the driver calls it, and how one that dies is replaced.
+"""Actors of a run: what runs inside an actor, how the driver calls it, and how an actor that dies is replaced.
 
 A service (a sampler, a learner, environments, a reward agent) lives in an `ActorServer`, inside a Ray actor. The driver
 holds an `ActorClient` for each, and an `ActorPool` for all of one kind:
@@ -7,15 +7,15 @@ holds an `ActorClient` for each, and an `ActorPool` for all of one kind:
     await pool.start()
     client = await pool.member()
     await client.call("sample", number, prompt, params)  # batched: for thousands of small calls
-    await client.ask("publish", [reference])  # a Ray call of its own: for large values and references
+    await client.ask("publish", [reference])  # a separate Ray call: for large values and references
 
 One Ray call costs about 0.6 ms of the driver's processor time, and a step makes thousands of small ones. Therefore
 `call` batches the calls of one turn of the event loop, and all answers come back over one Ray stream. The driver also
 notices an actor's death by the end of that stream, within milliseconds (Ray's own restarts take about two seconds to
 report a death).
 
-The same messages carry the driver's device lock: a service that shares its device takes `ActorServer.device_lock`, and
-the client holds the `DeviceLock` of the run for it until it releases the lock or dies.
+The same messages carry requests for the driver's device lock. A service that shares its device takes
+`ActorServer.device_lock`; the client then holds the run's `DeviceLock` until the service releases it or the actor dies.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ from gleanrl.utils.errors import UserError
 from gleanrl.utils.notifier import Notifier
 from gleanrl.utils.text import first_line
 
-_CLOSE_S = 10.0  # how long an actor may take to close what it holds before it is killed
+_CLOSE_S = 10.0  # seconds that an actor's service may take to close before the actor is killed
 _AFFINITY_SLACK = 16  # the actor that a key prefers may have this many episodes more than the least busy one
 
 
 class ActorDied(Exception):
-    """The actor died before it answered. The message names it and says why."""
+    """The actor died before it answered. The message names the actor and the reason."""
 
 
 class LearnerLost(ActorDied):
-    """The learner's actor is gone, and with it what it learned since the last checkpoint."""
+    """The learner's actor died, so that what it learned since the last checkpoint is lost."""
 
 
 class ActorRaised(Exception):
@@ -55,7 +55,7 @@ class ActorRaised(Exception):
 
 
 def to_pickle(what: str, value: Any) -> bytes:
-    """Pickle one message on its own, so that one that cannot be sent fails alone."""
+    """Pickle one message. Messages are pickled separately, so that one that cannot be sent does not stop the others."""
     try:
         return import_ray().cloudpickle.dumps(value)
     except Exception as error:
@@ -82,17 +82,17 @@ def make_portable(error: Exception) -> Exception:
 
 # --- messages -------------------------------------------------------------------------------------
 class Started(NamedTuple):
-    """What an actor reports once its service is made."""
+    """What an actor reports once its service has started."""
 
     pid: int
-    node: str  # Ray's id of the node
-    clock: float  # `perf_counter` of the actor's process, when it answered
+    node: str  # Ray's id of the actor's node
+    clock: float  # value of `perf_counter` in the actor's process when it answered
 
 
 class Call(NamedTuple):
     """A call of a service by the driver."""
 
-    number: int  # 0: no answer is expected
+    number: int  # 0 if no answer is expected
     method: str
     body: bytes  # the pickled arguments
 
@@ -106,7 +106,7 @@ class Answer(NamedTuple):
 
 
 class LockRequest(NamedTuple):
-    """A request of an actor for the driver's device lock: "acquire", "give_way" or "release"."""
+    """An actor's request about the driver's device lock: ``request`` is "acquire", "give_way" or "release"."""
 
     hold: int
     request: str
@@ -114,13 +114,13 @@ class LockRequest(NamedTuple):
 
 
 class LockGranted(NamedTuple):
-    """The driver's answer to "acquire" and "give_way": the actor holds the device."""
+    """The driver's answer to "acquire" or "give_way": the actor now holds the device."""
 
     hold: int
 
 
 class Span(NamedTuple):
-    """A span for the driver's timeline, by the actor's clock."""
+    """A span for the driver's timeline, with times of the actor's clock."""
 
     kind: str
     start: float
@@ -130,28 +130,29 @@ class Span(NamedTuple):
 
 # --- inside the actor -----------------------------------------------------------------------------
 class Service:
-    """Base of what an actor holds: ``make(driver, *arguments)`` returns one. The driver calls its coroutine methods.
+    """Base class of what an actor holds. The driver calls its coroutine methods.
 
-    ``driver`` is the `ActorServer`, whose `device_lock` and `record` a service may use.
+    The actor makes its service by ``make(driver, *arguments)``. ``driver`` is the `ActorServer`; the service may use its
+    `device_lock` and `record`.
     """
 
     async def start(self) -> None:
-        """Called once, before any other method."""
+        """Prepare the service. Called once, before any other method."""
 
     async def handle(self, method: str, arguments: tuple[Any, ...]) -> Any:
-        """Run one call of the driver."""
+        """Run one of the driver's calls and return its result."""
         return await getattr(self, method)(*arguments)
 
     async def close(self) -> None:
-        """Called once, after the last method, unless the actor is killed."""
+        """Release what the service holds. Called once, as the last method, unless the actor is killed."""
 
 
 @dataclass(frozen=True)
 class RemoteHold:
     """A `DeviceHold` inside an actor.
 
-    Only the driver knows what waits. Therefore `wanted` is always true, and `give_way` returns at once if nothing
-    waits.
+    Only the driver knows which work waits for the device. Therefore `wanted` is always true, and `give_way` returns at
+    once if no work waits.
     """
 
     server: ActorServer
@@ -164,10 +165,10 @@ class RemoteHold:
 
 
 class ActorServer:
-    """The class of every actor of a run; runs on the actor's event loop and holds one service.
+    """The class of every actor of a run. It runs on the actor's event loop and holds one service.
 
     Args:
-        folder: working directory of the driver, for relative paths; ignored where it does not exist.
+        folder: the driver's working directory, to which relative paths refer; ignored if the node does not have it.
     """
 
     def __init__(self, make: Callable[..., Service], arguments: tuple[Any, ...], folder: str) -> None:
@@ -183,14 +184,14 @@ class ActorServer:
 
     # --- called by the driver
     async def start(self) -> Started:
-        """Make the service. What it raises reaches the driver."""
+        """Make and start the service. Its exceptions reach the driver."""
         self._service = self._make(self, *self._arguments)
         self._arguments = ()
         await self._service.start()
         return Started(os.getpid(), import_ray().get_runtime_context().get_node_id(), perf_counter())
 
     async def receive(self, messages: list[Call | LockGranted]) -> None:
-        """Start calls in their order, and continue what waits for the device."""
+        """Start the calls in their order, and resume the tasks that have been granted the device."""
         for message in messages:
             if isinstance(message, LockGranted):
                 granted = self._granted.pop(message.hold)
@@ -202,7 +203,7 @@ class ActorServer:
                 task.add_done_callback(self._tasks.discard)
 
     async def messages(self) -> AsyncIterator[list[Answer | LockRequest | Span]]:
-        """The stream to the driver. Spans travel with the next answer."""
+        """Yield batches of messages to the driver. Spans are sent with the next answer or lock request."""
         while True:
             batch: list[Answer | LockRequest | Span] = [await self._outbox.get()]
             while not self._outbox.empty():
@@ -211,7 +212,7 @@ class ActorServer:
             yield batch + spans
 
     async def ask(self, method: str, *arguments: Any) -> Any:
-        """One call outside the stream."""
+        """Run one call, and return its result directly instead of over the stream."""
         try:
             return await self._service.handle(method, arguments)
         except Exception as error:
@@ -242,7 +243,7 @@ class ActorServer:
             self._outbox.put_nowait(LockRequest(hold.number, "release", work))
 
     async def request_lock(self, request: LockRequest) -> None:
-        """Send a request, and wait until the device is held."""
+        """Send a request to the driver, and wait until the device is granted."""
         granted = self._granted[request.hold] = asyncio.get_running_loop().create_future()
         self._outbox.put_nowait(request)
         await granted
@@ -254,17 +255,17 @@ class ActorServer:
 
 # --- in the driver ----------------------------------------------------------------------------------
 class ActorClient:
-    """One actor: calls to it, what it does with the driver's device lock and timeline, and its death.
+    """The driver's end of one actor: calls it, serves its lock requests, records its spans, and notices its death.
 
-    Every call raises `ActorDied` once it is gone; `LearnerLost` if it is the learner.
+    Once the actor is gone, every call raises `ActorDied`, or `LearnerLost` if the actor is the learner.
 
     Args:
-        name: kind and index, such as "sampler 1"; the kind names the process as well ("ray::SamplerActor").
+        name: kind and index, such as "sampler 1"; the kind also names the actor's process ("ray::SamplerActor").
         options: Ray's options of the actor.
 
     Attributes:
-        load: episodes that the actor plays now; its users count them.
-        death: name and reason if it is gone, else None.
+        load: number of episodes that the actor plays now; the code that uses the actor counts them.
+        death: the actor's name and the reason for its end; None while the actor is at work.
         ended: set when the actor has died before it was closed.
     """
 
@@ -292,7 +293,7 @@ class ActorClient:
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
-        """Wait until the service is made. Raises what the service raises."""
+        """Wait until the service has started. Raises the service's own exceptions."""
         try:
             started = self.started = await self._actor.start.remote()
         except import_ray().exceptions.RayError as error:
@@ -302,7 +303,7 @@ class ActorClient:
         self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._write())]
 
     async def call(self, method: str, *arguments: Any) -> Any:
-        """Call the service; cheap, for small arguments without object references."""
+        """Call the service by a message, which is cheap. Meant for small arguments without object references."""
         if self.death is not None:
             raise self._error(self.death)
         number = next(self._numbers)
@@ -315,7 +316,7 @@ class ActorClient:
             self._waiting.pop(number, None)
 
     async def play(self, method: str, *arguments: Any) -> Any:
-        """As `call`, for an episode: raises `EpisodeLost` if the actor dies."""
+        """Call the service for an episode. Like `call`, but raises `EpisodeLost` if the actor dies."""
         try:
             return await self.call(method, *arguments)
         except ActorDied as error:
@@ -323,18 +324,18 @@ class ActorClient:
             raise EpisodeLost(str(error)) from None
 
     def tell(self, method: str, *arguments: Any) -> None:
-        """Call without waiting; does nothing if the actor is dead."""
+        """Call the service without waiting for an answer. Does nothing if the actor is dead."""
         self._outbox.put_nowait(Call(0, method, to_pickle(f"the arguments of {method}", arguments)))
 
     async def ask(self, method: str, *arguments: Any) -> Any:
-        """Call the service by a Ray call of its own, which carries large values and references."""
+        """Call the service by a separate Ray call, which can carry large values and object references."""
         try:
             return await self._actor.ask.remote(method, *arguments)
         except import_ray().exceptions.RayError as error:
             raise self._explain(error) from None
 
     def ask_blocking(self, method: str, *arguments: Any, timeout_s: float | None = None) -> Any:
-        """As `ask`, for synchronous code. Raises `ActorDied` after ``timeout_s`` too."""
+        """Call as `ask` does, from synchronous code. Also raises `ActorDied` if ``timeout_s`` passes."""
         ray = import_ray()
         try:
             return ray.get(self._actor.ask.remote(method, *arguments), timeout=timeout_s)
@@ -360,12 +361,12 @@ class ActorClient:
             ray.kill(self._actor)
 
     def _explain(self, error: Exception) -> Exception:
-        """Return the exception of the actor's own code, or one that says why the actor is gone."""
+        """Return the exception that the actor's own code raised, or one that says why the actor is gone."""
         reason = death_or_cause(error)
         return self._error(f"{self.name} {reason}") if isinstance(reason, str) else reason
 
     async def _write(self) -> None:
-        """Send what the tasks of one turn of the event loop have put into the outbox by one Ray call."""
+        """Send all messages that were put into the outbox in one turn of the event loop by one Ray call."""
         while True:
             batch = [await self._outbox.get()]
             while not self._outbox.empty():
@@ -374,7 +375,7 @@ class ActorClient:
                 self._actor.receive.remote(batch)
 
     async def _read(self) -> None:
-        """Hand out the actor's answers, spans and requests for the device until it is gone."""
+        """Handle the actor's answers, spans and lock requests until the actor is gone."""
         ray = import_ray()
         death = "ended"
         try:
@@ -404,11 +405,11 @@ class ActorClient:
         except ray.exceptions.RayError as error:
             death = str(death_or_cause(error))
         await self._end(f"{self.name} {death}")
-        ray.kill(self._actor)  # if only its stream failed, it would live on and hold the next one's resources
+        ray.kill(self._actor)  # if only the stream failed, the actor still lives and holds its successor's resources
         self.ended.set()
 
     async def _hold_device(self, acquire: LockRequest, requests: asyncio.Queue[str]) -> None:
-        """Hold the device for the actor until it releases it. The actor's death cancels this task."""
+        """Hold the device for the actor until the actor releases it. The actor's death cancels this task."""
         async with self._cluster.device_lock(acquire.work) as held:
             self._outbox.put_nowait(LockGranted(acquire.hold))
             while await requests.get() == "give_way":
@@ -418,7 +419,7 @@ class ActorClient:
         del self._holds[acquire.hold]
 
     async def _end(self, death: str) -> None:
-        """Calls that wait raise; what the actor holds of the device is released."""
+        """Make the waiting calls raise an error, and release the device if the actor holds it."""
         self.death = death
         waiting, self._waiting = self._waiting, {}
         for future in waiting.values():
@@ -432,18 +433,18 @@ class ActorClient:
 
 
 class ActorPool:
-    """Actors of one kind, started together. One that dies is replaced, `ray.max_restarts` times at most.
+    """Actors of one kind, started together. Each actor that dies is replaced, at most `ray.max_restarts` times.
 
     A learner is not replaced: the whole run goes back to its last checkpoint instead.
 
     Args:
         kind: "sampler", "environment", "reward" or "learner".
-        make, arguments: of each actor's `Service`.
+        make, arguments: used to make each actor's `Service`.
 
     Attributes:
         members: the actors at work, by index.
-        ready: called with an actor that was started, before it gets work. Raises `ActorDied` if it died meanwhile.
-        changed: notified when an actor joins, or when none can.
+        ready: called with each started actor before it gets work. Raises `ActorDied` if the actor died meanwhile.
+        changed: notified when an actor joins, or when the pool has failed.
     """
 
     def __init__(
@@ -458,9 +459,9 @@ class ActorPool:
         self._failure: Exception | None = None
 
     async def start(self, started: Callable[[], None] = lambda: None) -> None:
-        """Start all and wait until each is ready; ``started`` is called for each. Raises what their services raise.
+        """Start all actors and wait until each is ready. Calls ``started`` once for each.
 
-        After an error, `close` ends those that were started.
+        Raises the exceptions of their services. After an error, `close` ends the actors that were started.
         """
         self._keepers = [asyncio.create_task(self._keep_at_work(index)) for index in range(self.size)]
         for ready in range(self.size):
@@ -471,9 +472,9 @@ class ActorPool:
             started()
 
     async def member(self, key: str | None = None) -> ActorClient:
-        """The least busy actor, or the one that ``key`` prefers if it is not much busier.
+        """Return the least busy actor, or the one that ``key`` prefers if that one is not much busier.
 
-        Waits while all are being replaced. Raises `UserError` once one died too often.
+        Waits while all actors are being replaced. Raises `UserError` if an actor has died too often.
         """
         while True:
             if self._failure is not None:
@@ -489,7 +490,7 @@ class ActorPool:
             await self.changed.wait()
 
     async def call(self, method: str, *arguments: Any) -> Any:
-        """Call any actor; if it dies, the call is made again on another."""
+        """Call any actor. If the actor dies, the call is made again on another one."""
         while True:
             try:
                 return await (await self.member()).call(method, *arguments)
@@ -503,7 +504,7 @@ class ActorPool:
             await asyncio.wait(self._keepers)
 
     async def _keep_at_work(self, index: int) -> None:
-        """Start an actor, and another each time it dies, until the pool is closed or one died too often."""
+        """Start an actor, and a new one each time it dies, until the pool is closed or actors died too often."""
         name = self.kind if self.size == 1 else f"{self.kind} {index}"
         restarts = 0 if self.kind == "learner" else self.cluster.settings.max_restarts
         deaths = 0
@@ -520,7 +521,7 @@ class ActorPool:
                     await client.ended.wait()
                     death = client.death
                 except LearnerLost as error:
-                    if self.kind != "learner":  # a sampler that waited for the learner's weights
+                    if self.kind != "learner":  # the actor is a sampler that waited for the learner's weights
                         raise
                     death = str(error)
                 except ActorDied as error:

@@ -20,8 +20,8 @@ from gleanrl.utils.errors import UserError
 from gleanrl.utils.progress import Progress
 from gleanrl.utils.text import first_line
 
-CALLS = 10_000  # calls that an actor accepts at once; its service limits how many run at once
-_SOON_S = 5.0  # a wait for resources that takes longer is reported
+CALLS = 10_000  # number of calls that an actor accepts at once; its service limits how many run at the same time
+_SOON_S = 5.0  # seconds of waiting for resources after which the user is informed
 
 Resources = Mapping[str, float]
 
@@ -36,7 +36,10 @@ def import_ray(what: str = "this") -> Any:
 
 
 def death_or_cause(error: Exception) -> Exception | str:
-    """Return the exception of an actor's own code, or as text why the actor is gone ("died: its worker ...")."""
+    """Return the exception that an actor's own code raised; or, if the actor is gone, a text that says why.
+
+    The text begins with "died: ".
+    """
     errors = import_ray().exceptions
     if isinstance(error, errors.RayTaskError):
         raised = getattr(error, "cause", None)
@@ -48,25 +51,25 @@ def death_or_cause(error: Exception) -> Exception | str:
 
 @dataclass
 class Cluster:
-    """The resources that a run holds, what its actors share with the driver, and what happened to them.
+    """The resources that a run holds, the objects that its actors share with the driver, and metrics of the actors.
 
     Attributes:
-        device_lock: held by the driver for actors that share a device.
-        timeline: receives the actors' spans; None drops them.
+        device_lock: the driver holds it for actors that share a device.
+        timeline: receives the actors' spans. If it is None, spans are dropped.
     """
 
     settings: RaySettings
     console: Progress
     group: Any  # Ray's placement group
     nodes: int
-    places: Mapping[str, tuple[int, Resources]]  # kind of actor -> index of its first bundle, resources of each
-    counts: Counter[str] = field(default_factory=Counter)  # since the last call of `metrics`
-    seconds: dict[str, float] = field(default_factory=dict)  # the same, by metric
+    places: Mapping[str, tuple[int, Resources]]  # kind of actor -> index of its first bundle, resources of each actor
+    counts: Counter[str] = field(default_factory=Counter)  # number of events by name, since the last call of `metrics`
+    seconds: dict[str, float] = field(default_factory=dict)  # durations by metric, since the last call of `metrics`
     device_lock: DeviceLock = field(default_factory=DeviceLock)
     timeline: Timeline | None = None
 
     def options(self, kind: str, index: int) -> dict[str, Any]:
-        """Return Ray's options for an actor."""
+        """Return Ray's options for the actor ``index`` of a kind."""
         from ray.util.scheduling_strategies import (  # pyright: ignore[reportMissingImports]
             PlacementGroupSchedulingStrategy,
         )
@@ -98,13 +101,13 @@ _ON_DEVICE = ("learner", "sampler")
 def open_cluster(
     settings: RaySettings, console: Progress, kinds: Mapping[str, int], *, ranks: int = 1
 ) -> Iterator[Cluster]:
-    """Yield a cluster with the resources for these numbers of actors of each kind, held while the block runs.
+    """Reserve the resources for ``kinds`` (number of actors of each kind) while the block runs, and yield the cluster.
 
-    ``ranks`` is the number of the learner's processes, each of which takes a GPU if there are any. A Ray that this
-    process has started or joined before is used and left as it is.
+    ``ranks`` is the number of the learner's processes, each of which takes a GPU if the cluster has any. If this
+    process has already started or joined Ray, that Ray is used and not shut down.
 
     Raises:
-        UserError: Ray is not installed, there is no such cluster, or it cannot give the resources.
+        UserError: Ray is not installed, there is no such cluster, or the cluster cannot give the resources.
     """
     ray = import_ray("the Ray runtime")
     _, bundles = place_actors(settings, kinds, gpus=False, ranks=ranks)
@@ -138,17 +141,17 @@ def open_cluster(
 
 @contextmanager
 def _connect(ray: Any, settings: RaySettings, cpus: float) -> Iterator[None]:
-    """Start a local Ray, or join the cluster at ``settings.address``, and leave it with the block."""
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # statistics are sent only if the user asks for it
-    # Ray prints many lines about each worker's death, which the run reports in one.
+    """Start a local Ray, or join the cluster at ``settings.address``; disconnect when the block ends."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # send usage statistics only if the user asks for it
+    # Ray prints many lines about each worker's death. They are suppressed, because the run reports it in one line.
     logging.getLogger("ray").setLevel(logging.ERROR)
-    worker = importlib.import_module("ray._private.worker")  # not a public name: it may be gone
+    worker = importlib.import_module("ray._private.worker")  # private, so another version of Ray may lack its function
     quiet = {"log_to_driver": False, "configure_logging": False}
     printing = getattr(worker, "print_to_stdstream", None)
     try:
         worker.print_to_stdstream = lambda *_, **__: None  # type: ignore[attr-defined]
         if settings.address is None:
-            # Ray's CPUs only limit how many actors there are: on a laptop they share the cores
+            # Ray's CPUs only limit the number of actors. A machine with fewer cores can run them all, sharing its cores
             ray.init(num_cpus=max(os.cpu_count() or 1, math.ceil(cpus) + 1), include_dashboard=False, **quiet)
         elif settings.address.startswith("ray://"):
             raise UserError(
@@ -169,7 +172,7 @@ def _connect(ray: Any, settings: RaySettings, cpus: float) -> Iterator[None]:
 def place_actors(
     settings: RaySettings, kinds: Mapping[str, int], *, gpus: bool, ranks: int = 1
 ) -> tuple[dict[str, tuple[int, Resources]], list[dict[str, float]]]:
-    """Return where the actors of each kind go, and the bundles. Raises `UserError` if the learner gets too few GPUs."""
+    """Return `Cluster.places` and the resources of each bundle. Raises `UserError` if the learner gets too few GPUs."""
     colocated = settings.placement == "colocated"
     sharing = sum(kinds.get(kind, 0) for kind in _ON_DEVICE)
     default = 0.0

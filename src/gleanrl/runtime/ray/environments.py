@@ -1,4 +1,4 @@
-"""Runs environments in Ray actors. Each actor plays many episodes; if it dies, they are played again elsewhere."""
+"""Runs environments in Ray actors. Each actor plays many episodes; if it dies, other actors play them again."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from gleanrl.utils.importing import loaded_files, restore_files
 
 
 class EnvironmentService(Service):
-    """Inside an actor: an environment pool."""
+    """Holds an environment pool inside an actor."""
 
     def __init__(self, _driver: Any, taskset: bytes, settings: EnvironmentSettings) -> None:
         files, body = pickle.loads(taskset)
         restore_files(files)
         self._pool = EnvironmentPool(pickle.loads(body), workers=settings.workers, timeout_s=settings.timeout_s)
-        self._open: dict[int, Environment] = {}  # by number of the episode
+        self._open: dict[int, Environment] = {}  # environments in use, by number of the episode
 
     async def start(self) -> None:
         await self._pool.__aenter__()
 
     async def handle(self, method: str, arguments: tuple[Any, ...]) -> Any:
-        """Run one call of `_Episode`: ``(number, task)`` for "begin", ``(number, *arguments)`` for a method."""
+        """Run one call of `_Episode`. ``arguments`` are ``(number, task)`` for "begin", else ``(number, ...)``."""
         number, *rest = arguments
         if method == "begin":
             environment = self._open[number] = self._pool.environment(*rest)
@@ -57,15 +57,14 @@ def pickle_taskset(taskset: Taskset) -> bytes:
 
 @dataclass(frozen=True)
 class RayEnvironments:
-    """All environment actors, with the interface of `gleanrl.environments.pool.EnvironmentPool`."""
+    """Gives all environment actors the interface of `gleanrl.environments.pool.EnvironmentPool`."""
 
     actors: ActorPool
 
     def environment(self, task: Task) -> Environment:
-        """Start an episode of ``task``; a task's episodes go to one actor if load allows.
+        """Make the environment of an episode. Episodes of one task go to the same actor unless it is much busier.
 
-        Raises:
-            EpisodeLost: the actor died.
+        The environment's methods raise `EpisodeLost` if the actor died.
         """
         return _Episode(self.actors, task)
 

@@ -1,4 +1,4 @@
-"""The learner as an actor."""
+"""Runs the learner in a Ray actor: the service inside the actor, and the `Learner` that the driver uses."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from gleanrl.runtime.ray.weights import WeightHandle, WeightSource
 from gleanrl.runtime.sharded import learner_ranks
 from gleanrl.utils.errors import UserError
 
-# `Ranks` adds this to its errors; a run on Ray continues by itself
+# `Ranks` ends its errors with this advice, which is removed because a run on Ray continues by itself
 _ADVICE = "; continue from the last checkpoint with --resume"
 _CHANGING = ("update", "replay_update", "load")
 
 
 class LearnerService(WeightSource):
-    """Inside an actor: the learner that the settings name, and the processes that it is spread over."""
+    """Holds the learner and the processes that it is spread over, inside an actor."""
 
     def __init__(self, driver: ActorServer, plans: Plans, seed: int, training: bool) -> None:
         super().__init__()
@@ -47,12 +47,12 @@ class LearnerService(WeightSource):
         builder, lock = await self._plans.make_builder(self._driver)
         self._ranks = self._stack.enter_context(learner_ranks(builder.config))
         builder = replace(builder, ranks=self._ranks)
-        torch.manual_seed(self._seed)  # as the local runtime does before it makes a learner
+        torch.manual_seed(self._seed)  # the local runtime does the same before it makes a learner
         timeline: Any = self._driver
         self._learner = builder.learner(lock, timeline, trains=self._training)
 
     async def handle(self, method: str, arguments: tuple[Any, ...]) -> Any:
-        """Run a call. Raises `LearnerLost` if a rank is gone, as if the actor itself were."""
+        """Run a call. Raises `LearnerLost` if one of the learner's ranks is gone, as if the actor had died."""
         try:
             return await super().handle(method, arguments)
         except UserError as error:
@@ -61,7 +61,7 @@ class LearnerService(WeightSource):
             raise
 
     async def learner(self, method: str, *arguments: Any) -> tuple[Any, int, int]:
-        """Call a method of the learner. Also returns the learner's step, and the number of its weights."""
+        """Call a method of the learner. Returns its result, the learner's step, and the number of its weights."""
         if method in _CHANGING:
             await self.changing()
         call = getattr(self._learner, method)
@@ -82,12 +82,12 @@ class LearnerService(WeightSource):
 
 
 class RayLearner:
-    """A learner actor as a `gleanrl.protocols.Learner`, with the further methods that the local runtime calls.
+    """Makes a learner actor usable as a `gleanrl.protocols.Learner`, with all methods that the local runtime calls.
 
     Every call raises `LearnerLost` once the actor is gone.
 
     Attributes:
-        step: steps whose groups are consumed.
+        step: number of steps whose groups the learner has consumed.
     """
 
     def __init__(self, actors: ActorPool) -> None:
@@ -112,7 +112,7 @@ class RayLearner:
         return self._take(*self._actor.ask_blocking("learner", "undo_step"))
 
     def weights(self) -> Any:
-        """Return a `WeightHandle`: the tensors stay with the learner until a sampler takes them."""
+        """Return a `WeightHandle`. The tensors stay with the learner until samplers fetch them."""
         return self._weights
 
     def save(self, folder: Path) -> None:
@@ -125,7 +125,7 @@ class RayLearner:
         self._take(*self._actor.ask_blocking("learner", "export", folder.absolute()))
 
     def _take(self, result: Any, step: int, number: int) -> Any:
-        """Keep what a call returned about the learner, unless a later call has returned before."""
+        """Store the step and the number of the weights that a call returned, unless newer ones are known already."""
         if number >= self._weights.number:
             self.step = step
         if number > self._weights.number:

@@ -1,4 +1,4 @@
-"""What the actors of samplers and learners build their parts from."""
+"""Defines what sampler and learner actors receive to build their parts from."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class Plans:
     folder: RunFolder
     model: list[Any]  # [reference] to the model, in a list so that Ray does not fetch it on the way
     tokenizer: Any
-    colocated: bool  # the actor shares its device with others and takes turns by the driver's lock
-    gpus: float  # the actor's share
+    colocated: bool  # the actor shares its device with others, and the driver's lock makes them take turns
+    gpus: float  # number of GPUs of the actor, or its share of one
 
     async def make_builder(self, driver: ActorServer) -> tuple[Builder, Any]:
-        """Return a builder whose model is this actor's own, on its device, and the lock of that device."""
+        """Return a builder that has a copy of the model on this actor's device, and the lock of that device."""
         config = self.config
         set_up_libraries(config)
         device = "cpu" if config.model.device == "auto" and not self.gpus else config.model.device

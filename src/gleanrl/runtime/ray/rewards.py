@@ -1,4 +1,4 @@
-"""Runs the reward agent as a Ray actor: one process sends the requests of a whole cluster to a slow service."""
+"""Runs the reward agent as a Ray actor, so that one process sends all requests of a cluster to the reward service."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from gleanrl.types import Score, Task
 from gleanrl.utils.errors import UserError
 
 Lane = Literal["train", "eval"]
-_METRICS_S = 10.0  # a step is logged without the reward agent's metrics if they take longer
+_METRICS_S = 10.0  # seconds to wait for the reward agent's metrics; then a step is logged without them
 
 
 class RewardActor(Service):
-    """A reward agent inside an actor. `reward_actor` starts one for any training loop; a run has one in its pool.
+    """Holds a reward agent inside an actor. `reward_actor` starts it for any training loop; a run has it in a pool.
 
-    The agent opens with the first call, so an actor that Ray restarts (``max_restarts``) continues with its journal.
+    The first call opens the agent. Therefore an actor that Ray restarts (``max_restarts``) continues with its journal.
     """
 
     def __init__(
@@ -46,10 +46,10 @@ class RewardActor(Service):
         await self._agent()
 
     async def handle(self, method: str, arguments: tuple[Any, ...]) -> Any:
-        """Call a method of the agent; ``arguments`` of the first two end with the lane.
+        """Call a method of the agent.
 
-        ``("score_groups", (groups, lane))`` returns the scores of all groups in their order, ``("score", (task,
-        trajectory, lane))`` one score; "score_again", "finish" and "metrics" are the methods of `RewardAgent`.
+        "score_groups" with ``(groups, lane)`` returns the scores of all groups in their order. "score" with ``(task,
+        trajectory, lane)`` returns one score. "score_again", "finish" and "metrics" are the methods of `RewardAgent`.
         """
         agent = await self._agent()
         if method == "score_groups":
@@ -89,17 +89,17 @@ class RewardHandle:
     actor: Any
 
     def score_groups(self, groups: Iterable[Sequence[Item]], *, lane: Lane = "train") -> list[list[Score]]:
-        """Wait for the scores of all groups, in their order, as `gleanrl.rewards.BlockingRewardAgent` does."""
+        """Return the scores of all groups, in their order. Blocks as `gleanrl.rewards.BlockingRewardAgent` does."""
         with _clear_errors():
             return import_ray().get(self.actor.handle.remote("score_groups", (list(groups), lane)))
 
     async def score(self, task: Task, trajectory: Answer, *, lane: Lane = "train") -> Score:
-        """Return the score of one trajectory; if scoring failed, the score is invalid and holds the reason."""
+        """Return the score of one trajectory. If scoring failed, the score is invalid and holds the reason."""
         with _clear_errors():
             return await self.actor.handle.remote("score", (task, trajectory, lane))
 
     async def finish(self, task: Task, scores: Sequence[Score]) -> Sequence[Score]:
-        """Post-process a complete group."""
+        """Return the scores of a complete group after post-processing."""
         with _clear_errors():
             return list(await self.actor.handle.remote("finish", (task, list(scores))))
 
@@ -151,7 +151,7 @@ def reward_actor(
 
 @contextmanager
 def _clear_errors() -> Iterator[None]:
-    """Raise what went wrong in the actor as one clear line."""
+    """Raise the actor's errors as a `UserError` of one line, where possible."""
     try:
         yield
     except import_ray().exceptions.RayError as error:
@@ -170,7 +170,7 @@ def _clear_errors() -> Iterator[None]:
 class RayReward:
     """A `Reward` that uses one lane of a run's reward actor.
 
-    If the actor dies, the call is made again on its replacement; scores in the journal are not paid for twice.
+    If the actor dies, the call is made again on its replacement. Scores in the journal are not requested again.
     """
 
     actors: ActorPool
@@ -188,7 +188,7 @@ class RayReward:
 
 
 def make_reward_source(actors: ActorPool | None, cluster: Cluster) -> RewardSource:
-    """Return the reward of a run, None: its environments score. The metrics include the cluster's."""
+    """Return the reward of a run; if ``actors`` is None, its environments score. The metrics include the cluster's."""
     if actors is None:
         reward = EnvironmentReward()
         return RewardSource(reward, reward, cluster.metrics)
@@ -198,7 +198,7 @@ def make_reward_source(actors: ActorPool | None, cluster: Cluster) -> RewardSour
         for actor in actors.members.values():
             try:
                 collected |= actor.ask_blocking("metrics", timeout_s=_METRICS_S)
-            except ActorDied:  # it is being replaced
+            except ActorDied:  # the actor is being replaced
                 continue
         return {**collected, **cluster.metrics()}
 

@@ -1,4 +1,4 @@
-"""Runs a job whose parts are Ray actors. The local runtime connects them; they implement the same protocols.
+"""Runs a job whose parts are Ray actors. They implement the same protocols as local parts, whose runtime connects them.
 
 `gleanrl train --runtime ray` calls `run_training`, `gleanrl evaluate --runtime ray` calls `run_evaluation`.
 """
@@ -42,7 +42,7 @@ T = TypeVar("T")
 def run_training(config: Config, *, resume: bool, console: Progress, monitors: OpenMonitors) -> bool:
     """Train as `gleanrl.runtime.local.run_training` does.
 
-    A learner that dies is replaced, at most ``ray.max_restarts`` times; the run continues from its last checkpoint.
+    If the learner dies, the run continues from its last checkpoint with a new one, at most ``ray.max_restarts`` times.
 
     Raises:
         UserError: a mistake that the user can fix.
@@ -126,17 +126,17 @@ class ModelShape:
 
 @dataclass(frozen=True)
 class RayBuilder(Builder):
-    """Makes a run's parts from actors; `start_actors` yields the one that has them."""
+    """Makes a run's parts from actors. `start_actors` yields a copy of the builder in which ``actors`` is set."""
 
     cluster: Cluster = field(kw_only=True)
-    model: list[Any] = field(kw_only=True)  # [reference]
+    model: list[Any] = field(kw_only=True)  # [reference] to the model in Ray's store
     actors: Actors = field(default=None, kw_only=True)  # type: ignore[assignment]
 
     @classmethod
     def make(
         cls, config: Config, folder: RunFolder, prepared: Prepared, console: Progress, cluster: Cluster
     ) -> RayBuilder:
-        """Make a builder whose model lies in Ray's store instead of in this process."""
+        """Make a builder whose model is in Ray's object store instead of this process."""
         model = [import_ray().put(prepared.model.cpu())]
         absolute = RunFolder(folder.path.absolute())
         without_weights = replace(prepared, model=ModelShape(prepared.model.config))
@@ -144,7 +144,7 @@ class RayBuilder(Builder):
 
     @asynccontextmanager
     async def start_actors(self, lanes: tuple[Lane, ...], *, training: bool) -> AsyncIterator[RayBuilder]:
-        """Start all actors, which end with the block, and yield a builder that uses them."""
+        """Start all actors and yield a builder that uses them. The actors end with the block."""
         config, cluster, settings = self.config, self.cluster, self.config.ray
         colocated = settings.placement == "colocated"
         gpus = {kind: cluster.places[kind][1].get("GPU", 0) for kind in ("learner", "sampler")}
@@ -178,7 +178,7 @@ class RayBuilder(Builder):
 
     # --- parts, as `Builder` makes them -------------------------------------------------------------
     def learner(self, device_lock: DeviceLock | None, timeline: Timeline | None, *, trains: bool = True) -> Any:
-        del trains  # the actor knows it from its start
+        del trains  # the learner's actor received it as an argument when it was started
         self.cluster.timeline = timeline
         if device_lock is not None:
             self.cluster.device_lock = device_lock

@@ -1,4 +1,4 @@
-"""Samples in Ray actors: episodes are spread over them, and published weights reach all of them."""
+"""Samples in Ray actors. Episodes are spread over the actors, and all actors receive the published weights."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ LANES: tuple[Lane, ...] = ("train", "evaluate")
 
 
 class SamplerService(WeightReceiver):
-    """Inside an actor: a sampler for training and one for evaluation, as in the local runtime."""
+    """Holds a sampler for training and one for evaluation inside an actor, as the local runtime does."""
 
     def __init__(self, driver: ActorServer, plans: Plans, lanes: tuple[Lane, ...] = LANES) -> None:
         self._driver, self._plans, self._wanted = driver, plans, lanes
         self._lanes: dict[Lane, Sampler] = {}
-        # sessions by number, with their lane; also those that wait for a row
+        # sessions by number, with their lane; includes sessions that wait for a row
         self._open: dict[int, tuple[Lane, AsyncExitStack, asyncio.Future[Session]]] = {}
 
     async def start(self) -> None:
@@ -58,7 +58,7 @@ class SamplerService(WeightReceiver):
             await stack.aclose()
 
     async def publish(self, lane: Lane, source: Stored | Broadcast, version: int) -> float:
-        """Take the weights. Returns the seconds from their arrival until the sampler uses them."""
+        """Receive weights and pass them to the sampler. Returns the seconds from their arrival until they are used."""
         weights = await self.receive(source)
         started = perf_counter()
         await self._lanes[lane].publish(weights, version)
@@ -85,15 +85,15 @@ class _Group:
 
 
 class SamplerPool:
-    """The sampler actors and the weights that each must have before it takes episodes.
+    """The sampler actors, and the weights that each must have before it takes episodes.
 
     Args:
         way: how weights are published; see `gleanrl.runtime.ray.weights`.
-        fall_back: where a broadcast fails for another reason than a death, use the store from then on.
-        backend: of broadcasts.
+        fall_back: if a broadcast fails for another reason than an actor's death, use Ray's object store from then on.
+        backend: the backend of broadcasts.
 
     Attributes:
-        stats: the totals that each actor has reported last, also of those that died: totals never shrink.
+        stats: the totals that each actor reported last. Actors that died are included, so that sums never shrink.
     """
 
     def __init__(self, actors: ActorPool, way: Way, *, fall_back: bool = True, backend: Backend = "gloo") -> None:
@@ -106,10 +106,10 @@ class SamplerPool:
         actors.ready = self._give_current
 
     async def publish(self, lane: Lane, weights: WeightHandle, version: int) -> None:
-        """Give weights to all actors at work. One that dies meanwhile gets them when it is back.
+        """Give weights to all actors at work. If an actor dies meanwhile, its replacement gets them when it starts.
 
         Raises:
-            LearnerLost: the learner is gone before all have their weights.
+            LearnerLost: the learner died before all actors had the weights.
         """
         self.current[lane] = _Published(weights, version)
         members: Sequence[ActorClient] = list(self.actors.members.values())
@@ -123,7 +123,7 @@ class SamplerPool:
                 offered = offered or perf_counter() - started
                 asked = (member.ask("publish", lane, source, version) for member in members)
                 for answer in await asyncio.gather(*asked, return_exceptions=True):
-                    if isinstance(answer, ActorDied):  # another takes its place
+                    if isinstance(answer, ActorDied):  # the actor's replacement will get the weights
                         continue
                     if isinstance(answer, BaseException):
                         raise answer
@@ -131,7 +131,7 @@ class SamplerPool:
         except LearnerLost:
             raise
         except Exception:
-            await weights.learner.ask("ping")  # a sampler fails too if what it reads is lost with the learner
+            await weights.learner.ask("ping")  # if the learner's death made the sampler fail, this raises LearnerLost
             raise
         seconds = self.actors.cluster.seconds
         spent = {"publish_s": perf_counter() - started, "publish_offer_s": offered, "publish_take_s": max(taken)}
@@ -144,7 +144,8 @@ class SamplerPool:
         """Broadcast weights.
 
         Returns:
-            The seconds until they were offered, those of each receiver, and the members that are still without them.
+            The seconds until the broadcast began, the seconds that each receiver took to use the weights, and the
+            members that do not have the weights.
         """
         started = perf_counter()
         learner, cluster = weights.learner, self.actors.cluster
@@ -160,7 +161,7 @@ class SamplerPool:
                 return await work
             except BaseException:
                 for each in (learner, *members):
-                    each.tell("abort")  # otherwise the other members wait a minute for this one
+                    each.tell("abort")  # otherwise the other members would wait a minute for the one that failed
                 raise
 
         work = [run_or_abort(learner.ask("broadcast", weights.number, keep))]
@@ -170,7 +171,7 @@ class SamplerPool:
         failures = [answer for answer in (sent, *answers) if isinstance(answer, BaseException)]
         if not failures:
             if keep:
-                # the reference to the copy that the learner makes now, held for an actor that is restarted later
+                # keep a reference to the copy that the learner makes now, for an actor that is restarted later
                 weights.put()
             taken: list[Any] = answers
             return offered, taken, []
@@ -190,7 +191,7 @@ class SamplerPool:
         return offered, [0.0], without
 
     async def _give_current(self, actor: ActorClient) -> None:
-        """Give a started actor the weights that the others have; more may be published meanwhile."""
+        """Give a newly started actor the weights that the others have, including any that are published meanwhile."""
         given: dict[Lane, _Published] = {}
         while True:
             missing: list[Lane] = [lane for lane, it in self.current.items() if given.get(lane) is not it]
@@ -204,13 +205,13 @@ class SamplerPool:
             except ActorDied:
                 raise
             except Exception:
-                await published.weights.learner.ask("ping")  # as in `publish`
+                await published.weights.learner.ask("ping")  # raises LearnerLost if the learner is gone
                 raise
 
 
 @dataclass
 class RaySampler:
-    """All sampler actors as one `gleanrl.protocols.Sampler`. Its owner starts and closes the pool."""
+    """Makes all sampler actors act as one `gleanrl.protocols.Sampler`. Its owner starts and closes the pool."""
 
     samplers: SamplerPool
     lane: Lane
@@ -218,11 +219,11 @@ class RaySampler:
 
     @asynccontextmanager
     async def session(self, seed: int) -> AsyncIterator[Session]:
-        """See `Sampler.session`; on the least busy actor.
+        """Open a session on the least busy actor; see `Sampler.session`.
 
         Raises:
-            EpisodeLost: that actor died.
-            UserError: one died too often.
+            EpisodeLost: the actor died.
+            UserError: an actor died too often.
         """
         actor = await self.samplers.actors.member()
         session = _Session(self, actor, next(_SESSIONS))
@@ -240,7 +241,7 @@ class RaySampler:
         self.version = version
 
     def stats(self) -> Metrics:
-        """Return sums over the actors, as they last reported them."""
+        """Return the sums of the totals that the actors reported last."""
         total: Counter[str] = Counter()
         for (_, lane), stats in self.samplers.stats.items():
             if lane == self.lane:
@@ -248,7 +249,7 @@ class RaySampler:
         return dict(total)
 
     async def close(self) -> None:
-        """Do nothing: the actors belong to their pool."""
+        """Do nothing, because the pool closes the actors."""
 
 
 _SESSIONS = count(1)

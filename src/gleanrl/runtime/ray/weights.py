@@ -1,13 +1,13 @@
 """Moves published weights from the learner's actor to the sampler actors; the driver never holds the tensors.
 
-* Through Ray's object store (``ray.transfer = "memory"``): the learner puts them there once, the samplers of a node map
-  the same bytes without a copy, and Ray moves them between nodes.
+* Through Ray's object store (``ray.transfer = "memory"``): the learner puts the weights there once, all samplers of a
+  node map the same bytes without a copy, and Ray moves the weights between nodes.
 * By a broadcast between the processes (``"broadcast"``): NCCL between GPUs, gloo between CPUs. Afterwards the learner
-  puts a copy into the store too, for a sampler that is restarted later.
+  also puts a copy into the store, for a sampler that is restarted later.
 
-`WeightSource` is the learner's end, `WeightReceiver` a sampler's, and `WeightHandle` is what the driver passes on. The
-tests run broadcasts with gloo; NCCL differs in how a group is made and how a waiting one is aborted, and needs a
-machine with a GPU for each process.
+`WeightSource` is the learner's end, `WeightReceiver` is a sampler's end, and `WeightHandle` is what the driver passes
+on. The tests run broadcasts with gloo only, because NCCL needs a GPU for each process. The two differ in how a group is
+made, and in how a transfer that waits is aborted.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ T = TypeVar("T")
 Way = Literal["memory", "broadcast"]
 Backend = Literal["nccl", "gloo"]
 Weights = Mapping[str, torch.Tensor]
-TIMEOUT = timedelta(seconds=60)  # for the other members of a group to join, and to receive a tensor
+TIMEOUT = timedelta(seconds=60)  # limit for all members of a group to join, and for the transfer of a tensor
 _BUCKET = 32 << 20  # bytes; small tensors are sent together, because each broadcast waits for all members
 _BLOCKING = "TORCH_NCCL_BLOCKING_WAIT"
 
@@ -48,7 +48,7 @@ class _Bytes(NamedTuple):
 
 
 def to_bytes(weights: Weights) -> dict[str, _Bytes]:
-    """Return views of tensors that are contiguous on the CPU, copies of others."""
+    """Convert tensors to bytes. Contiguous tensors on the CPU are not copied, others are."""
     converted = {}
     for name, tensor in weights.items():
         plain = tensor.detach().cpu().contiguous()
@@ -58,7 +58,7 @@ def to_bytes(weights: Weights) -> dict[str, _Bytes]:
 
 
 def from_bytes(weights: Mapping[str, _Bytes]) -> dict[str, torch.Tensor]:
-    """Return views, which must not be written to."""
+    """Convert bytes to tensors. The tensors are views of the bytes and must not be written to."""
     tensors = {}
     for name, (dtype_name, shape, data) in weights.items():
         dtype = getattr(torch, dtype_name)
@@ -66,20 +66,20 @@ def from_bytes(weights: Mapping[str, _Bytes]) -> dict[str, torch.Tensor]:
             tensors[name] = torch.empty(shape, dtype=dtype)
             continue
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # that the array is not writable
+            warnings.simplefilter("ignore", UserWarning)  # torch warns that the array is not writable
             tensors[name] = torch.from_numpy(data).view(dtype).reshape(shape)
     return tensors
 
 
 class Stored(NamedTuple):
-    """Weights in Ray's store: ``[reference]``, in a list so that Ray passes the reference and not what it refers to."""
+    """Weights in Ray's store: ``[reference]``, in a list so that Ray passes the reference and not the weights."""
 
     reference: list[Any]
 
 
 # --- by a broadcast -----------------------------------------------------------------------------------
 class Entry(NamedTuple):
-    """Describes a tensor to its receiver."""
+    """Describes a tensor, so that its receiver can allocate it."""
 
     name: str
     dtype: torch.dtype
@@ -87,7 +87,7 @@ class Entry(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where a group meets, and what it sends. ``number`` distinguishes it from earlier groups."""
+    """Where a broadcast group meets, and the tensors that it sends. ``number`` distinguishes it from earlier groups."""
 
     host: str
     port: int
@@ -98,17 +98,17 @@ class Place(NamedTuple):
 
 
 class Broadcast(NamedTuple):
-    """Weights that a broadcast brings to ``rank``."""
+    """Weights that a sampler receives by a broadcast, as ``rank`` of the group at ``place``."""
 
     place: Place
     rank: int
 
 
 class BroadcastGroup:
-    """One process's part in a group of ``place.world`` processes; rank 0 sends. The first error ends the group.
+    """One process's membership in a group of ``place.world`` processes; rank 0 sends. The first error ends the group.
 
     Args:
-        store: the store that the sender has opened at the place; a receiver connects to it.
+        store: on the sender, the store that it has opened at ``place``; receivers pass None and connect to it.
     """
 
     def __init__(self, place: Place, rank: int, store: Any = None) -> None:
@@ -126,7 +126,7 @@ class BroadcastGroup:
             return
         options = distributed.ProcessGroupNCCL.Options()
         options._timeout = TIMEOUT
-        # By default NCCL's watchdog ends the process on an error: the learner's, if a sampler dies.
+        # By default NCCL's watchdog ends the process on an error, so that a sampler's death would end the learner.
         before = os.environ.get(_BLOCKING)
         os.environ[_BLOCKING] = "1"
         try:
@@ -138,15 +138,15 @@ class BroadcastGroup:
                 os.environ[_BLOCKING] = before
 
     def transfer(self, weights: Weights | None = None) -> dict[str, torch.Tensor]:
-        """Send ``weights`` or, on the other ranks, return what was sent. The first transfer joins the group.
+        """Send ``weights`` (on rank 0), or receive and return them (on the other ranks). First joins the group.
 
         Raises:
-            RuntimeError: a member did not join, is gone, or receives nothing for a minute.
+            RuntimeError: a member did not join, is gone, or received nothing for a minute.
         """
         if self._group is None:
             self.join()
         group: Any = self._group
-        # a bucket: consecutive tensors of one dtype, together at most `_BUCKET` bytes; a larger one is alone
+        # a bucket holds consecutive tensors of one dtype, at most `_BUCKET` bytes in all; a larger tensor is alone
         buckets: list[list[Entry]] = []
         size = 0
         for entry in self.place.entries:
@@ -184,14 +184,14 @@ class BroadcastGroup:
         return received
 
     def abort(self) -> None:
-        """End a call that waits for the others; works from any thread. Gloo itself notices that a process is gone."""
+        """Abort a transfer that waits for other members; call it from any thread. Gloo notices a lost member itself."""
         if self.place.backend == "nccl" and self._group is not None:
             self._group.abort()
 
 
 # --- in the actors ------------------------------------------------------------------------------------
 class BroadcastService(Service):
-    """A service that takes part in broadcasts."""
+    """Base class of a service that takes part in broadcasts."""
 
     group: BroadcastGroup | None = None
 
@@ -202,7 +202,7 @@ class BroadcastService(Service):
 
 
 class WeightReceiver(BroadcastService):
-    """Takes published weights; base class of a sampler's service."""
+    """Receives published weights; base class of a sampler's service."""
 
     async def receive(self, source: Stored | Broadcast) -> Weights:
         if isinstance(source, Stored):
@@ -219,29 +219,29 @@ class WeightReceiver(BroadcastService):
 class WeightSource(BroadcastService):
     """Sends a learner's weights to samplers; base class of the learner's service.
 
-    ``number`` counts changes of the weights. A change waits (`changing`) until all readers have finished.
+    ``number`` counts changes of the weights. `changing` delays a change until all readers have finished.
     """
 
     def __init__(self) -> None:
         self.number = 0
         self._reads: set[asyncio.Future[Any]] = set()
-        self._stored: dict[int, asyncio.Future[Any]] = {}  # copies that a broadcast has left, by number
+        self._stored: dict[int, asyncio.Future[Any]] = {}  # copies made after a broadcast, by number
 
     def weights(self) -> Weights:
-        """Return the current whole tensors. Called on a thread."""
+        """Return the current weights as whole tensors, not shards. Called on a thread."""
         raise NotImplementedError
 
     async def ping(self) -> None:
         """Return at once: an answer shows that the actor lives."""
 
     async def changing(self) -> None:
-        """Call it before the weights change."""
+        """Count a change of the weights and wait for all readers. Must be called before the weights change."""
         self.number += 1
         if self._reads:
             await asyncio.wait(self._reads)
 
     async def put(self, number: int) -> list[Any]:
-        """Return ``[reference]`` to the weights with this number in Ray's store."""
+        """Put the weights with this number into Ray's store, unless they are there, and return ``[reference]``."""
         stored = self._stored.pop(number, None)
         if stored is None:
             if number != self.number:
@@ -261,7 +261,7 @@ class WeightSource(BroadcastService):
         return place
 
     async def broadcast(self, number: int, keep: bool) -> None:
-        """Send the weights. ``keep``: leave a copy for `put`, made while the samplers go on."""
+        """Send the weights to the group. ``keep``: then start to make a copy for `put`, without waiting for it."""
         assert self.group is not None
         try:
             await self._read(self.group.transfer)
@@ -272,7 +272,7 @@ class WeightSource(BroadcastService):
             self._stored[number] = self._read(lambda weights: import_ray().put(to_bytes(weights)))
 
     def _read(self, use: Callable[[Weights], T]) -> asyncio.Future[T]:
-        """Return the result of ``use`` on the weights, run on a thread."""
+        """Run ``use`` on the weights in a thread, and return a future of its result."""
         read = asyncio.ensure_future(asyncio.to_thread(lambda: use(self.weights())))
         self._reads.add(read)
         read.add_done_callback(self._reads.discard)
@@ -283,7 +283,7 @@ class WeightSource(BroadcastService):
 class WeightHandle:
     """The learner's weights at one moment, in the driver.
 
-    Ray frees the stored copy when the last handle that refers to it goes.
+    Ray frees the stored copy once no handle refers to it.
     """
 
     def __init__(self, learner: ActorClient, number: int) -> None:
