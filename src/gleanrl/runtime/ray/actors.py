@@ -132,8 +132,8 @@ class Span(NamedTuple):
 class Service:
     """Base class of what an actor holds. The driver calls its coroutine methods.
 
-    The actor makes its service by ``make(driver, *arguments)``. ``driver`` is the `ActorServer`; the service may use its
-    `device_lock` and `record`.
+    The actor makes its service by ``make(driver, *arguments)``. ``driver`` is the `ActorServer`, and the service may
+    use its `device_lock` and `record`.
     """
 
     async def start(self) -> None:

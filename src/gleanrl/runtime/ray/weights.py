@@ -179,7 +179,7 @@ class BroadcastGroup:
             except RuntimeError:
                 with suppress(RuntimeError):
                     self.abort()
-                group = self._group = None  # closes its connections
+                group = self._group = None  # without references, the group closes its connections
                 raise
         return received
 
