@@ -1,4 +1,4 @@
-"""Experience replay: past successes of partly solved tasks, kept token-exact, teach again."""
+"""Experience replay: past successes of partly solved tasks are stored token-exact and trained on again."""
 
 from __future__ import annotations
 

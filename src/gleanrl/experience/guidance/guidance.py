@@ -1,10 +1,10 @@
 """Guidance: some members of a group are shown what worked on similar tasks.
 
-Three parts, which a `Guide` makes and none of which the loop knows of. A curriculum marks in each plan which fresh
-members are guided: the last ones, so that groups stay in order. A player puts the text into the opening of exactly
-those episodes. And before a batch is made, members whose guidance is to be discarded get the opening that they would
-have had without it; their log-probs stay those under the guided prompt, so they are off-policy and stand among the
-group's replayed members: clipped as those are, and no part of the baseline.
+Guidance has three parts, which a `Guide` makes and which are invisible to the training loop. A curriculum marks in each
+plan which fresh members are guided: the last ones, so that groups stay in order. A player puts the text into the
+opening of exactly those episodes. Before a batch is made, members whose guidance is to be discarded get the opening
+that they would have had without guidance. Their log-probs remain those under the guided prompt, so they are off-policy
+and are treated as replayed members of their group: clipped in the same way, and not part of the baseline.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ from gleanrl.utils.seeding import derive
 
 log = logging.getLogger(__name__)
 
-MARK = "gleanrl.guidance"  # the payload's key with which a plan marks a group for the player
-GUIDANCE_FILE = "guidance.jsonl"  # in the run folder: what BM25 searches
-LEAST_BASELINE = 2  # fewer on-policy members give no baseline
+MARK = "gleanrl.guidance"  # key in a task's payload under which a plan marks a group for the player
+GUIDANCE_FILE = "guidance.jsonl"  # file in the run folder with the texts that BM25 searches
+LEAST_BASELINE = 2  # on-policy members that a group needs for a baseline
 
 Mode = Literal["keep", "discard"]
 
 
 class Marked(TypedDict):
-    """Which members of a group are guided, and what becomes of the text."""
+    """Which members of a group are guided (``start`` to ``stop``), and whether training keeps the text (``mode``)."""
 
     start: int
     stop: int
@@ -51,7 +51,7 @@ class Marked(TypedDict):
 
 
 def load_retriever(settings: GuidanceSettings, folder: Path | None) -> Retriever:
-    """The retriever that the settings name; bm25 keeps its texts in ``folder``. Raises `UserError`."""
+    """Return the retriever that the settings name. bm25 keeps its texts in ``folder``. Raises `UserError`."""
     make, options = _find_retriever(settings), dict(settings.options)
     try:
         if settings.retriever == "bm25":
@@ -64,7 +64,7 @@ def load_retriever(settings: GuidanceSettings, folder: Path | None) -> Retriever
 
 
 def check(settings: GuidanceSettings) -> None:
-    """Check that there is the retriever that ``settings`` name, and that it takes their options; it is not made.
+    """Check that the retriever named in ``settings`` exists and takes the options given there, without making it.
 
     Raises:
         UserError: no such retriever, or an option that it does not take or lacks.
@@ -85,17 +85,17 @@ def _find_retriever(settings: GuidanceSettings) -> Any:
 
 @dataclass
 class _SharedText:
-    """One group's text, for all of its guided members."""
+    """The text of one group, shared by all of its guided members."""
 
-    members: int  # whose episodes are not over
+    members: int  # number of members whose episodes are not over
     text: asyncio.Future[str | None] | None = None
 
 
 class Guide:
-    """What guides a run: wraps its curriculum and its player, and prepares groups for training.
+    """Adds guidance to a run: wraps its curriculum and its player, and prepares groups for training.
 
-    A retriever that fails, or has nothing, costs its group the guidance and is counted; it never stops the run.
-    ``success_threshold``: the score from which a trajectory is worth remembering.
+    If the retriever fails or finds nothing, the group gets no guidance and the failure is counted, but the run
+    continues. ``success_threshold``: trajectories with at least this score are stored in the retriever.
     """
 
     def __init__(
@@ -109,9 +109,9 @@ class Guide:
     ) -> None:
         self.settings, self.retriever = settings, retriever
         self.seed, self.success_threshold = seed, success_threshold
-        self.counts: Counter[str] = Counter()  # since the last step
+        self.counts: Counter[str] = Counter()  # failures by kind since the last step
         self._renderer = renderer
-        self._texts: dict[str, _SharedText] = {}  # by group
+        self._texts: dict[str, _SharedText] = {}  # by id of the group
         self._failing = False
 
     def curriculum(self, inner: Curriculum) -> GuidedCurriculum:
@@ -121,9 +121,10 @@ class Guide:
         return GuidedPlayer(**{f.name: getattr(player, f.name) for f in fields(player)}, guide=self)
 
     def strip(self, groups: Sequence[Group]) -> list[Group]:
-        """The groups as they are learned from: without marks, and without the guidance that training does not show.
+        """Return the groups in the form for training: without marks, and without guidance that is to be discarded.
 
-        Members whose guidance is stripped are off-policy, so they count as replayed. The order of all members stays.
+        Members whose guidance is discarded are off-policy, so they become replayed members. The order of all members
+        does not change.
         """
         stripped: list[Group] = []
         for group in groups:
@@ -139,7 +140,7 @@ class Guide:
 
     @contextmanager
     def share_text(self, group: str, members: int) -> Iterator[_SharedText]:
-        """What the guided members of a group share; each enters once, for the time of its episode."""
+        """Give access to the text that a group's guided members share. Each member enters once, for its episode."""
         shared = self._texts.setdefault(group, _SharedText(members))
         try:
             yield shared
@@ -149,9 +150,10 @@ class Guide:
                 del self._texts[group]
 
     async def find_text(self, task: Task, room: int, tools: Tools) -> str | None:
-        """What a group is shown, by what its first episode opens with (``task.prompt``); None = nothing.
+        """Find the text that a group is shown; None if there is none.
 
-        ``room``: tokens of the model's context.
+        ``task.prompt`` holds the messages that the group's first episode opens with. ``room``: tokens of the model's
+        context.
         """
         try:
             async with asyncio.timeout(self.settings.timeout_s):
@@ -182,16 +184,16 @@ class Guide:
 # --- playing ----------------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GuidedPlayer(Player):
-    """Plays marked members with experience in their opening and everything else as `Player` does.
+    """Plays marked members with experience in their opening, and all others as `Player` does.
 
-    A guided trajectory's info holds ``guided`` (keep or discard) and ``unguided``, the message that the text went
-    into as it was before.
+    The info of a guided trajectory holds ``guided`` (keep or discard) and ``unguided``: the original message, without
+    the text that was put into it.
     """
 
     guide: Guide
 
     async def play(self, task: Task, *, trajectory_id: str, seed: int, temperature: float | None = None) -> Trajectory:
-        """As `Player.play`; the member is the number that ends ``trajectory_id``."""
+        """Play an episode as `Player.play` does. The number at the end of ``trajectory_id`` is its member."""
         mark: Marked | None = task.payload.get(MARK)
         task = unmark(task)
         group, _, member = trajectory_id.rpartition(".")
@@ -208,14 +210,14 @@ class GuidedPlayer(Player):
             player = replace(self, environment=environment)
             bare = replace(task, prompt=())  # the environment opens with the prompt, text included
             played = await Player.play(player, bare, trajectory_id=trajectory_id, seed=seed, temperature=temperature)
-        if not made or made[-1].unguided is None:  # the last: an episode that was lost began again
+        if not made or made[-1].unguided is None:  # the last one, because a lost episode is started again
             return played
         return replace(played, info={**played.info, "guided": mark["mode"], "unguided": made[-1].unguided})
 
 
 @dataclass
 class GuidedEnvironment(Environment):
-    """An environment whose opening holds experience."""
+    """Wraps an environment and puts experience into its opening."""
 
     inner: Environment
     guide: Guide
@@ -232,7 +234,7 @@ class GuidedEnvironment(Environment):
             if self.shared.text is None:
                 find = self.guide.find_text(replace(self.task, prompt=opening), self.room, observation.tools)
                 self.shared.text = asyncio.ensure_future(find)
-            text = await asyncio.shield(self.shared.text)  # other members wait for it too when this one is cancelled
+            text = await asyncio.shield(self.shared.text)  # not cancelled with this member: others wait for it too
             if text is not None:
                 opening = tuple(insert(self.guide.settings.template, opening, text))
                 self.unguided = asked
@@ -277,11 +279,11 @@ class GuidedCurriculum:
         return specs
 
     def observe(self, groups: Sequence[Group]) -> Metrics:
-        """Remembers each group's shortest success; metrics of the inner curriculum and ``guidance/...``."""
+        """Store each group's shortest success. Returns the inner curriculum's metrics and ``guidance/...``."""
         guide = self._guide
-        unmarked: list[Group] = []  # and without members whose guidance is stripped
+        unmarked: list[Group] = []  # groups without marks and without members whose guidance is discarded
         guided: list[Trajectory] = []
-        unguided: list[Trajectory] = []  # of the groups that have guided members
+        unguided: list[Trajectory] = []  # unguided members of groups that have guided ones
         guided_groups = 0
         for group in groups:
             task = unmark(group.spec.task)
@@ -327,7 +329,7 @@ class GuidedCurriculum:
 
 # --- pure functions -----------------------------------------------------------------------------------
 def insert(template: str, messages: Sequence[Message], experience: str) -> list[Message]:
-    """The opening with ``experience`` in its last user message, as ``template`` says. ValueError if it has none."""
+    """Put ``experience`` into the last user message as ``template`` says. Raises ValueError without such a message."""
     prompt = next((m["content"] for m in reversed(messages) if m["role"] == "user"), "")
     before, _, after = template.partition("{prompt}")  # not str.format: texts may contain braces
     before, after = (part.replace("{experience}", experience) for part in (before, after))
@@ -335,17 +337,17 @@ def insert(template: str, messages: Sequence[Message], experience: str) -> list[
 
 
 def unmark(task: Task) -> Task:
-    """The task as it was before it was marked."""
+    """Return the task without its mark."""
     if MARK not in task.payload:
         return task
     return replace(task, payload={key: value for key, value in task.payload.items() if key != MARK})
 
 
 def strip_trajectory(trajectory: Trajectory, renderer: Renderer) -> Trajectory:
-    """The trajectory with the opening that it would have had without guidance, in every segment.
+    """Return the trajectory with its opening replaced, in every segment, by the one that it has without guidance.
 
     Sampled turns keep their token ids and log-probs, which are those under the guided prompt. Raises ValueError if a
-    segment opens with something else.
+    segment does not begin with the opening.
     """
     opening = opening_turns(trajectory)
     if not opening:

@@ -1,4 +1,4 @@
-"""Finding what helped on similar tasks: what is kept of a success, and how it is found again."""
+"""Retrieval of experience for guidance: what is stored of a success, and how it is found for a similar task."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from gleanrl.utils.errors import UserError
 
 log = logging.getLogger(__name__)
 
-OBSERVATION_CHARS = 200  # of each observation in a compact transcript
+OBSERVATION_CHARS = 200  # characters kept of each observation in a compact transcript
 
 
 class Retriever(ABC):
@@ -31,26 +31,26 @@ class Retriever(ABC):
 
     @abstractmethod
     async def retrieve(self, task: Task, k: int) -> list[str]:
-        """At most ``k`` texts, the most useful first. ``task.prompt`` is all that the episode opens with."""
+        """Return at most ``k`` texts, the most useful first. ``task.prompt`` holds the episode's whole opening."""
 
     def mark(self) -> int:
         """Return a number that identifies the present state. A checkpoint stores it for `rewind`."""
         return 0
 
     def rewind(self, mark: int) -> None:  # noqa: B027 - a retriever may keep nothing
-        """Forget what was added after a mark."""
+        """Forget the experience that was added after ``mark``."""
 
     def metrics(self) -> Metrics:
         return {}
 
     async def close(self) -> None:  # noqa: B027 - a retriever may hold nothing open
-        """Called once, at the end of the run."""
+        """Release resources. Called once, at the end of the run."""
 
 
-# --- what is kept of a success --------------------------------------------------------------------
+# --- what is stored of a success ------------------------------------------------------------------
 @dataclass(frozen=True, slots=True)
 class ExperienceText:
-    """A success as text: ``prompt`` is what similarity is judged by, ``text`` what a later episode is shown."""
+    """A success as text: ``prompt`` is compared with those of other tasks, and ``text`` is shown to later episodes."""
 
     task_id: str
     prompt: str
@@ -63,7 +63,7 @@ Summarise = Callable[[Task, Trajectory], str]
 def experience_text(
     task: Task, trajectory: Trajectory, *, max_chars: int = 1500, summarise: Summarise | None = None
 ) -> ExperienceText:
-    """The task as the episode opened it, and a compact transcript or what ``summarise`` says of it."""
+    """Return the text of a success: the episode's opening with a compact transcript, or a summary by ``summarise``."""
     messages = conversation(trajectory)
     prompt = description(messages[: len(opening_turns(trajectory))]) or description(task.prompt)
     text = summarise(task, trajectory) if summarise else f"{prompt}\n{compact(trajectory)}"
@@ -76,7 +76,7 @@ def description(messages: Sequence[Message]) -> str:
 
 
 def compact(trajectory: Trajectory) -> str:
-    """Actions, each behind a ``>``, and what came back, one line each and without thinking."""
+    """Return a transcript with one line for each action (after ``>``) and each observation, without thinking."""
     lines = []
     for message in conversation(trajectory)[len(opening_turns(trajectory)) :]:
         own = message["role"] == "assistant"
@@ -87,17 +87,17 @@ def compact(trajectory: Trajectory) -> str:
 
 # --- the default ----------------------------------------------------------------------------------
 class Bm25Retriever(Retriever):
-    """The newest success of each task, found by what similar tasks ask.
+    """Stores the newest success of each task, and finds those of tasks with a similar prompt (BM25).
 
     Args:
-        path: a JSONL file that keeps everything added; what is there is read. None: only memory, and any rewind
-            forgets everything.
-        same_task: a task may be shown its own success too.
-        summarise: what to show of a success instead of its compact transcript.
-        max_chars: of a text shown.
+        path: a JSONL file to which each success is appended; successes already in it are read. None: successes are kept
+            in memory only, and any rewind forgets all of them.
+        same_task: whether a task may also be shown its own success.
+        summarise: makes the text that is shown of a success, instead of its compact transcript.
+        max_chars: maximum length of a text, in characters.
 
     Raises:
-        UserError: the file holds something else.
+        UserError: the file is not one of experiences.
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class Bm25Retriever(Retriever):
         return [self._texts[number] for number, _ in self._index.search(description(task.prompt), k, without)]
 
     def mark(self) -> int:
-        """Bytes of the file, all of them on the disk."""
+        """Sync the file to the disk and return its size in bytes."""
         if self._path is None:
             return 0
         with self._path.open("ab") as file:
@@ -141,17 +141,17 @@ class Bm25Retriever(Retriever):
             return file.tell()
 
     def rewind(self, mark: int) -> None:
-        """Forget what was added after ``mark``. Raises `UserError` if the file no longer reaches it."""
+        """Forget the successes added after ``mark``. Raises `UserError` if the file is now shorter than that."""
         size = 0 if self._path is None else self._path.stat().st_size
         if size < mark:
             raise UserError(f"{self._path} has {size} bytes but the checkpoint was made at {mark}: restore the file")
         self._read(mark)
 
     def _read(self, end: int) -> None:
-        """Start empty, read the file up to ``end``, and cut what is behind, and a last line that a crash tore."""
+        """Read the file up to ``end`` into an empty index. Cuts the rest off, and a last line that a crash tore."""
         self._index = Bm25()
         self._texts: list[str] = []
-        self._numbers: dict[str, int] = {}  # of the text of each task, by its id
+        self._numbers: dict[str, int] = {}  # number of each task's text, by the task's id
         if self._path is None:
             return
         with self._path.open("r+b") as file:
@@ -170,7 +170,7 @@ class Bm25Retriever(Retriever):
             file.truncate(whole)
 
     def _store(self, found: ExperienceText) -> bool:
-        """Whether anything is new."""
+        """Add or replace the text of a task. Returns whether this changed anything."""
         number = self._numbers.get(found.task_id)
         if number is not None:
             new = self._texts[number] != found.text

@@ -1,1 +1,1 @@
-"""Other systems' formats and services."""
+"""Exchange of experience with the formats and services of other systems."""

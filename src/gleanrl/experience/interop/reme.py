@@ -1,4 +1,4 @@
-"""Experience from a ReMe service, which distils trajectories with a language model of its own.
+"""Experience from a ReMe service, which summarises trajectories with a language model of its own.
 
 Compatible with the task memory of github.com/modelscope/ReMe: ``POST /retrieve_task_memory`` with workspace_id, query
 and top_k, answered by ``answer`` and ``metadata.memory_list``; ``POST /summary_task_memory`` with workspace_id and
@@ -24,29 +24,29 @@ from gleanrl.utils.retry import Fatal, Retryable
 log = logging.getLogger(__name__)
 
 PATIENCE = 3  # failures in a row before the service is left alone for a while
-BATCH = 8  # trajectories of one summary
+BATCH = 8  # trajectories sent in one summary request
 
 
 class ServiceError(Exception):
-    """A service that does not answer as it should; the message is one line."""
+    """Raised when the service does not answer as it should. The message is one line."""
 
 
 class ReMeRetriever(Retriever):
     """A retriever that asks a ReMe service, and sends it successes in the background, each once.
 
     After ``PATIENCE`` failures in a row the service is not asked again for ``rest_s`` seconds, so that a hanging
-    service does not cost ``timeout_s`` in every group. Successes that it does not take are counted as lost.
+    service does not cost ``timeout_s`` in every group. Successes that the service does not take are counted as lost.
 
     Args:
-        url: of the service, e.g. ``http://localhost:8002``.
-        workspace: the service keeps the experience of each workspace apart.
-        timeout_s: seconds for one retrieval, from start to end; ``summary_timeout_s`` for one summary.
-        waiting: successes that may wait to be sent; beyond that the oldest are lost.
-        headers: sent with each request; ``"env:NAME"`` takes a key from the environment.
+        url: address of the service, e.g. ``http://localhost:8002``.
+        workspace: name of the workspace; the service keeps the experience of different workspaces apart.
+        timeout_s: limit of one retrieval in seconds; ``summary_timeout_s`` is that of one summary.
+        waiting: maximum number of successes that wait to be sent; beyond it the oldest are lost.
+        headers: sent with each request; ``"env:NAME"`` reads a key from an environment variable.
         retrieve_path, summary_path: the two endpoints.
 
     Raises:
-        UserError: ``url`` is no address, a key stands in the configuration, or aiohttp is not installed.
+        UserError: ``url`` is no address, the configuration contains a secret key, or aiohttp is not installed.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class ReMeRetriever(Retriever):
         self._counts: Counter[str] = Counter()
 
     def metrics(self) -> Metrics:
-        """Running totals: successes that the service took, and those lost; and how many wait."""
+        """Return the running totals of successes sent and lost, and the number that wait."""
         return {
             "reme_sent": float(self._counts["sent"]),
             "reme_lost": float(self._counts["lost"]),
@@ -91,7 +91,7 @@ class ReMeRetriever(Retriever):
         self._send_waiting()
 
     async def retrieve(self, task: Task, k: int) -> list[str]:
-        """Return what the service says about the task as one text, or its memories where it gives no text.
+        """Return the service's answer about the task as one text, or its memories if the answer has no text.
 
         Raises `ServiceError` if the service does not answer as it should.
         """
@@ -112,7 +112,7 @@ class ReMeRetriever(Retriever):
         return texts
 
     async def close(self) -> None:
-        """Wait up to ``timeout_s`` for what is still to be sent, then give it up."""
+        """Wait up to ``timeout_s`` for the successes still to be sent, then count the rest as lost."""
         if self._sending is not None:
             await asyncio.wait([self._sending], timeout=self._timeout_s)
             self._sending.cancel()
@@ -126,7 +126,7 @@ class ReMeRetriever(Retriever):
         if self._waiting and (self._sending is None or self._sending.done()):
             try:
                 self._sending = asyncio.get_running_loop().create_task(self._send())
-            except RuntimeError:  # no loop runs: sent once one does
+            except RuntimeError:  # no event loop runs; a later call with a loop sends them
                 return
 
     async def _send(self) -> None:
@@ -144,7 +144,7 @@ class ReMeRetriever(Retriever):
 
 
 async def _post(client: HttpClient, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
-    """The service's answer. Raises `ServiceError` where there is none, or it reports a failure."""
+    """Post a request and return the answer. Raises `ServiceError` if there is none, or if it reports a failure."""
     try:
         answer = await client.request("POST", path, body)
     except (Retryable, Fatal) as error:
@@ -155,7 +155,10 @@ async def _post(client: HttpClient, path: str, body: Mapping[str, Any]) -> dict[
 
 
 def _read_texts(answer: Mapping[str, Any], k: int) -> list[str]:
-    """The text that the service wrote of its memories; else the memories, when to use each before what it says."""
+    """Return the text that the service made of its memories. Without one, return up to ``k`` memories.
+
+    Each memory begins with the situation in which it is to be used, followed by its content.
+    """
     text = answer.get("answer")
     if isinstance(text, str) and text.strip():
         return [text.strip()]

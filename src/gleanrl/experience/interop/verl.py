@@ -1,8 +1,8 @@
-"""A batch to and from the tensor dictionary that verl and AgentEvolver train on.
+"""Converts groups to and from the tensor dictionary that verl and AgentEvolver train on.
 
-Their rows hold one sequence each: a left-padded prompt of width P and a right-padded response of width R. The response
-starts with the first sampled token and goes on through whatever the environment said in between; masks tell the two
-apart. Here the dictionary is of numpy arrays, which `torch.from_numpy` turns into tensors without a copy.
+Each row of the dictionary holds one sequence: a left-padded prompt of width P and a right-padded response of width R.
+The response starts with the first sampled token and includes the environment's texts between sampled ones; masks tell
+the two apart. Here the values are numpy arrays, which `torch.from_numpy` turns into tensors without a copy.
 
 Sources: verl's agent loop and `DataProto`, AgentEvolver's environment manager and heterogeneous actor.
 """
@@ -38,7 +38,7 @@ Array = npt.NDArray[Any]
 PerTrajectory = Sequence["float | Array"]
 
 DISCARDED = "discard"
-"""`info["guided"]` of a trajectory whose prompt held experience that training does not show."""
+"""`info["guided"]` of a trajectory that was sampled with experience in its prompt, which training leaves out."""
 
 _SCORES = ("scores", "token_level_scores", "rm_scores", "token_level_rewards")
 _WHOLE = frozenset({"input_ids", "attention_mask", "loss_mask", "exp_mask", "turn_ids", "versions"})
@@ -51,15 +51,15 @@ _KNOWN = _WHOLE | _RESPONSE | {"group_ids", "trajectory_ids", "segment_ids", "sc
 # --- from groups ----------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """A segment and where it comes from."""
+    """A segment, and its place in the groups."""
 
     trajectory: Trajectory
     replayed: bool
-    guided: bool  # its guidance is not trained
+    guided: bool  # whether it was sampled with guidance that training leaves out
     group: int
-    index: int  # of the trajectory, among all of the batch
-    part: int  # of the segment, in its trajectory
-    offset: int  # of the segment's first token in its trajectory
+    index: int  # position of the trajectory among all of the batch
+    part: int  # position of the segment in its trajectory
+    offset: int  # position of the segment's first token in its trajectory
     tokens: IntArray
     mask: BoolArray
     behaviour: FloatArray
@@ -77,7 +77,7 @@ def to_verl(
     returns: PerTrajectory | None = None,
     keep_all: bool = False,
 ) -> dict[str, Array]:
-    """One row for each segment: N rows, a prompt of width P, a response of width R. Nothing is ever cut off.
+    """Return one row for each segment: N rows, a prompt of width P and a response of width R. No token is cut off.
 
     int64 [N, P]: ``prompts``. int64 [N, R]: ``responses``, ``response_mask`` (1 = sampled; environment text and padding
     are 0). int64 [N, P + R]: ``input_ids``, ``attention_mask``, ``position_ids`` (0 on the left padding, the last
@@ -86,29 +86,30 @@ def to_verl(
     ``versions`` (-1 where not sampled).
     float32 [N, R], 0 where nothing is trained: ``recorded_old_log_probs`` and ``rollout_log_probs`` (as sampled; the
     same values under both names), ``old_log_probs`` (the denominator of the ratio), ``token_level_rewards`` (the
-    score, on the last trained token of every row), and ``advantages`` and ``returns`` where given.
+    score, on the last trained token of every row), and ``advantages`` and ``returns`` if they are given.
     [N]: ``group_ids`` (position in ``groups``), ``trajectory_ids``, ``segment_ids`` int64; ``scores``
-    float64, exact where float32 is not; ``valid`` int64, 0 where the score is invalid: rewards and ``scores`` hold 0
-    there, and no NaN is anywhere.
+    float64, because float32 is not exact; ``valid`` int64, 0 where the score is invalid. There, rewards and ``scores``
+    are 0. No array contains NaN.
 
     Args:
-        pad_token: what fills the padding; it may be a token of the text too, since the masks decide.
-        max_prompt: P; None = the longest of the batch.
-        max_response: R, in the same way.
-        old_logprobs: of fresh trajectories, if other than sampled, one item for each trajectory of all groups in
-            order: float32 [its tokens, segment after segment], or one number for all of its trained tokens. What
-            is off-policy (replayed, guided) keeps its recorded ones.
-        advantages: in the same way.
-        returns: in the same way.
-        keep_all: keep rows that can train nothing, of invalid trajectories and segments without a sampled token; then
-            `from_verl` gives back every group. A loop that makes baselines itself must not see them.
+        pad_token: token id of the padding; it may also occur in texts, because masks mark the padding.
+        max_prompt: P; None = the longest prompt of the batch.
+        max_response: R; None = the longest response of the batch.
+        old_logprobs: replace the sampled log-probs of fresh trajectories. One item for each trajectory of all groups,
+            in order: float32 [its tokens, segment after segment], or one number for all of its trained tokens.
+            Off-policy trajectories (replayed, guided) keep their recorded ones.
+        advantages: one item for each trajectory, as in ``old_logprobs``.
+        returns: one item for each trajectory, as in ``old_logprobs``.
+        keep_all: also keep rows without any token to train on: those of invalid trajectories, and segments without a
+            sampled token. Then `from_verl` gives back every group. Drop them if the other loop computes baselines
+            itself.
 
     Raises:
-        UserError: a prompt or response is longer than asked for.
+        UserError: a prompt is longer than ``max_prompt``, or a response than ``max_response``.
         ValueError: an array does not fit its trajectory, or a segment starts with a sampled token.
     """
     rows: list[_Row] = []
-    count = 0  # of trajectories
+    count = 0  # number of trajectories
     for number, group in enumerate(groups):
         for position, trajectory in enumerate(group.trajectories):
             replayed, guided = position >= len(group.fresh), trajectory.info.get("guided") == DISCARDED
@@ -198,7 +199,10 @@ def _width(rows: Sequence[_Row], what: str, sizes: Sequence[int], limit: int | N
 
 
 def _select_tokens(name: str, value: float | Array, row: _Row) -> FloatArray:
-    """float32 [tokens of the row], 0 where not trained; ``value`` is one number, or one a token of the trajectory."""
+    """Return float32 [tokens of the row], 0 where not trained.
+
+    ``value`` is one number for all tokens, or holds one number per token of the trajectory.
+    """
     values = np.asarray(value, np.float32)
     if values.ndim:
         total = row.trajectory.total_tokens
@@ -221,33 +225,37 @@ def from_verl(
     decode: Callable[[list[int]], str] | None = None,
     version: int = 0,
 ) -> list[Group]:
-    """Groups of a dictionary of arrays, tensors on the CPU or a TensorDict; token ids and log-probs bit for bit.
+    """Return the groups of a dictionary of arrays, of CPU tensors, or of a TensorDict.
 
-    Needed are ``responses``, ``input_ids``, ``attention_mask``, ``group_ids``, ``loss_mask`` or ``response_mask``,
-    log-probs and rewards, with shapes as `to_verl` gives them; other keys are not looked at. Rows may be in any order.
+    Token ids and log-probs are kept bit for bit. Required are ``responses``, ``input_ids``, ``attention_mask``,
+    ``group_ids``, ``loss_mask`` or ``response_mask``, log-probs and rewards, with the shapes that `to_verl` gives them.
+    Unknown keys are ignored. Rows may be in any order.
 
-    * Sampled: ``loss_mask``, and ``response_mask`` only without one, since AgentEvolver's covers environment text too.
-    * Log-probs as sampled: ``recorded_old_log_probs`` of a replayed row; of others ``rollout_log_probs``, or else
+    * Sampled tokens: those in ``loss_mask``. ``response_mask`` is used only if there is no ``loss_mask``, because
+      AgentEvolver's ``response_mask`` covers environment text too.
+    * Log-probs as sampled: ``recorded_old_log_probs`` for a replayed row; for others ``rollout_log_probs``, or else
       ``old_log_probs``.
-    * Replayed: ``exp_mask`` is 1 on a trained token. Where it is 1 on the prompt too, the row was guided and its
-      experience discarded: a fresh trajectory with `info["guided"] = "discard"`, which a pool does not admit.
+    * Replayed rows: ``exp_mask`` is 1 on a trained token. If it is 1 on the prompt too, the row was guided and its
+      experience discarded. Such a row becomes a fresh trajectory with `info["guided"] = "discard"`, which a pool does
+      not admit.
     * Scores: ``scores``, else the row's sum of ``token_level_scores``, ``rm_scores`` or ``token_level_rewards``;
       invalid where ``valid`` is 0.
-    * Turns: ``turn_ids``, else the runs of the mask. A turn without tokens leaves no trace and does not come back.
-    * ``trajectory_ids`` and ``segment_ids`` tell which rows are one trajectory; without them each row is one.
+    * Turns: ``turn_ids``, else the runs of the mask. Turns without tokens are not in the dictionary and are lost.
+    * Trajectories: rows with equal ``trajectory_ids`` are one trajectory, in the order of ``segment_ids``. Without
+      these keys each row is one.
 
     Args:
-        tasks: by group id. A group's ticket is its id.
-        ids: a name for each row's trajectory (AgentEvolver's ``rollout_ids``); else made of ``prefix``, task and
-            number.
-        decode: token ids of a turn to its text; without it messages are empty. Sampled turns are the assistant's,
-            others the user's.
-        version: of the weights that sampled, where there is no ``versions``.
+        tasks: the tasks by group id. A group's ticket is its id.
+        ids: a name for each row's trajectory (AgentEvolver's ``rollout_ids``). None: names are made of ``prefix``, task
+            and number.
+        decode: converts the token ids of a turn to its text. None: messages are empty. Sampled turns are the
+            assistant's, all others the user's.
+        version: version of the weights that sampled, if there is no key ``versions``.
 
     Raises:
-        UserError: a key is missing, shapes or paddings are not as said, a group has no task, rows of one trajectory
-            disagree or are there twice, or a trained token has no log-prob. Zeros in place of recorded ones are none:
-            they would claim that the policy was certain.
+        UserError: a key is missing, shapes or paddings are wrong, a group has no task, rows of one trajectory disagree
+            or occur twice, or a trained token has no log-prob. If all recorded log-probs of a replayed row are zeros,
+            they count as missing.
     """
     table = _Table(batch)
     if ids is not None and len(ids) != table.rows:
@@ -287,7 +295,7 @@ def from_verl(
 
 
 class _Head(NamedTuple):
-    """What the rows of one trajectory agree on."""
+    """The values that all rows of one trajectory have in common."""
 
     group: int
     replayed: bool
@@ -300,7 +308,7 @@ class _Table:
     """The checked arrays of a batch, with methods that read its rows."""
 
     def __init__(self, batch: Mapping[str, Any]) -> None:
-        keys = set(batch.keys())  # a TensorDict knows no `in`
+        keys = set(batch.keys())  # a TensorDict does not support `in`
         self.given = {key: np.asarray(batch[key]) for key in _KNOWN if key in keys}
         for key in ("responses", "input_ids", "attention_mask", "group_ids"):
             self._need(key)
@@ -321,7 +329,7 @@ class _Table:
                 )
         if not np.array_equal(tokens[:, width:], responses):
             raise UserError("input_ids do not end with the responses")
-        self._tokens, self._real = tokens, self.given["attention_mask"].astype(bool)  # both [N, P + R], as these:
+        self._tokens, self._real = tokens, self.given["attention_mask"].astype(bool)  # both [N, P + R], as those below
         if "loss_mask" in self.given:
             self._trained = self.given["loss_mask"].astype(bool)
         else:
@@ -347,7 +355,7 @@ class _Table:
                 raise UserError(f"row {int(where.argmax())} of the batch {what}")
 
     def _need(self, *names: str) -> Array:
-        """The first of these keys that is there."""
+        """Return the array of the first of these keys that the batch has. Raises `UserError` if it has none."""
         for name in names:
             if name in self.given:
                 return self.given[name]
@@ -366,7 +374,7 @@ class _Table:
     def read_segment(
         self, row: int, replayed: bool, decode: Callable[[list[int]], str] | None, version: int
     ) -> Segment:
-        """The turns of a row; turns begin where the mask or the number of the turn changes."""
+        """Return the turns of a row. A turn begins where the mask or the number of the turn changes."""
         real, trained = self._real[row], self._trained[row]
         logprobs = np.zeros(trained.size, np.float32)
         if trained.any():

@@ -1,4 +1,4 @@
-"""The rules of admission and eviction, as pure functions: what may enter the pool, and what leaves a full task."""
+"""Pure functions that decide which trajectories may enter the pool, and which ones a full task evicts."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ DEFECTS = {
     "positive_logprob": "a log-prob of it is above 0",
     "zero_logprobs": "its log-probs are all 0, so they were never recorded",
 }
-"""Why a trajectory can never be trained on, by the cause that its eviction is counted under."""
+"""Reasons why a trajectory can never be trained on. The key is the cause under which its eviction is counted."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What the model takes; None = not known."""
+    """Limits of the model; None = not known."""
 
     vocabulary: int | None = None  # token ids must be below this
-    context: int | None = None  # tokens of a segment, up to its last sampled one
+    context: int | None = None  # maximum tokens of a segment, up to its last sampled one
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """What the capacity rule needs of a trajectory, stored or new; ``order`` grows with time."""
+    """The properties of a trajectory, stored or new, that the capacity rule uses. ``order`` grows with time."""
 
     order: int
     entropy: float
@@ -42,9 +42,10 @@ class Candidate:
 
 
 def entropy(trajectory: Trajectory) -> float:
-    """Minus the mean recorded log-prob of its sampled tokens: one draw's estimate of their mean entropy, in nats.
+    """Return minus the mean recorded log-prob of the sampled tokens, in nats.
 
-    Of what was not drawn from the policy that is no estimate; there ``info["policy_entropy"]`` says it.
+    This estimates the policy's mean entropy from one draw. If the trajectory was not drawn from the policy it
+    estimates nothing; then ``info["policy_entropy"]`` holds the entropy, and is returned.
     """
     known = trajectory.info.get("policy_entropy")
     if isinstance(known, float) and 0 <= known < float("inf"):
@@ -55,7 +56,7 @@ def entropy(trajectory: Trajectory) -> float:
 
 
 def find_defect(trajectory: Trajectory, limits: Limits) -> str | None:
-    """Why it can never be trained on again, a key of `DEFECTS`, or None."""
+    """Return why the trajectory can never be trained on, as a key of `DEFECTS`, or None if it can."""
     turns = list(trajectory.turns())
     logprobs = [turn.logprobs for turn in turns if turn.logprobs is not None]
     if not any(each.size for each in logprobs):
@@ -64,7 +65,7 @@ def find_defect(trajectory: Trajectory, limits: Limits) -> str | None:
     if tokens.min() < 0 or (limits.vocabulary is not None and tokens.max() >= limits.vocabulary):
         return "vocabulary"
     for segment in trajectory.segments:
-        first = end = None  # where its first sampled turn begins and its last one ends, in tokens
+        first = end = None  # token positions: begin of the first sampled turn, end of the last
         position = 0
         for turn in segment:
             if turn.sampled and turn.tokens.size:
@@ -84,11 +85,11 @@ def find_defect(trajectory: Trajectory, limits: Limits) -> str | None:
 
 
 def refusal(trajectory: Trajectory, temperature: float, limits: Limits) -> str | None:
-    """Why a trajectory is not admitted, as its refusal is counted: "altered", "unfit", or None where it is.
+    """Return why a trajectory is not admitted, "altered" or "unfit", or None if it is admitted.
 
-    Altered: its log-probs are not those of the policy on the very prompt that training would use. That holds under
-    guidance that training strips (``info["guided"]`` says anything but keep), under truncated or otherwise altered
-    sampling (``info["altered_sampling"]``), and under greedy decoding.
+    Altered: its log-probs are not those of the policy on the prompt that training would use. This is so after guidance
+    that training strips (any ``info["guided"]`` except keep), after truncated or otherwise altered sampling
+    (``info["altered_sampling"]``), and after greedy decoding. Unfit: it has one of the `DEFECTS`.
     """
     stripped = trajectory.info.get("guided") not in (None, False, "keep")
     if stripped or trajectory.info.get("altered_sampling") or not temperature > 0:
@@ -97,10 +98,10 @@ def refusal(trajectory: Trajectory, temperature: float, limits: Limits) -> str |
 
 
 def surplus(candidates: Sequence[Candidate], settings: ReplaySettings) -> list[Candidate]:
-    """The candidates that a full task evicts: the order of ``select`` reversed, the older of equals first.
+    """Return the candidates that a full task evicts: the last ones in the order of ``select``, of equals the older.
 
-    ``random`` keeps those with the smallest digests: digests are uniform, so what stays is a uniform sample of all
-    distinct trajectories that the task ever had (bottom-k sampling), and it needs no random state.
+    ``random`` keeps the candidates with the smallest digests. Digests are uniform, so these are a uniform sample of all
+    distinct trajectories that the task ever had (bottom-k sampling), and no random state is needed.
     """
     excess = len(candidates) - settings.capacity_per_task
     if excess <= 0:

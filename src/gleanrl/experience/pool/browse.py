@@ -37,24 +37,24 @@ _COLUMNS = ("entropy", "version", "uses")
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """What is noted of a trajectory, without its record."""
+    """The columns that describe a trajectory, without its record."""
 
     key: int
     task: str
-    attempts: int  # of the task's latest fresh group
+    attempts: int  # in the task's latest fresh group
     successes: int
     retired: int  # 0 or 1
-    entropy: float  # nats a token, as recorded
+    entropy: float  # nats per token, as recorded
     version: int
     temperature: float
     step: int
     uses: int
-    bytes: int  # of its record
+    bytes: int  # size of its record
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A trajectory, its task, and what is known of that."""
+    """A trajectory with its description and its task."""
 
     line: Line
     stored: Stored
@@ -63,19 +63,19 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Difficulty:
-    """The tasks whose latest fresh group came out alike."""
+    """Numbers of the tasks that had the same successes and attempts in their latest fresh group."""
 
     successes: int
     attempts: int  # 0 = seeded and never tried
     tasks: int
-    replayable: int  # of them, not retired and with a trajectory
+    replayable: int  # tasks that are not retired and have a trajectory
     retired: int
     trajectories: int
 
 
 @contextmanager
 def reading(path: Path) -> Iterator[sqlite3.Connection]:
-    """One view of the pool at ``path``, for the functions below.
+    """Open one unchanging view of the pool at ``path``, for the functions below.
 
     Raises:
         UserError: there is no pool, or it cannot be read.
@@ -89,18 +89,18 @@ def reading(path: Path) -> Iterator[sqlite3.Connection]:
 
 
 def tokenizer(db: sqlite3.Connection) -> str | None:
-    """The fingerprint of the tokenizer that the pool belongs to, where that is known."""
+    """Return the fingerprint of the tokenizer that the pool belongs to, or None if it is not known."""
     found = db.execute("SELECT value FROM meta WHERE key = 'tokenizer'").fetchone()
     return None if found is None else str(found[0])
 
 
 def newest_step(db: sqlite3.Connection) -> int:
-    """The last step that the pool learned from, which ages are counted from."""
+    """Return the last step whose groups entered the pool. Ages are counted from this step."""
     return int(db.execute("SELECT coalesce(max(step), 0) FROM tasks").fetchone()[0])
 
 
 def difficulties(db: sqlite3.Connection) -> list[Difficulty]:
-    """All tasks by the outcome of their latest fresh group, hardest first for each number of attempts."""
+    """Count all tasks by the outcome of their latest fresh group, hardest first for each number of attempts."""
     query = (
         "SELECT successes, attempts, count(*), sum(live > 0 AND NOT retired), sum(retired), sum(live) FROM tasks "
         "GROUP BY attempts, successes ORDER BY attempts, successes"
@@ -109,7 +109,7 @@ def difficulties(db: sqlite3.Connection) -> list[Difficulty]:
 
 
 def values(db: sqlite3.Connection, column: str) -> npt.NDArray[np.float64]:
-    """float64 [trajectories]: their entropy, version or uses."""
+    """Return float64 [trajectories]: the entropy, version or uses of each, as ``column`` says."""
     if column not in _COLUMNS:
         raise ValueError(f"{column!r} is none of {', '.join(_COLUMNS)}")
     rows = db.execute(f"SELECT CAST({column} AS REAL) FROM trajectories")
@@ -117,30 +117,30 @@ def values(db: sqlite3.Connection, column: str) -> npt.NDArray[np.float64]:
 
 
 def lines(db: sqlite3.Connection, task: str | None = None, limit: int = -1) -> Iterator[Line]:
-    """The trajectories (of one task), newest first; ``limit`` below 0 = all."""
+    """Yield the trajectories, of ``task`` or of all tasks, newest first. ``limit`` below 0: all of them."""
     where, given = ("WHERE k.name = ? ", (task,)) if task is not None else ("", ())
     for row in db.execute(f"{_LINE}{where}ORDER BY t.id DESC LIMIT ?", (*given, limit)):
         yield Line(*row)
 
 
 def most_used(db: sqlite3.Connection, limit: int) -> Iterator[Line]:
-    """The trajectories that were replayed most often, the newer of two first; none that never was."""
+    """Yield the trajectories replayed most often, of equals the newer first. Those never replayed are left out."""
     for row in db.execute(f"{_LINE}WHERE t.uses > 0 ORDER BY t.uses DESC, t.id DESC LIMIT ?", (limit,)):
         yield Line(*row)
 
 
 def entry(db: sqlite3.Connection, key: int) -> Entry | None:
-    """One trajectory with all that it holds; None if there is none.
+    """Return one trajectory with its record and its task; None if there is no such trajectory.
 
     Raises:
-        codec.Damaged: it, or its task, is not what was stored.
+        codec.Damaged: the trajectory or its task is not what was stored.
     """
     found = db.execute(f"{_LINE}WHERE t.id = ?", (key,)).fetchone()
     return None if found is None else _entry(db, Line(*found))
 
 
 def entries(db: sqlite3.Connection) -> Iterator[Entry | tuple[int, codec.Damaged]]:
-    """Every trajectory, oldest first; for a damaged one its key and what is wrong."""
+    """Yield every trajectory, oldest first. For a damaged one, yield its key and the error."""
     for row in db.execute(f"{_LINE}ORDER BY t.id"):
         line = Line(*row)
         try:
@@ -152,8 +152,10 @@ def entries(db: sqlite3.Connection) -> Iterator[Entry | tuple[int, codec.Damaged
 def prunable(
     db: sqlite3.Connection, *, max_age: int | None, keep: int | None, retired: bool, settings: ReplaySettings
 ) -> dict[str, list[int]]:
-    """Keys to evict, by cause: sampled more than ``max_age`` versions before the newest step, of retired tasks, and
-    what each task has beyond ``keep`` once those are gone, in the order of ``settings.select``.
+    """Return the keys of the trajectories to evict, by cause.
+
+    ``age``: sampled more than ``max_age`` versions before the newest step. ``retired``: of retired tasks. ``capacity``:
+    those that a task then has in excess of ``keep``, chosen by ``settings.select``.
     """
     chosen: dict[str, list[int]] = {"age": [], "retired": [], "capacity": []}
     oldest = None if max_age is None else newest_step(db) - max_age

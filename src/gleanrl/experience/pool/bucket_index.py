@@ -1,9 +1,10 @@
-"""The index of tasks by difficulty: draws tasks of one bucket uniformly, at the same cost in a pool of any size.
+"""The index of tasks by difficulty: draws tasks of one bucket uniformly, at a cost that does not grow with the pool.
 
-A bucket holds the tasks with the same successes and attempts in their latest fresh group; one more holds the retired
-tasks. The tasks of a bucket have the positions 0 .. size - 1 without gaps: a new task goes to the end, and when a task
-leaves, the last one takes its position. So a uniform draw is a draw of positions, each found by an index. A task is in
-at most one bucket: the retired one if it is retired, that of its latest fresh group if it has a trajectory, else none.
+A bucket holds the tasks with the same successes and attempts in their latest fresh group. One more bucket holds the
+retired tasks. The tasks of a bucket have the positions 0 .. size - 1 without gaps: a new task goes to the end, and when
+a task leaves, the last one takes its position. So a uniform draw of tasks is a draw of positions, which an SQL index
+finds. A task is in at most one bucket: that of retired tasks if it is retired, else that of its latest fresh group if
+it has a trajectory, else in none.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ from dataclasses import dataclass
 import numpy as np
 
 RETIRED = -1
-ATTEMPTS = 1_000_000  # above any number of attempts in one group
+ATTEMPTS = 1_000_000  # more than any group has attempts
 
 
 @dataclass(slots=True)
 class TaskRow:
-    """What is known of a task; the columns of ``tasks``."""
+    """One row of the table ``tasks``: the state of a task."""
 
     id: int
     name: str
@@ -63,7 +64,7 @@ def get(db: sqlite3.Connection, task: int) -> TaskRow:
 
 
 def save(db: sqlite3.Connection, row: TaskRow) -> None:
-    """Write what is known of a task, and put it where it belongs now."""
+    """Write the row of a task, and move the task to the bucket in which it belongs now."""
     # read again, because another task that left the bucket may have moved this one
     row.bucket, row.position = db.execute("SELECT bucket, position FROM tasks WHERE id = ?", (row.id,)).fetchone()
     wanted = row.wanted_bucket
@@ -90,14 +91,14 @@ def save(db: sqlite3.Connection, row: TaskRow) -> None:
 
 
 def sizes(db: sqlite3.Connection) -> dict[int, int]:
-    """Tasks in each bucket, by its id."""
+    """Return the number of tasks in each bucket, by the bucket's id."""
     return dict(db.execute("SELECT id, size FROM buckets ORDER BY id"))
 
 
 def draw(
     db: sqlite3.Connection, bucket: int, count: int, random: np.random.Generator, exclude: Iterable[str]
 ) -> list[TaskRow]:
-    """Up to ``count`` tasks of a bucket, without those named, uniformly without replacement."""
+    """Draw up to ``count`` tasks of a bucket, uniformly without replacement, except those named in ``exclude``."""
     excluded: list[int] = []
     for name in set(exclude):
         found = db.execute("SELECT position FROM tasks WHERE name = ? AND bucket = ?", (name, bucket)).fetchone()
@@ -108,7 +109,7 @@ def draw(
     if count < 1 or free < 1:
         return []
     chosen = random.choice(free, min(count, free), replace=False)
-    # the i-th free position: as many excluded ones lie before it as have at most i free ones before them
+    # the i-th free position is i + the number of excluded positions that have at most i free positions before them
     chosen += np.searchsorted(np.array(excluded, np.int64) - np.arange(len(excluded)), chosen, side="right")
     query = f"SELECT {COLUMNS} FROM tasks WHERE bucket = ? AND position = ?"
     return [TaskRow(*db.execute(query, (bucket, position)).fetchone()) for position in chosen.tolist()]

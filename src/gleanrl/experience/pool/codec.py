@@ -1,9 +1,9 @@
-"""Trajectories and tasks as checksummed blobs, the form in which the pool stores them.
+"""Encodes trajectories and tasks as checksummed blobs, the form in which the pool stores them.
 
-A blob is a header (magic, format number, flags, CRC32, unpacked size) and a body, zstd-compressed where that pays. The
-body is MessagePack of `gleanrl.utils.serialize`, so a record comes back bit for bit; it is not pickle. Token ids and
-log-probs of a trajectory follow it by byte plane: the high bytes of token ids and the exponents of log-probs are alike
-and compress well, the other bytes hardly.
+A blob is a header (magic, format number, flags, CRC32, unpacked size) and a body, zstd-compressed if that makes it
+smaller. The body is MessagePack made by `gleanrl.utils.serialize`, not pickle, and is decoded bit for bit. The token
+ids and log-probs of a trajectory follow the MessagePack by byte plane, because the high bytes of token ids and the
+exponents of log-probs are similar to each other and compress well, while the other bytes hardly compress.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from gleanrl.types import Task, Trajectory
 from gleanrl.utils import serialize
 
 FORMAT = 2
-MAX_BYTES = 1 << 30  # of one blob, unpacked: a damaged size must not claim the memory
+MAX_BYTES = 1 << 30  # largest unpacked blob, so that a damaged size cannot use up the memory
 
 _MAGIC = b"GX"
 _HEAD = struct.Struct("<2sBBII")  # magic, format, flags, CRC32 of flags + size + body, size of the unpacked body
@@ -33,11 +33,11 @@ _LEVEL = 3
 
 
 class Damaged(ValueError):
-    """A blob that is not what was written; the text is the reason."""
+    """Raised for a blob that is not what was written. The message is the reason."""
 
 
 def encode_trajectory(trajectory: Trajectory) -> bytes:
-    """Return one blob. Raises `TypeError` where messages or ``info`` hold a value that cannot be serialised."""
+    """Return the blob of a trajectory. Raises `TypeError` if messages or ``info`` hold a value of an unknown type."""
     body, arrays = serialize.encode_with_arrays(trajectory)
     tokens = _to_planes([array for array in arrays if array.dtype == np.int32])
     logprobs = _to_planes([array for array in arrays if array.dtype == np.float32])
@@ -48,7 +48,7 @@ def decode_trajectory(blob: bytes) -> Trajectory:
     """Return the trajectory of a blob.
 
     Raises:
-        Damaged: the checksum fails, the record does not hold together, or it is of another format.
+        Damaged: the checksum fails, the record is inconsistent, or it is of another format.
     """
     packed = unpack(blob)
     try:
@@ -61,7 +61,7 @@ def decode_trajectory(blob: bytes) -> Trajectory:
 
 
 def encode_task(task: Task) -> bytes:
-    """Return one blob. Raises `TypeError` where the payload holds a value that cannot be serialised."""
+    """Return the blob of a task. Raises `TypeError` if the payload holds a value of an unknown type."""
     return pack(serialize.encode(task))
 
 
@@ -74,7 +74,7 @@ def decode_task(blob: bytes) -> Task:
 
 
 def is_same_task(blob: bytes, task: Task) -> bool:
-    """Whether a blob holds this very task: id, prompt and payload; its kind does not matter. Raises `Damaged`."""
+    """Return whether a blob holds a task with the same id, prompt and payload, of any kind. Raises `Damaged`."""
     if blob == encode_task(task):
         return True
     problems = [
@@ -84,7 +84,7 @@ def is_same_task(blob: bytes, task: Task) -> bool:
 
 
 def token_digest(trajectory: Trajectory) -> bytes:
-    """16 bytes (BLAKE2b) of all token ids, turn and segment boundaries, and which turns were sampled."""
+    """Hash all token ids, the turn and segment boundaries, and which turns were sampled. Returns 16 bytes (BLAKE2b)."""
     digest = hashlib.blake2b(digest_size=16)
     for segment in trajectory.segments:
         digest.update(struct.pack("<cQ", b"s", len(segment)))
@@ -106,7 +106,7 @@ def _from_planes(data: bytes, dtype: str) -> npt.NDArray[Any]:
 
 # --- the frame ----------------------------------------------------------------------------------
 def pack(body: bytes) -> bytes:
-    """Return ``body`` with a header, compressed where that makes it smaller."""
+    """Return ``body`` with a header, compressed if that makes it smaller."""
     if len(body) > MAX_BYTES:
         raise ValueError(f"{len(body)} bytes are more than one blob may hold ({MAX_BYTES})")
     squeezed = zstandard.ZstdCompressor(level=_LEVEL).compress(body)

@@ -1,4 +1,4 @@
-"""Checks that a pool's file holds what was stored: one record when it is read, or the whole file on request."""
+"""Checks that a pool's file holds what was stored: each record when it is read, and the whole file on request."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gleanrl.types import Trajectory
 
 
 class Unfit(Exception):
-    """A stored trajectory that must not be trained on; ``cause`` is what its eviction is counted under."""
+    """Raised for a stored trajectory that must not be trained on. Its eviction is counted under ``cause``."""
 
     def __init__(self, cause: str, reason: str) -> None:
         super().__init__(reason)
@@ -23,9 +23,9 @@ class Unfit(Exception):
 def decode_record(
     name: str, digest: bytes, data: bytes | None, columns: Sequence[Any], limits: admission.Limits
 ) -> Trajectory:
-    """Return the trajectory of a record of task ``name``.
+    """Decode and check the trajectory of a record of task ``name``. Raises `Unfit`.
 
-    ``columns``: entropy, version, temperature, step and uses, in which SQLite would hold anything. Raises `Unfit`.
+    ``columns``: entropy, version, temperature, step and uses. SQLite does not enforce their types, so they are checked.
     """
     try:
         trajectory = codec.decode_trajectory(data or b"")
@@ -43,9 +43,9 @@ def decode_record(
 
 
 def faults(db: sqlite3.Connection, *, records: bool = True) -> Iterator[str]:
-    """Yield what is wrong with a pool, one line each, inside the caller's transaction; reads the whole file.
+    """Read the whole pool inside the caller's transaction, and yield its faults, one line each.
 
-    ``records``: decode every task and trajectory too.
+    ``records``: decode every task and trajectory as well.
     """
     yield from (row[0] for row in db.execute("PRAGMA integrity_check(20)") if row[0] != "ok")
 

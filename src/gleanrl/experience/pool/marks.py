@@ -1,8 +1,9 @@
-"""Marks in a pool, and how to rewind to one.
+"""Sets marks in a pool, and rewinds the pool to a mark.
 
 Each tracked table has a shadow table. When a row is first changed after a mark, a trigger copies the old row (or the
-fact that there was none) into it. A rewind puts these rows back, so its cost depends on the rows changed since the
-mark and not on the size of the pool. A row costs at most one entry per mark, and forgetting a mark drops its entries.
+fact that there was no such row) into the shadow table. A rewind puts these rows back, so its cost depends on the rows
+changed since the mark and not on the size of the pool. A row has at most one entry per mark, and forgetting a mark
+drops its entries.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ CLOCK = (
     "INSERT INTO clock VALUES (1, NULL, 1)",
     "CREATE TABLE marks (id INTEGER PRIMARY KEY)",
 )
-"""``clock.mark`` is the mark that changes are logged for; NULL logs nothing. Numbers of marks are never used twice."""
+"""``clock.mark`` is the mark for which changes are logged; NULL: none are logged. No number of a mark is used twice."""
 
-_OWNER = "mark/"  # and a number: the owner of a mark, in the table ``meta``, which no mark tracks
+_OWNER = "mark/"  # prefix of a mark's number: key of the mark's owner in the table ``meta``, which is not tracked
 
 
 def shadow_statements(table: str, columns: tuple[str, ...]) -> list[str]:
-    """SQL that makes the shadow table and the triggers of ``table``, whose first column is its integer key."""
+    """Return SQL that makes the shadow table and triggers of ``table``, whose first column must be its integer key."""
     key, names = columns[0], ", ".join(columns)
     seen = f"(SELECT mark FROM clock) IS NOT NULL AND NOT EXISTS (SELECT 1 FROM undo_{table} WHERE mark = "
     seen += f"(SELECT mark FROM clock) AND {key} = {{row}}.{key})"
@@ -48,21 +49,21 @@ def mark(db: sqlite3.Connection, owner: str | None = None) -> int:
 
 
 def other_owner(db: sqlite3.Connection, number: int, owner: str) -> str | None:
-    """The first other owner that set a mark after ``number``; None if none is known."""
+    """Return the first owner other than ``owner`` that set a mark after ``number``; None if there is no such owner."""
     query = f"SELECT value FROM marks JOIN meta ON key = '{_OWNER}' || id WHERE id > ? AND value != ? ORDER BY id"
     found = db.execute(query, (number, owner)).fetchone()
     return None if found is None else str(found[0])
 
 
 def rewind(db: sqlite3.Connection, tracked: Mapping[str, tuple[str, ...]], number: int) -> bool:
-    """Put every tracked table back to what it was at a mark, which stands; later marks are gone.
+    """Put every tracked table back to its state at a mark. The mark remains, and later marks are deleted.
 
-    False if there is no such mark; then nothing changed.
+    Returns False, without any change, if there is no such mark.
     """
     if db.execute("SELECT 1 FROM marks WHERE id = ?", (number,)).fetchone() is None:
         return False
     later = [row[0] for row in db.execute("SELECT id FROM marks WHERE id >= ? ORDER BY id DESC", (number,))]
-    db.execute("UPDATE clock SET mark = NULL")  # undoing is not logged
+    db.execute("UPDATE clock SET mark = NULL")  # the changes below are not logged
     for undone in later:  # newest first: after each round the tables are what they were at that mark
         for table, columns in tracked.items():
             key, names = columns[0], ", ".join(columns)
@@ -78,7 +79,7 @@ def rewind(db: sqlite3.Connection, tracked: Mapping[str, tuple[str, ...]], numbe
 
 
 def forget(db: sqlite3.Connection, tracked: Mapping[str, tuple[str, ...]], number: int) -> None:
-    """Drop the marks before ``number`` and what only they need."""
+    """Drop the marks before ``number``, and the logged rows that only they need."""
     for table in tracked:
         db.execute(f"DELETE FROM undo_{table} WHERE mark < ?", (number,))
     _delete_marks(db, "id < ?", number)

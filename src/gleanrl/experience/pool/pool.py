@@ -1,9 +1,9 @@
 """The experience pool: successes of partly solved tasks in one SQLite file, token-exact and durable.
 
-One process writes, any number read. Every change is one transaction: after a crash the pool is what it was after the
-last call that returned. What a call costs depends on what it is given, not on the size of the pool.
+One process writes, and any number of processes read. Every change is one transaction: after a crash the pool is what it
+was after the last call that returned. The cost of a call depends on its arguments, not on the size of the pool.
 
-`ReplayCurriculum` draws from it and `ExperiencePool.observe` fills it; both also work in other trainers' loops::
+`ExperiencePool.observe` fills the pool and `ReplayCurriculum` draws from it. Both also work in other trainers' loops::
 
     with ExperiencePool("experience.sqlite") as pool:
         pool.observe(groups, step)
@@ -44,16 +44,16 @@ class Stored:
 
     key: int  # the pool's own id; never given to another trajectory
     trajectory: Trajectory
-    entropy: float  # minus the mean recorded log-prob of its sampled tokens: estimates their entropy then
-    version: int  # the oldest weights that sampled it
+    entropy: float  # minus the mean recorded log-prob of its sampled tokens: their estimated entropy when sampled
+    version: int  # of the oldest weights that sampled it
     temperature: float
-    step: int  # when it was stored
+    step: int  # in which it was stored
     uses: int  # how often it was replayed
 
 
 @dataclass(frozen=True, slots=True)
 class PoolTask:
-    """A task and what is known of it."""
+    """A task and its state in the pool."""
 
     task: Task
     attempts: int  # valid members of its latest fresh group; 0 = seeded and never tried
@@ -63,34 +63,34 @@ class PoolTask:
 
     @property
     def rate(self) -> float:
-        """Share of its latest fresh group that succeeded; 0 where it was never tried."""
+        """Share of the latest fresh group that succeeded; 0 if the task was never tried."""
         return self.successes / self.attempts if self.attempts else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Incoming:
-    """A success from elsewhere, as `ExperiencePool.add_all` takes it."""
+    """A success from another source, in the form for `ExperiencePool.add_all`."""
 
     task: Task
     trajectory: Trajectory
     step: int = 0
     temperature: float = 1.0
-    version: int | None = None  # counts its age, where the trajectory's own version is of another run
-    attempts: int = 0  # and successes: what is known of a task that was never tried here
+    version: int | None = None  # its age counts from this, if the trajectory's own version is of another run
+    attempts: int = 0  # attempts and successes elsewhere, used for a task that was never tried here
     successes: int = 0
 
 
 class ExperiencePool:
-    """Rules: docs/concepts/replay.md. Methods may be called from any thread.
+    """Stores successes by the rules in docs/concepts/replay.md. Methods may be called from any thread.
 
-    ``tokenizer`` is a fingerprint: the first one given to an empty pool is kept, and the pool refuses to open under
-    another. A pool with trajectories and without a fingerprint takes one only with ``settings.trust_tokenizer``.
-    Trajectories with token ids of ``vocabulary`` or above, or with more than ``max_context`` tokens in a segment, are
-    neither admitted nor given out. ``run`` says whose marks are set: `rewind` undoes nothing of another run.
+    ``tokenizer`` is a fingerprint. The first one given to an empty pool is kept, and the pool then refuses any other. A
+    pool with trajectories but without a fingerprint takes one only with ``settings.trust_tokenizer``. Trajectories with
+    token ids of ``vocabulary`` or above, or with more than ``max_context`` tokens in a segment, are neither admitted
+    nor returned. ``run`` is recorded as the owner of marks, so that `rewind` does not undo the work of another run.
 
     Raises:
         UserError: the file is no pool of this version, is damaged, is (or may be) of another tokenizer, or another
-            process writes it. Any later call: the disk is full, or the file turns out to be damaged.
+            process writes it. Later calls raise it if the disk is full, or if the file turns out to be damaged.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class ExperiencePool:
         self._limits, self._run = Limits(vocabulary, max_context), run
         self._guard = threading.RLock()
         self._counts: Counter[str] = Counter()  # the table of counters, while a transaction is open
-        self._replaced: dict[str, int] = {}  # tasks that became others in this transaction, and trajectories evicted
+        self._replaced: dict[str, int] = {}  # tasks replaced in this transaction -> trajectories evicted
         with ExitStack() as opened:
             if not read_only:
                 opened.enter_context(schema.writer_lock(self.path))
@@ -118,16 +118,16 @@ class ExperiencePool:
 
     # --- learning from what came back -----------------------------------------------------------
     def observe(self, groups: Sequence[Group], step: int, *, temperature: float = 1.0) -> dict[str, float]:
-        """Task states, retirement and admission from the fresh members of ``groups``, then age; one transaction.
+        """Update task states, retire tasks and admit successes by the fresh members of ``groups``, in one transaction.
 
-        A group without a valid fresh member changes nothing. Returns metrics under ``pool/``: counts of this call
-        (what was evicted: since the last call) and the sizes that result.
+        Trajectories that are too old are evicted. A group without a valid fresh member changes nothing. Returns metrics
+        under ``pool/``: counts of this call (evictions: since the last call) and the resulting sizes.
         """
         settings, step = self.settings, int(step)
         seen: Counter[str] = Counter()
         with self._writing() as db:
             if settings.max_age is not None:
-                oldest = step + 1 - settings.max_age  # the next step is the first to use what is left
+                oldest = step + 1 - settings.max_age  # the next step is the first that uses the remaining ones
                 rows = db.execute("SELECT id FROM trajectories WHERE version < ?", (oldest,)).fetchall()
                 self._evict([key for (key,) in rows], "age")
             for group in groups:
@@ -149,7 +149,7 @@ class ExperiencePool:
                 bucket_index.save(db, row)
             self._log_replaced()
 
-            evicted: Counter[str] = Counter()  # since the last call; a rewind takes that back too
+            evicted: Counter[str] = Counter()  # since the last call; counters are rewound with the pool
             for name in [name for name in self._counts if name.startswith("evicted/")]:
                 cause = name.removeprefix("evicted/")
                 evicted[cause] = self._counts[name] - self._counts[f"reported/{cause}"]
@@ -184,10 +184,10 @@ class ExperiencePool:
         attempts: int = 0,
         successes: int = 0,
     ) -> bool:
-        """Store one success from elsewhere (a demonstration, another run). Returns whether it is in the pool now.
+        """Store one success from another source (a demonstration, another run). Returns whether it was stored.
 
-        ``attempts`` and ``successes`` are what is known of a task that the pool does not know yet. ``version``
-        stands for the age of the trajectory where its own counts the steps of another run.
+        ``attempts`` and ``successes`` are used if the task was never tried in this pool. The age of the trajectory
+        counts from ``version``; give it if the trajectory's own version counts the steps of another run.
         """
         return self.add_all([Incoming(task, trajectory, step, temperature, version, attempts, successes)])[0]
 
@@ -202,8 +202,8 @@ class ExperiencePool:
     def update(self, tasks: Iterable[Task]) -> None:
         """Compare the tasks of a run that begins with those of the pool.
 
-        Where the pool knows another problem under the same id, its trajectories are evicted, and nothing that is known
-        of it holds any more. All other tasks are left alone.
+        If the pool holds another problem under the same id, that problem is replaced: its trajectories are evicted and
+        its state is reset. All other tasks stay as they are.
         """
         with self._writing() as db:
             for task in tasks:
@@ -216,12 +216,12 @@ class ExperiencePool:
             self._log_replaced()
 
     def used(self, keys: Sequence[int]) -> None:
-        """Count one use of each; keys that are gone are ignored."""
+        """Count one use of each trajectory. Keys that are no longer in the pool are ignored."""
         with self._writing() as db:
             db.executemany("UPDATE trajectories SET uses = uses + 1 WHERE id = ?", [(int(key),) for key in keys])
 
     def evict(self, keys: Sequence[int], cause: str) -> None:
-        """Remove trajectories; keys that are gone are ignored."""
+        """Remove trajectories, counted under ``cause``. Keys that are no longer in the pool are ignored."""
         with self._writing():
             self._evict(keys, cause)
 
@@ -239,9 +239,9 @@ class ExperiencePool:
     def draw(
         self, bucket: tuple[int, int] | None, count: int, random: np.random.Generator, exclude: Collection[str] = ()
     ) -> list[PoolTask]:
-        """Up to ``count`` tasks of a bucket, without those in ``exclude``, uniformly without replacement.
+        """Draw up to ``count`` tasks of a bucket, except those in ``exclude``, uniformly without replacement.
 
-        ``bucket`` None draws from the retired tasks. A damaged task is logged, removed from its bucket and missing from
+        ``bucket`` None draws from the retired tasks. A damaged task is logged, removed from its bucket and left out of
         the result.
         """
         number = bucket_index.RETIRED if bucket is None else bucket_index.bucket_id(bucket)
@@ -261,7 +261,7 @@ class ExperiencePool:
                     drawn.append(PoolTask(task, row.attempts, row.successes, row.step, row.live))
         if damaged and not self.read_only:
             with self._writing() as db:
-                for task_id in damaged:  # the next fresh group on the task makes it known again
+                for task_id in damaged:  # the next fresh group of the task stores the task again
                     self._evict(_keys_of(db, task_id), "damaged")
                     db.execute("DELETE FROM bodies WHERE id = ?", (task_id,))
                     row = bucket_index.get(db, task_id)
@@ -270,9 +270,9 @@ class ExperiencePool:
         return drawn
 
     def stored(self, task_ids: Sequence[str]) -> dict[str, list[Stored]]:
-        """The live trajectories of each task, oldest first; an empty list where there is none.
+        """Return the live trajectories of each task, oldest first; an empty list for a task without any.
 
-        One that is damaged, or that this run cannot train on, is evicted, logged and left out.
+        A trajectory that is damaged, or that this run cannot train on, is evicted, logged and left out.
         """
         found: dict[str, list[Stored]] = {name: [] for name in task_ids}
         faulty: dict[int, str] = {}
@@ -297,28 +297,28 @@ class ExperiencePool:
         return found
 
     def retired(self, task_ids: Sequence[str]) -> set[str]:
-        """Those of them that are retired."""
+        """Return the ids of those tasks that are retired."""
         with self._reading() as db:
             query = "SELECT 1 FROM tasks WHERE name = ? AND retired"
             return {name for name in task_ids if db.execute(query, (name,)).fetchone()}
 
     def rates(self, task_ids: Sequence[str]) -> dict[str, float]:
-        """Solve rate of the latest fresh group of each; a task that was never tried is missing."""
+        """Return the solve rate of each task's latest fresh group. Tasks that were never tried are left out."""
         with self._reading() as db:
             query = "SELECT 1.0 * successes / attempts FROM tasks WHERE name = ? AND attempts > 0"
             return {name: row[0] for name in task_ids if (row := db.execute(query, (name,)).fetchone())}
 
     # --- marks ----------------------------------------------------------------------------------
     def mark(self) -> int:
-        """A name for the present state, on disk when this returns; numbers are never used twice."""
+        """Mark the present state and return the mark's number, which is on disk then and is never used twice."""
         with self._writing() as db:
             return marks.mark(db, self._run)
 
     def rewind(self, mark: int) -> None:
-        """Put every task, trajectory, position and count back to what it was; the mark stands, later ones are gone.
+        """Put all tasks, trajectories, positions and counts back to their state at ``mark``, and delete later marks.
 
         Raises:
-            UserError: there is no such mark, or another run has set one since.
+            UserError: there is no such mark, or another run has set a mark since.
         """
         with self._writing() as db:
             if self._run is not None and (other := marks.other_owner(db, mark, self._run)):
@@ -333,13 +333,16 @@ class ExperiencePool:
                 )
 
     def forget(self, mark: int) -> None:
-        """Drop the marks before ``mark`` and what is kept only for them."""
+        """Drop the marks before ``mark``, and the data that is kept only for them."""
         with self._writing() as db:
             marks.forget(db, schema.TRACKED, mark)
 
     # --- the whole ------------------------------------------------------------------------------
     def stats(self) -> dict[str, Any]:
-        """Sizes, tasks by bucket, evictions by cause, versions, marks; JSON-serialisable, at no cost that grows."""
+        """Return sizes, tasks by bucket, evictions by cause, versions and marks, JSON-serialisable.
+
+        The cost does not grow with the pool.
+        """
         with self._reading() as db:
             counts = Counter(dict(db.execute("SELECT name, value FROM counters")))
             sizes = bucket_index.sizes(db)
@@ -390,7 +393,7 @@ class ExperiencePool:
 
     @contextmanager
     def _writing(self) -> Iterator[sqlite3.Connection]:
-        """One transaction; ``self._counts`` is read at its beginning and written at its end."""
+        """Run the block as one transaction. ``self._counts`` is read when it begins and written when it ends."""
         if self.read_only:
             raise UserError(f"the experience pool {self.path} is open read-only; open it for writing")
         with self._guard, schema.explained(self.path), schema.transaction(self._db):
@@ -404,7 +407,7 @@ class ExperiencePool:
                     self._db.execute("UPDATE counters SET value = ? WHERE name = ?", (value, name))
 
     def _bind(self, tokenizer: str | None) -> None:
-        """Compare the pool's tokenizer with that of the run; the first one is written into the file."""
+        """Check that the pool's tokenizer is that of the run. If the pool has none, the run's is written into it."""
         if tokenizer is None:
             return
         with self._reading() as db:
@@ -440,7 +443,7 @@ class ExperiencePool:
         try:
             if body is not None:
                 return row, codec.is_same_task(body[0], task)
-        except codec.Damaged:  # is written again; its trajectories are checked on their own when they are read
+        except codec.Damaged:  # the task is written again below; its trajectories are checked when they are read
             pass
         # not INSERT OR REPLACE, which deletes without the trigger that keeps the old row for a rewind
         write = "INSERT INTO bodies VALUES (?, ?) ON CONFLICT (id) DO UPDATE SET data = excluded.data"
@@ -448,9 +451,9 @@ class ExperiencePool:
         return row, True
 
     def _replace(self, row: TaskRow, task: Task) -> None:
-        """Make ``task`` the one that has this id: nothing that is known of the old one holds.
+        """Replace the task of ``row`` by another one with the same id.
 
-        Evicts its trajectories and changes ``row``, which the caller saves.
+        Evicts the trajectories of the old task and resets its state in ``row``, which the caller must save.
         """
         self._db.execute("UPDATE bodies SET data = ? WHERE id = ?", (codec.encode_task(task), row.id))
         removed = self._remove(_keys_of(self._db, row.id), "other_task")
@@ -467,7 +470,7 @@ class ExperiencePool:
             )
 
     def _add(self, incoming: Incoming) -> bool:
-        """Store one success from elsewhere, unless the pool knows another problem under the task's id."""
+        """Store one success from another source, unless the pool has another problem under the task's id."""
         trajectory, temperature, score = incoming.trajectory, float(incoming.temperature), incoming.trajectory.score
         succeeded = score.valid and score.value >= self.settings.success_threshold
         if not succeeded or admission.refusal(trajectory, temperature, self._limits):
@@ -491,7 +494,7 @@ class ExperiencePool:
         temperature: float,
         version: int | None,
     ) -> Counter[str]:
-        """Store what may be stored, and make room; changes ``row.live``, which the caller saves."""
+        """Store the trajectories that are admitted, and evict others for them. The caller must save ``row``."""
         stored = self._db.execute("SELECT id, entropy, digest FROM trajectories WHERE task = ?", (row.id,)).fetchall()
         known = {digest for _, _, digest in stored}
         new: list[tuple[Candidate, Trajectory]] = []
@@ -505,7 +508,7 @@ class ExperiencePool:
                 seen[f"refused/{reason}"] += 1
                 continue
             known.add(digest)
-            order = self._counts["next_key"] + len(new) + 1  # after all that are stored
+            order = self._counts["next_key"] + len(new) + 1  # newer than all stored ones
             new.append((Candidate(order, admission.entropy(trajectory), digest), trajectory))
         candidates = [*(Candidate(*each) for each in stored), *(candidate for candidate, _ in new)]
         surplus = {candidate.order for candidate in admission.surplus(candidates, self.settings)}

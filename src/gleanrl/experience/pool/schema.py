@@ -1,4 +1,4 @@
-"""The file of a pool: its tables, how it is opened, the lock of its writer, and clear errors for a bad file.
+"""The file of a pool: its tables, opening it, the lock of its writer, and clear errors for a bad file.
 
 Used by `gleanrl.experience.pool.pool` and, for reading, by `gleanrl.experience.pool.browse`.
 """
@@ -19,7 +19,7 @@ from gleanrl.utils.errors import UserError
 
 try:
     import fcntl
-except ImportError:  # no such locks on this system: SQLite's own still keep the file whole
+except ImportError:  # no such locks on this system; SQLite's own locks still protect the file
     fcntl = None
 
 _CUT = "its last page is cut off"
@@ -30,16 +30,16 @@ APPLICATION = 0x474C5250  # "GLRP"
 VERSION = 2
 
 TABLES = {
-    # what is known of each task; bucket and position (bucket_index.py) are NULL where it cannot be drawn
+    # the state of each task; bucket and position (bucket_index.py) are NULL for a task that cannot be drawn
     "tasks": (
         "id INTEGER PRIMARY KEY",
         "name TEXT NOT NULL UNIQUE",
         "attempts INTEGER NOT NULL",  # valid members of its latest fresh group
         "successes INTEGER NOT NULL",
         "step INTEGER NOT NULL",
-        "streak INTEGER NOT NULL",  # perfect fresh groups in a row
+        "streak INTEGER NOT NULL",  # latest fresh groups in a row that all solved it
         "retired INTEGER NOT NULL",
-        "live INTEGER NOT NULL",  # its trajectories
+        "live INTEGER NOT NULL",  # number of its trajectories
         "bucket INTEGER",
         "position INTEGER",
     ),
@@ -55,11 +55,11 @@ TABLES = {
         "uses INTEGER NOT NULL",
         "bytes INTEGER NOT NULL",
     ),
-    "blobs": ("id INTEGER PRIMARY KEY", "data BLOB NOT NULL"),  # of trajectories; apart, so that counting uses is cheap
+    "blobs": ("id INTEGER PRIMARY KEY", "data BLOB NOT NULL"),  # records, apart so that counting uses is cheap
     "buckets": ("id INTEGER PRIMARY KEY", "size INTEGER NOT NULL"),
     "counters": ("id INTEGER PRIMARY KEY", "name TEXT NOT NULL UNIQUE", "value INTEGER NOT NULL"),
 }
-"""Everything that a mark binds; each has an integer key, for the shadow tables of `marks`."""
+"""The tables that a rewind restores. Each has an integer key, which the shadow tables of `marks` need."""
 
 INDEXES = (
     "CREATE UNIQUE INDEX tasks_place ON tasks (bucket, position) WHERE bucket IS NOT NULL",
@@ -71,7 +71,7 @@ TRACKED = {table: tuple(column.split()[0] for column in columns) for table, colu
 
 
 def statements() -> list[str]:
-    """SQL statements that make an empty pool."""
+    """Return the SQL statements that make an empty pool."""
     made = [f"CREATE TABLE {table} ({', '.join(columns)})" for table, columns in TABLES.items()]
     made += [*INDEXES, "CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT)", *marks.CLOCK]
     for table, columns in TRACKED.items():
@@ -81,10 +81,10 @@ def statements() -> list[str]:
 
 # --- opening ------------------------------------------------------------------------------------
 def connect(path: Path, *, read_only: bool) -> sqlite3.Connection:
-    """Open the pool at ``path``; without ``read_only`` an absent one is made in the folder, which must exist.
+    """Open the pool at ``path``. Unless ``read_only``, a missing pool is made; its folder must exist.
 
     Raises:
-        UserError: there is none to read, it cannot be opened, or it is no pool of this version.
+        UserError: there is no pool to read, the file cannot be opened, or it is no pool of this version.
     """
     if read_only and not path.is_file():
         raise UserError(f"there is no experience pool at {path}")
@@ -95,7 +95,7 @@ def connect(path: Path, *, read_only: bool) -> sqlite3.Connection:
         for pragma in ("trusted_schema = OFF", "cell_size_check = ON", "cache_size = -16000"):
             db.execute(f"PRAGMA {pragma}")
 
-        # a last page that is cut off would be read as zeros; a write-ahead log restores it
+        # SQLite would read a cut-off last page as zeros, unless a write-ahead log restores it
         log = path.with_name(path.name + "-wal")
         whole = path.stat().st_size % _pragma(db, "page_size") == 0
         if not whole and not (log.exists() and log.stat().st_size):
@@ -122,7 +122,7 @@ def connect(path: Path, *, read_only: bool) -> sqlite3.Connection:
             raise UserError(f"{path} has other tables or triggers than an experience pool; it is not used")
         if not read_only:
             db.execute("PRAGMA journal_mode = WAL")
-            db.execute("PRAGMA synchronous = FULL")  # a checkpoint names a mark: after a power cut it must be there
+            db.execute("PRAGMA synchronous = FULL")  # a mark in a checkpoint must survive a power cut
             db.execute("PRAGMA journal_size_limit = 67108864")
         opened.pop_all()
         return db
@@ -142,7 +142,7 @@ def _expected_schema() -> frozenset[tuple[str, str]]:
 
 @contextmanager
 def transaction(db: sqlite3.Connection, kind: str = "IMMEDIATE") -> Iterator[None]:
-    """All or nothing; ``DEFERRED`` gives a reader one unchanging view."""
+    """Run the block as one transaction, undone on any error. ``DEFERRED`` gives a reader one unchanging view."""
     db.execute(f"BEGIN {kind}")
     try:
         yield
@@ -156,10 +156,10 @@ def transaction(db: sqlite3.Connection, kind: str = "IMMEDIATE") -> Iterator[Non
 
 @contextmanager
 def writer_lock(path: Path) -> Iterator[None]:
-    """Hold the lock of the pool's writer; the system releases it when the process ends, however it ends.
+    """Hold the lock of the pool's writer. If the process ends in any way, the system releases the lock.
 
     Raises:
-        UserError: another process, or another pool object of this one, holds it.
+        UserError: another process, or another pool object of this process, holds the lock.
     """
     lock = path.with_name(path.name + ".lock")
     try:
@@ -183,7 +183,7 @@ def writer_lock(path: Path) -> Iterator[None]:
 
 @contextmanager
 def explained(path: Path) -> Iterator[None]:
-    """Raise SQLite's errors as a `UserError` of one line that says what to do; mistakes of our own pass unchanged."""
+    """Raise SQLite's errors as a `UserError` of one line that says what to do. Programming errors pass unchanged."""
     try:
         yield
     except sqlite3.Error as error:

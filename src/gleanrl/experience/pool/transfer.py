@@ -2,9 +2,9 @@
 
 Called by `gleanrl pool seed`, `export` and `import`, and for ``replay.seed_from``.
 
-A parquet file has one row a trajectory. Its array columns are what a trainer needs: ids, mask and log-probs of the
-whole trajectory. Further columns hold the shape of the turns. Log-probs of context are null: a 0 would claim
-probability 1.
+A parquet file has one row per trajectory. Its array columns hold what a trainer needs: token ids, mask and log-probs of
+the whole trajectory. Other columns hold the sizes of turns and segments. Log-probs of context tokens are null, because
+0 would mean probability 1.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from gleanrl.utils.errors import UserError
 log = logging.getLogger(__name__)
 
 FORMAT = b"1"
-ROWS = 256  # of one row group of a file, and of one piece of it in memory
-BATCH = 1_000  # successes stored in one transaction ...
-BATCH_TOKENS = 4_000_000  # ... or fewer, once they have this many tokens: they wait in memory
-_NAMED = 5  # faulty rows that are named; the rest is counted
+ROWS = 256  # rows in a row group of a file, and in a piece of it read into memory
+BATCH = 1_000  # maximum number of successes stored in one transaction
+BATCH_TOKENS = 4_000_000  # tokens from which a smaller batch is stored, because batches wait in memory
+_NAMED = 5  # faulty rows named in the log; further ones are only counted
 _NUMBER, _TOKENIZER = b"gleanrl.pool", b"gleanrl.tokenizer"
 
 
@@ -44,14 +44,14 @@ class Moved:
     """The result of an import or of seeding a pool."""
 
     stored: int = 0
-    left_out: Counter[str] = field(default_factory=Counter)  # by reason
+    left_out: Counter[str] = field(default_factory=Counter)  # number of trajectories by reason
 
 
 class Intake:
-    """Puts successes into a pool, up to `BATCH` in one transaction, and counts in ``moved`` what came of each.
+    """Puts successes into a pool, up to `BATCH` in one transaction, and counts in ``moved`` which were stored.
 
-    Use as ``with Intake(pool) as intake``: what was taken is in the pool when the block is left, also where it is left
-    by an error. Killed, the process leaves whole batches.
+    Use as ``with Intake(pool) as intake``: all successes taken are in the pool when the block is left, also after an
+    error. If the process is killed, only whole batches are in the pool.
     """
 
     def __init__(self, pool: ExperiencePool) -> None:
@@ -61,7 +61,7 @@ class Intake:
         self._tokens = 0  # tokens of the waiting trajectories
 
     def take(self, incoming: Incoming) -> None:
-        """Take one trajectory; one that is no success is only counted."""
+        """Take one trajectory. A trajectory that is no success is only counted."""
         trajectory = incoming.trajectory
         if not trajectory.score.valid or trajectory.score.value < self._pool.settings.success_threshold:
             self.moved.left_out["no success"] += 1
@@ -86,20 +86,21 @@ class Intake:
 
 
 def check_tokenizers(pool: Path, source: str | None, of: object, *, trust: bool) -> str | None:
-    """Check that tokens of ``of``, made by the tokenizer ``source``, may enter a pool.
+    """Check that token ids made by the tokenizer ``source`` may enter a pool.
 
-    A pool without a fingerprint and without trajectories takes that of what first comes in.
+    A pool without a fingerprint and without trajectories accepts any tokenizer.
 
     Args:
-        pool: its file, which need not exist.
-        source: a fingerprint; None = not known.
-        trust: a side that does not name its tokenizer is taken to have the same one.
+        pool: the pool's file, which need not exist.
+        source: fingerprint of the tokenizer; None = not known.
+        of: the origin of the tokens, named in errors.
+        trust: assume that a side without a fingerprint has the same tokenizer as the other.
 
     Returns:
         The fingerprint of the pool; None if it has none.
 
     Raises:
-        UserError: they are of different tokenizers, or one side does not say.
+        UserError: the tokenizers differ, or one of them is not known and ``trust`` is off.
     """
     own, empty = None, True
     if pool.is_file():
@@ -120,11 +121,11 @@ def check_tokenizers(pool: Path, source: str | None, of: object, *, trust: bool)
 
 # --- from another pool or run -------------------------------------------------------------------
 def seed_from_pool(pool: ExperiencePool, source: Path, *, step: int = 0, trust: bool = False) -> Moved:
-    """Store every trajectory of the pool at ``source``, with its task's latest rate.
+    """Store every trajectory of the pool at ``source``, with its task's latest solve rate.
 
     Args:
-        step: of this run; the age of the trajectories counts from it.
-        trust: where one side does not say its tokenizer, it is the same.
+        step: step of this run from which the age of the trajectories counts.
+        trust: assume that a side without a fingerprint has the same tokenizer as the other.
 
     Raises:
         UserError: there is no pool at ``source``, or its tokens are (or may be) of another tokenizer.
@@ -150,14 +151,14 @@ def seed_from_groups(
     whole: bool,
     step: int = 0,
 ) -> Moved:
-    """Store every success of groups of fresh trajectories, with the rate of its task's latest group.
+    """Store every success of groups of fresh trajectories, with the solve rate of its task's latest group.
 
     Args:
-        read: gives the groups, oldest first; called twice, because the rates come first.
-        tasks: by id; a success on any other task is left out.
-        temperature: that they were sampled at.
-        whole: the groups are complete. If not, no rate is known.
-        step: of this run; the age of the trajectories counts from it.
+        read: returns the groups, oldest first. Called twice, because the rates must be known first.
+        tasks: tasks by id; a success on any other task is left out.
+        temperature: sampling temperature of the trajectories.
+        whole: whether the groups are complete. If not, no rate is known.
+        step: step of this run from which the age of the trajectories counts.
     """
     threshold = pool.settings.success_threshold
     rates: dict[str, tuple[int, int]] = {}
@@ -181,10 +182,12 @@ def seed_from_groups(
 
 # --- to parquet ---------------------------------------------------------------------------------
 def export_parquet(source: Path, target: Path) -> tuple[int, list[str]]:
-    """Write every trajectory of the pool at ``source``; how many, and a line for each that is damaged.
+    """Write every trajectory of the pool at ``source`` to the parquet file ``target``.
+
+    Returns how many were written, and one line for each damaged trajectory.
 
     Raises:
-        UserError: there is no pool, ``target`` is some other file, the disk is full, or pyarrow is missing.
+        UserError: there is no pool, ``target`` exists and is no parquet file, the disk is full, or pyarrow is missing.
     """
     arrow, parquet = _pyarrow()
     if target.exists():
@@ -232,11 +235,11 @@ def _schema(arrow: Any) -> Any:
             ("tokens", ints),
             ("mask", arrow.list_(arrow.bool_())),
             ("logprobs", arrow.list_(arrow.float32())),
-            ("turn_tokens", ints),  # of each turn
+            ("turn_tokens", ints),  # number of tokens in each turn
             ("turn_sampled", arrow.list_(arrow.bool_())),
             ("turn_version", arrow.list_(whole)),
-            ("segment_turns", ints),  # of each segment
-            ("messages", text),  # JSON: one message a turn
+            ("segment_turns", ints),  # number of turns in each segment
+            ("messages", text),  # JSON: one message per turn
             ("score", real),
             ("parts", arrow.map_(text, real)),
             ("explanation", text),
@@ -288,7 +291,7 @@ def _table(arrow: Any, rows: Sequence[Mapping[str, Any]], schema: Any) -> Any:
     columns = []
     for column in schema:
         cells = [row[column.name] for row in rows]
-        if column.name == "logprobs":  # from numpy with a mask of nulls: nothing passes through Python's floats
+        if column.name == "logprobs":  # from numpy with a mask of nulls, so that no value becomes a Python float
             inner = [arrow.array(values, arrow.float32(), mask=absent) for values, absent in cells]
             offsets = np.cumsum([0, *map(len, inner)]).astype(np.int32)
             flat = arrow.concat_arrays(inner) if inner else arrow.array([], arrow.float32())
@@ -303,13 +306,13 @@ def _table(arrow: Any, rows: Sequence[Mapping[str, Any]], schema: Any) -> Any:
 
 # --- from parquet -------------------------------------------------------------------------------
 def import_parquet(pool: ExperiencePool, source: Path) -> Moved:
-    """Store every row that holds up, with its version, temperature and step; uses and retirement start from zero.
+    """Store every valid row, with its version, temperature and step. Uses and retirement start from zero.
 
-    A row that does not hold up (lengths that differ, a log-prob missing or none) is left out and named in the
-    log. Rows enter in the order of the file; where a task has more than its capacity, ``select`` decides.
+    An invalid row (lengths that differ, a missing or invalid log-prob) is left out and named in the log. Rows are
+    stored in the order of the file. If a task has more than its capacity, ``select`` decides which ones stay.
 
     Raises:
-        UserError: it is no parquet file of `export_parquet`, or pyarrow is missing.
+        UserError: ``source`` was not written by `export_parquet`, or pyarrow is missing.
     """
     with Intake(pool) as intake:
         for number, row in enumerate(_rows(source)):
@@ -325,7 +328,7 @@ def import_parquet(pool: ExperiencePool, source: Path) -> Moved:
 
 
 def parquet_tokenizer(source: Path) -> str | None:
-    """The fingerprint that an exported file carries, where the pool had one.
+    """Return the fingerprint of the tokenizer in an exported file; None if the pool had none.
 
     Raises:
         UserError: as `import_parquet`.
@@ -352,7 +355,7 @@ def _open_parquet(source: Path) -> Any:
 
 
 def _rows(source: Path) -> Iterator[dict[str, Any]]:
-    """Every row, its arrays as arrow lists so that floats stay float32."""
+    """Yield every row, with its arrays as arrow lists so that floats stay float32."""
     arrow, _ = _pyarrow()
     try:
         for batch in _open_parquet(source).iter_batches(batch_size=ROWS):
@@ -367,7 +370,7 @@ def _rows(source: Path) -> Iterator[dict[str, Any]]:
 
 
 def _from_row(row: Mapping[str, Any]) -> Incoming:
-    """What a row holds. Raises `ValueError` and its like where that does not hold up."""
+    """Return the trajectory and task of a row. Raises `ValueError` or a similar error if the row is invalid."""
     sizes, sampled, versions = row["turn_tokens"], row["turn_sampled"], row["turn_version"]
     messages, described, info = (json.loads(row[name]) for name in ("messages", "task", "info"))
     tokens = row["tokens"].to_numpy(zero_copy_only=False)
@@ -403,7 +406,7 @@ def _from_row(row: Mapping[str, Any]) -> Incoming:
         raise ValueError(admission.DEFECTS[cause])
     prompt, payload = tuple(described["prompt"]), dict(described["payload"])
     task = Task(row["task_id"], prompt, payload, described.get("kind", ""))
-    codec.encode_trajectory(trajectory)  # raises where a record cannot hold it
+    codec.encode_trajectory(trajectory)  # raises if a record cannot hold it
     step, version, attempts, successes = (int(row[name]) for name in ("step", "version", "attempts", "successes"))
     temperature = float(row["temperature"])
     if not (0 < temperature < math.inf and 0 <= successes <= attempts < bucket_index.ATTEMPTS):
