@@ -1,8 +1,11 @@
-"""The trajectory replay buffer. It depends on nothing but `gleanrl.utils`, so it can be used alone.
+"""The trajectory replay buffer. It depends only on `gleanrl.utils`, so it can be used without the rest of Glean RL.
 
-From the outside in: `replay_buffer` (what callers use), `sampling` with `priorities`, `checkpoint` and `transfer`;
-`reader` and `writer` (a folder of trajectories) or `rlinf` (RLinf's directories); and `table`, `columns`, `log` and
-`files` (the layout of rows, and the files).
+The modules, from the interface to the files:
+
+* `replay_buffer` has the classes that callers use. `sampling`, `priorities`, `background`, `checkpoint` and `transfer`
+  implement their methods.
+* `reader` and `writer` read and write a folder of trajectories, and `rlinf` reads and writes RLinf's directories.
+* `table`, `columns`, `log` and `files` define the layout of rows and the files.
 """
 
 from gleanrl.buffer.replay_buffer import MixedReplayBuffer, TrajectoryReplayBuffer

@@ -1,4 +1,4 @@
-"""What threads need: a queue of trajectories to write, and the random state while batches are drawn ahead."""
+"""Support for background threads: a queue of trajectories to write, and the random state of batches drawn ahead."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Add = Callable[[Sequence[FlatTrajectory]], list[int]]  # see `BufferWriter.add`
 
 @dataclass(frozen=True, slots=True)
 class Submission:
-    """Trajectories of one call."""
+    """The trajectories of one call of `WriteQueue.submit`."""
 
     trajectories: Sequence[FlatTrajectory]
     nbytes: int
@@ -28,17 +28,17 @@ class Submission:
 
 
 class WriteQueue:
-    """Adds trajectories in a thread, which commits all that wait at once.
+    """Adds trajectories in a thread, which commits all waiting trajectories together.
 
     Args:
-        add: stores trajectories, and returns their ids.
-        queue_nbytes: how much may wait; `submit` blocks while there is no room.
+        add: function that stores trajectories and returns their ids.
+        queue_nbytes: bytes of trajectories that may wait. `submit` blocks while the queue has no room.
     """
 
     def __init__(self, add: Add, queue_nbytes: int = QUEUE_NBYTES) -> None:
         self._add, self.queue_nbytes = add, queue_nbytes
         self._waiting: deque[Submission] = deque()
-        self._nbytes = 0  # waiting or being written
+        self._nbytes = 0  # bytes of trajectories that wait or are being written
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._busy = self._closed = False
@@ -47,8 +47,8 @@ class WriteQueue:
     def submit(self, trajectories: Sequence[FlatTrajectory]) -> Future[list[int]]:
         """Return a future of the ids, which is done once the trajectories are on disk.
 
-        Raises what an earlier write failed with, if that was not raised yet, or `RuntimeError` where the buffer is
-        closed or is being closed while this waits for room.
+        Raises the error of an earlier write if it was not raised yet, and `RuntimeError` if the buffer is closed or is
+        closed while this call waits for room.
         """
         nbytes = sum(trajectory.nbytes for trajectory in trajectories)
         own = Submission(list(trajectories), nbytes, Future())
@@ -69,23 +69,23 @@ class WriteQueue:
 
     @property
     def idle(self) -> bool:
-        """Whether nothing waits and nothing is being written."""
+        """Whether no trajectory waits or is being written."""
         return not self._waiting and not self._busy
 
     def flush(self) -> None:
-        """Return when everything submitted is on disk. Raises what a write failed with."""
+        """Wait until all submitted trajectories are on disk. Raises the error of a failed write."""
         with self._changed:
             self._changed.wait_for(lambda: self.idle)
             self.raise_error()
 
     def raise_error(self) -> None:
-        """Raise a failure that was not raised yet."""
+        """Raise the error of a failed write if it was not raised yet."""
         error, self._error = self._error, None
         if error is not None:
             raise error
 
     def close(self, *, wait: bool) -> None:
-        """End the thread. ``wait``: write first what is waiting; otherwise its futures are cancelled."""
+        """End the thread. With ``wait``, waiting trajectories are written first, else their futures are cancelled."""
         with self._changed:
             self._closed = True
             if not wait:
@@ -115,7 +115,10 @@ class WriteQueue:
                 self._nbytes -= sum(own.nbytes for own in batch)
 
     def _commit(self, batch: Sequence[Submission]) -> None:
-        """Commit submissions at once; where one is refused, each alone, so that only its future gets the error."""
+        """Commit submissions together.
+
+        If one is refused, each is committed separately, so that only the future of the refused one gets the error.
+        """
         try:
             ids = self._add([trajectory for own in batch for trajectory in own.trajectories])
         except BaseException as error:
@@ -135,13 +138,10 @@ class WriteQueue:
 
 @dataclass(eq=False)
 class Ahead:
-    """A batch that was not handed out yet: the generator's state before it, and after it once it is drawn.
+    """A batch that was not handed out yet, with the states of the generator before and after it was drawn."""
 
-    ``after`` is set right after the draw, if nothing else was drawn since `RandomStream.begin`.
-    """
-
-    before: Tensor
-    after: Tensor | None = None
+    before: Tensor  # state at `RandomStream.begin`
+    after: Tensor | None = None  # state right after the draw; None until the batch is drawn
 
 
 class RandomStream:
@@ -172,7 +172,8 @@ class RandomStream:
     def state(self) -> Tensor:
         """Return the state to resume from.
 
-        If something else was drawn between batches, no state repeats both, and this is the generator's current state.
+        If something else was drawn between two batches, no state repeats both draws. The generator's current state is
+        returned then.
         """
         with self._lock:
             now = self._generator.get_state()
@@ -185,7 +186,7 @@ class RandomStream:
             return self._ahead[0].before
 
     def restore(self, state: Tensor) -> None:
-        """Continue from a state. Batches drawn ahead before no longer count."""
+        """Continue from ``state``. Batches that were drawn ahead before are forgotten."""
         with self._lock:
             self._ahead.clear()
             self._generator.set_state(state)

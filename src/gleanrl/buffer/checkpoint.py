@@ -1,6 +1,6 @@
 """Checkpoints of a buffer: its files as links, the random state, and priorities.
 
-The checkpoints of any number of ranks can be loaded by any number of ranks; the rows are divided evenly.
+The checkpoints of any number of ranks can be loaded by any number of ranks, among which the rows are divided evenly.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ COMMIT_NBYTES = 64 << 20  # bytes of rows added in one commit, so that syncs tak
 
 
 class State(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a checkpoint holds besides the trajectories."""
+    """The content of a checkpoint's file ``state.json``: the random state, and counts of its trajectories."""
 
     seed: int
     generator: str  # state of the random stream, base64
@@ -49,7 +49,7 @@ class State(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def save(sampler: Sampler, path: Path, *, seed: int, rank: int) -> None:
-    """Write a checkpoint, all or nothing. Raises `UserError` where the disk is full."""
+    """Write a checkpoint, either completely or not at all. Raises `UserError` if the disk is full."""
     storage = sampler.storage
     with atomic.directory(path) as folder, storage.lock:
         storage.write_checkpoint(folder)
@@ -67,11 +67,12 @@ def check_replaceable(path: Path, own: Path | None, *, as_rlinf: bool = False) -
     """Check that a checkpoint may be written to ``path``.
 
     Args:
-        own: the buffer's folder.
-        as_rlinf: the checkpoint is a directory of RLinf.
+        path: folder of the checkpoint.
+        own: the buffer's folder; None if it is in memory.
+        as_rlinf: whether the checkpoint is a directory of RLinf.
 
     Raises:
-        UserError: something else than a checkpoint is there, which would be lost.
+        UserError: ``path`` exists and is not a checkpoint, so its content would be lost.
     """
     if own is not None and path.resolve() == own.resolve():
         raise UserError(f"{path}: the buffer itself is in there; name another folder for its checkpoint")
@@ -90,7 +91,7 @@ def shards(path: Path) -> list[Path]:
     """Return the checkpoints in a folder: the folder itself, or those of all ranks in the order of their numbers.
 
     Raises:
-        UserError: there is none.
+        UserError: there is no checkpoint.
     """
     if _is_checkpoint(path):
         return [path]
@@ -108,7 +109,7 @@ def _is_checkpoint(path: Path) -> bool:
 
 
 def open_reader(path: Path, *, pickles: bool = False) -> BufferReader | rlinf.RLinfReader:
-    """Open one buffer, checkpoint or directory of RLinf, to read."""
+    """Open a buffer, a checkpoint or a directory of RLinf for reading."""
     return rlinf.RLinfReader(path, pickles=pickles) if rlinf.is_directory(path) else BufferReader(path)
 
 
@@ -121,9 +122,10 @@ def load(
     pickles: bool = False,
     before_commit: Callable[[], object] = bool,
 ) -> None:
-    """Replace the buffer's content by this rank's part of some checkpoints, all or nothing, also in a crash.
+    """Replace the buffer's content by this rank's part of the checkpoints at ``paths``.
 
-    ``before_commit`` is called when all is in place; where it raises, nothing has changed.
+    The content is replaced completely or not at all, even in a crash. ``before_commit`` is called when all files are in
+    place. If it raises an error, the buffer keeps its content.
     """
     if len(paths) == 1 and ranks == 1 and (paths[0] / Manifest.NAME).is_file():
         with closing(BufferReader(paths[0])) as source:
@@ -135,7 +137,7 @@ def load(
 
 
 def add_all(writer: BufferWriter, trajectories: Iterable[FlatTrajectory]) -> None:
-    """Add any number of trajectories, some at once."""
+    """Add any number of trajectories, in commits of about `COMMIT_NBYTES`."""
     batch: list[FlatTrajectory] = []
     nbytes = 0
     for trajectory in trajectories:
@@ -151,7 +153,7 @@ def add_all(writer: BufferWriter, trajectories: Iterable[FlatTrajectory]) -> Non
 def trajectories_of_rank(
     paths: Sequence[Path], *, rank: int, ranks: int, pickles: bool = False
 ) -> Iterator[FlatTrajectory]:
-    """Yield a rank's part: the checkpoints one after the other, cut into parts with nearly the same number of rows.
+    """Yield the trajectories of a rank. All checkpoints together are cut into parts with nearly equal numbers of rows.
 
     Raises:
         UserError: a file is missing or damaged.
@@ -159,7 +161,7 @@ def trajectories_of_rank(
     counts: list[list[int]] = []  # rows of each trajectory
     for path in paths:
         with closing(open_reader(path, pickles=pickles)) as reader:
-            if isinstance(reader, BufferReader):  # a missing file of RLinf is an error only where it is read
+            if isinstance(reader, BufferReader):  # a missing file of RLinf is an error only when it is read
                 for why in reader.lost_files():
                     raise UserError(f"{why}; {SALVAGE}")
             records = reader.snapshot.records
@@ -168,7 +170,7 @@ def trajectories_of_rank(
     for path, own in zip(paths, counts, strict=True):
         mine = []
         for position, count in enumerate(own):
-            if (2 * before + count) * ranks // (2 * total) == rank:  # where the middle of the trajectory lies
+            if (2 * before + count) * ranks // (2 * total) == rank:  # the trajectory's middle is in the part
                 mine.append(position)
             before += count
         if mine:
@@ -191,16 +193,17 @@ class SamplerState:
 
 
 def read_sampler_state(paths: Sequence[Path], *, seed: int, stream: int, rank: int, ranks: int) -> SamplerState:
-    """Return the random state and the priorities that a rank goes on with.
+    """Return the random state and the priorities with which a rank continues.
 
-    If as many ranks load as saved, each continues its stream. Otherwise, and where another rank saved what this one
-    loads, the rank gets a new stream, derived from the saved states. Priorities are restored where one checkpoint is
-    loaded as a whole, and reset otherwise.
+    A rank continues its stream if as many ranks load as saved, and it loads the part that it saved. Otherwise it gets a
+    new stream, derived from the saved states. Priorities are restored if a single checkpoint is loaded as a whole, and
+    reset otherwise.
 
     Args:
-        seed: used where the checkpoint has none.
-        stream: number of this rank's stream; ranks that load the same part have different ones.
-        rank, ranks: which part is loaded, of how many.
+        paths: the checkpoints, from `shards`.
+        seed: seed to use if the checkpoints have none.
+        stream: number of this rank's stream. Ranks that load the same part have different streams.
+        rank, ranks: number of the part to load, and number of parts.
 
     Raises:
         UserError: a file is damaged.
@@ -228,7 +231,7 @@ def read_sampler_state(paths: Sequence[Path], *, seed: int, stream: int, rank: i
     saved = seed_of(paths[0])
     seed = seed if saved is None else saved
     if ranks == 1 and not stream and not any(states):
-        start = seed  # on RLinf's own files the first rank draws what RLinf would
+        start = seed  # with RLinf's own files, the first rank draws the same rows as RLinf
     else:
         saved_states = ["" if state is None else state.generator for state in states]
         start = derive(seed, "buffer", "of", ranks, rank, stream, *saved_states)
@@ -236,7 +239,7 @@ def read_sampler_state(paths: Sequence[Path], *, seed: int, stream: int, rank: i
 
 
 def seed_of(path: Path) -> int | None:
-    """Return the seed of a checkpoint, or None where it has none."""
+    """Return the seed of a checkpoint, or None if it has none."""
     if rlinf.is_directory(path):
         return rlinf.seed_of(path)
     state = read_state(path)
@@ -244,7 +247,10 @@ def seed_of(path: Path) -> int | None:
 
 
 def read_state(path: Path) -> State | None:
-    """Return None where the folder is no checkpoint of ours. Raises `UserError` where the file is damaged."""
+    """Return the state in a checkpoint; None if ``path`` has no ``state.json``, as in a directory of RLinf.
+
+    Raises `UserError` if the file is damaged.
+    """
     try:
         return msgspec.json.decode((path / STATE).read_bytes(), type=State)
     except FileNotFoundError:

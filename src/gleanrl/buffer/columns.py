@@ -1,9 +1,9 @@
 """Columns of rows in segment files, mapped so that each column is one array.
 
-Row r of a column lies in segment ``r // capacity``. All segments of a column are mapped one after the other into one
+Row r of a column is in segment ``r // capacity``. All segments of a column are mapped one after the other into one
 range of addresses, so a gather over many files is a single `torch.index_select`, as fast as over one tensor in memory.
-The range is a ring: a dropped segment's place is used again. Python's `mmap` cannot map to a given address, so
-`AddressSpace` calls the C library.
+The range is used as a ring: a new segment takes the place of a dropped one. Python's `mmap` cannot map to a given
+address, so `AddressSpace` calls the C library.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from gleanrl.utils.errors import UserError
 
 PAGE = mmap.PAGESIZE
 ADDRESSES = 16 << 30  # bytes of address space that a table starts with; fewer where the system limits them
-STEPS = 32  # in which a segment gets its space on the disk
-PROBES = 8  # rows that are checked to see whether a gather would wait for the disk
-_FIXED = 0x10  # MAP_FIXED, the same on Linux and macOS
+STEPS = 32  # number of steps in which disk space is reserved for a segment
+PROBES = 8  # rows that are checked to find out whether a gather would wait for the disk
+_FIXED = 0x10  # MAP_FIXED, which has this value on Linux and macOS
 _NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if os.uname().sysname == "Linux" else 0x40)
 _FAILED = ctypes.c_void_p(-1).value
 
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """One tensor of a row."""
+    """The name, type and shape of one tensor of a row."""
 
     path: FieldPath
     dtype: torch.dtype
@@ -59,18 +59,18 @@ class AddressSpace:
     """A range of addresses without memory, into which parts of files are mapped for reading.
 
     Args:
-        nbytes: length of the range, a multiple of the page size. It costs no memory.
+        nbytes: length of the range, a multiple of the page size.
     """
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
-        # reading where no file is mapped gives zeros instead of a crash
+        # where no file is mapped, reads return zeros and do not crash the process
         self._base = _mmap(None, nbytes, mmap.PROT_READ, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE, -1, 0)
 
     def rows(self, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-        """View the whole range as rows of ``shape``: valid where a file is mapped, until `close`.
+        """Return a view of the whole range as rows of ``shape``.
 
-        The tensor keeps the range alive.
+        Rows are valid where a file is mapped, until `close`. The tensor keeps the range alive.
         """
         nbytes = dtype.itemsize * math.prod(shape)
         count = self.nbytes // nbytes
@@ -87,7 +87,7 @@ class AddressSpace:
         _mmap(self._base + at, nbytes, mmap.PROT_READ, flags, -1, 0)
 
     def resident(self, at: int, nbytes: int) -> bool:
-        """Return whether these bytes are in memory. True where the system does not say."""
+        """Return whether these bytes are in memory. True if the system cannot find out."""
         first, pages = self._pages(at, nbytes)
         seen = ctypes.create_string_buffer(pages)
         if _library().mincore(first, pages * PAGE, seen):
@@ -100,12 +100,12 @@ class AddressSpace:
         _library().madvise(first, pages * PAGE, mmap.MADV_WILLNEED)
 
     def _pages(self, at: int, nbytes: int) -> tuple[int, int]:
-        """Return the address of the first page of a part, and the number of pages."""
+        """Return the address of the page in which byte ``at`` lies, and the number of pages that ``nbytes`` touch."""
         first = at // PAGE * PAGE
         return self._base + first, -(-(at + nbytes - first) // PAGE)
 
     def close(self) -> None:
-        """Give the range back. Tensors from `rows` must not be used afterwards."""
+        """Release the range. Tensors from `rows` must not be used afterwards."""
         if self._base:
             _library().munmap(ctypes.c_void_p(self._base), ctypes.c_size_t(self.nbytes))
             self._base = 0
@@ -116,12 +116,15 @@ class AddressSpace:
 
 
 class Columns:
-    """Rows of some fields, numbered from 0 and never renumbered; the oldest segments can be dropped.
+    """Rows of some fields, numbered from 0 and never renumbered. The oldest segments can be dropped.
+
+    A row is *published* once it may be read and belongs to the buffer. Rows that were written but not published are
+    overwritten by the next write after an error.
 
     Args:
-        files: where the segments are.
-        name: of a segment's file, with ``{}`` for its number.
-        fields: one column each.
+        files: the folder of the segments, or memory.
+        name: name of a segment's file, with ``{}`` in place of its number.
+        fields: the fields, with one column each.
         capacity: rows in a segment, such that each column fills whole pages (`table.segment_rows`).
     """
 
@@ -129,24 +132,25 @@ class Columns:
         self._files, self._name, self._fields, self.capacity = files, name, tuple(fields), capacity
         self._widths = [field.nbytes for field in fields]
         self.segment_nbytes = capacity * sum(self._widths)
-        self._offsets = [capacity * sum(self._widths[:i]) for i in range(len(self._widths))]  # in a segment's file
-        self._step = -(-capacity // STEPS)  # rows
+        # offset of each column in a segment's file
+        self._offsets = [capacity * sum(self._widths[:i]) for i in range(len(self._widths))]
+        self._step = -(-capacity // STEPS)  # number of rows for which disk space is reserved at once
         self.rows = 0  # published rows
         self.end = 0  # end of the written rows, the unpublished ones included
         self._use(*self._reserve_addresses(ADDRESSES // max(1, self.segment_nbytes)))
-        self._mapped = dict[int, int]()  # slot -> the segment in it, dropped ones included
-        self._first = 0  # segment that is kept
-        self._dropped: dict[int, int] = {}  # mapped segment -> number of the drop, until no sample reads it
-        self._open: dict[int, int] = {}  # segment that is being filled -> descriptor
+        self._mapped = dict[int, int]()  # slot -> the segment mapped there, which may be a dropped one
+        self._first = 0  # first segment that is kept
+        self._dropped: dict[int, int] = {}  # dropped segment that is still mapped -> number of its drop
+        self._open: dict[int, int] = {}  # segment that is being filled -> file descriptor
         self.lost: dict[int, str] = {}  # segment -> why it cannot be read
-        self._in_memory = [files.folder is None] * len(self._widths)  # guess for each column
-        self._faults = resource.getrusage(resource.RUSAGE_SELF).ru_majflt  # pages that were waited for
+        self._in_memory = [files.folder is None] * len(self._widths)  # for each column, whether it seems to be cached
+        self._faults = resource.getrusage(resource.RUSAGE_SELF).ru_majflt  # major page faults at the last gather
 
     # --- writing ---------------------------------------------------------------------------------
     def write(self, columns: Sequence[Tensor]) -> set[int]:
-        """Write rows at ``end`` and return the descriptors to sync. The rows count once they are published.
+        """Write rows at ``end`` and return the descriptors to sync. The rows can be read once they are published.
 
-        There must be address space for them (`fits`). Raises `OSError` where the disk is full.
+        There must be address space for the rows (`fits`). Raises `OSError` if the disk is full.
         """
         touched = set[int]()
         first, count = self.end, len(columns[0])
@@ -175,17 +179,17 @@ class Columns:
         return touched
 
     def nbytes(self, rows: int) -> int:
-        """Return the disk space of the kept segments once they are written up to row ``rows``."""
+        """Return the bytes of disk space that the kept segments use when they are written up to row ``rows``."""
         segments, more = divmod(rows, self.capacity)
         return ((segments - self._first) * self.capacity + self._reserved(more)) * sum(self._widths)
 
     @property
     def segment_end(self) -> int:
-        """The first row that shares no segment with those that count."""
+        """First row of the first segment that holds no published row."""
         return -(-self.rows // self.capacity) * self.capacity
 
     def publish(self, rows: int, *, skip_unreadable: bool = False) -> None:
-        """Let all rows below ``rows`` count, and map their segments.
+        """Publish all rows below ``rows``, and map their segments.
 
         Raises:
             OSError: a segment cannot be read. With ``skip_unreadable`` it is added to ``lost`` instead.
@@ -200,13 +204,14 @@ class Columns:
                 name = self._files.where(self._name.format(segment))
                 self.lost[segment] = f"{name}: {error.strerror or error}; its rows are lost"
         for segment in [own for own in self._open if (own + 1) * self.capacity <= rows]:
-            os.close(self._open.pop(segment))  # it is full
+            os.close(self._open.pop(segment))  # the segment is full
         self.rows = self.end = max(self.rows, rows)
 
     def drop(self, rows: int, number: int, *, remove: bool) -> bool:
         """Drop the segments that hold only rows below ``rows``, and return whether there were any.
 
-        They stay readable until `release` is called with this drop's ``number``. ``remove``: also remove their files.
+        Dropped segments can be read until `release` is called with this drop's ``number``. With ``remove``, their files
+        are removed.
         """
         self.rows = self.end = max(self.rows, rows)
         first, self._first = self._first, max(self._first, rows // self.capacity)
@@ -223,7 +228,7 @@ class Columns:
         return bool(gone)
 
     def release(self, number: int) -> bool:
-        """Unmap what was dropped up to drop ``number``, and return whether dropped segments are still mapped."""
+        """Unmap the segments of drops up to ``number``, and return whether any dropped segments are still mapped."""
         for segment in [own for own, dropped in self._dropped.items() if dropped <= number]:
             slot = segment % self.slots
             for space, width in zip(self._spaces, self._widths, strict=True):
@@ -234,15 +239,15 @@ class Columns:
         return bool(self._dropped)
 
     def fits(self, rows: int) -> bool:
-        """Return whether there is address space for rows up to ``rows`` and for dropped ones that are still mapped."""
+        """Return whether there is address space for rows up to ``rows``, and for dropped rows that are still mapped."""
         first = min(self._dropped, default=self._first)
         return (rows - 1) // self.capacity - first < self.slots
 
     def grow(self, rows: int) -> None:
-        """Move to a larger address space with room for rows up to ``rows``. No sample may be under way.
+        """Move to a larger address space with room for rows up to ``rows``. No thread may be reading meanwhile.
 
         Raises:
-            OSError: there is none.
+            OSError: the system has no such address space.
         """
         needed = (rows - 1) // self.capacity - self._first + 1
         old, slots, mapped = self._spaces, self.slots, self._mapped
@@ -259,7 +264,7 @@ class Columns:
             space.close()
 
     def kept_files(self) -> dict[str, bool]:
-        """Return the names of the kept segments, and whether more rows will be written to each."""
+        """Return the file names of the kept segments, each with whether more rows will be written to it."""
         kept = [segment for segment in sorted(self._mapped.values()) if segment >= self._first]
         return {self._name.format(segment): (segment + 1) * self.capacity > self.rows for segment in kept}
 
@@ -276,7 +281,7 @@ class Columns:
         for i in which:
             if self._in_memory[i]:
                 continue
-            # a disk serves many requests at once, so all rows are asked for before the first one is read
+            # a disk serves many requests at once, so all rows are requested before the first one is read
             space, width = self._spaces[i], self._widths[i]
             probes = slots[:: max(1, len(slots) // PROBES)].tolist()
             self._in_memory[i] = all(space.resident(slot * width, width) for slot in probes)
@@ -324,7 +329,7 @@ class Columns:
                 raise UserError(self.lost[segment])
 
     def _pieces(self, first: int, count: int) -> Iterator[tuple[int, int, int]]:
-        """Yield (segment, begin, end) of consecutive rows; begin and end count from ``first``."""
+        """Yield (segment, begin, end) for each segment of consecutive rows. Begin and end count from row ``first``."""
         begin = 0
         while begin < count:
             segment = (first + begin) // self.capacity
@@ -333,13 +338,13 @@ class Columns:
             begin = end
 
     def _reserved(self, row: int) -> int:
-        """Return how many rows of a segment have disk space once it is written up to ``row``."""
+        """Return the number of rows for which a segment has disk space when it is written up to ``row``."""
         return min(self.capacity, -(-row // self._step) * self._step)
 
     def _open_and_map(self, segment: int) -> None:
         file = self._files.open(self._name.format(segment))
         try:
-            if os.fstat(file).st_size < self.segment_nbytes:  # reading behind a file's end would kill the process
+            if os.fstat(file).st_size < self.segment_nbytes:  # reading past a file's end would kill the process
                 raise OSError("the file is cut short")
             self._map(segment, file)
         finally:
@@ -353,9 +358,9 @@ class Columns:
         self._mapped[slot] = segment
 
     def _reserve_addresses(self, slots: int, least: int = 1) -> tuple[list[AddressSpace], int]:
-        """Reserve an address space for each column and return them with the number of segments that fit.
+        """Reserve an address space for each column. Return the address spaces and the number of segments that fit.
 
-        That number is ``slots``, or what the system allows. Raises `OSError` where it would be below ``least``.
+        That number is ``slots``, or less if the system does not allow it. Raises `OSError` if it is below ``least``.
         """
         slots = max(least, slots)
         while True:

@@ -1,4 +1,4 @@
-"""The files of a buffer: in a folder, or in memory. Both hand out file descriptors, so callers see no difference."""
+"""The files of a buffer, in a folder or in memory. Both have file descriptors, so callers use them in the same way."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Self
 from gleanrl.utils import atomic
 
 try:
-    from isal.isal_zlib import crc32  # at memory speed; the same sums as zlib's
+    from isal.isal_zlib import crc32  # as fast as memory, with the same checksums as zlib
 except ModuleNotFoundError:
     from zlib import crc32
 
@@ -23,7 +23,7 @@ NO_LINKS = {errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOTSUP, errno.EOPNOTS
 
 
 class MemoryFile:
-    """A file without a name, which is gone with the last reference to it and its last descriptor."""
+    """A file without a name. It exists until the last reference to it is gone and its last descriptor is closed."""
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
@@ -33,20 +33,20 @@ class MemoryFile:
 
 
 class Files:
-    """Files by name. A file is never overwritten by another one, since it may be a checkpoint's hard link.
+    """Files by name. A file is never overwritten by another one, because a checkpoint may have a hard link to it.
 
     Args:
-        folder: where they are; None: in memory, gone with the process.
-        writable: open files for writing too.
+        folder: folder of the files; None: in memory, until the process ends.
+        writable: whether files are opened for writing too.
     """
 
     def __init__(self, folder: Path | None, *, writable: bool) -> None:
         self.folder, self._mode = folder, os.O_RDWR if writable else os.O_RDONLY
-        self.prefix = ""  # start of all names on disk
+        self.prefix = ""  # put before each name to get the name on disk
         self._in_memory: dict[str, MemoryFile] = {}
 
     def with_prefix(self, prefix: str) -> Self:
-        """Return the same files, seen without a prefix that their names have."""
+        """Return the files whose names on disk start with ``prefix``, to be used by names without it."""
         found = copy.copy(self)
         found.prefix = prefix
         return found
@@ -56,9 +56,9 @@ class Files:
         return self.prefix + name if self.folder is None else f"{self.folder}/{self.prefix}{name}"
 
     def create(self, name: str, nbytes: int = 0) -> int:
-        """Create a sparse file of that length and return its descriptor.
+        """Create a sparse file of ``nbytes`` and return its descriptor.
 
-        Raises `FileExistsError` where the name is taken, or another `OSError`; no file is left then.
+        Raises `FileExistsError` if the name is taken. After any other `OSError`, the file does not exist.
         """
         path = self.where(name)
         if self.folder is not None:
@@ -83,12 +83,12 @@ class Files:
         return file
 
     def reserve(self, file: int, at: int, nbytes: int) -> None:
-        """Allocate disk space for a part of a file, so that a full disk is noticed now. Raises `OSError`."""
+        """Allocate disk space for a part of a file. Raises `OSError` if the disk is full, before data are written."""
         if nbytes and self.folder is not None and hasattr(os, "posix_fallocate"):
             os.posix_fallocate(file, at, nbytes)
 
     def open(self, name: str) -> int:
-        """Return a descriptor. Raises `FileNotFoundError`."""
+        """Open a file and return its descriptor. Raises `FileNotFoundError` if there is no such file."""
         path = self.where(name)
         if self.folder is not None:
             return os.open(path, self._mode | os.O_CLOEXEC)
@@ -97,7 +97,7 @@ class Files:
         return os.dup(self._in_memory[path].descriptor)
 
     def replace(self, name: str, data: bytes) -> None:
-        """Replace the file's content durably and atomically."""
+        """Replace the content of a file atomically. The new content is on disk when this returns."""
         if self.folder is not None:
             atomic.write_bytes(self.where(name), data)
             return
@@ -114,7 +114,7 @@ class Files:
             self._in_memory.pop(self.where(name), None)
 
     def names(self) -> list[str]:
-        """Return the names that have the prefix, without it, sorted."""
+        """Return the names of all files that start with the prefix, sorted and without the prefix."""
         if self.folder is not None:
             found = [path.name for path in self.folder.iterdir() if path.is_file()]
         else:
@@ -122,15 +122,16 @@ class Files:
         return sorted(name.removeprefix(self.prefix) for name in found if name.startswith(self.prefix))
 
     def sync(self, files: Iterable[int]) -> None:
-        """Return when the data of these descriptors would survive a power cut."""
+        """Wait until the data of these descriptors are on disk and survive a power cut."""
         if self.folder is not None:
             for file in files:
                 os.fdatasync(file) if hasattr(os, "fdatasync") else os.fsync(file)
 
     def take(self, source: Files, name: str, nbytes: int | None = None) -> None:
-        """Take over a file of other files: as a hard link where possible, or a copy of its first ``nbytes``.
+        """Add the file ``name`` of ``source``, as a hard link where possible, else as a copy.
 
-        A new name survives a power cut only once its folder was synced. Raises `FileExistsError` as `create` does.
+        With ``nbytes``, the file is a copy of the first ``nbytes``. A new link survives a power cut only once its
+        folder is synced. Raises `FileExistsError` if the name is taken.
         """
         if nbytes is None and self.folder is not None and source.folder is not None:
             try:
@@ -146,7 +147,7 @@ class Files:
             at = 0
             while at < size:
                 try:
-                    at = os.lseek(file, at, os.SEEK_DATA)  # without the holes: most of a new segment is one
+                    at = os.lseek(file, at, os.SEEK_DATA)  # holes are skipped, because most of a new segment is a hole
                 except OSError:  # only a hole follows
                     break
                 end = min(size, os.lseek(file, at, os.SEEK_HOLE))
@@ -158,7 +159,7 @@ class Files:
             os.close(target)
 
     def read_text(self, name: str) -> str:
-        """Return a file's content. Raises `FileNotFoundError`."""
+        """Return the content of a file as text. Raises `FileNotFoundError` if there is no such file."""
         file = self.open(name)
         try:
             return os.pread(file, os.fstat(file).st_size, 0).decode(errors="replace")
@@ -166,7 +167,7 @@ class Files:
             os.close(file)
 
     def write_text(self, name: str, text: str) -> None:
-        """Create a file durably. No file is left where that fails."""
+        """Create a file that holds ``text``, and sync it to disk. After an error the file does not exist."""
         file = self.create(name)
         try:
             write_all(file, memoryview(text.encode()), 0)
@@ -179,7 +180,7 @@ class Files:
 
 
 def write_all(file: int, data: memoryview, at: int) -> None:
-    """Write all bytes at an offset; a single call of the system may write fewer."""
+    """Write all bytes at offset ``at``, with several system calls where one writes fewer bytes."""
     while data:
         written = os.pwrite(file, data, at)
         data, at = data[written:], at + written

@@ -1,6 +1,7 @@
 """Export to LeRobot data sets (version 3.0): Parquet files with a row for each chunk step, episode by episode.
 
-An episode is the chunk steps of one environment up to the one that ends it, or up to the end of the trajectory.
+An episode is a run of chunk steps of one environment. It ends at the chunk step that is flagged as its end, or where
+the trajectory or a rollout epoch ends.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ from gleanrl.utils.errors import UserError
 VERSION = "v3.0"
 FILE_NBYTES = 100 << 20  # approximate bytes of rows in a data file
 GROUP_NBYTES = 8 << 20  # approximate bytes of rows in a row group
-CHUNK = 1000  # files in a folder
+CHUNK = 1000  # largest number of files in a folder
 NAMES: dict[FieldPath, str] = {("actions",): "action", ("rewards",): "next.reward", ("dones",): "next.done"}
 OWN_FEATURES = ("timestamp", "frame_index", "episode_index", "index", "task_index")
-_TASK_INDEX = {  # pandas metadata that makes the text the index, as LeRobot expects
+_TASK_INDEX = {  # pandas metadata that makes the column of task texts the index, as LeRobot expects
     "index_columns": ["task"],
     "column_indexes": [{"name": None, "field_name": None, "pandas_type": "unicode", "numpy_type": "object"}],
     "columns": [
@@ -37,12 +38,13 @@ Array = np.ndarray[Any, Any]
 
 
 def export(trajectories: Iterable[FlatTrajectory], out: Path, fields: Sequence[Field], *, fps: float = 1.0) -> str:
-    """Write a data set, all or nothing, and return a summary.
+    """Write a data set, either completely or not at all, and return a summary.
 
     Args:
+        trajectories: the trajectories to write.
         out: a new folder.
-        fields: those that all trajectories have. ``next_obs`` (the next row's observation) and empty fields are left
-            out. Floats that Parquet lacks become float32.
+        fields: the fields that all trajectories have. ``next_obs`` (the next row's observation) and empty fields are
+            left out. Floats of a type that Parquet does not have become float32.
         fps: chunk steps per second, for the timestamps.
 
     Raises:
@@ -88,7 +90,7 @@ def _episodes(trajectory: FlatTrajectory, features: dict[str, Field]) -> Iterato
 
 
 class _DataSet:
-    """Writes the files of a data set, episode by episode. Raises `UserError` where pyarrow is missing."""
+    """Writes the files of a data set, episode by episode. Raises `UserError` if pyarrow is missing."""
 
     def __init__(self, folder: Path, features: dict[str, Field], fps: float) -> None:
         try:
@@ -101,7 +103,7 @@ class _DataSet:
         self.episodes: list[dict[str, Any]] = []
         self.frames = 0
         self._tasks: dict[str, int] = {}
-        # of each feature, for each value of its shape
+        # statistics of each feature, elementwise: arrays of the feature's shape
         self._lowest: dict[str, Array] = {}
         self._highest: dict[str, Array] = {}
         self._sums: dict[str, Array] = {}
@@ -109,7 +111,7 @@ class _DataSet:
         self._writer: Any = None
         self._group: list[Any] = []  # tables of the next row group
         self._file = -1  # number of the open data file
-        self._written = 0  # bytes of rows in it
+        self._written = 0  # bytes of rows in the open data file
 
     def add(self, columns: dict[str, Array], tasks: list[str]) -> None:
         """Add the rows of an episode."""
@@ -156,7 +158,7 @@ class _DataSet:
         self.frames += count
 
     def close(self) -> None:
-        """Write the metadata. Raises `UserError` where there are no episodes."""
+        """Write the metadata. Raises `UserError` if there are no episodes."""
         self._close_file()
         if not self.episodes:
             raise UserError("there are no trajectories to export")
@@ -199,7 +201,7 @@ class _DataSet:
         (meta / "info.json").write_text(json.dumps(info, indent=1))
 
     def _column(self, values: Array) -> Any:
-        """Convert ``[n]`` and ``[n, 1]`` to numbers, ``[n, k]`` to lists of length k, others to nested lists."""
+        """Convert ``[n]`` and ``[n, 1]`` to numbers, ``[n, k]`` to lists of length k, other shapes to nested lists."""
         flat = self._arrow.array(values.reshape(-1))
         shape = values.shape[1:]
         if shape in ((), (1,)):

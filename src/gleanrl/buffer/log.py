@@ -1,11 +1,11 @@
 """The manifest and the append-only files of a buffer: the log of trajectories, and their texts.
 
-The manifest says which files of a folder make up the buffer, and what is kept of them. It is replaced atomically, so a
-reader never sees half of a change.
+The manifest says which files of a folder belong to the buffer, and which of their trajectories are kept. It is replaced
+atomically, so a reader never sees half of a change.
 
 The log has one record of fixed length for each trajectory, appended once its rows and texts are safe on disk. A
-trajectory exists if and only if it has a record. The log is also the index: records are mapped and read in place, so a
-million trajectories need no memory of the process.
+trajectory exists if and only if it has a record. The log is also the index: records are mapped and read in place, so
+they occupy no memory of the process, even for a million trajectories.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from gleanrl.utils.errors import UserError
 
 RECORD = np.dtype(
     [
-        ("crc", "<u4"),  # of the rest of the record
+        ("crc", "<u4"),  # checksum of the rest of the record
         ("kind", "<u2"),  # unused
         ("flags", "<u2"),
-        ("id", "<i8"),  # counts up from 0; an id is never used twice
-        ("row", "<i8"),  # first row in the table of its schema
-        ("final", "<i8"),  # first row among the final observations
-        ("text", "<i8"),  # offset of its text
+        ("id", "<i8"),  # ids count up from 0 and are never used twice
+        ("row", "<i8"),  # first row in the table of the trajectory's schema
+        ("final", "<i8"),  # first row among the table's final observations
+        ("text", "<i8"),  # offset of the trajectory's text
         ("version_low", "<f8"),
         ("version_high", "<f8"),
         ("time", "<f8"),  # seconds since 1970
@@ -42,46 +42,46 @@ RECORD = np.dtype(
         ("steps", "<u4"),  # T
         ("batch", "<u4"),  # B
         ("finals", "<u4"),  # number of final observations
-        ("episodes", "<u4"),  # ends of episodes
+        ("episodes", "<u4"),  # number of ends of episodes
         ("epochs", "<u4"),
-        ("data_crc", "<u4"),  # of its rows as they are stored
+        ("data_crc", "<u4"),  # checksum of the trajectory's rows as they are stored
         ("schema", "<u4"),
         ("commit", "<i8"),  # id of the first trajectory that was written together with this one
-        ("text_crc", "<u4"),  # of its text and its instructions
+        ("text_crc", "<u4"),  # checksum of the trajectory's text and instructions
         ("unused", "V12"),
     ]
 )
 assert RECORD.itemsize == 128
-SUCCESS, FAILURE, INTERVENED = 1, 2, 4  # flags; neither of the first two: unknown
-LONGEST = 1 << 31  # records in a log
+SUCCESS, FAILURE, INTERVENED = 1, 2, 4  # flags; without SUCCESS and FAILURE, the outcome is unknown
+LONGEST = 1 << 31  # largest number of records in a log
 CHECKED = 1 << 16  # records whose checksums are compared at once
 ADDRESSES = 256 << 20  # bytes of address space that a log starts with
 SALVAGE = "`gleanrl buffer FOLDER merge OUT --skip-damaged` writes what is left to a new buffer"
 
 
-FORMAT = 1  # of the manifest and of everything that it names
+FORMAT = 1  # version of the format of the manifest and of all files that it names
 Count = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What counts in a buffer's folder. Change it with `msgspec.structs.replace`."""
+    """Which files of a folder belong to the buffer, and which parts of them. Changed with `msgspec.structs.replace`."""
 
     NAME: ClassVar[str] = "buffer.json"
 
     format: Count = FORMAT
-    epoch: Count = 0  # number at the start of the files' names
+    epoch: Count = 0  # number at the start of all file names; a new one when the whole content is replaced
     log: str = "log-000000"
     texts: str = "texts-000000"
     base: Count = 0  # id of the log's first record
     first: Count = 0  # oldest id that is kept
-    rows: tuple[Count, ...]  # first row that is kept, of each schema
-    finals: tuple[Count, ...]  # first final observation that is kept, of each schema
-    known: Count = 0  # the log has had all records below this id
-    end: Count | None = None  # of a checkpoint: the first id that no longer belongs to it, whatever its files hold
+    rows: tuple[Count, ...]  # for each schema, the first row that is kept
+    finals: tuple[Count, ...]  # for each schema, the first final observation that is kept
+    known: Count = 0  # all records below this id were once in the log, so a missing one is damage
+    end: Count | None = None  # in a checkpoint: the id after its last trajectory; its linked files may hold more
 
     @classmethod
     def read(cls, files: Files) -> Manifest | None:
-        """Return the folder's manifest, or None. Raises `UserError` where it is damaged or of another format."""
+        """Return the folder's manifest; None if it has none. Raises `UserError` for a damaged or unknown format."""
         try:
             found = msgspec.json.decode(files.read_text(cls.NAME), type=cls)
         except FileNotFoundError:
@@ -95,12 +95,12 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         return found
 
     def write(self, files: Files) -> None:
-        """Replace the folder's manifest durably and atomically."""
+        """Replace the folder's manifest atomically. The new one is on disk when this returns."""
         files.replace(self.NAME, msgspec.json.encode(self))
 
     @property
     def prefix(self) -> str:
-        """Start of the names of the buffer's files."""
+        """Prefix of the names of the buffer's files."""
         return f"{self.epoch:03d}-"
 
     def kept(self, table: int) -> tuple[int, int]:
@@ -113,9 +113,9 @@ class Damage:
     """Where a log becomes unreadable."""
 
     record: int
-    nbytes: int  # from there to the end; a writer cuts them off
+    nbytes: int  # bytes from that record to the end of the file, which a writer cuts off
     why: str
-    good: int = 0  # intact records after it that were committed later, so it is no torn write of a crash
+    good: int = 0  # number of intact records of later commits; if positive, the damage is not from a crash
 
     def __str__(self) -> str:
         rest = f"{self.good} good record{'s' * (self.good > 1)}" if self.good else f"{self.nbytes} bytes"
@@ -126,14 +126,14 @@ class Log:
     """The records of a log file as an array.
 
     Args:
-        files: where it is.
-        name: of the file; created if ``writable`` and missing.
-        writable: allow `append`, and cut off a torn end.
-        limit: records that count, e.g. in a checkpoint that shares the file with a buffer.
-        least: records that the log is known to have had.
+        files: the folder of the log, or memory.
+        name: name of the file. If ``writable``, a missing file is created.
+        writable: whether records can be appended. A writer cuts off an incomplete record at the end.
+        limit: number of records to read at most, e.g. in a checkpoint that shares the file with a buffer.
+        least: number of records that the log is known to have had.
 
     Raises:
-        UserError: ``writable``, and the log is damaged by something else than a crash.
+        UserError: the log is ``writable``, and its damage is not what a crash leaves.
     """
 
     def __init__(self, files: Files, name: str, *, writable: bool, limit: int = LONGEST, least: int = 0) -> None:
@@ -143,7 +143,7 @@ class Log:
         self._use(AddressSpace(ADDRESSES))
         self.count = 0
         self.damage: Damage | None = None
-        self.exposed = False  # readers may have seen records that do not count
+        self.exposed = False  # whether readers may have seen records of a failed `append`
         self.refresh()
         if writable and self.damage is not None:
             if self.damage.good:
@@ -155,11 +155,11 @@ class Log:
 
     @property
     def records(self) -> np.ndarray[Any, Any]:
-        """All intact records as an array of `RECORD`, read only, valid until `close`."""
+        """All records before any damage, as a read-only array of `RECORD`, valid until `close`."""
         return self._all[: self.count]
 
     def refresh(self) -> int:
-        """Notice records that another process appended, and return how many."""
+        """Read the records that another process has appended, and return their number."""
         nbytes = min(os.fstat(self._file).st_size, self._limit * RECORD.itemsize)
         there = nbytes // RECORD.itemsize
         if there <= self.count and nbytes == self.count * RECORD.itemsize >= self._least * RECORD.itemsize:
@@ -171,7 +171,7 @@ class Log:
             good = self._intact(begin, min(begin + CHECKED, there))
             self.count = begin + (len(good) if good.all() else int(np.argmin(good)))
             if not good.all():
-                # intact records of later commits show that the bad one was intact once
+                # intact records of later commits show that the damaged record was once complete
                 later = self.count + 1 + np.flatnonzero(self._intact(self.count + 1, there))
                 settled = int((self._all["commit"][later] > self._all["id"][later] - (later - self.count)).sum())
                 why = "a record's checksum does not match"
@@ -185,13 +185,16 @@ class Log:
         return self.count - before
 
     def all_intact(self) -> np.ndarray[Any, Any]:
-        """Return all intact records, also those after a damaged one."""
+        """Return all intact records, including those after a damaged one."""
         there = min(os.fstat(self._file).st_size, self._limit * RECORD.itemsize) // RECORD.itemsize
         self._map(there)
         return self._all[np.flatnonzero(self._intact(0, there))]
 
     def append(self, records: np.ndarray[Any, Any]) -> None:
-        """Append records durably, then make them visible. After an error the log is as before; see ``exposed``."""
+        """Append records, sync them to disk, and then make them visible in this process.
+
+        After an error the log is unchanged, but ``exposed`` says whether other processes may have seen the records.
+        """
         records = records.copy()
         lines: Any = records.view(np.uint8)
         records["crc"] = _checksums(lines)
@@ -212,7 +215,7 @@ class Log:
         os.close(self._file)
 
     def _intact(self, first: int, end: int) -> np.ndarray[Any, Any]:
-        """Return bool ``[end - first]``: the record's checksum matches."""
+        """Return bool ``[end - first]``: whether the checksum of each record matches."""
         return np.array(_checksums(self._bytes[first:end].numpy().reshape(-1))) == self._all["crc"][first:end]
 
     def _map(self, count: int) -> None:
@@ -241,12 +244,12 @@ def _checksums(lines: Any) -> list[int]:
 class Texts:
     """Texts of trajectories by offset, and task descriptions by number, each stored once.
 
-    Two append-only files. What is written counts once a log record refers to it.
+    They are in two append-only files. A text belongs to the buffer once a log record refers to it.
 
     Args:
-        files: where they are.
-        name: of the file of texts. The task descriptions are in ``instructions.jsonl``, one JSON string a line.
-        writable: allow `commit`; missing files are created.
+        files: the folder of the two files, or memory.
+        name: name of the file of texts. The task descriptions are in ``instructions.jsonl``, one JSON string per line.
+        writable: whether texts can be added. Missing files are created.
     """
 
     INSTRUCTIONS = "instructions.jsonl"
@@ -256,13 +259,13 @@ class Texts:
         there = files.names() if writable else ()
         opened = [files.create(n) if writable and n not in there else files.open(n) for n in self.names]
         self._texts, self._lines = opened
-        self.end = os.fstat(self._texts).st_size  # bytes of the texts
-        self._known: list[str | None] = []  # task descriptions; None: the line is damaged
-        self.instructions_nbytes = 0  # up to where they are read; the lock is held to change both
+        self.end = os.fstat(self._texts).st_size  # bytes of the file of texts
+        self._known: list[str | None] = []  # task descriptions by number; None if the line is damaged
+        self.instructions_nbytes = 0  # bytes of the lines in `_known`; both change only under `_lock`
         self._lock = threading.Lock()
         self._read_more()
         if writable:
-            os.ftruncate(self._lines, self.instructions_nbytes)  # half a line of a crash
+            os.ftruncate(self._lines, self.instructions_nbytes)  # cuts off half a line that a crash left
         self._number = {text: number for number, text in enumerate(self._known) if text is not None}
         self._pending, self._fresh = bytearray(), list[str]()
         self._last = ("", (0, 0))
@@ -278,7 +281,10 @@ class Texts:
         return bool(self._known) or os.fstat(self._lines).st_size > 0
 
     def add_text(self, text: str) -> tuple[int, int]:
-        """Queue a text for `commit`; return its offset and length in bytes. A repeated text is stored once."""
+        """Queue a text for `commit`, and return its offset and length in bytes.
+
+        A text that equals the one before it is stored only once.
+        """
         if text != self._last[0]:
             data = text.encode()
             self._last = (text, (self.end + len(self._pending), len(data)))
@@ -286,7 +292,7 @@ class Texts:
         return self._last[1]
 
     def add_instructions(self, instructions: Sequence[str]) -> list[int]:
-        """Queue new task descriptions for `commit`; return the number of each."""
+        """Queue new task descriptions for `commit`, and return the number of each description."""
         for text in dict.fromkeys(instructions):
             if text not in self._number:
                 self._number[text] = len(self._known) + len(self._fresh)
@@ -294,7 +300,7 @@ class Texts:
         return [self._number[text] for text in instructions]
 
     def commit(self) -> None:
-        """Write what is queued durably. Raises `OSError`."""
+        """Write the queued texts and sync them to disk. Raises `OSError` if that fails."""
         lines = "".join(json.dumps(text) + "\n" for text in self._fresh).encode()
         touched = set()
         if self._pending:
@@ -311,7 +317,7 @@ class Texts:
         self._pending, self._fresh = bytearray(), []
 
     def rollback(self) -> None:
-        """Forget what is queued."""
+        """Forget the queued texts."""
         for text in self._fresh:
             del self._number[text]
         self._pending, self._fresh, self._last = bytearray(), [], ("", (0, 0))
@@ -320,10 +326,10 @@ class Texts:
         return os.pread(self._texts, nbytes, at).decode(errors="replace")
 
     def instruction(self, number: int) -> str:
-        """Return a task description. Raises `UserError` where its line is lost."""
+        """Return a task description by number. Raises `UserError` if its line is damaged or missing."""
         if number >= len(self._known):
             with self._lock:
-                if number >= len(self._known):  # another thread may have read them meanwhile
+                if number >= len(self._known):  # another thread may have read more lines meanwhile
                     self._read_more()
         text = self._known[number] if number < len(self._known) else None
         if text is None:
@@ -331,7 +337,7 @@ class Texts:
         return text
 
     def copy(self, name: str, begin: int) -> None:
-        """Copy the texts from an offset on to a new file, durably."""
+        """Copy the texts from offset ``begin`` on to the new file ``name``, and sync it to disk."""
         file = self._files.create(name)
         try:
             for at in range(begin, self.end, 1 << 22):
@@ -346,7 +352,7 @@ class Texts:
         os.close(self._lines)
 
     def _read_more(self) -> None:
-        """Read task descriptions that another process appended."""
+        """Read the task descriptions that another process has appended."""
         data = os.pread(self._lines, os.fstat(self._lines).st_size - self.instructions_nbytes, self.instructions_nbytes)
         whole = data[: data.rfind(b"\n") + 1]
         for line in whole.split(b"\n")[:-1]:

@@ -16,7 +16,7 @@ Ints = np.ndarray[Any, np.dtype[np.int64]]
 
 
 class SumTree:
-    """Weights by position, from which positions are drawn in proportion.
+    """Weights by position. Positions are drawn with probabilities in proportion to their weights.
 
     Each operation handles many positions, one level of the tree at a time. With float64 sums, a draw from 2^30 rows is
     exact to about 1e-7 of a weight.
@@ -24,18 +24,18 @@ class SumTree:
 
     def __init__(self, capacity: int = 1024) -> None:
         self.capacity = 1 << max(0, capacity - 1).bit_length()
-        self._nodes: Floats = np.zeros(2 * self.capacity)  # node i has the children 2i and 2i + 1; leaves come last
+        self._nodes: Floats = np.zeros(2 * self.capacity)  # node i has children 2i and 2i + 1; leaves are last
 
     @property
     def total(self) -> float:
         return float(self._nodes[1])
 
     def at(self, positions: Ints) -> Floats:
-        """Return the weights of positions."""
+        """Return the weights of ``positions``."""
         return self._nodes[self.capacity + positions]
 
     def set(self, positions: Ints, weights: Floats | float) -> None:
-        """Set weights. Where a position comes twice, the last weight counts."""
+        """Set the weights of ``positions``. If a position occurs twice, the last weight is used."""
         nodes = self.capacity + positions
         self._nodes[nodes] = weights
         while len(nodes) and nodes[0] > 1:
@@ -49,7 +49,7 @@ class SumTree:
         while nodes[0] < self.capacity:
             nodes *= 2
             weight = self._nodes[nodes]
-            right = (left >= weight) & (self._nodes[nodes + 1] > 0)  # rounding never leads to an empty part
+            right = (left >= weight) & (self._nodes[nodes + 1] > 0)  # never into an empty part by rounding
             left -= np.where(right, weight, 0.0)
             nodes += right
         return nodes - self.capacity
@@ -59,18 +59,18 @@ class TablePriorities:
     """Priorities of a table's rows, by row number.
 
     Args:
-        exponent: alpha: 0 draws uniformly, 1 in proportion to the priorities.
+        exponent: alpha. With 0 draws are uniform, with 1 in proportion to the priorities.
     """
 
     def __init__(self, exponent: float) -> None:
         self.exponent = exponent
-        self.first = self.end = 0  # rows that have a priority
+        self.first = self.end = 0  # rows first to end - 1 have a priority
         self.highest = 1.0  # highest priority so far, which new rows get, so that each is drawn soon
         self.tree = SumTree()
-        self.base = 0  # row of position 0
+        self.base = 0  # row at position 0 of the tree
 
     def cover(self, first: int, end: int) -> None:
-        """Cover the rows from ``first`` to ``end`` - 1, and no others."""
+        """Keep priorities of exactly the rows ``first`` to ``end`` - 1: give new rows one, and remove the others."""
         if first - self.base > max(self.tree.capacity // 2, end - first):
             kept = np.arange(max(first, self.first), self.end)
             weights = self.tree.at(kept - self.base)
@@ -91,20 +91,20 @@ class TablePriorities:
 class Priorities:
     """Priorities of all tables, for any number of threads. All are reset when the buffer's content is replaced.
 
-    Each call looks at the newest snapshot, so no thread takes back what another has covered.
+    Each call uses the newest snapshot, so that no thread removes rows which another thread has added.
     """
 
     def __init__(self, exponent: float) -> None:
         self.exponent = exponent
-        self._own: list[TablePriorities] = []  # of each table
+        self._own: list[TablePriorities] = []  # priorities of each table, by its number
         self._epoch = -1
         self._lock = threading.Lock()
 
     def draw(self, reader: Reader, drawn: Floats) -> tuple[Snapshot, Ints, Ints, Floats]:
-        """Draw rows by uniform numbers in [0, 1).
+        """Draw a row for each of the uniform random numbers ``drawn`` in [0, 1).
 
         Returns:
-            The snapshot drawn from, and tables, rows and their probabilities, ``[n]`` each.
+            The snapshot that was drawn from, and the table, row and probability of each draw, ``[n]`` each.
 
         Raises:
             UserError: there are no rows.
@@ -125,7 +125,7 @@ class Priorities:
             return now, tables, rows, weights / totals.sum()
 
     def update(self, reader: Reader, tables: Ints, rows: Ints, priorities: Floats) -> None:
-        """Set priorities (positive). Dropped rows are ignored."""
+        """Set the priorities of ``rows``, which must be positive. Dropped rows are ignored."""
         with self._lock:
             self._cover(reader)
             for number, own in enumerate(self._own):
@@ -145,7 +145,7 @@ class Priorities:
             return found
 
     def restore(self, reader: Reader, states: Sequence[dict[str, Any]]) -> None:
-        """Take over the priorities of a checkpoint that holds the same rows."""
+        """Restore the priorities from a checkpoint that holds the same rows."""
         with self._lock:
             self._own, self._epoch = [], reader.snapshot.epoch
             for state in states:
@@ -158,7 +158,7 @@ class Priorities:
                 self._own.append(own)
 
     def _cover(self, reader: Reader) -> Snapshot:
-        """Cover what was added, forget what was dropped, and return the newest snapshot."""
+        """Give added rows a priority, forget dropped rows, and return the newest snapshot."""
         now = reader.snapshot
         if self._epoch != now.epoch:
             self._own, self._epoch = [], now.epoch

@@ -1,8 +1,8 @@
 """Reading trajectories: the interface between storage and sampling, and the reader of a buffer's folder.
 
 A `Reader` has a state that other threads and processes change. A `Snapshot` is that state at one moment: trajectories
-by id, and their rows by table, which hold all trajectories of one schema. `BufferReader` implements it for our files,
-which one process writes and any number of others read at the same time, and `rlinf.RLinfReader` for RLinf's.
+by id, and their rows by table. A table holds the rows of all trajectories of one schema. `BufferReader` reads our own
+files, which one process writes and any number of others read at the same time. `rlinf.RLinfReader` reads RLinf's.
 """
 
 from __future__ import annotations
@@ -43,25 +43,25 @@ class Instructions(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """The trajectories of one moment.
+    """The trajectories that a reader has at one moment.
 
-    ``tables`` and what the arrays view may grow later; nothing in the range of this snapshot changes while it is held
-    (`Reader.held`).
+    ``tables`` and the memory under ``records`` may grow later, but the rows and records of this snapshot do not change
+    while it is held (`Reader.held`).
     """
 
-    epoch: int  # changes when everything is replaced: row numbers and ids of another epoch mean nothing here
+    epoch: int  # changes when the whole content is replaced; row numbers and ids are valid within one epoch
     first_id: int
     next_id: int
-    tables: tuple[RowSource, ...]  # their indexes may also contain trajectories outside of this snapshot
-    spans: tuple[tuple[int, int], ...]  # of each table: the first row that is kept, and the one after the last
-    records: np.ndarray[Any, Any]  # a `log.RECORD` for each trajectory, by id
+    tables: tuple[RowSource, ...]  # indexes of the tables may contain further trajectories, not in this snapshot
+    spans: tuple[tuple[int, int], ...]  # for each table: the first row that is kept, and the row after the last
+    records: np.ndarray[Any, Any]  # a `log.RECORD` for each trajectory, in the order of ids
     texts: Instructions
 
     def count_rows(self) -> int:
         return sum(end - first for first, end in self.spans)
 
     def position(self, number: int) -> int:
-        """Return a trajectory's position in ``records``. Raises `UserError` where it does not exist."""
+        """Return a trajectory's position in ``records``. Raises `UserError` if there is no such trajectory."""
         if self.first_id == self.next_id:
             raise UserError(f"no trajectory {number}: the buffer is empty")
         if not self.first_id <= number < self.next_id:
@@ -70,12 +70,12 @@ class Snapshot:
 
 
 class Reader(ABC):
-    """A set of trajectories by id, to read.
+    """Reads a set of trajectories by id.
 
     Attributes:
-        folder: where they are; None: in memory.
+        folder: folder of the trajectories; None: in memory.
         snapshot: the newest state. Its rows and records may be read only inside `held`.
-        lock: while it is held, nothing is added, dropped or noticed.
+        lock: while a thread holds this lock, ``snapshot`` does not change.
     """
 
     folder: Path | None
@@ -85,15 +85,15 @@ class Reader(ABC):
     @property
     @abstractmethod
     def nbytes(self) -> int:
-        """Bytes of all files."""
+        """Total bytes of all files."""
 
     @abstractmethod
     def refresh(self) -> bool:
-        """Notice what another process wrote, and return whether it did."""
+        """Update ``snapshot`` to what another process has written, and return whether it has changed."""
 
     @abstractmethod
     def held(self) -> AbstractContextManager[Snapshot]:
-        """Hold the newest state: it stays readable even if it is dropped, replaced or closed meanwhile.
+        """Yield the newest snapshot. It can be read inside the context even if the buffer is changed or closed.
 
         Raises:
             RuntimeError: the buffer is closed.
@@ -101,30 +101,31 @@ class Reader(ABC):
 
     @abstractmethod
     def full_records(self) -> np.ndarray[Any, Any]:
-        """Return the records of all trajectories with every value known; this may read each file."""
+        """Return the records of all trajectories with all values filled in. This may read each file."""
 
     @abstractmethod
     def trajectory(self, number: int, *, verify: bool = False) -> FlatTrajectory:
-        """Return a whole trajectory. ``verify``: compare its checksums.
+        """Return a whole trajectory. With ``verify``, its checksums are compared.
 
         Raises:
-            UserError: it does not exist, cannot be read, or is damaged.
+            UserError: the trajectory does not exist, cannot be read, or is damaged.
         """
 
     @abstractmethod
     def checked(self, *, salvage: bool = False) -> Iterator[FlatTrajectory | UserError]:
-        """Yield each trajectory that counts now if its checksums match, else an error.
+        """Yield for each trajectory of the buffer the trajectory itself if its checksums match, else an error.
 
-        ``salvage``: also those after a damaged record of the log. Then only `close` may be called.
+        With ``salvage``, trajectories after a damaged record of the log are included. After that, only `close` may be
+        called.
         """
 
     @abstractmethod
     def lost_files(self) -> list[str]:
-        """Return a line for each file that is missing or cut short."""
+        """Return a line of text for each file that is missing or too short."""
 
     @abstractmethod
     def write_checkpoint(self, folder: Path) -> None:
-        """Write what counts now to an empty folder, as a buffer that can be read."""
+        """Write the present content to an empty folder, as a buffer that can be read."""
 
     @abstractmethod
     def close(self) -> None: ...
@@ -139,7 +140,7 @@ class Reader(ABC):
             yield found
 
     def damage(self) -> Iterator[str]:
-        """Yield a line for each damaged trajectory."""
+        """Yield a line of text for each damaged trajectory."""
         for found in self.checked():
             if isinstance(found, UserError):
                 yield str(found)
@@ -154,7 +155,7 @@ class OpenFiles:
     log: Log
     texts: Texts
     tables: list[Table] = field(default_factory=list)
-    seen: int = 0  # log records that the tables know
+    seen: int = 0  # number of log records whose rows the tables have published
 
     def close(self) -> None:
         for table in self.tables:
@@ -164,29 +165,29 @@ class OpenFiles:
 
 
 class BufferReader(Reader):
-    """The trajectories of a folder, or of memory.
+    """Reads the trajectories in a folder, or in memory.
 
     Args:
-        folder: where they are; None: in memory.
-        writable: the instance is a `BufferWriter`.
+        folder: folder of the buffer; None: in memory.
+        writable: True if the instance is a `BufferWriter`.
 
     Raises:
-        UserError: the folder is no buffer, or the buffer is damaged.
+        UserError: the folder is not a buffer, or the buffer is damaged.
     """
 
     def __init__(self, folder: Path | None, *, writable: bool = False) -> None:
         self.folder, self._writable = folder, writable
         self.lock = threading.RLock()
-        self._exclusive = self._closed = False  # whether new samples wait, or fail
-        self._holders = Counter[int]()  # samples under way, by the number of drops when they began
+        self._exclusive = self._closed = False  # new calls of `held` wait if `_exclusive`, and fail if `_closed`
+        self._holders = Counter[int]()  # number of holders by the value of `_drops` when they began
         self._drops = 0
         self._changed = threading.Condition()
-        self.unmap_pending = False  # something was dropped and is still mapped
+        self.unmap_pending = False  # whether a dropped segment is still mapped
         if folder is not None and not folder.is_dir():
             raise UserError(f"{folder}: no such buffer")
         self._all = Files(folder, writable=writable)
-        self._manifest_file = -1  # stays open, so that the system cannot give its inode to another one
-        self._manifest_read: Manifest | None = None  # content of that file
+        self._manifest_file = -1  # the manifest stays open, so that its inode number is not given to another file
+        self._manifest_read: Manifest | None = None  # content of `_manifest_file`
         self._open_newest(self._current_manifest())
 
     @property
@@ -199,7 +200,7 @@ class BufferReader(Reader):
         return sum(table.nbytes for table in opened.tables) + opened.log.count * RECORD.itemsize + opened.texts.nbytes
 
     def record(self, number: int) -> np.void:
-        """Return a trajectory's log record. Raises `UserError` where it does not exist."""
+        """Return a trajectory's log record. Raises `UserError` if there is no such trajectory."""
         now = self.snapshot
         return now.records[now.position(number)]
 
@@ -218,7 +219,7 @@ class BufferReader(Reader):
                 try:
                     opened = self._opened
                     dropped, opened.manifest = manifest != opened.manifest, manifest
-                    # the log may be ahead of what is known after an earlier error
+                    # after an earlier error, the log may have more records than the tables have published
                     changed = opened.log.refresh() > 0 or opened.seen < opened.log.count or dropped
                     if changed:
                         self._notice()
@@ -252,9 +253,9 @@ class BufferReader(Reader):
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:
-        """Wait for the samples under way and let new ones wait, so that all files may be exchanged.
+        """Wait until no thread is inside `held`, and let new callers wait, so that all files may be replaced.
 
-        The caller holds ``lock``. May be nested.
+        The caller must hold ``lock``. Contexts may be nested.
         """
         with self._changed:
             outer, self._exclusive = self._exclusive, True
@@ -312,9 +313,9 @@ class BufferReader(Reader):
         return lost
 
     def write_checkpoint(self, folder: Path) -> None:
-        """See `Reader.write_checkpoint`. The files are hard links, so this takes almost no time.
+        """Write the present content to an empty folder, as hard links, which takes almost no time.
 
-        Segments only grow, and are removed but never overwritten, so a link keeps its content.
+        Segments only grow, and are removed but never overwritten, so the content of a link does not change.
         """
         with self.lock:
             self._check_open()
@@ -366,7 +367,7 @@ class BufferReader(Reader):
 
     # --- opening files ---------------------------------------------------------------------------
     def _current_manifest(self) -> Manifest:
-        """Return the manifest on disk; a writer creates a missing one."""
+        """Return the manifest on disk. A writer creates it if it is missing."""
         manifest = Manifest.read(self._all)
         if manifest is None:
             if not self._writable:
@@ -376,7 +377,7 @@ class BufferReader(Reader):
         return manifest
 
     def _newest_manifest(self) -> Manifest:
-        """Return the manifest on disk, which is decoded only where it was replaced, or else the open one."""
+        """Return the manifest on disk, or the present one if there is no file. Decodes the file only if it is new."""
         if self.folder is None:
             return Manifest.read(self._all) or self.manifest
         try:
@@ -387,7 +388,7 @@ class BufferReader(Reader):
                 self._manifest_file, self._manifest_read = -1, None
                 file = self._all.open(Manifest.NAME)
                 try:
-                    self._manifest_read = Manifest.read(self._all)  # of the opened file, or of a newer one
+                    self._manifest_read = Manifest.read(self._all)  # content of the opened file, or of a newer one
                 except BaseException:
                     os.close(file)
                     raise
@@ -397,11 +398,11 @@ class BufferReader(Reader):
         return self._manifest_read or self.manifest
 
     def _is_replaced_by(self, manifest: Manifest) -> bool:
-        """Return whether a manifest names other files than those that are open."""
+        """Return whether ``manifest`` names other files than those that are open."""
         return (manifest.epoch, manifest.log) != (self.manifest.epoch, self.manifest.log)
 
     def _open_newest(self, manifest: Manifest) -> None:
-        """Open a manifest's files, or those of a newer one if the writer replaces everything meanwhile."""
+        """Open the files of ``manifest``, or of a newer manifest if the writer replaces the files meanwhile."""
         try:
             self._open(manifest)
         except (OSError, UserError):
@@ -427,7 +428,7 @@ class BufferReader(Reader):
             raise
 
     def _reopen(self, manifest: Manifest) -> None:
-        """Open the files that replace everything. After an error all is as before."""
+        """Close the open files and open those of ``manifest``. After an error, the old files stay open."""
         with self.exclusive():
             before, snapshot = self._opened, self.snapshot
             try:
@@ -439,12 +440,12 @@ class BufferReader(Reader):
 
     # --- following the log -----------------------------------------------------------------------
     def _notice(self) -> None:
-        """Bring tables and indexes up to the log."""
+        """Update tables and indexes to the records of the log."""
         try:
             self._notice_records()
         except OSError as error:
             manifest = self._newest_manifest()
-            if self._is_replaced_by(manifest):  # its rows are in other files, which the caller opens
+            if self._is_replaced_by(manifest):  # the rows are in other files, which the caller opens
                 raise
             if manifest != self.manifest:  # the segment was dropped after the manifest was read
                 self._opened.manifest = manifest
@@ -461,7 +462,7 @@ class BufferReader(Reader):
         opened = self._opened
         count = opened.log.count
         fresh = opened.log.records[opened.seen : count]
-        with self._changed:  # no sample begins while only half of this is done
+        with self._changed:  # so that no thread enters `held` between the two updates
             self._publish_rows(fresh, skip_unreadable=skip_unreadable)
             for table in opened.tables:
                 table.index.append(fresh, np.flatnonzero(fresh["schema"] == table.number))
@@ -474,7 +475,7 @@ class BufferReader(Reader):
         for table in opened.tables:
             first = manifest.kept(table.number)[0]
             spans.append((first, max(table.index.end, first)))
-        # a reader may know of a drop before it has read the log
+        # a reader may have read the manifest of a drop before it has read the log
         next_id = max(manifest.base + opened.seen, manifest.first)
         records = opened.log.records[manifest.first - manifest.base : next_id - manifest.base]
         self.snapshot = Snapshot(
@@ -482,7 +483,7 @@ class BufferReader(Reader):
         )
 
     def _publish_rows(self, records: np.ndarray[Any, Any], *, skip_unreadable: bool) -> None:
-        """Map the rows of these records. Raises `OSError` where a file cannot be read."""
+        """Map the rows of these records. Raises `OSError` if a file cannot be read."""
         opened = self._opened
         known = max(int((records["schema"] + 1).max(initial=0)), len(opened.manifest.rows))
         for number in range(len(opened.tables), known):
@@ -499,7 +500,7 @@ class BufferReader(Reader):
                     part.publish(end, skip_unreadable=skip_unreadable)
 
     def _drop_segments(self) -> None:
-        """Drop the segments of trajectories that the manifest no longer keeps, and unmap them as soon as possible."""
+        """Drop the segments that hold no trajectory the manifest keeps, and unmap them as soon as possible."""
         with self._changed:
             self._publish_snapshot()
             number, dropped = self._drops + 1, False
@@ -511,16 +512,16 @@ class BufferReader(Reader):
                 self._unmap()
 
     def _unmap(self) -> None:
-        """Unmap the dropped segments that no sample under way can read."""
+        """Unmap the dropped segments that no thread inside `held` can read."""
         oldest = min(self._holders, default=self._drops)
         left = [part.release(oldest) for table in self._opened.tables for part in table.parts]
         self.unmap_pending = any(left)
 
     def _make_fit(self, table: Table, ends: Sequence[int]) -> None:
-        """Give a table the address space for rows and final observations up to ``ends``.
+        """Give a table enough address space for rows and final observations up to ``ends``.
 
         Raises:
-            UserError: there is none.
+            UserError: the system has no such address space.
         """
         for part, end in zip(table.parts, ends, strict=True):
             if not part.fits(end):
@@ -533,7 +534,7 @@ class BufferReader(Reader):
 
 
 def text_of(trajectory: FlatTrajectory) -> str:
-    """Return what has no place in a record of fixed length, as JSON."""
+    """Return the values of a trajectory that do not fit into a record of fixed length, as JSON."""
     bootstrap = []
     for path, tensor in trajectory.bootstrap.items():
         data = tensor.reshape(-1).view(torch.uint8).numpy().tobytes()

@@ -34,30 +34,32 @@ from gleanrl.utils.seeding import derive
 
 
 class TrajectoryReplayBuffer(Sampler):
-    """A replay buffer of trajectories. One process writes a folder; others may read it at the same time.
+    """A replay buffer of trajectories. One process writes a folder, and others may read it at the same time.
 
-    `Sampler` has the methods that draw and read batches.
+    The methods that draw and read batches are in `Sampler`.
 
     Args:
-        path: the buffer's folder. What `add_trajectories` has returned from survives a crash. None: memory only. With
-            ``read_only`` also a checkpoint, or a directory of RLinf, which is sampled in place.
-        seed: of the random choice. Each rank has its own stream.
-        sample_window_size: sample from this many of the newest trajectories; 0: from all.
-        auto_save: False keeps everything in memory until `save_checkpoint`.
+        path: the buffer's folder. Trajectories survive a crash once `add_trajectories` has returned. None: in memory.
+            With ``read_only`` it may also be a checkpoint, or a directory of RLinf, which is sampled in place.
+        seed: seed of the random draws. Each rank has its own random stream.
+        sample_window_size: number of newest trajectories to sample from; 0: all.
+        auto_save: False keeps all trajectories in memory until `save_checkpoint`.
         max_rows, max_bytes, max_age: limits on rows (T * B of each trajectory), bytes of files, and seconds. The oldest
-            trajectories are dropped, by whole segments (see ``segment_bytes``); the newest one stays.
-        segment_bytes: about the size of a file; at most a quarter of what may be kept.
-        priority_exponent: keep a priority for each chunk step, for `sample_prioritized`; 0: uniform, 1: proportional.
-        read_only: read what another process writes. Every sample sees what was added before it.
-        rank: which stream of random numbers; by default the rank of ``torch.distributed`` or of the variable ``RANK``.
-        trajectory_format: what `save_checkpoint` writes: ``native``, or ``pt`` as RLinf does.
-        auto_save_path: RLinf's name of ``path``.
-        cache_size: files of an RLinf directory that are open at once (0: the default). Our files need no limit.
+            trajectories are dropped, in whole segments (see ``segment_bytes``). The newest trajectory is always kept.
+        segment_bytes: approximate size of a file, at most a quarter of ``max_bytes`` and ``max_rows``.
+        priority_exponent: None: no priorities. Otherwise each chunk step has a priority for `sample_prioritized`, which
+            draws uniformly with exponent 0 and in proportion to priorities with 1.
+        read_only: read a folder that another process may be writing. Each sample sees all earlier additions.
+        rank: number of the random stream, by default the rank of ``torch.distributed`` or of the variable ``RANK``.
+        trajectory_format: format of `save_checkpoint`: ``native``, or ``pt`` as RLinf writes it.
+        auto_save_path: RLinf's name for ``path``.
+        cache_size: number of files of an RLinf directory that are open at once (0: the default). Our own files have no
+            such limit.
         pickles: also read ``.pkl`` files of an RLinf directory. They can run any code when they are read.
-        enable_cache: accepted for callers of RLinf; rows are read in place, so there is no cache.
+        enable_cache: accepted for callers of RLinf, without effect, because rows are read in place without a cache.
 
     Raises:
-        UserError: another process writes there, the folder is no buffer, or an argument is invalid.
+        UserError: another process writes to the folder, the folder is not a buffer, or an argument is invalid.
     """
 
     def __init__(
@@ -111,16 +113,16 @@ class TrajectoryReplayBuffer(Sampler):
 
     # --- adding ----------------------------------------------------------------------------------
     def add_trajectories(self, trajectories: Sequence[Any], *, wait: bool = True) -> list[int] | Future[list[int]]:
-        """Store trajectories and return their ids. They are on disk then, and the next `sample` may draw them.
+        """Store trajectories and return their ids once they are on disk. The next `sample` may draw them.
 
         Args:
             trajectories: `TensorTrajectory`, or objects with its attributes such as RLinf's ``Trajectory``.
-            wait: False queues a copy and returns a future of the ids. The queue is bounded. The future raises the
-                error of a failed write, and so does the next call.
+            wait: False queues a copy and returns a future of the ids. The call waits while the queue is full. The error
+                of a failed write is raised by the future and also by the next call.
 
         Raises:
             UserError: a field's shape does not fit, or ``max_bytes`` has no room.
-            OSError: the disk is full or fails; none of them was added.
+            OSError: the disk is full or fails. No trajectory was added then.
         """
         flat = [FlatTrajectory.flatten(TensorTrajectory.of(own), copy=not wait) for own in trajectories]
         if not wait:
@@ -136,32 +138,33 @@ class TrajectoryReplayBuffer(Sampler):
         return self._writer().add(trajectories)
 
     def _writer(self) -> BufferWriter:
-        """Return the storage. Raises `UserError` where it is read only."""
+        """Return the storage as a writer. Raises `UserError` if it is read-only."""
         if isinstance(self.storage, BufferWriter):
             return self.storage
-        with self.storage.held():  # raises where it is closed
+        with self.storage.held():  # raises an error if the buffer is closed
             pass
         why = "the buffer was opened with read_only=True; load it into another buffer to write"
         raise UserError(f"{self.path}: {why}")
 
     def flush(self) -> None:
-        """Return when everything queued is on disk. Raises what a write failed with."""
+        """Wait until all queued trajectories are on disk. Raises the error of a failed write."""
         self.write_queue.flush()
 
     def trajectory(self, number: int) -> TensorTrajectory:
-        """Return a whole trajectory as it was added. Raises `UserError` where it does not exist."""
+        """Return a whole trajectory as it was added. Raises `UserError` if there is no such trajectory."""
         with self._held():
             return self.storage.trajectory(number).unflatten()
 
     # --- checkpoints -----------------------------------------------------------------------------
     def save_checkpoint(self, save_path: str | os.PathLike[str]) -> None:
-        """Write all trajectories and the random state to a folder, all or nothing.
+        """Write all trajectories and the random state to a folder, either completely or not at all.
 
-        On the same disk these are hard links to the buffer's files, so it takes milliseconds whatever the size, and
-        later evictions do not change it. With ``trajectory_format="pt"`` it is a directory as RLinf writes it.
+        On the same disk, the files are hard links to those of the buffer. So saving takes milliseconds for any size,
+        and later evictions do not change the checkpoint. With ``trajectory_format="pt"``, the checkpoint is a directory
+        as RLinf writes it.
 
         Raises:
-            UserError: the folder holds something else than a checkpoint, the disk is full, or a trajectory is damaged.
+            UserError: the folder exists and is not a checkpoint, the disk is full, or a trajectory is damaged.
         """
         self.write_queue.flush()
         target, as_rlinf = Path(save_path), self.trajectory_format == "pt"
@@ -172,7 +175,7 @@ class TrajectoryReplayBuffer(Sampler):
         else:
             checkpoint.save(self, target, seed=self.seed, rank=self.rank)
         for left in atomic.left_behind(target):
-            shutil.rmtree(left, ignore_errors=True)  # its links would keep files on the disk
+            shutil.rmtree(left, ignore_errors=True)  # links in it would keep removed files on the disk
 
     def load_checkpoint(
         self,
@@ -184,17 +187,17 @@ class TrajectoryReplayBuffer(Sampler):
         pickles: bool = False,
         before_commit: Callable[[], object] = bool,
     ) -> None:
-        """Replace the content by that of a checkpoint, all or nothing, also in a crash.
+        """Replace the content by that of a checkpoint, either completely or not at all, even in a crash.
 
-        If as many ranks load as saved, and this ``rank`` saved its part, the random stream continues where it was.
-        Otherwise each rank gets a new one.
+        If as many ranks load as saved, and this ``rank`` loads the part that it saved, its random stream continues.
+        Otherwise each rank gets a new stream.
 
         Args:
-            load_path: a checkpoint, ours or RLinf's, or a folder with those of all ranks.
-            is_distributed: load this rank's part only; all parts have about the same number of rows.
-            local_rank, world_size: this rank, and how many there are.
+            load_path: a checkpoint, our own or RLinf's, or a folder with the checkpoints of all ranks.
+            is_distributed: load only the part of this rank. All parts have about the same number of rows.
+            local_rank, world_size: number of this rank, and number of ranks.
             pickles: also read RLinf's ``.pkl`` files. They can run any code when they are read.
-            before_commit: called when all is in place; where it raises, nothing has changed.
+            before_commit: called when all files are in place. If it raises an error, the buffer keeps its content.
 
         Raises:
             UserError: there is no checkpoint, it is damaged, or the disk is full.
@@ -211,7 +214,7 @@ class TrajectoryReplayBuffer(Sampler):
         self.seed = state.seed
 
     def verify(self) -> list[str]:
-        """Read all data and return a line for each damage."""
+        """Read all data and return a line of text for each damaged trajectory or file."""
         with self._held():
             return list(self.storage.damage())
 
@@ -234,20 +237,20 @@ class TrajectoryReplayBuffer(Sampler):
 
     @property
     def trajectory_counter(self) -> int:
-        """Number of trajectories added so far, including dropped ones; also the id of the next trajectory."""
+        """Number of trajectories added so far, including dropped ones. It is also the id of the next trajectory."""
         with self._held() as now:
             return now.next_id
 
     def is_ready(self, min_size: int) -> bool:
-        """Return whether there are ``min_size`` trajectories."""
+        """Return whether there are at least ``min_size`` trajectories."""
         return len(self) >= min_size
 
     async def is_ready_async(self, min_size: int) -> bool:
-        """Return `is_ready`."""
+        """Return the result of `is_ready`."""
         return self.is_ready(min_size)
 
     def get_stats(self) -> dict[str, float]:
-        """Return counts of what is kept."""
+        """Return the numbers of kept trajectories, rows, bytes, episodes, successes, failures and interventions."""
         with self._held() as now:
             records = self.storage.full_records()
             flags, episodes = records["flags"].copy(), int(records["episodes"].sum())
@@ -262,7 +265,7 @@ class TrajectoryReplayBuffer(Sampler):
         }
 
     def clear(self) -> None:
-        """Drop all trajectories. Ids continue."""
+        """Drop all trajectories. The ids of later ones continue from the present id."""
         self.write_queue.flush()
         writer = self._writer()
         writer.drop(writer.snapshot.next_id)
@@ -271,7 +274,7 @@ class TrajectoryReplayBuffer(Sampler):
         """Do nothing: rows are read in place, so there is no cache."""
 
     def close(self, wait: bool = True) -> None:
-        """Release files and memory. ``wait``: write first what is queued; otherwise it is cancelled."""
+        """Release files and memory. With ``wait``, queued trajectories are written first, else they are cancelled."""
         try:
             self.write_queue.close(wait=wait)
         finally:
@@ -285,12 +288,12 @@ class TrajectoryReplayBuffer(Sampler):
 
 
 class MixedReplayBuffer:
-    """Batches of which a share comes from demonstrations (RLPD, Ball et al. 2023, uses one half).
+    """Draws batches of which a share comes from demonstrations. In RLPD (Ball et al. 2023) that is one half.
 
     Args:
-        online: what the policy did.
-        demonstrations: what an expert did.
-        share: of demonstrations in a batch, rounded to whole chunk steps.
+        online: trajectories of the policy.
+        demonstrations: trajectories of an expert.
+        share: share of demonstrations in a batch, rounded to whole chunk steps.
     """
 
     ONLINE, DEMONSTRATIONS = "online", "demonstrations"  # folders of a checkpoint
@@ -304,12 +307,12 @@ class MixedReplayBuffer:
 
     @staticmethod
     def divide(num_chunks: int, share: float) -> tuple[int, int]:
-        """Return how many chunk steps of a batch come from the policy, and how many from demonstrations."""
+        """Return the numbers of chunk steps in a batch that come from the policy and from demonstrations."""
         shown = round(num_chunks * share)
         return num_chunks - shown, shown
 
     def sample(self, num_chunks: int, **how: Any) -> Batch:
-        """Draw as `TrajectoryReplayBuffer.sample` does; ``demonstration`` bool ``[num_chunks]`` is added."""
+        """Draw a batch like `TrajectoryReplayBuffer.sample`, with ``demonstration`` bool ``[num_chunks]`` added."""
         counts = self.divide(num_chunks, self.share)
         batches, demonstration = [], []
         for buffer, count, shown in zip((self.online, self.demonstrations), counts, (False, True), strict=True):
@@ -328,7 +331,7 @@ class MixedReplayBuffer:
         self.demonstrations.save_checkpoint(Path(save_path) / self.DEMONSTRATIONS)
 
     def load_checkpoint(self, load_path: str | os.PathLike[str], **how: Any) -> None:
-        """Load both buffers, or neither: `UserError` where one is missing or damaged."""
+        """Load both buffers, or neither. Raises `UserError` if one is missing or damaged."""
         shown = Path(load_path) / self.DEMONSTRATIONS
         load_shown = partial(self.demonstrations.load_checkpoint, shown, **how)
         self.online.load_checkpoint(Path(load_path) / self.ONLINE, **how, before_commit=load_shown)

@@ -1,9 +1,9 @@
-"""RLinf's replay buffer directories: sampled in place, and written.
+"""RLinf's replay buffer directories: sampling without conversion, and export.
 
 A directory holds ``metadata.json``, ``trajectory_index.json`` (``trajector_index.json`` in old versions) and a file for
-each trajectory, ``trajectory_{id}_{model_weights_id}.pt`` or, in other versions, with a uuid in its name. Rows are
-gathered from the memory-mapped files; nothing is converted. One table holds the rows of all trajectories in the order
-of RLinf's index, so the same seed and window draw the same rows as in RLinf.
+each trajectory, ``trajectory_{id}_{model_weights_id}.pt``. In other versions the file name holds a uuid. Rows are
+gathered from the memory-mapped files. One table holds the rows of all trajectories in the order of RLinf's index, so
+that with the same seed and window, the same rows are drawn as in RLinf.
 """
 
 from __future__ import annotations
@@ -46,16 +46,16 @@ from gleanrl.utils.errors import UserError
 
 METADATA = "metadata.json"
 INDEXES = ("trajectory_index.json", "trajector_index.json")
-OPEN_FILES = 1024  # mapped at once: a mapping costs address space and a few kB, opening a file a millisecond
+OPEN_FILES = 1024  # files mapped at once; a mapping costs address space and a few kB, opening a file a millisecond
 
 
 def is_directory(path: Path) -> bool:
-    """Return whether a folder is a buffer of RLinf."""
+    """Return whether the folder ``path`` is a replay buffer directory of RLinf."""
     return (path / METADATA).is_file() and _index_path(path) is not None
 
 
 def is_part(name: str) -> bool:
-    """Return whether such a folder may contain a file of this name."""
+    """Return whether a directory of RLinf may contain a file of this name."""
     return name in (METADATA, *INDEXES) or (name.startswith("trajectory_") and name.endswith(".pt"))
 
 
@@ -67,21 +67,23 @@ def seed_of(path: Path) -> int | None:
 class Directory:
     """The trajectories of a directory in the order of its index.
 
-    RLinf's checkpoints list trajectories that they do not contain, so a missing file is an error only when it is read.
+    RLinf's checkpoints may list trajectories that they do not contain, so a missing file is an error only when it is
+    read.
 
     Args:
         path: the directory.
         pickles: also read ``.pkl`` files. A pickle can run any code when it is read.
 
     Attributes:
-        entries: key and value in the index of each trajectory.
-        counts: rows of each trajectory.
-        files: name of each trajectory's file; None: missing.
-        sizes: bytes of all files, by name.
-        stamp: of the index, changes when it is written.
+        entries: for each trajectory, its key and value in the index.
+        counts: number of rows of each trajectory.
+        files: name of each trajectory's file; None if it is missing.
+        sizes: size of each file in bytes, by name.
+        index: path of the index.
+        stamp: time, size and inode of the index, which change when it is written.
 
     Raises:
-        UserError: it is no directory of RLinf, its index is damaged, or it has pickles that are not allowed.
+        UserError: ``path`` is not a directory of RLinf, its index is damaged, or it has pickles that are not allowed.
     """
 
     def __init__(self, path: Path, *, pickles: bool = False) -> None:
@@ -117,7 +119,7 @@ class Directory:
             self.files.append(name)
 
     def shapes(self) -> np.ndarray[Any, Any]:
-        """Return int64 ``[2, n]``: T and B of each trajectory, from the index or else from its file."""
+        """Return T and B of each trajectory as int64 ``[2, n]``, from the index or, if it lacks them, from the file."""
         found = np.zeros((2, len(self.counts)), np.int64)
         for position, ((_, entry), count) in enumerate(zip(self.entries, self.counts, strict=True)):
             steps, batch = [*entry.get("shape", ()), 0, 0][:2]
@@ -128,14 +130,14 @@ class Directory:
         return found
 
     def file(self, position: int) -> str:
-        """Return the path of a trajectory's file, for messages also where it is missing."""
+        """Return the path of a trajectory's file, or the path that a missing file would have, for messages."""
         key, entry = self.entries[position]
         return str(self.path / (self.files[position] or f"trajectory_{key}_{entry.get('model_weights_id', '')}.pt"))
 
     def trajectory(self, position: int) -> FlatTrajectory:
-        """Map a trajectory's file. Raises `UserError` where it is missing or damaged.
+        """Map a trajectory's file. Raises `UserError` if it is missing or damaged.
 
-        What RLinf ignores is left out: values that are no tensors ``[T, B, ...]``. Instructions stay.
+        Like RLinf, this leaves out values other than tensors ``[T, B, ...]``, but it keeps instructions.
         """
         if self.files[position] is None:
             raise UserError(f"{self.file(position)}: missing; the index lists it")
@@ -160,7 +162,7 @@ class Directory:
             if isinstance(value := given.get(name), Mapping):
                 values[name] = _only_tensors(value)
         if (prev_values := values.get("prev_values")) is not None:
-            # RLinf's checkpoints from memory keep [T + E, B, ...] as [(T + E) * B, ...]
+            # in RLinf's checkpoints of buffers in memory, [T + E, B, ...] is stored as [(T + E) * B, ...]
             steps, batch = [*entry.get("shape", ()), 0, 0][:2]
             more = prev_values.shape[0] - steps * batch
             flat = batch > 1 or prev_values.dim() == 2  # [T + E, 1, 1] of one environment is not flattened
@@ -169,7 +171,7 @@ class Directory:
         return FlatTrajectory.flatten(TensorTrajectory.of(values))
 
     def check(self, position: int) -> None:
-        """Read a whole file. Raises `UserError` where the checksums that torch writes do not match."""
+        """Read a whole file. Raises `UserError` if the checksums that torch wrote do not match."""
         file = Path(self.file(position))
         if file.suffix == ".pt":
             try:
@@ -186,16 +188,16 @@ class MappedTrajectory:
     """A trajectory whose tensors are mapped from its file."""
 
     trajectory: FlatTrajectory
-    instructions: Tensor  # int32 [T * B]: number of each row's instruction, -1 where it has none
-    columns: dict[FieldPath, Tensor] = field(default_factory=dict)  # [T * B, ...] that were read
+    instructions: Tensor  # int32 [T * B]: number of each row's instruction; -1 = none
+    columns: dict[FieldPath, Tensor] = field(default_factory=dict)  # [T * B, ...]: columns that were read before
 
 
 class MappedTable:
-    """The rows of a directory's trajectories, one after the other, as a table, and their task descriptions by number.
+    """A table of the rows of all trajectories in a directory, and their task descriptions by number.
 
     Args:
-        directory: where the files are.
-        open_files: how many are mapped at once; the least recently used one is closed first.
+        directory: the directory.
+        open_files: number of files that are mapped at once. The least recently used file is closed first.
     """
 
     number = 0
@@ -214,10 +216,10 @@ class MappedTable:
 
     @property
     def schema(self) -> Schema:
-        """The fields that all trajectories share, as the first one has them.
+        """The fields that all trajectories have, with the type and shape of the first trajectory.
 
-        Files of the same size and shape are assumed to have the same fields, so that the first sample does not open
-        every file. `read` raises an error where that is wrong.
+        Files of the same size and shape are assumed to have the same fields, so that the first sample need not open
+        every file. `read` raises an error if that is wrong.
         """
         if self._schema is None:
             directory = self.directory
@@ -231,7 +233,7 @@ class MappedTable:
                 try:
                     columns = self.mapped(position).trajectory.columns
                 except UserError:
-                    continue  # raised again when its rows are read
+                    continue  # the same error is raised when the rows are read
                 own = {path: Field.of(path, column) for path, column in columns.items()}
                 shared = own if shared is None else {path: shared[path] for path in shared if path in own}
             self._schema = Schema(tuple(sorted((shared or {}).values(), key=lambda field: field.path)))
@@ -245,7 +247,7 @@ class MappedTable:
         return self._texts[number]
 
     def mapped(self, position: int) -> MappedTrajectory:
-        """Return a trajectory by its position in the index. Raises `UserError` where its file cannot be read."""
+        """Return a trajectory by its position in the index. Raises `UserError` if its file cannot be read."""
         with self._lock:
             if position in self._open:
                 self._open.move_to_end(position)
@@ -267,7 +269,7 @@ class MappedTable:
             return found
 
     def read(self, rows: Tensor, paths: Collection[FieldPath]) -> dict[FieldPath, Tensor]:
-        """See `table.RowSource`. The rows are sorted by file, gathered, and put back in order."""
+        """Return fields of rows, as in `table.RowSource`. Rows are gathered file by file, then put back in order."""
         fields = {field.path: field for field in self.schema.fields}
         fields |= {path: Field(path, torch.int32, ()) for path in (LEFT, INSTRUCTION)}
         positions = torch.bucketize(rows.contiguous(), self._ends, right=True)
@@ -301,11 +303,11 @@ class MappedTable:
 
 
 class RLinfReader(Reader):
-    """A directory of RLinf, to read. Trajectories are numbered from 0 in the order of its index.
+    """Reads a directory of RLinf. Trajectories are numbered from 0 in the order of its index.
 
     Args:
         folder: the directory.
-        open_files: how many of its files are mapped at once.
+        open_files: number of files that are mapped at once.
         pickles: see `Directory`.
     """
 
@@ -322,11 +324,11 @@ class RLinfReader(Reader):
         records = np.zeros(len(counts), RECORD)
         records["id"], records["row"] = np.arange(len(counts)), np.cumsum(counts) - counts
         records["steps"], records["batch"] = directory.shapes()
-        # only the files know these, so every trajectory may match a condition
+        # the index does not have these values, so they are set such that every trajectory may match a condition
         records["flags"] = INTERVENED
         records["version_low"], records["version_high"] = -np.inf, np.inf
         table.index.append(records, np.arange(len(counts)))
-        # a sample under way keeps the snapshot that it began with
+        # threads that are sampling keep the snapshot that they began with
         self._table = table
         self.snapshot = Snapshot(epoch, 0, len(counts), (table,), ((0, table.rows),), records, table)
 
@@ -336,9 +338,9 @@ class RLinfReader(Reader):
         return sum(directory.sizes[name] for name in directory.files if name is not None)
 
     def refresh(self) -> bool:
-        """See `Reader.refresh`. While RLinf writes its index, the old one counts."""
+        """Update ``snapshot`` if RLinf has written its index. While the index is incomplete, the old one is used."""
         if not self.lock.acquire(blocking=False):
-            return False  # another thread is at it
+            return False  # another thread is refreshing
         try:
             before = self._table.directory
             if _stamp(before.index) == before.stamp:
@@ -359,7 +361,7 @@ class RLinfReader(Reader):
         yield self.snapshot
 
     def full_records(self) -> np.ndarray[Any, Any]:
-        """See `Reader.full_records`. A file that cannot be read leaves its values unknown."""
+        """Return all records with values from the files. If a file cannot be read, its values stay unknown."""
         table = self._table
         if table.full_records is None:
             records = self.snapshot.records.copy()
@@ -395,7 +397,7 @@ class RLinfReader(Reader):
         return [f"{directory.file(position)}: missing" for position in missing]
 
     def write_checkpoint(self, folder: Path) -> None:
-        """See `Reader.write_checkpoint`. Every row is copied."""
+        """Copy all rows to an empty folder, as a buffer in our own format."""
         table = self._table
         with self.held(), closing(BufferWriter(folder)) as writer:
             for position in range(len(table.directory.files)):
@@ -409,12 +411,12 @@ class RLinfReader(Reader):
 
 
 def export(path: Path, trajectories: Iterable[FlatTrajectory], *, seed: int) -> int:
-    """Write trajectories as RLinf does, all or nothing, and return how many."""
+    """Write trajectories as a directory of RLinf, either completely or not at all, and return their number."""
     index: dict[str, dict[str, Any]] = {}
     rows_total = 0
     with atomic.directory(path) as folder:
         for number, flat in enumerate(trajectories):
-            weights = flat.model_weights_id.replace("/", "_")  # it is part of a file's name
+            weights = flat.model_weights_id.replace("/", "_")  # becomes part of a file's name
             torch.save(_saved(flat.unflatten(), weights), folder / f"trajectory_{number}_{weights}.pt")
             shape_of = (flat.columns.get(("prev_logprobs",)), flat.columns.get(("rewards",)))
             column = next((own for own in shape_of if own is not None), next(iter(flat.columns.values())))

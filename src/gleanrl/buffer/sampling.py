@@ -1,7 +1,7 @@
-"""Sampling: which rows may be drawn, which are drawn, and the batches that they make.
+"""Sampling: which rows may be drawn, which are drawn, and how they are read into batches.
 
-Rows are drawn uniformly with replacement from the newest trajectories (the window), exactly, whatever the conditions.
-A *position* counts the rows of the window over all tables; `RowRanges` translate it to a table's row.
+Rows are drawn uniformly with replacement from the newest trajectories (the window). Draws under conditions are exactly
+uniform too. A *position* numbers the rows of the window over all tables. `RowRanges` translate it to a table's row.
 """
 
 from __future__ import annotations
@@ -28,21 +28,22 @@ from gleanrl.utils.errors import UserError
 
 Batch = dict[str, Any]  # tensors [n, ...] by name; observations are nested; task_descriptions is a list of str
 RowFilter = Callable[[int, Tensor], Tensor]  # number of a table, its rows [n] -> bool [n]
-Pieces = list[tuple[int, Tensor, Tensor]]  # number of a table, places in the batch, rows of the table
-TABLE_BIT = 48  # an index has the table's number in the bits from here on, and the row below
-ROUNDS = 8  # of drawing again for rejected rows, before all rows are examined
+Pieces = list[tuple[int, Tensor, Tensor]]  # (number of a table, places in the batch, rows of the table) for each table
+TABLE_BIT = 48  # an index has the table's number in the bits from this one on, and the row in the lower bits
+ROUNDS = 8  # rounds of drawing before all rows are examined, if too many drawn rows are rejected
 SCANNED = 1 << 16  # rows examined at once
 RECORDS = 1 << 16  # records examined at once
-REMEMBERED = 8  # conditions whose trajectories are remembered
+REMEMBERED = 8  # number of conditions for which matching trajectories are remembered
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Only:
-    """Conditions on what is sampled. None: no condition.
+    """Conditions on the rows to sample. None: no condition.
 
-    success: of trajectories that were added with this ``success``.
-    intervened: chunk steps in which a human acted (True), or did not (False).
-    versions: lowest and highest version of the weights that acted, both included.
+    Attributes:
+        success: only trajectories that were added with this ``success``.
+        intervened: only chunk steps in which a human acted (True), or did not act (False).
+        versions: lowest and highest version of the weights that acted, both included.
     """
 
     success: bool | None = None
@@ -54,7 +55,7 @@ class Only:
             object.__setattr__(self, "versions", tuple(self.versions))
 
     def may_match(self, records: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        """Return bool: the trajectory may hold a row that meets the conditions."""
+        """Return bool ``[n]``: whether the trajectory of each record may hold a row that meets the conditions."""
         found = np.ones(len(records), bool)
         if self.success is not None:
             found &= (records["flags"] & (SUCCESS if self.success else FAILURE)) > 0
@@ -66,7 +67,7 @@ class Only:
         return found
 
     def row_filter(self, now: Snapshot) -> RowFilter | None:
-        """Return what decides on single rows, or None where the trajectory decides."""
+        """Return the conditions on single rows as a function; None if there are only conditions on trajectories."""
         if self.intervened is None and self.versions is None:
             return None
 
@@ -87,13 +88,13 @@ class Only:
 
 
 class Sampler:
-    """Draws rows of the newest trajectories and reads them. The reading half of `TrajectoryReplayBuffer`.
+    """Draws rows of the newest trajectories and reads them. `TrajectoryReplayBuffer` adds the methods that write.
 
     Args:
-        storage: the trajectories.
-        window: number of newest trajectories; 0: all.
-        generator: draws all rows.
-        priority_exponent: keep priorities for `sample_prioritized`.
+        storage: reader of the trajectories.
+        window: number of newest trajectories to sample from; 0: all.
+        generator: random generator of all draws.
+        priority_exponent: exponent of the priorities for `sample_prioritized`; None: no priorities.
     """
 
     def __init__(
@@ -106,7 +107,7 @@ class Sampler:
 
     @contextmanager
     def _held(self) -> Iterator[Snapshot]:
-        """Hold the newest snapshot. A sample uses nothing else."""
+        """Yield the newest snapshot, which is the only state that a sample uses."""
         self.storage.refresh()
         with self.storage.held() as now:
             yield now
@@ -129,11 +130,13 @@ class Sampler:
         """Draw chunk steps uniformly with replacement from the window, as ``[num_chunks, ...]``.
 
         Args:
-            only: conditions on them.
-            fields: ``actions``, ``curr_obs.image``, a whole ``curr_obs``, ``task_descriptions``; by default all fields
-                that the trajectories of the window share.
-            allow_short: return at most as many rows as the window has; by default asking for more is an error.
-            indices: add ``indices`` int64 ``[num_chunks]`` for `read`.
+            num_chunks: number of chunk steps.
+            only: conditions on the chunk steps.
+            fields: names such as ``actions``, ``curr_obs.image``, ``curr_obs`` (all of it) or ``task_descriptions``. By
+                default all fields that all trajectories of the window have.
+            allow_short: if ``num_chunks`` exceeds the rows in the window, return as many as there are rows. By default
+                this is an error.
+            indices: add ``indices`` int64 ``[num_chunks]``, which `read` accepts.
 
         Raises:
             UserError: there are too few rows, no row meets the conditions, or a field is missing.
@@ -162,10 +165,10 @@ class Sampler:
     def sample_slices(
         self, num_slices: int, length: int, *, only: Only | None = None, fields: Collection[str] | None = None
     ) -> Batch:
-        """Draw runs of ``length`` chunk steps inside one episode, uniformly, as ``[num_slices, length, ...]``.
+        """Draw runs of ``length`` chunk steps uniformly, as ``[num_slices, length, ...]``. Each is inside one episode.
 
         Raises:
-            UserError: no episode is that long.
+            UserError: no episode is long enough, or the buffer is empty.
         """
         _check_positive("num_slices", num_slices)
         _check_positive("length", length)
@@ -196,12 +199,12 @@ class Sampler:
 
         ``num_chunks`` may exceed the number of rows. In the batch
 
-        * ``next_obs`` is the observation after the last of these steps,
-        * ``n_step_rewards`` float32 ``[num_chunks]`` is the sum of their rewards, each discounted by ``gamma`` for
-          every chunk step before it (a chunk's own rewards are summed, up to the end of its episode),
-        * ``n_step_discounts`` float32 ``[num_chunks]`` is the factor for the value of ``next_obs``: gamma to the number
-          of steps, or 0 where the episode terminated. Without ``terminations``, an episode that is done and not
-          truncated has terminated.
+        * ``next_obs`` is the observation after the last of these chunk steps,
+        * ``n_step_rewards`` float32 ``[num_chunks]`` is the sum of gamma^i * r_i over these chunk steps i = 0, 1, ...,
+          where r_i is the sum of the rewards in chunk step i up to the end of the episode,
+        * ``n_step_discounts`` float32 ``[num_chunks]`` is the factor for the value of ``next_obs``: gamma to the power
+          of the number of chunk steps, or 0 if the episode terminated. Without the field ``terminations``, an episode
+          that is done and not truncated has terminated.
         """
         _check_positive("num_chunks", num_chunks)
         _check_positive("n", n)
@@ -226,7 +229,7 @@ class Sampler:
                 ends = {path[0]: flag.reshape(len(runs), -1).ne(0) for path, flag in flags.items()}
                 shape = (len(runs), own.shape[2])
                 if ends and shape[1] > 1 and all(flag.shape == shape for flag in ends.values()):
-                    # rewards and flags behind the end of the episode, in the last chunk, do not count
+                    # rewards and flags after the end of the episode, in the last chunk, are ignored
                     ended = torch.stack(list(ends.values())).any(dim=0).long()
                     acted = ended.cumsum(dim=1) == ended
                     ends = {name: flag & acted for name, flag in ends.items()}
@@ -244,7 +247,7 @@ class Sampler:
             return {**batch, "n_step_rewards": rewards, "n_step_discounts": discounts}
 
     def sample_prioritized(self, num_chunks: int, beta: float = 0.4, *, fields: Collection[str] | None = None) -> Batch:
-        """Draw chunk steps in proportion to priority ** exponent from all that is kept, whatever the window.
+        """Draw chunk steps in proportion to priority ** exponent, from all kept trajectories and not only the window.
 
         Adds ``indices`` int64 ``[num_chunks]`` for `update_priorities`, and ``weights`` float32 ``[num_chunks]``:
         (rows * probability) ** -beta, divided by the largest weight of the batch.
@@ -268,7 +271,7 @@ class Sampler:
             return batch
 
     def update_priorities(self, indices: Tensor, priorities: Tensor) -> None:
-        """Set new priorities (positive, finite) of the rows with these indices. Dropped rows are ignored."""
+        """Set the priorities (positive and finite) of the rows with these indices. Dropped rows are ignored."""
         values = priorities.detach().double().cpu().numpy().reshape(-1)
         if not (np.isfinite(values).all() and (values > 0).all()):
             raise UserError("priorities are positive and finite")
@@ -283,7 +286,7 @@ class Sampler:
         return self.priorities
 
     def read(self, indices: Tensor, fields: Collection[str] | None = None) -> Batch:
-        """Return the rows with these ``indices`` as `sample` does. Raises `UserError` where one was dropped."""
+        """Return the rows with these ``indices`` as a batch, like `sample`. Raises `UserError` if one was dropped."""
         with self._held() as now:
             found: Pieces = []
             for table, (first, end) in zip(now.tables, now.spans, strict=True):
@@ -305,17 +308,17 @@ class Sampler:
         device: torch.device | str | None = None,
         **how: Any,
     ) -> Generator[Batch]:
-        """Yield samples that a thread makes in advance. Its error is raised after the batches made before it.
+        """Yield samples that a thread draws in advance. An error of the thread is raised after the finished batches.
 
-        A checkpoint holds the random state before the first batch that was not handed out, so a resumed run gets that
+        A checkpoint holds the random state before the first batch that was not handed out. So a resumed run gets that
         batch, unless something else was sampled in between.
 
         Args:
             num_chunks, how: arguments of `sample`.
-            batches: how many; None: no end.
-            prefetch: how many may be ready.
-            pin_memory: put them into page-locked memory; by default where there is a GPU.
-            device: move them there.
+            batches: number of batches; None: no end.
+            prefetch: largest number of batches drawn in advance.
+            pin_memory: put batches into page-locked memory; by default if there is a GPU.
+            device: device to which batches are moved; None: they stay on the CPU.
         """
         pin = torch.cuda.is_available() if pin_memory is None else pin_memory
         ready: queue.SimpleQueue[tuple[Ahead, Batch] | BaseException | None] = queue.SimpleQueue()
@@ -358,7 +361,7 @@ class Sampler:
 
 
 def _map_tensors(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Change each tensor of a nested batch; lists stay."""
+    """Return a nested batch with ``change`` applied to each tensor. Lists are not changed."""
     if isinstance(batch, dict):
         return {name: _map_tensors(value, change) for name, value in batch.items()}
     return change(batch) if isinstance(batch, Tensor) else batch
@@ -366,11 +369,14 @@ def _map_tensors(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 # --- which rows may be drawn -------------------------------------------------------------------------
 class Windows:
-    """Finds the rows of a window. Trajectories that may meet conditions are remembered, so that only new records are
-    examined."""
+    """Finds the rows of a window.
+
+    For each condition, the trajectories that may meet it are remembered, so that only new records are examined.
+    """
 
     def __init__(self) -> None:
-        self.indexes: dict[Only, tuple[list[Index], int]] = {}  # for each table; and the next id to examine
+        # for each condition: an index of matching trajectories for each table, and the next id to examine
+        self.indexes: dict[Only, tuple[list[Index], int]] = {}
         self._epoch = -1
         self._last: tuple[Hashable, list[RowRanges]] = ((), [])
         self._lock = threading.Lock()
@@ -419,7 +425,7 @@ def _total(ranges: Sequence[RowRanges]) -> int:
 
 
 def pieces(positions: Tensor, ranges: Sequence[RowRanges]) -> Pieces:
-    """Split positions by table."""
+    """Split positions by table, and translate them to rows of the tables."""
     if len(ranges) == 1:
         return [(ranges[0].table, torch.arange(len(positions)), ranges[0].at(positions))]
     found, before = [], 0
@@ -439,9 +445,9 @@ def draw(
     *,
     at_most_all: bool = False,
 ) -> Tensor:
-    """Draw positions int64 ``[count]`` uniformly with replacement from those that are accepted.
+    """Draw positions int64 ``[count]`` uniformly with replacement from those whose rows ``accept`` accepts.
 
-    With ``at_most_all`` no more are drawn than are accepted.
+    With ``at_most_all``, ``count`` is limited to the number of accepted positions.
 
     Raises:
         UserError: no row is accepted.
@@ -470,7 +476,7 @@ def draw(
             raise UserError("no row of the buffer meets the conditions")
         found = every[torch.randint(len(every), (count,), generator=generator)]
         return found[: len(every)] if at_most_all else found
-    if at_most_all and len(found.unique()) < count:  # else the draw itself shows that there are enough
+    if at_most_all and len(found.unique()) < count:  # `count` different rows would be enough
         there, begin, length = 0, 0, 4 * count
         while there < count and begin < total:
             there += len(accepted(torch.arange(begin, min(begin + length, total))))
@@ -480,9 +486,9 @@ def draw(
 
 
 def _runs(now: Snapshot, table: int, rows: Tensor, left: Tensor) -> Tensor:
-    """Return int64 ``[n, left.max()]``: for each row, the ``left`` rows of its environment that start with it.
+    """Return the run of ``left`` rows of the same environment from each row on, as int64 ``[n, left.max()]``.
 
-    A shorter run repeats its last row.
+    In shorter runs, the last row is repeated.
     """
     ids = now.tables[table].index.holding(rows.numpy())
     batch = torch.from_numpy(now.records["batch"][ids - now.first_id].astype(np.int64))
@@ -494,7 +500,7 @@ def _runs(now: Snapshot, table: int, rows: Tensor, left: Tensor) -> Tensor:
 def _read(now: Snapshot, found: Pieces, count: int, fields: Collection[str] | None, tables: Collection[int]) -> Batch:
     """Read rows of one or several tables into one batch.
 
-    It has the fields that all of ``tables`` share, so that they do not depend on which rows were drawn.
+    Without ``fields``, the batch has the fields that all of ``tables`` have, whichever rows were drawn.
     """
     paths = _fields(tuple([now.tables[number].schema for number in tables]), None if fields is None else tuple(fields))
     asked, there = fields is not None and INSTRUCTIONS in fields, now.texts.instructed
@@ -521,7 +527,7 @@ def _read(now: Snapshot, found: Pieces, count: int, fields: Collection[str] | No
 
 @lru_cache(maxsize=256)
 def _fields(schemas: tuple[Schema, ...], fields: tuple[str, ...] | None) -> tuple[FieldPath, ...]:
-    """Return the fields to read. Raises `UserError` where one of the tables lacks a named one."""
+    """Return the paths of the fields to read. Raises `UserError` if a named field is missing in a table."""
     by_path = [{field.path: field for field in schema.fields} for schema in schemas]
     shared = [path for path in schemas[0].paths if all(path in own for own in by_path)]
     chosen = shared if fields is None else list[FieldPath]()

@@ -1,9 +1,9 @@
-"""The rows of one schema: how a row is laid out on disk, where its trajectories begin, and how it is read back.
+"""The rows of one schema: how a row is laid out on disk, where trajectories begin, and how rows are read.
 
-Fields of up to `PACKED_NBYTES` are packed into one record, since one gather is faster than ten. A larger field has a
-column of its own. A large field of ``next_obs`` usually equals the current observation of the following step (the row
-B further on), so it is not stored again: the record holds the number of that row. Where the two differ, at the ends of
-episodes and trajectories, the observation is stored in a second set of columns, the *final observations*.
+Fields of up to `PACKED_NBYTES` are packed into one record, because one gather is faster than ten. A larger field has
+its own column. A large field of ``next_obs`` usually equals the current observation of the following step, which is B
+rows later. Then it is not stored again, and the record holds the number of that row. Where the two differ, at the ends
+of episodes and trajectories, the observation is stored in a second set of columns, the *final observations*.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from gleanrl.buffer.trajectory import FieldPath, TrajectoryBlock, steps_left
 from gleanrl.utils.errors import UserError
 
 SEGMENT_NBYTES = 128 << 20
-PACKED_NBYTES = 1024  # a larger field has a column of its own
+PACKED_NBYTES = 1024  # a larger field has its own column
 # fields that the buffer adds to each record
-NEXT = ("#next",)  # int64: row of the next observation among the current ones, or -1 - its row among the final ones
+NEXT = ("#next",)  # int64: r = next observation is the current one of row r; -1 - f = it is final observation f
 LEFT = ("#left",)  # int32: chunk steps to the end of the episode or rollout epoch, this one included
 INSTRUCTION = ("#instruction",)  # int32: number of the task description, -1 = none
 SCHEMA_FILE = "schema-{:03d}.json"
@@ -37,12 +37,12 @@ class Schema:
     """The fields of a row in a fixed order, and where each is stored. Equal fields have equal layouts.
 
     Args:
-        fields: sorted by path.
+        fields: the fields, sorted by path.
 
     Attributes:
         deduplicated: large fields of ``next_obs`` that are looked up among the current observations.
-        large: fields with a column of their own.
-        packed: small fields and their offset in the record; the widest types come first, so that each is aligned.
+        large: other large fields, which have their own column.
+        packed: small fields and their offset in the record. The widest types come first, so that all are aligned.
         record_nbytes: bytes of a record, a multiple of 16.
         row_nbytes: bytes of a row in all columns.
     """
@@ -92,7 +92,7 @@ class Schema:
         return self._hash
 
     def pack(self, columns: Mapping[FieldPath, Tensor], count: int) -> Tensor:
-        """Return the records uint8 ``[count, record_nbytes]`` of small columns."""
+        """Pack the small columns into records uint8 ``[count, record_nbytes]``."""
         record = torch.zeros(count, self.record_nbytes, dtype=torch.uint8)
         for path, (field, offset) in self.packed.items():
             if field.nbytes:
@@ -101,7 +101,7 @@ class Schema:
         return record
 
     def unpack(self, record: Tensor, paths: Iterable[FieldPath]) -> dict[FieldPath, Tensor]:
-        """Return columns ``[n, ...]`` of records, contiguous."""
+        """Return the fields ``paths`` of records as contiguous columns ``[n, ...]``."""
         found, views, count = {}, dict[torch.dtype, Tensor](), record.shape[0]
         for path in paths:
             dtype, shape, strides, at = self._strided[path]
@@ -115,7 +115,7 @@ _schema = lru_cache(maxsize=256)(Schema)
 
 
 def segment_rows(target_nbytes: int, widths: Iterable[int]) -> int:
-    """Return the rows of a segment of about ``target_nbytes`` in which each column fills whole pages.
+    """Return the number of rows for a segment of about ``target_nbytes`` in which each column fills whole pages.
 
     ``widths``: bytes of a row in each column.
     """
@@ -125,14 +125,14 @@ def segment_rows(target_nbytes: int, widths: Iterable[int]) -> int:
 
 
 def current(path: FieldPath) -> FieldPath:
-    """Return the path of the current observation for one of ``next_obs``."""
+    """Return the path of the current observation's field for the path of a field of ``next_obs``."""
     return ("curr_obs", *path[1:])
 
 
 def followed(columns: Mapping[FieldPath, Tensor], shape: tuple[int, int, int], deduplicated: Iterable[Field]) -> Tensor:
-    """Return bool ``[n, T, B]``: the next observation equals, bit for bit, the current one of the next step.
+    """Return bool ``[n, T, B]``: whether the next observation equals the current one of the next step bit for bit.
 
-    ``shape``: n, T, B.
+    ``shape``: n, T and B.
     """
     found = torch.ones(shape, dtype=torch.bool)
     found[:, -1] = False
@@ -143,7 +143,7 @@ def followed(columns: Mapping[FieldPath, Tensor], shape: tuple[int, int, int], d
 
 
 def words(column: Tensor) -> Tensor:
-    """View a contiguous column's bytes as ``[n, m]`` integers as wide as possible: torch copies them faster."""
+    """Return a contiguous column's bytes as ``[n, m]`` integers as wide as possible, which torch copies faster."""
     flat = column.reshape(column.shape[0], -1).view(torch.uint8)
     width = math.gcd(flat.shape[1], 8)
     return flat.view({8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}[width])
@@ -151,10 +151,10 @@ def words(column: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class RowRanges:
-    """Rows of one table: ``total`` rows from ``first`` on, or, with ``starts``, runs of consecutive rows.
+    """Rows of one table: the ``total`` rows from ``first`` on or, with ``starts``, several runs of consecutive rows.
 
-    ``starts`` (int64) is the first row of each run, and ``begins`` (int64) the number of rows in earlier runs.
-    ``first`` then is the value of ``begins`` at which counting starts.
+    ``starts`` (int64) holds the first row of each run, and ``begins`` (int64) the number of rows in all earlier runs of
+    the index. ``first`` is then the ``begins`` of the first run in this object.
     """
 
     table: int
@@ -173,10 +173,10 @@ class RowRanges:
 
 
 class Index:
-    """Where some trajectories of a table begin, in order of their ids. Appending takes constant time on average."""
+    """The first rows of some trajectories of a table, in order of ids. Appending takes constant time on average."""
 
     def __init__(self) -> None:
-        # for each trajectory: its id, its first row, the number of rows of earlier ones
+        # for each trajectory: its id, its first row, the number of rows of all trajectories before it
         self._all, self._count, self._rows = np.zeros((3, 1024), np.int64), 0, 0
 
     def append(self, records: np.ndarray[Any, Any], where: np.ndarray[Any, Any]) -> None:
@@ -193,14 +193,14 @@ class Index:
 
     @property
     def end(self) -> int:
-        """The row after the last trajectory."""
+        """The row after the last trajectory; 0 if there is none."""
         if not self._count:
             return 0
         row, before = self._all[1:, self._count - 1].tolist()
         return row + self._rows - before
 
     def find(self, since: int) -> tuple[int, int] | None:
-        """Return id and first row of the first trajectory with an id of at least ``since``, or None."""
+        """Return id and first row of the first trajectory with an id of at least ``since``; None if there is none."""
         at = int(np.searchsorted(self._all[0, : self._count], since))
         if at == self._count:
             return None
@@ -212,7 +212,7 @@ class Index:
         return self._all[0, np.searchsorted(self._all[1, : self._count], rows, side="right") - 1]
 
     def ranges(self, table: int, since: int, end: int) -> RowRanges | None:
-        """Return the rows of the trajectories with ids from ``since`` to ``end`` - 1, or None."""
+        """Return the rows of the trajectories with ids from ``since`` to ``end`` - 1; None if there are none."""
         at, to = np.searchsorted(self._all[0, : self._count], (since, end)).tolist()
         if at == to:
             return None
@@ -222,7 +222,7 @@ class Index:
 
 
 class RowSource(Protocol):
-    """A table: rows of one schema, numbered from 0."""
+    """A table that can be read: rows of one schema, numbered from 0."""
 
     number: int
     index: Index
@@ -231,12 +231,12 @@ class RowSource(Protocol):
     def schema(self) -> Schema: ...
 
     def read(self, rows: Tensor, paths: Collection[FieldPath]) -> dict[FieldPath, Tensor]:
-        """Return fields ``[n, ...]`` of rows (int64 ``[n]``) as new tensors. Raises `UserError` where they are lost."""
+        """Return fields ``[n, ...]`` of rows (int64 ``[n]``) as new tensors. Raises `UserError` for a lost row."""
         ...
 
 
 class Description(msgspec.Struct, forbid_unknown_fields=True):
-    """Content of a table's schema file."""
+    """The content of a table's schema file."""
 
     fields: list[tuple[tuple[str, ...], str, tuple[int, ...]]]
     capacity: tuple[int, int]
@@ -246,10 +246,10 @@ class Table:
     """Rows of one schema, numbered from 0 and never renumbered.
 
     Args:
-        files: where its segments are.
-        number: of the schema; part of the files' names.
-        schema: of its rows.
-        capacity: rows of a segment of the columns, and of one of the final observations.
+        files: the folder of the table's segments, or memory.
+        number: number of the schema, which is part of the file names.
+        schema: the schema of the rows.
+        capacity: number of rows in a segment of the columns, and in a segment of the final observations.
     """
 
     def __init__(self, files: Files, number: int, schema: Schema, capacity: tuple[int, int]) -> None:
@@ -265,7 +265,7 @@ class Table:
 
     @classmethod
     def create(cls, files: Files, number: int, schema: Schema, segment_nbytes: int) -> Table:
-        """Make an empty table and write its schema file. Raises `OSError`."""
+        """Make an empty table and write its schema file. Raises `OSError` if the file cannot be written."""
         rows = segment_rows(segment_nbytes, [schema.record_nbytes, *(field.nbytes for field in schema.large)])
         finals = 1
         if schema.deduplicated:
@@ -281,8 +281,8 @@ class Table:
         """Open a table by its schema file.
 
         Raises:
-            FileNotFoundError: it is missing.
-            UserError: it is damaged.
+            FileNotFoundError: the schema file is missing.
+            UserError: the schema file is damaged.
         """
         name = SCHEMA_FILE.format(number)
         try:
@@ -301,11 +301,12 @@ class Table:
         """Append trajectories. Readers see them only after `Columns.publish` was called for each of ``parts``.
 
         Args:
+            block: the trajectories.
             instructions: int32 ``[n * T * B]``, numbers of the task descriptions.
-            touched: set to which the descriptors of the files that must be synced are added.
+            touched: descriptors of files that must be synced. Those of the written files are added.
 
         Returns:
-            Fields of `log.RECORD`.
+            The fields of `log.RECORD` that say where the trajectories are stored.
         """
         row, final, n = self.columns.end, self.final_columns.end, len(block.members)
         packed = {**block.columns, LEFT: steps_left(block.cuts).reshape(-1), INSTRUCTION: instructions}
@@ -338,7 +339,7 @@ class Table:
         }
 
     def read(self, rows: Tensor, paths: Collection[FieldPath]) -> dict[FieldPath, Tensor]:
-        """Return fields ``[n, ...]`` of rows (int64 ``[n]``) as new tensors. Raises `UserError` where they are lost."""
+        """Return fields ``[n, ...]`` of rows (int64 ``[n]``) as new tensors. Raises `UserError` for a lost row."""
         deduplicated = [path for path in paths if path in self._deduplicated]
         small = [path for path in (*paths, *([NEXT] if deduplicated else [])) if path in self.schema.packed]
         large = [path for path in paths if path in self._large]
@@ -376,11 +377,11 @@ class Table:
 
     @property
     def nbytes(self) -> int:
-        """Disk space of its segments."""
+        """Bytes of disk space of the table's segments."""
         return sum(part.nbytes(part.rows) for part in self.parts)
 
     def kept_files(self) -> dict[str, bool]:
-        """Return the names of its segments, and whether more rows will be written to each."""
+        """Return the file names of the kept segments, each with whether more rows will be written to it."""
         return self.columns.kept_files() | self.final_columns.kept_files()
 
     def close(self) -> None:

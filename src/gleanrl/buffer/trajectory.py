@@ -1,9 +1,9 @@
 """Trajectories as tensors ``[T, B, ...]``, and the same data flattened to rows.
 
-`TensorTrajectory` is what callers add and get back. Inside the buffer a trajectory is a `FlatTrajectory`: one column
+Callers add and receive `TensorTrajectory` objects. Inside the buffer a trajectory is a `FlatTrajectory`: one column
 ``[T * B, ...]`` for each field, where row ``t * B + b`` is chunk step t of environment b. Bootstrap entries (the state
-before or after each rollout epoch) are not chunk steps, so they are kept apart from the columns. `TrajectoryBlock`
-joins small trajectories of the same shape, so that they are written with one call.
+before or after each rollout epoch) are not chunk steps, so they are stored separately from the columns.
+`TrajectoryBlock` joins small trajectories of the same shape, so that they are written with one call.
 """
 
 from __future__ import annotations
@@ -18,31 +18,31 @@ from torch import Tensor
 
 from gleanrl.utils.errors import UserError
 
-FieldPath = tuple[str, ...]  # ("curr_obs", "image"): keys from the outside in
+FieldPath = tuple[str, ...]  # keys from the outer to the inner mapping, such as ("curr_obs", "image")
 
 FLAGS = ("dones", "terminations", "truncations")
 TENSORS = ("actions", "intervene_flags", "rewards", *FLAGS, "prev_logprobs", "prev_values", "versions")
 NESTED = ("forward_inputs", "curr_obs", "next_obs")
 MAY_BOOTSTRAP = (*FLAGS, "prev_values")
 INSTRUCTIONS = "task_descriptions"
-BLOCK_NBYTES = 1 << 20  # of a block; a larger trajectory is written alone, without a copy
+BLOCK_NBYTES = 1 << 20  # largest block, in bytes; a larger trajectory is written alone, without a copy
 
 
 @dataclass(frozen=True, kw_only=True)
 class TensorTrajectory:
-    """T chunk steps of C actions each in B environments. It may hold many episodes. The names are RLinf's.
+    """T chunk steps of C actions each in B environments, which may hold many episodes. The field names are RLinf's.
 
-    ``dones``, ``terminations`` and ``truncations`` are ``[T, B, C]``, or ``[T + E, B, C]`` where each of E rollout
-    epochs begins with an entry for the state before it. ``prev_values`` is ``[T, B, ...]``, or ``[T + E, B, ...]``
-    where each epoch ends with the value after its last step. Every other tensor is ``[T, B, ...]``. None and ``{}``
-    mean that a field is absent. ``task_descriptions`` has one instruction for each environment, or one for each step
-    and environment; where it is absent, those in ``curr_obs`` are used.
+    ``dones``, ``terminations`` and ``truncations`` are ``[T, B, C]``, or ``[T + E, B, C]`` if each of E rollout epochs
+    begins with an entry for the state before it. ``prev_values`` is ``[T, B, ...]``, or ``[T + E, B, ...]`` if each
+    epoch ends with the value after its last step. All other tensors are ``[T, B, ...]``. None and ``{}`` mean that a
+    field is absent. ``task_descriptions`` has one instruction for each environment, or one for each step and
+    environment. If it is absent, the task descriptions in ``curr_obs`` are used.
     """
 
     max_episode_length: int = 0
     model_weights_id: str = ""
     actions: Tensor | None = None  # [T, B, C * A]
-    intervene_flags: Tensor | None = None  # [T, B, C * A], bool: a human acted
+    intervene_flags: Tensor | None = None  # [T, B, C * A], bool: whether a human acted
     rewards: Tensor | None = None  # [T, B, C]
     terminations: Tensor | None = None
     truncations: Tensor | None = None
@@ -72,7 +72,7 @@ class FlatTrajectory:
 
     steps: int  # T
     batch: int  # B
-    epochs: int  # E where fields have bootstrap entries, else 0
+    epochs: int  # E if fields have bootstrap entries, else 0
     columns: dict[FieldPath, Tensor]  # [T * B, ...], contiguous, on the CPU
     bootstrap: dict[FieldPath, Tensor]  # [E, B, ...]
     instructions: tuple[str, ...]  # one for each row, or ()
@@ -82,7 +82,7 @@ class FlatTrajectory:
 
     @property
     def count(self) -> int:
-        """Rows."""
+        """Number of rows."""
         return self.steps * self.batch
 
     @property
@@ -95,7 +95,7 @@ class FlatTrajectory:
         """Flatten a trajectory. With ``copy`` no memory is shared with its tensors.
 
         Raises:
-            UserError: a value is no tensor, or its shape does not fit the others.
+            UserError: a value is not a tensor, or its shape does not fit the shapes of the others.
         """
         values: list[tuple[FieldPath, Any]] = [((name,), getattr(trajectory, name)) for name in TENSORS]
         for name in NESTED:
@@ -111,7 +111,7 @@ class FlatTrajectory:
             if tensor.dim() < 2:
                 shape = list(tensor.shape)
                 raise UserError(f"{'.'.join(path)}: a trajectory's tensors are [T, B, ...], this one is {shape}")
-            # both calls cost as much as the rest for a small trajectory
+            # called only where needed, because for a small trajectory both calls cost as much as all other work
             if tensor.requires_grad:
                 tensor = tensor.detach()
             if not tensor.is_cpu:
@@ -168,7 +168,7 @@ class FlatTrajectory:
         )
 
     def unflatten(self) -> TensorTrajectory:
-        """Return the trajectory that `flatten` was given, field for field."""
+        """Return the trajectory that was passed to `flatten`, with all its fields."""
         found: dict[str, Any] = {}
         for path, column in self.columns.items():
             tensor = column.reshape(self.steps, self.batch, *column.shape[1:])
@@ -192,15 +192,16 @@ class FlatTrajectory:
 
 
 class TrajectoryBlock:
-    """n trajectories with the same T, B and fields, as one block of rows. One trajectory alone is not copied.
+    """n trajectories with the same T, B and fields, as one block of rows. A single trajectory is not copied.
 
     Attributes:
         columns: ``[n * T * B, ...]``, one trajectory after the other.
         shape: n, T, B.
-        rows_each: rows of a member, T * B.
-        count: rows of all members.
-        ends: bool ``[n, T, B]``: an episode ends in this chunk step.
-        cuts: the same, or a rollout epoch ends there, after which environments may have been reset.
+        rows_each: number of rows of each member, T * B.
+        count: number of rows of all members.
+        ends: bool ``[n, T, B]``: whether an episode ends in this chunk step.
+        cuts: bool ``[n, T, B]``: whether an episode or a rollout epoch ends in this chunk step. After a rollout epoch,
+            environments may have been reset.
     """
 
     def __init__(self, members: Sequence[FlatTrajectory]) -> None:
@@ -225,7 +226,7 @@ class TrajectoryBlock:
 
 
 def join_blocks(trajectories: Sequence[FlatTrajectory]) -> Iterator[TrajectoryBlock]:
-    """Yield all trajectories in order; small neighbours of the same shape and fields share a block."""
+    """Yield all trajectories in order, in blocks. Small successive ones of the same shape and fields share a block."""
     members: list[FlatTrajectory] = []
     nbytes, layout = 0, None
     for trajectory in trajectories:
@@ -241,7 +242,10 @@ def join_blocks(trajectories: Sequence[FlatTrajectory]) -> Iterator[TrajectoryBl
 
 
 def steps_left(ends: Tensor) -> Tensor:
-    """Return int32 ``[..., T, B]``: steps to the next True of ``ends`` or to the last step, this one included."""
+    """Return int32 ``[..., T, B]``: number of steps from each step to the next True of ``ends`` or to the last step.
+
+    The first and the last of these steps are both counted.
+    """
     steps = ends.shape[-2]
     at = torch.arange(steps, dtype=torch.int32)[:, None]
     stops = torch.where(ends, at, at[-1])
@@ -265,11 +269,11 @@ def put(tree: dict[str, Any], path: FieldPath, value: Any) -> None:
 
 
 def quoted(path: FieldPath) -> str:
-    """Return a field's name for a message, such that the key ``a.b`` differs from ``b`` inside ``a``."""
+    """Return a field's name for a message, such that the key ``a.b`` differs from the key ``b`` inside ``a``."""
     return path[0] + "".join(f"[{name!r}]" for name in path[1:])
 
 
-_WIDER = {  # types that NumPy lacks
+_WIDER = {  # tensor types that NumPy does not have -> the types to which they are converted
     torch.bfloat16: torch.float32,
     torch.complex32: torch.complex64,
     **{own: torch.float32 for name, own in vars(torch).items() if name.startswith("float8_")},
@@ -277,7 +281,7 @@ _WIDER = {  # types that NumPy lacks
 
 
 def numpy_dtype(dtype: torch.dtype) -> np.dtype[Any]:
-    """Return the type of `to_numpy`. Raises `UserError` where there is none, e.g. for quantised numbers."""
+    """Return the type to which `to_numpy` converts. Raises `UserError` if there is none, as for quantised numbers."""
     try:
         return torch.empty(0, dtype=_WIDER.get(dtype, dtype)).numpy().dtype
     except (TypeError, NotImplementedError, RuntimeError):
@@ -285,6 +289,6 @@ def numpy_dtype(dtype: torch.dtype) -> np.dtype[Any]:
 
 
 def to_numpy(column: Tensor) -> np.ndarray[Any, Any]:
-    """Return a tensor's values; floats that NumPy lacks become float32, complex32 becomes complex64."""
+    """Return a tensor as an array. Floats of a type that NumPy lacks become float32, complex32 becomes complex64."""
     numpy_dtype(column.dtype)
     return column.to(_WIDER.get(column.dtype, column.dtype)).numpy()

@@ -1,4 +1,4 @@
-"""Merging, splitting and exporting buffers; called by ``gleanrl buffer``. Each result is written all or nothing."""
+"""Merges, splits and exports buffers for ``gleanrl buffer``. Each result is written completely or not at all."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from gleanrl.utils.errors import UserError
 
 Done = Callable[[], object]  # called after each trajectory or part
 FORMATS = ("rlinf", "safetensors", "lerobot")
-LEAST_SEGMENT = 1 << 20  # bytes of the files of a small buffer
-RANK = "rank-{}"  # folder of a rank's checkpoint
+LEAST_SEGMENT = 1 << 20  # smallest size in bytes for the files of a split buffer
+RANK = "rank-{}"  # name of the folder of a rank's checkpoint
 
 
 def extent(paths: Iterable[Path], *, pickles: bool = False) -> tuple[int, int]:
-    """Return the number of trajectories in some folders, and about the bytes of their rows."""
+    """Return the number of trajectories in some folders, and the approximate bytes of their rows."""
     total = nbytes = 0
     for path in paths:
         with closing(checkpoint.open_reader(path, pickles=pickles)) as reader:
@@ -42,7 +42,9 @@ def trajectories(
     """Yield all trajectories of some folders, in order.
 
     Args:
-        left_out: collects a line for each damaged trajectory; None: the first one is a `UserError`.
+        paths: the folders.
+        pickles: also read RLinf's ``.pkl`` files, which can run any code when they are read.
+        left_out: list to which a line is added for each damaged trajectory. None: raise `UserError` at the first one.
         done: called after each trajectory.
     """
     for path in paths:
@@ -59,10 +61,12 @@ def trajectories(
 
 
 def merge(found: Iterable[FlatTrajectory], out: Path, nbytes: int = SEGMENT_NBYTES) -> tuple[int, int]:
-    """Write trajectories to a new buffer, and return how many they are and how many rows they have.
+    """Write trajectories to a new buffer, and return the numbers of trajectories and rows.
 
     Args:
-        nbytes: about their size, so that a small buffer does not get large files.
+        found: the trajectories.
+        out: the new folder.
+        nbytes: approximate size of the trajectories. A small buffer gets small files.
 
     Raises:
         UserError: the folder exists, or the disk is full.
@@ -77,10 +81,10 @@ def merge(found: Iterable[FlatTrajectory], out: Path, nbytes: int = SEGMENT_NBYT
 
 
 def split(path: Path, out: Path, parts: int, *, pickles: bool = False, done: Done = bool) -> list[tuple[int, int]]:
-    """Write a checkpoint for each of ``parts`` ranks, divided as `load_checkpoint` does.
+    """Write a checkpoint for each of ``parts`` ranks, divided in the same way as by `load_checkpoint`.
 
     Returns:
-        Trajectories and rows of each part.
+        The numbers of trajectories and rows of each part.
 
     Raises:
         UserError: there are fewer trajectories than parts, the folder exists, or the disk is full.
@@ -114,11 +118,11 @@ def export(
     left_out: list[str] | None = None,
     done: Done = bool,
 ) -> str:
-    """Write all trajectories of ``paths`` in one of `FORMATS`, and return what was written.
+    """Write all trajectories of ``paths`` in the format ``form`` (one of `FORMATS`), and return a summary.
 
     Args:
-        fps: of ``lerobot``.
-        left_out, done: see `trajectories`.
+        fps: chunk steps per second, for the format ``lerobot``.
+        pickles, left_out, done: see `trajectories`.
 
     Raises:
         UserError: the folder exists, the disk is full, or pyarrow is missing.
@@ -131,7 +135,7 @@ def export(
         return f"{rlinf.export(out, found, seed=1234 if seed is None else seed)} trajectories"
     if form == "safetensors":
         return f"{_export_safetensors(found, out)} trajectories"
-    shared: dict[Field, None] | None = None  # by all trajectories, with the same type and shape
+    shared: dict[Field, None] | None = None  # fields that all trajectories have, with the same type and shape
     for path in paths:
         with closing(checkpoint.open_reader(path, pickles=pickles)) as reader:
             now = reader.snapshot
@@ -143,13 +147,13 @@ def export(
 
 
 def check_new(out: Path) -> None:
-    """Raise `UserError` where a folder exists."""
+    """Raise `UserError` if ``out`` exists."""
     if out.exists():
         raise UserError(f"{out}: there already; name a new folder")
 
 
 def _export_safetensors(found: Iterable[FlatTrajectory], out: Path) -> int:
-    """Write a safetensors file for each trajectory and an ``index.json``, and return how many.
+    """Write a safetensors file for each trajectory and an ``index.json``, and return the number of trajectories.
 
     Raises:
         UserError: two tensors of a trajectory would have the same name, or the disk is full.

@@ -1,7 +1,7 @@
-"""Writing a buffer's folder: one process adds and drops trajectories, and what it acknowledged survives a crash.
+"""Writing a buffer's folder: one process adds and drops trajectories, and added trajectories survive a crash.
 
-The order of a write is: rows, sync; texts, sync; log record, sync; then the trajectory counts. Whatever a crash leaves
-after the last intact log record was never acknowledged, and is overwritten.
+A write syncs the rows to disk, then the texts, then the log record. Only then does the trajectory belong to the buffer,
+and `BufferWriter.add` returns. Data that a crash leaves after the last intact log record are overwritten.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from gleanrl.utils.errors import UserError
 
 # names of files that a buffer may remove
 OURS = re.compile(r"\d{3,}-((rows|last)-\d{3,}-\d{6,}|(log|texts)-\d{6,}|schema-\d{3,}\.json|instructions\.jsonl)")
-PARTS = 4  # segments that a limit is divided into, at least where rows are small
-SHORTEN = 1 << 20  # bytes of dropped trajectories' records and texts that may stay in the log
+PARTS = 4  # least number of segments that a limit is divided into, if rows are small
+SHORTEN = 1 << 20  # bytes of records and texts of dropped trajectories that may stay in the files
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a buffer may keep: rows, bytes on disk, seconds. None: any amount."""
+    """Limits of the rows, bytes on disk and age in seconds that a buffer keeps. None: no limit."""
 
     rows: int | None = None
     nbytes: int | None = None
@@ -49,12 +49,12 @@ class BufferWriter(BufferReader):
     """A `BufferReader` that also adds and drops trajectories.
 
     Args:
-        folder: created where it is missing; None: in memory.
-        limits: of what is kept; the oldest trajectories are dropped first.
-        segment_nbytes: about the size of a file. Eviction drops whole files where it can.
+        folder: folder of the buffer, created if it is missing; None: in memory.
+        limits: limits of the trajectories to keep. The oldest are dropped first.
+        segment_nbytes: approximate size of a file. Eviction drops whole files if possible.
 
     Raises:
-        UserError: another writer has the folder, it is a checkpoint, or the buffer is damaged.
+        UserError: another process writes to the folder, it is a checkpoint, or the buffer is damaged.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class BufferWriter(BufferReader):
     ) -> None:
         self.limits, self._segment_nbytes = limits or Limits(), segment_nbytes
         self._uncommitted = False  # inside `replacing`: the manifest must not be written yet
-        self._new_segment = False  # since the manifest's ``known`` was written
+        self._new_segment = False  # whether a segment was begun since the manifest's ``known`` was written
         self._lock_file = -1
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
@@ -86,7 +86,7 @@ class BufferWriter(BufferReader):
 
     # --- adding ----------------------------------------------------------------------------------
     def add(self, trajectories: Sequence[FlatTrajectory]) -> list[int]:
-        """Store all trajectories or none, and return their ids. They are on disk when this returns.
+        """Store all trajectories or none of them, and return their ids. They are on disk when this returns.
 
         Raises:
             OSError: the disk is full or fails.
@@ -94,7 +94,7 @@ class BufferWriter(BufferReader):
         """
         with self.lock:
             self._check_open()
-            if self._opened.seen < self._opened.log.count:  # an earlier error came between the two
+            if self._opened.seen < self._opened.log.count:  # after an error that followed the append to the log
                 self._notice()
             self._leave_exposed_records()
             self._make_room(trajectories)
@@ -103,7 +103,7 @@ class BufferWriter(BufferReader):
             except BaseException:
                 for table in self._opened.tables:
                     for part in table.parts:
-                        part.end = part.rows  # what comes next is written over it
+                        part.end = part.rows  # the next write overwrites the rows of this one
                 self._opened.texts.rollback()
                 with suppress(OSError, UserError):
                     self._remove_leftovers()
@@ -151,12 +151,12 @@ class BufferWriter(BufferReader):
         return list(range(first, first + len(trajectories)))
 
     def _table_for(self, schema: Schema) -> Table:
-        """Return the table of a schema; create a missing one."""
+        """Return the table of a schema, which is created if it is missing."""
         tables = self._opened.tables
         for table in reversed(tables):
             if table.schema == schema:
                 return table
-        nbytes, limits = self._segment_nbytes, self.limits  # less where a segment must be a part of what may be kept
+        nbytes, limits = self._segment_nbytes, self.limits  # less if the limits allow fewer than `PARTS` such segments
         if limits.rows is not None:
             nbytes = min(nbytes, limits.rows // PARTS * schema.row_nbytes)
         if limits.nbytes is not None:
@@ -166,9 +166,9 @@ class BufferWriter(BufferReader):
         return table
 
     def _write_known(self) -> None:
-        """Write the number of the log's records to the manifest, so that a log cut short is not taken for a crash."""
+        """Write the id after the last record to the manifest, so that a log that lost records is seen as damaged."""
         fresh = replace(self.manifest, known=self.snapshot.next_id)
-        with suppress(OSError, UserError):  # an older number is true as well
+        with suppress(OSError, UserError):  # the older number in the manifest stays valid
             if not self._uncommitted and fresh != self.manifest and Manifest.read(self._all) == self.manifest:
                 fresh.write(self._all)
                 self._opened.manifest = fresh
@@ -176,7 +176,7 @@ class BufferWriter(BufferReader):
 
     # --- dropping --------------------------------------------------------------------------------
     def drop(self, before: int) -> None:
-        """Drop the trajectories with ids below ``before``, and the segments that held no others."""
+        """Drop the trajectories with ids below ``before``, and the segments that hold rows of no other trajectory."""
         with self.lock:
             self._check_open()
             now = self.snapshot
@@ -189,7 +189,7 @@ class BufferWriter(BufferReader):
                     record = self.record(found[0])
                     rows.append(int(record["row"]))
                     finals.append(int(record["final"]))
-                else:  # also drops the segments that are not full
+                else:  # no trajectory of this table is left, so its last segment is dropped even if it is not full
                     rows.append(table.columns.segment_end)
                     finals.append(table.final_columns.segment_end)
             fresh = replace(self.manifest, first=first, rows=tuple(rows), finals=tuple(finals), known=now.next_id)
@@ -199,14 +199,14 @@ class BufferWriter(BufferReader):
             self._drop_segments()
 
     def _make_room(self, trajectories: Sequence[FlatTrajectory]) -> None:
-        """Drop trajectories until these fit into ``limits.nbytes``.
+        """Drop the oldest trajectories until the new ``trajectories`` fit into ``limits.nbytes``.
 
         Raises:
-            UserError: they do not fit even into an empty buffer. Nothing is dropped then.
+            UserError: the new trajectories do not fit even into an empty buffer. No trajectory is dropped then.
         """
         if (quota := self.limits.nbytes) is None:
             return
-        counts, texts = dict[Schema, tuple[int, int]](), 0  # rows and final observations
+        counts, texts = dict[Schema, tuple[int, int]](), 0  # numbers of rows and final observations
         for trajectory in trajectories:
             schema = Schema.of(trajectory.columns)
             finals = 0
@@ -236,18 +236,18 @@ class BufferWriter(BufferReader):
             empty = now.first_id >= now.next_id
             if self.shorten_log(always=empty):
                 continue
-            if empty:  # only the log is left, and it cannot be shorter
+            if empty:  # only the log is left, and it cannot be shortened further
                 raise UserError(f"max_bytes = {quota}: there is no room for {least} more")
             self.drop(now.first_id + self._count_in_segment(0))
 
     def _evict(self) -> None:
-        """Apply the limits of rows and age. The newest trajectory stays, however long it is."""
+        """Drop trajectories beyond the limits of rows and age. The limit of rows never drops the newest trajectory."""
         now, limit = self.snapshot, self.limits.rows
         if limit is not None and now.count_rows() > limit:
             rows_after = now.count_rows() - np.cumsum(now.records["steps"].astype(np.int64) * now.records["batch"])
             few = min(int(np.argmax(rows_after <= limit)) + 1, len(now.records) - 1)
             if few:
-                # up to the end of a segment, so that eviction is rare and frees a file
+                # drop up to the end of a segment, so that evictions are rare and each frees a file
                 whole = few - 1 + self._count_in_segment(few - 1)
                 self.drop(now.first_id + (whole if rows_after[whole - 1] >= limit * 3 / 4 else few))
         if self.limits.age_s is not None:
@@ -256,16 +256,20 @@ class BufferWriter(BufferReader):
             self.drop(now.first_id + old)
 
     def _count_in_segment(self, position: int) -> int:
-        """Count the trajectories, from a position of ``snapshot.records`` on, that begin in the first one's segment."""
+        """Count the trajectories from ``position`` on that begin in the same segment as the one at ``position``.
+
+        Positions are those of ``snapshot.records``. The count ends at the first trajectory in another segment or table.
+        """
         kept = self.snapshot.records[position:]
         schema, capacity = kept["schema"][0], self._opened.tables[int(kept["schema"][0])].columns.capacity
         later = (kept["schema"] != schema) | (kept["row"] // capacity > kept["row"][0] // capacity)
         return int(np.argmax(later)) if later.any() else len(kept)
 
     def shorten_log(self, *, always: bool = False) -> bool:
-        """Start a new log and new texts if more than half of them belong to dropped trajectories.
+        """Start a new log and new texts if more than half of their bytes belong to dropped trajectories.
 
-        Returns whether it did. Readers open the new files. ``always``: however little is dropped.
+        Returns whether new files were started. Readers open them at their next refresh. With ``always``, new files are
+        started if any bytes belong to dropped trajectories.
         """
         opened = self._opened
         now = self.snapshot
@@ -301,10 +305,10 @@ class BufferWriter(BufferReader):
 
     # --- replacing everything --------------------------------------------------------------------
     def adopt(self, source: BufferReader, before_commit: Callable[[], object] = bool) -> None:
-        """Replace the content by that of another buffer or checkpoint, all or nothing, also in a crash.
+        """Replace the content by that of another buffer or checkpoint, completely or not at all, even in a crash.
 
-        Its files become this buffer's next epoch: links, or copies of what grows. ``before_commit`` is called when all
-        files are in place; where it raises, nothing has changed.
+        The files of the source become the next epoch of this buffer, as links, or as copies if they grow.
+        ``before_commit`` is called when all files are in place. If it raises an error, the buffer keeps its content.
         """
         with self.lock:
             self._check_open()
@@ -335,7 +339,7 @@ class BufferWriter(BufferReader):
 
     @contextmanager
     def replacing(self) -> Iterator[None]:
-        """Replace the content by what is added inside the context, all or nothing, also in a crash."""
+        """Replace the content by the trajectories added inside the context, or keep it, even in a crash."""
         with self.lock:
             self._check_open()
             self._remove_leftovers()
@@ -351,7 +355,7 @@ class BufferWriter(BufferReader):
                     self._remove_leftovers()
 
     def _leave_exposed_records(self) -> None:
-        """Go on in new files where readers may have seen records that do not count, so that no row changes for them."""
+        """Continue in new files if readers may have seen records of a failed write, so that no row changes for them."""
         if self._opened.log.exposed and self.folder is not None and not self._uncommitted:
             self.adopt(self)
 
@@ -364,9 +368,9 @@ class BufferWriter(BufferReader):
         self._closed = False
 
     def _remove_leftovers(self) -> None:
-        """Remove files of a crash or an error that the manifest and the log do not name."""
+        """Remove files that a crash or an error left and that neither the manifest nor the log names."""
         if self._closed or self._uncommitted:
-            return  # the open files are not those that count
+            return  # the open files are not those of the manifest on disk
         opened = self._opened
         known = {opened.log.name, *opened.texts.names}
         for table in opened.tables:
@@ -390,7 +394,7 @@ class BufferWriter(BufferReader):
 
 
 def block_statistics(block: TrajectoryBlock) -> dict[str, Any]:
-    """Return what `log.RECORD` says about each trajectory besides where it is stored."""
+    """Return the fields of `log.RECORD` that describe each trajectory, except where it is stored."""
     n, steps, batch = block.shape
     outcomes = {None: 0, True: SUCCESS, False: FAILURE}
     found: dict[str, Any] = {
