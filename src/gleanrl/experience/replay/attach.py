@@ -15,16 +15,16 @@ from gleanrl.types import Group, GroupSpec
 def attach_replayed(groups: Sequence[Group], pool: ExperiencePool, *, seed: int = 0) -> list[Group]:
     """Return the groups with up to ``per_group`` stored successes after the fresh members of each.
 
-    For a loop that chooses and samples its prompts itself; `ReplayCurriculum` also lets the pool choose them. The
-    pool's setting `select` ranks the successes by their recorded entropy, and each one taken is counted as used. A
-    group comes back unchanged where its task has no success or is retired, or where no fresh member has a valid score
-    that a stored one could be compared with.
+    This is for a loop that chooses and samples its prompts itself; with `ReplayCurriculum` the pool chooses them too.
+    The pool's setting `select` ranks the successes, with their recorded entropy, and each one attached is counted as
+    used. A group is returned unchanged if its task has no success or is retired, or if no fresh member has a valid
+    score with which a stored one could be compared.
 
-    Call it before `ExperiencePool.observe`: after it, a group would meet its own successes again.
+    Call this function before `ExperiencePool.observe`. Otherwise a group would get its own successes again.
 
     Args:
         groups: fresh groups; two groups of one task get the same successes.
-        seed: decides only where ``select = "random"``; the number of the step, say.
+        seed: used only with ``select = "random"``; for example the number of the step.
 
     Raises:
         ValueError: a group already holds replayed members.

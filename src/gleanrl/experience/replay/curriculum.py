@@ -1,4 +1,4 @@
-"""Replay as a curriculum: some tasks of each batch come from the pool, with stored successes in their groups."""
+"""A curriculum with replay: some tasks of each batch come from the pool, with stored successes in their groups."""
 
 from __future__ import annotations
 
@@ -26,60 +26,62 @@ from gleanrl.utils.seeding import derive
 log = logging.getLogger(__name__)
 
 _COUNTED = ("planned", "wanting", "retrieved", "probes", "retired_passed_over", *COUNTS)
-_STARTS = ("progress", "solve_rate")  # what replay can begin by
-_VERSION = "pool_version"  # in the info of what is replayed: the version that the pool counts its age from
-_MEMORY = 0.9  # weight of a step in the running solve rate, a step later: about the last ten count
+_STARTS = ("progress", "solve_rate")  # conditions that can start replay
+_VERSION = "pool_version"  # key in a replayed trajectory's info: the version from which the pool counts its age
+_MEMORY = 0.9  # factor by which a step's weight in the running solve rate shrinks at each later step
 
 
 @dataclass
 class _State:
-    """Where a `ReplayCurriculum` stands; a checkpoint holds every field."""
+    """The state of a `ReplayCurriculum`. A checkpoint holds every field."""
 
     on: bool = False
     began: str | None = None  # one of `_STARTS`, once replay is on
     proposals: int = 0
-    batches: int = 0  # proposals of a whole batch
-    batch: int = 0  # the largest proposal: a whole batch
-    in_batch: list[str] = field(default_factory=list)  # tasks of the latest whole batch and of what replaced some of it
-    owed: float = 0.0  # pool tasks, as a fraction that is not placed yet
-    probes_owed: float = 0.0
-    steps: int = 0  # observed
-    solved: float = 0.0  # fresh rollouts, old ones counting less
-    tried: float = 0.0
-    reported_empty: bool = False  # that the pool had no task was logged
+    batches: int = 0  # number of proposals of a whole batch
+    batch: int = 0  # size of the largest proposal, which is a whole batch
+    in_batch: list[str] = field(default_factory=list)  # ids of the tasks in the latest whole batch, replacements too
+    owed: float = 0.0  # fraction of a pool task that single proposals have added up to
+    probes_owed: float = 0.0  # the same for retired tasks that are tried again
+    steps: int = 0  # steps observed
+    solved: float = 0.0  # number of solved fresh rollouts, older ones with less weight
+    tried: float = 0.0  # number of all fresh rollouts, weighted in the same way
+    reported_empty: bool = False  # whether the log says that the pool had no task
     planned: dict[str, int] = field(default_factory=dict)  # counts since the last step, for its metrics
 
 
 class ReplayCurriculum:
-    """Wraps a curriculum: plans its tasks, and tasks from the pool in the place of some; learns from all.
+    """Wraps a curriculum and replaces some of its tasks by tasks from the pool. The pool learns from all groups.
 
-    Satisfies `gleanrl.protocols.Curriculum`. A proposal of ``count`` groups holds ``int(count * task_ratio)`` tasks
-    from the pool once replay has begun, or as many as the pool has; the others are the inner curriculum's, in its
-    order. Those that replay displaces come first in the next proposal. No task comes twice in a proposal unless the
-    inner curriculum has no other, and none is in both halves. Retired tasks are passed over, but for a share that
-    tries them again, and where nothing else is left.
+    Satisfies `gleanrl.protocols.Curriculum`. Once replay has begun, a proposal of ``count`` groups holds
+    ``int(count * task_ratio)`` tasks from the pool, or fewer if the pool has fewer. The others are the inner
+    curriculum's, in its order; those that replay displaces come first in the next proposal. A task occurs twice in a
+    proposal only if the inner curriculum has no other, and never both as a fresh task and as one from the pool. Retired
+    tasks are passed over, except for a share that is tried again, and if no other task is left.
 
-    A proposal of one, for a refunded ticket, belongs to the latest whole batch: it repeats no task of it, and its
-    share of pool tasks adds up from one to the next (at ratio 0.5 every second one is from the pool).
+    A proposal of one group, for a refunded ticket, belongs to the latest whole batch: it repeats no task of that batch.
+    Its share of pool tasks is carried over to the next such proposal (at ratio 0.5 every second one is from the pool).
 
-    Replay begins when the share ``start_progress`` of ``total_batches`` is planned. Where ``start_solve_rate`` is set
-    it begins when the running mean success of fresh rollouts reaches that (over about ten steps), or at
-    ``start_progress`` if that is set too and comes first. It never ends.
+    Replay begins when the share ``start_progress`` of ``total_batches`` is planned. If ``start_solve_rate`` is set,
+    replay begins when the running mean success of fresh rollouts (over about ten steps) reaches that rate, or at
+    ``start_progress`` if that is set too and comes first. Once begun, replay does not end.
 
-    Random draws depend on the seed, the number of the proposal and the pool. `state_dict` marks the pool, and
-    `load_state_dict` rewinds it to there.
+    Random draws depend on the seed, the number of the proposal and the pool. `state_dict` sets a mark in the pool, and
+    `load_state_dict` rewinds the pool to that mark.
 
     Args:
-        inner: proposes fresh groups. `greedy` of its specs also holds for tasks from the pool.
+        inner: proposes fresh groups. `greedy` of its specs also applies to tasks from the pool.
         pool: is written to by `observe`, and when trajectories are used.
-        total_batches: steps of the run.
-        group: fresh members of a group.
-        temperature: of sampling, recorded with what is admitted.
-        staleness: steps that a batch may be planned ahead of the one learned from; ``max_age`` holds in its own step.
-        estimate: the current policy's view of trajectories. Without it, or where it raises, recorded entropy decides
-            and no ratio is bounded.
-        reverify: scores a trajectory again; called where ``settings.reverify`` is on.
-        keep_marks: steps with a checkpoint whose marks stay in the pool: one more than checkpoints are kept.
+        total_batches: number of steps of the run.
+        group: number of fresh members in a group.
+        temperature: sampling temperature, recorded with admitted trajectories.
+        staleness: how many steps ahead of training a batch may be planned; ``max_age`` holds at the step that trains on
+            the batch.
+        estimate: returns entropy and log-ratio of trajectories under the current policy. If it is None or raises, the
+            recorded entropy decides and no ratio is bounded.
+        reverify: scores a trajectory again; called if ``settings.reverify`` is on.
+        keep_marks: number of checkpointed steps whose marks stay in the pool; one more than the number of checkpoints
+            kept.
 
     Raises:
         UserError: settings that leave a group without fresh members, never replay anything, or ask for a score that
@@ -113,7 +115,7 @@ class ReplayCurriculum:
         self._waiting: list[GroupSpec] = []  # what `inner` proposed and no batch has used yet, oldest first
         self._marks = [(0, pool.mark())]  # (steps observed, mark) of the start and of checkpoints, oldest first
         self._state = _State()
-        self._plan_seconds = 0.0  # since the last step, without those that `_recall` counts
+        self._plan_seconds = 0.0  # since the last step, without the seconds that `_recall` counts
 
     @property
     def on(self) -> bool:
@@ -134,8 +136,8 @@ class ReplayCurriculum:
         state, settings = self._state, self.settings
         self._begin_if_due()
         random = np.random.default_rng(derive(self._seed, "replay", state.proposals))
-        part = count < state.batch  # of a batch planned before
-        # Where refunded tickets took places of a batch, the batches after it are planned sooner than they are due.
+        part = count < state.batch  # whether this belongs to a batch planned before
+        # If refunded tickets took places of a batch, the batches after it are planned earlier than they are due.
         step = max(state.steps, min(state.batches - part, state.steps + self._staleness))
         taken = set(state.in_batch) if part else set()
         single = part or count == 1
@@ -155,7 +157,7 @@ class ReplayCurriculum:
         replayed = await self._recall.recall(target, random, taken, step=step) if target else []
         wanting = count - len(picks.specs) - len(probes) - len(replayed)
         if unfilled := await picks.fill(wanting, taken, barred={found.task.id for found in replayed}):
-            replayed = []  # there are no other tasks: none may be in both halves
+            replayed = []  # no other task is left, and none may be both fresh and replayed
             taken = fresh_tasks
             await picks.fill(count - len(picks.specs) - len(probes), taken)
             log.warning("replay: no fresh task is left for %d places of a batch; the replayed tasks give way", unfilled)
@@ -173,7 +175,7 @@ class ReplayCurriculum:
             mixed.append(GroupSpec(found.task, fresh_members, tuple(members), greedy))
         specs = _interleave(fresh, mixed, random)
 
-        # from here to the end nothing waits: a checkpoint sees all of it or nothing
+        # there is no await from here to the end, so that a checkpoint contains all of these changes or none
         self._recall.settle()
         self.pool.used([stored.key for found in replayed for stored in found.stored])
         picks.commit()
@@ -183,7 +185,7 @@ class ReplayCurriculum:
         state.in_batch = [*(state.in_batch if part else ()), *(spec.task.id for spec in specs)]
         if single:
             state.owed = due - whole(due) if state.on else 0.0
-        state.probes_owed = min(max(probes_due - len(probes), 0.0), 1.0)  # with none retired, nothing is saved up
+        state.probes_owed = min(max(probes_due - len(probes), 0.0), 1.0)  # does not add up while no task is retired
         if target and not replayed and not state.reported_empty:
             state.reported_empty = True
             log.info("replay is on, but the pool has no task for it yet: training is plainly on-policy until it has")
@@ -209,11 +211,11 @@ class ReplayCurriculum:
             log.info("replay begins: %.0f%% of the batches are planned", 100 * progress)
 
     def observe(self, groups: Sequence[Group]) -> Metrics:
-        """Admit what a step brought into the pool; dropped groups count too. Metrics ``replay/...`` and ``pool/...``.
+        """Update the pool with the groups of a step, dropped ones included. Returns ``replay/...`` and ``pool/...``.
 
-        ``planned wanting retrieved missing rejected probes`` and ``time/replay_...`` are of proposals since the last
-        step; what is replayed, how old it is and the entropies are of the groups that were learned from; the others of
-        all groups given.
+        The counts ``planned``, ``wanting``, ``retrieved``, ``missing``, ``rejected`` and ``probes`` and the times
+        ``time/replay_...`` cover the proposals since the last step. Metrics of replayed trajectories, their ages and
+        the entropies cover the groups that were learned from. All others cover all groups given.
         """
         state, started = self._state, perf_counter()
         metrics = dict(self.pool.observe(groups, state.steps, temperature=self._temperature))
@@ -236,7 +238,7 @@ class ReplayCurriculum:
         metrics["replay/trajectories"] = float(len(replayed))
         metrics["replay/tokens"] = float(sum(t.sampled_tokens for t in replayed))
         if replayed:
-            # a trajectory of another run may count more versions than this one has had: it is 0 old
+            # the version of another run's trajectory may be higher than this run's: its age is then 0
             ages = [max(state.steps - t.info.get(_VERSION, t.version), 0) for t in replayed]
             metrics["replay/age_mean"] = float(np.mean(ages))
             metrics["replay/age_max"] = float(max(ages))
@@ -255,11 +257,14 @@ class ReplayCurriculum:
         return metrics
 
     def state_dict(self) -> dict[str, Any]:
-        """JSON-ready. Sets a mark in the pool, and lets it forget marks of steps too long ago to be resumed from."""
+        """Set a mark in the pool and return the JSON-serialisable state.
+
+        Marks of steps from which no kept checkpoint resumes are dropped.
+        """
         self._marks.append((self._state.steps, self.pool.mark()))
         kept = sorted({step for step, _ in self._marks})[-self._keep_marks :]
         self._marks = [(step, mark) for step, mark in self._marks if step >= kept[0]]
-        if kept[0]:  # before the first checkpoint is on disk, the run's start may be gone back to, and marked earlier
+        if kept[0]:  # until the first checkpoint is on disk, a rewind to the run's start must be possible
             self.pool.forget(self._marks[0][1])
         return {
             "inner": self.inner.state_dict(),
@@ -270,18 +275,18 @@ class ReplayCurriculum:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there, with the pool as it was. Raises `UserError` if the state was saved without replay."""
+        """Continue from ``state``, and rewind the pool to it. Raises `UserError` if it was saved without replay."""
         if "mark" not in state:
             raise UserError("the checkpoint was saved without replay; resume it with replay.enabled = false")
         self.inner.load_state_dict(state["inner"])
-        self.pool.rewind(state["mark"])  # the mark of the start, made in `__init__`, is gone with it
+        self.pool.rewind(state["mark"])  # this also deletes the mark of the start, made in `__init__`
         self._marks = [(step, mark) for step, mark in state["marks"]]
         self._waiting = serialize.from_builtins(state["waiting"], list[GroupSpec])
         self._state = _State(**state["replay"])
 
 
 def _interleave(fresh: list[GroupSpec], replayed: list[GroupSpec], random: np.random.Generator) -> list[GroupSpec]:
-    """Both in their order, mixed at random, so that chunks and mini-batches of a step hold some of each."""
+    """Mix both lists at random, keeping the order of each, so that every chunk of a step holds some of both."""
     if not replayed:
         return fresh
     count = len(fresh) + len(replayed)
@@ -291,6 +296,6 @@ def _interleave(fresh: list[GroupSpec], replayed: list[GroupSpec], random: np.ra
 
 
 def _recorded_entropy(trajectories: Sequence[Trajectory]) -> float:
-    """Minus the mean recorded log-prob of all sampled tokens."""
+    """Return minus the mean recorded log-prob of all sampled tokens."""
     logprobs = [turn.logprobs for t in trajectories for turn in t.sampled_turns() if turn.logprobs is not None]
     return -float(np.mean(np.concatenate(logprobs), dtype=np.float64)) if logprobs else 0.0

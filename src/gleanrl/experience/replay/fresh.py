@@ -1,4 +1,4 @@
-"""Chooses the fresh part of a batch: the inner curriculum's tasks in its order, without retired ones, none twice."""
+"""Chooses the fresh part of a batch: tasks of the inner curriculum in its order, without retired or repeated ones."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from gleanrl.experience.pool.pool import ExperiencePool
 from gleanrl.protocols import Curriculum
 from gleanrl.types import GroupSpec
 
-_BATCHES, _LEAST = 16, 64  # batches of further specs that one batch may ask for, and specs at least
+_BATCHES, _LEAST = 16, 64  # limit of further specs for one batch: 16 times its size, but at least 64
 
 
 class FreshPicks:
     """The fresh specs of one batch of ``count``, picked from what the inner curriculum proposed.
 
-    ``waiting`` holds all that was proposed and not used by a batch, oldest first; `ask` appends to it, and nothing
-    leaves it before `commit`. Saved while a batch is being picked, it is what the same batch starts from after a
-    restart.
+    ``waiting`` holds all specs that were proposed and not yet used by a batch, oldest first. `ask` appends to it, and
+    only `commit` removes specs. So if ``waiting`` is saved while a batch is being picked, a restarted run picks the
+    same batch from it.
     """
 
     def __init__(self, inner: Curriculum, pool: ExperiencePool, waiting: list[GroupSpec], count: int) -> None:
         self._inner, self._pool, self._waiting = inner, pool, waiting
         self._may_ask = max(_BATCHES * count, _LEAST)  # specs beyond those that wait
         self._used: list[int] = []  # positions in ``waiting``, as in the next two lists
-        self._retired: list[int] = []  # passed over
-        self._repeated: list[int] = []  # passed over: their tasks are in the batch
-        self._next = 0  # the first not looked at
+        self._retired: list[int] = []  # passed over because their tasks are retired
+        self._repeated: list[int] = []  # passed over because their tasks are in the batch already
+        self._next = 0  # position of the first spec not yet looked at
         self._seen: set[str] = set()
         self._repeats = 0  # specs in a row whose tasks were all seen before
 
@@ -39,18 +39,18 @@ class FreshPicks:
         return len(self._retired)
 
     async def ask(self, count: int) -> None:
-        """Let the inner curriculum propose ``count`` more. `ValueError` if it proposes none."""
+        """Let the inner curriculum propose ``count`` more specs. Raises `ValueError` if it proposes none."""
         proposed = await self._inner.propose(count)
         if not proposed:
             raise ValueError(f"{type(self._inner).__name__}.propose({count}) proposed nothing")
         self._waiting += proposed
 
     async def take(self, count: int, taken: set[str]) -> int:
-        """Pick ``count`` specs of tasks that are neither retired nor in ``taken``, to which theirs are added.
+        """Pick ``count`` specs of tasks that are neither retired nor in ``taken``, and add these tasks to ``taken``.
 
-        Returns how many could not be had, after as much asking as is allowed. It ends early where the inner
-        curriculum goes round in tasks already seen: of tasks that come once an epoch, ``2 n + 1`` repeats in a row
-        among ``n`` seen prove that there is no other.
+        Returns how many specs are missing when the limit of further proposals is reached. The search ends earlier if
+        the inner curriculum only repeats tasks: when each task comes once per epoch and ``n`` tasks were seen,
+        ``2 n + 1`` repeats in a row prove that there is no other task.
         """
         while count > 0:
             retired = self._pool.retired([spec.task.id for spec in self._waiting[self._next :]])
@@ -75,9 +75,9 @@ class FreshPicks:
         return count
 
     async def fill(self, count: int, taken: set[str], barred: Collection[str] = ()) -> int:
-        """Pick ``count`` specs whatever it takes: as `take` does, then retired tasks, then tasks already in the batch.
+        """Pick ``count`` specs: first as `take` does, then of retired tasks, then of tasks already in the batch.
 
-        Only tasks in ``barred`` are never taken; returns how many could not be had for that reason.
+        Tasks in ``barred`` are not picked in any case. Returns how many specs are missing for that reason.
         """
         count = await self.take(count, taken)
         for index in list(self._retired):
@@ -102,6 +102,6 @@ class FreshPicks:
         return count
 
     def commit(self) -> None:
-        """Take what was picked, and retired tasks passed over, out of what waits."""
+        """Remove the picked specs, and those passed over because their tasks are retired, from ``waiting``."""
         gone = {*self._used, *self._retired}
         self._waiting[:] = [spec for index, spec in enumerate(self._waiting) if index not in gone]

@@ -20,16 +20,16 @@ from gleanrl.types import Score, Task, Trajectory
 log = logging.getLogger(__name__)
 
 EstimatePolicy = Callable[[Sequence[Trajectory]], Awaitable[Sequence[tuple[float, float]]]]
-"""Of each trajectory under the current policy, in one forward pass: the mean entropy over its sampled tokens, and their
-mean log-ratio, current minus recorded log-prob."""
+"""Returns the mean entropy and the mean log-ratio (current minus recorded log-prob) of each trajectory's sampled tokens
+under the current policy, in one forward pass."""
 
 Reverify = Callable[[Task, Trajectory], Awaitable[Score]]
-"""Scores a stored trajectory again, as `Reward.score` does. Raises `Disagrees` where its episode goes otherwise now."""
+"""Scores a stored trajectory again, as `Reward.score` does. Raises `Disagrees` if its episode now ends differently."""
 
 COUNTS = ("missing", "too_old", "rejected", "reverified", "reverify_failed", "estimate_failed")
-"""What `Recall.counts` counts."""
+"""Names of the events that `Recall.counts` counts."""
 
-_ROUNDS = 4  # of drawing again for tasks whose trajectories could not be read
+_ROUNDS = 4  # how often tasks are drawn, in order to replace tasks without a usable trajectory
 _EQUAL_SCORES = 1e-6
 
 
@@ -42,7 +42,7 @@ class Disagrees(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Recalled:
-    """A task from the pool and what is replayed of it, best first; nothing where the pool only chooses tasks."""
+    """A task from the pool and its trajectories to replay, best first. Empty if the pool only chooses tasks."""
 
     task: Task
     stored: tuple[Stored, ...]
@@ -77,16 +77,16 @@ class Recall:
         self._estimate, self._reverify = estimate, reverify
         self.counts: Counter[str] = Counter()
         self.seconds = 0.0
-        self._disproved: list[int] = []  # keys, not evicted yet
+        self._disproved: list[int] = []  # keys of trajectories that `settle` will evict
 
     async def recall(
         self, count: int, random: np.random.Generator, taken: set[str], *, step: int = 0
     ) -> list[Recalled]:
-        """Up to ``count`` tasks that are not in ``taken``, to which theirs are added; fewer where the pool has no more.
+        """Return up to ``count`` tasks that are not in ``taken``, with trajectories, and add these tasks to ``taken``.
 
-        ``step``: the one that will learn from them, in which none may be older than ``max_age``. A task none of whose
-        trajectories can be read, or is young enough, is replaced by another from the pool. One whose trajectories are
-        all turned down for their ratio or score is left out.
+        ``step``: the step that will learn from the trajectories; none may be older than ``max_age`` then. A task is
+        replaced by another from the pool if none of its trajectories can be read or none is young enough. A task is
+        left out if all of its trajectories are rejected for their ratio or score.
         """
         settings = self._settings
         if not settings.per_group:
@@ -139,7 +139,7 @@ class Recall:
                 tasks = [found.task for found in self._pool.draw(bucket, number, random, exclude=taken)]
                 drawn += tasks
                 taken.update(task.id for task in tasks)
-                sizes[bucket] = sizes[bucket] - number if tasks else 0  # if none was drawn, all that are left are taken
+                sizes[bucket] = sizes[bucket] - number if tasks else 0  # none drawn: only excluded tasks are left
         return drawn
 
     async def _make_candidates(self, tasks: Sequence[Sequence[Stored]]) -> list[list[_Candidate]]:
@@ -175,7 +175,7 @@ class Recall:
         return candidates
 
     async def _choose(self, task: Task, candidates: Sequence[_Candidate]) -> list[Stored]:
-        """The first ``per_group`` candidates whose ratio is within the bound and whose score is confirmed."""
+        """Return the first ``per_group`` candidates whose ratio is within the bound and whose score is confirmed."""
         limit, remaining = self._settings.max_ratio, iter(candidates)
         chosen: list[Stored] = []
         while True:
@@ -197,7 +197,7 @@ class Recall:
     async def _confirm_score(self, task: Task, stored: Stored) -> bool:
         """Return whether the trajectory still has its recorded score.
 
-        One that cannot be scored is left out of this batch but stays in the pool.
+        A trajectory that cannot be scored is left out of this batch but stays in the pool.
         """
         if self._reverify is None:
             return True

@@ -17,7 +17,7 @@ from gleanrl.types import ENVIRONMENT_SCORE, UNPROCESSED_SCORE, Message, Score, 
 
 @runtime_checkable
 class Rescoring(Protocol):
-    """A reward that keeps its scores and can be asked to ignore them."""
+    """A reward that stores its scores, and can score again without using the stored ones."""
 
     async def score_again(self, task: Task, what: Trajectory) -> Score: ...
 
@@ -25,8 +25,8 @@ class Rescoring(Protocol):
 def make_reverifier(reward: Reward | None, environment: Callable[[Task], Environment], renderer: Renderer) -> Reverify:
     """Return the function with which a run scores a stored trajectory again.
 
-    ``reward``: is asked again, and may not answer from memory. None: the environment gives the score, so the actions of
-    the trajectory are played again in a fresh environment of its task.
+    ``reward`` scores the trajectory again, without using stored scores. None: the environment gives the score, so the
+    actions of the trajectory are played again in a new environment of its task.
     """
     if reward is None:
 
@@ -38,13 +38,13 @@ def make_reverifier(reward: Reward | None, environment: Callable[[Task], Environ
     score = reward.score_again if isinstance(reward, Rescoring) else reward.score
 
     async def rescore(task: Task, trajectory: Trajectory) -> Score:
-        # A reward may build on the score of the environment. Pools of other origin do not hold that one.
+        # A reward may use the environment's score, which trajectories from other sources may not have recorded.
         info = {key: v for key, v in trajectory.info.items() if key not in (ENVIRONMENT_SCORE, UNPROCESSED_SCORE)}
         own = trajectory.info.get(ENVIRONMENT_SCORE)
         played = Score.failed("what the environment gave is not known") if own is None else Score(own)
         now = await score(task, replace(trajectory, score=played, info=info))
 
-        # Post-processing depends on the group, which is gone: only what the reward gave before it can be verified.
+        # Post-processing depends on the group, which is not stored. So only the score before it can be verified.
         before = trajectory.info.get(UNPROCESSED_SCORE)
         if before is None or not now.valid:
             return now
@@ -56,17 +56,17 @@ def make_reverifier(reward: Reward | None, environment: Callable[[Task], Environ
 
 
 async def replay_actions(environment: Environment, renderer: Renderer, trajectory: Trajectory) -> Score:
-    """What ``environment``, not begun yet and closed here, gives for the trajectory's actions.
+    """Play the trajectory's actions in ``environment`` and return the score. Resets the environment and closes it.
 
-    An action is the message that `Renderer.parse` makes of the sampled tokens, as it was when they were sampled.
-    Invalid if no score was given. Whatever the environment raises is raised.
+    As during sampling, an action is the message that `Renderer.parse` makes of the sampled tokens. The score is invalid
+    if the environment gives none. Errors of the environment are raised.
 
     Raises:
-        Disagrees: the episode ends earlier or later than it did.
+        Disagrees: the episode ends earlier or later than the recorded one.
     """
     renderer = renderer.with_tools(trajectory.info.get("tools", ()))
     actions: list[Message] = []
-    calls = 0  # of tools so far, which the messages number
+    calls = 0  # number of tool calls so far; the messages number their calls
     for turn in trajectory.sampled_turns():
         actions.append(renderer.parse(turn.tokens, calls))
         calls += len(actions[-1].get("tool_calls", ()))

@@ -1,8 +1,8 @@
 """Pure functions that choose which tasks and which trajectories are replayed.
 
-Tasks are in buckets ``(successes, attempts)`` of their latest fresh group. Groups differ in size where a rollout failed
-or where replayed members took a place, so buckets are first brought to the levels ``0 .. n`` of a full group of ``n``:
-two buckets of one level are one bucket in ExGRPO's sense (arXiv 2510.02245), and inside it all tasks are alike.
+Tasks are in buckets ``(successes, attempts)`` of their latest fresh group. Groups differ in size if rollouts failed or
+replayed members took places, so buckets are first mapped to the levels ``0 .. n`` of a full group of ``n``. The buckets
+of one level together are a bucket as in ExGRPO (arXiv 2510.02245), in which all tasks are equally likely.
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ Counts = npt.NDArray[np.int64]
 
 
 def level(bucket: Bucket, group: int) -> int:
-    """The bucket's solve rate in successes of ``group``. Only never is level 0, and only always is ``group``."""
+    """Return the bucket's solve rate, rounded to successes out of ``group``.
+
+    Level 0 is only for tasks never solved, and level ``group`` only for tasks always solved.
+    """
     successes, attempts = bucket
     if successes == 0:
         return 0
@@ -34,10 +37,10 @@ def level(bucket: Bucket, group: int) -> int:
 
 
 def log_weights(sizes: Mapping[int, int], group: int, settings: ReplaySettings) -> Numbers:
-    """float64, the log weight of each level in ``sizes`` (level -> tasks, none empty), in its order; -inf = never.
+    """Return float64, the log weight of each level in ``sizes`` (level -> tasks, none empty). -inf: never drawn.
 
-    ``gaussian`` weighs levels as ExGRPO does, ``uniform_buckets`` levels too; ``uniform`` and ``rescue`` weigh tasks,
-    so that a level counts with its size.
+    ``gaussian`` (as in ExGRPO) and ``uniform_buckets`` weigh levels whatever their size. ``uniform`` and ``rescue``
+    weigh tasks, so that the weight of a level grows with its size.
     """
     levels = np.array(list(sizes), np.float64)
     tasks = np.log(np.array(list(sizes.values()), np.float64))
@@ -57,16 +60,16 @@ def log_weights(sizes: Mapping[int, int], group: int, settings: ReplaySettings) 
 
 
 def allocate(weights: Numbers, capacities: Sequence[int], total: int, random: np.random.Generator) -> Counts:
-    """How many of ``total`` fall to each class: multinomial by log weights, no class over its capacity.
+    """Divide ``total`` among classes at random: multinomial by log weights, no class beyond its capacity.
 
-    What a full class cannot take is drawn again over the others. int64, of sum ``total``, or less where the classes of
-    finite weight cannot hold it.
+    The excess of a full class is drawn again among the others. Returns int64 counts. Their sum is ``total``, or less if
+    the classes of finite weight have less capacity.
     """
     room = np.where(np.isfinite(weights), np.asarray(capacities, np.int64), 0)
     counts = np.zeros(len(room), np.int64)
     while (left := total - int(counts.sum())) > 0 and (open_ := counts < room).any():
         chances = np.zeros(len(room))
-        chances[open_] = np.exp(weights[open_] - weights[open_].max())  # the best is 1, however small all are
+        chances[open_] = np.exp(weights[open_] - weights[open_].max())  # scaled so that the largest is 1
         counts = np.minimum(counts + random.multinomial(left, chances / chances.sum()), room)
     return counts
 
@@ -74,9 +77,10 @@ def allocate(weights: Numbers, capacities: Sequence[int], total: int, random: np
 def tasks_by_bucket(
     buckets: Mapping[Bucket, int], total: int, group: int, settings: ReplaySettings, random: np.random.Generator
 ) -> dict[Bucket, int]:
-    """How many of ``total`` tasks to draw from each bucket (bucket -> eligible tasks), by ``settings.tasks``.
+    """Return how many of ``total`` tasks to draw from each of ``buckets`` (bucket -> eligible tasks).
 
-    Buckets that give none are left out; all together give fewer than ``total`` where they hold no more.
+    ``settings.tasks`` decides. Buckets from which no task is drawn are left out. The sum is less than ``total`` if the
+    buckets hold fewer tasks.
     """
     levels: defaultdict[int, list[Bucket]] = defaultdict(list)
     for bucket in sorted(buckets):  # the result must not depend on the pool's order
@@ -94,7 +98,7 @@ def tasks_by_bucket(
 
 
 def ranked(entropies: Sequence[float], select: str, random: np.random.Generator) -> list[int]:
-    """Indices of a task's trajectories (given oldest first), best first; of equal entropies the newer first."""
+    """Return the indices of a task's trajectories (given oldest first), best first. Of equals the newer is first."""
     ages = np.arange(len(entropies))[::-1]  # 0 = newest
     match select:
         case "lowest_entropy":
@@ -111,5 +115,5 @@ def ranked(entropies: Sequence[float], select: str, random: np.random.Generator)
 
 
 def whole(share: float) -> int:
-    """``int(share)``, but 29 for the product 100 * 0.29, which binary fractions put just below."""
+    """Return ``int(share)``, tolerant of rounding: 100 * 0.29 gives 29, although the product is just below 29."""
     return math.floor(share + 1e-9)

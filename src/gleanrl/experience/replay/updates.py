@@ -1,8 +1,8 @@
 """Further optimizer updates on successes, after the update of each training step (``replay.pool_updates``).
 
-`ReplayUpdateLearner` wraps the run's learner. It is what `gleanrl.train` sees as the learner of a run with replay, so
-one call of its `update` may move the weights more often than once: by the groups of the step, then by successes from
-the experience pool or from the step itself.
+`ReplayUpdateLearner` wraps the run's learner, and `gleanrl.train` uses it in place of that learner. One call of its
+`update` may change the weights several times: first with the groups of the step, then with successes from the
+experience pool or from the step itself.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ class ScoringLearner(Protocol):
 
 
 class UpdatableLearner(ScoringLearner, Learner, Protocol):
-    """A learner that takes updates outside a step and can undo a step, as `gleanrl.learners.torch.TorchLearner`."""
+    """A learner that can make updates outside a step and undo a step, e.g. `gleanrl.learners.torch.TorchLearner`."""
 
     @property
     def step(self) -> int:
-        """Steps whose groups are consumed."""
+        """Number of steps whose groups are consumed."""
         ...
 
     async def replay_update(self, batch: Batch, step: int) -> Metrics: ...
@@ -56,9 +56,9 @@ class UpdatableLearner(ScoringLearner, Learner, Protocol):
 
 
 def make_policy_estimator(learner: ScoringLearner, max_context: int) -> EstimatePolicy:
-    """A function that estimates trajectories under the learner's current weights, in one forward pass.
+    """Return a function that estimates trajectories under the learner's current weights, in one forward pass.
 
-    For each trajectory it returns the mean entropy and the mean log-ratio (current - recorded) of the sampled tokens.
+    For each trajectory, it returns the mean entropy and the mean log-ratio (current - recorded) of the sampled tokens.
     """
 
     async def estimate(trajectories: Sequence[Trajectory]) -> list[tuple[float, float]]:
@@ -83,7 +83,7 @@ def make_policy_estimator(learner: ScoringLearner, max_context: int) -> Estimate
 
 
 def replayed_group(task: Task, trajectories: Sequence[Trajectory]) -> Group:
-    """A group of replayed trajectories only."""
+    """Return a group that consists of replayed trajectories only."""
     return Group(GroupSpec(task, 0, tuple(trajectories)), tuple(trajectories), -1)
 
 
@@ -121,17 +121,17 @@ class ReplayUpdateLearner:
             estimate=make_policy_estimator(learner, max_context),
             reverify=reverify,
         )
-        self._groups: list[Group] = []  # of the current step
-        self._consumed = 0
+        self._groups: list[Group] = []  # groups of the current step
+        self._consumed = 0  # number of groups so far
 
     def remember(self, groups: Sequence[Group]) -> None:
         """Note the groups that the next `update` learns from, as candidates for the updates after it."""
         self._groups += groups
 
     async def update(self, batch: Batch) -> Metrics:
-        """The learner's own update; after the last groups of a step also the updates on successes.
+        """Make the learner's own update, and after the last groups of a step also the updates on successes.
 
-        These have metrics ``replay_update/...`` and ``time/replay_update_...``.
+        The metrics of the latter are named ``replay_update/...`` and ``time/replay_update_...``.
         """
         metrics = dict(await self.learner.update(batch))
         self._consumed += batch.groups
@@ -143,7 +143,7 @@ class ReplayUpdateLearner:
         step, replay = self.learner.step - 1, self._config.replay
         started, selecting_before, updating = perf_counter(), self._recall.seconds, 0.0
         for number in range(replay.pool_updates):
-            random = np.random.default_rng(derive(self._seed, "practice", step, number))  # a name of the draws only
+            random = np.random.default_rng(derive(self._seed, "practice", step, number))  # only names the random stream
             if replay.pool_from == "pool":
                 chosen = await self._choose_from_pool(random, step)
             else:
@@ -175,7 +175,7 @@ class ReplayUpdateLearner:
         found = await self._recall.recall(self._config.replay.pool_batch, random, set(), step=step)
         self._recall.settle()
         self._pool.used([recalled.stored[0].key for recalled in found])
-        rates = self._pool.rates([recalled.task.id for recalled in found])  # none for a task that was never tried
+        rates = self._pool.rates([recalled.task.id for recalled in found])  # tasks that were never tried are missing
         chosen = []
         for recalled in found:
             stored = recalled.stored[0]
