@@ -70,7 +70,7 @@ def import_runtime(config: Any, what: Literal["check", "run"]) -> Any:
 
 @contextmanager
 def interrupts_end_the_process() -> Iterator[None]:
-    """Let Ctrl-C end the process during imports, where C code of libraries turns it into other errors."""
+    """Let Ctrl-C end the process during imports, when libraries' C code would turn the interrupt into other errors."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -111,7 +111,7 @@ def quiet_pipe() -> Iterator[None]:
 
 
 def safe(text: str, *, lines: bool = False) -> str:
-    """Remove control sequences, which a terminal would execute, from the text of a stored episode."""
+    """Escape the control characters in the text of a stored episode, which a terminal would execute."""
     return "".join(
         c if c.isprintable() or (lines and c == "\n") else c.encode("unicode_escape", "surrogatepass").decode()
         for c in text

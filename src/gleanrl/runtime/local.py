@@ -156,7 +156,7 @@ class Builder:
             stack.push_async_callback(sampler.close)
             evaluation_sampler = self.evaluation_sampler(schedule, device_lock, timeline)
             stack.push_async_callback(evaluation_sampler.close)
-            torch.manual_seed(self.seed("run"))  # a cached warm start has drawn fewer random numbers than a new one
+            torch.manual_seed(self.seed("run"))  # a run must not depend on whether its warm start was cached
             learner = self.learner(device_lock, timeline)
             environments = await stack.enter_async_context(self.environment_pool())
             rewards = await stack.enter_async_context(self.rewards(folder))

@@ -79,7 +79,7 @@ def handle_signals(run: Interruptible, console: Progress) -> Iterator[None]:
     def stop() -> None:
         if run.interrupted and current is not None:
             current.cancel()
-            end = threading.Timer(_GRACE_S, os._exit, (STATUS_INTERRUPTED,))  # a long update cannot be cancelled
+            end = threading.Timer(_GRACE_S, os._exit, (STATUS_INTERRUPTED,))  # `cancel` cannot end a long update
             end.daemon = True
             end.start()
             return

@@ -54,7 +54,7 @@ async def reward_source(
         reward = EnvironmentReward()
         yield RewardSource(reward, reward, dict)
         return
-    from gleanrl.rewards.agent import RewardAgent  # imported here: it loads further packages
+    from gleanrl.rewards.agent import RewardAgent  # imported here, because it loads further packages
 
     journal = folder.path / JOURNAL if folder is not None and settings.journal else None
     async with RewardAgent(scorer, settings, journal=journal) as agent:

@@ -185,7 +185,7 @@ def place_actors(
         bundles.append(shared)
     for kind, count in kinds.items():
         cpus = getattr(settings, f"{kind}_cpus")
-        own = {"CPU": float(ranks if cpus is None else cpus)}  # only the learner's may be None
+        own = {"CPU": float(ranks if cpus is None else cpus)}  # only `learner_cpus` may be None
         together = colocated and kind in _ON_DEVICE
         if kind in _ON_DEVICE:
             asked = getattr(settings, f"{kind}_gpus")

@@ -137,7 +137,7 @@ def reward_actor(
         UserError: Ray is not installed, there is no such reward, or a setting has no meaning.
     """
     ray = import_ray("a reward actor")
-    absolute = Path(journal).absolute() if journal is not None else None  # an actor works in a folder of its own
+    absolute = Path(journal).absolute() if journal is not None else None  # actors have another working directory
     remote = ray.remote(RewardActor).options(**{"max_concurrency": CALLS, **(options or {})})
     handle = RewardHandle(remote.remote(None, reward, settings, absolute, overrides))
     try:

@@ -254,7 +254,7 @@ class WeightSource(BroadcastService):
         weights = await self._read(dict)
         entries = tuple(Entry(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in weights.items())
         host = import_ray().util.get_node_ip_address()
-        self.group = None  # its store may listen on the same port
+        self.group = None  # drop the old group, because its store may listen on the same port
         store = await asyncio.to_thread(TCPStore, host, port, world, True, TIMEOUT, wait_for_workers=False)
         place = Place(host, store.port, world, backend, number, entries)
         self.group = BroadcastGroup(place, 0, store)

@@ -100,7 +100,7 @@ class Console:
         if not fields:
             return
         if self._stages:
-            self._stages[0].show(fields)  # the first stage is that of training; a background evaluation has its own
+            self._stages[0].show(fields)  # the first stage is training's; a background evaluation adds another
         if not self.terminal or any(name.startswith("eval/") for name in metrics):
             self.print(f"step {step}: {describe(fields)}")
 

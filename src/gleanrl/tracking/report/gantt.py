@@ -50,7 +50,7 @@ def windows(spans: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     first, last = work[0]["start"], max(span["end"] for span in work)
     cuts: list[tuple[str, float, float]] = []
     for step, end in ends.items():
-        # a span's number counts the steps before it, a label includes its own step
+        # spans count steps from 0, labels from 1
         cuts.append((f"step {step + 1}", cuts[-1][2] if cuts else first, end))
     if not ends and last > first:
         length = (last - first) / MAX_WINDOWS

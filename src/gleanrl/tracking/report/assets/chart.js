@@ -58,7 +58,7 @@ function chart({ series, references = [], width = 1080, height = 330, x = null, 
 }
 
 function drawReferences(svg, references, py, m, width) {
-  let free = Infinity;  // labels from the bottom up, never over one another
+  let free = Infinity;  // labels are placed from the bottom up and do not overlap
   for (const { label, value } of [...references].sort((a, b) => a.value - b.value)) {
     const at = py(value), text = Math.min(at + 4, free - 14);
     free = text;

@@ -38,7 +38,7 @@ function replayCards(share, extraShare) {
       (options.draw || chart)({ series, x, width: 300, height: 120, margin: { left: 50, right: 6, bottom: 22, top: 10 }, format: options.format }));
   };
   const both = (name) => [line(`loss/${name}`, "fresh", 0), line(`loss/replayed/${name}`, "replayed", 1)];
-  const updates = [];  // after the one of the step, on successes alone
+  const updates = [];  // extra updates after the step's own, on stored successes only
   while (curveOf(`replay_update/${updates.length}/tokens/trained`)) updates.push(updates.length);
   const extra = (name) => updates.map((i) => line(`replay_update/${i}/${name}`, `update ${i + 1}`, i % COLOURS.length));
   return h("div", { class: "multiples pool" }, [
@@ -66,7 +66,7 @@ function bytes(value) {
   return `${trim(value / 1000 ** power)} ${["B", "kB", "MB", "GB"][power]}`;
 }
 
-// Ratios differ by orders of magnitude: a logarithmic axis, with 1, where nothing has changed, always on it.
+// Ratios differ by orders of magnitude, so the axis is logarithmic. It always includes 1, which means no change.
 function logChart({ series, ...options }) {
   const logs = series.map((one) => ({ ...one, ys: one.ys.map((value) => (value > 0 ? Math.log10(value) : null)) }));
   const [low, high] = range([0, ...logs.flatMap((one) => one.ys)]);

@@ -1,4 +1,4 @@
-// --- how old what was learned from was: over the run, and step by step ----------------------------------
+// --- ages of the trained data: over the run, and step by step --------------------------------------------
 function staleness() {
   const found = DATA.staleness;
   if (!found) return null;
