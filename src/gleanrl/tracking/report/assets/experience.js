@@ -38,7 +38,7 @@ function replayCards(share, extraShare) {
       (options.draw || chart)({ series, x, width: 300, height: 120, margin: { left: 50, right: 6, bottom: 22, top: 10 }, format: options.format }));
   };
   const both = (name) => [line(`loss/${name}`, "fresh", 0), line(`loss/replayed/${name}`, "replayed", 1)];
-  const updates = [];  // extra updates after the step's own, on stored successes only
+  const updates = [];  // extra updates after the step's own, on successes only
   while (curveOf(`replay_update/${updates.length}/tokens/trained`)) updates.push(updates.length);
   const extra = (name) => updates.map((i) => line(`replay_update/${i}/${name}`, `update ${i + 1}`, i % COLOURS.length));
   return h("div", { class: "multiples pool" }, [
