@@ -221,8 +221,10 @@ class Learner(Protocol):
         ...
 
     def undo_step(self) -> bool:
-        """Forget the groups of the current step if they have not changed the weights yet, and return whether they were
-        forgotten."""
+        """Forget the groups of the current step, if they have not changed the weights yet.
+
+        Returns whether the groups were forgotten.
+        """
         ...
 
     def save(self, folder: Path) -> None: ...

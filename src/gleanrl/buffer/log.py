@@ -64,7 +64,10 @@ Count = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Which files of a folder belong to the buffer, and which parts of them. Changed with `msgspec.structs.replace`."""
+    """Says which files of a folder belong to the buffer, and which of their rows and records are kept.
+
+    A changed manifest is made with `msgspec.structs.replace`.
+    """
 
     NAME: ClassVar[str] = "buffer.json"
 

@@ -70,7 +70,7 @@ class TablePriorities:
         self.base = 0  # row at position 0 of the tree
 
     def cover(self, first: int, end: int) -> None:
-        """Keep priorities of exactly the rows ``first`` to ``end`` - 1: give new rows one, and remove the others."""
+        """Give each row from ``first`` to ``end`` - 1 a priority if it has none, and remove those of all other rows."""
         if first - self.base > max(self.tree.capacity // 2, end - first):
             kept = np.arange(max(first, self.first), self.end)
             weights = self.tree.at(kept - self.base)

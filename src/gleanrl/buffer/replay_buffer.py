@@ -271,7 +271,7 @@ class TrajectoryReplayBuffer(Sampler):
         writer.drop(writer.snapshot.next_id)
 
     def clear_cache(self) -> None:
-        """Do nothing: rows are read in place, so there is no cache."""
+        """Do nothing, because rows are read in place without a cache. For callers of RLinf's buffer."""
 
     def close(self, wait: bool = True) -> None:
         """Release files and memory. With ``wait``, queued trajectories are written first, else they are cancelled."""

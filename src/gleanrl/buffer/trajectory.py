@@ -58,7 +58,7 @@ class TensorTrajectory:
 
     @classmethod
     def of(cls, trajectory: Any) -> TensorTrajectory:
-        """Convert a mapping, or an object with these attributes such as RLinf's ``Trajectory``."""
+        """Make a trajectory from a mapping or an object with the same field names, such as RLinf's ``Trajectory``."""
         if isinstance(trajectory, cls):
             return trajectory
         get = trajectory.get if isinstance(trajectory, Mapping) else lambda name: getattr(trajectory, name, None)

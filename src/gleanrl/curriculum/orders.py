@@ -287,7 +287,7 @@ class BySolveRate(TaskOrder):
 
 
 def _solve_rate(group: Group) -> float | None:
-    """Share of the valid fresh members that solved the task; None if no member is valid."""
+    """Return the share of the valid fresh members that solved the task; None if no member is valid."""
     valid = [trajectory.score for trajectory in group.fresh if trajectory.score.valid]
     return sum(score.solved for score in valid) / len(valid) if valid else None
 

@@ -55,7 +55,7 @@ def record(buffer: TrajectoryReplayBuffer, worker: RolloutWorker, expert: Expert
 
 
 def pendulum(obs: Floats) -> Floats:
-    """Swing ``Pendulum-v1`` up by pumping energy, and hold it there."""
+    """Swing the pendulum of ``Pendulum-v1`` up by pumping energy, and balance it upright."""
     cosine, sine, speed = obs[:, 0], obs[:, 1], obs[:, 2]
     energy = speed**2 / 6 + 5 * (cosine - 1)  # m = l = 1, inertia 1/3, g / 2 * l = 5; 0 when upright at rest
     pump = np.where(energy < 0, 2.0, -2.0) * np.where(speed >= 0, 1.0, -1.0)

@@ -43,7 +43,7 @@ class Training:
     _thread_work: list[asyncio.Future[Any]] = field(default_factory=list, init=False)
 
     def interrupt(self) -> None:
-        """End at the next boundary."""
+        """Stop training before the next step."""
         self.interrupted = True
 
     async def run(self) -> None:
@@ -96,7 +96,9 @@ class Training:
             trajectories.put_nowait(error)
 
     async def _in_thread(self, function: Callable[[A], R], argument: A) -> R:
-        """Call a function in a thread and return its result. If the await is cancelled, `run` still waits for the
-        thread."""
+        """Call a function in a thread and return its result.
+
+        If the caller is cancelled meanwhile, `run` still waits until the function has returned.
+        """
         self._thread_work = [asyncio.ensure_future(asyncio.to_thread(function, argument))]
         return await asyncio.shield(self._thread_work[0])

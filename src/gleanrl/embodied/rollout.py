@@ -92,7 +92,7 @@ class RolloutWorker:
 
     @torch.no_grad()
     def record(self, policy: Policy, number: int, version: int) -> Rollout:
-        """Sample trajectory ``number`` with any policy. ``version`` is stored with each step as that of its weights."""
+        """Sample trajectory ``number`` with any policy. The ``version`` of its weights is stored with each step."""
         environments, started = self.environments, perf_counter()
         shape = (self.chunk_steps, environments.count)
         obs, next_obs = (np.empty((*shape, environments.obs_size), np.float32) for _ in range(2))

@@ -45,8 +45,8 @@ GRACE_S = 2.0  # time for a worker to close its object, or to cancel a call that
 START_S = 120.0  # time for a worker to import its code and make its object
 _HEADER = struct.Struct("<IQc")  # length of the body in bytes, number of the call, kind of the frame
 _BUFFER = 1 << 20
-_CALL, _CANCEL = b"C", b"X"  # to the worker
-_AWAITING, _VALUE, _ERROR = b"A", b"V", b"E"  # from the worker
+_CALL, _CANCEL = b"C", b"X"  # kinds of frames sent to the worker
+_AWAITING, _VALUE, _ERROR = b"A", b"V", b"E"  # kinds of frames sent by the worker
 
 
 class WorkerTimeout(Exception):

@@ -10,8 +10,10 @@ class Stage(Protocol):
     """A piece of work that is in progress."""
 
     def advance(self, count: int = 1, **fields: float | str) -> None:
-        """Report that ``count`` more parts are done. ``fields`` (loss=0.4, tokens_per_s=5200) are shown next to the
-        bar."""
+        """Report that ``count`` more parts are done.
+
+        ``fields``, such as loss=0.4 or tokens_per_s=5200, are shown next to the progress bar.
+        """
         ...
 
 
