@@ -30,7 +30,7 @@ MAX_UNFINISHED = 4096
 
 
 class Weighted(Scorer):
-    """The weighted sum of several rewards, its parts.
+    """The weighted sum of several rewards, which are called its parts.
 
     Parts are scored concurrently. `Score.parts` holds the value of each part under its name, and the part's own logged
     values under ``name/...``; token costs are summed. A part that has its score is not scored again when another part
@@ -227,7 +227,7 @@ class Part:
     Attributes:
         weight: may be negative (a penalty). With weight 0 the part is only logged.
         clip: bounds of its value before it is weighted.
-        optional: the part is left out where it fails.
+        optional: whether the part is left out if it fails.
         timeout_s: limit of one call; None: the reward has a limit of its own.
         unreachable_since: loop time since which a service that answered before has been unreachable.
     """

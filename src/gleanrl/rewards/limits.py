@@ -71,7 +71,7 @@ class Permit:
 
     def __init__(self, lane: str) -> None:
         self.lanes = (lane,)
-        self.pending: tuple[tuple[RateLimiter, asyncio.Future[Lane], float], ...] = ()  # where it waits, with tokens
+        self.pending: tuple[tuple[RateLimiter, asyncio.Future[Lane], float], ...] = ()  # waiting places, with tokens
 
     def add_lane(self, lane: str) -> None:
         if lane not in self.lanes:

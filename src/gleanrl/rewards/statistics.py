@@ -45,7 +45,7 @@ class Reservoir:
 
 
 class RecentQuantile:
-    """A quantile of the latest values, for hedging; computed again after every ``least`` values."""
+    """A quantile of the latest values, for hedging. It is computed again after every ``least`` values."""
 
     def __init__(self, quantile: float, *, least: int = 32, size: int = 1024) -> None:
         self._quantile, self._least = quantile, least

@@ -48,7 +48,7 @@ class Ticket:
 
     number: int
     attempt: int  # 0 at first, plus one for each group of this ticket that was dropped
-    version: int  # of the published weights when the ticket was handed out
+    version: int  # version of the weights that were published when the ticket was handed out
     deadline: int
 
 
@@ -232,7 +232,7 @@ class GroupQueue:
         self.controller = controller
         self._timeline, self._clock = timeline, clock
         self._on_drop = on_drop
-        self._groups: defaultdict[int, deque[tuple[Ticket, Group]]] = defaultdict(deque)  # by deadline
+        self._groups: defaultdict[int, deque[tuple[Ticket, Group]]] = defaultdict(deque)  # complete groups by deadline
         self._failure: BaseException | None = None
         self._changed = controller.changed
         self._step = controller.first_step

@@ -10,7 +10,7 @@ from gleanrl.utils.errors import UserError
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """How sampling, rewards and updates overlap.
+    """Values that determine how sampling, rewards and updates overlap.
 
     ``batch``: groups per step. ``chunk``: groups that the learner takes at once. ``staleness``: how many
     versions old a group may be when it is consumed. ``ordered``: each step consumes exactly the tickets

@@ -111,7 +111,7 @@ class Guide:
         self.seed, self.success_threshold = seed, success_threshold
         self.counts: Counter[str] = Counter()  # failures by kind since the last step
         self._renderer = renderer
-        self._texts: dict[str, _SharedText] = {}  # by id of the group
+        self._texts: dict[str, _SharedText] = {}  # texts by the group's id
         self._failing = False
 
     def curriculum(self, inner: Curriculum) -> GuidedCurriculum:

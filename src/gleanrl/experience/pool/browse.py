@@ -41,7 +41,7 @@ class Line:
 
     key: int
     task: str
-    attempts: int  # in the task's latest fresh group
+    attempts: int  # attempts in the task's latest fresh group
     successes: int
     retired: int  # 0 or 1
     entropy: float  # nats per token, as recorded

@@ -45,9 +45,9 @@ class Stored:
     key: int  # the pool's own id; never given to another trajectory
     trajectory: Trajectory
     entropy: float  # minus the mean recorded log-prob of its sampled tokens: their estimated entropy when sampled
-    version: int  # of the oldest weights that sampled it
+    version: int  # version of the oldest weights that sampled it
     temperature: float
-    step: int  # in which it was stored
+    step: int  # step in which it was stored
     uses: int  # how often it was replayed
 
 
@@ -75,7 +75,7 @@ class Incoming:
     trajectory: Trajectory
     step: int = 0
     temperature: float = 1.0
-    version: int | None = None  # its age counts from this, if the trajectory's own version is of another run
+    version: int | None = None  # version from which its age counts, if its own version is of another run
     attempts: int = 0  # attempts and successes elsewhere, used for a task that was never tried here
     successes: int = 0
 
@@ -149,7 +149,7 @@ class ExperiencePool:
                 bucket_index.save(db, row)
             self._log_replaced()
 
-            evicted: Counter[str] = Counter()  # since the last call; counters are rewound with the pool
+            evicted: Counter[str] = Counter()  # evictions since the last call, from counters that a rewind restores too
             for name in [name for name in self._counts if name.startswith("evicted/")]:
                 cause = name.removeprefix("evicted/")
                 evicted[cause] = self._counts[name] - self._counts[f"reported/{cause}"]

@@ -112,10 +112,10 @@ class ReplayCurriculum:
         self._recall = Recall(
             pool, settings, group=group, estimate=estimate, reverify=reverify if settings.reverify else None
         )
-        self._waiting: list[GroupSpec] = []  # what `inner` proposed and no batch has used yet, oldest first
+        self._waiting: list[GroupSpec] = []  # specs that `inner` proposed and no batch has used yet, oldest first
         self._marks = [(0, pool.mark())]  # (steps observed, mark) of the start and of checkpoints, oldest first
         self._state = _State()
-        self._plan_seconds = 0.0  # since the last step, without the seconds that `_recall` counts
+        self._plan_seconds = 0.0  # planning time since the last step, without that counted by `_recall`
 
     @property
     def on(self) -> bool:

@@ -153,7 +153,7 @@ class Recall:
         for own in tasks:
             if settings.max_ratio is not None or (by_entropy and len(own) > settings.per_group):
                 asked += own
-        views: dict[int, tuple[float, float]] = {}  # by key: entropy and log-ratio
+        views: dict[int, tuple[float, float]] = {}  # entropy and log-ratio by key of the trajectory
         if self._estimate is not None and asked:
             try:
                 answers = await self._estimate([stored.trajectory for stored in asked])

@@ -90,7 +90,7 @@ def replayed_group(task: Task, trajectories: Sequence[Trajectory]) -> Group:
 class _Success(NamedTuple):
     group: Group  # a group that consists of one trajectory
     weight: float  # advantage of every token: 1 - solve rate of the task
-    age: int | None  # in versions; None for a trajectory of this step
+    age: int | None  # age in versions; None for a trajectory of this step
 
 
 class ReplayUpdateLearner:
