@@ -23,11 +23,11 @@ schedule:
 
 Producing groups and learning from them run concurrently. `StalenessController` starts a group only when it can be
 learned from before it is older than the schedule's bound, and `GroupQueue` checks the bound against the versions that
-really sampled the group. The bound is on fresh members; stored ones are limited by ``replay.max_age`` alone.
+really sampled the group. The bound is for fresh members; stored ones are limited by ``replay.max_age`` alone.
 
-Nothing here depends on which schedule, estimator, environment, curriculum or learner runs. With experience replay the
-curriculum is a `ReplayCurriculum`, which adds stored trajectories to groups. The learner is then a
-`ReplayUpdateLearner`, which makes further optimizer updates on successes at the end of a step
+Nothing in this module depends on which schedule, estimator, environment, curriculum or learner runs. With experience
+replay the curriculum is a `ReplayCurriculum`, which adds stored trajectories to groups. The learner is then a
+`ReplayUpdateLearner`, which makes further optimizer updates on successful stored trajectories at the end of a step
 (``replay.pool_updates``).
 """
 
@@ -60,20 +60,20 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-INSTANT_S = 1e-3  # a reward that takes less, from the cache say, gets no span in the timeline
+INSTANT_S = 1e-3  # a reward that takes less time, such as one from the cache, gets no span in the timeline
 
 
 class StepState(Enum):
-    """How far the current step is; decides whether the run can be saved when an error ends it."""
+    """Progress of the current step, which decides whether the run can be saved when an error ends it."""
 
-    BOUNDARY = auto()  # the learner has consumed nothing of it
+    BOUNDARY = auto()  # the learner has consumed nothing of the step
     WAITING = auto()  # the learner has consumed some chunks and the next one is not complete
-    LEARNING = auto()
+    LEARNING = auto()  # the learner works on a chunk, or the weights are being published
 
 
 @dataclass
 class Run:
-    """The parts of a run and where it stands."""
+    """The parts of a run and its current state."""
 
     seed: int
     total_steps: int
@@ -90,7 +90,7 @@ class Run:
     checkpoint_every: int  # steps; 0 = only at the end
     observer: Observer
     timeline: Timeline
-    clock: Callable[[], float] = perf_counter  # seconds; the timeline's
+    clock: Callable[[], float] = perf_counter  # returns seconds; the same clock as the timeline's
     interruption: Interruption = field(default_factory=Interruption)
     step_state: StepState = StepState.BOUNDARY
 
@@ -100,7 +100,7 @@ class Run:
         return self.controller.version
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint holds in addition to the learner, between two steps; JSON-serialisable."""
+        """Return a checkpoint's state besides the learner's, JSON-serialisable. Call it between two steps."""
         return {"controller": self.controller.state_dict(), "plan": self.plan.state_dict()}
 
     async def save(self, state: dict[str, Any] | None = None) -> None:
@@ -115,10 +115,10 @@ class Run:
 
 # --- producing groups -----------------------------------------------------------------------------
 async def score_trajectory(reward: Reward, task: Task, trajectory: Trajectory) -> Trajectory:
-    """The trajectory with its reward.
+    """Return the trajectory with its reward.
 
-    If the environment failed, the player has given an invalid score (`Score.failed`), which stays: the
-    trajectory is not sent to the reward. An environment's score that the reward replaces is kept in ``info``.
+    If the environment failed, the trajectory keeps the invalid score that the player has given (`Score.failed`) and is
+    not sent to the reward. An environment's score that the reward replaces is kept in ``info``.
     """
     if trajectory.stop in (StopReason.ERROR, StopReason.TIMEOUT):
         return trajectory
@@ -126,8 +126,8 @@ async def score_trajectory(reward: Reward, task: Task, trajectory: Trajectory) -
 
 
 async def make_group(run: Run, ticket: Ticket, spec: GroupSpec) -> Group:
-    """Sample and score the fresh members of a group, each on its own, and add the replayed ones."""
-    temperatures = [None] * spec.fresh + [0.0] * spec.greedy  # None = that of the run
+    """Sample and score the fresh members of a group concurrently, and add the replayed ones."""
+    temperatures = [None] * spec.fresh + [0.0] * spec.greedy  # None = the run's temperature
     to_be_played = len(temperatures)
 
     async def play_member(index: int, temperature: float | None) -> Trajectory:
@@ -136,7 +136,7 @@ async def make_group(run: Run, ticket: Ticket, spec: GroupSpec) -> Group:
         name = f"{ticket.number:06d}.{ticket.attempt}.{index}"
         played = await run.player.play(spec.task, trajectory_id=name, seed=seed, temperature=temperature)
         to_be_played -= 1
-        if to_be_played == 0:  # the rest needs no device, so the schedule may let other work have it
+        if to_be_played == 0:  # scoring needs no device, so the schedule may give it to other work
             run.controller.sampled(ticket)
         with run.timeline.span("score", least_s=INSTANT_S, ticket=ticket.number, member=index):
             return await score_trajectory(run.rewards, spec.task, played)
@@ -194,12 +194,12 @@ async def produce_groups(run: Run) -> AsyncIterator[GroupQueue]:
             await producer
 
 
-# --- learning from them ---------------------------------------------------------------------------
+# --- learning from groups -------------------------------------------------------------------------
 async def train(run: Run) -> None:
-    """Train until ``run.total_steps`` steps are done or the run is interrupted; both end with a checkpoint.
+    """Train until ``run.total_steps`` steps are done or the run is interrupted, then write a checkpoint.
 
-    A `UserError` (an error budget, say) ends the run too. Finished steps are saved first, unless the current step has
-    already changed the weights.
+    A `UserError` (for example too many failures) ends the run too. Finished steps are saved first, unless the current
+    step has already changed the weights.
     """
     try:
         await start_evaluation_if_due(run)
@@ -216,7 +216,7 @@ async def train(run: Run) -> None:
 
 
 async def run_step(run: Run, queue: GroupQueue) -> bool:
-    """Learn from one batch and publish the weights; False if interrupted before anything was learned."""
+    """Learn from one batch and publish the weights. Returns False if interrupted before anything was learned."""
     started = run.clock()
     consumed: list[Group] = []
     totals = StepMetrics()
@@ -239,9 +239,8 @@ async def run_step(run: Run, queue: GroupQueue) -> bool:
     run.step_state = StepState.LEARNING
     metrics = {**totals.result(consumed), **queue.metrics(), **run.plan.observe(consumed)}
     with run.timeline.span("publish", step=run.step):
-        weights = await asyncio.to_thread(
-            run.learner.weights
-        )  # it may wait for a forward pass that needs the event loop
+        # in a thread, because the learner may wait for a forward pass that needs the event loop
+        weights = await asyncio.to_thread(run.learner.weights)
         await run.player.sampler.publish(weights, run.step + 1)
     run.controller.published(run.step + 1)
     run.observer.on_step(run.step, consumed, {**metrics, "time/step_s": run.clock() - started})
@@ -267,7 +266,7 @@ async def start_evaluation_if_due(run: Run) -> None:
 
 
 async def save_finished_steps(run: Run) -> None:
-    """Save what an error would lose, if there is any and the current step can be undone."""
+    """Save the finished steps that an error would lose, if there are any and the current step can be undone."""
     if run.step == run.controller.first_step:
         return
     if run.step_state is StepState.WAITING and run.learner.undo_step():
