@@ -432,7 +432,7 @@ class Meter:
         self.seconds = {"gradient": 0.0, "optimizer": 0.0, "logprobs": 0.0}
 
     def metrics(self, batch: Batch, engine: Engine) -> dict[str, float]:
-        """Return its metrics: ``learner/...``, and sums in ``tokens/``, ``time/``, ``samples/``, ``updates/``."""
+        """Return metrics: ``learner/...``, and sums in ``tokens/``, ``time/``, ``samples/``, ``updates/``."""
         total = self.seen or Pass.empty()
         seconds = sum(self.seconds.values())
         metrics = {

@@ -21,7 +21,7 @@ def check(name: str) -> None:
     """Check that ``sampler.name`` is available.
 
     Raises:
-        UserError: there is no such name or import path, or vLLM is not installed.
+        UserError: if there is no such name or import path, or vLLM is not installed.
     """
     if name in SAMPLERS:
         if name == "vllm" and "vllm" not in sys.modules and find_spec("vllm") is None:
@@ -34,7 +34,7 @@ def check(name: str) -> None:
 
 
 def answer_limit(prompt: IntArray, params: SamplingParams, max_context: int) -> int:
-    """Return how many tokens may answer ``prompt``. Raises `ValueError` if the context leaves room for none."""
+    """Return the maximum length of an answer to ``prompt``. Raises `ValueError` if the context leaves no room."""
     limit = min(params.max_tokens, max_context - prompt.size)
     if prompt.size < 1 or limit < 1:
         raise ValueError(

@@ -1,11 +1,12 @@
-"""Checks that another engine computes with the published weights: it answers a short prompt, which is compared.
+"""Checks that another engine computes with the published weights, by comparing its log-probs of a short prompt.
 
 External engines keep weights in layouts of their own (fused, packed, captured). An update that misses one of these
 copies still reports success. Comparing computed log-probs is the only proof that all copies were updated.
 
-In half precision an engine's rounding error exceeds the effect of one update. Therefore its answer must also be nearer
-to the new weights' than to the old weights', as soon as the two differ by more than the engine's rounding. In addition,
-the code that writes weights first invalidates the old ones (`gleanrl.samplers.vllm.forget_weights`).
+In half precision an engine's rounding error exceeds the effect of one update. Therefore its log-probs must also be
+nearer to those of the new weights than to those of the old weights, as soon as the two differ by more than the engine's
+rounding. In addition, the code that writes weights first invalidates the old ones
+(`gleanrl.samplers.vllm.forget_weights`).
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ from torch.func import functional_call
 from gleanrl.utils.errors import UserError
 
 PROMPT, ANSWER = 64, 4  # tokens
-TOLERANCE = {"float32": 1e-3, "float16": 0.05, "bfloat16": 0.2}  # of the log-probs' spread, or nats if that is less
-# If weights moved the prompt's log-probs by this many times an engine's rounding, no correct engine is nearer to the
-# old ones, in whatever direction its rounding points.
+TOLERANCE = {"float32": 1e-3, "float16": 0.05, "bfloat16": 0.2}  # share of the log-probs' spread, at least of 1 nat
+# If an update moved the prompt's log-probs by this many times an engine's rounding, a correct engine cannot be nearer
+# to the old log-probs, whatever the direction of its rounding.
 CERTAIN = 2.0
 
 
@@ -55,7 +56,7 @@ class Reference:
     def distance(self, found: Sequence[float], temperature: float = 1.0) -> tuple[float, float]:
         """Return the largest error of the last tokens' log-probs, in nats and as a share of the log-probs' spread.
 
-        The share is of one nat if that is more than the spread, as for a policy that is certain of its answer.
+        If the spread is below one nat, as for a policy that is certain of its answer, the share is of one nat.
         """
         expected = self.logprobs(temperature)[-len(found) :]
         off = float(np.abs(np.array(found) - expected).max())
@@ -63,14 +64,14 @@ class Reference:
 
 
 class Canary:
-    """Compares an engine with the published weights. Holds the model's modules without weights of its own.
+    """Compares an engine with the published weights. Holds the model's modules, but no weights of its own.
 
     Args:
         model: a Hugging Face causal LM; the names and shapes of its parameters are kept. Later changes to it
             (adapters, sharding) have no effect here.
         dtype: the engine's compute dtype (a torch dtype or its name), which determines the tolerance.
         name: the engine's name, for messages.
-        max_context: the engine's context in tokens, if that might be less than the test needs.
+        max_context: the engine's context in tokens, which limits the length of the test prompt.
     """
 
     def __init__(self, model: Any, dtype: torch.dtype | str, name: str, max_context: int = 4 * PROMPT) -> None:
@@ -80,7 +81,7 @@ class Canary:
         vocabulary = int(model.config.get_text_config().vocab_size)
         length = max(2, min(PROMPT, max_context // 2))
         self.prompt: list[int] = np.random.default_rng(0).integers(vocabulary, size=length).tolist()
-        self._held: np.ndarray | None = None  # the prompt's log-probs by the weights that the engine last had
+        self._held: np.ndarray | None = None  # the prompt's log-probs under the weights that the engine last had
 
     def check_fit(self, weights: Mapping[str, Any]) -> None:
         """Check names and shapes. Raises `ValueError` if a weight is missing, unknown or has another shape."""
@@ -93,7 +94,7 @@ class Canary:
     def reference(self, weights: Mapping[str, Any], answer: Sequence[int] = ()) -> Reference:
         """Compute the logits of published ``weights`` for the prompt and the engine's answer to it.
 
-        Computes on the device of the model's buffers. Weights elsewhere (on Ray: in the store) come layer by layer.
+        Runs on the device of the model's buffers. Weights elsewhere (with Ray: in its store) are copied layer by layer.
         """
         tokens = torch.tensor([*self.prompt, *answer])
         some = next(iter(weights.values()))
@@ -107,14 +108,14 @@ class Canary:
         return Reference(tokens, output.logits[0].float().cpu())
 
     def remember(self, reference: Reference) -> None:
-        """Remember the weights that the engine has before the first comparison."""
+        """Remember the log-probs of the weights that the engine has before the first comparison."""
         self._held = reference.logprobs()[: len(self.prompt) - 1]
 
     def compare(self, reference: Reference, found: Sequence[float], when: str) -> None:
         """Compare the engine's log-probs, of all tokens but the first, with those of the weights.
 
         Raises:
-            UserError: the log-probs differ; ``when`` says at which point, for the message.
+            UserError: if the log-probs differ. Its message says ``when`` they do.
         """
         off, share = reference.distance(found)
         if not share <= self.tolerance:
@@ -125,12 +126,12 @@ class Canary:
         self.compare_with_held(reference, found[: len(self.prompt) - 1], when)
 
     def compare_with_held(self, reference: Reference, found: Sequence[float], when: str) -> None:
-        """Check that the engine's log-probs of the prompt are nearer to these weights' than to those that it last had.
+        """Check that the engine's log-probs of the prompt are nearer to these weights' than to its last weights'.
 
-        Nothing is checked while the two differ by less than the engine's rounding.
+        Nothing is checked if the log-probs of the two differ by less than the engine's rounding.
 
         Raises:
-            UserError: the log-probs are those of the earlier weights.
+            UserError: if they are nearer to those of the last weights.
         """
         now = reference.logprobs()[: len(self.prompt) - 1]
         if self._held is not None:

@@ -1,6 +1,6 @@
 """Engines, which compute next-token logits with a copy of the weights, and the choice of one for a model.
 
-`FusedEngine` computes the Llama family (Llama, Mistral, Qwen2, Qwen3) without the model's modules: few large
+`FusedEngine` computes the Llama family (Llama, Mistral, Qwen2, Qwen3) without the model's modules, in few large
 operations per layer. For a model of a million parameters the modules' overhead is most of a decoding step;
 `benchmarks/sampler.py` measures the saving. `ModuleEngine` runs any other Hugging Face decoder.
 """
@@ -26,7 +26,7 @@ from gleanrl.utils.errors import UserError
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 _FIXED_ROPE = ("default", "linear", "llama3", "yarn")  # frequencies that do not depend on the length
 _PROBE = ((2, 3), (2, 1), (1, 1))  # tokens of two rows in three feeds: ragged starts, then a decoding step
-_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.2, torch.float16: 0.05}  # of the logits' spread
+_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.2, torch.float16: 0.05}  # share of the logits' spread
 
 
 class CannotServe(Exception):
@@ -53,7 +53,7 @@ def copy_weights(targets: Mapping[str, torch.Tensor], weights: Mapping[str, Any]
     """Copy ``weights`` into ``targets``, converting dtype and device.
 
     Raises:
-        ValueError: a weight is missing or has another shape; nothing is copied.
+        ValueError: if a weight is missing or has another shape; nothing is copied then.
     """
     check_fit(targets, weights)
     with torch.no_grad():
@@ -65,7 +65,7 @@ def choose_engine(model: PreTrainedModel, max_context: int, dtype: torch.dtype) 
     """Return the fastest engine that computes ``model`` exactly up to ``max_context`` positions.
 
     Raises:
-        UserError: no engine does; the message says why.
+        UserError: if no engine does; the message says why.
     """
     config = model.config.get_text_config()
     own = getattr(config, "max_position_embeddings", None)
@@ -97,7 +97,7 @@ def probe(engine: Engine, model: PreTrainedModel, dtype: torch.dtype) -> None:
     """Check that two short conversations, fed in pieces, give the same logits as the model's own full pass.
 
     Raises:
-        CannotServe: the logits differ, or the engine fails on this model.
+        CannotServe: if the logits differ, or the engine fails on this model.
     """
     vocabulary = int(model.config.get_text_config().vocab_size)
     random = np.random.default_rng(0)
@@ -143,14 +143,14 @@ class _Layer:
 
 
 class FusedEngine:
-    """Runs a forward pass of its own over its own copy of the weights.
+    """Computes the forward pass without the model's code, on its own copy of the weights.
 
     Tokens stay packed, so that padding costs nothing outside attention. Projections that share an input are one matrix
     product. Grouped query heads are folded into the query axis, so that keys are never repeated. The last layer
     computes only the tokens whose logits are needed.
 
     Raises:
-        CannotServe: the model is of another family, or has a weight or a setting that this pass does not support.
+        CannotServe: if the model is of another family, or has a weight or a setting that this pass does not support.
     """
 
     def __init__(self, model: PreTrainedModel, max_context: int, dtype: torch.dtype) -> None:
@@ -203,7 +203,7 @@ class FusedEngine:
             self._layers.append(layer)
         self._norm = fused("model.norm.weight")
         self._head = optional("lm_head.weight")
-        if self._head is None:  # tied
+        if self._head is None:  # the head shares the weights of the embedding
             self._head = self._embedding
         if unknown := sorted(set(weights) - set(targets)):
             raise CannotServe(f"weight {unknown[0]} is not fused")
@@ -211,7 +211,7 @@ class FusedEngine:
         copy_weights(targets, weights)
 
     def logits(self, feed: Feed, store: KeyValueStore) -> torch.Tensor:
-        """See `Engine.logits`. With N tokens, B rows, at most T tokens for a row, and keys up to position E."""
+        """See `Engine.logits`. In shapes, N is tokens, B rows, T the most tokens of a row and E key positions."""
         heads, kv_heads, dim = self._heads, self._kv_heads, self._dim
         x = F.embedding(feed.tokens, self._embedding)  # [N, hidden]
         cos, sin = self._cos[feed.positions], self._sin[feed.positions]
@@ -226,7 +226,7 @@ class FusedEngine:
             rotated = torch.cat([left * cos - right * sin, right * cos + left * sin], -1)
             queries, keys = rotated.split([heads, kv_heads], 1)  # [N, heads, dim], [N, kv_heads, dim]
             keys, values = store.append(index, feed, keys, values)  # [B, kv_heads, E, dim]
-            if index == len(self._layers) - 1:  # each row's last query only
+            if index == len(self._layers) - 1:  # only the last query of each row is needed
                 x = x[feed.last]
                 stacked = queries[feed.last].view(feed.size, kv_heads, -1, dim)
                 last = mask[:, :, -stacked.shape[2] :]
@@ -251,7 +251,7 @@ class FusedEngine:
 class ModuleEngine:
     """Runs a copy of the model itself over a cache whose rows differ in length, with explicit positions and a 4-D mask.
 
-    It is slower than a fused engine for tiny models, and exact for every model that takes positions, a 4-D mask and a
+    It is slower than a fused engine for tiny models, but exact for every model that takes positions, a 4-D mask and a
     cache.
     """
 

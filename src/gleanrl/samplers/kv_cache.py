@@ -81,7 +81,7 @@ class KeyValueStore:
         self._rows, self._capacity = 1, 1
 
     def reserve(self, rows: int, length: int) -> None:
-        """Make room and keep the contents. Buffers grow by at least half, so that growing is rare."""
+        """Make room for ``rows`` of ``length``. Contents are kept. Buffers grow by at least half, so rarely."""
         if rows <= self._rows and length <= self._capacity:
             return
         if rows > self._rows:
@@ -108,7 +108,7 @@ class KeyValueStore:
         return feed.select(pair[0]), feed.select(pair[1])
 
     def copy(self, source: int, target: int, length: int) -> None:
-        """Give row ``target`` the first ``length`` positions of row ``source``."""
+        """Copy the first ``length`` positions of row ``source`` to row ``target``."""
         self.reserve(target + 1, length)
         for pair in self._buffers.values():
             for buffer in pair:

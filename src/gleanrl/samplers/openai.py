@@ -2,7 +2,7 @@
 
 Text is never requested and never tokenised again. A server must therefore return token ids and their log-probs at the
 sampling temperature, which is checked before the first episode. A vLLM server on a machine that shares a folder with
-this one takes new weights (`gleanrl.samplers.vllm.WorkerExtension`); any other server is for evaluation only.
+this one can take new weights (`gleanrl.samplers.vllm.WorkerExtension`); any other server is for evaluation only.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from gleanrl.utils.retry import Fatal, Retryable, RetryPolicy
 from gleanrl.utils.text import nearest
 
 RETRIES = RetryPolicy(attempts=4, backoff_s=2.0)
-TESTED = 16  # tokens
+TESTED = 16  # number of tokens sampled to compare weights
 TEST_TEMPERATURE = 0.7
 WHOLE = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
-"""Samples from the whole distribution; otherwise a server applies the model's own generation config."""
+"""Options to sample from the whole distribution. Without them a server applies the model's generation config."""
 EXACT = {"ignore_eos": True, "skip_special_tokens": False, "add_special_tokens": False}
 Update = Literal["none", "vllm"]
 
@@ -51,23 +51,23 @@ class OpenAISampler:
 
     Args:
         model: the served model as a Hugging Face causal LM; the server's log-probs are compared with its own.
-        max_rows: sessions open at the same time; further ones wait, first come, first served.
+        max_rows: maximum number of open sessions; further ones wait in the order in which they came.
         max_context: maximum length of prompt and answer together, in tokens.
         deterministic, device_lock, timeline: have no effect, because the server schedules its own work.
-        inflight: new weights are loaded while sessions are open; otherwise `publish` waits until all have closed.
+        inflight: whether new weights are loaded while sessions are open. If not, `publish` waits until all have closed.
         dtype: the server's compute dtype, which determines the tolerance of the comparison.
         base_url: address of the API, e.g. ``http://localhost:8000/v1``.
         served_model: the model's name on the server.
         update: how new weights reach the server. ``vllm``: through a file in ``folder``; the server runs with
             ``VLLM_SERVER_DEV_MODE=1`` and ``--worker-extension-cls gleanrl.samplers.vllm.WorkerExtension``.
-        folder: a folder that both machines see; None is a temporary one of this machine.
-        extra: more fields of each request's body.
+        folder: a folder that both machines can access; None for a temporary folder of this machine.
+        extra: additional fields of each request's body.
         server_dtype: "float32", "bfloat16" or "float16" if the server computes in another dtype than the run.
         connection: ``api_key_env``, ``headers``, ``timeout_s``, ``connections`` of `gleanrl.utils.http.HttpClient`.
 
     Raises:
-        UserError: an option is invalid; with the first session or publication: the server cannot be reached, does
-            not return what is needed, or serves other weights.
+        UserError: if an option is invalid. The first session or publication raises it if the server cannot be reached,
+            does not return what is needed, or serves other weights.
     """
 
     def __init__(
@@ -107,22 +107,22 @@ class OpenAISampler:
         root = base_url.rstrip("/").removesuffix("/v1")
         self._admin = HttpClient(root, setting="sampler.options.base_url", **connection)
         self._body = {"model": served_model, "logprobs": 1, "return_token_ids": True, **WHOLE, **EXACT, **(extra or {})}
-        # taken now, because the learner may change the model later (adapters, sharding)
+        # made now, because the learner may change the model later (adapters, sharding)
         self._canary = Canary(model, server_dtype or dtype or "float32", self._client.url, max_context)
-        self._initial: Mapping[str, Any] = dict(model.named_parameters())  # until the first publication
+        self._initial: Mapping[str, Any] = dict(model.named_parameters())  # compared with until published
         self._canary.remember(self._canary.reference(self._initial))
         self._max_context, self._inflight = max_context, inflight
         self._update, self._folder = update, folder
         self._version = 0
         self._stats = {"prompt_tokens": 0.0, "sampled_tokens": 0.0, "reused_tokens": 0.0, "requests": 0.0}
         self._rows = max_rows
-        self._line: list[object] = []  # sessions that wait, first come, first served
+        self._line: list[object] = []  # waiting sessions, in the order in which they came
         self._open = 0
         self._draining = self._closed = False
         self._changed = Notifier()
         self._publishing = asyncio.Lock()
         self._comparing = asyncio.Lock()
-        self._compared = False  # with the model's weights, or published ones
+        self._compared = False  # whether the server was compared with the model's weights or published ones
         self._format_checked = False
 
     @property
@@ -130,7 +130,7 @@ class OpenAISampler:
         return self._version
 
     def stats(self) -> dict[str, float]:
-        """Return running totals: requests, prompt tokens, those of them cached by the server, sampled tokens."""
+        """Return running totals: requests, prompt tokens, prompt tokens in the server's cache, sampled tokens."""
         return dict(self._stats)
 
     # --- sessions -------------------------------------------------------------------------------
@@ -162,7 +162,7 @@ class OpenAISampler:
         """Send one request and return the server's answer; ``more`` holds further fields of the request.
 
         Raises:
-            UserError: the server did not answer, or its answer lacks something.
+            UserError: if the server did not answer, or its answer is incomplete or invalid.
         """
         body = {"prompt": list(prompt), "max_tokens": limit, "temperature": temperature, "seed": seed, **more}
         answer = await self._post({**self._body, **body, "stop_token_ids": list(stop)}, "/completions")
@@ -213,7 +213,7 @@ class OpenAISampler:
         """Check that the server computes with these weights, at the sampling temperature. Call under `_comparing`.
 
         Raises:
-            UserError: the server does not return what is needed, or its log-probs differ.
+            UserError: if the server does not return what is needed, or its log-probs differ.
         """
         canary, url = self._canary, self._client.url
         if not self._format_checked:
@@ -226,7 +226,7 @@ class OpenAISampler:
         answer = await self._ask(canary.prompt, TESTED, TEST_TEMPERATURE, 0, (), prompt_logprobs=0)
         reference = await asyncio.to_thread(canary.reference, weights, answer.tokens)
         if reference.distance(answer.logprobs, TEST_TEMPERATURE)[1] <= canary.tolerance:
-            if answer.prompt is not None:  # at temperature 1, whatever was requested
+            if answer.prompt is not None:  # the prompt's log-probs are always at temperature 1
                 canary.compare_with_held(reference, answer.prompt, when)
             self._compared, self._initial = True, {}
             return
@@ -248,8 +248,8 @@ class OpenAISampler:
         """See `Sampler.publish`. ``weights`` must not change before this returns.
 
         Raises:
-            ValueError: a weight is missing or has another shape; the old weights stay in use.
-            UserError: the server does not take the weights, or does not compute with them.
+            ValueError: if a weight is missing or has another shape; the old weights stay in use.
+            UserError: if the server does not take the weights, or does not compute with them.
         """
         async with self._publishing:
             self._check_open()
@@ -269,7 +269,7 @@ class OpenAISampler:
                 self._changed.notify()
 
     async def _send(self, weights: Mapping[str, Any]) -> None:
-        """Send weights. Running requests pause between two tokens, and their contexts are computed again."""
+        """Send weights to the server. Running requests pause, and then compute their contexts again."""
         with tempfile.TemporaryDirectory(dir=self._folder, prefix="gleanrl-weights-") as folder:
             path, mark = Path(folder) / "model.safetensors", uuid4().hex
             await asyncio.to_thread(_write, path, weights, mark)
@@ -301,7 +301,7 @@ class OpenAISampler:
 
 
 class _Session:
-    """One episode's access; see `gleanrl.protocols.Session`."""
+    """One episode's access to the sampler; see `gleanrl.protocols.Session`."""
 
     def __init__(self, sampler: OpenAISampler, seed: int) -> None:
         self._sampler = sampler

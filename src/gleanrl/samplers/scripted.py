@@ -14,8 +14,8 @@ from gleanrl.types import IntArray
 from gleanrl.utils.seeding import derive
 
 Script = Callable[[IntArray, int], Sequence[int]]
-"""``script(prompt, seed)`` returns the tokens to answer, at least one. ``seed`` differs by session and turn and is the
-same in every run. Tokens after a stop token or beyond ``max_tokens`` are cut off."""
+"""``script(prompt, seed)`` returns the tokens of the answer, at least one. ``seed`` differs by session and turn and is
+the same in every run. Tokens after a stop token or beyond ``max_tokens`` are cut off."""
 
 
 class ScriptedSampler:
@@ -27,7 +27,7 @@ class ScriptedSampler:
     Args:
         script: see `Script`.
         logprob: the log-prob of every answered token.
-        delay: seconds that an answer takes, or a function of the session's seed and the turn that returns them.
+        delay: seconds that an answer takes, or a function of the session's seed and the turn that returns the seconds.
         altered: the value of `Completion.altered`, if answers are not drawn from the policy.
 
     ``calls`` lists each ``(prompt, params, version)`` in order, and ``published`` each ``(version, weights)``.

@@ -1,7 +1,7 @@
-"""The asynchronous half of an in-process sampler: all live episodes in one batch.
+"""The asynchronous half of an in-process sampler, which decodes all live episodes in one batch.
 
 `SessionSampler` decides which sessions get a row, when the next burst starts, and when new weights are loaded. A
-`Worker` does all tensor work, on a thread of its own (`gleanrl.samplers.transformers`, `gleanrl.samplers.vllm`).
+`Worker` does all tensor work, on its own thread (`gleanrl.samplers.transformers`, `gleanrl.samplers.vllm`).
 
 A *burst* takes requests, computes the tokens that their rows do not hold yet (prefill), and then repeatedly samples a
 token for each row (decode) until all requests are answered or the caller interrupts. Unfinished requests continue in
@@ -40,7 +40,7 @@ class Row:
 
     def __init__(self, ordinal: int, max_context: int) -> None:
         self.ordinal = ordinal  # the order in which sessions opened
-        self.index = -1  # the place; -1 until the conversation first computes something
+        self.index = -1  # number of the row in the batch; -1 until the session's first burst
         self.tokens = np.zeros(max_context, np.int32)
         self.length = 0
 
@@ -51,14 +51,14 @@ class Row:
 
 @dataclass(eq=False, slots=True)
 class Request:
-    """A prompt and how to continue it; filled with the sampled tokens."""
+    """A prompt, how to continue it, and the tokens sampled so far."""
 
     row: Row
     prompt: IntArray
     params: SamplingParams
-    limit: int  # tokens, at least 1, that params and the context allow
-    uniforms: np.ndarray  # float64[limit]
-    version: int = -1  # of the weights that sampled the first token, hence the oldest
+    limit: int  # number of tokens that params and the context allow, at least 1
+    uniforms: np.ndarray  # float64[limit], a random number in [0, 1) for each token
+    version: int = -1  # version of the weights that sampled the first token, hence the oldest
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     finish: Literal["stop", "length"] | None = None
@@ -74,7 +74,7 @@ class Request:
 
 @dataclass(slots=True)
 class Counters:
-    """Running totals. ``prefill_tokens`` counts the prompt tokens that were computed; the rest was held already."""
+    """Running totals. ``prefill_tokens`` counts the prompt tokens that were computed; rows held the others."""
 
     prompt_tokens: int = 0
     prefill_tokens: int = 0
@@ -100,9 +100,10 @@ class Worker(ABC):
         interrupted: Callable[[int], bool],
         deliver: Callable[[list[Request]], None],
     ) -> list[Request]:
-        """Work until all requests are answered or ``interrupted(rows still decoding)``; return the unanswered ones.
+        """Work until all requests are answered or ``interrupted(active rows)`` is true; return the unanswered requests.
 
-        An unanswered request that is not in the next burst has been cancelled. ``deliver`` is called on this thread.
+        An unanswered request that is not in the next burst has been cancelled. ``deliver`` is called on the worker's
+        thread.
         """
 
     @abstractmethod
@@ -125,13 +126,13 @@ class SessionSampler:
 
     Args:
         make: makes the worker; called once, on the thread that will run it.
-        max_rows: sessions open at the same time; further ones wait, first come, first served.
+        max_rows: maximum number of open sessions; further ones wait in the order in which they came.
         max_context: maximum length of prompt and answer together, in tokens.
-        deterministic: start a burst only when every open session waits for one (or has closed). The composition of
-            batches, and so every rounding, then never depends on timing. An episode that waits for another
-            session's answer would wait forever.
-        inflight: new weights are loaded between two bursts; answers of older weights continue. Otherwise `publish`
-            waits until all open sessions have closed, and none opens meanwhile.
+        deterministic: start a burst only when every open session waits for an answer. The composition of batches, and
+            so every rounding error, then never depends on timing. An episode that waits for another session's answer
+            would wait forever.
+        inflight: whether new weights are loaded between two bursts, and unfinished answers continue with them. If not,
+            `publish` waits until all open sessions have closed, and none opens meanwhile.
         device_lock: ``async with device_lock("sample"):`` is held around each burst.
     """
 
@@ -162,11 +163,11 @@ class SessionSampler:
         self._open: set[_Session] = set()
         self._queue: deque[tuple[_Session, asyncio.Future[None]]] = deque()
         self._free = list(range(max_rows))  # a heap, because using low rows first keeps the store compact
-        self._left: list[Row] = []  # of closed sessions; the running burst may still write to them
+        self._left: list[Row] = []  # rows of closed sessions, to which the running burst may still write
         # Work.
         self._requests: dict[Request, asyncio.Future[Completion]] = {}
-        self._unfinished: list[Request] = []  # of an interrupted burst
-        self._arrived = 0  # requests since the last burst began
+        self._unfinished: list[Request] = []  # requests of an interrupted burst
+        self._arrived = 0  # number of requests since the last burst began
         self._burst: asyncio.Task[None] | None = None
         self._working = False  # the thread is busy
         self._stopping = False  # the burst on the thread is to end early
@@ -235,7 +236,7 @@ class SessionSampler:
     # --- bursts ---------------------------------------------------------------------------------
     def _pump(self) -> None:
         """Start a burst if none is running and one is due. Called after every change."""
-        under_way = self._burst is not None and not self._burst.done()  # done: cancelled before it began
+        under_way = self._burst is not None and not self._burst.done()  # done if cancelled before it began
         if not (under_way or self._loading or self._closed) and self._due():
             self._burst = asyncio.get_running_loop().create_task(self._run_bursts())
 
@@ -261,7 +262,7 @@ class SessionSampler:
                                 request.row.index = heapq.heappop(self._free)
                         self._arrived = 0
                         self._unfinished = await self._work(self._decode, requests, asyncio.get_running_loop())
-                # in this turn of the loop, so that the device lock sees it before it passes the device on
+                # in this iteration of the event loop, so that the lock is asked again before it passes the device on
                 again = bool(self._due()) and not (self._loading or self._closed)
         except asyncio.CancelledError:
             cancelled = True
@@ -274,7 +275,7 @@ class SessionSampler:
                 self._pump()
 
     def _decode(self, requests: list[Request], loop: asyncio.AbstractEventLoop) -> list[Request]:
-        """Run one burst, on the thread."""
+        """Run one burst. Called on the worker's thread."""
         idle = steps = 0
 
         def interrupted(active: int) -> bool:
@@ -314,7 +315,7 @@ class SessionSampler:
             self._changed.notify()
 
     def _fail(self, error: Exception) -> None:
-        """Fail every request and clear the rows, so that no one waits forever."""
+        """Fail every request and clear the rows, so that no session waits forever."""
         self._unfinished = []
         for session in self._open:
             session.row.length = 0
@@ -330,7 +331,7 @@ class SessionSampler:
         """See `Sampler.publish`. ``weights`` must not change before this returns.
 
         Raises:
-            ValueError: a weight is missing or has another shape; the old weights stay in use.
+            ValueError: if a weight is missing or has another shape; the old weights stay in use.
         """
         async with self._publishing:
             self._check_open()
@@ -349,7 +350,7 @@ class SessionSampler:
         await self._work(self._worker.load, weights)
 
     def _resume(self) -> None:
-        """Admit what waited for work on the worker, unless it rests."""
+        """Open waiting sessions and start a burst if one is due, unless the worker has no weights."""
         self._draining = self._loading = self._resting
         if not self._closed:
             self._admit()
@@ -365,7 +366,7 @@ class SessionSampler:
                 admitted.set_exception(RuntimeError("the sampler has closed"))
         self._queue.clear()
         if self._burst is not None and not self._working:
-            self._burst.cancel()  # it waits for the device, or has yet to begin
+            self._burst.cancel()  # the task waits for the device, or has not begun
         await self._until(lambda: not self._working)
         if not self._ended:
             self._ended = True
@@ -382,7 +383,7 @@ class SessionSampler:
 
 
 class _Session:
-    """One episode's access; see `gleanrl.protocols.Session`."""
+    """One episode's access to the sampler; see `gleanrl.protocols.Session`."""
 
     def __init__(self, sampler: SessionSampler, ordinal: int, seed: int, max_context: int) -> None:
         self._sampler = sampler
@@ -394,8 +395,8 @@ class _Session:
         """See `Session.sample`.
 
         Raises:
-            ValueError: the prompt leaves no room for a token.
-            RuntimeError: the session has closed, or the sampler failed.
+            ValueError: if the prompt leaves no room for a token.
+            RuntimeError: if the session has closed, or the sampler failed.
         """
         sampler = self._sampler
         sampler._check_open()

