@@ -1,4 +1,4 @@
-"""Environments over HTTP: a server for any taskset, and a taskset whose environments live behind one.
+"""Environments over HTTP: a server for any taskset, and a taskset whose environments run in such a server.
 
 ``gleanrl serve-env`` is `gleanrl.environments.service.server`; ``environment.name = "service"`` is
 `gleanrl.environments.service.client`. Only the server needs FastAPI and uvicorn.

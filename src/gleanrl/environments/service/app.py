@@ -1,6 +1,7 @@
-"""The environment service as an ASGI application: a taskset and its live episodes, documented by OpenAPI.
+"""The environment service as an ASGI application, with an OpenAPI document of its routes.
 
-`gleanrl.environments.service.server` serves it. Any other ASGI server can, and tests call it without a socket.
+`gleanrl.environments.service.server` serves it. Any other ASGI server can serve it too, and tests call it without a
+socket.
 """
 
 from __future__ import annotations
@@ -37,13 +38,13 @@ from gleanrl.utils.serialize import DecodeError, from_builtins
 
 _log = logging.getLogger(__name__)
 
-PAGE = 4 << 20  # bytes of tasks in one answer, about
-LISTS, KEPT = 4, 64 << 20  # lists of tasks, and bytes of them, that are kept for their further pages
-LARGEST = 4 << 20  # bytes of a request's body
-OPEN = frozenset({"/health", "/openapi.json", "/docs", "/redoc"})  # they reveal nothing and need no token
+PAGE = 4 << 20  # approximate bytes of tasks in one answer
+LISTS, KEPT = 4, 64 << 20  # lists of tasks cached for requests of their further pages: largest number and total bytes
+LARGEST = 4 << 20  # most bytes of a request's body
+OPEN = frozenset({"/health", "/openapi.json", "/docs", "/redoc"})  # paths that need no token, as they reveal nothing
 MIB = 1 << 20
-_SHARE = 0.8  # of the machine's memory, where no limit is given
-_MEMORY_AGE_S = 1.0  # of the last look at the memory
+_SHARE = 0.8  # share of the machine's memory that is the default limit
+_MEMORY_AGE_S = 1.0  # seconds for which a measurement of the memory is used
 _ABOUT = """Episodes of an environment, as JSON.
 
 `/create` begins one under an id that the client chooses, `/step` takes numbered steps, `/release` ends it. Any request
@@ -80,7 +81,7 @@ PROBLEMS: Mapping[int, dict[str, Any]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Limits of one server, in MiB and seconds; None: no limit."""
+    """Limits of one server, in MiB and seconds; None = no limit."""
 
     max_instances: int = 1024
     idle_timeout_s: float = 1800.0
@@ -89,18 +90,18 @@ class Limits:
 
 
 class Service:
-    """A taskset behind HTTP, as an ASGI application.
+    """Serves a taskset over HTTP, as an ASGI application.
 
-    FastAPI serves the GET routes and documents all of them. Requests with a body go from here straight to their
-    endpoint: FastAPI's routing and its injection of arguments would take half of the server's time in a step.
+    FastAPI serves the GET routes and documents all routes. Requests with a body are sent straight to their endpoint,
+    because FastAPI's routing and injection of arguments would take half of the server's time in a step.
 
     Close the service before its pool.
 
     Args:
         pool: plays the taskset's environments; must be open.
-        token: that every request must carry, except those for the paths in `OPEN`; None: no token.
-        hosts: names under which the server may be addressed; None: any. With a list, a page in a browser on this
-            machine cannot reach a server on loopback under its own name (DNS rebinding).
+        token: the token that every request must carry, except requests for the paths in `OPEN`; None = no token.
+        hosts: host names under which the server may be addressed; None = any. This prevents DNS rebinding, in which a
+            web page in a browser on this machine reaches a server on loopback under the page's own host name.
     """
 
     def __init__(
@@ -120,8 +121,8 @@ class Service:
         self.episodes = Episodes(pool.environment, limits.max_instances, limits.idle_timeout_s, self._check_memory)
         self.fingerprint = fingerprint(settings, seed, taskset.version)
         self._began = time.monotonic()
-        self._memory = (0.0, 0.0)  # MiB, and when that was measured
-        self._lists: dict[tuple[str, int], Sequence[bytes]] = {}  # encoded tasks, the list asked for last at the end
+        self._memory = (0.0, 0.0)  # MiB in use, and the time of the measurement
+        self._lists: dict[tuple[str, int], Sequence[bytes]] = {}  # encoded tasks; the list requested last is at the end
         self._endpoints: dict[str, tuple[type[BaseModel], Callable[[Any], Awaitable[Response]]]] = {}
         self._api = FastAPI(
             title="Glean RL environment service",
@@ -138,7 +139,7 @@ class Service:
         about = "End an episode that is out of turns or tokens"
         add("/conclude", self.conclude, b.ConcludeBody, b.ScoreAnswer, about, 404, 409, 500)
         add("/release", self.release, b.EpisodeBody, b.ReleaseAnswer, "End an episode")
-        # What the taskset cannot do has no route.
+        # Methods that the taskset does not implement have no route.
         if type(taskset).tools is not Taskset.tools:
             about = "List the tools that episodes of a task have"
             add("/tools", self.tools, b.ToolsBody, b.ToolsAnswer, about, 500, 503)
@@ -150,7 +151,7 @@ class Service:
         add("/health", self.health, None, b.HealthAnswer, "Whether the server takes requests; needs no token")
         add("/profile", self.profile, None, b.ProfileAnswer, "Load, latency, processor time and memory")
         document = self._api.openapi()
-        # Links say which requests an episode's id is for.
+        # OpenAPI links say which requests take the episode's id of an answer.
         id = {"id": "$response.body#/id"}
         further = {path: {"operationId": path, "requestBody": id} for path in ("evaluate", "conclude", "release")}
         first = {"operationId": "step", "requestBody": {**id, "step": 1}}
@@ -165,7 +166,7 @@ class Service:
     def _add_route(
         self, path: str, endpoint: Any, body: type[BaseModel] | None, answer: Any, summary: str, *problems: int
     ) -> None:
-        """Add a route that takes a ``body`` (None: a GET route) and answers with one of ``problems`` if it fails."""
+        """Add a route that takes a ``body`` (None = a GET route). ``problems`` are the statuses of its failures."""
         if body is not None:
             self._endpoints[path] = (body, endpoint)
             problems = (*problems, 413, 415, 422)
@@ -180,7 +181,7 @@ class Service:
         )
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Any, send: Any) -> None:
-        """Answer one request. Host, token, and the kind and size of a body are checked before anything is parsed."""
+        """Answer one request. Host, token, and the type and size of a body are checked before anything is parsed."""
         response: Any
         try:
             takes_body = False
@@ -205,7 +206,7 @@ class Service:
         await response(scope, receive, send)
 
     async def close(self, finish_s: float = 0.0) -> None:
-        """End all episodes, once requests under way have had ``finish_s`` seconds."""
+        """End all episodes. Requests under way get ``finish_s`` seconds to finish first."""
         await self.episodes.close(finish_s)
         await self._calls.close()
 
@@ -309,34 +310,37 @@ class Service:
         )
 
     def _check_memory(self) -> str:
-        """Return why the memory has no room for another episode; empty if it has."""
+        """Return why there is no memory for another episode; empty if there is enough."""
         most = self.limits.max_memory
         if most is None or (held := self.held_mib()) <= most:
             return ""
         return f"the server and its workers hold {held:.0f} MiB of {most:.0f} (--max-memory)"
 
     def held_mib(self) -> float:
-        """Resident memory of this process and its children, at most a second old."""
+        """Return the resident memory of this process and its children in MiB, measured at most a second ago."""
         held, measured = self._memory
         if time.monotonic() - measured > _MEMORY_AGE_S:
             process, held = psutil.Process(), 0.0
             for one in (process, *process.children(recursive=True)):
-                with suppress(psutil.Error):  # it has just ended
+                with suppress(psutil.Error):  # the process has just ended
                     held += one.memory_info().rss / MIB
             self._memory = (held, time.monotonic())
         return held
 
 
 def fingerprint(settings: EnvironmentSettings, seed: int, version: str) -> str:
-    """Return 16 hex digits that change with the environment, its options, the files that they name, the seed, and the
-    versions of the environment and of Glean RL."""
+    """Return a hash, 16 hexadecimal digits, that changes with everything that decides the tasks.
+
+    That is the environment, its options, the files that the options name, the seed, and the versions of the environment
+    and of Glean RL.
+    """
     parts = [__version__, settings.name, settings.options, seed, version]
     parts += file_versions([settings.name, settings.options])
     return hashed(json.dumps(parts, sort_keys=True, default=str), size=8)
 
 
 def default_memory() -> float:
-    """Return the MiB that server and workers may hold by default: a share of what the machine or container has."""
+    """Return the MiB that server and workers may hold by default: a share of the memory of the machine or container."""
     most = psutil.virtual_memory().total
     for limit in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         with suppress(OSError, ValueError):  # the file says "max" (no limit), or does not exist
@@ -346,7 +350,7 @@ def default_memory() -> float:
 
 async def _read_body(headers: Mapping[bytes, bytes], receive: Any) -> Any:
     kind = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
-    if kind != b"application/json":  # a browser sends other types to any server without asking it first
+    if kind != b"application/json":  # a web page can make a browser send other types to any server without permission
         raise Refused(415, "media_type", "send a body of Content-Type: application/json")
     length = headers.get(b"content-length", b"0")
     too_large = length.isdigit() and int(length) > LARGEST
@@ -365,7 +369,7 @@ async def _read_body(headers: Mapping[bytes, bytes], receive: Any) -> Any:
 
 
 async def answer_error(_request: Request | None, error: Exception) -> Response:
-    """Return the answer to a request that raised."""
+    """Return the answer to a request that raised ``error``."""
     match error:
         case Refused() | NotJson():
             refusal = Refused.of(error)

@@ -1,7 +1,7 @@
 """Bodies of an environment service's requests and answers.
 
-The server validates requests with these models. The models of answers only document them: a route encodes its answer
-itself. The client uses `encode` and `read_task`.
+The server validates requests with these models. The models of answers serve only as documentation, because each route
+encodes its answer itself. The client uses `encode` and `read_task`.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class NotJson(ValueError):
 
 
 def encode(value: Any) -> bytes:
-    """Return a value, which may hold dataclasses, as JSON; see `gleanrl.utils.serialize.to_json`. Raises `NotJson`."""
+    """Encode a value, which may hold dataclasses, with `gleanrl.utils.serialize.to_json`. Raises `NotJson`."""
     try:
         return to_json(value)
     except TypeError as error:
@@ -71,7 +71,7 @@ Whole = Annotated[int, BeforeValidator(lambda n: int(n) if isinstance(n, float) 
 
 
 class _Strict(BaseModel):
-    model_config = ConfigDict(strict=True)  # true is no 1
+    model_config = ConfigDict(strict=True)  # so that `true` is not accepted as the number 1
 
 
 class CreateBody(_Strict):

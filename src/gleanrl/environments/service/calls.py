@@ -1,4 +1,4 @@
-"""Calls of a taskset itself on behalf of clients: one after the other, with a time limit and a bounded queue."""
+"""Calls a taskset's methods on behalf of clients: one call at a time, with a time limit and a bounded queue."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from gleanrl.environments.service.episodes import DRAINING, Refused
 from gleanrl.protocols import Taskset
 from gleanrl.utils.processes import RemoteError, WorkerDied, WorkerProcess, WorkerTimeout
 
-MOST = 64  # calls that are under way or wait
-_AFTER_S = 5  # to wait before the next attempt
+MOST = 64  # most calls that may be under way or waiting
+_AFTER_S = 5  # seconds after which a refused client may try again
 
 
 class Calls:
-    """The calls that clients ask for. The same call, asked for again while it is under way, is not made again.
+    """Makes the calls that clients ask for. Equal calls that are under way at the same time are made once.
 
-    With workers they are made in a process that plays no episodes: it can be killed, and does not block requests.
-    Without, they are made in a thread; a call that takes too long cannot be ended there, and until it ends no other
-    is made.
+    If the pool has workers, calls are made in a separate process that plays no episodes. It can be killed, and it does
+    not block requests. If the pool has none, calls are made in a thread. A call in a thread cannot be ended if it takes
+    too long, and no other call is made until it returns.
     """
 
     def __init__(self, taskset: Taskset, pool: EnvironmentPool, timeout_s: float) -> None:
         self._taskset, self._pool, self._timeout_s = taskset, pool, timeout_s
         self._worker: WorkerProcess | None = None
-        self._thread: asyncio.Future[Any] | None = None  # the result of the last call that was made in a thread
+        self._thread: asyncio.Future[Any] | None = None  # result of the last call made in a thread
         self._one_at_a_time = asyncio.Lock()
         self._pending: dict[Hashable, asyncio.Task[Any]] = {}
 
@@ -39,7 +39,7 @@ class Calls:
         """Return what `call_taskset` returns for these arguments.
 
         Raises:
-            Refused: too many calls wait, it took too long, it failed, or the server is closed meanwhile.
+            Refused: too many calls wait, the call took too long or failed, or the server was closed meanwhile.
         """
         key = (method, encode(args))
         pending = self._pending.get(key)
@@ -58,11 +58,11 @@ class Calls:
         raise Refused(*DRAINING)
 
     async def close(self) -> None:
-        """Refuse what is not done, and end the process."""
+        """Refuse the calls that are not done, and end the process."""
         for pending in self._pending.values():
             pending.cancel()
         if self._worker is not None:
-            self._worker.kill()  # it has nothing to clean up
+            self._worker.kill()  # killed at once, because the process has nothing to clean up
             await self._worker.close()
 
     async def _make(self, method: str, args: tuple[Any, ...]) -> Any:
@@ -89,7 +89,7 @@ class Calls:
                 value, error = None, None
                 try:
                     value = call_taskset(method, args, self._taskset)
-                except BaseException as raised:  # SystemExit too: a taskset that exits costs its request
+                except BaseException as raised:  # SystemExit too: a taskset that exits fails only this request
                     error = Refused.of(raised)
                 with contextlib.suppress(RuntimeError):  # the loop is closed
                     loop.call_soon_threadsafe(done.set_result, (value, error))
@@ -105,9 +105,10 @@ class Calls:
 
 
 def call_taskset(method: str, args: tuple[Any, ...], taskset: Taskset) -> Any:
-    """Call a method of the taskset and return its result as JSON: the body of the answer, or one body per task.
+    """Call a method of the taskset and return its result as JSON: the body of the answer, or a list of tasks.
 
-    JSON is made where the call is made, because a long list of tasks takes as long to write as to compute.
+    The process that makes the call also encodes the result, because encoding a long list of tasks takes as long as
+    computing it.
     """
     match method:
         case "tasks":

@@ -1,4 +1,4 @@
-"""``environment.name = "service"``: a taskset whose environments live in a service, on this machine or another."""
+"""``environment.name = "service"``: a taskset whose environments run in a service, on this machine or another."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from gleanrl.utils.http import HttpClient, retry_after
 from gleanrl.utils.retry import Fatal, Retries, Retryable, RetryPolicy
 from gleanrl.utils.serialize import from_builtins
 
-RELEASE_S = 2.0  # of patience for a release: what is not released expires
-PREPARED = 16  # tasks of one request
-START_S = 10.0  # of patience for a server that has not answered yet
+RELEASE_S = 2.0  # seconds for which a release is tried; an episode that is not released expires
+PREPARED = 16  # tasks in one request to prepare
+START_S = 10.0  # seconds to wait for the first answer of a server
 RETRIES = RetryPolicy(attempts=None, backoff_s=0.1, max_backoff_s=5.0)
-_PASSING = frozenset({408, 425, 429, 502, 503, 504})  # also a proxy's; 500 is an environment's failure
+_PASSING = frozenset({408, 425, 429, 502, 503, 504})  # statuses worth a retry, also from a proxy; 500 is a failure
 
 
 class Problem(Exception):
@@ -47,23 +47,23 @@ class Unanswered(Exception):
 
 
 class ServiceClient(HttpClient):
-    """Sends requests to a service, again where needed: the service recognises a repeated request.
+    """Sends requests to a service, with retries. Retries are safe, because the service recognises a repeated request.
 
-    ``patience_s``: for how long a request is sent again while the service is away, full or silent.
+    ``patience_s``: seconds for which a request is retried while the service is not reachable, full or silent.
     """
 
     def __init__(self, url: str, *, token_env: str | None, timeout_s: float, patience_s: float) -> None:
         super().__init__(url, api_key_env=token_env, timeout_s=timeout_s, setting="environment.options.url")
         self._patience_s = patience_s
-        self._closing: asyncio.Task[None] | None = None  # of the loop in use
+        self._closing: asyncio.Task[None] | None = None  # closes the connections when the loop in use ends
 
     async def ask(self, path: str, body: Mapping[str, Any] | None = None, *, patience_s: float | None = None) -> Any:
         """POST ``body``, or GET if it is None, and return the decoded answer.
 
         Raises:
-            Problem: the service refuses.
-            Unanswered: it did not answer for ``patience_s`` seconds (None: the client's own).
-            NotJson: ``body`` cannot be sent.
+            Problem: the service refuses the request.
+            Unanswered: the service did not answer for ``patience_s`` seconds (None = the client's own value).
+            NotJson: ``body`` cannot be written as JSON.
         """
         method, content = ("GET", None) if body is None else ("POST", encode(body))
         patience = self._patience_s if patience_s is None else patience_s
@@ -99,7 +99,7 @@ class ServiceClient(HttpClient):
                 raise Unanswered(f"no answer from {self.url} for {patience:g} s; the last: {error}") from None
 
     async def _close_when_cancelled(self) -> None:
-        """Close the connections at the end of the running loop, which cancels its tasks."""
+        """Wait until the running loop ends, which cancels this task, and then close the connections."""
         try:
             await asyncio.get_running_loop().create_future()
         except asyncio.CancelledError:
@@ -111,9 +111,9 @@ class ServiceClient(HttpClient):
 def get_client(
     url: str, token_env: str | None, timeout_s: float, patience_s: float, *, background: bool = False
 ) -> ServiceClient:
-    """Return this process's client of a service; all episodes share its connections.
+    """Return this process's client of a service. All episodes share its connections.
 
-    ``background``: the client that `background_loop` uses, which needs connections of its own.
+    ``background``: return the client for `background_loop`, which needs connections of its own.
     """
     return ServiceClient(url, token_env=token_env, timeout_s=timeout_s, patience_s=patience_s)
 
@@ -123,18 +123,19 @@ if hasattr(os, "register_at_fork"):
 
 
 class ServiceTaskset(Taskset):
-    """Tasks and environments of a service that `gleanrl serve-env` started.
+    """Uses the tasks and environments of a service that `gleanrl serve-env` started.
 
-    Travels to other processes; each has connections of its own.
+    It can be pickled; each process opens connections of its own.
 
     Args:
-        url: of the service, e.g. ``http://host:8765``.
-        token: ``"env:NAME"``, the environment variable that holds it.
-        timeout_s: for one request, in seconds. One that takes longer is sent again and gets the same answer.
+        url: address of the service, e.g. ``http://host:8765``.
+        token: ``"env:NAME"``, where NAME is the environment variable that holds the token.
+        timeout_s: limit for one request, in seconds. A request that takes longer is sent again and gets the same
+            answer.
         patience_s: seconds for which a request is sent again while the service cannot be reached or is full.
 
     Raises:
-        UserError: there is no answer, what answers is no environment service, or the token is wrong.
+        UserError: the address does not answer or is not an environment service, or the token is wrong.
     """
 
     def __init__(
@@ -150,7 +151,7 @@ class ServiceTaskset(Taskset):
         about = self._ask("/taskset", None, min(START_S, patience_s))
         try:
             self.served: str = about["environment"]
-            self.version = about["fingerprint"]  # of the environment and its options
+            self.version = about["fingerprint"]  # changes with the environment and its options
             self.phrases = tuple(about["phrases"])
             self.needs_reward = about["needs_reward"]
             self._prepares: bool = about["prepares"]
@@ -165,7 +166,7 @@ class ServiceTaskset(Taskset):
         return get_client(*self._where)
 
     def tasks(self, split: Split, count: int) -> Sequence[Task]:
-        """See `gleanrl.protocols.Taskset.tasks`. Raises `UserError` where the service cannot say."""
+        """See `gleanrl.protocols.Taskset.tasks`. Raises `UserError` if the service cannot list them."""
         found: list[Task] = []
         while True:
             page = self._ask("/tasks", {"split": split, "count": count, "start": len(found)})
@@ -176,7 +177,7 @@ class ServiceTaskset(Taskset):
     def prepare(
         self, tasks: Sequence[Task], *, workers: int = 1, progress: Callable[[int, int], None] | None = None
     ) -> None:
-        """Let the service do its slow one-time work; ``workers`` is unused, since the service has its own."""
+        """Let the service do its slow one-time work. ``workers`` is unused, because the service has its own workers."""
         for start in range(0, len(tasks), PREPARED):
             batch = list(tasks[start : start + PREPARED])
             if self._prepares:
@@ -221,14 +222,14 @@ class ServiceTaskset(Taskset):
 class _Episode(Environment):
     """One episode in the service; see `gleanrl.protocols.Environment`.
 
-    A service that no longer knows the episode was restarted or let it expire: `EpisodeLost`, so the episode is played
-    again from its start. A service that cannot be reached for ``patience_s`` seconds is a failure.
+    If the service was restarted or the episode expired, methods raise `EpisodeLost`, so that the episode is played
+    again from its start. If the service cannot be reached for ``patience_s`` seconds, the episode fails.
     """
 
     def __init__(self, taskset: ServiceTaskset, task: Task) -> None:
         self._taskset, self._task = taskset, task
         self._id = uuid.uuid4().hex
-        self._steps = -1  # answered; -1: not begun
+        self._steps = -1  # number of steps answered; -1 = not begun
         self._begun = False
 
     async def reset(self) -> Observation:
@@ -247,7 +248,7 @@ class _Episode(Environment):
         return None if answer["score"] is None else from_builtins(answer["score"], Score)
 
     async def close(self) -> None:
-        """Never raises: what is not released here expires there."""
+        """Release the episode. Errors are ignored, because an episode that is not released expires in the service."""
         begun, self._begun, self._steps = self._begun, False, -1
         if begun:
             with suppress(Problem, Unanswered):
@@ -271,7 +272,7 @@ class _Episode(Environment):
             failure: Exception
             match problem.error:
                 case "unknown":
-                    self._begun = False  # nothing to release
+                    self._begun = False  # `close` then has nothing to release
                     failure = EpisodeLost(f"{where}: {problem.detail}")
                 case "timeout":
                     failure = EnvironmentTimeout(id, problem.detail)

@@ -1,8 +1,8 @@
-"""The episodes that live in a server: made once, stepped once for each step number, ended when idle.
+"""Holds the live episodes of a server: makes each once, takes each numbered step once, and ends idle episodes.
 
 A request may be sent again because its answer was lost, even while the first one is under way. The client names the
-episode and numbers its steps, so a repeated request is recognised: it gets the first one's answer, and the environment
-sees it once.
+episode and numbers its steps, so that a repeated request is recognised. It gets the same answer as the first one, and
+the environment sees the request only once.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from gleanrl.types import Message, Score, StopReason, Task
 from gleanrl.utils.errors import NoExpert, UserError
 
 _log = logging.getLogger(__name__)
-_TRACEBACK = 4000  # characters of it that are sent
-_BUSY_S, _FULL_S = 5, 1  # to wait before the next attempt
-END_S = 8.0  # for environments to be closed when the server ends
+_TRACEBACK = 4000  # last characters of a traceback that are sent
+_BUSY_S, _FULL_S = 5, 1  # seconds after which a refused client may try again
+END_S = 8.0  # seconds for environments to close when the server ends
 DRAINING = (503, "draining", "the server is shutting down", _BUSY_S)  # arguments of `Refused`
 
 
 class Answer(Response):
-    """A value as JSON. A repeated request gets the very same answer as the first one."""
+    """An answer that holds a value as JSON. A repeated request gets the same object as the first one."""
 
     media_type = "application/json"
 
@@ -42,7 +42,7 @@ class Answer(Response):
 
 
 class Refused(Exception):
-    """A request that is not carried out; ``answer`` says why."""
+    """A request is not carried out; ``answer`` says why."""
 
     def __init__(self, status: int, error: str, detail: str, after_s: int | None = None, **more: str) -> None:
         super().__init__(detail)
@@ -60,7 +60,7 @@ class Refused(Exception):
                 return cls(404, "unknown", detail)
             case NoExpert():
                 return cls(404, "no_expert", detail)
-            case EnvironmentRaised(kind="NotJson"):  # of a worker
+            case EnvironmentRaised(kind="NotJson"):  # raised in a worker process
                 return cls.of(NotJson(error.detail))
             case EnvironmentRaised():
                 kind, detail = "raised", error.detail
@@ -84,13 +84,13 @@ class _Episode:
     task: Task
     environment: Environment
     step: int = 0  # the number of the last request that began
-    message: Message | None = None  # of that request
+    message: Message | None = None  # message of that request
     stop: StopReason | None = None  # reason given to `conclude`, after which no further step is accepted
-    answer: asyncio.Task[Response] | None = None  # to the last request
+    answer: asyncio.Task[Response] | None = None  # makes the answer to that request
     score: Score | None = None
     answered: int = 0  # the number of the last request that was answered with an observation
-    over: str = ""  # why there is no further step
-    expiry: asyncio.TimerHandle | None = None  # runs while no request is under way
+    over: str = ""  # why no further step is accepted; empty while the episode runs
+    expiry: asyncio.TimerHandle | None = None  # timer that runs while no request is under way
     closing: asyncio.Task[None] | None = None
 
 
@@ -104,11 +104,11 @@ class Counts:
 
 @dataclass(slots=True)
 class Episodes:
-    """Live episodes by id.
+    """Holds live episodes by id.
 
-    ``environment`` makes one, as `EnvironmentPool.environment` does. ``room()`` returns why no further one can be made
-    now, or nothing. The environment of an episode that is over is closed at once; its last answer and score stay until
-    it is released or idle for ``idle_timeout_s`` seconds.
+    ``environment`` makes an environment, as `EnvironmentPool.environment` does. ``room()`` returns why no further
+    episode can be made now, or an empty string. When an episode is over, its environment is closed at once, but its
+    last answer and score stay until the episode is released or idle for ``idle_timeout_s`` seconds.
     """
 
     environment: Callable[[Task], Environment]
@@ -116,9 +116,9 @@ class Episodes:
     idle_timeout_s: float
     room: Callable[[], str] = lambda: ""
     counts: Counts = field(default_factory=Counts)
-    draining: bool = False  # take no further ones
+    draining: bool = False  # no further episodes are accepted
     _live: dict[str, _Episode] = field(default_factory=dict)
-    _ended: OrderedDict[str, str] = field(default_factory=OrderedDict)  # how recent ones ended
+    _ended: OrderedDict[str, str] = field(default_factory=OrderedDict)  # id of a recent episode -> how it ended
     _closing: set[_Episode] = field(default_factory=set)
 
     @property
@@ -127,7 +127,7 @@ class Episodes:
 
     @property
     def running(self) -> int:
-        """Episodes with a request under way."""
+        """Number of episodes with a request under way."""
         return sum(not episode.answer.done() for episode in self._live.values() if episode.answer)
 
     async def create(self, id: str, task: Task) -> Response:
@@ -151,7 +151,7 @@ class Episodes:
         return await self._answer(episode, self._observe(episode, episode.environment.reset()))
 
     async def step(self, id: str, step: int, message: Message) -> Response:
-        """Answer with what the environment says to ``message``, the episode's ``step``-th."""
+        """Send ``message`` as step number ``step`` to the environment, and answer with its observation."""
         episode = self._find(id)
         if step == episode.step and message == episode.message and episode.stop is None:
             return await self._answer(episode)
@@ -166,7 +166,7 @@ class Episodes:
         return await self._answer(episode, self._observe(episode, episode.environment.step(message)))
 
     async def conclude(self, id: str, stop: StopReason) -> Response:
-        """Answer with the score of the episode as it stands; it ends for a reason that is not the environment's."""
+        """End the episode for a reason outside the environment, and answer with the score it has so far."""
         episode = self._find(id)
         if episode.stop is not None:
             if episode.stop is not stop:
@@ -187,7 +187,7 @@ class Episodes:
         return await self._answer(episode, conclude())
 
     def evaluate(self, id: str) -> Response:
-        """Answer with the score so far: as of the last step that was answered."""
+        """Answer with the score as of the last step that was answered."""
         episode = self._find(id)
         if episode.expiry is not None:
             self._start_expiry(episode)
@@ -195,14 +195,14 @@ class Episodes:
         return Answer(body)
 
     async def release(self, id: str) -> Response:
-        """End an episode, also one whose request to begin comes later."""
+        """End an episode. If the request to create it arrives only later, that request is refused."""
         closing = self._end(id, "it was released")
         if closing is not None:
             await asyncio.shield(closing)
         return Answer({"released": closing is not None})
 
     async def close(self, finish_s: float = 0.0) -> None:
-        """End all episodes, after ``finish_s`` seconds for requests under way; the pool ends what remains."""
+        """End all episodes, after ``finish_s`` seconds for requests under way. The pool ends those that remain."""
         self.draining = True
         running = [e.answer for e in self._live.values() if e.answer is not None and not e.answer.done()]
         if running and finish_s:
@@ -210,7 +210,7 @@ class Episodes:
         for id in list(self._live):
             self._end(id, DRAINING[2])
         if closing := [self._close(episode) for episode in self._closing]:
-            await asyncio.wait(closing, timeout=END_S)  # one may be behind a step that blocks its worker
+            await asyncio.wait(closing, timeout=END_S)  # limited, because a blocked worker cannot close an environment
 
     # --- one request ------------------------------------------------------------------------------
     def _find(self, id: str) -> _Episode:
@@ -228,12 +228,12 @@ class Episodes:
             raise self._refusal(409, "busy", f"step {episode.step} of episode {episode.id!r} is still under way")
 
     async def _answer(self, episode: _Episode, work: Coroutine[Any, Any, Response] | None = None) -> Response:
-        """Return the answer to the episode's last request, which ``work`` begins; None: it began before."""
+        """Return the answer to the episode's last request. ``work`` makes it; None = the work has begun before."""
         if work is not None:
             if episode.expiry is not None:
                 episode.expiry.cancel()
                 episode.expiry = None
-            # A task of its own, since a lost connection cancels its request.
+            # Run the work in a task of its own, because a lost connection cancels the request.
             episode.answer = asyncio.get_running_loop().create_task(self._carry_out(episode, work))
         answer = episode.answer
         assert answer is not None
@@ -249,7 +249,7 @@ class Episodes:
     async def _carry_out(self, episode: _Episode, work: Coroutine[Any, Any, Response]) -> Response:
         try:
             answer = await work
-        except EpisodeLost as error:  # it lives behind another service: the client starts it again
+        except EpisodeLost as error:  # the environment runs in another service; the client starts the episode again
             answer = Refused.of(error).answer
             episode.over = str(error)
             self._end(episode.id, str(error))
@@ -285,7 +285,7 @@ class Episodes:
         episode.expiry = asyncio.get_running_loop().call_later(self.idle_timeout_s, expire)
 
     def _end(self, id: str, how: str) -> asyncio.Task[None] | None:
-        """Forget an episode, except how it ended, and close its environment. Returns None if there is no such one."""
+        """Forget an episode, except how it ended, and close its environment. None if there is no such episode."""
         self._ended.setdefault(id, how)
         if len(self._ended) > 16 * self.most + 1024:
             self._ended.popitem(last=False)
@@ -297,7 +297,7 @@ class Episodes:
         return self._close(episode)
 
     def _close(self, episode: _Episode) -> asyncio.Task[None]:
-        """Cancel what is under way and close the environment, once."""
+        """Cancel the request under way and close the environment. Further calls return the same task."""
 
         async def close() -> None:
             try:

@@ -1,4 +1,4 @@
-"""Serves an environment service over HTTP until a signal comes; `gleanrl serve-env` calls `serve`."""
+"""Serves an environment service over HTTP until a signal arrives; `gleanrl serve-env` calls `serve`."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from gleanrl.protocols import Taskset
 from gleanrl.utils.errors import UserError
 from gleanrl.utils.secrets import Secret
 
-_KEEP_ALIVE_S = 75  # longer than clients keep a connection that is idle, so that they close it
-_FINISH_S = 2.0  # for requests under way when the server stops
+_KEEP_ALIVE_S = 75  # longer than clients keep an idle connection, so that the client is the one to close it
+_FINISH_S = 2.0  # seconds that requests under way get when the server stops
 _LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Where a server listens, and the token that it asks for."""
+    """The address at which a server listens, and the token that it asks for."""
 
     host: str = "127.0.0.1"
-    port: int = 8765  # 0: any that is free
+    port: int = 8765  # 0 = any free port
     token: Secret | None = None
 
     @property
     def loopback(self) -> bool:
-        """Whether only this machine can reach it."""
+        """Whether only this machine can reach the address."""
         with contextlib.suppress(ValueError):
             return ipaddress.ip_address(self.host).is_loopback
         return self.host == "localhost"
@@ -49,7 +49,7 @@ class Place:
             )
 
     def bind(self) -> socket.socket:
-        """Return a socket with this address that does not listen yet. Raises `UserError` if it is not available."""
+        """Bind a socket to the address and return it, not listening yet. Raises `UserError` if that is not possible."""
         try:
             family, kind, protocol, _, address = socket.getaddrinfo(
                 self.host, self.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -71,9 +71,9 @@ def serve(
     place: Place,
     ready: Callable[[str], None],
 ) -> None:
-    """Serve until SIGINT or SIGTERM; then finish what is under way, close the environments and end the workers.
+    """Serve until SIGINT or SIGTERM; then finish the requests under way, close the environments and end the workers.
 
-    ``seed`` is what the taskset was made with; ``ready`` is called with the address once requests are taken.
+    ``seed`` is the seed of the taskset. ``ready`` is called with the address once the server accepts requests.
 
     Raises:
         UserError: the address is not available, or the taskset cannot be held by worker processes.
@@ -91,7 +91,7 @@ def serve(
         opening, stopping = asyncio.ensure_future(pool.__aenter__()), asyncio.ensure_future(stop.wait())
         try:
             await asyncio.wait((opening, stopping), return_when=asyncio.FIRST_COMPLETED)
-            if not opening.done():  # stopped while the workers start
+            if not opening.done():  # the stop signal came while the workers were starting
                 return
             await opening
             service = Service(taskset, pool, settings, limits, seed=seed, token=token, hosts=hosts)
@@ -104,7 +104,7 @@ def serve(
                 await asyncio.wait((opening,))
             await pool.close()
 
-    try:  # a request takes two thirds of the time on uvloop
+    try:  # on uvloop, a request takes two thirds of the time that it takes on asyncio's own loop
         import uvloop
 
         loop_factory = uvloop.new_event_loop
@@ -117,9 +117,9 @@ def serve(
 async def run_server(
     service: Service, listening: socket.socket, stop: asyncio.Event, ready: Callable[[], None]
 ) -> None:
-    """Serve on the running loop until ``stop`` is set, then close the service; ``ready`` is called in between.
+    """Serve on the running loop until ``stop`` is set, then close the service. Calls ``ready`` once it listens.
 
-    `uvicorn.Server.serve` would poll ten times a second and take the signals.
+    `uvicorn.Server.serve` is not used, because it would poll ten times a second and handle the signals itself.
     """
     config = uvicorn.Config(
         service,
@@ -138,5 +138,5 @@ async def run_server(
     await server.startup([listening])
     ready()
     await stop.wait()
-    await service.close(_FINISH_S)  # while connections are open, so that every request is answered
+    await service.close(_FINISH_S)  # closed before the connections, so that every request is answered
     await server.shutdown([listening])

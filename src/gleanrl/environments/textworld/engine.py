@@ -1,9 +1,9 @@
-"""Plays compiled TextWorld games, each command at most once.
+"""Plays compiled TextWorld games, and plays each command in each state at most once.
 
 A game is deterministic, so its states form a tree of commands. The tree keeps the answer to each command and a snapshot
-of the interpreter (some 1 kB). So the episodes of a group share their common part, and a few interpreters serve any
-number of episodes. Feedback, score and admissible commands are those of TextWorld's own environment, which a test
-compares command by command.
+of the interpreter (about 1 kB). So episodes that begin with the same commands share these states, and a few
+interpreters serve any number of episodes. Feedback, score and admissible commands equal those of TextWorld's own
+environment; a test compares them command by command.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from typing import Any
 
 import numpy as np
 
-_INTERPRETERS = 32  # games that can go on without loading, 1.8 MB each
-_STATES = 50_000  # over all games of a process, about 4 kB each; the games played least recently go first
+_INTERPRETERS = 32  # interpreters that stay loaded, one per game, 1.8 MB each
+_STATES = 50_000  # limit on states in a process, about 4 kB each; the games played least recently are dropped first
 
 _EVENT = re.compile(r"\[([^]]+)\]\n?")  # what `tw-trace-actions` prints, e.g. [going north - succeeded]
 _TAG = re.compile(r"<(score|moves)>\n\s*(-?\d+).*?</\1>", re.DOTALL)  # what `tw-extra-infos score` prints
@@ -36,7 +36,7 @@ class State:
 
     game: Game
     parent: State | None
-    events: tuple[str, ...]  # what happened in the game's logic on the way from the parent
+    events: tuple[str, ...]  # events in the game's logic that led from the parent to this state
     text: str
     score: int
     won: bool
@@ -46,17 +46,17 @@ class State:
     world: _World | None = None  # see `Game.world_of`
 
     def step(self, command: str) -> State:
-        """The state after ``command``; played at most once."""
+        """Return the state after ``command``. The game is played only for the first call with a command."""
         if command not in self.children:
             self.children[command] = self.game.play(self, command)
         return self.children[command]
 
     def admissible(self) -> list[str]:
-        """Commands that do something here, sorted."""
+        """Return the commands that have an effect in this state, sorted."""
         return self.game.world_of(self).commands
 
     def policy(self) -> list[str]:
-        """Commands that win from here; none if the game cannot be won any more."""
+        """Return commands that win the game from this state; empty if it cannot be won any more."""
         events: list[str] = []
         state: State | None = self
         while state is not None:
@@ -69,16 +69,16 @@ class State:
 
 @dataclass(slots=True, eq=False)
 class _World:
-    """What is true in a game's logic and what can be done then. States with the same facts share it."""
+    """A state of the game's logic and the commands that are valid in it. Game states with the same facts share it."""
 
     progression: Any  # textworld's GameProgression
     commands: list[str]
-    next: dict[tuple[str, ...], _World] = field(default_factory=dict)  # after these events
+    next: dict[tuple[str, ...], _World] = field(default_factory=dict)  # events -> the world after them
 
 
 @dataclass(frozen=True, slots=True)
 class _Snapshot:
-    """The interpreter's memory as its difference from the game's first state, and its registers."""
+    """The interpreter's memory, as the difference from the game's first state, with its stack and registers."""
 
     memory: bytes
     stack: bytes
@@ -92,7 +92,7 @@ class _Interpreter:
 
 
 class Game:
-    """One compiled game of this process."""
+    """One compiled game, with the tree of its states that this process has played."""
 
     def __init__(self, file: Path) -> None:
         from textworld.generator.game import Game as Description
@@ -105,7 +105,7 @@ class Game:
         self.words: Any = Inform7Game(self._description)
         self.states = 0
         self._worlds: dict[frozenset[Any], _World] = {}
-        self._origin: np.ndarray | None = None  # uint8[memory], of the first state
+        self._origin: np.ndarray | None = None  # uint8[memory]: the interpreter's memory in the first state
 
     @cached_property
     def root(self) -> State:
@@ -116,7 +116,7 @@ class Game:
         return self._record(interpreter, None, text)
 
     def play(self, state: State, command: str) -> State:
-        """The state after ``command`` in ``state``, played by an interpreter."""
+        """Play ``command`` in ``state`` with an interpreter and return the state after it."""
         interpreter = _get_interpreter(self)
         if interpreter.at is not state:
             snapshot = state.snapshot
@@ -127,7 +127,7 @@ class Game:
         return self._record(interpreter, state, text)
 
     def _record(self, interpreter: _Interpreter, parent: State | None, raw: str) -> State:
-        """The state that the interpreter is in now, after it has printed ``raw``."""
+        """Return the interpreter's present state as a `State`; ``raw`` is the text that it has printed last."""
         memory, stack, *registers = interpreter.engine.get_state()
         if self._origin is None:
             self._origin = memory
@@ -135,7 +135,7 @@ class Game:
         events = []
         for event in _EVENT.findall(raw):
             name = event.removesuffix(" - succeeded")
-            if name != event and "(" not in name and ")" not in name:  # those in brackets are parts of others
+            if name != event and "(" not in name and ")" not in name:  # an event in brackets is part of another one
                 events.append(name)
         score = {tag: int(value) for tag, value in _TAG.findall(raw)}.get("score")
         if score is None:
@@ -155,7 +155,7 @@ class Game:
         return interpreter.at
 
     def world_of(self, state: State) -> _World:
-        """The world of ``state``. Finding the valid actions takes as long as playing, so each world is found once."""
+        """Return the world of ``state``, computed once, because finding the valid actions takes as long as playing."""
         if state.world is not None:
             return state.world
         if state.parent is None:
@@ -178,11 +178,11 @@ class Game:
     def apply(self, progression: Any, events: Iterable[str]) -> None:
         for event in events:
             action = self.words.detect_action(event, progression.valid_actions)
-            if action is not None:  # not all events change the world
+            if action is not None:  # an event that does not change the world has no action
                 progression.update(action)
 
     def _share(self, progression: Any) -> _World:
-        """The one world of these facts."""
+        """Return the one world that has the facts of ``progression``."""
         facts = frozenset(progression.state.facts)
         if facts not in self._worlds:
             commands = sorted(set(self.words.gen_commands_from_actions(progression.valid_actions)))
@@ -190,38 +190,38 @@ class Game:
         return self._worlds[facts]
 
 
-_interpreters: OrderedDict[Path, _Interpreter] = OrderedDict()  # by game file, the last used last
+_interpreters: OrderedDict[Path, _Interpreter] = OrderedDict()  # by game file, the most recently used last
 _games: OrderedDict[Path, Game] = OrderedDict()
 
 
 def load(file: Path) -> Game:
-    """The game of a ``.z8`` file, with all of its states that this process still remembers."""
+    """Return the game of a ``.z8`` file, with all of its states that this process still holds."""
     game = _games.pop(file, None) or Game(file)
     _games[file] = game
     while len(_games) > 1 and sum(g.states for g in _games.values()) > _STATES:
-        _games.popitem(last=False)  # its live episodes keep it alive
+        _games.popitem(last=False)  # live episodes hold a reference, so that their game stays usable
     return game
 
 
 def _get_interpreter(game: Game) -> _Interpreter:
-    """An interpreter that has loaded ``game``, in any state."""
+    """Return an interpreter that has loaded ``game``. It may be in any of the game's states."""
     interpreter = _interpreters.pop(game.file, None)
     if interpreter is None:
         import jericho
 
         while len(_interpreters) >= _INTERPRETERS:
             _interpreters.popitem(last=False)
-        with warnings.catch_warnings():  # it warns of every game that is not a classic
+        with warnings.catch_warnings():  # jericho warns about every game that is not on its list of classic games
             warnings.simplefilter("ignore", jericho.UnsupportedGameWarning)
             interpreter = _Interpreter(jericho.FrotzEnv(str(game.file), seed=1))
     elif interpreter.at is not None and interpreter.at.game is not game:
-        interpreter.at = None  # the same file, but a forgotten and reloaded tree
+        interpreter.at = None  # the game was dropped and loaded again, so the old state is not in its tree
     _interpreters[game.file] = interpreter
     return interpreter
 
 
 def readable(raw: str) -> str:
-    """The game's answer without banner, trace marks, status line, closing menu and empty lines."""
+    """Return the game's answer without banner, trace marks, status line, closing menu and empty lines."""
     text = _TAG.sub("", _EVENT.sub("", raw))
     text = text[text.index("-= ") :] if "$$$$$$$" in text else text
     end = _END.search(text)

@@ -1,4 +1,4 @@
-"""Makes TextWorld games: a recipe and a seed determine a game, which is compiled once and kept on disk."""
+"""Makes TextWorld games. A recipe and a seed determine a game, which is compiled once and kept on disk."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from gleanrl.utils import atomic
 from gleanrl.utils.cache import cache_dir
 from gleanrl.utils.errors import UserError
 
-_VERSION = 1  # of `_make_coin_collector`: raise it when the same seed would make another game
+_VERSION = 1  # version of `_make_coin_collector`; raise it if a change makes another game from the same seed
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """What kind of game. Sizes count rooms, objects, and the shortest winning list of commands."""
+    """What kind of game to make. ``quest_length`` is the length of the shortest list of commands that wins a quest."""
 
     game: Literal["coin_collector", "custom"]
     rooms: int
@@ -35,7 +35,7 @@ class Recipe:
 
     @property
     def key(self) -> str:
-        """Names the recipe and the version of textworld: the name of a cache folder."""
+        """Name of the cache folder. It depends on the recipe and on the version of textworld."""
         import textworld
 
         text = json.dumps([asdict(self), textworld.__version__, _VERSION], sort_keys=True)
@@ -43,10 +43,10 @@ class Recipe:
 
 
 def compiled(recipe: Recipe, seed: int, mark: str) -> Path:
-    """The playable ``.z8`` of a game (its ``.json`` is next to it), compiled if it does not exist.
+    """Return the path of a game's playable ``.z8`` file, next to its ``.json``. Compiles the game if they do not exist.
 
     Raises:
-        UserError: the seed makes another game than ``mark`` (its `content`) says: textworld changed.
+        UserError: the game made from the seed does not have the `content` ``mark``, because textworld changed.
     """
     file = _file(recipe, seed, mark)
     if not file.exists():
@@ -57,10 +57,10 @@ def compiled(recipe: Recipe, seed: int, mark: str) -> Path:
 def prepare(
     games: Sequence[tuple[Recipe, int, str]], workers: int, progress: Callable[[int, int], None] | None = None
 ) -> None:
-    """Compile what is missing of ``(recipe, seed, mark)``; calls ``progress(done, total)`` after each game."""
+    """Compile the ``games`` (recipe, seed, mark) that are not on disk. Calls ``progress(done, total)`` after each."""
     missing = [game for game in games if not _file(*game).exists()]
     done = len(games) - len(missing)
-    # Making a game is not thread-safe and runs in this thread; compiling it runs two other programs.
+    # Making a game is not thread-safe, so it runs in this thread. Compiling a game runs two other programs, in parallel.
     with ThreadPoolExecutor(max(1, workers)) as threads:
         running = [threads.submit(_compile, *game, make(game[0], game[1])) for game in missing]
         for future in as_completed(running):
@@ -71,7 +71,7 @@ def prepare(
 
 
 class Contents:
-    """Content fingerprints of a recipe's games, by seed. Kept on disk, since splits need those of many games."""
+    """Content fingerprints of a recipe's games, by seed. Cached on disk, because making a split needs many of them."""
 
     def __init__(self, recipe: Recipe) -> None:
         self._recipe = recipe
@@ -87,20 +87,21 @@ class Contents:
 
     def save(self) -> None:
         if self._new:
-            atomic.write_text(self._file, json.dumps({**self._read(), **self._new}))  # another process may have written
+            # Read the file again, because another process may have written it.
+            atomic.write_text(self._file, json.dumps({**self._read(), **self._new}))
 
     def _read(self) -> dict[str, str]:
         try:
             return json.loads(self._file.read_bytes())
-        except (OSError, ValueError):  # it does not exist or is damaged; it can be computed again
+        except (OSError, ValueError):  # the file does not exist or is damaged, but its content can be computed again
             return {}
 
 
 def make(recipe: Recipe, seed: int) -> Any:
-    """The `textworld.Game` of a seed, the same in every process.
+    """Make the `textworld.Game` of a recipe and a seed. It is the same in every process.
 
     Raises:
-        UserError: textworld cannot make a game to this recipe.
+        UserError: textworld cannot make a game from this recipe.
     """
     import textworld
     from textworld.generator import QuestGenerationError, make_game
@@ -123,7 +124,7 @@ def make(recipe: Recipe, seed: int) -> Any:
 
 
 def content(game: Any) -> str:
-    """A `fingerprint` of the problem: the world with its names and the goal, independent of the texts."""
+    """Return a `fingerprint` of the problem: of the world, its names and the goal, but not of the texts."""
 
     def read(proposition: Any) -> str:
         names = (game.infos[v.name].name or v.name if v.name in game.infos else v.name for v in proposition.arguments)
@@ -136,10 +137,10 @@ def content(game: Any) -> str:
 
 
 def _make_coin_collector(options: Any) -> Any:
-    """A chain of rooms from the player to a coin, and further rooms that lead nowhere.
+    """Make a game with a chain of rooms from the player to a coin, and further rooms that lead nowhere.
 
-    TextWorld's own maker of this challenge compiles a game to find the actions that win it. This one finds them in
-    the game's logic, in milliseconds.
+    TextWorld's own function for this challenge compiles a game to find the actions that win it. This function finds the
+    actions in the game's logic, in milliseconds.
     """
     import textworld
     from textworld.challenges.tw_coin_collector import coin_collector
@@ -147,7 +148,7 @@ def _make_coin_collector(options: Any) -> Any:
     from textworld.generator.inform7 import Inform7Game
 
     options.kb = _knowledge(coin_collector.KB_PATH)
-    options.grammar.allowed_variables_numbering = True  # there may be more rooms than names for them
+    options.grammar.allowed_variables_numbering = True  # there may be more rooms than room names
     rng = options.rngs["map"]
     opposite = {"north": "south", "south": "north", "east": "west", "west": "east"}
     maker: Any = textworld.GameMaker(options)
@@ -158,7 +159,7 @@ def _make_coin_collector(options: Any) -> Any:
         return sorted(way for way, door in room.exits.items() if door.dest is None)
 
     while len(rooms) < options.nb_rooms:
-        on_the_way = len(rooms) < options.quest_length  # one go less than rooms, then the take
+        on_the_way = len(rooms) < options.quest_length  # n rooms on the way need n - 1 "go" commands and one "take"
         near = rooms[-1]
         if not on_the_way:
             open_rooms = [room for room in rooms if free_ways(room)]
@@ -177,7 +178,7 @@ def _make_coin_collector(options: Any) -> Any:
 
     game = maker.build()
     words, progression = Inform7Game(game), GameProgression(game, track_quests=False)
-    actions = []  # the commands in the game's logic, played from its start
+    actions = []  # the actions of the game's logic that the commands stand for, played from the start
     for command in commands:
         valid = progression.valid_actions
         actions.append(valid[words.gen_commands_from_actions(valid).index(command)])
@@ -189,7 +190,7 @@ def _make_coin_collector(options: Any) -> Any:
 
 @lru_cache(maxsize=2)
 def _knowledge(path: str | None) -> Any:
-    """Parsing takes half a second; making games does not change it."""
+    """Load a knowledge base. Cached, because parsing takes half a second and making games does not change it."""
     from textworld.generator.data import KnowledgeBase
 
     return KnowledgeBase.load(path) if path else KnowledgeBase.load()

@@ -1,4 +1,4 @@
-"""TextWorld: generated text games, played by the real engine (the package `textworld`).
+"""Generated TextWorld games, played by the real engine (the package `textworld`).
 
 `TextworldTaskset` is the environment ``textworld`` of the settings. `games` makes and compiles games, `engine` plays
 them.
@@ -24,22 +24,23 @@ from gleanrl.rollout.thinking import answer_of
 from gleanrl.types import Message, Score, Task
 from gleanrl.utils.seeding import derive
 
-_MAX_DEMONSTRATION = 200  # commands; only heavy noise comes near
+_MAX_DEMONSTRATION = 200  # most commands of a demonstration; only a large ``noise`` makes one this long
 _COMMAND_CHARACTERS = 120
-# Commands of the interpreter, not of the game, and TextWorld's own for debugging.
+# Commands of the interpreter that do not belong to the game, and TextWorld's debugging commands.
 _NOT_PLAYED = re.compile(r"(tw-.*|quit|q|restart|restore|save|undo|(un)?script|transcript.*|verify|version|again|g)\Z")
 
 
 @pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config={"extra": "forbid"})
 class TextworldTaskset(Taskset):
-    """Generated TextWorld games.
+    """Makes tasks from generated TextWorld games.
 
     ``coin_collector``: find a coin ``quest_length`` commands away among ``rooms`` rooms.
     ``custom``: TextWorld's own generator, with ``objects`` things and ``quests`` quests of ``quest_length``
-    commands each. Winning scores 1, anything else 0; ``parts`` has the share of the game's own points.
+    commands each. A game that is won scores 1, any other 0. The score's part ``points`` is the share of the game's own
+    points that were reached.
 
-    A game takes about half a second to compile when it is first played, and is then kept on disk; `prepare`
-    compiles many at once.
+    A game takes about half a second to compile when it is first played, and is then kept on disk. `prepare`
+    compiles many games at once.
     """
 
     game: Literal["coin_collector", "custom"] = "coin_collector"
@@ -47,20 +48,20 @@ class TextworldTaskset(Taskset):
     objects: int = Field(default=6, ge=1, le=200)
     quest_length: int = Field(default=4, ge=1, le=100)
     quests: int = Field(default=1, ge=1, le=10)
-    goal: Literal["brief", "detailed", "none"] = "brief"  # what the opening describes: the end, the way, or nothing
+    goal: Literal["brief", "detailed", "none"] = "brief"  # the opening describes the goal, each step to it, or neither
     theme: Literal["house", "basic"] = "house"
-    admissible_commands: bool = True  # whether an observation lists the commands that do something
+    admissible_commands: bool = True  # whether an observation lists the commands that have an effect
     seed: int = 0
 
     has_expert = True
-    named_by_content = True  # two tasks of one id are one problem, however it was found
+    named_by_content = True  # an id is a hash of the problem, whatever seed made it
 
     def __post_init__(self) -> None:
         if self.game == "coin_collector" and self.rooms < self.quest_length:
             raise ValueError(f"rooms = {self.rooms}: a quest_length of {self.quest_length} needs at least as many")
 
     def tasks(self, split: Split, count: int) -> Sequence[Task]:
-        custom = self.game == "custom"  # options without effect must not change the recipe
+        custom = self.game == "custom"  # `objects` and `quests` affect only custom games; else they get fixed values
         recipe = Recipe(
             game=self.game,
             rooms=self.rooms,
@@ -77,7 +78,7 @@ class TextworldTaskset(Taskset):
             chosen = list(select(candidates, split, count, f"textworld {self.game!r}"))
         finally:
             contents.save()
-        shown: dict[str, Any] = {}  # options of the observations that differ from the defaults; not part of the id
+        shown: dict[str, Any] = {}  # options of the observations that are not at their default; not part of the id
         if self.goal == "none":
             shown["goal"] = "none"
         if not self.admissible_commands:
@@ -91,14 +92,17 @@ class TextworldTaskset(Taskset):
     def prepare(
         self, tasks: Sequence[Task], *, workers: int = 1, progress: Callable[[int, int], None] | None = None
     ) -> None:
-        """Compile the games of ``tasks`` that are not on disk, ``workers`` at once; ``progress(done, total)``."""
+        """Compile the games of ``tasks`` that are not on disk, ``workers`` at once.
+
+        Calls ``progress(done, total)`` after each game.
+        """
         prepare([_game_of(task) for task in tasks], workers, progress)
 
     def environment(self, task: Task) -> Environment:
         return _Episode(task, self)
 
     def demonstrate(self, task: Task, *, seed: int, noise: float = 0.0) -> tuple[tuple[Message, ...], Score]:
-        """The game's own winning commands, computed again after each random one."""
+        """Play the commands that TextWorld's logic finds to win. They are computed again after each random command."""
         rng = random.Random(derive(seed, "textworld", task.id))
         state = engine.load(compiled(*_game_of(task))).root
         conversation = [self._message(state)]
@@ -146,11 +150,11 @@ class _Episode(Environment):
 
 
 def command_of(text: str) -> str:
-    """The command in a model's message: its first line after any thinking, in ASCII and of bounded length."""
+    """Return the command in a model's message: the first line after any thinking, in ASCII and of limited length."""
     text = answer_of(text).strip().partition("\n")[0]
-    # One command a turn: the game itself would take several at once.
+    # Keep only the first of several commands, because the game would play all of them in one turn.
     text = re.split(r"[.;]|\bthen\b", text.encode("ascii", "ignore").decode().lower())[0]
-    # The interpreter reads a backslash as a command of its own and then asks again, without end.
+    # Remove backslashes: the interpreter takes one as a command of its own and then asks for input forever.
     return " ".join(text.replace("\\", " ").split())[:_COMMAND_CHARACTERS].strip()
 
 
