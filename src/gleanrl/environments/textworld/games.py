@@ -60,7 +60,7 @@ def prepare(
     """Compile the ``games`` (recipe, seed, mark) that are not on disk. Calls ``progress(done, total)`` after each."""
     missing = [game for game in games if not _file(*game).exists()]
     done = len(games) - len(missing)
-    # Making a game is not thread-safe, so it runs in this thread. Compiling a game runs two other programs, in parallel.
+    # Making a game is not thread-safe, so it runs in this thread. Compiling runs two other programs, in parallel.
     with ThreadPoolExecutor(max(1, workers)) as threads:
         running = [threads.submit(_compile, *game, make(game[0], game[1])) for game in missing]
         for future in as_completed(running):
