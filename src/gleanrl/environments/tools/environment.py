@@ -1,4 +1,4 @@
-"""Plays an episode with tools: runs calls in order, answers mistakes, and ends at a message without a call.
+"""Plays an episode with tools: runs calls in order, answers wrong calls, and ends at a message without a call.
 
 `ToolTaskset` makes a `ToolEnvironment` for each episode, and plays a class's own expert through it with `play_expert`.
 """
@@ -22,7 +22,7 @@ from gleanrl.utils.errors import UserError
 
 
 def bind_tools(holders: Sequence[Any]) -> dict[str, tuple[Tool, Any]]:
-    """Return the tools of instances and functions by name, each with the function to call.
+    """Return the tools of ``holders`` (instances and functions) by name, each with the function to call.
 
     Raises:
         UserError: two tools have the same name, or something is not a tool.
@@ -41,16 +41,16 @@ class ToolEnvironment(Environment):
     """One episode with tools.
 
     Args:
-        holders: instances whose typed public methods are the tools, and functions. The first may be the environment's
-            own: its ``reset(**row)`` may return a text that goes on the task's last user message, its attribute
-            ``done`` ends the episode where it is true after a call, and its ``get_reward()`` or attribute ``reward``
-            says what was earned so far. ``get_reward(answer)`` gets the final answer instead, without thinking, once.
-            All methods may be async. Every holder may have ``close()``.
-        prompt: what the episode opens with.
-        row: arguments for ``reset``, as far as it takes them. If nothing else gives a reward and the row has an
-            ``answer``, the final answer is compared with it.
-        max_calls: in one message; those beyond it are not run.
-        max_output: characters of a result.
+        holders: instances whose typed public methods are the tools, and functions. A holder's ``reset(**row)`` may
+            return a text that is appended to the task's last user message. If its attribute ``done`` is true after a
+            call, the episode ends. Its ``get_reward()`` or attribute ``reward`` is the reward so far; a
+            ``get_reward(answer)`` is called only once, at the end, with the final answer without thinking. Every holder
+            may have ``close()``. All methods may be async.
+        prompt: messages with which the episode opens.
+        row: arguments for ``reset``, which gets those that it has parameters for. If no holder gives a reward and the
+            row has an ``answer``, the final answer is compared with it.
+        max_calls: most calls in one message; further calls are not run.
+        max_output: most characters of a result.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class ToolEnvironment(Environment):
                 text = self._error(f"not run: at most {self._max_calls} calls in one message")
             if entry.get("id"):
                 results.append(Message(role="tool", content=text, tool_call_id=str(entry["id"]), name=call.name))
-            else:  # a result of role tool needs an id
+            else:  # a message with role "tool" would need the id of its call
                 results.append(Message(role="user", content=text))
             if any(getattr(holder, "done", False) is True for holder in self._holders):
                 return Observation(tuple(results), done=True, score=await self._score(""))
@@ -127,7 +127,7 @@ class ToolEnvironment(Environment):
             raise
         except BadArguments as error:
             return self._error(str(error))
-        except (Exception, SystemExit) as error:  # a tool that calls sys.exit does not end the run
+        except (Exception, SystemExit) as error:  # SystemExit too: a tool that calls sys.exit must not end the run
             return self._error(f"{type(error).__name__}: {error}".removesuffix(": "))
 
     def _error(self, text: str) -> str:
@@ -135,13 +135,13 @@ class ToolEnvironment(Environment):
         return self._shorten(f"Error: {text}")
 
     def _shorten(self, text: str) -> str:
-        """Cut the text for the model, and replace lone surrogates, which JSON can hold and tokenizers cannot read."""
+        """Cut the text to ``max_output``, and replace lone surrogates, which tokenizers cannot read."""
         text = text.encode("utf-8", "replace").decode()
         more = len(text) - self._max_output
         return text if more <= 0 else f"{text[: self._max_output]}\n[{more} more characters left out]"
 
     async def _score(self, answer: str | None) -> Score | None:
-        """Return the score so far, or at the end with ``answer``; None if only a `Reward` can score."""
+        """Return the score, or None if only a `Reward` can give one. ``answer``: the final answer; None before the end."""
         parts = {"tool_calls": float(self._calls), "tool_errors": float(self._errors)}
         value: Any = None
         for holder in self._holders:
@@ -167,7 +167,7 @@ class ToolEnvironment(Environment):
 
 
 def same_answer(said: str, expected: Any) -> bool:
-    """Compare a final answer with the expected one: as numbers if both are, else as text without case and spaces."""
+    """Return whether two answers are equal: as numbers if both are numbers, else as text, ignoring case and spaces."""
     text = answer_of(said).strip()
     try:
         return math.isclose(float(text.replace(",", "")), float(str(expected).replace(",", "")), rel_tol=1e-9)
@@ -184,12 +184,12 @@ async def close_all(holders: Sequence[Any]) -> None:
 
 
 async def _resolve(value: Any) -> Any:
-    """The value, or what it gives when awaited."""
+    """Return the value, awaited first if it is awaitable."""
     return await value if inspect.isawaitable(value) else value
 
 
 def select_arguments(function: Any, row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the part of the row that ``function`` takes as arguments."""
+    """Return the values of the row that ``function`` has parameters for."""
     parameters = inspect.signature(function).parameters
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return dict(row)
@@ -198,8 +198,8 @@ def select_arguments(function: Any, row: Mapping[str, Any]) -> dict[str, Any]:
 
 # --- demonstrations ---------------------------------------------------------------------------------
 Expert = Generator[Any, Any, None]
-"""Yields what the agent says: calls made by `call`, one or a list; a text, which is the answer; or a whole message. Is
-sent the result of a call, or a list of results."""
+"""A generator that yields what the agent says: a call made by `call`, a list of calls, a text (the final answer), or a
+whole message. Its ``yield`` returns the result of a single call, or a list of results."""
 
 
 def call(name: str, **arguments: Any) -> Call:
@@ -208,7 +208,7 @@ def call(name: str, **arguments: Any) -> Call:
 
 
 async def play_expert(environment: ToolEnvironment, expert: Expert) -> tuple[tuple[Message, ...], Score]:
-    """Play the expert's calls for real; returns the conversation and its score."""
+    """Play an episode with the expert's calls, and return the conversation and its score."""
     answer: Any = None
     conversation: list[Message] = []
     try:
@@ -231,7 +231,7 @@ async def play_expert(environment: ToolEnvironment, expert: Expert) -> tuple[tup
             conversation += [message, *observation.messages]
             results = [result["content"] for result in observation.messages]
             answer = results[0] if isinstance(said, Call) else results
-    except StopIteration:  # the expert stopped before the episode ended: no demonstration
+    except StopIteration:  # the expert stopped before the episode ended, so this is no demonstration
         return tuple(conversation), Score(0.0)
     finally:
         await environment.close()

@@ -1,14 +1,14 @@
-"""Runs a model's Python code in a process where it can do no harm.
+"""Runs a model's Python code in a restricted process.
 
-With bubblewrap the process has a file system, users, processes and a network of its own; without it, limits only.
-`PythonTool` and rewards that test programs use `PythonSandbox`:
+With bubblewrap, the process is isolated: it has a file system, users, processes and a network of its own. Without
+bubblewrap, it only has resource limits. `PythonTool` and rewards that test programs use `PythonSandbox`:
 
     sandbox = PythonSandbox(Limits(wall_s=2.0))
     ran = await sandbox.run("print(6 * 7)")
     print(ran.output, ran.error)
 
-Output and errors are what the code's process sends, and the code can send anything or end its process early. It cannot
-answer in another call's name, and ``ended`` and ``seconds`` are measured from outside.
+``output`` and ``error`` come from the code's process, so the code can fake them or end its process early. It cannot
+fake the answer to another call, and ``ended`` and ``seconds`` are measured outside the process.
 """
 
 from __future__ import annotations
@@ -38,24 +38,24 @@ from typing import Literal
 from gleanrl.utils.errors import UserError
 
 Isolation = Literal["auto", "bubblewrap", "none"]
-GRACE_S = 0.5  # after the wall time, for the code to be interrupted before its process is killed
+GRACE_S = 0.5  # seconds after the wall time in which the code can be interrupted before its process is killed
 _START_S = 30.0
 _MB = 1 << 20
-_CALLS = 100  # a session may use the processor time of this many calls in all
+_CALLS = 100  # a session may use as much processor time as this many calls
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What code may use. Raises ValueError for numbers out of range."""
+    """Limits on what code may use. Raises ValueError for numbers out of range."""
 
-    wall_s: float = 10.0  # of one call
-    cpu_s: int = 10  # of one call; the calls of a session have a hundred times as much in all
-    memory_mb: int = 512  # address space of a process
-    disk_mb: int = 64  # of its folder, kept in memory; without bubblewrap, of each file
-    processes: int = 1  # 1: nothing can be forked, and memory_mb bounds all of it
+    wall_s: float = 10.0  # time of one call
+    cpu_s: int = 10  # processor time of one call; a session may use a hundred times as much over all its calls
+    memory_mb: int = 512  # address space of one process
+    disk_mb: int = 64  # size of the process's folder, which is kept in memory; without bubblewrap, of each file
+    processes: int = 1  # 1 = the code cannot fork, so that memory_mb limits all of its memory
     threads: int = 16
-    output_chars: int = 10_000  # what a call may print; more is dropped and counted
+    output_chars: int = 10_000  # characters that a call may print; further ones are dropped and counted
 
     def __post_init__(self) -> None:
         for name in self.__slots__:
@@ -69,15 +69,15 @@ class Limits:
 class Ran:
     """The result of a call."""
 
-    output: str  # what was printed, and the value of a last expression
+    output: str  # printed text, and the value of a last expression
     error: str | None = None  # a traceback, or why the process ended
-    left_out: int = 0  # characters of output that were dropped
-    ended: bool = False  # the process is gone: a session starts again without its variables
+    left_out: int = 0  # number of characters of output that were dropped
+    ended: bool = False  # whether the process is gone; a session then starts again without its variables
     seconds: float = 0.0
 
     @property
     def text(self) -> str:
-        """All of it, as the model sees it."""
+        """Output and error as one text for the model."""
         dropped = f"\n[{self.left_out} more characters left out]" if self.left_out else ""
         said = self.output + dropped
         if self.error is None:
@@ -86,7 +86,8 @@ class Ran:
 
 
 # --- the process that code runs in ------------------------------------------------------------------
-# Runs repeat and memory is predictable. Nothing is inherited, since this program's environment may hold keys.
+# These variables make runs repeatable and memory predictable. No variable is inherited, because this program's
+# environment may hold keys.
 _ENVIRONMENT = {"PYTHONHASHSEED": "0", "LC_ALL": "C.UTF-8", "MALLOC_ARENA_MAX": "1"} | dict.fromkeys(
     ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"
 )
@@ -96,7 +97,7 @@ _START = "import marshal, posix, sys; exec(marshal.loads(posix.read(int(sys.argv
 
 @cache
 def _program() -> bytes:
-    """`interpreter.py`, compiled: the first thing that a new process reads from its socket."""
+    """Return `interpreter.py`, compiled. A new process reads this from its socket first."""
     source = Path(__file__).with_name("interpreter.py").read_text(encoding="utf-8")
     return marshal.dumps(compile(source, "interpreter", "exec", dont_inherit=True))
 
@@ -108,14 +109,14 @@ def _packages() -> tuple[str, ...]:
 
 @cache
 def _bubblewrap(disk_mb: int) -> tuple[str, ...]:
-    """The command line in front of the interpreter's, without the filter of system calls."""
+    """Return the bubblewrap command that precedes the interpreter's command, without the filter of system calls."""
     command = [shutil.which("bwrap") or "bwrap", "--unshare-user", "--unshare-ipc", "--unshare-pid", "--unshare-net"]
     command += ["--unshare-uts", "--die-with-parent", "--cap-drop", "ALL"]
     for name, value in {**_ENVIRONMENT, "HOME": "/tmp", "TMPDIR": "/tmp"}.items():
         command += ["--setenv", name, value]
     if "--size" in subprocess.run(["bwrap", "--help"], capture_output=True, text=True, timeout=10, check=False).stdout:
         command += ["--size", str(disk_mb * _MB)]
-    command += ["--tmpfs", "/tmp"]  # before the others, or it would hide an installation below /tmp
+    command += ["--tmpfs", "/tmp"]  # mounted first, or it would hide a Python installation below /tmp
     system = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/share/zoneinfo", "/etc/ld.so.cache")
     shown: list[str] = []
     for path in sorted({*system, sys.base_prefix, _PYTHON, *_packages()}, key=len):
@@ -126,8 +127,9 @@ def _bubblewrap(disk_mb: int) -> tuple[str, ...]:
     return (*command, "--dev", "/dev", "--chdir", "/tmp", "--remount-ro", "/dev", "--remount-ro", "/")
 
 
-# Calls that no limit bounds or that open a way to the kernel: memfd_create memfd_secret shmget msgget | unshare setns
-# mount bpf userfaultfd io_uring_setup add_key keyctl ptrace; then fork and vfork; then clone, clone3.
+# For each architecture: its number, the refused system calls, the numbers of fork and vfork, and the number of clone.
+# Refused are calls that use memory beyond any limit (memfd_create memfd_secret shmget msgget) and calls that could be
+# used to attack the kernel (unshare setns mount bpf userfaultfd io_uring_setup add_key keyctl ptrace).
 _ARCHITECTURES = {
     "x86_64": (0xC000003E, (319, 447, 29, 68, 272, 308, 165, 321, 323, 425, 248, 250, 101), (57, 58), 56),
     "aarch64": (0xC00000B7, (279, 447, 194, 186, 97, 268, 40, 280, 282, 425, 217, 219, 117), (), 220),
@@ -138,21 +140,22 @@ _ALLOW, _KILL, _EPERM, _EAGAIN, _ENOSYS = 0x7FFF0000, 0x80000000, 0x00050001, 0x
 
 
 def seccomp_filter(*, forks: bool) -> bytes:
-    """A filter of system calls (classic BPF). Without it a root's fork bomb has no bound: no limit counts for root.
+    """Return a filter of system calls, as a classic BPF program.
 
-    Raises OSError where this machine's system calls are not known.
+    It is needed because the kernel does not apply the limit on processes to root, so that only a filter stops a fork
+    bomb of root. Raises OSError if the numbers of this machine's system calls are not known.
     """
     if platform.machine() not in _ARCHITECTURES:
         raise OSError(f"no filter of system calls for {platform.machine()}")
     architecture, refused, fork_calls, clone = _ARCHITECTURES[platform.machine()]
     code = [(_LOAD, 4, 0, 0), (_EQUAL, architecture, 1, 0), (_RETURN, _KILL, 0, 0), (_LOAD, 0, 0, 0)]
-    code += [(_AT_LEAST, 0x40000000, 0, 1), (_RETURN, _ENOSYS, 0, 0)]  # x32
+    code += [(_AT_LEAST, 0x40000000, 0, 1), (_RETURN, _ENOSYS, 0, 0)]  # refuse system calls of the x32 ABI
     for number in refused:
         code += [(_EQUAL, number, 0, 1), (_RETURN, _EPERM, 0, 0)]
-    code += [(_EQUAL, _CLONE3, 0, 1), (_RETURN, _ENOSYS, 0, 0)]  # the C library then takes clone
+    code += [(_EQUAL, _CLONE3, 0, 1), (_RETURN, _ENOSYS, 0, 0)]  # the C library then falls back to clone
     for number in () if forks else fork_calls:
         code += [(_EQUAL, number, 0, 1), (_RETURN, _EAGAIN, 0, 0)]
-    code += [(_EQUAL, clone, 0, 3), (_LOAD, 16, 0, 0)]  # its flags
+    code += [(_EQUAL, clone, 0, 3), (_LOAD, 16, 0, 0)]  # load the flags of clone
     if forks:
         code += [(_ANY_BIT, _CLONE_NAMESPACES, 0, 1), (_RETURN, _EPERM, 0, 0)]
     else:
@@ -182,12 +185,12 @@ reached
 
 @cache
 def bubblewrap_missing() -> str:
-    """Return why code cannot be isolated on this machine; empty if it can. The isolation is tested once."""
+    """Return why code cannot be isolated on this machine; empty if it can be. The isolation is tested only once."""
     if sys.platform != "linux" or shutil.which("bwrap") is None:
         return "bubblewrap (bwrap) is not installed; apt-get install bubblewrap"
     sandbox = PythonSandbox(isolation="bubblewrap", _checked=True)
     try:
-        # In a thread, since this may be called where an event loop runs.
+        # Run in a thread, because the caller's thread may have a running event loop.
         with socket.create_server(("127.0.0.1", 0)) as listening, ThreadPoolExecutor(1) as threads:
             code = _CHECK.replace("PORT", str(listening.getsockname()[1]))
             ran = threads.submit(asyncio.run, sandbox.run(code)).result()
@@ -200,24 +203,25 @@ def bubblewrap_missing() -> str:
 
 @cache
 def warn_unisolated(reason: str) -> None:
-    """Log once for each reason."""
+    """Log a warning that code runs without isolation, once for each reason."""
     _log.warning("the Python tool runs code WITHOUT isolation, with limits only: %s", reason)
 
 
 # --- running code -----------------------------------------------------------------------------------
 class PythonSandbox:
-    """Runs Python code, each call in a process of its own that ends with it; `session` keeps one for several calls.
+    """Runs Python code, each call in a new process. A `session` keeps one process for several calls.
 
-    The process of the next call is started ahead, while the model samples. It ends with the event loop at the latest.
+    The process for the next call is started ahead of time, while the model samples. It ends with the event loop at the
+    latest.
 
     Args:
         isolation: ``bubblewrap``, or ``none`` (a process with limits, for code that you trust). ``auto`` is bubblewrap
-            where this machine has it and otherwise none, which the log says once.
-        packages: code may import the installed packages and not only Python's own library.
-        concurrency: calls at once; others wait. None: as many as there are processors.
+            if this machine has it, else none, with a warning in the log.
+        packages: whether code may import the installed packages, not only Python's own library.
+        concurrency: number of calls that run at once; further calls wait. None = the number of processors.
 
     Raises:
-        UserError: this machine does not have the isolation asked for.
+        UserError: the requested isolation is not available on this machine.
     """
 
     def __init__(
@@ -244,13 +248,13 @@ class PythonSandbox:
         self.packages = packages
         self.isolation: Isolation = "none" if missing or isolation == "none" else "bubblewrap"
         self._turns = asyncio.Semaphore(concurrency or os.cpu_count() or 1)
-        self._next: tuple[asyncio.Task[Ran], asyncio.Future[str]] | None = None  # the next call, and its code
+        self._next: tuple[asyncio.Task[Ran], asyncio.Future[str]] | None = None  # next call, and a future of its code
 
     async def run(self, code: str) -> Ran:
-        """Run it alone. Never raises for what the code does.
+        """Run code in a process of its own. Errors of the code are in the result and are not raised.
 
         Raises:
-            OSError: no process could be started; no code was run.
+            OSError: no process could be started, so the code was not run.
         """
         async with self._turns:
             if self._next is None or self._next[0].get_loop() is not asyncio.get_running_loop():
@@ -269,17 +273,17 @@ class PythonSandbox:
         """Start a process, wait for code, and run it. When this is cancelled, the process ends."""
         session = Session(self, calls=1)
         try:
-            with contextlib.suppress(OSError):  # it is tried again once there is code
+            with contextlib.suppress(OSError):  # `Session.call` tries again to start a process
                 await session.start()
             code = await given
-            if session.ended:  # as a process does that the system kills for memory
+            if session.ended:  # for example, if the system killed the waiting process to free memory
                 await session.close()
             return await session.call(code)
         finally:
             await session.close()
 
     def session(self) -> Session:
-        """An interpreter that keeps its variables between calls. Close it."""
+        """Return an interpreter that keeps its variables between calls. The caller must close it."""
         return Session(self, calls=_CALLS)
 
 
@@ -288,7 +292,7 @@ class _Nonsense(Exception):
 
 
 class Session:
-    """Calls that share their variables, in one process. After a call whose process ended, the next starts another.
+    """Runs calls in one process, so that they share variables. If the process ends, the next call starts another one.
 
     Once the process has run code, nothing that it sends is trusted.
     """
@@ -297,7 +301,7 @@ class Session:
         self._sandbox = sandbox
         self._calls = calls
         self._process: asyncio.subprocess.Process | None = None
-        self._folder: str | None = None  # of a process without bubblewrap, removed with it
+        self._folder: str | None = None  # working folder of a process without bubblewrap, removed when it ends
         self._reader: asyncio.StreamReader
         self._writer: asyncio.StreamWriter | None = None
 
@@ -307,12 +311,12 @@ class Session:
         return self._process is not None and self._process.returncode is not None
 
     async def run(self, code: str) -> Ran:
-        """As `PythonSandbox.run`."""
+        """Run code in the session's process. Errors are reported as by `PythonSandbox.run`."""
         async with self._sandbox._turns:
             return await self.call(code)
 
     async def start(self) -> None:
-        """Start the process. Raises OSError where it cannot be started, or its limits cannot be set."""
+        """Start the process. Raises OSError if it cannot be started, or if its limits cannot be set."""
         limits, isolated = self._sandbox.limits, self._sandbox.isolation == "bubblewrap"
         if isolated and limits.processes > 1 and os.geteuid() == 0:
             raise OSError("processes = 1 is the most for root, to whom the kernel refuses no process")
@@ -325,7 +329,7 @@ class Session:
             "SIGPENDING": 1024,
         }
         kernel = tuple(int(part) for part in platform.release().split(".")[:2] if part.isdigit())
-        if isolated and kernel >= (5, 14):  # before it, the user's other processes are counted too
+        if isolated and kernel >= (5, 14):  # older kernels also count the user's processes outside the sandbox
             bounds["NPROC"] = limits.processes + limits.threads
         ours, theirs = socket.socketpair()
         command = [_PYTHON, "-P", "-s", "-S", "-B", "-c", _START, str(theirs.fileno())]
@@ -356,7 +360,7 @@ class Session:
                     stdin=asyncio.subprocess.DEVNULL,
                     stdout=asyncio.subprocess.DEVNULL,
                     stderr=asyncio.subprocess.PIPE,
-                    start_new_session=True,  # Ctrl-C is the program's business
+                    start_new_session=True,  # so that Ctrl-C in the terminal reaches only this program
                 )
             except BaseException:
                 await self.close()
@@ -376,7 +380,7 @@ class Session:
             raise OSError(f"the sandbox did not start: {failed}")
 
     async def call(self, code: str) -> Ran:
-        """Run code; the caller has its turn. Raises OSError where the process cannot be started."""
+        """Run code. The caller must hold the sandbox's semaphore. Raises OSError if the process cannot be started."""
         began = perf_counter()
         limits, nonce = self._sandbox.limits, secrets.token_hex(8)
         if self._process is None:
@@ -402,7 +406,7 @@ class Session:
             error = f"TimeoutError: the code ran for more than {limits.wall_s:g} s and its process was killed"
         except _Nonsense:
             error = f"the process is gone: {await self.close()}"
-        except (OSError, asyncio.IncompleteReadError):  # it hung up
+        except (OSError, asyncio.IncompleteReadError):  # the process closed the connection
             error = f"the process is gone: {await self.close(patience_s=1.0)}"
         except BaseException:
             await self.close()
@@ -412,7 +416,7 @@ class Session:
         return Ran("".join(pieces), error, left_out, ended, perf_counter() - began)
 
     async def _frame(self, nonce: str, longest: int) -> tuple[str, int, int, str]:
-        """Kind, characters left out, threads and body."""
+        """Read a frame and return its kind, the number of characters left out, the number of threads, and the body."""
         try:
             given, kind, *numbers = (await self._reader.readuntil(b"\n")).decode("ascii").split()
             left_out, threads, length = (int(number) for number in numbers)
@@ -423,9 +427,9 @@ class Session:
         return kind, left_out, threads, (await self._reader.readexactly(length)).decode("utf-8", "replace")
 
     async def close(self, patience_s: float = 0.0) -> str:
-        """End the process and everything that it started, after ``patience_s`` seconds to end by itself.
+        """End the process and all processes that it started, and return how it ended.
 
-        Returns how it ended.
+        The process first gets ``patience_s`` seconds to end by itself.
         """
         process, self._process = self._process, None
         folder, self._folder = self._folder, None
@@ -437,12 +441,12 @@ class Session:
             if patience_s:
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(process.wait(), patience_s)
-            with contextlib.suppress(OSError):  # it leads a group of its own
+            with contextlib.suppress(OSError):  # the process leads a process group of its own
                 os.killpg(process.pid, signal.SIGKILL)
             code = await process.wait()
         if folder is not None:
             await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
-        number = code - 128 if code > 128 else -code  # bubblewrap adds 128
+        number = code - 128 if code > 128 else -code  # bubblewrap reports signal n as status 128 + n
         if number == signal.SIGXCPU:
             return "its processor time was used up"
         if number in set(signal.Signals):

@@ -1,15 +1,15 @@
 """The program inside a sandbox: takes code from a socket, runs it, and sends what it prints as it is printed.
 
-`gleanrl.environments.tools.executor` sends it, compiled, to a bare interpreter. It imports nothing of Glean RL, and of
-Python's library only modules written in C: `typing` alone would double the time to start.
+`gleanrl.environments.tools.executor` sends this file, compiled, to a bare interpreter. It imports nothing of Glean RL,
+and only those modules of Python's library that are written in C, because `typing` alone would double the start time.
 
-A frame to the executor is a line, ``nonce kind left_out threads length``, and a body:
+A frame to the executor is a line, ``nonce kind left_out threads length``, and a body. The kinds are:
 
-    s   once, before any code: empty, or why the sandbox cannot start
+    s   sent once, before any code: empty, or why the sandbox cannot start
     o   a piece of output
     d   the end of a call: its error, empty if there is none
 
-The nonce is the request's, so that code cannot prepare the answer to a later request.
+The nonce comes from the request, so that code cannot prepare the answer to a later request.
 """
 
 import _ast
@@ -19,16 +19,16 @@ import marshal
 import posix
 import resource
 import sys
-from _thread import _count as other_threads  # includes those that `threading` does not know
+from _thread import _count as other_threads  # counts also the threads that `threading` does not know
 
 TYPE_CHECKING = False  # as in `typing`, without its import
 if TYPE_CHECKING:
     from typing import Any
 
-MAX_ERROR = 4000  # characters of a traceback
+MAX_ERROR = 4000  # most characters of a traceback
 _SOURCE = "<code>"
-_CHANNEL = 3  # descriptor of the socket
-_read, _write, _getpid, _exit = posix.read, posix.write, posix.getpid, posix._exit  # code may replace the originals
+_CHANNEL = 3  # file descriptor of the socket
+_read, _write, _getpid, _exit = posix.read, posix.write, posix.getpid, posix._exit  # kept, as code may replace them
 
 
 class OutOfTime(BaseException):
@@ -62,7 +62,7 @@ class Output(io.TextIOBase):
 
 
 def main() -> None:
-    """Set limits and descriptors, then run code until the other end hangs up.
+    """Set limits and descriptors, then run code until the executor closes the socket.
 
     Arguments: the socket's descriptor, limits as ``name=value`` pairs, the isolation, then folders of packages.
     """
@@ -84,7 +84,7 @@ def main() -> None:
             posix.dup2(descriptor, _CHANNEL)
         posix.closerange(_CHANNEL + 1, 1 << 12)
         output.descriptor = _CHANNEL
-        if isolation == "none":  # otherwise bubblewrap ends it with its parent
+        if isolation == "none":  # end with the parent process; bubblewrap does this by itself
             import ctypes
 
             ctypes.CDLL(None).prctl(1, _signal.SIGKILL, 0, 0, 0)
@@ -103,15 +103,15 @@ def main() -> None:
         if "random" in code and "random" not in sys.modules:
             import random
 
-            random.seed(0)  # so that code repeats itself
+            random.seed(0)  # so that the same code gives the same result
         error = _run(code, names, wall_s)
-        if _getpid() != own:  # a child that the code forked came back here
+        if _getpid() != own:  # this is a child process that the code forked
             _exit(0)
         output.send("d", error or "", other_threads())
 
 
 def _run(code: str, names: dict[str, object], wall_s: float) -> str | None:
-    """None, or what went wrong as a traceback of the code's own lines."""
+    """Run code and return None, or if it fails a traceback of the code's own lines."""
 
     def interrupt(*_: object) -> None:
         raise OutOfTime
@@ -143,7 +143,7 @@ def _run(code: str, names: dict[str, object], wall_s: float) -> str | None:
                 while frames is not None and frames.tb_frame.f_code.co_filename != _SOURCE:
                     frames = frames.tb_next
                 text = "".join(traceback.format_exception(type(error), error, frames, limit=-8, chain=False)).rstrip()
-        except BaseException:  # its own __str__ may fail, and memory may be used up
+        except BaseException:  # the error's own __str__ may fail, or memory may be used up
             text = type(error).__name__
         return text if len(text) <= MAX_ERROR else f"{text[: MAX_ERROR // 2]}\n...\n{text[-MAX_ERROR // 2 :]}"
     finally:
@@ -152,7 +152,7 @@ def _run(code: str, names: dict[str, object], wall_s: float) -> str | None:
 
 
 def _exactly(size: int) -> bytes:
-    """So many bytes of the socket; none if the other end hung up."""
+    """Read exactly ``size`` bytes from the socket. Returns no bytes if the executor closed it."""
     data = b""
     while len(data) < size:
         part = _read(_CHANNEL, min(size - len(data), 1 << 20))

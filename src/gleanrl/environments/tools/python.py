@@ -13,16 +13,17 @@ from gleanrl.utils.text import nearest
 
 _OPTIONS = ("isolation", "packages", "persistent", "concurrency", *Limits.__slots__)
 _sandboxes: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[Any, PythonSandbox]] = WeakKeyDictionary()
-"""All episodes of an event loop share one of each settings, so that ``concurrency`` holds for all of them."""
+"""Sandboxes by event loop and settings. Episodes share them, so that ``concurrency`` limits all episodes together."""
 
 
 class PythonTool:
-    """The tool ``python(code)``, for one episode.
+    """Offers the tool ``python(code)`` in one episode.
 
     Args:
-        persistent: calls of the episode share one interpreter and its variables; else each has its own.
+        persistent: whether the calls of the episode share one interpreter and its variables; else each call has its
+            own.
         isolation, packages, concurrency: see `gleanrl.environments.tools.executor.PythonSandbox`.
-        limits: see `gleanrl.environments.tools.executor.Limits`, by name.
+        limits: fields of `gleanrl.environments.tools.executor.Limits`.
     """
 
     def __init__(
@@ -66,7 +67,7 @@ class PythonTool:
 
 
 async def check_python(options: Mapping[str, Any]) -> None:
-    """Try the tool once with these options. Raises `UserError` where it does not work here."""
+    """Try the tool once with these options. Raises `UserError` if it does not work on this machine."""
     for key in options:
         if key not in _OPTIONS:
             hint = nearest(key, _OPTIONS) or f"; it takes {', '.join(_OPTIONS)}"

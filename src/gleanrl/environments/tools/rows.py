@@ -1,4 +1,4 @@
-"""Rows of a data file: JSONL, JSON or parquet."""
+"""Reads the rows of a data file: JSONL, JSON or parquet."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def read_rows(path: str) -> Iterator[dict[str, Any]]:
     """Yield the rows one at a time.
 
     Raises:
-        UserError: the file is missing, of another kind or damaged, or its package is not installed.
+        UserError: the file is missing, damaged or of another format, or a package to read it is not installed.
     """
     file = Path(path).expanduser()
     try:

@@ -1,4 +1,4 @@
-"""Typed Python methods as tools: their schemas for the model, and the check of the arguments that it sends."""
+"""Turns typed Python methods into tools: makes their schemas for the model, and checks the arguments it sends."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from pydantic.errors import PydanticInvalidForJsonSchema
 from gleanrl.utils.errors import UserError
 
 RESERVED = frozenset({"reset", "get_reward", "close", "rows", "expert"})
-"""Public methods of an environment class that are no tools."""
+"""Names of public methods of an environment class that are not tools."""
 
 _SECTION = re.compile(r"^\s*(Args|Arguments|Parameters|Returns|Raises|Yields|Example|Examples|Note|Notes):\s*$")
 _PARAMETER = re.compile(r"^\s*(\w+)\s*(?:\([^)]*\))?:\s*(.*)$")
 
 
 class BadArguments(ValueError):
-    """Arguments that a tool does not take; its text is for the model."""
+    """A tool does not take these arguments. The message is shown to the model."""
 
 
 @dataclass(frozen=True)
@@ -57,10 +57,10 @@ class Tool:
 
 @lru_cache(maxsize=256)
 def tools_of(source: Any) -> tuple[Tool, ...]:
-    """Return the tools of a class, which are its typed public methods, or the one tool that a function is.
+    """Return the tools of a class, which are its typed public methods, or a function as the only tool.
 
     Raises:
-        UserError: a method lacks a docstring or a type hint, takes ``*args``, or has a type that JSON does not know.
+        UserError: a method lacks a docstring or a type hint, takes ``*args``, or has a type that JSON does not have.
     """
     if not inspect.isclass(source):
         return (tool_of(source),)
@@ -75,7 +75,7 @@ def tools_of(source: Any) -> tuple[Tool, ...]:
 
 
 def tool_of(function: Callable[..., Any], *, method: bool = False) -> Tool:
-    """As `tools_of`, for one function. ``method``: its first parameter is the instance."""
+    """Return one function as a tool; see `tools_of`. ``method``: its first parameter is the instance."""
     where = f"tool {function.__qualname__}"
     summary, described = _docstring(inspect.getdoc(function) or "")
     if not summary:
@@ -107,7 +107,7 @@ def tool_of(function: Callable[..., Any], *, method: bool = False) -> Tool:
 
 
 def _plain(schema: Any) -> Any:
-    """The schema without the titles that pydantic adds, which only cost tokens."""
+    """Return the schema without the titles that pydantic adds, because they only cost tokens."""
     if isinstance(schema, list):
         return [_plain(entry) for entry in schema]
     if not isinstance(schema, dict):
@@ -116,7 +116,7 @@ def _plain(schema: Any) -> Any:
 
 
 def _docstring(text: str) -> tuple[str, dict[str, str]]:
-    """The text before the sections of a Google-style docstring, and the descriptions in its Args by name."""
+    """Split a Google-style docstring into the text before its sections and the descriptions in Args, by name."""
     summary: list[str] = []
     described: dict[str, str] = {}
     section, last, indent = "", "", None

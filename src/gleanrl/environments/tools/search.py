@@ -27,13 +27,14 @@ class Document:
 
 
 class SearchTool:
-    """The tool ``search(query, k)``.
+    """Offers the tool ``search(query, k)``.
 
     Args:
-        corpus: a JSONL or parquet file, one document a row.
-        text, title, id: its columns; rows without a title or an id have their number.
-        k: results where the model does not say, and ``most`` at all.
-        snippet_chars: of each result, from around the first word of the query that it holds.
+        corpus: a JSONL or parquet file with one document a row.
+        text, title, id: columns of the file. A row without an id gets its number as id.
+        k: number of results if the model does not give one.
+        most: largest number of results.
+        snippet_chars: most characters of each result, starting a little before the first word of the query in it.
 
     Raises:
         UserError: the file is missing or damaged, or a row has no text.
@@ -75,7 +76,7 @@ class SearchTool:
 
 @lru_cache(maxsize=8)
 def _load(path: str, size: int, modified: int, text: str, title: str, id: str) -> tuple[list[Document], Bm25]:
-    """Read the documents, once in a process, and index them, once on a machine: the index is kept in the cache."""
+    """Return the documents and their index. Documents are cached in memory; the index is cached on disk."""
     documents = []
     for number, row in enumerate(read_rows(path)):
         if not isinstance(row.get(text), str):
@@ -93,7 +94,7 @@ def _load(path: str, size: int, modified: int, text: str, title: str, id: str) -
             return documents, index
     except FileNotFoundError:
         pass
-    except Exception as error:  # numpy raises many kinds for a damaged file
+    except Exception as error:  # numpy raises many types of errors for a damaged file
         log.warning("%s is damaged (%s) and is made again", kept, error)
     index = Bm25()
     for document in documents:
@@ -104,7 +105,7 @@ def _load(path: str, size: int, modified: int, text: str, title: str, id: str) -
 
 
 def snippet(text: str, query: str, chars: int) -> str:
-    """Return at most ``chars`` characters of the text, from a little before the first word of the query in it."""
+    """Return at most ``chars`` characters of the text, starting a little before the first word of the query in it."""
     if len(text) <= chars:
         return text
     folded = text.casefold()

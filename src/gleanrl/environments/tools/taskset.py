@@ -1,4 +1,4 @@
-"""Tasks with tools, from a class of the user's or from a data file."""
+"""Makes tasks with tools, from a user's class or from a data file."""
 
 from __future__ import annotations
 
@@ -35,27 +35,27 @@ _ERRORS = ("Error: ", "the call is not valid JSON", "there is no tool", "argumen
 
 @pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config={"extra": "forbid"})
 class ToolTaskset(Taskset):
-    """Episodes in which the model calls tools.
+    """Makes tasks in whose episodes the model calls tools.
 
     Args:
-        environment_factory: a class, also as `package.module:Class` or `file.py:Class`, made for each episode. Its
-            typed public methods are tools; `reset`, `get_reward`, `close`, `rows` and `expert` are not (see
-            `ToolEnvironment`).
-        tools: further ones: "python", "search", or functions and classes, also by import path.
-        data: a JSONL or parquet file with one task a row. None: the class's own ``rows(seed)``, a static method that
+        environment_factory: a class, or its import path (`package.module:Class` or `file.py:Class`). Each episode makes
+            an instance. Its typed public methods are tools, except `reset`, `get_reward`, `close`, `rows` and `expert`
+            (see `ToolEnvironment`).
+        tools: further tools: "python", "search", or functions and classes or their import paths.
+        data: a JSONL or parquet file with one task a row. None = use the class's ``rows(seed)``, a static method that
             yields rows without end.
-        prompt: the column that opens the episode, a text or a list of messages; it may be missing where ``reset``
+        prompt: column with the text or the list of messages that opens the episode. It may be missing if ``reset``
             returns the question.
         python, search: options of `PythonTool` and of `SearchTool`.
-        max_calls: that one message may make.
-        max_output: characters of a result that the model is shown.
+        max_calls: most calls in one message.
+        max_output: most characters of a result that are shown to the model.
 
-    A row's ``id`` is its task's id; without one, or where it is null, a hash of its content is. Either decides the
-    split. Rows that have the same id and differ are refused.
+    A row's ``id`` is its task's id. If it is missing or null, the id is a hash of the row's content. The id decides the
+    split. Different rows with the same id are refused.
     """
 
     environment_factory: Any = None
-    named_tools: list[Any] = Field(default_factory=list, alias="tools")  # `tools` is the method
+    named_tools: list[Any] = Field(default_factory=list, alias="tools")  # an alias, because `tools` is a method
     data: str | None = None
     prompt: str = "prompt"
     python: dict[str, Any] = Field(default_factory=dict)
@@ -103,7 +103,7 @@ class ToolTaskset(Taskset):
     def demonstrate(self, task: Task, *, seed: int, noise: float = 0.0) -> tuple[tuple[Message, ...], Score]:
         """Play the class's own ``expert(**row)``, a generator; see `gleanrl.environments.tools.environment.Expert`.
 
-        An expert takes no random actions: ``noise`` is unused.
+        ``noise`` is unused, because the expert takes no random actions.
         """
 
         async def play() -> tuple[tuple[Message, ...], Score]:
@@ -136,7 +136,7 @@ class ToolTaskset(Taskset):
         return load_object(factory) if isinstance(factory, str) else factory
 
     def _make_holders(self) -> list[Any]:
-        """Make the instances and functions for one episode, the user's own first."""
+        """Make the instances and functions for one episode, beginning with the instance of the user's class."""
         holders = [] if self.environment_factory is None else [self._class()()]
         for tool in self.named_tools:
             if tool == "python":
