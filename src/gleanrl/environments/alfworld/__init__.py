@@ -1,7 +1,8 @@
 """ALFWorld: household tasks in text, on generated households or on the real games under ALFWORLD_DATA.
 
-`AlfworldTaskset` is the environment ``alfworld`` of the settings. `households` draws households, `games` finds the game
-of a task, `engine` plays it (on `pddl` and `text`), `episode` and `prompts` show it to a model, `expert` solves it.
+`AlfworldTaskset` is the environment ``alfworld`` of the settings. `households` draws households, and `games` finds the
+game of a task. `engine` plays the game, on top of `pddl` and `text`. `episode` and `prompts` show it to a model, and
+`expert` solves it.
 
 Call results on generated households "ALFWorld engine, generated households", never ALFWorld scores.
 """
@@ -34,38 +35,38 @@ __all__ = ["AlfworldEnvironment", "AlfworldTaskset"]
 
 EvalSplit = Literal["households", "seen", "unseen", "both"]
 EVAL_SPLITS: tuple[str, ...] = get_args(EvalSplit)
-_MAX_FRUITLESS_DRAWS = 3000  # in a row without a new household; then the layout counts as exhausted
-_ALIASES: dict[str, str] = {}  # ALFWorld's names of the goals, with and without "_in_recep"
+_MAX_FRUITLESS_DRAWS = 3000  # after this many draws in a row without a new household, a layout counts as exhausted
+_ALIASES: dict[str, str] = {}  # ALFWorld's name of a goal, with and without "_in_recep" -> our name
 for _name, _goal in GOALS.items():
     _ALIASES[_goal.library] = _ALIASES[_goal.library.removesuffix("_in_recep")] = _name
 
 
 @pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config={"extra": "forbid"})
 class AlfworldTaskset(Taskset):
-    """Households to play, each proved solvable by an expert that plays it from text.
+    """Makes tasks from households. An expert that sees only text has solved each of them.
 
     A hash of a household (without numbering and wording) decides its split, so a household is in the same split for all
     seeds, options and runs.
 
     Args:
         goals: kinds of goals: put, heat, cool, clean, examine, put_two, or ALFWorld's names of them.
-        size: ``small`` = as ``receptacles`` and ``objects`` say; ``full`` = as large as the rooms of the real games.
-        receptacles, objects: how many a small household has: a number or a range; None = (5, 6) and (4, 6).
-        seed: redraws all households.
-        rooms: among kitchen, bathroom, bedroom, living_room; None = for small households the usual room of each goal
-            (the kitchen; for examine the bedroom), for full ones every room of each goal.
-        object_kinds: the only kinds of objects, such as "apple"; None = all that the room usually has.
-        same_kind: largest number of objects of one kind in a household; None = 2, or 3 in full ones.
-        source: ``generated``, or ``alfworld_data`` for the games under ALFWORLD_DATA; then the options of households
-            have no effect.
-        eval_split: what evaluation plays; always households that training does not play. ``households`` = in any room
+        size: ``small`` = as large as ``receptacles`` and ``objects`` say; ``full`` = as large as in the real games.
+        receptacles, objects: numbers in a small household, each a number or a range; None = (5, 6) and (4, 6).
+        seed: another seed draws other households.
+        rooms: rooms to use, among kitchen, bathroom, bedroom, living_room. None = for small households the usual room
+            of each goal (the kitchen; for examine the bedroom), for full households every room of each goal.
+        object_kinds: the only kinds of objects, such as "apple"; None = all kinds that the room usually has.
+        same_kind: largest number of objects of one kind in a household; None = 2, or 3 in full households.
+        source: ``generated``, or ``alfworld_data`` for the games under ALFWORLD_DATA, for which the options of
+            households have no effect.
+        eval_split: the households that evaluation plays. Training never plays them. ``households`` = in any room
             (with alfworld_data: valid_unseen). ``seen`` = in rooms whose layouts training plays too (valid_seen).
-            ``unseen`` = in rooms of other layouts (valid_unseen). ``both`` = seen and unseen in turn, each a kind
-            of task.
-        prompt: ``plain``, ``react`` or ``admissible``: how a game is shown and answered (see `prompts`).
+            ``unseen`` = in rooms of other layouts (valid_unseen). ``both`` = seen and unseen in turn, reported as
+            separate kinds of tasks.
+        prompt: how a game is shown and answered: ``plain``, ``react`` or ``admissible`` (see `prompts`).
         examples: number of games played by the expert that are shown before each game; None = 2 with react, else 0.
-        banner: keep TextWorld's welcome line.
-        admissible_commands: list the admissible commands in the ``info`` of every observation.
+        banner: whether to keep TextWorld's welcome line.
+        admissible_commands: whether to list the admissible commands in the ``info`` of every observation.
     """
 
     goals: Sequence[str] = Field(default=("put",), min_length=1)
@@ -93,11 +94,11 @@ class AlfworldTaskset(Taskset):
                 raise UserError(f"environment alfworld needs the package {package}: pip install 'gleanrl[alfworld]'")
         if self.examples and self.prompt != "react":
             raise UserError(f"environment.options.examples: prompt = {self.prompt!r} has no place for them; use react")
-        self.layout  # noqa: B018 - raises now for options that are wrong
+        self.layout  # noqa: B018 - computed here so that wrong options are reported now
 
     @cached_property
     def layout(self) -> Layout:
-        """What households to draw.
+        """The layout from which households are drawn.
 
         Raises:
             UserError: an option names something unknown, or the options exclude each other.
@@ -144,21 +145,21 @@ class AlfworldTaskset(Taskset):
 
     @cached_property
     def _drawn(self) -> dict[Split, tuple[list[Task], Iterator[Task]]]:
-        """The tasks of each split so far, and the stream that has more."""
+        """Split -> its tasks made so far, and the iterator that makes more."""
         return {}
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name != "_drawn"}
 
     def tasks(self, split: Split, count: int) -> Sequence[Task]:
-        """The first ``count`` tasks of a split; no household twice, and none in two splits."""
+        """Return the first ``count`` tasks of a split. No household occurs twice, and none is in two splits."""
         if split not in self._drawn:
             self._drawn[split] = ([], self._stream(split))
         tasks, stream = self._drawn[split]
         try:
             tasks += islice(stream, max(0, count - len(tasks)))
         except UserError:
-            del self._drawn[split]  # a stream that raised is spent; the next call starts over
+            del self._drawn[split]  # an iterator that raised cannot continue, so the next call starts over
             raise
         if len(tasks) < count:
             generated = self.source == "generated"
@@ -170,20 +171,20 @@ class AlfworldTaskset(Taskset):
         return AlfworldEnvironment(task, banner=self.banner, admissible_commands=self.admissible_commands)
 
     def demonstrate(self, task: Task, *, seed: int, noise: float = 0.0) -> tuple[tuple[Message, ...], Score]:
-        """An expert's conversation in the task's prompt format, up to the command that wins or to 100 commands.
+        """Return an expert's conversation in the task's prompt format, up to the command that wins the game.
 
-        The expert sees only text; with more than 25 receptacles it gets four commands for each. ``noise``
-        is the chance of a random admissible command (not help) before each of its own; it reads the answer and
-        continues from there.
+        It has at most 100 commands, or four for each receptacle if that is more. The expert sees only text. ``noise``
+        is the chance that a random admissible command (not "help") takes the place of the expert's next one. The expert
+        reads the answer and continues from there.
         """
         shown = Demonstration(task, seed, banner=self.banner).play(noise)
         return tuple(shown.messages), Score(float(shown.won))
 
     def _stream(self, split: Split) -> Iterator[Task]:
-        """The tasks of a split, from each of its parts in turn, without end for generated households.
+        """Yield the tasks of a split, from each of its parts in turn. Generated households never end.
 
         Demonstrations of real games come from ``valid_seen`` if evaluation does not use it, otherwise from the last
-        training games. Only a run that asks for nearly all of train then trains on games that it saw demonstrated.
+        training games. So a run trains on demonstrated games only if it asks for nearly all training games.
         """
         evaluated = {"households": ("unseen",), "both": ("seen", "unseen")}.get(self.eval_split, (self.eval_split,))
         real = self.source == "alfworld_data"
@@ -205,7 +206,7 @@ class AlfworldTaskset(Taskset):
             for part, task in zip(parts, tasks, strict=True):
                 if task is None:
                     continue
-                payload = dict(task.payload)  # with the format, so that the task looks the same wherever it is played
+                payload = dict(task.payload)  # holds the prompt format, so that a task looks the same in every process
                 if self.prompt != "plain":
                     payload["prompt"] = self.prompt
                 if examples:
@@ -214,7 +215,7 @@ class AlfworldTaskset(Taskset):
                 yield replace(task, kind=kind, payload=payload)
 
     def _draw_households(self, split: Split, part: str) -> Iterator[Task]:
-        """Different households of a split that the expert can win, in layouts of ``part``: seen, unseen or any."""
+        """Yield different solvable households of a split, in layouts of ``part``: seen, unseen or any."""
         keys: set[str] = set()
         fruitless = 0
         for index in count_from():

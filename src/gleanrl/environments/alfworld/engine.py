@@ -1,9 +1,9 @@
-"""ALFWorld's game on bit sets: the package's domain and grammar, stepped in microseconds.
+"""Plays ALFWorld's games on bit sets, from the alfworld package's domain and grammar, with microseconds per step.
 
-A `Game` is a problem with its text; it holds no episode. An episode is a state, an integer, so that any
-number of episodes of any games interleave in one process, and all episodes of a game share what was
-computed for one of them. Feedback, win flag and admissible commands equal those of the stock engine
-(``textworld.start`` under alfworld's demangler), command for command.
+A `Game` is a problem with its text and holds no episode. The state of an episode is one integer. So any number of
+episodes of any games can interleave in one process, and all episodes of a game share what was computed for one of them.
+Feedback, win flag and admissible commands equal those of the stock engine (``textworld.start`` under alfworld's
+demangler), command for command.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ NOTHING = "Nothing happens."
 BANNER = "-= Welcome to TextWorld, ALFRED! =-\n\n"
 _GOAL = re.compile(r'(Your task is to: )((?:[^"\\]|\\.)*?)(\.?")')
 _PLACEHOLDER = "UNKNOWN GOAL"
-_MEMO_LIMIT = 4_000  # transitions held per game, about 2 MB at most
+_MEMO_LIMIT = 4_000  # transitions cached per game, about 2 MB at most
 
 
 class Transition(NamedTuple):
@@ -37,8 +37,8 @@ class Game:
 
     Args:
         problem: PDDL text of the household and its goal.
-        task: the goal in words, as the game shows it; empty where ``grammar_text`` carries it.
-        domain_text, grammar_text: the PDDL domain and the ``.twl2`` grammar; the package's where empty.
+        task: the goal in words, as the game shows it; empty if ``grammar_text`` holds it.
+        domain_text, grammar_text: the PDDL domain and the ``.twl2`` grammar; empty = those of the alfworld package.
     """
 
     def __init__(self, problem: str, task: str = "", domain_text: str = "", grammar_text: str = "") -> None:
@@ -55,13 +55,13 @@ class Game:
             action: tuple((name.lstrip("?"), kind) for name, kind in parameters)
             for action, parameters in rules.parameters.items()
         }
-        self.operators = len(self._world.operators)  # decides what a game takes in memory
+        self.operators = len(self._world.operators)  # decides how much memory a game takes
         names = demangle(self._world.objects)
         self._entities = {thing: Entity(thing, kind, names[thing]) for thing, kind in self._world.objects.items()}
         self.start: Bits = self._world.initial
         self.won = self._world.won
         self._commands: dict[str, list[Operator]] = defaultdict(list)
-        self._from: dict[Bits, list[tuple[str, Operator]]] = defaultdict(list)  # by where the agent has to be
+        self._from: dict[Bits, list[tuple[str, Operator]]] = defaultdict(list)  # by the place where the agent must be
         places = sum(bit for atom, bit in self._world.bits.items() if atom[0] == "atlocation")
         for operator in self._world.operators:
             command = self._grammar.derive(self._grammar.templates[operator.name], self._scope(self.start, operator))
@@ -72,12 +72,12 @@ class Game:
         self.intro = self._grammar.derive("#intro#", self._scope(self.start)).replace(_PLACEHOLDER, self.task)
 
     def step(self, state: Bits, command: str) -> Transition:
-        """The game's answer to a command, exactly as written in `admissible`; any other changes nothing."""
+        """Play a command, which must be written exactly as in `admissible`; any other command changes nothing."""
         known = self._memo.get((state, command))
         if known is not None:
             return known
         operators = self._commands.get(command)
-        if operators is None:  # not stored: there are any number of wrong commands
+        if operators is None:  # not cached, because the number of wrong commands is unlimited
             return Transition(NOTHING, state, self.won(state))
         operator = next((op for op in operators if op.applicable(state)), None)
         if operator is None:
@@ -93,7 +93,7 @@ class Game:
         return transition
 
     def admissible(self, state: Bits) -> tuple[str, ...]:
-        """All commands that would do something, sorted."""
+        """Return all commands that have an effect in this state, sorted."""
         known = self._admissible.get(state)
         if known is None:
             found: set[str] = set()
@@ -111,14 +111,14 @@ class Game:
 
 
 def demangle(objects: Mapping[str, str]) -> dict[str, str]:
-    """Names as a player sees them: ``cabinet_bar_...`` is "cabinet 2", numbered as alfworld's demangler does."""
+    """Return object -> its name for the player: ``cabinet_bar_...`` is "cabinet 2", numbered as in alfworld."""
     kinds = {}
     for thing in objects:
         if "_bar_" in thing:
             kinds[thing] = thing.split("_bar_", 1)[0] + ("basin" if "basin" in thing else "")
     left = Counter(kinds.values())
     names = {thing: thing for thing in objects if thing not in kinds}
-    for thing in sorted(kinds):  # the first in order gets the highest number
+    for thing in sorted(kinds):  # in each kind, the first object gets the highest number
         names[thing] = f"{kinds[thing]} {left[kinds[thing]]}"
         left[kinds[thing]] -= 1
     return names
@@ -126,7 +126,7 @@ def demangle(objects: Mapping[str, str]) -> dict[str, str]:
 
 @lru_cache(maxsize=1)
 def package_texts() -> tuple[str, str]:
-    """The PDDL domain and the grammar of the installed alfworld."""
+    """Return the PDDL domain and the grammar of the installed alfworld package."""
     data = resources.files("alfworld") / "data"
     return (data / "alfred.pddl").read_text(), (data / "alfred.twl2").read_text()
 

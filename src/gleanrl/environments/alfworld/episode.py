@@ -1,6 +1,7 @@
-"""Plays a game in the prompt format of its task: a model in `AlfworldEnvironment`, the expert in `Demonstration`.
+"""Plays a game in the prompt format of its task.
 
-`play_examples` writes games of the expert as text, for the format ``react``.
+A model plays in `AlfworldEnvironment`, the expert in `Demonstration`. `play_examples` writes games of the expert as
+text, for the format ``react``.
 """
 
 from __future__ import annotations
@@ -21,15 +22,15 @@ from gleanrl.types import Message, Score, Task
 from gleanrl.utils.errors import NoExpert
 from gleanrl.utils.seeding import derive
 
-EXPERT_STEPS = 100  # commands; more where there is more to search
-_EXAMPLE_COMMANDS = (4, 16)  # of the expert; a longer search teaches nothing more and costs context
+EXPERT_STEPS = 100  # commands of the expert; houses with many receptacles allow more
+_EXAMPLE_COMMANDS = (4, 16)  # least and most commands in an example; a longer one teaches no more and costs context
 
 
 class AlfworldEnvironment(Environment):
-    """One episode of one household: commands in, the game's answers out, 1 for reaching the goal.
+    """One episode in one household. Takes commands, returns the game's answers, and scores 1 for reaching the goal.
 
-    The observations' ``info`` holds ``won``, ``valid_action`` (whether the game took the last command; thoughts are
-    always valid) and, if asked for, ``admissible_commands``.
+    The observations' ``info`` holds ``won``, ``valid_action`` (whether the game accepted the last command; thoughts are
+    always valid) and, if requested, ``admissible_commands``.
     """
 
     def __init__(self, task: Task, *, banner: bool = False, admissible_commands: bool = False) -> None:
@@ -74,7 +75,7 @@ class AlfworldEnvironment(Environment):
 
 
 def open_episode(task: Task, game: Game, *, banner: bool) -> str:
-    """The first message of an episode."""
+    """Return the first message of an episode."""
     prompt = task.payload.get("prompt", "plain")
     offered = game.admissible(game.start) if prompt == "admissible" else ()
     text = game.intro if banner else game.intro.removeprefix(BANNER)
@@ -83,25 +84,25 @@ def open_episode(task: Task, game: Game, *, banner: bool) -> str:
 
 @dataclass
 class Demonstration:
-    """A game that the expert plays: its conversation so far, and whether it has won."""
+    """A game played by the expert, with its conversation so far and whether the expert has won."""
 
     task: Task
     seed: int
     banner: bool = False
     messages: list[Message] = field(default_factory=list)
     commands: int = 0
-    last_answer: str = ""  # the game's last answer, which no message holds
+    last_answer: str = ""  # the game's last answer, which is not in ``messages``
     won: bool = False
 
     def play(self, noise: float = 0.0) -> Demonstration:
-        """Play up to the command that wins, or to as many as are more than enough to search the whole house.
+        """Play up to the command that wins, or to a limit that is more than enough to search the whole house.
 
         Raises:
-            NoExpert: neither the game's words nor the task's payload say what the goal is.
+            NoExpert: the goal can be read neither from the game's text nor from the task's payload.
         """
         task, payload = self.task, self.task.payload
         game, prompt = game_of(task), payload.get("prompt", "plain")
-        order = None  # for games whose goal is worded freely
+        order = None  # the goal according to the payload, for games whose goal is worded freely
         if payload.get("target") and "goal" in payload:
             order = Order(payload["goal"], payload["target"], payload.get("destination") or "desklamp")
         expert = make_expert(game.intro, game.task, derive(self.seed, "alfworld", "expert", task.id), otherwise=order)
@@ -140,7 +141,7 @@ class Demonstration:
 
 @lru_cache(maxsize=64)
 def play_examples(prompt: str, goal: str, count: int) -> str:
-    """``count`` games with this goal as text, the same for every task and run; empty for 0."""
+    """Return ``count`` games with this goal as text, the same for every task and run; empty if ``count`` is 0."""
     layout = Layout(goals=(goal,), receptacles=(8, 10), objects=(6, 9))
     found: list[str] = []
     targets: set[str] = set()
@@ -160,6 +161,6 @@ def play_examples(prompt: str, goal: str, count: int) -> str:
         if shown.won and fitting and not game.won(game.start):
             targets.add(household.target)
             lines = [f"Example {len(found) + 1}:", game.intro.removeprefix(BANNER)]
-            lines += [message["content"] for message in shown.messages[1:]]  # the first is the opening
+            lines += [message["content"] for message in shown.messages[1:]]  # the first message is the opening
             found.append("\n".join([*lines, shown.last_answer]))
     return ""

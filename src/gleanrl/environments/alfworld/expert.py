@@ -1,6 +1,6 @@
-"""An expert that plays from text alone: it searches, takes, processes and delivers.
+"""An expert that sees only text. It searches for the object, takes it, processes it and delivers it.
 
-It reacts to the answers that it reads, so it recovers from random commands in between.
+The expert reacts to the answers that it reads, so it recovers from random commands in between.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _TOOL = {kind: goal.tool.lower() for kind, goal in GOALS.items() if goal.tool}
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """A goal read from its words: what to bring where, processed how; for examine, ``destination`` is the lamp."""
+    """A goal as read from its text: the kind of goal, the object, and where to bring it (for examine, the lamp)."""
 
     kind: str
     target: str
@@ -25,7 +25,7 @@ class Order:
 
 
 def read_order(task: str) -> Order | None:
-    """The goal behind one of the real games' templates, or None if it is worded freely."""
+    """Read a goal that is worded by one of the real games' templates. Returns None if it is worded freely."""
     for kind, goal in GOALS.items():
         for template in goal_library()[goal.library]["templates"]:
             pattern = re.escape(template).replace(r"\{obj\}", "([a-z]+)")
@@ -38,7 +38,7 @@ def read_order(task: str) -> Order | None:
 
 @dataclass
 class Expert:
-    """Plays one game (see `make_expert`). `observe` takes every command and answer, `act` returns the next command."""
+    """Plays one game (see `make_expert`). `observe` reads every command and answer, `act` returns the next command."""
 
     order: Order
     receptacles: list[str]
@@ -47,19 +47,19 @@ class Expert:
     holding: str = ""
     closed: set[str] = field(default_factory=set)
     contents: dict[str, list[str]] = field(default_factory=dict)
-    state: dict[str, str] = field(default_factory=dict)  # object -> how it was last processed
-    refused: set[tuple[str, str]] = field(default_factory=set)  # (object, receptacle) that did not take it
+    state: dict[str, str] = field(default_factory=dict)  # object -> how it was processed last
+    refused: set[tuple[str, str]] = field(default_factory=set)  # (object, receptacle that did not accept it)
     goal_place: str = ""
 
-    # --- what it believes ---------------------------------------------------------------------
+    # --- what the expert knows ----------------------------------------------------------------
     def observe(self, command: str, answer: str) -> None:
-        """Take in the answer to a command, its own or not."""
+        """Learn from the answer to a command, which may be the expert's own or a random one."""
         if answer.startswith("Nothing happens"):
             moved = re.fullmatch(rf"move ({_THING}) to ({_THING})", command)
             if moved and moved[2] == self.here and moved[1] == self.holding:
                 self.refused.add((moved[1], moved[2]))
             destination = command.removeprefix("go to ")
-            if destination in self.receptacles:  # it is there already: two receptacles may share a place
+            if destination in self.receptacles:  # the expert is there already: two receptacles may share a place
                 self.here = destination
             return
         arrived = re.match(rf"You arrive at ({_THING})\.", answer)
@@ -90,13 +90,13 @@ class Expert:
             process, thing = done[1], done[2]
             if process == self.order.kind:
                 self.state[thing] = process
-            elif {process, self.order.kind} == {"heat", "cool"}:  # one undoes the other
+            elif {process, self.order.kind} == {"heat", "cool"}:  # heating undoes cooling, and cooling undoes heating
                 self.state[thing] = ""
 
-    # --- what it does ---------------------------------------------------------------------------
+    # --- what the expert does -------------------------------------------------------------------
     def act(self) -> str:
-        """The next command."""
-        if self.holding and not self._wanted(self.holding):  # put it down where it is taken, as near as possible
+        """Return the next command."""
+        if self.holding and not self._wanted(self.holding):  # put it down, here if possible
             places = [self.here, *self.receptacles] if self.here else self.receptacles
             place = next((p for p in places if (self.holding, p) not in self.refused), "")
             return (self._reach(place) or f"move {self.holding} to {place}") if place else "inventory"
@@ -128,12 +128,12 @@ class Expert:
         return thing.split()[0] == self.order.target
 
     def ready(self, thing: str) -> bool:
-        """Whether a thing only needs to be delivered."""
+        """Return whether a thing is processed as ordered and only needs to be delivered."""
         return self.order.kind not in _TOOL or self.state.get(thing) == self.order.kind
 
     @property
     def tool(self) -> str:
-        """The first receptacle that does what the order asks for; empty where none does."""
+        """The first receptacle that can process an object as ordered; empty if there is none."""
         return next((r for r in self.receptacles if r.split()[0] == _TOOL.get(self.order.kind)), "")
 
     def _search(self) -> str:
@@ -144,16 +144,16 @@ class Expert:
         return self._reach(place) or f"examine {place}"
 
     def _reach(self, place: str) -> str:
-        """The command that leads to the open place; empty if the expert is there and the place is open."""
+        """Return the next command to reach and open ``place``; empty if the expert is there and the place is open."""
         if self.here != place:
             return f"go to {place}"
         return f"open {place}" if place in self.closed else ""
 
 
 def make_expert(intro: str, task: str, seed: int, *, otherwise: Order | None = None) -> Expert | None:
-    """An expert for the game that opens with ``intro``; None if it cannot read the goal in ``task``.
+    """Make an expert for the game that opens with ``intro``.
 
-    ``otherwise`` is the goal if its wording is free.
+    If the goal in ``task`` is worded freely, the expert follows ``otherwise``. Returns None if that is None too.
     """
     order = read_order(task) or otherwise
     if order is None:

@@ -1,4 +1,4 @@
-"""The game of a task: generated households carry their PDDL, real games name a file under ALFWORLD_DATA."""
+"""Finds the game of a task. Tasks of generated households hold PDDL; other tasks name a file under ALFWORLD_DATA."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ GAME, TRAJECTORY = "game.tw-pddl", "traj_data.json"
 
 
 def household_task(household: Household) -> Task:
-    """The task of a generated household; its id is a hash of the problem and its wording."""
+    """Make the task of a generated household. Its id is a hash of the problem and its wording."""
     payload = {
         "problem": household.pddl(),
         "task": household.task(),
@@ -35,12 +35,12 @@ def household_task(household: Household) -> Task:
 
 
 def game_of(task: Task) -> Game:
-    """The game of a task; episodes of one task share one game while it is among the last used."""
+    """Return the game of a task. Episodes of one task share one game while it is cached."""
     payload = task.payload
     if "file" in payload:
         file = Path(payload["file"])
-        # A task may come from a client of an environment service, which must reach no other files. Links in the folder
-        # are its owner's.
+        # A task may come from a client of an environment service, which must not read files outside the folder. Links
+        # in the folder are followed, because the owner of the folder made them.
         if file.is_absolute() or ".." in file.parts:
             raise UserError(f"a task names the file {payload['file']!r}, which is not in the folder of ALFWORLD_DATA")
         path = data_root() / file
@@ -57,7 +57,7 @@ def game_of(task: Task) -> Game:
 
 
 class GameCache:
-    """The games used last, up to a total number of ground operators; each operator takes about a kilobyte."""
+    """Caches the games used last, up to a total number of ground operators, each of which takes about a kilobyte."""
 
     def __init__(self, operators: int) -> None:
         self._room = operators
@@ -80,7 +80,7 @@ _CACHE = GameCache(operators=200_000)
 
 
 def read_game(path: Path) -> dict[str, Any]:
-    """A ``game.tw-pddl`` file: JSON with the keys pddl_domain, pddl_problem, grammar and solvable."""
+    """Read a ``game.tw-pddl`` file: JSON with the keys pddl_domain, pddl_problem, grammar and solvable."""
     data = _read_json(path, "ALFWorld game")
     missing = [key for key in ("pddl_domain", "pddl_problem", "grammar") if key not in data]
     if missing:
@@ -98,7 +98,7 @@ def _read_json(path: Path, what: str) -> dict[str, Any]:
 
 
 def data_root() -> Path:
-    """The folder that ALFWORLD_DATA names."""
+    """Return the folder that the environment variable ALFWORLD_DATA names."""
     value = os.environ.get("ALFWORLD_DATA", "")
     if not value or not Path(value).is_dir():
         state = f"{value} is not a folder" if value else "it is not set"
@@ -110,12 +110,11 @@ def data_root() -> Path:
 
 
 def real_tasks(folder: str, goals: tuple[str, ...], *, last_first: bool = False) -> Iterator[Task]:
-    """The games of a folder of ALFWORLD_DATA that alfworld's own loader plays, of the goals asked for.
+    """Yield the tasks of a folder of ALFWORLD_DATA that have these goals and that alfworld's own loader would play.
 
-    That leaves out games with movable receptacles or slicing, games that are unsolvable or not checked to be solvable,
-    and folders without a trajectory or a game. A problem in several folders belongs to the first of valid_unseen,
-    valid_seen, train. The order is random but fixed, so that the first games are of all kinds; ``last_first``
-    reverses it.
+    This leaves out games with movable receptacles or slicing, games that are not known to be solvable, and folders
+    without a trajectory or a game. A problem in several folders belongs to the first of valid_unseen, valid_seen,
+    train. The order is random but fixed, so that the first games have all kinds of goals; ``last_first`` reverses it.
 
     Raises:
         UserError: ALFWORLD_DATA or the folder is missing, or a file in it cannot be read.
@@ -139,13 +138,13 @@ def real_tasks(folder: str, goals: tuple[str, ...], *, last_first: bool = False)
             parameters = trajectory.get("pddl_params", {})
             target = parameters.get("object_target", "")
             place = parameters.get("parent_target", "") or parameters.get("toggle_target", "")
-            if target and place:  # the wording of the goal may not name them
+            if target and place:  # kept, because a freely worded goal may not name them
                 payload |= {"target": target.lower(), "destination": place.lower()}
             yield Task(id=f"alfworld-{goal}-{digest}", payload=payload, kind=goal)
 
 
 def _game_files(folder: Path) -> list[Path]:
-    """Games that the text engine plays, in an order independent of their kind."""
+    """Return the games that the text engine can play, in an order that does not depend on their goals."""
     games = []
     for trajectory in folder.rglob(TRAJECTORY):
         path = trajectory.with_name(GAME)

@@ -1,7 +1,7 @@
-"""Random households as ALFWorld has them: a room with furniture, objects and a goal, written as PDDL.
+"""Draws random households like ALFWorld's: a room with furniture, objects and a goal, written as PDDL.
 
-`draw` makes a `Household` from a `Layout` and a seed; `split_of` says which split it is in. Constants of the alfworld
-package say what fits where, what can be heated, cooled, cleaned or cut, and hold the wording and the PDDL of the goals.
+`draw` makes a `Household` from a `Layout` and a seed, and `split_of` returns its split. Constants of the alfworld
+package define which objects fit where, which can be heated, cooled, cleaned or cut, and the text and PDDL of the goals.
 The tables in `rooms` add what a room usually has and where people usually keep things.
 """
 
@@ -22,13 +22,13 @@ from gleanrl.utils.seeding import derive
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """A kind of goal: its name in alfworld's goal library, the tool and the property that it needs, its rooms."""
+    """A kind of goal."""
 
-    library: str
-    rooms: tuple[str, ...]
-    tool: str = ""
-    needs: str = ""
-    targets: int = 1
+    library: str  # name in alfworld's goal library
+    rooms: tuple[str, ...]  # rooms in which it can be reached; the first is the usual one
+    tool: str = ""  # receptacle that processes the object; empty = none is needed
+    needs: str = ""  # property that the object must have; empty = any object will do
+    targets: int = 1  # number of objects to bring
 
 
 GOALS: dict[str, Goal] = {
@@ -45,7 +45,7 @@ LAMP_STANDS = ("Desk", "SideTable", "Dresser", "CoffeeTable", "Shelf")
 
 @lru_cache(maxsize=1)
 def thor() -> Any:
-    """alfworld's constants: what fits where, and what can be done with what."""
+    """Return alfworld's constants, which define what objects fit where and what can be done with them."""
     from alfworld.gen import constants
 
     return constants
@@ -71,24 +71,24 @@ class Household:
 
     @property
     def key(self) -> str:
-        """Equal for households that differ only in numbering and wording. Decides the split."""
+        """Hash that is equal for households that differ only in numbering and wording. It decides the split."""
         inside = sorted((kind, sorted(objects)) for kind, objects in self.furniture)
         text = repr((self.goal, self.target, self.destination, inside))
         return hashlib.blake2b(text.encode(), digest_size=12).hexdigest()
 
     @property
     def layout_key(self) -> str:
-        """Equal for rooms of one kind with the same furniture, whatever the objects and the goal are."""
+        """Hash that is equal for rooms of one kind with the same furniture. Objects and goal do not matter."""
         text = repr((self.room, sorted(kind for kind, _ in self.furniture)))
         return hashlib.blake2b(text.encode(), digest_size=12).hexdigest()
 
     def task(self) -> str:
-        """The goal in the words of the real games."""
+        """Return the goal in the words of the real games."""
         template = goal_library()[GOALS[self.goal].library]["templates"][self.wording]
         return template.format(obj=self.target.lower(), recep=self.destination.lower(), toggle=LAMP.lower())
 
     def pddl(self) -> str:
-        """The problem, with object names as the real games have them (so that they read "cabinet 2")."""
+        """Return the problem as PDDL. Objects are named as in the real games, so that text shows "cabinet 2"."""
         numbers: Counter[str] = Counter()
 
         def name(kind: str) -> str:
@@ -134,7 +134,7 @@ class Household:
                 "(:init (= (total-cost) 0) (atLocation agent1 loc_0)",
                 *init,
                 ")",
-                " ".join(goal.split()),  # closes the problem too
+                " ".join(goal.split()),  # ends with the closing parenthesis of the problem
             ]
         )
 
@@ -143,7 +143,7 @@ class Household:
 class Layout:
     """What to draw: kinds of goals, rooms (None = a goal's usual room), and how many receptacles and objects.
 
-    With ``full``, there are as many of both as in real rooms, and every room of a goal is usual.
+    With ``full``, there are as many of both as in the real games, and ``rooms=None`` means every room of a goal.
     """
 
     goals: tuple[str, ...] = ("put",)
@@ -166,7 +166,7 @@ class Layout:
 
 
 class _Room:
-    """A household in the making: furniture, and the kinds of the objects put into each piece."""
+    """A household that is being drawn: its furniture, and the kinds of the objects put into each piece so far."""
 
     def __init__(self, rng: random.Random, furniture: Sequence[str]) -> None:
         self._rng = rng
@@ -174,12 +174,12 @@ class _Room:
         self.inside: list[list[str]] = [[] for _ in self.furniture]
 
     def holders(self, kind: str) -> list[str]:
-        """Kinds of furniture in this room that can hold an object of this kind."""
+        """Return the kinds of furniture in this room that can hold an object of this kind."""
         fits = thor().VAL_RECEPTACLE_OBJECTS
         return [r for r in sorted(set(self.furniture)) if kind in fits.get(r, ())]
 
     def place(self, kind: str, forbidden: str = "") -> None:
-        """Put one object where it is usually found, rarely elsewhere, and never into ``forbidden``."""
+        """Put an object into a piece of furniture: mostly a usual one, rarely another, and never ``forbidden``."""
         count, usual, holders = Counter(self.furniture), USUAL.get(kind, {}), self.holders(kind)
         weights = []
         for furniture in self.furniture:
@@ -189,7 +189,7 @@ class _Room:
 
 
 def draw(layout: Layout, seed: int) -> Household | None:
-    """A household, or None if this seed's draw makes none (for example if its target has nowhere to go)."""
+    """Draw a household. Returns None if the seed gives none, for example if no furniture can hold its target."""
     rng = random.Random(seed)
     goal = rng.choice(layout.goals)
     wanted = GOALS[goal]
@@ -199,7 +199,7 @@ def draw(layout: Layout, seed: int) -> Household | None:
     if layout.full:
         kinds = tuple(kind for kind in kinds if rng.random() * SCENES < FULL_ROOMS[name].objects[kind])
 
-    choices: dict[str, list[str]] = {}  # kinds of objects that suit the goal -> kinds of furniture to bring them to
+    choices: dict[str, list[str]] = {}  # kind of object that suits the goal -> kinds of furniture to bring it to
     for kind in kinds:
         holders = room.holders(kind)
         if wanted.needs and kind not in thor().VAL_ACTION_OBJECTS[wanted.needs]:
@@ -223,7 +223,7 @@ def draw(layout: Layout, seed: int) -> Household | None:
     for _ in range(wanted.targets):
         room.place(target, forbidden=destination)
     count = Counter({target: wanted.targets})
-    if layout.full:  # one or more of every kind that has a place here, as in the real games
+    if layout.full:  # as in the real games, one or more objects of every kind that some furniture here can hold
         for kind in kinds:
             if room.holders(kind):
                 for _ in range(rng.randint(1, layout.same_kind) - count[kind]):
@@ -261,16 +261,16 @@ def _draw_furniture(rng: random.Random, layout: Layout, room: str) -> list[str]:
 
 # --- splits ----------------------------------------------------------------------------------------------
 SHARES: dict[Split, float] = {"train": 0.6, "eval": 0.2, "warm_start": 0.2}
-SEEN_LAYOUTS = 0.8  # share of the layouts that training may play
+SEEN_LAYOUTS = 0.8  # share of layouts that training may play
 
 
 def layout_seen(key: str) -> bool:
-    """Whether training may play rooms with this `Household.layout_key`. A hash decides, so that seeds agree."""
+    """Return whether training may play rooms with this `Household.layout_key`. A hash decides, not the run's seed."""
     return derive(0, "alfworld", "layout", key) / 2**63 < SEEN_LAYOUTS
 
 
 def split_of(key: str) -> Split:
-    """The split of a household with this `Household.key`. A hash decides, so that seeds agree."""
+    """Return the split of a household with this `Household.key`. A hash decides, not the run's seed."""
     point, reached = derive(0, "alfworld", "split", key) / 2**63, 0.0
     for split, share in SHARES.items():
         reached += share

@@ -1,8 +1,8 @@
-"""Grounding of a PDDL problem into operators on bit sets, so that a step costs microseconds.
+"""Grounds a PDDL problem into operators on bit sets, so that a step takes microseconds.
 
-The domain is read and normalised by Fast Downward's own front end (the one the stock engine uses): it
-splits disjunctions and pulls quantifiers out. What remains is a conjunction of literals per action, which
-is joined here against the facts that never change. A state is one Python integer, a bit per ground fluent.
+Fast Downward's own front end, which the stock engine uses too, reads and normalises the domain: it splits disjunctions
+and pulls quantifiers out. What remains for each action is a conjunction of literals, which is joined here against the
+facts that never change. A state is one Python integer with a bit for each ground fluent.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Literal:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """Variables with types, and the literals that must hold: an action's precondition or a derived fact's body."""
+    """Typed variables, and the literals that must hold: an action's precondition or the body of a derived fact."""
 
     head: Literal | None
     parameters: tuple[tuple[str, str], ...]
@@ -41,7 +41,7 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class Schema:
-    """A normalised action; ``external`` counts the parameters that the action's name shows."""
+    """A normalised action; the first ``external`` parameters are those of the original action."""
 
     name: str
     external: int
@@ -51,7 +51,7 @@ class Schema:
 
 @dataclass(frozen=True, slots=True)
 class Operator:
-    """A ground action: ``holds`` must be set and ``lacks`` unset; adding wins over deleting."""
+    """A ground action. It needs all bits of ``holds`` set and of ``lacks`` unset. Adding has priority over deleting."""
 
     name: str
     arguments: tuple[str, ...]
@@ -59,7 +59,7 @@ class Operator:
     lacks: Bits
     adds: Bits
     deletes: Bits
-    conditional: tuple[tuple[Bits, Bits, Bits, Bits], ...]  # holds, lacks, adds, deletes
+    conditional: tuple[tuple[Bits, Bits, Bits, Bits], ...]  # (holds, lacks, adds, deletes) of conditional effects
 
     def applicable(self, state: Bits) -> bool:
         return state & self.holds == self.holds and not state & self.lacks
@@ -98,7 +98,7 @@ class Domain:
         }
 
     def problem(self, text: str) -> tuple[dict[str, str], list[Atom], tuple[Literal, ...], tuple[Rule, ...]]:
-        """Objects with types, initial facts, goal literals, and the rules of facts that the goal derives."""
+        """Parse a problem into object -> type, initial facts, goal literals, and rules for the goal's derived facts."""
         _, _, lisp, parsing = _import_front_end()
         parsed = lisp.parse_nested_list(text.split("\n"))
         fields = list(parsing.parse_task_pddl(parsed, self._type_dict, self._predicate_dict))
@@ -117,7 +117,7 @@ class Domain:
         return typed, facts, _literals(task.goal), rules
 
     def _normalize(self, goal: Any, actions: list[Any], axioms: list[Any]) -> Any:
-        """Fast Downward's normalised task of these parts."""
+        """Return these parts as a task normalised by Fast Downward."""
         normalize, pddl, _, _ = _import_front_end()
         fields = (self._requirements, self._types, list(self._constants), list(self._predicates), self._functions)
         task = pddl.Task(self._name, "game", *fields, [], goal, actions, axioms, False)
@@ -133,9 +133,9 @@ def read_domain(text: str) -> Domain:
 class World:
     """A grounded problem.
 
-    ``observed`` names the predicates that text reads. ``not_p`` among them means what the stock engine
-    means: a fact ``p`` that an action has made false, not one that never was true. Fluents that nothing
-    reads are left out of the state, so that states which differ in nothing visible are equal.
+    ``observed`` names the predicates that the game's text depends on. Among them, ``not_p`` means the same as in the
+    stock engine: an action has made the fact ``p`` false. A fact that was never true is not ``not_p``. Fluents that
+    nothing reads are left out of the state, so that states without a visible difference are equal.
     """
 
     def __init__(self, rules: Domain, problem: str, observed: Iterable[str]) -> None:
@@ -184,7 +184,7 @@ class World:
             adds, deletes, changes = self._masks(plain, holds, lacks)
             branches = tuple((h, n, *self._masks([effect], 0, 0)[:2]) for h, n, effect in conditional)
             if not changes and not branches:
-                continue  # Fast Downward drops an operator that cannot change anything: "go to" where one is
+                continue  # like Fast Downward, drop an operator that changes nothing, such as "go to" the present place
             arguments = tuple(binding[name] for name in names)
             key = (arguments, holds, lacks, adds, deletes, branches)
             if key not in seen:
@@ -192,7 +192,7 @@ class World:
                 yield Operator(schema.name, arguments, holds, lacks, adds, deletes, branches)
 
     def _masks(self, effects: list[tuple[Atom, bool]], holds: Bits, lacks: Bits) -> tuple[Bits, Bits, bool]:
-        """Bits to set and to clear, and whether the operator can change anything given its precondition."""
+        """Return the bits to set and to clear, and whether they can change a state that meets the precondition."""
         added = {atom for atom, negated in effects if not negated}
         adds = deletes = 0
         changes = False
@@ -213,7 +213,7 @@ class World:
     def _groundings(
         self, rule: Rule, given: dict[str, str] | None = None
     ) -> Iterator[tuple[dict[str, str], Bits, Bits]]:
-        """Every binding under which the static part of a rule's body holds, with bits of its fluent part."""
+        """Yield each binding for which the static part of a rule's body holds, with the bits of its fluent part."""
         joins, checks, fluent = [], [], []
         for literal in rule.body:
             if literal.predicate in self.fluents:
@@ -321,8 +321,8 @@ def _literal(literal: Any) -> Literal:
 
 
 def _import_front_end() -> tuple[Any, Any, Any, Any]:
-    """Fast Downward's modules ``normalize``, ``pddl``, ``lisp_parser`` and ``parsing_functions``."""
-    argv, sys.argv = sys.argv, ["translate", "domain", "task"]  # its options module reads sys.argv on import
+    """Import Fast Downward's modules ``normalize``, ``pddl``, ``lisp_parser`` and ``parsing_functions``."""
+    argv, sys.argv = sys.argv, ["translate", "domain", "task"]  # Fast Downward reads sys.argv on import
     try:
         from fast_downward.translate import normalize, pddl  # type: ignore[import-untyped]
         from fast_downward.translate.pddl_parser import lisp_parser, parsing_functions  # type: ignore[import-untyped]

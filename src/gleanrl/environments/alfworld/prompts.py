@@ -1,11 +1,11 @@
-"""How a game is shown to a model and how its answers are read: three formats of common practice.
+"""Shows a game to a model and reads the model's answers, in one of three common formats.
 
-``plain``: the game's text, answered with a command. ``react``: reasoning and commands take turns (Yao et al., 2023):
-"think: ..." is answered "OK." and costs a turn, only the first line of an answer counts, and examples stand before the
-game. ``admissible``: every observation lists the commands that would do something, and an answer is
-``<think>...</think><action>...</action>`` (as in the ALFWorld of verl-agent; Feng et al., 2025).
+``plain``: the model sees the game's text and answers with a command. ``react``: thoughts and commands take turns (Yao
+et al., 2023). "think: ..." is answered with "OK." and takes a turn, only the first line of an answer is read, and
+examples stand before the game. ``admissible``: every observation lists the commands that would have an effect, and an
+answer is ``<think>...</think><action>...</action>`` (as in the ALFWorld of verl-agent; Feng et al., 2025).
 
-In all of them, an answer that is not a command of the game is answered as by the engine: "Nothing happens.".
+In all formats, the answer to a text that is not a command of the game is the engine's "Nothing happens.".
 """
 
 from __future__ import annotations
@@ -26,15 +26,17 @@ _STATES = {"heat": "hot", "cool": "cold", "clean": "clean"}
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """An answer as read: a command, or a thought, or (both empty) nothing that the format allows."""
+    """A model's answer: a command or a thought. Neither is set if the answer does not have the right format."""
 
     command: str = ""
     thought: bool = False
 
 
 def read(prompt: str, content: str) -> Said:
-    """Read a model's answer in a format; commands are lower-cased, as the games' are. The thinking of a reasoning model
-    is read in ``admissible`` only, which has a place for it."""
+    """Read a model's answer in the format ``prompt``. Commands become lower case, as in the games.
+
+    The thinking of a reasoning model is removed first, except in ``admissible``, whose format includes it.
+    """
     if prompt == "plain":
         return Said(answer_of(content).strip().lower())
     if prompt == "react":
@@ -46,7 +48,7 @@ def read(prompt: str, content: str) -> Said:
 
 
 def write_opening(prompt: str, text: str, examples: str, admissible: Sequence[str]) -> str:
-    """The first message: what to do and how to answer, examples where there are any, and the game's opening."""
+    """Return the first message: how to answer (except in ``plain``), the examples if any, and the game's opening."""
     if prompt == "plain":
         return text
     parts = [_INSTRUCTIONS[prompt]]
@@ -56,14 +58,14 @@ def write_opening(prompt: str, text: str, examples: str, admissible: Sequence[st
 
 
 def show_answer(prompt: str, text: str, admissible: Sequence[str]) -> str:
-    """The game's answer as the model sees it."""
+    """Return the game's answer as the model sees it."""
     if prompt != "admissible":
         return text
     return "\n".join([text, "", "Possible actions:", *(f"- {command}" for command in admissible if command != "help")])
 
 
 def write_command(prompt: str, command: str, thought: str = "") -> str:
-    """A command, with a thought where the format has a place for it, as a model would say it."""
+    """Format a command as a model would say it. The thought is included only in the format ``admissible``."""
     if prompt == "admissible":
         return f"<think>{thought}</think>\n<action>{command}</action>"
     return f"> {command}" if prompt == "react" else command
@@ -88,13 +90,13 @@ _INSTRUCTIONS = {
 
 @dataclass
 class Narrator:
-    """Gives reasons for an expert's commands, from the expert's own state."""
+    """Explains an expert's commands, based on the expert's own state."""
 
     expert: Expert
     stage: str = ""
 
     def thoughts(self, command: str) -> Iterator[str]:
-        """New thoughts before ``command``: a plan first, then what changed."""
+        """Yield the thoughts before ``command``: a plan before the first one, later a reason when the stage changes."""
         stage, text = self.explain(command)
         if not self.stage:
             yield self._plan()
@@ -117,7 +119,7 @@ class Narrator:
         return f"This is about a {order.target}. I {', then '.join(steps)}."
 
     def explain(self, command: str) -> tuple[str, str]:
-        """The stage that a command belongs to, and the reason for it."""
+        """Return the stage of the game to which a command belongs, and the reason for the command."""
         expert, order = self.expert, self.expert.order
         verb, holding = command.split()[0], expert.holding
         place = command.rpartition(" from ")[2].rpartition(" to ")[2].removeprefix("open ").removeprefix("examine ")

@@ -1,4 +1,4 @@
-"""What rooms have: small ones to learn on quickly, and full ones, as large as those of the real games."""
+"""Tables of furniture and objects: small rooms for quick training, and full rooms as large as in the real games."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ Likely = dict[str, float]
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """What a kind of room has: furniture that is always there, what it may have (weight, most), and objects."""
+    """What a kind of room has."""
 
-    always: tuple[str, ...]
-    maybe: dict[str, tuple[float, int]]
-    objects: tuple[str, ...]
+    always: tuple[str, ...]  # furniture that every room has
+    maybe: dict[str, tuple[float, int]]  # further furniture -> weight in the draw, largest number
+    objects: tuple[str, ...]  # kinds of objects
 
 
 ROOMS: dict[str, Room] = {
@@ -88,7 +88,8 @@ ROOMS: dict[str, Room] = {
     ),
 }
 
-# Where a thing is usually found; anywhere else that can hold it is possible, and rare.
+# Kind of object -> weights of the furniture in which it is usually found. Other furniture that can hold it has the
+# weight `RARELY`.
 USUAL: dict[str, Likely] = {
     "Apple": {"Fridge": 4, "CounterTop": 2, "DiningTable": 2, "GarbageCan": 1},
     "Potato": {"Fridge": 3, "CounterTop": 2, "SinkBasin": 2, "Microwave": 1},
@@ -127,16 +128,15 @@ RARELY = 0.05
 
 @dataclass(frozen=True, slots=True)
 class FullRoom:
-    """A kind of room as the real games have it.
+    """What a kind of room has in the real games.
 
-    ``furniture`` holds how many of each kind real rooms of this sort were seen to have, one number a room (kinds
-    are drawn apart from one another, so that there are far more rooms than real ones); ``receptacles`` is the least
-    and the most of all kinds together; ``objects`` holds in how many of 30 scenes a kind of object is found.
+    The number of each kind of furniture is drawn independently of the others, so that far more rooms are possible than
+    the real games have.
     """
 
-    receptacles: tuple[int, int]
-    furniture: dict[str, tuple[int, ...]]
-    objects: dict[str, int]
+    receptacles: tuple[int, int]  # least and largest number of pieces of furniture
+    furniture: dict[str, tuple[int, ...]]  # kind -> its number in each of the real rooms
+    objects: dict[str, int]  # kind -> number of scenes, of 30, in which it is found
 
 
 FULL_ROOMS: dict[str, FullRoom] = {
@@ -236,5 +236,5 @@ FULL_ROOMS: dict[str, FullRoom] = {
         },
     ),
 }
-SCENES = 30  # of each kind of room that AI2-THOR has
-FULL_SAME_KIND = 3  # most objects of one kind, as the real games were generated with
+SCENES = 30  # number of AI2-THOR's scenes of each kind of room
+FULL_SAME_KIND = 3  # largest number of objects of one kind, as in the generation of the real games

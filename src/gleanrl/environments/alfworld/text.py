@@ -1,6 +1,6 @@
-"""The game's text: its context-sensitive grammar, parsed by TextWorld, evaluated on a bit-set state.
+"""Writes the game's text: evaluates its context-sensitive grammar, parsed by TextWorld, on a bit-set state.
 
-TextWorld's own evaluator copies and re-parses as it goes (milliseconds a sentence). Here the parsed
+TextWorld's own evaluator copies and parses during evaluation, which takes milliseconds per sentence. Here, the parsed
 productions are compiled once into closures with the same meaning, which the fidelity test checks.
 """
 
@@ -14,12 +14,12 @@ from typing import Any
 from gleanrl.environments.alfworld.pddl import Atom, Bits, World
 
 Mapped = Mapping[tuple[str, str], str]
-"""(placeholder, type) -> object id."""
+"""Maps (placeholder, type) to an object's id."""
 
 
 @dataclass(frozen=True, slots=True)
 class Entity:
-    """What a grammar expression may read of an object."""
+    """The properties of an object that a grammar expression may read."""
 
     id: str
     type: str
@@ -32,7 +32,7 @@ class Entity:
 
 
 class Facts:
-    """Facts of one world in any state, found by predicate and, where known, by arguments; sorted."""
+    """Finds the facts of one world in any state, by predicate and by known arguments. Results are sorted."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -42,7 +42,7 @@ class Facts:
             self._fluent.setdefault(atom[0], []).append((atom, bit))
 
     def rows(self, predicate: str, position: int, value: str) -> list[tuple[Atom, Bits]]:
-        """Atoms with ``value`` as argument ``position`` (0 = all atoms) and the bit that must be set, 0 if static."""
+        """Return (atom, bit) for atoms with ``value`` as argument ``position`` (0 = all). Static atoms have bit 0."""
         key = (predicate, position, value)
         found = self._rows.get(key)
         if found is None:
@@ -53,7 +53,7 @@ class Facts:
     def match(
         self, query: tuple[tuple[str, tuple[tuple[str, str], ...]], ...], state: Bits, mapping: Mapped
     ) -> Iterator[Mapped]:
-        """Extensions of ``mapping`` under which the whole conjunction holds; no object stands for two placeholders."""
+        """Yield the extensions of ``mapping`` for which all of ``query`` holds; no object fills two placeholders."""
         if not query:
             yield mapping
             return
@@ -88,7 +88,7 @@ class Facts:
 
 @dataclass(frozen=True, slots=True)
 class Scope:
-    """Where an expression is evaluated."""
+    """The state and the variables with which a grammar expression is evaluated."""
 
     facts: Facts
     state: Bits
@@ -101,7 +101,7 @@ Query = tuple[tuple[str, tuple[tuple[str, str], ...]], ...]
 
 
 class Grammar:
-    """A parsed ``.twl2`` text: productions by symbol, and each action's command and feedback."""
+    """A parsed ``.twl2`` grammar: productions by symbol, and the templates of each action's command and feedback."""
 
     def __init__(self, domain_text: str, grammar_text: str) -> None:
         from textworld.envs.pddl.logic import GameLogic
@@ -115,7 +115,7 @@ class Grammar:
         self.templates: dict[str, str] = {name: action.template for name, action in logic.actions.items()}
         self.feedback: dict[str, str] = {name: action.feedback_rule for name, action in logic.actions.items()}
         self.predicates = frozenset(re.findall(r"(\w+)\((?=\w+:)", grammar_text))
-        """Predicates that some condition reads."""
+        """Predicates that the conditions of the grammar read."""
 
     def derive(self, start: str, scope: Scope) -> str:
         node = self._starts.get(start)

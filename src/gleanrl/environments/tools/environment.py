@@ -141,7 +141,7 @@ class ToolEnvironment(Environment):
         return text if more <= 0 else f"{text[: self._max_output]}\n[{more} more characters left out]"
 
     async def _score(self, answer: str | None) -> Score | None:
-        """Return the score, or None if only a `Reward` can give one. ``answer``: the final answer; None before the end."""
+        """Return the score; None if only a `Reward` can give one. ``answer``: the final answer, None before the end."""
         parts = {"tool_calls": float(self._calls), "tool_errors": float(self._errors)}
         value: Any = None
         for holder in self._holders:
