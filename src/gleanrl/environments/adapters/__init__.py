@@ -1,1 +1,1 @@
-"""Other libraries' environments."""
+"""Adapters for environments of other libraries."""

@@ -13,7 +13,7 @@ from gleanrl.types import Message, Score
 def play_expert(
     environment: Environment, next_message: Callable[[], str], turns: int
 ) -> tuple[tuple[Message, ...], Score]:
-    """The conversation and the score of an episode of at most ``turns`` turns, as `Taskset.demonstrate` returns them.
+    """Play at most ``turns`` turns, and return the conversation and the score, as `Taskset.demonstrate` does.
 
     ``next_message`` is called once a turn for the expert's message.
     """

@@ -1,7 +1,7 @@
-"""Environments of gymnasium, played in words: those with texts, and those with few states or actions.
+"""Plays gymnasium's environments in words: those with texts, and those with few states or actions.
 
-`GymnasiumTaskset` is the environment ``gymnasium`` of the settings. gymnasium's own small games have built-in words
-(`TOYS`, `describe_toy`) and experts.
+`GymnasiumTaskset` is the environment ``gymnasium`` of the settings. For gymnasium's own toy games, there are built-in
+descriptions (`TOYS`, `describe_toy`) and experts.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from gleanrl.utils.importing import load_object
 from gleanrl.utils.seeding import derive
 from gleanrl.utils.text import first_line
 
-_MAX_NUMBERS = 64  # of an observation that is written out
-_MAX_DEMONSTRATION = 500  # actions
-_DISCOUNT = 0.99  # of the expert's values, so that a shorter way is better
+_MAX_NUMBERS = 64  # most numbers in an observation that is written out as text
+_MAX_DEMONSTRATION = 500  # most actions of a demonstration
+_DISCOUNT = 0.99  # discount in the expert's value iteration, so that it prefers shorter ways
 _ACTION = re.compile(r"<action>(.*?)</action>", re.DOTALL | re.IGNORECASE)
 _COLOUR = re.compile(r"\x1b\[(\d+(?:;\d+)*)m(.*?)\x1b\[0m", re.DOTALL)
 _TAXI_STANDS = ("R (row 0, column 0)", "G (row 0, column 4)", "Y (row 4, column 0)", "B (row 4, column 3)")
@@ -57,34 +57,35 @@ TOYS: Mapping[str, tuple[str, tuple[str, ...]]] = {
         ("stick", "hit"),
     ),
 }
-"""Introduction and names of the actions, by the class of gymnasium's environment."""
+"""Class of gymnasium's environment -> (introduction, names of the actions)."""
 
 
 @pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config={"extra": "forbid"})
 class GymnasiumTaskset(Taskset):
-    """Episodes of one gymnasium environment, each with its own seed.
+    """Makes tasks from one gymnasium environment, one for each seed.
 
-    The model names an action anywhere in its message; the last one counts, or the one in ``<action></action>``. A
-    message without an action is answered with the list of actions, does not reach the environment, and is counted. The
-    score is the sum of rewards; ``parts`` has it as ``return``, with ``steps`` and ``invalid``.
+    The model names an action anywhere in its message. The last action named is taken, or the one in
+    ``<action></action>``. A message without an action does not reach the environment. It is answered with the list of
+    actions and counted as ``invalid``. The score is the sum of rewards. Its ``parts`` are this sum as ``return``,
+    ``steps`` and ``invalid``.
 
-    The seed alone decides the split. Options that change the episode (``max_steps``, ``success``, custom words) are
+    The seed alone decides the split. Options that change the episode (``max_steps``, ``success``, custom texts) are
     part of a task's id. If an environment draws nothing from its seed (one board, one start), all splits hold the same
     problem.
 
     Args:
-        id: of a registered environment, `FrozenLake-v1`; `module:Name-v0` imports the module that registers it.
-        kwargs: of the environment.
+        id: id of a registered environment, as `FrozenLake-v1`; `module:Name-v0` imports the module that registers it.
+        kwargs: arguments of the environment.
         describe: import path of ``fn(observation, environment) -> text``; ``render`` = the environment's own drawing in
-            mode "ansi"; None = words for gymnasium's own toy texts, else the observation written out.
-        actions: names of a discrete space's actions, in order; None = those of gymnasium's toy texts, else numbers.
-        parse: import path of ``fn(text, environment) -> action`` for other spaces; the model reads the ValueError that
-            it raises.
-        introduction: begins the first message; None = the introduction of the toy texts, then the actions.
-        max_steps: of an episode; None = the environment's own limit.
-        success: where set, the score is 1 for a sum of rewards of at least this, else 0.
-        invalid_reward: added for each message without an action.
-        expert: import path of ``fn(observation, environment) -> action``; None = the best action by the
+            mode "ansi"; None = the built-in description for gymnasium's toy games, else the observation's values.
+        actions: names of a discrete space's actions, in order; None = built-in names for the toy games, else numbers.
+        parse: import path of ``fn(text, environment) -> action`` for other spaces. If it raises a ValueError, the model
+            reads the message.
+        introduction: text at the beginning of the first message; None = the toy game's introduction, then the actions.
+        max_steps: limit on the steps of an episode; None = the environment's own limit.
+        success: if set, the score is 1 for an episode that ended with a sum of rewards of at least this, else 0.
+        invalid_reward: reward that is added for each message without an action.
+        expert: import path of ``fn(observation, environment) -> action``; None = the best action according to the
             environment's table of transitions, if it has one.
     """
 
@@ -103,11 +104,11 @@ class GymnasiumTaskset(Taskset):
     has_expert = True
 
     def __post_init__(self) -> None:
-        _Episode(self, seed=0).env.close()  # raises now for options that are wrong
+        _Episode(self, seed=0).env.close()  # made here so that wrong options are reported now
 
     @property
     def phrases(self) -> tuple[str, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """The answer to a message without an action."""
+        """The text that answers a message without an action."""
         episode = _Episode(self, seed=0)
         episode.env.close()
         return (episode.refusal,)
@@ -139,10 +140,10 @@ class GymnasiumTaskset(Taskset):
 
 
 class _Episode(Environment):
-    """One episode, and the words for what is seen and done in it.
+    """One episode. Describes observations in words, and reads actions from the model's messages.
 
     Raises:
-        UserError: there is no such environment, or no words for it.
+        UserError: there is no such environment, or its observations or actions cannot be put into words.
     """
 
     def __init__(self, taskset: GymnasiumTaskset, seed: int) -> None:
@@ -205,7 +206,7 @@ class _Episode(Environment):
         self.env.close()
 
     def expert_message(self, rng: random.Random, noise: float) -> str:
-        """The best action by name, or with the chance ``noise`` a random one.
+        """Return the name of the best action, or with probability ``noise`` of a random action.
 
         Raises:
             NoExpert: the environment has no table of transitions, and the taskset names no expert.
@@ -241,7 +242,7 @@ class _Episode(Environment):
         return self._actions[index]
 
     def _read_action(self, text: str) -> Any:
-        """The action that the text names. Raises a ValueError that the model reads if there is none."""
+        """Return the action that the text names. Raises ValueError, with a message for the model, if there is none."""
         if self._parse is not None:
             return self._parse(text, self.env)
         tagged = _ACTION.findall(text)
@@ -294,7 +295,7 @@ def _make_env(taskset: GymnasiumTaskset) -> Any:
 
 # --- observations as text -------------------------------------------------------------------------------------
 def write_out(observation: Any) -> str:
-    """An observation as text: a text unchanged, tables line by line, numbers with four digits."""
+    """Write an observation as text: texts unchanged, one line per entry of a mapping, floats with four digits."""
     if isinstance(observation, str):
         return observation
     if isinstance(observation, Mapping):
@@ -309,7 +310,7 @@ def write_out(observation: Any) -> str:
 
 
 def strip_colours(drawing: str) -> str:
-    """A drawing without its colours; text with a background of its own (the position) stands in brackets."""
+    """Remove the colours from a drawing. Text with a background colour (the position) is put in brackets."""
 
     def plain(match: re.Match[str]) -> str:
         background = any(40 <= int(code) <= 47 for code in match.group(1).split(";"))
@@ -319,7 +320,7 @@ def strip_colours(drawing: str) -> str:
 
 
 def describe_toy(observation: Any, env: Any) -> str:
-    """An observation of one of the `TOYS` in words."""
+    """Describe an observation of one of the `TOYS` in words."""
     match type(env).__name__:
         case "FrozenLakeEnv":
             rows = [[cell.decode() for cell in row] for row in env.desc]
@@ -343,7 +344,7 @@ def describe_toy(observation: Any, env: Any) -> str:
 
 
 def best_actions(table: Mapping[int, Mapping[int, Sequence[tuple[float, int, float, bool]]]]) -> np.ndarray:
-    """int[states]: the best action in each state, by value iteration.
+    """Return the best action in each state, int[states], found by value iteration.
 
     ``table``: the environment's ``P``; ``P[state][action]`` lists (probability, next state, reward, terminated).
     """

@@ -1,9 +1,9 @@
 """OpenEnv: environments that run on a server, with one WebSocket session per episode.
 
-`OpenEnvTaskset` is the environment ``openenv`` of the settings. It speaks the protocol of OpenEnv's own client without
-that package: actions and observations are JSON, described by the server's schemas. The schemas decide how text becomes
-an action, and an observation text; a user's function can replace either. If the server's actions are tool calls, its
-tools are declared to the model.
+`OpenEnvTaskset` is the environment ``openenv`` of the settings. It uses the same protocol as OpenEnv's own client, but
+does not need that package. Actions and observations are JSON, described by the server's schemas. The schemas decide how
+a text becomes an action, and how an observation becomes a text; a user's function can replace either. If the server's
+actions are tool calls, its tools are shown to the model.
 """
 
 from __future__ import annotations
@@ -37,35 +37,38 @@ from gleanrl.utils.secrets import Secret
 
 log = logging.getLogger(__name__)
 
-ANSWER_S = 10.0  # for a server to describe itself
-CLOSE_S = 5.0  # for it to end a session
-HEARTBEAT_S = 40.0  # between pings; a pong may take half of it, also where a step blocks the server
+ANSWER_S = 10.0  # seconds for a server to describe itself
+CLOSE_S = 5.0  # seconds for a server to end a session
+HEARTBEAT_S = 40.0  # seconds between pings; the pong may take half of this, which bounds a step that blocks the server
 _OWN = ("metadata", "done", "reward")  # fields that every action or observation has
-_NUMBER = re.compile(r"(?:(?<![\w.)\]}%])[-\u2212])?\d+(?:\.\d+)?")  # in "2-3" the minus is no sign
-_TOOLS = ("Action", "CallToolAction", "ListToolsAction")  # titles of action schemas where actions are tool calls
+_NUMBER = re.compile(r"(?:(?<![\w.)\]}%])[-\u2212])?\d+(?:\.\d+)?")  # in "2-3", the minus is not a sign
+_TOOLS = ("Action", "CallToolAction", "ListToolsAction")  # titles of the schemas of actions that are tool calls
 
 ToAction = Callable[[Message, Mapping[str, Any]], Mapping[str, Any]]
-"""``action(message, schema)``: the action of a sampled message, for the JSON schema of actions. If it raises a
-ValueError, the model reads that as an error, and the server gets no action."""
+"""A function ``action(message, schema)`` that returns the action of a sampled message; ``schema`` is the JSON schema of
+actions. If the function raises a ValueError, the model reads the error, and the server gets no action."""
 Describe = Callable[[Mapping[str, Any], bool], "str | Sequence[Message]"]
-"""``observe(observation, opening)``: what the model reads of an observation: one user message, or several messages."""
+"""A function ``observe(observation, opening)`` that returns what the model reads of an observation: the text of one
+user message, or several messages."""
 
 
 @pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config={"extra": "forbid"})
 class OpenEnvTaskset(Taskset):
-    """Episodes of the OpenEnv server at ``url``, e.g. ``http://127.0.0.1:8000``.
+    """Makes tasks from the OpenEnv server at ``url``, e.g. ``http://127.0.0.1:8000``.
 
-    A task is the arguments of its reset: one of ``resets``, or the next seed, merged over ``reset``.
+    A task consists of the arguments of its reset: ``reset``, updated with one item of ``resets`` or with the next seed.
 
     Args:
-        url: of the server, ``http`` or ``ws``.
+        url: address of the server, ``http`` or ``ws``.
         reset: arguments of every reset.
-        resets: arguments of each task; None = tasks are seeds 0, 1, 2, ...
-        action: import path of a `ToAction`; None uses the schema: an object if the model writes one, else the text (or
-            the last number in it) as the action's only field.
-        observe: import path of a `Describe`; None shows its messages or its only text, else all of it as JSON.
-        reward: the score is the sum of the steps' rewards, or the last one.
-        name: of the environment in task ids; None = the name that the server gives. Else ids hold the url.
+        resets: further arguments of the reset of each task; None = seeds 0, 1, 2, ...
+        action: import path of a `ToAction`. None = use the schema: the action is the JSON object that the model writes,
+            else the text, or the last number in the text, becomes the action's only field.
+        observe: import path of a `Describe`. None = show the observation's messages or its only text, else all of it as
+            JSON.
+        reward: whether the score is the ``sum`` of the steps' rewards, or the ``last`` reward.
+        name: name of the environment in task ids; None = the server's name for it. Without either, ids depend on the
+            url.
         token_env: environment variable with a token for the server, for example for a private Space.
     """
 
@@ -119,7 +122,7 @@ class _Episode(Environment):
         self._settings, self._arguments = settings, dict(arguments)
         self._act: ToAction = load_object(settings.action) if settings.action else to_action
         self._describe: Describe = load_object(settings.observe) if settings.observe else describe
-        self._schema: Mapping[str, Any] = {}  # of actions
+        self._schema: Mapping[str, Any] = {}  # JSON schema of actions
         self._tools: list[dict[str, Any]] = []
         self._session: _Session | None = None
         self._score: Score | None = None
@@ -174,20 +177,20 @@ class _Episode(Environment):
         return await self._observe(result, answers)
 
     async def _observe(self, result: Mapping[str, Any], shown: str | Sequence[Message]) -> Observation:
-        """The observation of a result of the server; the session is closed if it is the last one."""
+        """Turn a result of the server into an observation. Closes the session if it is the last one."""
         reward, done = result.get("reward"), bool(result.get("done"))
         if reward is not None:
             earlier = self._score.value if self._score is not None and self._settings.reward == "sum" else 0.0
             self._score = Score(earlier + float(reward))
         messages = (Message(role="user", content=shown),) if isinstance(shown, str) else tuple(shown)
         if done:
-            await self.close()  # at once: another episode may wait for its place
+            await self.close()  # closed at once, because another episode may wait for a free session
         return Observation(messages, done=done, score=self._score)
 
 
 # --- text and actions -----------------------------------------------------------------------------------
 def to_action(message: Message, schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The action of a message by the schema alone. Raises a ValueError that the model reads."""
+    """Return the action of a message according to the schema. Raises ValueError with a message for the model."""
     text = answer_of(message["content"]).strip()
     fields = {name: about for name, about in schema.get("properties", {}).items() if name not in _OWN}
     required = [name for name in schema.get("required", ()) if name in fields] or list(fields)
@@ -209,8 +212,11 @@ def to_action(message: Message, schema: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def describe(observation: Mapping[str, Any], opening: bool) -> str:
-    """What a model reads of an observation: the contents of its messages (after its prompt, at the opening), its only
-    text, or all of it as JSON. An observation without fields of its own is read from its metadata."""
+    """Return what the model reads of an observation.
+
+    This is the contents of its messages (at the opening after its prompt), or its only text, or all of it as JSON. If
+    the observation has no fields of its own, its metadata is used.
+    """
     fields = {name: value for name, value in observation.items() if name not in _OWN}
     fields = fields or observation.get("metadata") or {}
     messages = fields.get("messages")
@@ -225,7 +231,7 @@ def describe(observation: Mapping[str, Any], opening: bool) -> str:
 
 
 def _tool_result(observation: Mapping[str, Any]) -> str:
-    """The result of a tool as text: MCP's content, its plain value, or its error."""
+    """Return the result of a tool as text: MCP's content, a plain value, or an error."""
     if error := observation.get("error"):
         return f"error: {error.get('message', error) if isinstance(error, Mapping) else error}"
     result = observation.get("result")
@@ -239,11 +245,11 @@ def _tool_result(observation: Mapping[str, Any]) -> str:
 
 # --- the server -----------------------------------------------------------------------------------------
 class Lost(Exception):
-    """The server cannot be reached, refused a session, or failed in one."""
+    """The server cannot be reached, refused a session, or failed during a session."""
 
 
 class _Full(Exception):
-    """The server has all the sessions that it takes."""
+    """The server has reached its largest number of sessions."""
 
 
 class _Session:
@@ -256,10 +262,11 @@ class _Session:
 
     @classmethod
     async def open(cls, url: str, token_env: str | None, arguments: Mapping[str, Any]) -> tuple[_Session, Any]:
-        """A session, and the result of its reset.
+        """Open a session, and return it with the result of its reset.
 
-        If the server is full, this waits for a session that is being closed here and tries again. Waiting for an open
-        session instead could deadlock: it may wait for an answer that is sampled together with this episode's.
+        If the server is full, this waits for a session that this process is closing, and then tries again. It does not
+        wait for open sessions, because that could deadlock: their answers may be sampled in one batch with this
+        episode's.
         """
         while True:
             closing = tuple(cls._closing.get((asyncio.get_running_loop(), url), ()))
@@ -303,16 +310,16 @@ class _Session:
             raise
 
     async def ask(self, kind: str, data: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The server's answer to ``reset`` or ``step``. Raises ValueError if it refuses the action as invalid."""
+        """Send ``reset`` or ``step``, and return the server's answer. Raises ValueError if the action is invalid."""
         import aiohttp
 
         order = json.dumps({"type": kind, "data": data}, ensure_ascii=False, allow_nan=False)
         order.encode()  # raises a ValueError for a lone surrogate
-        with suppress(ConnectionError):  # the server's last message may say why it closed
+        with suppress(ConnectionError):  # the server's last message, received below, may say why it closed
             await self._socket.send_str(order)
         message = await self._socket.receive()
         if message.type is not aiohttp.WSMsgType.TEXT:
-            fetch_description.cache_clear()  # another server may take its place
+            fetch_description.cache_clear()  # another server may replace this one
             why = message.extra or message.data or self._socket.exception() or "no reason given"
             raise Lost(f"the OpenEnv server ended the session: {why} (code {self._socket.close_code})")
         answer = json.loads(message.data)
@@ -327,11 +334,11 @@ class _Session:
         raise Lost(f"the OpenEnv server: {content.get('message')} ({content.get('code')})")
 
     async def close(self) -> None:
-        """End the session. Returns once the server has freed its place, or after `CLOSE_S` seconds."""
+        """End the session. Returns when the server has freed it, or after `CLOSE_S` seconds."""
         key, gone = (asyncio.get_running_loop(), self._url), asyncio.Event()
         self._closing.setdefault(key, set()).add(gone)
         try:
-            with suppress(Exception):  # the server is gone, or does not answer
+            with suppress(Exception):  # the server may be gone, or may not answer
                 async with asyncio.timeout(CLOSE_S):
                     await self._socket.send_str(json.dumps({"type": "close"}))
                     while not self._socket.closed:
@@ -346,14 +353,14 @@ class _Session:
 
 def _make_client(url: str, token_env: str | None) -> HttpClient:
     if token_env is not None:
-        Secret(token_env, "environment.options.token_env")  # raises under the setting's own name
+        Secret(token_env, "environment.options.token_env")  # its errors name this setting
     address = re.sub(r"^ws", "http", url)
     return HttpClient(address, api_key_env=token_env, timeout_s=ANSWER_S, setting="environment.options.url")
 
 
 @lru_cache(maxsize=64)
 def fetch_description(url: str, token_env: str | None, path: str) -> Mapping[str, Any]:
-    """The server's description of itself at ``path``. Raises `UserError` if there is no server."""
+    """Fetch the server's description of itself at ``path``. Raises `UserError` if there is no server."""
 
     async def get() -> Mapping[str, Any]:
         client = _make_client(url, token_env)
@@ -376,7 +383,7 @@ def fetch_description(url: str, token_env: str | None, path: str) -> Mapping[str
 
 @lru_cache(maxsize=64)
 def _warn_of_plain_text(url: str, token_env: str | None) -> None:
-    """Warn once per server."""
+    """Warn, once per server, if messages are sent unencrypted over the network."""
     if urlsplit(url).scheme in ("http", "ws") and not is_local(url):
         token = f", and so does the token in {token_env}" if token_env is not None else ""
         log.warning("environment.options.url = %r: messages go over the network unencrypted%s", url, token)

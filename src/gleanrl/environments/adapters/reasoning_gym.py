@@ -1,4 +1,4 @@
-"""reasoning-gym: single-turn problems of a hundred kinds, generated without end and scored by their own rules.
+"""reasoning-gym: a hundred kinds of single-turn problems, generated without end and scored by the package's own rules.
 
 `ReasoningGymTaskset` is the environment ``reasoning_gym`` of the settings.
 """
@@ -24,21 +24,22 @@ from gleanrl.utils.errors import NoExpert, UserError
 from gleanrl.utils.seeding import derive
 from gleanrl.utils.text import nearest
 
-_CHUNK = 64  # problems drawn from one seeded dataset; part of what a seed means, so never change it
+_CHUNK = 64  # problems drawn from one seeded dataset; never change it, or seeds would give other problems
 
 
 @pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config={"extra": "forbid"})
 class ReasoningGymTaskset(Taskset):
-    """Problems of one reasoning-gym task, e.g. ``task="spell_backward", config={"max_word_len": 6}``.
+    """Makes problems of one reasoning-gym task, e.g. ``task="spell_backward", config={"max_word_len": 6}``.
 
-    The model answers in one message. The text of its question identifies a problem.
+    The model answers in one message. A problem is identified by the text of its question.
 
     Args:
         task: name of the reasoning-gym task.
-        level: of reasoning-gym's own curriculum for the task, 0 the easiest; ``config`` overrides what it sets.
+        level: level of reasoning-gym's own curriculum for the task; 0 is the easiest. ``config`` overrides its options.
         config: options of the task.
-        answer: ``tags``: only the text inside the last ``<answer>...</answer>`` counts. ``whole``: all but thinking.
-        instruction: appended to the question; None = what fits ``answer``.
+        answer: the part of the message that is scored: ``tags`` = the text inside the last ``<answer>...</answer>``,
+            ``whole`` = everything except thinking.
+        instruction: text appended to the question; None = the instruction that suits ``answer``.
     """
 
     task: str
@@ -49,19 +50,19 @@ class ReasoningGymTaskset(Taskset):
     seed: int = 0
 
     has_expert = True
-    named_by_content = True  # two tasks of one id are one problem, however it was found
+    named_by_content = True  # an id is a hash of the problem, whatever seed made it
 
     def __post_init__(self) -> None:
         if self.level is not None:
             object.__setattr__(self, "config", {**_config_of_level(self.task, self.level), **self.config})
-        _make_dataset(self.task, json.dumps(self.config, sort_keys=True), 0)  # raises now for bad options
+        _make_dataset(self.task, json.dumps(self.config, sort_keys=True), 0)  # made here to report bad options now
 
     def tasks(self, split: Split, count: int) -> Sequence[Task]:
         instruction = self.instruction
         if instruction is None:
             tags = self.answer == "tags"
             instruction = "\nGive the final answer inside <answer></answer> tags." if tags else ""
-        scored = {"answer": self.answer} if self.answer != "tags" else {}  # the instruction may not show it
+        scored = {"answer": self.answer} if self.answer != "tags" else {}  # kept, as the instruction may not say it
         tasks = []
         for mark, (question, seed, index) in select(self._candidates(), split, count, f"reasoning_gym {self.task!r}"):
             task = Task(
@@ -77,7 +78,7 @@ class ReasoningGymTaskset(Taskset):
         return _Question(task, self.answer == "tags")
 
     def demonstrate(self, task: Task, *, seed: int, noise: float = 0.0) -> tuple[tuple[Message, ...], Score]:
-        """The problem's reference answer. A single turn has no room for a random action: ``noise`` is unused."""
+        """Return the prompt with the reference answer. ``noise`` is unused, because there is a single turn."""
         dataset, entry = _find_entry(task.payload)
         if entry["answer"] is None:
             raise NoExpert(f"reasoning_gym {self.task!r} has no reference answers: set warm_start.enabled = false")
@@ -87,7 +88,7 @@ class ReasoningGymTaskset(Taskset):
         return (*task.prompt, {"role": "assistant", "content": text}), score
 
     def _candidates(self) -> Iterator[tuple[str, tuple[str, int, int]]]:
-        """``(fingerprint, (question, seed, index))``, without end."""
+        """Yield ``(fingerprint, (question, seed, index))`` without end."""
         config = json.dumps(self.config, sort_keys=True)
         for chunk in count_from():
             seed = derive(self.seed, "reasoning_gym", self.task, chunk) % 2**31
@@ -98,7 +99,7 @@ class ReasoningGymTaskset(Taskset):
 
 
 class _Question(Environment):
-    """One problem: the question is the task's prompt, and the first answer ends the episode."""
+    """One problem. The task's prompt holds the question, and the first answer ends the episode."""
 
     def __init__(self, task: Task, tags: bool) -> None:
         self._task, self._tags = task, tags
@@ -118,10 +119,10 @@ class _Question(Environment):
 
 
 def _config_of_level(task: str, level: int) -> dict[str, Any]:
-    """What the task's curriculum sets at a level.
+    """Return the options that the task's curriculum sets at a level.
 
     Raises:
-        UserError: no such task, no curriculum, or not so many levels.
+        UserError: there is no such task, no curriculum for it, or no such level.
     """
     from reasoning_gym.factory import CURRICULA, DATASETS
 
@@ -138,7 +139,7 @@ def _config_of_level(task: str, level: int) -> dict[str, Any]:
     config = curriculum.generate_configuration()
     values: dict[str, Any] = {}
     for attribute in attributes:
-        for key in ("field_name", "lower_field_name", "upper_field_name"):  # of a scalar, of a range
+        for key in ("field_name", "lower_field_name", "upper_field_name"):  # a scalar has the first, a range the others
             name = getattr(attribute, key, None)
             if name:
                 values[name] = getattr(config, name)
@@ -147,10 +148,10 @@ def _config_of_level(task: str, level: int) -> dict[str, Any]:
 
 @lru_cache(maxsize=64)
 def _make_dataset(task: str, config: str, seed: int) -> Any:
-    """A dataset of `_CHUNK` problems; ``config`` is JSON.
+    """Make a dataset of `_CHUNK` problems; ``config`` is JSON.
 
     Raises:
-        UserError: no such task, no such option, or a value that the task refuses.
+        UserError: there is no such task or option, or the task refuses a value.
     """
     import reasoning_gym
     from reasoning_gym.factory import DATASETS
@@ -166,7 +167,7 @@ def _make_dataset(task: str, config: str, seed: int) -> Any:
     try:
         for name, value in given.items():
             kind: Any = options[name].type
-            if tuple in (kind, get_origin(kind)):  # TOML and JSON have lists in their place
+            if tuple in (kind, get_origin(kind)):  # TOML and JSON have no tuples, only lists
                 given[name] = TypeAdapter(tuple).validate_python(value)
         return reasoning_gym.create_dataset(task, seed=seed, size=_CHUNK, **given)
     except (AssertionError, ValueError, TypeError) as error:
@@ -178,7 +179,7 @@ def _unknown_task(task: str, known: Mapping[str, Any]) -> UserError:
 
 
 def _find_entry(payload: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """The dataset and the entry that a task stands for."""
+    """Return the dataset and the entry of a task with this payload."""
     config = json.dumps(payload["config"], sort_keys=True)
     dataset, entry = _read_entry(payload["task"], config, payload["seed"], payload["index"])
     return dataset, dict(entry)

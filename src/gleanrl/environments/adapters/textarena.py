@@ -3,8 +3,9 @@
 `TextarenaTaskset` is the environment ``textarena`` of the settings. It uses `Game` (one game) and `make_agent` (the
 agents of the other seats). Experts are in `textarena_experts`.
 
-TextArena's games draw from Python's one global generator. Here each game has its own, which is put in place while the
-game computes. So many games may be under way in a process, each as its seed says, and no other draw changes.
+TextArena's games draw from the global random generators of Python and NumPy. Here, each game has generators of its own,
+which replace the global ones while the game computes. So many games may be under way in a process: each depends only on
+its own seed, and random draws outside the games do not change.
 """
 
 from __future__ import annotations
@@ -46,10 +47,11 @@ MAX_PLAYERS = 15
 BUILT_IN_AGENTS = ("random", "expert", "openai")
 
 Agent = Callable[[str], Any]
-"""TextArena's convention for an agent: maps what a player sees to a move; sync or async. It may have ``aclose()``."""
+"""TextArena's convention for an agent: a function, sync or async, from what a player sees to a move. It may also have
+``aclose()``."""
 
-_MAX_OPPONENT_MOVES = 1000  # between two moves of the model; a game that makes more is stuck
-_MAX_DEMONSTRATION = 300  # moves
+_MAX_OPPONENT_MOVES = 1000  # most moves between two moves of the model; a game with more counts as stuck
+_MAX_DEMONSTRATION = 300  # most moves of a demonstration
 _RESOURCE = re.compile(r"Resource\s+(?:\x1b\[\d+m|['\"])?([\w.]+)")
 _LISTED = re.compile(r"(?:available|valid|legal|possible|allowed)[ \w]*:(.*?)(?:\n\s*\n|\Z)", re.IGNORECASE | re.DOTALL)
 _MOVE = re.compile(r"\[(?!GAME\]|Player\b)[^\[\]\n]{1,40}\]")
@@ -58,31 +60,31 @@ _OPPONENT = "environment.options.opponent"
 
 @pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config={"extra": "forbid"})
 class TextarenaTaskset(Taskset):
-    """Games of TextArena, each by its seed; with several ids they take turns.
+    """Makes tasks from games of TextArena, one for each seed. Several ids take turns.
 
-    The model has one seat and the opponent all others. TextArena lets a player repeat a refused move once; the next
-    refusal ends the game or the player's part in it. The score is the reward at the end, mapped from TextArena's
-    [-1, 1] to ``reward_range``. ``parts`` has the original ``reward``, ``won``, ``invalid_moves`` and ``moves`` (both
-    of the model).
+    The model has one seat, and the opponent has all others. TextArena lets a player repeat a refused move once; the
+    next refusal ends the game or the player's part in it. The score is the reward at the end, mapped from TextArena's
+    [-1, 1] to ``reward_range``. Its ``parts`` are the original ``reward``, ``won``, and the model's ``invalid_moves``
+    and ``moves``.
 
-    A game's seed alone decides its split. Opponent, seat, observation and rewards are part of a task's id where they
-    differ from the defaults. Games that draw little from their seed (20 numbers to guess, one empty board) look alike
-    in all splits; then evaluation measures how well the game is played, not generalisation.
+    A game's seed alone decides its split. Opponent, seat, observation and rewards are part of a task's id if they
+    differ from the defaults. Games that draw little from their seed (20 numbers to guess, one empty board) are alike
+    in all splits; evaluation then measures how well the game is played, not generalisation.
 
     Args:
         env_id: one id, such as `GuessTheNumber-v0`, or several. The variants ``-train`` and ``-raw`` differ only for
             ``observation = "textarena"``.
-        arguments: of the game, e.g. ``{"max_number": 50}``.
-        players: None = the smallest number that the game takes.
-        seat: of the model; ``task`` = drawn for each task.
+        arguments: arguments of the game, e.g. ``{"max_number": 50}``.
+        players: number of players; None = the smallest number that the game allows.
+        seat: the model's seat; ``task`` = drawn for each task.
         opponent: ``random``, ``expert`` (for games that have one), ``openai``, a list of moves, or the import path of
             an agent (see `make_agent`).
         opponent_options: arguments of that agent; ``env:NAME`` takes a key from the environment.
-        observation: ``news``: what was said since the model's last move. ``textarena``: what TextArena's wrappers of
-            that id show, mostly the whole game each time.
-        reward_range: what a loss and a win are worth.
-        unfinished: reward, before it is moved, of a game that the run's turn limit ends; None = 0 in games for one
-            player, else -1, so that no player gains by stalling.
+        observation: ``news`` = what was said since the model's last move. ``textarena`` = what TextArena's wrappers of
+            that id show, usually the whole game each time.
+        reward_range: scores of a loss and of a win.
+        unfinished: reward in [-1, 1] of a game that is ended by the run's turn limit. None = 0 in games for one player,
+            else -1, so that no player gains by stalling.
         expert: import path of ``fn(game, seat) -> move`` for demonstrations; None = Glean RL's own expert.
     """
 
@@ -99,7 +101,7 @@ class TextarenaTaskset(Taskset):
     seed: int = 0
 
     has_expert = True
-    phrases = (  # of an invalid move
+    phrases = (  # what the game answers to an invalid move
         "You attempted an invalid move. Reason: Please resubmit a valid move and remember to follow the game rules to "
         "avoid penalties.",
         "Player 0 attempted an invalid move.",
@@ -155,7 +157,7 @@ class TextarenaTaskset(Taskset):
         return _Episode(task, self)
 
     def demonstrate(self, task: Task, *, seed: int, noise: float = 0.0) -> tuple[tuple[Message, ...], Score]:
-        """The expert's game against the taskset's opponent."""
+        """Let the expert play against the taskset's opponent."""
         rng = random.Random(seed)
         episode = _Episode(task, self)
 
@@ -179,7 +181,7 @@ class TextarenaTaskset(Taskset):
 
 
 class _Episode(Environment):
-    """One game from the model's seat."""
+    """One game, played from the model's seat."""
 
     game: Game  # set by `reset`
 
@@ -239,12 +241,12 @@ class _Episode(Environment):
 
 # --- one game ---------------------------------------------------------------------------------------------------------
 class Game:
-    """One game, created without downloads, with one interface for every kind of game.
+    """One game, created without downloads. The interface is the same for every kind of game.
 
-    ``player`` is the seat whose turn it is, ``core`` TextArena's environment without wrappers.
+    ``player`` is the seat whose turn it is. ``core`` is TextArena's environment without wrappers.
 
     Raises:
-        UserError: TextArena has no such game, or it cannot be created here.
+        UserError: TextArena has no such game, or the game cannot be created on this machine.
     """
 
     def __init__(self, env_id: str, arguments: Mapping[str, Any], players: int, seed: int) -> None:
@@ -263,11 +265,11 @@ class Game:
         return self.core.state.current_player_id
 
     def news(self) -> str:
-        """What the player has not seen yet, except their own messages."""
+        """Return what the player has not seen yet, without the player's own messages."""
         return self._read_observation(self.core)
 
     def whole(self) -> str:
-        """What TextArena's own wrappers show the player: usually everything since the beginning."""
+        """Return what TextArena's own wrappers show the player, usually everything since the beginning."""
         return self._read_observation(self._wrapped)
 
     def _read_observation(self, env: Any) -> str:
@@ -278,7 +280,7 @@ class Game:
             roles = self.core.state.role_mapping
             lines = []
             for sender, text, kind in seen or ():
-                if not isinstance(sender, int):  # some games use another order of the three
+                if not isinstance(sender, int):  # some games put the three values in another order
                     sender, text = -1, next((one for one in (sender, text, kind) if isinstance(one, str)), "")
                 if sender != player or getattr(kind, "name", "") != "PLAYER_ACTION":
                     lines.append(text if sender < 0 else f"[{roles.get(sender, f'Player {sender}')}] {text}")
@@ -296,7 +298,7 @@ class Game:
             self.invalid_moves[player] = self.invalid_moves.get(player, 0) + 1
 
     def result(self, player: int) -> Score:
-        """The player's reward after the end, in TextArena's own range; invalid if it is not a number."""
+        """Return the player's reward after the end, in TextArena's own range; invalid if it is not a number."""
         rewards, reason = self.core.state.rewards or {}, self._info(player).get("reason")
         reward = rewards.get(player)
         if isinstance(reward, str):  # some games swap reward and reason when an invalid move ends them
@@ -327,7 +329,7 @@ class Game:
 
 
 def _make_env(env_id: str, arguments: Mapping[str, Any]) -> Any:
-    """TextArena's environment with its own wrappers, before reset. Raises `UserError` if it cannot be created."""
+    """Make TextArena's environment with its own wrappers, before reset. Raises `UserError` if that fails."""
     import nltk
     import textarena
     from textarena.envs.registration import ENV_REGISTRY
@@ -336,7 +338,7 @@ def _make_env(env_id: str, arguments: Mapping[str, Any]) -> Any:
         hint = nearest(env_id, ENV_REGISTRY) or "; textarena.envs.registration.ENV_REGISTRY lists its games"
         raise UserError(f"environment.options.env_id: TextArena has no game {env_id!r}{hint}")
     download = nltk.download
-    nltk.download = lambda *_, **__: False  # games call it each time they are created
+    nltk.download = lambda *_, **__: False  # games would download data each time they are created
     try:
         return textarena.make(env_id, **arguments)
     except LookupError as error:
@@ -362,7 +364,7 @@ def _make_env(env_id: str, arguments: Mapping[str, Any]) -> Any:
 
 @lru_cache(maxsize=1024)
 def smallest_number_of_players(env_id: str, arguments: str) -> int:
-    """The smallest number of players that the game takes; ``arguments`` is JSON.
+    """Return the smallest number of players that the game allows; ``arguments`` is JSON.
 
     Raises:
         UserError: the game cannot be created.
@@ -376,17 +378,17 @@ def smallest_number_of_players(env_id: str, arguments: str) -> int:
         except Exception as error:  # usually an assertion
             reason = reason or first_line(error)
         else:
-            return game.core.state.num_players  # some games accept any number and play with another
+            return game.core.state.num_players  # some games accept any number, but play with another one
     raise UserError(f"TextArena's {env_id} starts with no number of players from 1 to {MAX_PLAYERS}: {reason}")
 
 
 # --- agents of the other seats ----------------------------------------------------------------------------------------
 def make_agent(opponent: str | Sequence[str], options: Mapping[str, Any], seed: int, game: Any, seat: int) -> Agent:
-    """An agent for one seat of one game (TextArena's own object).
+    """Make an agent for one seat of ``game``, which is TextArena's own object.
 
-    ``opponent``: ``random``, ``expert``, ``openai``, a list of messages that are repeated in turn, or the
-    import path of a class (called with the options, and with ``seed`` if it takes one) or of a function (called with
-    what the player sees and the options).
+    ``opponent``: ``random``, ``expert``, ``openai``, a list of messages that the agent repeats in order, or the import
+    path of a class (called with the options, and with ``seed`` if it takes one) or of a function (called with what the
+    player sees and the options).
 
     Raises:
         UserError: there is no such agent, or the game has no expert.
@@ -452,9 +454,9 @@ def choose_listed_move(seen: str, rng: random.Random) -> str:
 
 
 class _OpenAI:
-    """A model behind an OpenAI-compatible endpoint; it sees all that its player has seen.
+    """An agent that asks a model behind an OpenAI-compatible endpoint. The model sees all that its player has seen.
 
-    Transient errors are retried; one that stays costs the episode.
+    Transient errors are retried. If an error persists, the episode fails.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Experts of some of TextArena's games, for warm starts and as an upper bound. They read the game's own state."""
+"""Experts for some of TextArena's games, for warm starts and as an upper bound. Experts read the game's own state."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _ROWS = [(0, 1, 2), (3, 4, 5), (6, 7, 8), (0, 3, 6), (1, 4, 7), (2, 5, 8), (0, 4
 
 
 def legal_moves(game: Any) -> list[str]:
-    """All moves that one of the `EXPERT_GAMES` allows now."""
+    """Return all moves that are legal now in one of the `EXPERT_GAMES`."""
     state = game.state.game_state
     match type(game).__name__:
         case "GuessTheNumberEnv":
@@ -35,10 +35,10 @@ def legal_moves(game: Any) -> list[str]:
 
 
 def best_move(game: Any, seat: int) -> str:
-    """The best move of the player at ``seat`` in one of the `EXPERT_GAMES`."""
+    """Return the best move of the player at ``seat`` in one of the `EXPERT_GAMES`."""
     state = game.state.game_state
     match type(game).__name__:
-        case "GuessTheNumberEnv":  # halve what is left
+        case "GuessTheNumberEnv":  # halve the range of possible numbers
             low, high = game.min_number, game.max_number
             for number, hint in state["guess_history"]:
                 if hint == "higher":
@@ -46,7 +46,7 @@ def best_move(game: Any, seat: int) -> str:
                 else:
                     high = min(high, number - 1)
             return f"[{(low + high) // 2}]"
-        case "TowerOfHanoiEnv":  # from any position
+        case "TowerOfHanoiEnv":  # the next move of the shortest solution, from any position
             tower_of = {disk: tower for tower, disks in state["towers"].items() for disk in disks}
             goal, move = "C", ""
             for disk in sorted(tower_of, reverse=True):
@@ -55,18 +55,18 @@ def best_move(game: Any, seat: int) -> str:
                     move = f"[{source} {goal}]"
                     (goal,) = {"A", "B", "C"} - {source, goal}  # all smaller disks must be out of the way first
             return move
-        case "MastermindEnv":  # any code that agrees with all answers
+        case "MastermindEnv":  # the first code that agrees with all answers so far
             answers = [(tuple(e["guess"]), (e["black"], e["white"])) for e in state["history"]]
             code = next(code for code in _codes(state) if all(_pegs(guess, code) == pegs for guess, pegs in answers))
             return f"[{' '.join(map(str, code))}]"
-        case "NimEnv":  # leave a sum of zero
+        case "NimEnv":  # leave piles whose exclusive or is zero, or if that is impossible take one item
             piles = state["piles"]
             total = reduce(xor, piles)
             for index, pile in enumerate(piles):
                 if pile ^ total < pile:
                     return f"[{index} {pile - (pile ^ total)}]"
             return f"[{piles.index(max(piles))} 1]"
-        case _:  # TicTacToe: search the whole tree
+        case _:  # TicTacToe: search the whole game tree
             mine, other = ("X", "O") if seat == 1 else ("O", "X")
             board = tuple(cell for row in state["board"] for cell in row)
             best, best_value = -1, -100
@@ -79,13 +79,13 @@ def best_move(game: Any, seat: int) -> str:
 
 
 def _codes(state: Any) -> Iterator[tuple[int, ...]]:
-    """All codes of a Mastermind game."""
+    """Return all codes that a Mastermind game may have."""
     numbers, length = range(1, state["num_numbers"] + 1), state["code_length"]
     return product(numbers, repeat=length) if state["duplicate_numbers"] else permutations(numbers, length)
 
 
 def _pegs(guess: Sequence[int], code: Sequence[int]) -> tuple[int, int]:
-    """Mastermind's black and white pegs for a guess at ``code``."""
+    """Return the numbers of black and white pegs that Mastermind gives for a guess at ``code``."""
     exact = sum(a == b for a, b in zip(guess, code, strict=True))
     common = sum(min(guess.count(n), code.count(n)) for n in set(guess))
     return exact, common - exact
@@ -93,7 +93,7 @@ def _pegs(guess: Sequence[int], code: Sequence[int]) -> tuple[int, int]:
 
 @cache
 def _position_value(board: tuple[str, ...], mark: str) -> int:
-    """What a TicTacToe board is worth to ``mark``, whose turn it is: the sooner it ends, the more it counts."""
+    """Return the value of a TicTacToe board for ``mark``, whose turn it is. Earlier wins and losses count more."""
     free = [i for i, cell in enumerate(board) if not cell]
     if any(board[a] and board[a] == board[b] == board[c] for a, b, c in _ROWS):
         return -1 - len(free)  # the other player has just won

@@ -1,10 +1,10 @@
-"""verifiers (v1): tasksets, tools, hooks and rewards of that package, with every answer sampled here, token-exact.
+"""verifiers (v1): uses that package's tasksets, tools, hooks and rewards, while Glean RL samples every answer.
 
 `VerifiersTaskset` is the environment ``verifiers`` of the settings. A rollout of verifiers runs a harness (the program
-that plays), whose model calls go to an OpenAI-compatible endpoint. Here that endpoint is our own, on loopback
-(`verifiers_serving`). A call waits there until the episode's next message is sampled; the messages that a call adds to
-the conversation are the environment's observation. So verifiers' own rollout runs unchanged, with its stops,
-interceptions, tool servers, limits and scoring, and tokens never leave our sampler.
+that plays), which sends model calls to an OpenAI-compatible endpoint. Here, that endpoint is Glean RL's own, on
+loopback (`verifiers_serving`). A call waits there until the episode's next message is sampled. The messages that a call
+adds to the conversation are the environment's observation. So verifiers' own rollout runs unchanged, with its stops,
+interceptions, tool servers, limits and scoring, and training uses exactly the tokens that were sampled.
 """
 
 from __future__ import annotations
@@ -25,21 +25,24 @@ from gleanrl.rollout.thinking import CLOSE, OPEN
 from gleanrl.types import Message, Score, StopReason, Task
 from gleanrl.utils.errors import UserError
 
-_STOPS = {StopReason.MAX_TURNS: "max_turns", StopReason.CONTEXT_FULL: "max_total_tokens"}  # as verifiers calls them
+_STOPS = {StopReason.MAX_TURNS: "max_turns", StopReason.CONTEXT_FULL: "max_total_tokens"}  # names in verifiers
 
 
 @pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config={"extra": "forbid"})
 class VerifiersTaskset(Taskset):
-    """Tasks of a verifiers v1 taskset, e.g. ``id="gsm8k", args={"split": "train"}, eval_args={"split": "test"}``.
+    """Uses the tasks of a verifiers v1 taskset.
 
-    Exactly one seat of its environment is the policy's; any other needs a ``model`` and a ``client`` of its own.
+    For example, ``id="gsm8k", args={"split": "train"}, eval_args={"split": "test"}``.
+
+    The policy plays exactly one seat of the environment. Any other seat needs its own ``model`` and ``client``.
 
     Args:
-        id: an installed taskset, as verifiers' own `eval` command takes it, or a ``file.py`` that exports one.
-        args: the taskset's config, what verifiers sets by ``--env.taskset.*``.
-        eval_args: what differs in it for evaluation; None takes evaluation tasks from the same ones, by content.
+        id: an installed taskset, named as for verifiers' own `eval` command, or a ``file.py`` that exports one.
+        args: the taskset's config, which verifiers sets by ``--env.taskset.*``.
+        eval_args: the options of ``args`` that differ for evaluation. None = evaluation gets a share of the same tasks,
+            chosen by content.
         env: the environment's config (``--env.*``): another ``id``, timeouts, and each seat's harness, runtime, model,
-            client and limits. A seat that does not say otherwise is a chat loop with the task's tools, on this machine.
+            client and limits. By default, a seat is a chat loop with the task's tools, on this machine.
     """
 
     id: str
@@ -47,19 +50,22 @@ class VerifiersTaskset(Taskset):
     eval_args: dict[str, Any] | None = None
     env: dict[str, Any] = Field(default_factory=dict)
 
-    named_by_content = True  # two tasks of one id are one problem, however it was found
+    named_by_content = True  # an id is a hash of the task's content, without its position in the taskset
 
     def __post_init__(self) -> None:
-        for split in ("train", "eval"):  # raises now for bad options
+        for split in ("train", "eval"):  # resolved here so that bad options are reported now
             resolve_config(self.id, self._args(split), self.env)
 
     def _args(self, split: Split) -> dict[str, Any]:
         return {**self.args, **(self.eval_args or {})} if split == "eval" else self.args
 
     def tasks(self, split: Split, count: int) -> Sequence[Task]:
-        """The first ``count`` different tasks in ``split``, which a task's content decides: 60 % are for training,
-        25 % for a warm start, 15 % for evaluation. With ``eval_args``, those are all that evaluation has, and
-        the package is trusted to keep them apart from training's."""
+        """Return the first ``count`` different tasks in ``split``.
+
+        A task's content decides its split: 60 % of tasks are for training, 25 % for a warm start, 15 % for evaluation.
+        With ``eval_args``, evaluation has exactly the tasks that these select. The package must then keep them apart
+        from the training tasks, which is not checked.
+        """
         args, what = self._args(split), f"verifiers taskset {self.id!r}"
 
         def place(mark: str) -> Split:
@@ -76,7 +82,7 @@ class VerifiersTaskset(Taskset):
         return tasks
 
     def _candidates(self, args: Mapping[str, Any], what: str) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Every task with the fingerprint of its content, which does not include its position in the taskset."""
+        """Yield every task with a fingerprint of its content. The task's position in the taskset does not matter."""
         scoring = json.dumps(args.get("task", {}), sort_keys=True)
         try:
             for task in import_v1().load_taskset(resolve_config(self.id, args, self.env).taskset):
@@ -92,15 +98,15 @@ class VerifiersTaskset(Taskset):
 
 
 class _Episode(Environment):
-    """One episode of verifiers. It runs in a task of its own, and each of its model calls waits for a `step`."""
+    """One episode of verifiers. It runs in an asyncio task of its own, in which each model call waits for a `step`."""
 
     def __init__(self, config: Any, data: Mapping[str, Any]) -> None:
         self._config, self._data = config, data
         self._rollout: asyncio.Task[Any] | None = None
         self._conversation: list[Message] = []
-        self._reply: asyncio.Future[Message] | None = None  # what the pending model call waits for
-        self._events: asyncio.Queue[Observation | None] = asyncio.Queue()  # None: the rollout has ended
-        self._traces: dict[str, Any] = {}  # verifiers' traces of this episode by id
+        self._reply: asyncio.Future[Message] | None = None  # the answer for which the pending model call waits
+        self._events: asyncio.Queue[Observation | None] = asyncio.Queue()  # None = the rollout has ended
+        self._traces: dict[str, Any] = {}  # trace id -> verifiers' trace, for all traces of this episode
         self._policy_trace: Any = None  # the trace of the seat that the policy plays
         self._refusal: str | None = None  # why the rollout cannot be trained on
         self._host: Host | None = None
@@ -123,7 +129,7 @@ class _Episode(Environment):
         return await self._next_observation()
 
     async def conclude(self, stop: StopReason) -> Score | None:
-        """The score that verifiers gives the episode so far, as if stopped by a limit of its own."""
+        """Return the score that verifiers gives the episode if one of verifiers' own limits stops it now."""
         if self._reply is None or self._reply.done():
             return None
         self._policy_trace.stop(_STOPS[stop])
@@ -142,10 +148,10 @@ class _Episode(Environment):
                 await self._rollout
 
     async def answer_call(self, trace: str, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any]) -> Message:
-        """The policy's answer to a model call, once it is sampled.
+        """Wait for the policy's answer to a model call, and return it.
 
         Raises:
-            Refused: the episode does not go on, or the call does not fit one growing conversation.
+            Refused: the episode is over, or the call does not extend the episode's one conversation.
         """
         try:
             new = self._new_messages(trace, messages)
@@ -162,7 +168,7 @@ class _Episode(Environment):
         return reply
 
     def _new_messages(self, trace: str, messages: Sequence[Mapping[str, Any]]) -> list[Message]:
-        """The messages that a call adds to the conversation."""
+        """Return the messages that a call adds to the conversation."""
         if self._policy_trace is not None and trace != self._policy_trace.id:
             seat = self._traces[trace].agent.name
             raise Refused(
@@ -184,9 +190,9 @@ class _Episode(Environment):
         return new
 
     async def _next_observation(self) -> Observation:
-        """The next model call; after the last one, the score of the policy's seat.
+        """Wait for the next model call and return its messages; after the last one, the score of the policy's seat.
 
-        The score is verifiers' weighted reward, its parts are each reward (unweighted) and each metric by name.
+        The score is verifiers' weighted reward. Its parts are each reward (unweighted) and each metric, by name.
         """
         observation = await self._events.get()
         if observation is not None:
@@ -206,7 +212,7 @@ class _Episode(Environment):
 
 
 def _from_wire(message: Mapping[str, Any]) -> Message:
-    """A message from the wire as a `Message`, in one normal form."""
+    """Convert a message from the wire into a `Message`, in one normal form."""
     content = message.get("content") or ""
     if not isinstance(content, str):
         if kinds := {str(part.get("type")) for part in content} - {"text"}:
@@ -226,10 +232,13 @@ def _from_wire(message: Mapping[str, Any]) -> Message:
 
 
 def _to_wire(message: Message, position: int) -> Message:
-    """A sampled message as a server sends it: thinking separate, arguments of calls as text, each call with an id."""
+    """Convert a sampled message into the form that a server sends.
+
+    Thinking is separate, arguments of calls are text, and each call has an id.
+    """
     content = message["content"]
     thinking, closed, answer = content.rpartition(CLOSE)
-    if not closed and content.startswith(OPEN):  # cut off
+    if not closed and content.startswith(OPEN):  # the thought was cut off
         thinking, closed, answer = content, CLOSE, ""
     wire: dict[str, Any] = {"role": "assistant", "content": answer.lstrip("\n") if closed else content}
     if closed:

@@ -1,6 +1,6 @@
-"""Runs the environments of `verifiers.py`, and the endpoint that their model calls go to.
+"""Runs the environments of `verifiers.py`, and the endpoint for their model calls.
 
-`Host` runs one environment of verifiers per event loop; `resolve_config` validates its config.
+`Host` runs an environment of verifiers on an event loop, and `resolve_config` validates the environment's config.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from gleanrl.utils.http import connection_limit
 from gleanrl.utils.importing import load_file
 
 POLICY = "policy"  # the model's name in what verifiers records
-CONNECTIONS = 1 << 14  # their ends, of which a live episode has four
+CONNECTIONS = 1 << 14  # ends of connections that this process may hold; a live episode has four
 
 
 class Refused(Exception):
-    """A model call that gets no answer; verifiers gets the reason."""
+    """A model call gets no answer. The message is sent to verifiers as the reason."""
 
 
 class AnswersCalls(Protocol):
-    """An episode that model calls come to."""
+    """An episode that answers model calls."""
 
     async def answer_call(self, trace: str, messages: Any, tools: Any) -> Message: ...
 
 
 def import_v1() -> Any:
-    """`verifiers.v1`. Raises `UserError` if it is not installed."""
+    """Import `verifiers.v1`. Raises `UserError` if it is not installed."""
     try:
         return importlib.import_module("verifiers.v1")
     except ImportError as error:
@@ -49,17 +49,17 @@ def import_v1() -> Any:
 
 
 def resolve_config(taskset: str, args: Mapping[str, Any], env: Mapping[str, Any]) -> Any:
-    """An environment's config as verifiers resolves it.
+    """Resolve an environment's config as verifiers does, but with other defaults for seats.
 
-    A seat without a runtime plays on this machine. A seat without a harness chats; verifiers would give the model a
-    shell, which is unsafe on a machine that trains.
+    A seat without a runtime plays on this machine. A seat without a harness gets a chat loop, because verifiers'
+    default would give the model a shell, which is unsafe on a machine that trains.
 
     Raises:
-        UserError: there is no such taskset, or it or its environment has no such option.
+        UserError: there is no such taskset, or the taskset or its environment has no such option.
     """
     vf = import_v1()
     taskset = load_file(taskset).__name__ if taskset.endswith(".py") else taskset
-    raw: dict[str, Any] = copy.deepcopy({**env, "taskset": {**args, "id": taskset}})  # verifiers resolves it in place
+    raw: dict[str, Any] = copy.deepcopy({**env, "taskset": {**args, "id": taskset}})  # copied: verifiers changes it
     try:
         kind = vf.env_config_type(taskset, raw.get("id", ""))
         for name, field in kind.model_fields.items():
@@ -85,15 +85,15 @@ def resolve_config(taskset: str, args: Mapping[str, Any], env: Mapping[str, Any]
 
 
 class Host:
-    """An environment of verifiers while it runs, and the endpoint for its model calls.
+    """A running environment of verifiers, with the endpoint for its model calls.
 
-    There is one per config and event loop, since episodes share tool servers. It ends with the event loop.
+    There is one host per config and event loop, because episodes share tool servers. It ends with the event loop.
     """
 
     _all: ClassVar[dict[tuple[asyncio.AbstractEventLoop, str], Host]] = {}
 
     def __init__(self, config: Any) -> None:
-        self.episodes: dict[str, AnswersCalls] = {}  # by the id of each of their traces
+        self.episodes: dict[str, AnswersCalls] = {}  # trace id -> episode; an episode may have several traces
         self._vf = import_v1()
         self._env = self._vf.load_environment(config)
         loop = asyncio.get_running_loop()
@@ -103,7 +103,7 @@ class Host:
 
     @classmethod
     async def get(cls, config: Any) -> Host:
-        """The host of ``config`` on this event loop, started if it is the first request for it."""
+        """Return the host of ``config`` on this event loop. The first call starts it."""
         key = (asyncio.get_running_loop(), config.model_dump_json())
         if key not in cls._all:
             cls._all[key] = cls(config)
@@ -112,17 +112,17 @@ class Host:
         return host
 
     async def play(self, data: Mapping[str, Any], on_trace: Callable[[Any], None]) -> Any:
-        """A whole episode of the task with ``data``, rebuilt as verifiers does; ``on_trace`` gets each trace."""
+        """Play a whole episode of the task that is rebuilt from ``data``. ``on_trace`` is called with each trace."""
         kind = type(self._env.taskset).task_type()
         task = kind(kind.data_type().model_validate(data), self._env.config.taskset.task)
         return await self._env.run_episode(task, self._context, on_trace=on_trace)
 
     async def _serve(self) -> None:
-        # verifiers needs aiohttp too
+        # aiohttp is installed, because verifiers needs it too.
         from aiohttp import ClientSession, ClientTimeout, TCPConnector, web  # pyright: ignore[reportMissingImports]
 
         connection_limit(CONNECTIONS)
-        secret = secrets.token_urlsafe(16)  # other users of this machine cannot find the endpoint
+        secret = secrets.token_urlsafe(16)  # in the path, so that other users of this machine cannot find the endpoint
         app = web.Application(client_max_size=1 << 28)
         app.router.add_post(f"/{secret}/v1/chat/completions", self._answer)
         try:
@@ -134,13 +134,13 @@ class Host:
                 url = f"http://127.0.0.1:{runner.addresses[0][1]}/{secret}/v1"
                 client = self._vf.EvalClientConfig(base_url=url, api_key_var="GLEANRL_POLICY_KEY")
                 self._context = self._vf.ModelContext(model=POLICY, client=client)
-                # no limit: a call that waits for another's connection could deadlock, as answers are sampled together
+                # No limit on connections: calls that wait for one could deadlock, because answers are sampled together.
                 unlimited = {"connector": TCPConnector(limit=0), "timeout": ClientTimeout(total=None)}
                 http = await stack.enter_async_context(ClientSession(**unlimited))
                 await stack.enter_async_context(self._env.serving())
                 self._chat_in_process(http)
                 self._ready.set_result(None)
-                await asyncio.Event().wait()  # until it is cancelled
+                await asyncio.Event().wait()  # wait until this task is cancelled
         except Exception as error:
             if self._ready.done():
                 raise
@@ -149,7 +149,7 @@ class Host:
             del self._all[self._key]
 
     def _chat_in_process(self, http: Any) -> None:
-        """Run plain chat loops in this process; verifiers would start a program for every turn."""
+        """Run plain chat loops in this process, because verifiers would start a program for every turn."""
         chats: dict[str, Any] = {}
         for name, seat in self._env.config:
             if not isinstance(seat, self._vf.AgentConfig) or seat.harness is None:
@@ -195,7 +195,7 @@ class Host:
 
 @cache
 def chat_harness_class() -> Any:
-    """The class of a harness that chats and calls tools as verifiers' `null` does, in this process."""
+    """Return a harness class that chats and calls tools like verifiers' `null` harness, but in this process."""
     vf = import_v1()
     message_to_wire = importlib.import_module("verifiers.v1.dialects.chat").message_to_wire
     mcp = importlib.import_module("verifiers.v1.harnesses.utils.mcp")
@@ -228,7 +228,7 @@ def chat_harness_class() -> Any:
                     return await response.json()
 
             async def call_tool(call: Any) -> Any:
-                """The message that answers a tool call: the result, or why the tool was not called."""
+                """Return the message that answers a tool call: the result, or why the tool was not called."""
                 name, arguments, wrong = call["function"]["name"], call["function"]["arguments"], None
                 try:
                     arguments = json.loads(arguments or "{}")
@@ -267,7 +267,7 @@ def chat_harness_class() -> Any:
                             return vf.ProgramResult(0, "", "")
                         for call in message["tool_calls"]:
                             messages.append(await call_tool(call))
-            except Refused as error:  # a stop, a limit or a failure; the rollout distinguishes them
+            except Refused as error:  # a stop, a limit or a failure; the rollout knows which
                 return vf.ProgramResult(1, "", str(error))
 
     return Chat
