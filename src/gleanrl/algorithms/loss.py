@@ -68,14 +68,14 @@ class Tokens:
         return self.log_ratio.exp()
 
     def sequence_sum(self, values: Tensor) -> Tensor:
-        """Return float [T]: for each token, the sum of ``values`` [T] over these tokens of its sequence."""
+        """Return float [T]: for each token, the sum of ``values`` [T] over those of these tokens in its sequence."""
         if not values.numel():
             return values
         totals = values.new_zeros(int(self.sequence.max()) + 1).index_add_(0, self.sequence, values)
         return totals[self.sequence]
 
     def sequence_mean(self, values: Tensor) -> Tensor:
-        """Return float [T]: for each token, the mean of ``values`` [T] over these tokens of its sequence."""
+        """Return float [T]: for each token, the mean of ``values`` [T] over those of these tokens in its sequence."""
         return self.sequence_sum(values) / self.sequence_sum(torch.ones_like(values))
 
 
@@ -97,7 +97,7 @@ class PolicyLoss:
     scope: Scope  # the tokens that one token's value depends on
     precompute: Callable[..., Tensor] | None  # (all tokens of the scope, settings, **options) -> [T], without gradient
     aggregation: str
-    ratio: bool  # its values contain pi / pi_old, so that a correction only has to add pi_old / pi_behaviour
+    ratio: bool  # its values contain pi / pi_old, so that a correction only multiplies by pi_old / pi_behaviour
 
     def __call__(self, tokens: Tokens, settings: LossSettings) -> TokenLosses:
         result = self.function(tokens, settings, **_taken(self._options[0], settings.options))
@@ -198,7 +198,7 @@ class Objective(NamedTuple):
     values: Tensor  # float [T], policy loss + KL - entropy bonus
     statistics: Statistics
     left_out_tokens: Tensor  # float scalar: number of tokens that a masking correction removes from the denominator
-    left_out_sequences: Tensor  # float scalar: number of sequences removed, 1 / length per token; 0 if unused
+    left_out_sequences: Tensor  # float scalar: number of sequences removed (each token adds 1 / length); 0 if unused
 
 
 def objective(
@@ -216,8 +216,8 @@ def objective(
     ``kl_coefficient`` defaults to that of ``config``, or 0 where the KL is in the reward. ``entropy`` float [T]: of the
     policy at each token (with gradient if it has a coefficient). ``ref_logp`` float [T]: log-probs of the reference.
     ``context``: the result of `precompute` for these tokens, needed if they are not all tokens of the loss's scope.
-    ``current_logp`` float [T]: the trainer's log-probs at the weights that sampled, given if ``old_logp`` holds the
-    sampler's; their difference is the mismatch of trainer and sampler. Raises `UserError` for an unknown loss,
+    ``current_logp`` float [T]: the trainer's log-probs, given if ``old_logp`` is as sampled and nothing was trained
+    since; their difference is the mismatch of trainer and sampler. Raises `UserError` for an unknown loss,
     ValueError if a term with a coefficient lacks its input.
     """
     loss = find(config)
@@ -507,7 +507,7 @@ def gspo(tokens: Tokens, settings: LossSettings) -> TokenLosses:
 
 @policy_loss("cispo")
 def cispo(tokens: Tokens, settings: LossSettings) -> TokenLosses:
-    """-clip(u) A log pi without gradient through u; a clipped token still has a gradient (arXiv 2506.13585)."""
+    """-clip(ratio) A log pi, ratio without gradient; a clipped token still has a gradient (arXiv 2506.13585)."""
     low, high = 1 - settings.clip_low, 1 + settings.clip_high
     ratio = tokens.ratio.detach()
     values = -ratio.clamp(low, high) * tokens.advantages * tokens.logp

@@ -112,7 +112,7 @@ def micro_batches(
 
 
 def plan(lengths: Sequence[int], budget: int, max_padding: float = MAX_PADDING) -> list[tuple[int, ...]]:
-    """Cut the indices of ``lengths`` into micro-batches of at most ``budget`` tokens and ``max_padding`` of padding."""
+    """Cut the indices of ``lengths`` into micro-batches of at most ``budget`` tokens, with little padding."""
     plans: list[tuple[int, ...]] = []
     rows: list[int] = []
     real = 0

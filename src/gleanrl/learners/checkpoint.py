@@ -68,7 +68,7 @@ def write(folder: Path, tensors: Mapping[str, Tensor], optimizers: Optimizers) -
     """
     state = dict(tensors)
     if not distributed.is_initialized() or distributed.get_rank() == 0:
-        state |= _random_state()  # if several processes gave theirs, an arbitrary one would be written
+        state |= _random_state()  # of rank 0, because an arbitrary one of several would be written
     for part, (module, optimizer) in optimizers.items():
         for name, values in get_optimizer_state_dict(module, optimizer)["state"].items():
             state |= {f"optimizer/{part}/{name}/{key}": torch.as_tensor(value) for key, value in values.items()}

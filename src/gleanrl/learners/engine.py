@@ -151,7 +151,7 @@ class Placement:
         return decide()
 
     def budget(self, tokens: int, limit: int) -> int:
-        """Return the padded tokens of a micro-batch, at most ``limit``, if ``tokens`` are to be learned from."""
+        """Return how many padded tokens a micro-batch may have, at most ``limit``, for ``tokens`` in total."""
         del tokens
         return limit
 

@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 from gleanrl.algorithms.microbatch import row_layout
 from gleanrl.learners.fused_head import head_logprobs
 
-LARGE = 1 << 26  # logits from which none are stored; saves 0.5 GiB with their gradient, costs a fifth more time
+LARGE = 1 << 26  # this many logits or more are not stored: saves 0.5 GiB with gradient, takes a fifth more time
 PROBE_LOGIT = 1e4  # far above any soft cap
 PROBE_TOLERANCE = 1e-3  # share of the largest logit; above bfloat16 rounding, below the effect of any cap
 SHARING_TOLERANCE = 1e-4  # nats; far above float32 rounding, far below the effect of an ignored mask or position
@@ -156,7 +156,7 @@ class _SelectedLogSoftmax(torch.autograd.Function):
 
 
 def _blocks(logits: Tensor) -> Iterator[slice]:
-    """Return slices of rows that keep temporaries small; a single slice if all of them are."""
+    """Return slices of rows that keep temporaries small; a single slice if the logits are small."""
     step = max(1, ROWS_AT_ONCE // max(1, logits.shape[-1]))
     return (slice(start, start + step) for start in range(0, logits.shape[0], step))
 

@@ -222,7 +222,7 @@ class TorchLearner:
         return self._critic is not None or self._penalises
 
     async def estimate(self, samples: Sequence[Sample]) -> list[ModelEstimates]:
-        """Return estimates for ``samples`` under the current weights, from which advantages are then computed."""
+        """Return estimates for each of ``samples`` under the current weights; advantages are computed from them."""
         started = perf_counter()
         estimates = await self._on_device("logprobs", lambda _: self._estimates(samples), samples=len(samples))
         self._estimating_s += perf_counter() - started

@@ -1,6 +1,6 @@
-"""Parameters sharded over processes by FSDP2, and within a layer by tensor parallelism; samples divided among them.
+"""Shards parameters over processes by FSDP2 and tensor parallelism, and divides samples among the processes.
 
-Gradients are sums over processes, so that one denominator of the whole mini-batch divides them, as in one process.
+Gradients are sums over processes. They are divided by one denominator of the whole mini-batch, as in one process.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from gleanrl.utils.errors import UserError
 T = TypeVar("T")
 HOST = torch.device("cpu")
 _STYLES = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
-_PREFIX = "layers.*."  # of a layer's modules in the plans of transformers
+_PREFIX = "layers.*."  # prefix of a layer's modules in the plans of transformers
 
 
 class Fsdp(Placement):
-    """A `Placement` that shards each parameter over all processes; it is whole only while its layer computes.
+    """A `Placement` that shards each parameter over all processes. A parameter is whole only while its layer computes.
 
-    With ``tensor_parallel`` above 1, that many processes compute each layer together on the same samples, and
-    parameters are sharded over both dimensions of the mesh (copies x tensor_parallel). ``dtype``: of parameters in a
-    forward pass. Stored parameters and gradient sums are float32 (or the model's own float64).
+    With ``tensor_parallel`` above 1, that number of processes compute each layer together on the same samples, and
+    parameters are sharded over both dimensions of the mesh (data x tensor). ``dtype``: dtype of parameters in a forward
+    pass. Stored parameters and gradient sums are float32 (or the model's own float64).
     """
 
     def __init__(self, ranks: Ranks, dtype: torch.dtype, tensor_parallel: int = 1) -> None:
@@ -50,13 +50,13 @@ class Fsdp(Placement):
         self._policy = MixedPrecisionPolicy(dtype, torch.float32) if self.casts else MixedPrecisionPolicy()
 
     def place(self, model: nn.Module) -> None:
-        """Take rank 0's parameters, a layer at a time, and keep this process's part of each."""
+        """Receive rank 0's parameters, one layer at a time, and keep this process's part of each parameter."""
         for unit, is_layer in [*((layer, True) for layer in _layers(model)), (model, False)]:
-            received: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}  # by the old one's id: tied ones come once
+            received: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}  # old and new, by id of the old: tied ones once
             for module in unit.modules():
                 for name, parameter in list(module.named_parameters(recurse=False)):
                     if isinstance(parameter, DTensor):
-                        continue  # of a layer that is placed
+                        continue  # its layer is placed already
                     if id(parameter) not in received:
                         value = parameter.detach()
                         if not self.leads:
@@ -68,7 +68,7 @@ class Fsdp(Placement):
                     setattr(module, name, buffer.to(self._ranks.device))
             if is_layer and self._across > 1:
                 _split_layer(model, unit, self._mesh["tensor"])
-            # resharded at the root too: its parameters are always found in parts between two passes
+            # the root is resharded too, so that between two passes all parameters are in parts
             fully_shard(unit, mesh=self._mesh["data"], mp_policy=self._policy, reshard_after_forward=True)
             assert isinstance(unit, FSDPModule)
             unit.set_gradient_divide_factor(1.0)
@@ -108,7 +108,7 @@ class Fsdp(Placement):
 
 
 def _layers(model: nn.Module) -> Iterator[nn.Module]:
-    """Modules in the outermost lists of modules, as transformers keeps a model's layers."""
+    """Yield the modules in the outermost `ModuleList`s, where transformers keeps a model's layers."""
     for child in model.children():
         if isinstance(child, nn.ModuleList):
             yield from child
@@ -117,15 +117,15 @@ def _layers(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def _moved(record: Any, device: torch.device) -> Any:
-    """A dataclass with its tensors on another device, without gradient."""
+    """Return a copy of a dataclass with its tensors on another device, without gradient."""
     tensors = {f.name: getattr(record, f.name) for f in fields(record)}
     return replace(record, **{k: v.detach().to(device) for k, v in tensors.items() if isinstance(v, Tensor)})
 
 
 def _split_layer(model: Any, layer: nn.Module, mesh: DeviceMesh) -> None:
-    """Split the linear maps of a layer in place, by the plan that transformers has for its model.
+    """Split the linear maps of a layer in place, by the plan that transformers has for the model.
 
-    Embedding and head stay as they are. Raises `UserError` where the plan, or the number of heads, does not allow it.
+    Embedding and head are not split. Raises `UserError` if the plan or the number of heads does not allow a split.
     """
     config = model.config.get_text_config()
 
@@ -148,7 +148,7 @@ def _split_layer(model: Any, layer: nn.Module, mesh: DeviceMesh) -> None:
             raise refuse(f"its plan asks for {style!r} at {name}")
         planned[name] = _STYLES[style]()
     for name, module in modules.items():
-        # what is not split must see whole hidden states: then its gradient is the same in every process
+        # a module that is not split must see whole hidden states, so that all processes compute the same gradient
         if "." in name and name not in planned and any(True for _ in module.parameters(recurse=False)):
             raise refuse(f"its plan says nothing of {name}")
     parallelize_module(layer, mesh, planned)

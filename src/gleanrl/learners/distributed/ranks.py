@@ -1,8 +1,8 @@
-"""The processes that hold a model together. Rank 0 sends commands, all processes execute them, and errors reach all.
+"""The processes that hold a model together. Rank 0 sends commands, all processes execute them, and all see an error.
 
 A command is complete when every process has reported success. A process that fails stores the reason before the others
-can miss it. A process that dies closes its connections, which interrupts the others' collectives. In both cases rank 0
-raises one `UserError` with the reason.
+notice its absence. A process that dies closes its connections, which interrupts the others' collectives. In both cases
+rank 0 raises one `UserError` with the reason.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from gleanrl.utils.text import first_line
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
-IDLE = timedelta(days=365)  # between two commands: rank 0 may sample, and wait for rewards, as long as it likes
-WORK = timedelta(minutes=30)  # in a collective: a process that takes longer hangs
-REASON = timedelta(seconds=2)  # for a process that saw another one die to store the reason
-GRACE_S = 5.0  # wait for the others to fail too; then a failed process exits, which ends their waiting
+IDLE = timedelta(days=365)  # limit between two commands, because rank 0 may sample and wait for rewards for any time
+WORK = timedelta(minutes=30)  # limit of a collective; a process that takes longer is taken to hang
+REASON = timedelta(seconds=2)  # to wait for the stored reason after another process died
+GRACE_S = 5.0  # seconds in which the others may fail too, before a failed process exits to end their waiting
 _FAILURE = "failure"
 _CONNECTION = ("closed by peer", "reset by peer", "Broken pipe", "Connection refused", "Timed out waiting", "NCCL")
 
 
 class Ranks:
-    """This process among ``count`` processes, as number ``rank``; made in all of them at once.
+    """This process among ``count`` processes, as number ``rank``. All of them make theirs at the same time.
 
     Args:
-        store: where they meet; it must outlive them all.
+        store: where the processes meet; it must exist until all of them have ended.
         local: number of this process on its machine, which selects its GPU.
         cuda: whether the model is on GPUs.
     """
@@ -57,7 +57,7 @@ class Ranks:
         self._work: Any = dist.new_group(backend="gloo", timeout=WORK)
 
     def send(self, command: Any) -> None:
-        """Send a command from rank 0 to all others. Raises `UserError` if one is gone."""
+        """Send a command from rank 0 to all other processes. Raises `UserError` if one of them is gone."""
         try:
             with self._breaking_on_interrupt():
                 dist.broadcast_object_list([command], src=0, group=self._idle)
@@ -65,7 +65,7 @@ class Ranks:
             raise self._break(error) from error
 
     def receive(self) -> Any:
-        """The next command of rank 0, however long it takes. Raises `UserError` if rank 0 is gone."""
+        """Wait for the next command of rank 0, without a limit, and return it. Raises `UserError` if rank 0 is gone."""
         box = [None]
         try:
             dist.broadcast_object_list(box, src=0, group=self._idle)
@@ -74,10 +74,10 @@ class Ranks:
         return box[0]
 
     def execute(self, work: Callable[..., T], *args: Any, **options: Any) -> T:
-        """The result of ``work``, which all processes execute now.
+        """Execute ``work``, as all processes do now, and return its result.
 
         Raises its error if all processes have an error of the same kind. If only some failed or one is gone, the shared
-        state is lost: raises `UserError`, now and on every later call.
+        state is lost, and this call and every later one raise `UserError`.
         """
         if self.broken is not None:
             raise UserError(self.broken)
@@ -91,23 +91,23 @@ class Ranks:
             return result
 
     def gather(self, value: T) -> list[T]:
-        """The values of all processes, by rank."""
+        """Return the values of all processes, by rank."""
         values: list[Any] = [None] * self.count
         dist.all_gather_object(values, value, group=self._work)
         return values
 
     def share(self, value: T) -> T:
-        """Rank 0's value."""
+        """Return rank 0's value in all processes."""
         box: list[Any] = [value]
         dist.broadcast_object_list(box, src=0, group=self._work)
         return box[0]
 
     def barrier(self) -> None:
-        """Wait for all processes, for rank 0 without a limit."""
+        """Wait until all processes have called this. The wait for rank 0 has no time limit."""
         dist.barrier(group=self._idle)
 
     def fail(self, reason: str) -> None:
-        """Store why the processes cannot continue; the first reason counts. May be called on any thread."""
+        """Store why the processes cannot continue; only the first reason is kept. May be called on any thread."""
         self._store.compare_set(_FAILURE, "", reason)
 
     def close(self) -> None:
@@ -123,10 +123,10 @@ class Ranks:
         if self._reporting is not None:
             self._reporting.join(GRACE_S)
 
-    # --- how it ends ---------------------------------------------------------------------------
+    # --- errors --------------------------------------------------------------------------------
     @contextmanager
     def _breaking_on_interrupt(self) -> Iterator[None]:
-        """An interrupt leaves the other processes inside a collective, from which no command can reach them."""
+        """Set ``broken`` on an interrupt, which leaves the others in a collective where no command reaches them."""
         try:
             yield
         except Exception:
@@ -136,7 +136,7 @@ class Ranks:
             raise
 
     def _settle(self, error: Exception | None) -> None:
-        """Compare results with the other processes. Raises `UserError` if not all can continue."""
+        """Exchange with the other processes whether the work failed. Raises `UserError` if not all can continue."""
         if error is None:
             try:
                 kinds = self.gather("")
@@ -144,7 +144,7 @@ class Ranks:
                 raise self._break(broken) from broken
         else:
             log.debug("rank %d", self.rank, exc_info=error)
-            # An error of a connection only means that another process is gone.
+            # A connection error only means that another process is gone.
             of_connection = isinstance(error, RuntimeError) and any(sign in str(error) for sign in _CONNECTION)
             if not of_connection:
                 self.fail(f"rank {self.rank} of {self.count}: {_line(error)}")
@@ -157,14 +157,14 @@ class Ranks:
             self._reporting = reporting = threading.Thread(target=report, daemon=True)
             reporting.start()
             reporting.join(GRACE_S)
-            if reporting.is_alive() and self.rank:  # the end of this process ends the others' waiting
+            if reporting.is_alive() and self.rank:  # exit, so that the others stop waiting
                 print(f"gleanrl: {self._reason()}", file=sys.stderr, flush=True)
                 os._exit(1)
             kinds = gathered or [type(error).__name__, ""]  # others may still wait inside the work
         if len(set(kinds)) > 1:
             raise self._break(error)
         if error is not None and self.rank == 0:
-            self._store.delete_key(_FAILURE)  # all processes failed alike, and are in the state before the command
+            self._store.delete_key(_FAILURE)  # all processes failed in the same way and can continue
 
     def _break(self, error: Exception | None) -> UserError:
         self.broken = self._reason() or (
@@ -182,9 +182,9 @@ class Ranks:
 
 
 def environment(variables: Mapping[str, str]) -> tuple[Store, int, int, int] | None:
-    """Store, rank, count and local rank as torchrun sets them; None without torchrun or in a world of one.
+    """Return store, rank, count and local rank as torchrun sets them; None without torchrun or for a single process.
 
-    Raises `UserError` where only some of torchrun's variables are set, as in jobs of other launchers.
+    Raises `UserError` if only some of torchrun's variables are set, as in jobs of other launchers.
     """
 
     def read(name: str, default: str | None = None) -> str:
@@ -216,7 +216,7 @@ def environment(variables: Mapping[str, str]) -> tuple[Store, int, int, int] | N
 
 
 def attempt_store(store: Store, attempt: str = "0") -> Store:
-    """The store of one attempt to start, which does not see what processes of an earlier attempt stored."""
+    """Return the store of one attempt to start, which does not contain what an earlier attempt stored."""
     return PrefixStore(f"attempt {attempt}", store)
 
 

@@ -1,4 +1,4 @@
-"""One engine in several processes: rank 0 calls it as any other engine, and the others execute the same calls."""
+"""One engine in several processes: rank 0 calls it like any other engine, and the others execute the same calls."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ def make_fsdp(ranks: Ranks, model: nn.Module, settings: LearnerSettings, *args: 
 
 
 class ShardedEngine:
-    """An `Engine` for rank 0 whose calls every process executes on its part; made as `LocalEngine` is.
+    """An `Engine` for rank 0 whose calls every process executes on its part. Arguments are those of `LocalEngine`.
 
-    ``make`` makes each process's part. It is pickled, as the arguments are. Every method raises `UserError` if a
+    ``make`` makes each process's part; it and the arguments are pickled. Every method raises `UserError` if a
     process failed or is gone.
     """
 
@@ -85,9 +85,9 @@ class ShardedEngine:
         export(folder, self.local.model, self.weights(), tokenizer)
 
     def _everywhere(self, name: str, *args: Any, **options: Any) -> Any:
-        """The result of a method of each process's part, on rank 0. One call at a time.
+        """Call a method of each process's part, one call at a time, and return rank 0's result.
 
-        Raises RuntimeError rather than block an event loop that the running call may need.
+        Raises RuntimeError instead of waiting if that would block an event loop, which the running call may need.
         """
         try:
             asyncio.get_running_loop()
@@ -106,7 +106,7 @@ class ShardedEngine:
 
 
 def serve(ranks: Ranks) -> int:
-    """In every process but rank 0: execute what rank 0 sends until it ends; returns the exit status."""
+    """Execute the commands of rank 0 until it ends, in every other process, and return the exit status."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # a terminal signals all processes, but rank 0 decides when to end
     engine: Any = None
@@ -129,7 +129,7 @@ def serve(ranks: Ranks) -> int:
 
 
 def dismiss(ranks: Ranks) -> None:
-    """End the other processes from rank 0. If they cannot continue, they end when their connection to it closes."""
+    """End the other processes from rank 0. If they cannot continue, they end when the connection closes."""
     if ranks.broken is None:
         with suppress(UserError):
             ranks.send(None)
@@ -137,7 +137,7 @@ def dismiss(ranks: Ranks) -> None:
 
 
 def skeleton(model: nn.Module) -> nn.Module:
-    """A copy without the parameters' values, small enough to be sent."""
+    """Return a copy without the parameters' values, small enough to be sent."""
     memo: dict[int, Any] = {
         id(p): nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad) for p in model.parameters()
     }
