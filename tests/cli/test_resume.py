@@ -22,7 +22,7 @@ RENAME = "os:replace"
 ROLLOUTS = "gleanrl.runtime.observer:write_rollouts"
 EVALUATED = "gleanrl.runtime.observer:RunObserver.evaluated"
 EXPORT = "gleanrl.learners.torch:TorchLearner.export"
-WARM_START = "gleanrl.learners.supervised:_backward"
+WARM_START = "gleanrl.learners.supervised:finish_gradient"
 TASKS = "gleanrl.runtime.prepare:load_taskset"
 BASELINE = "gleanrl.runtime.evaluation:derive"
 

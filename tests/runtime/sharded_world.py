@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-import gleanrl.learners.distributed.fsdp as fsdp
+import torch.distributed as dist
 import gleanrl.runtime.sharded as sharded
 from gleanrl.config.settings import Config, LearnerSettings, LossSettings
 from gleanrl.learners.distributed.ranks import Ranks
@@ -59,15 +59,15 @@ def _raise(*_: Any) -> None:
 
 def interrupted(ranks: Ranks) -> None:
     """While the model is being spread."""
-    receive, received = fsdp.Fsdp._receive, list[Any]()
+    broadcast, sent = dist.broadcast, list[torch.Tensor]()
 
-    def some(self: fsdp.Fsdp, unit: Any) -> None:
-        received.append(unit)
-        if len(received) == 2:
+    def some(tensor: torch.Tensor, src: int) -> None:
+        sent.append(tensor)
+        if len(sent) == 5:
             raise KeyboardInterrupt
-        receive(self, unit)
+        broadcast(tensor, src=src)
 
-    fsdp.Fsdp._receive = some
+    dist.broadcast = some
     engine(ranks)
 
 
