@@ -142,7 +142,12 @@ class Taskset(ABC):
 
 
 class Reward(Protocol):
-    """Scores trajectories. ``score`` is called as soon as a trajectory ends, ``finish`` once its group is complete."""
+    """Scores trajectories.
+
+    ``score`` is called as soon as a trajectory ends. ``finish`` is called once its group is complete: it gets the
+    scores of the group's fresh members and returns as many in the same order, for example their ranks. Invalid scores
+    are among them and stay invalid. The last score is that of the greedy attempt, if the group has one.
+    """
 
     async def score(self, task: Task, trajectory: Trajectory) -> Score: ...
     async def finish(self, task: Task, scores: Sequence[Score]) -> Sequence[Score]: ...

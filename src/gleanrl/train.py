@@ -3,32 +3,34 @@
 `gleanrl.runtime.local` builds a `Run` from a configuration and calls `train`. The data flow is the same on every
 schedule:
 
-    what happens                                                        where
+    what happens                                                          where
     produce_groups
-        controller.ticket: when a group may start                       schedule/controller.py
-        plan.next: its task; with replay, stored members too            curriculum/, experience/replay/curriculum.py
+        controller.ticket: when a group may start                         schedule/controller.py
+        plan.next: its task; with replay, stored members too              curriculum/, experience/replay/curriculum.py
         make_group
-            player.play: sampler and environment in turn                rollout/player.py
-            reward.score for each trajectory, finish for the group      rewards/agent.py
-        check.refusal: enough members with a score, variance            schedule/group_check.py
-        queue.put: not older than the bound                             schedule/controller.py
-        (a group that fails either check: plan.drop, and its ticket is handed out again)
+            player.play: sampler and environment in turn                  rollout/player.py
+            reward.score each trajectory, reward.finish the group         rewards/agent.py
+        check.refusal: too few members with a valid score, no variance    schedule/group_check.py
+        queue.put: refused if older than the bound                        schedule/controller.py
     run_step
-        queue.chunks: the groups of this step                           schedule/controller.py
-        make_batch: members without a score are left out;
-            samples, advantages, loss weights                           algorithms/batch.py
-        learner.update: loss and optimizer                              learners/, algorithms/loss.py
-        plan.observe: the curriculum and the pool see the groups        curriculum/, experience/
-        sampler.publish: new weights                                    samplers/
+        queue.chunks: the groups of this step; those that became too
+            old while they waited are refused                             schedule/controller.py
+        make_batch: guidance is removed; members with an invalid score
+            are left out; samples, advantages, loss weights               runtime/local.py, algorithms/batch.py
+        learner.update for each chunk: the loss, and an optimizer update
+            for each complete mini-batch                                  learners/, algorithms/loss.py
+        plan.observe: the curriculum and the pool see the groups          curriculum/, experience/
+        sampler.publish: new weights                                      samplers/
+
+A group that is refused goes to `Plan.drop`, and its ticket is handed out again.
 
 Producing groups and learning from them run concurrently. `StalenessController` starts a group only when it can be
 learned from before it is older than the schedule's bound, and `GroupQueue` checks the bound against the versions that
 really sampled the group. The bound is for fresh members; stored ones are limited by ``replay.max_age`` alone.
 
 Nothing in this module depends on which schedule, estimator, environment, curriculum or learner runs. With experience
-replay the curriculum is a `ReplayCurriculum`, which adds stored trajectories to groups. The learner is then a
-`ReplayUpdateLearner`, which makes further optimizer updates on successful stored trajectories at the end of a step
-(``replay.pool_updates``).
+replay the curriculum is a `ReplayCurriculum`, which adds stored trajectories to groups. With ``replay.pool_updates``
+the learner is a `ReplayUpdateLearner`, whose last update of a step makes further optimizer updates on successes.
 """
 
 from __future__ import annotations

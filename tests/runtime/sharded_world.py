@@ -8,8 +8,8 @@ import sys
 from typing import Any
 
 import torch
-
 import torch.distributed as dist
+
 import gleanrl.runtime.sharded as sharded
 from gleanrl.config.settings import Config, LearnerSettings, LossSettings
 from gleanrl.learners.distributed.ranks import Ranks
