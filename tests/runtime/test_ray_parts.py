@@ -27,6 +27,8 @@ from gleanrl.runtime.ray.actors import ActorClient, ActorDied, ActorPool, ActorR
 from gleanrl.runtime.ray.environments import EnvironmentService, RayEnvironments, pickle_taskset
 from gleanrl.runtime.ray.rewards import RewardActor, make_reward_source
 from gleanrl.runtime.ray.weights import from_bytes, to_bytes
+from gleanrl.schedule.device_lock import DeviceLock
+from gleanrl.schedule.timeline import Timeline
 from gleanrl.tracking.monitors import Console
 from gleanrl.types import Message, Score, StopReason, Task
 from gleanrl.utils.errors import UserError
@@ -148,6 +150,31 @@ def test_the_drivers_device_lock_serves_actors_and_outlives_them(cluster: cluste
                 await holding
             async with cluster.device_lock("train"):
                 pass
+
+    asyncio.run(main())
+
+
+class FullDisk(Timeline):
+    """A timeline whose file cannot be written."""
+
+    def record(self, kind: str, start: float, end: float, **tags: Any) -> None:
+        raise UserError("no space left")
+
+
+def test_on_a_full_disk_no_call_waits_for_ever(cluster: clusters.Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster, "timeline", FullDisk())
+    monkeypatch.setattr(cluster, "device_lock", DeviceLock(timeline=FullDisk()))
+
+    async def main() -> None:
+        async with started(ActorPool(cluster, "sampler", 1, Asked, ())) as pool, asyncio.timeout(30):
+            actor = await pool.member()
+            assert await actor.call("timed", 1) == 1
+            async with cluster.device_lock("train"):
+                waiting = asyncio.ensure_future(actor.call("worked", "sample"))
+                await actor.call("echo", 1)
+            with pytest.raises(UserError, match="no space left"):
+                await waiting
+            await actor.call("worked", "sample")  # the device was given back
 
     asyncio.run(main())
 

@@ -23,6 +23,7 @@ from gleanrl.schedule.device_lock import (
 )
 from gleanrl.schedule.timeline import Timeline, covered
 from gleanrl.simulate import virtual_time
+from gleanrl.utils.errors import UserError
 from tests.strategies import examples
 
 
@@ -237,5 +238,27 @@ def test_waits_are_on_the_timeline() -> None:
         timeline = Timeline(clock=clock)
         await play(DeviceLock(timeline=timeline, clock=clock), [Job("sample", 0, 5), Job("train", 2, 1)])
         assert timeline.busy("wait", 0.0, 10.0) == 3
+
+    virtual_time.run(main())
+
+
+def test_work_whose_wait_cannot_be_recorded_gives_the_device_back() -> None:
+    class FullDisk(Timeline):
+        def record(self, kind: str, start: float, end: float, **tags: object) -> None:
+            if tags["who"] == "train":
+                raise UserError("no space left")
+
+    async def main() -> None:
+        clock = asyncio.get_running_loop().time
+        device_lock = DeviceLock(timeline=FullDisk(clock=clock), clock=clock)
+        gives_way, asks = (
+            [Job("train", 0, 2, pieces=2), Job("sample", 0.5, 1)],
+            [Job("sample", 0, 1), Job("train", 0.5, 1)],
+        )
+        for plan in (gives_way, asks):
+            with pytest.raises(UserError, match="no space left"):
+                await play(device_lock, plan)
+            async with asyncio.timeout(10), device_lock("evaluate"):
+                pass
 
     virtual_time.run(main())

@@ -93,7 +93,11 @@ class DeviceLock:
             raise
         start = self._clock()
         if self._timeline is not None and start > asked:
-            self._timeline.record("wait", asked, start, who=work, what="device")
+            try:
+                self._timeline.record("wait", asked, start, who=work, what="device")
+            except BaseException:  # e.g. the disk is full; no caller releases a device whose `acquire` has failed
+                self.release()
+                raise
 
     def release(self) -> None:
         """Pass the device on in the next iteration of the event loop.

@@ -26,7 +26,7 @@ import pickle
 import traceback
 import zlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from itertools import count
 from time import perf_counter
@@ -114,9 +114,10 @@ class LockRequest(NamedTuple):
 
 
 class LockGranted(NamedTuple):
-    """The driver's answer to "acquire" or "give_way": the actor now holds the device."""
+    """The driver's answer to "acquire" or "give_way": the actor now holds the device, unless there was an error."""
 
     hold: int
+    error: bytes = b""  # the pickled exception
 
 
 class Span(NamedTuple):
@@ -195,7 +196,9 @@ class ActorServer:
         for message in messages:
             if isinstance(message, LockGranted):
                 granted = self._granted.pop(message.hold)
-                if not granted.done():
+                if not granted.done() and message.error:
+                    granted.set_exception(from_pickle("an error of the device lock", message.error))
+                elif not granted.done():
                     granted.set_result(None)
             else:
                 task = asyncio.create_task(self._serve(message))
@@ -384,7 +387,8 @@ class ActorClient:
                     if isinstance(message, Span):
                         if (timeline := self._cluster.timeline) is not None:
                             kind, start, end, tags = message
-                            timeline.record(kind, start + self._clock_offset, end + self._clock_offset, **tags)
+                            with suppress(UserError):  # the disk is full: the run's own spans raise this as well
+                                timeline.record(kind, start + self._clock_offset, end + self._clock_offset, **tags)
                     elif isinstance(message, LockRequest):
                         if message.request == "acquire":
                             requests: asyncio.Queue[str] = asyncio.Queue()
@@ -410,12 +414,16 @@ class ActorClient:
 
     async def _hold_device(self, acquire: LockRequest, requests: asyncio.Queue[str]) -> None:
         """Hold the device for the actor until the actor releases it. The actor's death cancels this task."""
-        async with self._cluster.device_lock(acquire.work) as held:
-            self._outbox.put_nowait(LockGranted(acquire.hold))
-            while await requests.get() == "give_way":
-                if held.wanted:
-                    await held.give_way()
+        try:
+            async with self._cluster.device_lock(acquire.work) as held:
                 self._outbox.put_nowait(LockGranted(acquire.hold))
+                while await requests.get() == "give_way":
+                    if held.wanted:
+                        await held.give_way()
+                    self._outbox.put_nowait(LockGranted(acquire.hold))
+        except Exception as error:  # e.g. the disk is full; the actor waits for an answer
+            self._outbox.put_nowait(LockGranted(acquire.hold, pickle.dumps(make_portable(error))))
+            await requests.get()  # the actor's "release"
         del self._holds[acquire.hold]
 
     async def _end(self, death: str) -> None:
