@@ -142,3 +142,16 @@ def test_an_outage_is_raised_to_the_consumer() -> None:
                 await asyncio.wait_for(_all(results), 1000)
 
     virtual_time.run(main())
+
+
+def test_a_source_that_cannot_be_iterated_raises_its_error() -> None:
+    class Rows:
+        def __iter__(self) -> Iterator[Any]:
+            raise FileNotFoundError("rows.jsonl")
+
+    async def main() -> None:
+        async with RewardAgent(as_long_as_it_says) as agent:
+            with pytest.raises(FileNotFoundError):
+                await asyncio.wait_for(_all(agent.score_groups(Rows())), 5)
+
+    virtual_time.run(main())

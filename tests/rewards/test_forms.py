@@ -218,3 +218,13 @@ def test_a_sync_class_finishes_groups_in_threads() -> None:
                 assert [s.value for s in scores] == [-4, 0, -2]
 
     asyncio.run(main())
+
+
+def test_post_processing_that_is_none_is_no_post_processing() -> None:
+    class Plain:
+        post_process_scores = None
+
+        def compute_score(self, request: Request) -> float:
+            return 1.0
+
+    assert not load_reward(Plain()).post_processes

@@ -266,3 +266,11 @@ def test_a_score_that_is_no_number_fails_alone(tmp_path: Path) -> None:
             return [(await agent.score(make_task(), make_trajectory(make_task(), str(n)))).valid for n in (1, 2, 3)]
 
     assert virtual_time.run(main()) == [False, False, True]
+
+
+def test_bools_come_back_as_numbers(tmp_path: Path) -> None:
+    async def what(journal: Journal) -> Score | None:
+        await journal.put(key(1), Score(True, parts={"right": True}))
+        return journal.get(key(1))
+
+    assert use(tmp_path / "rewards.sqlite", what) == Score(1.0, parts={"right": 1.0})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import pickle
 import signal
@@ -189,3 +190,17 @@ def test_closing_ends_a_process_that_blocks() -> None:
             os.kill(pid, 0)
 
     in_pool(body)
+
+
+def test_a_worker_closed_while_it_starts_leaves_no_lost_error() -> None:
+    async def main() -> list[str]:
+        said: list[str] = []
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: said.append(context["message"]))
+        worker = WorkerProcess(pack(Worker), timeout_s=5.0)
+        await worker.close()
+        del worker
+        gc.collect()
+        await asyncio.sleep(0)
+        return said
+
+    assert asyncio.run(main()) == []

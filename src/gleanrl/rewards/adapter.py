@@ -181,7 +181,7 @@ class RewardAdapter(Scorer):
         self.reward, self._spec, self._name = found, spec, name
         self._call = partial(method, **keys) if options and not is_class else method
         self._is_async = inspect.iscoroutinefunction(method) or inspect.iscoroutinefunction(type(method).__call__)
-        self.finisher = next((own for own in self.finishers if hasattr(found, own)), "")
+        self.finisher = next((own for own in self.finishers if getattr(found, own, None) is not None), "")
         self.post_processes = bool(self.finisher)
         version = getattr(found, "version", None)
         if not isinstance(version, str):  # make a version that changes with the reward's file and its options

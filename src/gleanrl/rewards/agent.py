@@ -241,9 +241,9 @@ class RewardAgent:
 
         async def take_groups() -> None:
             nonlocal members
-            source = aiter(groups) if isinstance(groups, AsyncIterable) else iter(groups)
             taken = 0
             try:
+                source = aiter(groups) if isinstance(groups, AsyncIterable) else iter(groups)
                 while True:
                     group = await anext(source, None) if isinstance(source, AsyncIterator) else next(source, None)
                     if group is None:

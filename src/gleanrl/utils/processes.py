@@ -168,6 +168,8 @@ class WorkerProcess:
         atexit.register(self._kill_group)  # in case the worker is never closed
         self._life = self._loop.create_task(self._live(ours))
         self.ready = self._loop.create_future()
+        # Reads the error, because asyncio logs an error that is never read, and some callers do not wait for `ready`.
+        self.ready.add_done_callback(lambda ready: ready.cancelled() or ready.exception())
         self._begin(_Call(next(self._numbers), "start", "", START_S, self.ready), packed)
 
     async def call(self, method: str, *args: Any, label: str = "") -> Any:

@@ -9,6 +9,8 @@ from typing import Any
 import httpx2
 import psutil
 import pytest
+from starlette.applications import Starlette
+from starlette.routing import Mount
 
 from gleanrl.environments.service.app import Limits, Service
 from gleanrl.protocols import Observation
@@ -248,3 +250,17 @@ def test_a_task_that_cannot_be_sent_is_one_clear_failure() -> None:
         assert answer["detail"].startswith("what the environment gave cannot be sent: a value of type object")
 
     asking(body, Odd())
+
+
+def test_below_a_path_bodies_are_checked_alike() -> None:
+    async def body(ask: Asker) -> None:
+        transport = httpx2.ASGITransport(app=Starlette(routes=[Mount("/below", app=ask.service)]))
+        async with httpx2.AsyncClient(transport=transport) as client:
+            for content, kind, expected in ((b"{}", "text/plain", 415), (b"{", "application/json", 422)):
+                answer = await client.post("http://host/below/step", content=content, headers={"content-type": kind})
+                assert answer.status_code == expected
+                assert answer.json()["error"] in ("media_type", "invalid")
+            answer = await client.post("http://host/below/create", json={"id": ID, "task": {"id": "t"}})
+            assert answer.status_code == 200
+
+    asking(body)

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import os
 import socket
 import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -528,3 +530,29 @@ def command(path: Path) -> bytes:
 def test_limits_that_make_no_sense(limits: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(limits))):
         Limits(**limits)
+
+
+def test_a_sandbox_that_is_dropped_ends_the_process_of_its_next_call() -> None:
+    async def main() -> None:
+        before = set(sandboxes())
+        for _ in range(3):
+            await PythonSandbox(LIMITS, isolation="none").run("1")
+        for _ in range(100):
+            if set(sandboxes()) <= before:
+                return
+            await asyncio.sleep(0.1)
+        raise AssertionError("processes are left")
+
+    asyncio.run(main())
+
+
+def test_a_loop_is_let_go_although_its_sandbox_stays() -> None:
+    sandbox = PythonSandbox(LIMITS, isolation="none")
+
+    async def main() -> Any:
+        await sandbox.run("1")
+        return weakref.ref(asyncio.get_running_loop())
+
+    loop = asyncio.run(main())
+    gc.collect()
+    assert loop() is None

@@ -184,7 +184,7 @@ class Service:
         """Answer one request. Host, token, and the type and size of a body are checked before anything is parsed."""
         response: Any
         try:
-            takes_body = False
+            takes_body, path = False, scope.get("path", "")
             if scope["type"] == "http":
                 headers = dict(scope["headers"])
                 host = headers.get(b"host", b"").decode("latin-1")
@@ -195,9 +195,10 @@ class Service:
                 if secured and not hmac.compare_digest(given, self._token):
                     detail = "the token is another one" if given else "a token is needed: Authorization: Bearer TOKEN"
                     raise Refused(401, "unauthorized", detail)
-                takes_body = scope["method"] == "POST" and scope["path"] in self._endpoints
+                path = path.removeprefix(scope.get("root_path", ""))  # under which the service may be mounted
+                takes_body = scope["method"] == "POST" and path in self._endpoints
             if takes_body:
-                model, endpoint = self._endpoints[scope["path"]]
+                model, endpoint = self._endpoints[path]
                 response = await endpoint(model.model_validate(await _read_body(headers, receive)))
             else:
                 response = self._api

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import logging
 import marshal
 import os
@@ -28,6 +29,7 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
@@ -211,8 +213,8 @@ def warn_unisolated(reason: str) -> None:
 class PythonSandbox:
     """Runs Python code, each call in a new process. A `session` keeps one process for several calls.
 
-    The process for the next call is started ahead of time, while the model samples. It ends with the event loop at the
-    latest.
+    The process for the next call is started ahead of time, while the model samples. It ends with the sandbox or the
+    event loop.
 
     Args:
         isolation: ``bubblewrap``, or ``none`` (a process with limits, for code that you trust). ``auto`` is bubblewrap
@@ -223,6 +225,8 @@ class PythonSandbox:
     Raises:
         UserError: the requested isolation is not available on this machine.
     """
+
+    _next: tuple[asyncio.Task[Ran], asyncio.Future[str]] | None = None  # next call, and a future of its code
 
     def __init__(
         self,
@@ -248,7 +252,6 @@ class PythonSandbox:
         self.packages = packages
         self.isolation: Isolation = "none" if missing or isolation == "none" else "bubblewrap"
         self._turns = asyncio.Semaphore(concurrency or os.cpu_count() or 1)
-        self._next: tuple[asyncio.Task[Ran], asyncio.Future[str]] | None = None  # next call, and a future of its code
 
     async def run(self, code: str) -> Ran:
         """Run code in a process of its own. Errors of the code are in the result and are not raised.
@@ -267,7 +270,24 @@ class PythonSandbox:
     def _prepare_call(self) -> tuple[asyncio.Task[Ran], asyncio.Future[str]]:
         loop = asyncio.get_running_loop()
         given: asyncio.Future[str] = loop.create_future()
-        return loop.create_task(self._call(given)), given
+        same = copy.copy(self)  # a task that referred to the sandbox itself would keep it alive
+        same._next = None
+        call = loop.create_task(same._call(given))
+        owner = weakref.ref(self)
+
+        def forget(_: asyncio.Task[Ran]) -> None:  # the loop cancelled it at its end; a task keeps its loop alive
+            sandbox = owner()
+            if sandbox is not None and sandbox._next is not None and sandbox._next[0] is call:
+                sandbox._next = None
+
+        call.add_done_callback(forget)
+        return call, given
+
+    def __del__(self) -> None:
+        if self._next is not None:  # the process that waits for a call which does not come
+            call, _ = self._next
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                call.get_loop().call_soon_threadsafe(call.cancel)
 
     async def _call(self, given: asyncio.Future[str]) -> Ran:
         """Start a process, wait for code, and run it. When this is cancelled, the process ends."""
