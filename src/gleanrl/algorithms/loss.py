@@ -84,8 +84,8 @@ class TokenLosses(NamedTuple):
 
     values: Tensor  # float [T], to be minimised
     clipped_high: Tensor | None = None  # bool [T], the upper bound of the ratio determines the value
-    clipped_low: Tensor | None = None  # bool [T], the lower bound of the ratio determines it
-    clipped_dual: Tensor | None = None  # bool [T], the bound for large ratios at negative advantages does
+    clipped_low: Tensor | None = None  # bool [T], the lower bound of the ratio determines the value
+    clipped_dual: Tensor | None = None  # bool [T], the dual-clip bound (negative advantages) determines the value
 
 
 @dataclass(frozen=True)
@@ -175,7 +175,10 @@ class LossOutput(NamedTuple):
 
 
 class LossContext(NamedTuple):
-    """What a token's loss depends on besides the token, without gradient; [T] each, None where not needed."""
+    """Further inputs to the loss of T tokens, without gradient.
+
+    Each field is a tensor of shape [T], or None if the loss does not need it.
+    """
 
     precomputed: Tensor | None  # the result of the policy loss's own ``precompute``
     weight: Tensor | None  # float, importance correction of a fresh token: 0 = left out, 1 = unchanged
@@ -601,10 +604,13 @@ def _highest(values: Tensor, count: int) -> Tensor:
 
 # --- replayed tokens ------------------------------------------------------------------------------
 def replayed_loss(tokens: Tokens, settings: LossSettings) -> TokenLosses:
-    """Compute the loss of replayed tokens, whichever policy loss fresh tokens have; ``old_logp`` is as recorded.
+    """Compute the loss of replayed tokens. It does not depend on the policy loss chosen for fresh tokens.
 
-    clip: PPO with its own upper bound. shape: -A w / (w + beta) of the ratio w, not clipped (LUFFY, arXiv 2504.14945).
-    Its gradient is that of -A log pi times beta w / (w + beta)^2, which is 0.083 at w = 1 and beta = 0.1.
+    ``old_logp`` holds the recorded log-probs. `replay_mode` chooses the loss:
+
+    * "clip": PPO with a separate upper bound, `replay_clip_high`.
+    * "shape": -A w / (w + beta), where w is the ratio, without clipping (LUFFY, arXiv 2504.14945). Its gradient is that
+      of -A log pi times beta w / (w + beta)^2, which is 0.083 at w = 1 and beta = 0.1.
     """
     current = settings.replay_importance == "current"
     log_ratio = tokens.logp - tokens.logp.detach() if current else tokens.log_ratio

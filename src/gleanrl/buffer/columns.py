@@ -329,7 +329,10 @@ class Columns:
                 raise UserError(self.lost[segment])
 
     def _pieces(self, first: int, count: int) -> Iterator[tuple[int, int, int]]:
-        """Yield (segment, begin, end) for each segment of consecutive rows. Begin and end count from row ``first``."""
+        """Split ``count`` rows, from row ``first`` on, by segment.
+
+        Yields (segment, begin, end): rows ``first + begin`` to ``first + end`` (exclusive) lie in this segment.
+        """
         begin = 0
         while begin < count:
             segment = (first + begin) // self.capacity

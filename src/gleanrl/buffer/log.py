@@ -32,7 +32,7 @@ RECORD = np.dtype(
         ("flags", "<u2"),
         ("id", "<i8"),  # ids count up from 0 and are never used twice
         ("row", "<i8"),  # first row in the table of the trajectory's schema
-        ("final", "<i8"),  # first row among the table's final observations
+        ("final", "<i8"),  # first row of its final observations, which the table numbers separately
         ("text", "<i8"),  # offset of the trajectory's text
         ("version_low", "<f8"),
         ("version_high", "<f8"),

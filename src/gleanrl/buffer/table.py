@@ -151,10 +151,11 @@ def words(column: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class RowRanges:
-    """Rows of one table: the ``total`` rows from ``first`` on or, with ``starts``, several runs of consecutive rows.
+    """``total`` rows of one table, either consecutive or in several runs of consecutive rows.
 
-    ``starts`` (int64) holds the first row of each run, and ``begins`` (int64) the number of rows in all earlier runs of
-    the index. ``first`` is then the ``begins`` of the first run in this object.
+    Without ``starts``, these are the rows from ``first`` on. With it, ``starts`` (int64) holds the first row of each
+    run, and ``begins`` (int64) holds, for each run, the number of rows in all runs before it in the index. ``first``
+    then equals ``begins[0]``.
     """
 
     table: int

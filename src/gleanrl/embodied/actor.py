@@ -41,7 +41,7 @@ class ActorWorker:
         self.sac, self.buffer, self.demonstrations, self._config = sac, buffer, demonstrations, config
         share = config.demonstrations.share if demonstrations is not None else 0.0
         self.source = buffer if demonstrations is None else MixedReplayBuffer(buffer, demonstrations, share)
-        # number of chunk steps in a batch that come from the policy, and from demonstrations
+        # numbers of chunk steps per batch: from the policy, and from demonstrations
         self._own, self._shown = MixedReplayBuffer.divide(config.learner.batch, share)
         self.step = 0  # number of trajectories that were learned from
         self.progress: Sequence[Progress] | None = None  # state of the environments after the last trajectory

@@ -169,7 +169,11 @@ def build_model(settings: ModelSettings, tokenizer: PreTrainedTokenizerBase, see
 
 
 def _frequent_chunks(corpus: Counter[str], cut: re.Pattern[str], taken: set[str]) -> list[str]:
-    """Return stretches between cuts, and the sentences and words in them, those that save most tokens first."""
+    """Return the pieces of text that are worth a token of their own, those that save the most tokens first.
+
+    The candidates are the stretches of text between matches of ``cut``, and the sentences and words in them, except for
+    those in ``taken``. ``corpus`` counts how often each text occurs.
+    """
     stretches: Counter[str] = Counter()
     texts_with: Counter[str] = Counter()  # number of different texts that contain a stretch or sentence
     for text, count in corpus.items():

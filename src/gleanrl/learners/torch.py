@@ -54,10 +54,10 @@ class _Progress:
 class TorchLearner:
     """Policy-gradient updates of a causal language model in this process; satisfies `gleanrl.protocols.Learner`.
 
-    It makes one optimizer update per ``groups_per_step / updates_per_step`` groups consumed, a mini-batch, however many
-    groups a call of `update` gets. Gradients are added without normalising and divided once, by the denominator of the
-    whole mini-batch, so that an update does not depend on chunks, micro-batches or padding. The learning rate is a
-    function of the step, not of updates or chunks.
+    The optimizer makes one update per mini-batch of ``groups_per_step / updates_per_step`` groups, regardless of how
+    many groups each call of `update` gets. Gradients are summed and then divided once, by the denominator of the whole
+    mini-batch, so that an update does not depend on chunks, micro-batches or padding. The learning rate depends on the
+    step, not on updates or chunks.
 
     Args:
         model: any causal language model of transformers, on its device, trained in place.

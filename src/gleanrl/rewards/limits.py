@@ -56,7 +56,7 @@ class Lane:
     slots: int
     share: float
     in_flight: int = 0
-    waiting: OrderedDict[asyncio.Future[Lane], float] = field(default_factory=OrderedDict)  # tokens of each
+    waiting: OrderedDict[asyncio.Future[Lane], float] = field(default_factory=OrderedDict)  # request -> its tokens
     finish_tag: float = 0.0  # weighted fair queueing: grows by 1 / share per request; the lowest goes next
 
 

@@ -79,7 +79,7 @@ class Statistics:
         self.most_queued = self.most_in_flight = 0
 
     def add_cost(self, cost: Mapping[str, float]) -> float:
-        """Count the tokens that an attempt used, by the names of `Score.parts`. Returns their number."""
+        """Add the tokens that an attempt used. Returns their number. ``cost`` has the keys of `Score.parts`."""
         prompt, completion = cost.get(PROMPT_TOKENS, 0.0), cost.get(COMPLETION_TOKENS, 0.0)
         if prompt or completion:
             self._tokens["prompt"] += round(prompt)

@@ -327,7 +327,7 @@ class ResponseTemplate:
 def _between(
     text: str, opening: str, closing: str, read: Callable[[str], tuple[list[Call], int]]
 ) -> tuple[str, list[Call]]:
-    """Apply ``read`` after each ``opening``. Returns the text outside the calls, and all calls."""
+    """Parse the text after each ``opening`` with ``read``. Returns the text outside the calls, and all calls."""
     around, calls, at = [], [], 0
     while (start := text.find(opening, at)) >= 0:
         around.append(text[at:start])

@@ -79,7 +79,8 @@ def handle_signals(run: Interruptible, console: Progress) -> Iterator[None]:
     def stop() -> None:
         if run.interrupted and current is not None:
             current.cancel()
-            end = threading.Timer(_GRACE_S, os._exit, (STATUS_INTERRUPTED,))  # `cancel` cannot end a long update
+            # `cancel` cannot interrupt a long update, so the process exits after a grace period in any case.
+            end = threading.Timer(_GRACE_S, os._exit, (STATUS_INTERRUPTED,))
             end.daemon = True
             end.start()
             return

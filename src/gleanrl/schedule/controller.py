@@ -9,14 +9,15 @@ bound. A ticket started under version ``v`` has the deadline ``v + s``. The inva
 ``r + j*B`` outstanding tickets have a deadline up to ``t + j``. In other words, every ticket has a slot before its
 deadline.
 
-* Starting a ticket keeps the invariant. Numbers started are below ``(v + s + 1) * B`` with ``v <= t``, and
-  ``(t + 1) * B - r`` are consumed, so at most ``r + (v + s - t) * B`` are outstanding in all, and the new deadline is
-  ``v + s``. The bound counts ticket numbers, so a refund and a second start do not change it.
+* Starting a ticket keeps the invariant. All tickets started so far have numbers below ``(v + s + 1) * B``, where
+  ``v <= t``, and ``(t + 1) * B - r`` groups have been consumed. So at most ``r + (v + s - t) * B`` tickets are
+  outstanding, and the deadline of the new one is ``v + s``. A refund and a second start change nothing, because the
+  bound counts ticket numbers.
 * Taking ``n`` complete groups, earliest deadline first, keeps the invariant exactly if for every ``j`` the tickets *in
   flight* with a deadline up to ``t + j`` still fit: ``n <= r + j*B - in_flight(t + j)``. Otherwise complete groups are
   withheld, not cancelled, until the urgent ones arrive.
-* The rule never blocks for ever. Once nothing is in flight it allows every complete group, and tickets that may start
-  or are outstanding are never fewer than the free slots (``s >= 0``, ``v = t``).
+* The rule cannot block forever. Once nothing is in flight, all complete groups may be taken, and there are at least as
+  many tickets that may start or are outstanding as free slots (``s >= 0``, ``v = t``).
 
 In an ordered schedule a ticket's deadline is the step that it is due in. The classes belong to one event loop and are
 not thread-safe.

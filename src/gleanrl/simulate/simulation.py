@@ -53,7 +53,7 @@ class ClusterOutcome:
     tokens_per_s: float  # sampled tokens; 0 if `Cluster.tokens` is not given
     sampler_idle_share: float
     drain_share: float  # share of the time that the learner waits for sampling to end before it publishes
-    at_work: Mapping[Overhead, float]  # share of the time that each part works
+    at_work: Mapping[Overhead, float]  # share of the time in which each part is busy
 
     @property
     def first(self) -> Overhead:
@@ -146,7 +146,7 @@ class _Observer:
     def __init__(self, device: Device, samplers: Sequence[Device], learner: Learner, machines: Machines) -> None:
         self._device, self._samplers, self._learner, self._machines = device, samplers, learner, machines
         self._workload = machines.workload
-        self._readings: list[dict[str, float]] = []  # for each step: totals until its end, and its groups' ages
+        self._readings: list[dict[str, float]] = []  # for each step: counters at its end, and ages of its groups
         self.interrupt: Callable[[], None] = lambda: None
 
     def log(self, step: int, metrics: Metrics) -> None:

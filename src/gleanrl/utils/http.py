@@ -249,7 +249,7 @@ class HttpClient:
         closing.close()
 
     def error_of(self, path: str, response: Response) -> Retryable | Fatal:
-        """Return the error for an answer with an error status. Its message quotes the service."""
+        """Return the exception for a response with an error status. Its message quotes the response."""
         said, code, status = response.body.decode("utf-8", "replace"), None, response.status
         try:  # an error in OpenAI's format or a variant of it; any other text is quoted as it is
             answer = json.loads(said)

@@ -59,7 +59,8 @@ class Expert:
             if moved and moved[2] == self.here and moved[1] == self.holding:
                 self.refused.add((moved[1], moved[2]))
             destination = command.removeprefix("go to ")
-            if destination in self.receptacles:  # the expert is there already: two receptacles may share a place
+            # The command fails if the expert is already there, as two receptacles may share a place.
+            if destination in self.receptacles:
                 self.here = destination
             return
         arrived = re.match(rf"You arrive at ({_THING})\.", answer)

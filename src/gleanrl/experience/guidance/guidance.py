@@ -210,7 +210,8 @@ class GuidedPlayer(Player):
             player = replace(self, environment=environment)
             bare = replace(task, prompt=())  # the environment opens with the prompt, text included
             played = await Player.play(player, bare, trajectory_id=trajectory_id, seed=seed, temperature=temperature)
-        if not made or made[-1].unguided is None:  # the last one, because a lost episode is started again
+        # A lost episode is started again in a new environment, so the trajectory comes from the last one.
+        if not made or made[-1].unguided is None:
             return played
         return replace(played, info={**played.info, "guided": mark["mode"], "unguided": made[-1].unguided})
 

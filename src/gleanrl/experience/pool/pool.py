@@ -445,7 +445,7 @@ class ExperiencePool:
                 return row, codec.is_same_task(body[0], task)
         except codec.Damaged:  # the task is written again below; its trajectories are checked when they are read
             pass
-        # not INSERT OR REPLACE, which deletes without the trigger that keeps the old row for a rewind
+        # INSERT OR REPLACE would delete the old row without firing the trigger that keeps it for a rewind.
         write = "INSERT INTO bodies VALUES (?, ?) ON CONFLICT (id) DO UPDATE SET data = excluded.data"
         self._db.execute(write, (row.id, codec.encode_task(task)))
         return row, True

@@ -37,7 +37,7 @@ TABLES = {
         "attempts INTEGER NOT NULL",  # valid members of its latest fresh group
         "successes INTEGER NOT NULL",
         "step INTEGER NOT NULL",
-        "streak INTEGER NOT NULL",  # latest fresh groups in a row that all solved it
+        "streak INTEGER NOT NULL",  # number of its latest fresh groups, in a row, in which every valid member succeeded
         "retired INTEGER NOT NULL",
         "live INTEGER NOT NULL",  # number of its trajectories
         "bucket INTEGER",

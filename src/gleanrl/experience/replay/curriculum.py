@@ -54,15 +54,16 @@ class ReplayCurriculum:
     """Wraps a curriculum and replaces some of its tasks by tasks from the pool. The pool learns from all groups.
 
     Satisfies `gleanrl.protocols.Curriculum`. Once replay has begun, a proposal of ``count`` groups holds
-    ``int(count * task_ratio)`` tasks from the pool, or fewer if the pool has fewer. The others are the inner
-    curriculum's, in its order; those that replay displaces come first in the next proposal. A task occurs twice in a
-    proposal only if the inner curriculum has no other, and never both as a fresh task and as one from the pool. Retired
-    tasks are passed over, except for a share that is tried again, and if no other task is left.
+    ``int(count * task_ratio)`` tasks from the pool, or fewer if the pool has fewer. The others come from the inner
+    curriculum, in its order. Tasks of the inner curriculum that were displaced by replay come first in the next
+    proposal. A task occurs twice in a proposal only if the inner curriculum has no other task, and it is never both a
+    fresh task and a task from the pool. Retired tasks are skipped, except for a share that is tried again. They are
+    also used if no other task is left.
 
     A proposal of one group, for a refunded ticket, belongs to the latest whole batch: it repeats no task of that batch.
     Its share of pool tasks is carried over to the next such proposal (at ratio 0.5 every second one is from the pool).
 
-    Replay begins when the share ``start_progress`` of ``total_batches`` is planned. If ``start_solve_rate`` is set,
+    Replay begins once the fraction ``start_progress`` of ``total_batches`` is planned. If ``start_solve_rate`` is set,
     replay begins when the running mean success of fresh rollouts (over about ten steps) reaches that rate, or at
     ``start_progress`` if that is set too and comes first. Once begun, replay does not end.
 
@@ -71,14 +72,14 @@ class ReplayCurriculum:
 
     Args:
         inner: proposes fresh groups. `greedy` of its specs also applies to tasks from the pool.
-        pool: is written to by `observe`, and when trajectories are used.
+        pool: the pool to draw from. It is updated by `observe`, and by `propose` when trajectories are used.
         total_batches: number of steps of the run.
         group: number of fresh members in a group.
         temperature: sampling temperature, recorded with admitted trajectories.
         staleness: how many steps ahead of training a batch may be planned; ``max_age`` holds at the step that trains on
             the batch.
         estimate: returns entropy and log-ratio of trajectories under the current policy. If it is None or raises, the
-            recorded entropy decides and no ratio is bounded.
+            recorded entropy is used instead, and the bound on the ratio is not applied.
         reverify: scores a trajectory again; called if ``settings.reverify`` is on.
         keep_marks: number of checkpointed steps whose marks stay in the pool; one more than the number of checkpoints
             kept.

@@ -34,9 +34,9 @@ _EQUAL_SCORES = 1e-6
 
 
 class Disagrees(Exception):
-    """A stored trajectory has another score or another end than recorded.
+    """Raised if a stored trajectory, scored again, has a different score or ends differently than recorded.
 
-    The message continues a sentence that begins with "trajectory x".
+    The message is the rest of a sentence that begins with "trajectory x".
     """
 
 
