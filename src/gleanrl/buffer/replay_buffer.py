@@ -268,7 +268,8 @@ class TrajectoryReplayBuffer(Sampler):
         """Drop all trajectories. The ids of later ones continue from the present id."""
         self.write_queue.flush()
         writer = self._writer()
-        writer.drop(writer.snapshot.next_id)
+        with writer.lock:  # while another thread opens new files, the snapshot is incomplete
+            writer.drop(writer.snapshot.next_id)
 
     def clear_cache(self) -> None:
         """Do nothing, because rows are read in place without a cache. For callers of RLinf's buffer."""
