@@ -309,9 +309,10 @@ agent = BlockingRewardAgent(slow, journal=os.environ["JOURNAL"])
 agent.score_groups([[(TASK, "1")]])
 def ready():
     slow.hanging.wait()
+    threading.Event().wait(0.2)  # the request has begun, but the main thread may still be on its way to wait for it
     print("ready", flush=True)
-told = threading.Thread(target=ready)
-told.start()
+reporter = threading.Thread(target=ready)
+reporter.start()
 """
 
 
@@ -333,7 +334,7 @@ def wait():
         said(error)
 threading.Thread(target=wait).start()
 ThreadPoolExecutor(1).submit(wait)
-told.join()
+reporter.join()
 """
     status, out, errors, seconds = ended(WAITS + code, tmp_path)
     assert (status, errors) == (0, "")
