@@ -70,14 +70,9 @@ def find_mutations(path: Path) -> Iterator[Mutation]:
             if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef)) and "log" in child.name.split("_"):
                 continue
             yield from visit(child)
-        # annotations are no code that runs
         operator = None
         if isinstance(node, ast.Compare) and len(node.ops) == 1:
             operator, left, right = node.ops[0], node.left, node.comparators[0]
-        elif isinstance(node, ast.BinOp) and not isinstance(
-            node.right, ast.Constant | ast.Name | ast.Attribute | ast.Call | ast.BinOp | ast.Subscript
-        ):
-            return
         elif isinstance(node, ast.BinOp):
             operator, left, right = node.op, node.left, node.right
         elif isinstance(node, ast.BoolOp) and len(node.values) == 2:

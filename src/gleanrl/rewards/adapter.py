@@ -152,7 +152,7 @@ class RewardAdapter(Scorer):
 
     An async reward runs on the event loop. A sync one runs in threads, or in processes that can be killed
     (``isolation = "process"``), where the adapter is made again from ``spec``. Subclasses override what differs
-    between the signatures: `score`, `read`, `post_process` and the two constants.
+    between the signatures: `call_reward`, `read`, `post_process` and the two constants.
     """
 
     arguments = 1
