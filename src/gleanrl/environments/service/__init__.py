@@ -1,5 +1,6 @@
 """Environments over HTTP: a server for any taskset, and a taskset whose environments run in such a server.
 
-``gleanrl serve-env`` is `gleanrl.environments.service.server`; ``environment.name = "service"`` is
-`gleanrl.environments.service.client`. Only the server needs FastAPI and uvicorn.
+`gleanrl.environments.service.server` implements the command ``gleanrl serve-env``, and
+`gleanrl.environments.service.client` the environment ``service`` of the settings. Only the server needs FastAPI and
+uvicorn.
 """

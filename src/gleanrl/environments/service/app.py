@@ -1,7 +1,7 @@
 """The environment service as an ASGI application, with an OpenAPI document of its routes.
 
-`gleanrl.environments.service.server` serves it. Any other ASGI server can serve it too, and tests call it without a
-socket.
+`gleanrl.environments.service.server` runs the application in uvicorn. Any other ASGI server can run it too, and tests
+call it without a socket.
 """
 
 from __future__ import annotations
@@ -38,42 +38,53 @@ from gleanrl.utils.serialize import DecodeError, from_builtins
 
 _log = logging.getLogger(__name__)
 
-PAGE = 4 << 20  # approximate bytes of tasks in one answer
-LISTS, KEPT = 4, 64 << 20  # lists of tasks cached for requests of their further pages: largest number and total bytes
-LARGEST = 4 << 20  # most bytes of a request's body
-OPEN = frozenset({"/health", "/openapi.json", "/docs", "/redoc"})  # paths that need no token, as they reveal nothing
+PAGE = 4 << 20  # size, in bytes of encoded tasks, at which a page of a list of tasks ends
+# Lists of tasks are cached, so that a request for a further page does not compute the list again.
+LISTS, KEPT = 4, 64 << 20  # maximum number of cached lists, and maximum sum of their sizes in bytes
+LARGEST = 4 << 20  # maximum size of a request's body in bytes
+OPEN = frozenset({"/health", "/openapi.json", "/docs", "/redoc"})  # need no token: they show nothing secret
 MIB = 1 << 20
-_SHARE = 0.8  # share of the machine's memory that is the default limit
-_MEMORY_AGE_S = 1.0  # seconds for which a measurement of the memory is used
-_ABOUT = """Episodes of an environment, as JSON.
+_SHARE = 0.8  # default memory limit, as a share of the memory of the machine or container
+_MEMORY_AGE_S = 1.0  # seconds after which the memory in use is measured again
+_ABOUT = """Runs episodes of an environment. The bodies of requests and answers are JSON.
 
-`/create` begins one under an id that the client chooses, `/step` takes numbered steps, `/release` ends it. Any request
-may be sent again after a lost connection: its id and number identify it, it gets the first one's answer, and the
-environment sees it once. An episode without a request for a while expires.
+`/create` begins an episode under an id that the client chooses. `/step` sends one message of the agent to the
+environment; the client numbers the steps 1, 2, 3 and so on. `/release` ends the episode. A client may send any request
+again, for example after a lost connection. The episode's id and the number of the step identify a repeated request: it
+gets the same answer as the first one, and the environment sees the request only once. An episode expires if no request
+for it arrives for a while.
 """
-_RETRY = {"Retry-After": {"description": "Seconds.", "schema": {"type": "integer"}}}
+_RETRY = {
+    "Retry-After": {
+        "description": "Number of seconds to wait before the request is sent again.",
+        "schema": {"type": "integer"},
+    }
+}
 PROBLEMS: Mapping[int, dict[str, Any]] = {
-    401: {"description": "No token, or another one (`unauthorized`)."},
-    403: {"description": "Addressed by a name that is not the server's (`host`)."},
+    401: {"description": "The request has no token or a wrong one (`unauthorized`)."},
+    403: {"description": "The request's Host header names a host other than this server (`host`)."},
     404: {
-        "description": "No such episode: never created, released, expired, or lost with an earlier server (`unknown`); "
-        "no expert knows that task (`no_expert`)."
+        "description": "The server has no such episode: it was never created, was released, expired, or was lost when "
+        "an earlier server ended (`unknown`). Or the environment has no expert for the task (`no_expert`)."
     },
     409: {
-        "description": "Another request is under way (`busy`), the step was taken with another message or is not the "
-        "next one (`conflict`), the episode is over (`over`), the server has another environment (`other_environment`)."
+        "description": "An earlier request for the episode is still under way (`busy`); the id belongs to another "
+        "episode, or the step is not the next one, or it was already taken with another message (`conflict`); the "
+        "episode is over (`over`); or the server's environment is not the one that the client expects "
+        "(`other_environment`)."
     },
     413: {"description": "The body is too large (`too_large`)."},
-    415: {"description": "The body is not JSON (`media_type`)."},
-    422: {"description": "The body is not as described (`invalid`)."},
-    429: {"description": "As many episodes as may live here (`full`).", "headers": _RETRY},
+    415: {"description": "The Content-Type of the request is not application/json (`media_type`)."},
+    422: {"description": "The body is not valid JSON, or it does not have the described fields (`invalid`)."},
+    429: {"description": "The server already has its maximum number of live episodes (`full`).", "headers": _RETRY},
     500: {
-        "description": "The environment raised (`raised`), took too long (`timeout`), its worker died (`died`), or it "
-        "says that something must be fixed (`mistake`). The episode is over; no other is touched."
+        "description": "The environment or the taskset raised an exception (`raised`), took too long (`timeout`), lost "
+        "its worker process (`died`), or reports something that a user must fix, such as a wrong option (`mistake`). "
+        "The episode of the request is over; other episodes are not affected. Or the server itself failed (`internal`)."
     },
     503: {
-        "description": "No memory for a further episode, or too many calls of the taskset wait (`full`); shutting down "
-        "(`draining`).",
+        "description": "There is no memory for another episode, or too many calls of the taskset wait (`full`); or the "
+        "server is shutting down (`draining`).",
         "headers": _RETRY,
     },
 }
@@ -81,24 +92,27 @@ PROBLEMS: Mapping[int, dict[str, Any]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Limits of one server, in MiB and seconds; None = no limit."""
+    """Limits of one server."""
 
-    max_instances: int = 1024
-    idle_timeout_s: float = 1800.0
-    max_memory: float | None = None
-    taskset_timeout_s: float = 600.0
+    max_instances: int = 1024  # maximum number of live episodes
+    idle_timeout_s: float = 1800.0  # seconds without a request after which an episode expires
+    max_memory: float | None = None  # MiB of server and workers above which no episode begins; None = no limit
+    taskset_timeout_s: float = 600.0  # maximum duration, in seconds, of one call of a method of the taskset
 
 
 class Service:
     """Serves a taskset over HTTP, as an ASGI application.
 
-    FastAPI serves the GET routes and documents all routes. Requests with a body are sent straight to their endpoint,
-    because FastAPI's routing and injection of arguments would take half of the server's time in a step.
+    FastAPI serves the GET routes and documents all routes. Requests with a body bypass FastAPI: `__call__` passes them
+    to their endpoint itself, because FastAPI's routing and argument injection would take half of the server's time for
+    a step.
 
     Close the service before its pool.
 
     Args:
-        pool: plays the taskset's environments; must be open.
+        pool: runs the taskset's environments; must be open.
+        settings: the settings that ``taskset`` was made from. With ``seed``, they enter the server's `fingerprint`.
+        seed: the seed that ``taskset`` was made with.
         token: the token that every request must carry, except requests for the paths in `OPEN`; None = no token.
         hosts: host names under which the server may be addressed; None = any. This prevents DNS rebinding, in which a
             web page in a browser on this machine reaches a server on loopback under the page's own host name.
@@ -121,8 +135,9 @@ class Service:
         self.episodes = Episodes(pool.environment, limits.max_instances, limits.idle_timeout_s, self._check_memory)
         self.fingerprint = fingerprint(settings, seed, taskset.version)
         self._began = time.monotonic()
-        self._memory = (0.0, 0.0)  # MiB in use, and the time of the measurement
-        self._lists: dict[tuple[str, int], Sequence[bytes]] = {}  # encoded tasks; the list requested last is at the end
+        self._memory = (0.0, 0.0)  # MiB in use, and `time.monotonic()` of the measurement
+        # (split, count) -> the encoded tasks; the list requested most recently is the last one
+        self._lists: dict[tuple[str, int], Sequence[bytes]] = {}
         self._endpoints: dict[str, tuple[type[BaseModel], Callable[[Any], Awaitable[Response]]]] = {}
         self._api = FastAPI(
             title="Glean RL environment service",
@@ -139,7 +154,7 @@ class Service:
         about = "End an episode that is out of turns or tokens"
         add("/conclude", self.conclude, b.ConcludeBody, b.ScoreAnswer, about, 404, 409, 500)
         add("/release", self.release, b.EpisodeBody, b.ReleaseAnswer, "End an episode")
-        # Methods that the taskset does not implement have no route.
+        # Optional methods that the taskset does not implement get no route.
         if type(taskset).tools is not Taskset.tools:
             about = "List the tools that episodes of a task have"
             add("/tools", self.tools, b.ToolsBody, b.ToolsAnswer, about, 500, 503)
@@ -151,7 +166,7 @@ class Service:
         add("/health", self.health, None, b.HealthAnswer, "Whether the server takes requests; needs no token")
         add("/profile", self.profile, None, b.ProfileAnswer, "Load, latency, processor time and memory")
         document = self._api.openapi()
-        # OpenAPI links say which requests take the episode's id of an answer.
+        # OpenAPI links document which further requests take the episode id that an answer contains.
         id = {"id": "$response.body#/id"}
         further = {path: {"operationId": path, "requestBody": id} for path in ("evaluate", "conclude", "release")}
         first = {"operationId": "step", "requestBody": {**id, "step": 1}}
@@ -166,7 +181,11 @@ class Service:
     def _add_route(
         self, path: str, endpoint: Any, body: type[BaseModel] | None, answer: Any, summary: str, *problems: int
     ) -> None:
-        """Add a route that takes a ``body`` (None = a GET route). ``problems`` are the statuses of its failures."""
+        """Add a route and its documentation.
+
+        ``body`` is the model of the request's body; None makes a GET route. ``problems`` are the HTTP statuses with
+        which this route can fail, in addition to those that every route has.
+        """
         if body is not None:
             self._endpoints[path] = (body, endpoint)
             problems = (*problems, 413, 415, 422)
@@ -181,7 +200,7 @@ class Service:
         )
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Any, send: Any) -> None:
-        """Answer one request. Host, token, and the type and size of a body are checked before anything is parsed."""
+        """Answer one request. Host, token, and the type and size of the body are checked before the body is parsed."""
         response: Any
         try:
             takes_body, path = False, scope.get("path", "")
@@ -195,7 +214,7 @@ class Service:
                 if secured and not hmac.compare_digest(given, self._token):
                     detail = "the token is another one" if given else "a token is needed: Authorization: Bearer TOKEN"
                     raise Refused(401, "unauthorized", detail)
-                path = path.removeprefix(scope.get("root_path", ""))  # under which the service may be mounted
+                path = path.removeprefix(scope.get("root_path", ""))  # set if another application mounts this one
                 takes_body = scope["method"] == "POST" and path in self._endpoints
             if takes_body:
                 model, endpoint = self._endpoints[path]
@@ -311,7 +330,7 @@ class Service:
         )
 
     def _check_memory(self) -> str:
-        """Return why there is no memory for another episode; empty if there is enough."""
+        """Return a message that says why there is no memory for another episode; empty if there is enough."""
         most = self.limits.max_memory
         if most is None or (held := self.held_mib()) <= most:
             return ""
@@ -330,10 +349,10 @@ class Service:
 
 
 def fingerprint(settings: EnvironmentSettings, seed: int, version: str) -> str:
-    """Return a hash, 16 hexadecimal digits, that changes with everything that decides the tasks.
+    """Return a hash of everything that determines the tasks, as 16 hexadecimal digits.
 
-    That is the environment, its options, the files that the options name, the seed, and the versions of the environment
-    and of Glean RL.
+    The hash depends on the environment's name and options, the files that they name, ``seed``, ``version`` (that of the
+    taskset) and the version of Glean RL.
     """
     parts = [__version__, settings.name, settings.options, seed, version]
     parts += file_versions([settings.name, settings.options])
@@ -341,7 +360,7 @@ def fingerprint(settings: EnvironmentSettings, seed: int, version: str) -> str:
 
 
 def default_memory() -> float:
-    """Return the MiB that server and workers may hold by default: a share of the memory of the machine or container."""
+    """Return the default memory limit of server and workers in MiB: a share of the machine's or container's memory."""
     most = psutil.virtual_memory().total
     for limit in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         with suppress(OSError, ValueError):  # the file says "max" (no limit), or does not exist
@@ -351,7 +370,9 @@ def default_memory() -> float:
 
 async def _read_body(headers: Mapping[bytes, bytes], receive: Any) -> Any:
     kind = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
-    if kind != b"application/json":  # a web page can make a browser send other types to any server without permission
+    if (
+        kind != b"application/json"
+    ):  # browsers let any web page send other types to this server without a CORS preflight
         raise Refused(415, "media_type", "send a body of Content-Type: application/json")
     length = headers.get(b"content-length", b"0")
     too_large = length.isdigit() and int(length) > LARGEST

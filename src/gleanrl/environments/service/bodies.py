@@ -1,7 +1,7 @@
 """Bodies of an environment service's requests and answers.
 
 The server validates requests with these models. The models of answers serve only as documentation, because each route
-encodes its answer itself. The client uses `encode` and `read_task`.
+encodes its answer itself. The client does not use the models, only the functions `encode` and `read_task`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _TASK = {
     },
 }
 MessageJson = Annotated[Json, WithJsonSchema(_MESSAGE)]
-"""A message as JSON; the schema only documents it."""
+"""A message as a JSON object. The schema appears in the documentation; it is not checked here."""
 TaskJson = Annotated[Json, WithJsonSchema(_TASK)]
 EpisodeId = Annotated[
     str,
@@ -50,11 +50,14 @@ EpisodeId = Annotated[
 
 
 class NotJson(ValueError):
-    """A value that cannot be written as JSON."""
+    """Raised for a value that cannot be written as JSON."""
 
 
 def encode(value: Any) -> bytes:
-    """Encode a value, which may hold dataclasses, with `gleanrl.utils.serialize.to_json`. Raises `NotJson`."""
+    """Encode a value, which may contain dataclasses, as JSON (see `gleanrl.utils.serialize.to_json`).
+
+    Raises `NotJson` if the value contains something that cannot be written as JSON.
+    """
     try:
         return to_json(value)
     except TypeError as error:
@@ -62,7 +65,10 @@ def encode(value: Any) -> bytes:
 
 
 def read_task(data: Json) -> Task:
-    """Return the task that ``data`` describes. Raises `gleanrl.utils.serialize.DecodeError`."""
+    """Return the task that ``data`` describes.
+
+    Raises `gleanrl.utils.serialize.DecodeError` if ``data`` is not a valid task.
+    """
     from_builtins(data.get("prompt", ()), list[OpenAIMessage])
     return from_builtins(data, Task)
 
@@ -76,14 +82,20 @@ class _Strict(BaseModel):
 
 class CreateBody(_Strict):
     id: EpisodeId
-    task: TaskJson = Field(description="As /tasks lists it: id, and perhaps prompt, payload, kind.")
-    environment: str | None = Field(None, description="The fingerprint that the client expects the server to have.")
+    task: TaskJson = Field(description="A task as /tasks lists it: its id and, where set, prompt, payload and kind.")
+    environment: str | None = Field(
+        None, description="The fingerprint that the server must have, else it refuses the request; null = any."
+    )
 
 
 class StepBody(_Strict):
     id: EpisodeId
-    step: Whole = Field(ge=1, description="1 for the first; each one more. The same number again is the same request.")
-    message: MessageJson = Field(description="The agent's: role, content, and perhaps tool_calls.")
+    step: Whole = Field(
+        ge=1,
+        description="Number of the step: 1 for the first step of an episode, and one more for each further step. The "
+        "last number with the same message again is a repeated request, which gets the same answer.",
+    )
+    message: MessageJson = Field(description="The agent's message: role, content and, if it calls tools, tool_calls.")
 
 
 class EpisodeBody(_Strict):
@@ -92,7 +104,9 @@ class EpisodeBody(_Strict):
 
 class ConcludeBody(_Strict):
     id: EpisodeId
-    stop: Literal["max_turns", "context_full"] = Field(description="What it ran out of.")
+    stop: Literal["max_turns", "context_full"] = Field(
+        description="Why the client ends the episode: it is out of turns (max_turns) or of context (context_full)."
+    )
 
 
 class ToolsBody(_Strict):
@@ -101,8 +115,10 @@ class ToolsBody(_Strict):
 
 class TasksBody(_Strict):
     split: Split
-    count: Whole = Field(ge=0, le=1_000_000, description="The first so many tasks of the split ...")
-    start: Whole = Field(0, ge=0, description="... without those before this one: a long list is read page by page.")
+    count: Whole = Field(ge=0, le=1_000_000, description="Number of tasks in the list: the first ones of the split.")
+    start: Whole = Field(
+        0, ge=0, description="Index in the list of the first task of this page; a long list has several pages."
+    )
 
 
 class PrepareBody(_Strict):
@@ -117,38 +133,47 @@ class DemonstrateBody(_Strict):
 
 class TasksetAnswer(BaseModel):
     environment: str
-    fingerprint: str = Field(description="Changes with the environment, its options, its data and the seed.")
-    demonstrates: bool = Field(description="Whether /demonstrate is there.")
-    prepares: bool = Field(description="Whether /prepare is there.")
-    phrases: list[str] = Field(description="What the environment says that no demonstration shows.")
-    needs_reward: bool = Field(description="It scores nothing itself.")
-    weights: dict[str, float] | None = Field(description="Share of each source in training, where there are several.")
-    tools: list[Json] | None = Field(description="What episodes declare; null where /tools says it of a task.")
+    fingerprint: str = Field(
+        description="A hash of the environment, its options, its data, the seed and the version of Glean RL."
+    )
+    demonstrates: bool = Field(description="Whether the server has the route /demonstrate.")
+    prepares: bool = Field(description="Whether the server has the route /prepare.")
+    phrases: list[str] = Field(description="Texts that the environment may say but that no demonstration contains.")
+    needs_reward: bool = Field(description="True if the environment gives no scores, so that a run needs a reward.")
+    weights: dict[str, float] | None = Field(
+        description="Weight of each source of tasks in training, on any scale; null if there is only one source."
+    )
+    tools: list[Json] | None = Field(
+        description="The tools of every episode; null if tools depend on the task, and /tools lists them."
+    )
     max_instances: int
     idle_timeout_s: float
-    version: str = Field(description="Of Glean RL.")
+    version: str = Field(description="Version of Glean RL.")
 
 
 class TasksAnswer(BaseModel):
     tasks: list[Json]
-    end: bool = Field(description="No further page.")
+    end: bool = Field(description="Whether this is the last page of the list.")
 
 
 class EpisodeAnswer(BaseModel):
     id: EpisodeId
-    step: int = Field(description="0 for the first observation.")
-    observation: Json = Field(description="messages, done, score, info, tools.")
+    step: int = Field(description="Number of the step that led to this observation; 0 for the first one.")
+    observation: Json = Field(description="An observation, with the fields messages, done, score, info and tools.")
 
 
 class ScoreAnswer(BaseModel):
     id: EpisodeId
-    step: int = Field(description="Steps answered so far.")
+    step: int = Field(description="Number of steps that the environment has answered.")
     done: bool
-    score: Json | None = Field(description="What the environment gave last; null if it gave none.")
+    score: Json | None = Field(
+        description="/evaluate: the last score that the environment gave. /conclude: the score that it gives for this "
+        "end. null if there is none."
+    )
 
 
 class ReleaseAnswer(BaseModel):
-    released: bool = Field(description="False where there was no such episode (any more).")
+    released: bool = Field(description="False if the server had no live episode with this id.")
 
 
 class ToolsAnswer(BaseModel):
@@ -173,22 +198,22 @@ class ProfileAnswer(BaseModel):
     uptime_s: float
     instances: int
     max_instances: int
-    running: int = Field(description="Instances that a request is being answered for.")
+    running: int = Field(description="Number of episodes with a request under way.")
     created: int
     expired: int
     failed: int
     refused: int
-    memory_mib: float = Field(description="Resident, of the server and its workers.")
+    memory_mib: float = Field(description="Resident memory of the server and its workers, in MiB.")
     max_memory_mib: float | None
-    cpu_s: float = Field(description="Processor seconds of the server's own process.")
-    workers: list[int] = Field(description="Process ids.")
+    cpu_s: float = Field(description="Processor time of the server's own process, in seconds.")
+    workers: list[int] = Field(description="Process ids of the workers.")
     workers_replaced: int
 
 
 class Problem(BaseModel):
     """The body of every answer that reports a failure."""
 
-    error: str = Field(description="A word to tell them apart; in the list of /docs.")
+    error: str = Field(description="A word for the kind of failure; /docs lists the words of each status.")
     detail: str
-    kind: str | None = Field(None, description="The exception's type, where the environment raised.")
+    kind: str | None = Field(None, description="Type of the exception, if the environment raised one.")
     traceback: str | None = None

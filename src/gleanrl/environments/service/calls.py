@@ -16,30 +16,30 @@ from gleanrl.environments.service.episodes import DRAINING, Refused
 from gleanrl.protocols import Taskset
 from gleanrl.utils.processes import RemoteError, WorkerDied, WorkerProcess, WorkerTimeout
 
-MOST = 64  # most calls that may be under way or waiting
-_AFTER_S = 5  # seconds after which a refused client may try again
+MOST = 64  # maximum number of calls under way or waiting; further calls are refused
+_AFTER_S = 5  # number of seconds that a refused client should wait before it tries again
 
 
 class Calls:
-    """Makes the calls that clients ask for. Equal calls that are under way at the same time are made once.
+    """Makes the calls that clients request. Clients whose calls are equal and wait at the same time share one call.
 
-    If the pool has workers, calls are made in a separate process that plays no episodes. It can be killed, and it does
-    not block requests. If the pool has none, calls are made in a thread. A call in a thread cannot be ended if it takes
-    too long, and no other call is made until it returns.
+    If the pool has workers, calls are made in a separate process that plays no episodes, so that a call that takes too
+    long can be killed and requests of episodes are not blocked. If the pool has no workers, calls are made in a thread.
+    A thread cannot be ended: if a call in a thread takes too long, further calls are refused until it returns.
     """
 
     def __init__(self, taskset: Taskset, pool: EnvironmentPool, timeout_s: float) -> None:
         self._taskset, self._pool, self._timeout_s = taskset, pool, timeout_s
         self._worker: WorkerProcess | None = None
-        self._thread: asyncio.Future[Any] | None = None  # result of the last call made in a thread
+        self._thread: asyncio.Future[Any] | None = None  # done when the last call in a thread has returned
         self._one_at_a_time = asyncio.Lock()
         self._pending: dict[Hashable, asyncio.Task[Any]] = {}
 
     async def call(self, method: str, *args: Any) -> Any:
-        """Return what `call_taskset` returns for these arguments.
+        """Return the result of `call_taskset` for this method and these arguments.
 
         Raises:
-            Refused: too many calls wait, the call took too long or failed, or the server was closed meanwhile.
+            Refused: too many calls wait, the call took too long or failed, or the server was closed during the call.
         """
         key = (method, encode(args))
         pending = self._pending.get(key)
@@ -58,7 +58,7 @@ class Calls:
         raise Refused(*DRAINING)
 
     async def close(self) -> None:
-        """Refuse the calls that are not done, and end the process."""
+        """Cancel the calls that are not done, so that their clients get a refusal, and end the worker process."""
         for pending in self._pending.values():
             pending.cancel()
         if self._worker is not None:
@@ -89,9 +89,9 @@ class Calls:
                 value, error = None, None
                 try:
                     value = call_taskset(method, args, self._taskset)
-                except BaseException as raised:  # SystemExit too: a taskset that exits fails only this request
+                except BaseException as raised:  # includes SystemExit: a taskset that exits fails only this request
                     error = Refused.of(raised)
-                with contextlib.suppress(RuntimeError):  # the loop is closed
+                with contextlib.suppress(RuntimeError):  # the event loop was closed during the call
                     loop.call_soon_threadsafe(done.set_result, (value, error))
 
             threading.Thread(target=run, name="taskset", daemon=True).start()
@@ -105,10 +105,10 @@ class Calls:
 
 
 def call_taskset(method: str, args: tuple[Any, ...], taskset: Taskset) -> Any:
-    """Call a method of the taskset and return its result as JSON: the body of the answer, or a list of tasks.
+    """Call a method of the taskset and return its result as JSON.
 
-    The process that makes the call also encodes the result, because encoding a long list of tasks takes as long as
-    computing it.
+    The result is the body of the answer; for the method ``tasks`` it is a list with the JSON of each task. The process
+    that makes the call also encodes the result, because encoding a long list of tasks takes as long as computing it.
     """
     match method:
         case "tasks":

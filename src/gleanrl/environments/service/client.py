@@ -1,4 +1,7 @@
-"""``environment.name = "service"``: a taskset whose environments run in a service, on this machine or another."""
+"""The environment ``service`` of the settings: a taskset whose environments run in a server.
+
+The server is started with ``gleanrl serve-env``, on this machine or another. `ServiceTaskset` is the taskset.
+"""
 
 from __future__ import annotations
 
@@ -27,15 +30,21 @@ from gleanrl.utils.http import HttpClient, retry_after
 from gleanrl.utils.retry import Fatal, Retries, Retryable, RetryPolicy
 from gleanrl.utils.serialize import from_builtins
 
-RELEASE_S = 2.0  # seconds for which a release is tried; an episode that is not released expires
-PREPARED = 16  # tasks in one request to prepare
-START_S = 10.0  # seconds to wait for the first answer of a server
+RELEASE_S = 2.0  # seconds for which a request to release an episode is retried; without a release, the episode expires
+PREPARED = 16  # maximum number of tasks in one request to /prepare
+START_S = 10.0  # seconds for which the first request to a service is retried
 RETRIES = RetryPolicy(attempts=None, backoff_s=0.1, max_backoff_s=5.0)
-_PASSING = frozenset({408, 425, 429, 502, 503, 504})  # statuses worth a retry, also from a proxy; 500 is a failure
+# Statuses, of the service or of a proxy, after which a request is sent again. 500 is not one of them, because it
+# reports a failure that a further request would not change.
+_PASSING = frozenset({408, 425, 429, 502, 503, 504})
 
 
 class Problem(Exception):
-    """The service refuses a request; ``error`` names the reason in one word."""
+    """The service refuses a request.
+
+    ``error`` names the reason in one word, and ``detail`` in a sentence. ``more`` is the body of the answer. If the
+    answer does not come from an environment service, ``error`` is "foreign" and ``more`` is empty.
+    """
 
     def __init__(self, status: int, error: str, detail: str, more: Mapping[str, Any]) -> None:
         super().__init__(detail)
@@ -43,22 +52,23 @@ class Problem(Exception):
 
 
 class Unanswered(Exception):
-    """The service gave no answer for ``patience_s`` seconds."""
+    """The service gave no answer for ``patience_s`` seconds, although the request was sent again and again."""
 
 
 class ServiceClient(HttpClient):
     """Sends requests to a service, with retries. Retries are safe, because the service recognises a repeated request.
 
-    ``patience_s``: seconds for which a request is retried while the service is not reachable, full or silent.
+    ``patience_s``: number of seconds for which a request is retried if the service is unreachable, is full or does not
+    answer.
     """
 
     def __init__(self, url: str, *, token_env: str | None, timeout_s: float, patience_s: float) -> None:
         super().__init__(url, api_key_env=token_env, timeout_s=timeout_s, setting="environment.options.url")
         self._patience_s = patience_s
-        self._closing: asyncio.Task[None] | None = None  # closes the connections when the loop in use ends
+        self._closing: asyncio.Task[None] | None = None  # task that closes the connections when the event loop ends
 
     async def ask(self, path: str, body: Mapping[str, Any] | None = None, *, patience_s: float | None = None) -> Any:
-        """POST ``body``, or GET if it is None, and return the decoded answer.
+        """Send ``body`` as a POST request, or a GET request if it is None, and return the decoded answer.
 
         Raises:
             Problem: the service refuses the request.
@@ -99,7 +109,7 @@ class ServiceClient(HttpClient):
                 raise Unanswered(f"no answer from {self.url} for {patience:g} s; the last: {error}") from None
 
     async def _close_when_cancelled(self) -> None:
-        """Wait until the running loop ends, which cancels this task, and then close the connections."""
+        """Wait until the running event loop ends, which cancels this task, and then close the connections."""
         try:
             await asyncio.get_running_loop().create_future()
         except asyncio.CancelledError:
@@ -113,7 +123,8 @@ def get_client(
 ) -> ServiceClient:
     """Return this process's client of a service. All episodes share its connections.
 
-    ``background``: return the client for `background_loop`, which needs connections of its own.
+    ``background``: return the client that is used on `background_loop`. It is separate, because a connection belongs to
+    one event loop.
     """
     return ServiceClient(url, token_env=token_env, timeout_s=timeout_s, patience_s=patience_s)
 
@@ -123,16 +134,17 @@ if hasattr(os, "register_at_fork"):
 
 
 class ServiceTaskset(Taskset):
-    """Uses the tasks and environments of a service that `gleanrl serve-env` started.
+    """Uses the tasks and environments of a service that was started with ``gleanrl serve-env``.
 
-    It can be pickled; each process opens connections of its own.
+    The taskset can be pickled. Each process that holds a copy opens its own connections.
 
     Args:
         url: address of the service, e.g. ``http://host:8765``.
         token: ``"env:NAME"``, where NAME is the environment variable that holds the token.
         timeout_s: limit for one request, in seconds. A request that takes longer is sent again and gets the same
             answer.
-        patience_s: seconds for which a request is sent again while the service cannot be reached or is full.
+        patience_s: number of seconds for which a request is retried if the service is unreachable, is full or does not
+            answer.
 
     Raises:
         UserError: the address does not answer or is not an environment service, or the token is wrong.
@@ -143,15 +155,15 @@ class ServiceTaskset(Taskset):
     ) -> None:
         if token is not None and not (isinstance(token, str) and token.startswith("env:")):
             raise UserError(
-                'environment.options.token: write "env:NAME"; a token belongs into the environment, not here'
+                'environment.options.token: write "env:NAME", where the environment variable NAME holds the token'
             )
         if not patience_s >= 0:
-            raise UserError(f"environment.options.patience_s = {patience_s}: 0 or more")
+            raise UserError(f"environment.options.patience_s = {patience_s}: must be 0 or more")
         self._where = (url, None if token is None else token.removeprefix("env:"), float(timeout_s), float(patience_s))
         about = self._ask("/taskset", None, min(START_S, patience_s))
         try:
             self.served: str = about["environment"]
-            self.version = about["fingerprint"]  # changes with the environment and its options
+            self.version = about["fingerprint"]  # a hash of the environment, its options and its data
             self.phrases = tuple(about["phrases"])
             self.needs_reward = about["needs_reward"]
             self._prepares: bool = about["prepares"]
@@ -166,7 +178,7 @@ class ServiceTaskset(Taskset):
         return get_client(*self._where)
 
     def tasks(self, split: Split, count: int) -> Sequence[Task]:
-        """See `gleanrl.protocols.Taskset.tasks`. Raises `UserError` if the service cannot list them."""
+        """See `gleanrl.protocols.Taskset.tasks`. Raises `UserError` if the service cannot list the tasks."""
         found: list[Task] = []
         while True:
             page = self._ask("/tasks", {"split": split, "count": count, "start": len(found)})
@@ -177,7 +189,7 @@ class ServiceTaskset(Taskset):
     def prepare(
         self, tasks: Sequence[Task], *, workers: int = 1, progress: Callable[[int, int], None] | None = None
     ) -> None:
-        """Let the service do its slow one-time work. ``workers`` is unused, because the service has its own workers."""
+        """See `gleanrl.protocols.Taskset.prepare`. The service uses its own processes, so ``workers`` is unused."""
         for start in range(0, len(tasks), PREPARED):
             batch = list(tasks[start : start + PREPARED])
             if self._prepares:
@@ -223,13 +235,14 @@ class _Episode(Environment):
     """One episode in the service; see `gleanrl.protocols.Environment`.
 
     If the service was restarted or the episode expired, methods raise `EpisodeLost`, so that the episode is played
-    again from its start. If the service cannot be reached for ``patience_s`` seconds, the episode fails.
+    again from its start. If the service gives no answer for ``patience_s`` seconds, they raise `EnvironmentDied`, and
+    the episode fails.
     """
 
     def __init__(self, taskset: ServiceTaskset, task: Task) -> None:
         self._taskset, self._task = taskset, task
         self._id = uuid.uuid4().hex
-        self._steps = -1  # number of steps answered; -1 = not begun
+        self._steps = -1  # number of steps answered; -1 = not reset yet, or closed
         self._begun = False
 
     async def reset(self) -> Observation:
@@ -265,7 +278,7 @@ class _Episode(Environment):
         try:
             return await self._taskset.client.ask(path, {"id": self._id, **body})
         except NotJson as error:
-            raise EnvironmentRaised(id, "NotJson", f"it cannot be sent: {error}", "") from None
+            raise EnvironmentRaised(id, "NotJson", f"the request cannot be sent: {error}", "") from None
         except Unanswered as error:
             raise EnvironmentDied(id, str(error)) from None
         except Problem as problem:

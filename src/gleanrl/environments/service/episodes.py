@@ -1,8 +1,8 @@
 """Holds the live episodes of a server: makes each once, takes each numbered step once, and ends idle episodes.
 
-A request may be sent again because its answer was lost, even while the first one is under way. The client names the
-episode and numbers its steps, so that a repeated request is recognised. It gets the same answer as the first one, and
-the environment sees the request only once.
+A client may send a request again because its answer was lost, even while the first request is still under way. The
+client chooses the episode's id and numbers its steps, so that a repeated request is recognised: it gets the same answer
+as the first one, and the environment sees the request only once.
 """
 
 from __future__ import annotations
@@ -23,14 +23,19 @@ from gleanrl.types import Message, Score, StopReason, Task
 from gleanrl.utils.errors import NoExpert, UserError
 
 _log = logging.getLogger(__name__)
-_TRACEBACK = 4000  # last characters of a traceback that are sent
-_BUSY_S, _FULL_S = 5, 1  # seconds after which a refused client may try again
-END_S = 8.0  # seconds for environments to close when the server ends
-DRAINING = (503, "draining", "the server is shutting down", _BUSY_S)  # arguments of `Refused`
+_TRACEBACK = 4000  # maximum number of characters, from the end of a traceback, that are sent to the client
+# Number of seconds that a refused client should wait before it tries again: _FULL_S if the maximum number of episodes
+# is reached, _BUSY_S if memory is short or the server is shutting down.
+_BUSY_S, _FULL_S = 5, 1
+END_S = 8.0  # maximum number of seconds for environments to close when the server shuts down
+DRAINING = (503, "draining", "the server is shutting down", _BUSY_S)  # arguments of `Refused` during a shutdown
 
 
 class Answer(Response):
-    """An answer that holds a value as JSON. A repeated request gets the same object as the first one."""
+    """A response whose body is a value as JSON. Requests that repeat the first one are answered with the same object.
+
+    ``after_s`` is the number of seconds after which the client may try again, sent as the header Retry-After.
+    """
 
     media_type = "application/json"
 
@@ -42,7 +47,11 @@ class Answer(Response):
 
 
 class Refused(Exception):
-    """A request is not carried out; ``answer`` says why."""
+    """A request is not carried out. ``answer`` is the response that says why.
+
+    The response has the HTTP ``status``. Its body holds the reason as a word (``error``), the reason as a sentence
+    (``detail``), and the fields of ``more``. ``after_s`` is the number of seconds after which the client may try again.
+    """
 
     def __init__(self, status: int, error: str, detail: str, after_s: int | None = None, **more: str) -> None:
         super().__init__(detail)
@@ -50,7 +59,7 @@ class Refused(Exception):
 
     @classmethod
     def of(cls, error: BaseException) -> Refused:
-        """Return the refusal that stands for an error of an environment or a taskset."""
+        """Return the refusal that reports an error of an environment or a taskset to the client."""
         detail = str(error)
         more: dict[str, str] = {}
         match error:
@@ -83,15 +92,15 @@ class _Episode:
     id: str
     task: Task
     environment: Environment
-    step: int = 0  # the number of the last request that began
-    message: Message | None = None  # message of that request
+    step: int = 0  # number of the last step that began; 0 = the reset
+    message: Message | None = None  # the message of that step; None for the reset
     stop: StopReason | None = None  # reason given to `conclude`, after which no further step is accepted
-    answer: asyncio.Task[Response] | None = None  # makes the answer to that request
-    score: Score | None = None
-    answered: int = 0  # the number of the last request that was answered with an observation
+    answer: asyncio.Task[Response] | None = None  # task that makes the answer to the last reset, step or conclude
+    score: Score | None = None  # last score that the environment gave
+    answered: int = 0  # number of the last step that was answered with an observation
     over: str = ""  # why no further step is accepted; empty while the episode runs
-    expiry: asyncio.TimerHandle | None = None  # timer that runs while no request is under way
-    closing: asyncio.Task[None] | None = None
+    expiry: asyncio.TimerHandle | None = None  # timer that ends an idle episode; None while a request runs
+    closing: asyncio.Task[None] | None = None  # task that closes the environment
 
 
 @dataclass(slots=True)
@@ -106,9 +115,10 @@ class Counts:
 class Episodes:
     """Holds live episodes by id.
 
-    ``environment`` makes an environment, as `EnvironmentPool.environment` does. ``room()`` returns why no further
-    episode can be made now, or an empty string. When an episode is over, its environment is closed at once, but its
-    last answer and score stay until the episode is released or idle for ``idle_timeout_s`` seconds.
+    ``environment`` makes an environment, as `EnvironmentPool.environment` does. ``most`` is the maximum number of live
+    episodes. ``room()`` returns a message that says why no further episode can be made now, or an empty string. When an
+    episode is over, its environment is closed at once, but its last answer and score are kept until the episode is
+    released or has had no request for ``idle_timeout_s`` seconds.
     """
 
     environment: Callable[[Task], Environment]
@@ -116,10 +126,10 @@ class Episodes:
     idle_timeout_s: float
     room: Callable[[], str] = lambda: ""
     counts: Counts = field(default_factory=Counts)
-    draining: bool = False  # no further episodes are accepted
+    draining: bool = False  # true once the server shuts down: no further episode is accepted
     _live: dict[str, _Episode] = field(default_factory=dict)
     _ended: OrderedDict[str, str] = field(default_factory=OrderedDict)  # id of a recent episode -> how it ended
-    _closing: set[_Episode] = field(default_factory=set)
+    _closing: set[_Episode] = field(default_factory=set)  # episodes whose environments are being closed
 
     @property
     def live(self) -> int:
@@ -166,7 +176,7 @@ class Episodes:
         return await self._answer(episode, self._observe(episode, episode.environment.step(message)))
 
     async def conclude(self, id: str, stop: StopReason) -> Response:
-        """End the episode for a reason outside the environment, and answer with the score it has so far."""
+        """End the episode for the reason ``stop``, and answer with the score that the environment then gives."""
         episode = self._find(id)
         if episode.stop is not None:
             if episode.stop is not stop:
@@ -187,7 +197,7 @@ class Episodes:
         return await self._answer(episode, conclude())
 
     def evaluate(self, id: str) -> Response:
-        """Answer with the score as of the last step that was answered."""
+        """Answer with the last score that the environment gave, and restart the episode's idle time."""
         episode = self._find(id)
         if episode.expiry is not None:
             self._start_expiry(episode)
@@ -195,14 +205,17 @@ class Episodes:
         return Answer(body)
 
     async def release(self, id: str) -> Response:
-        """End an episode. If the request to create it arrives only later, that request is refused."""
+        """End an episode. If the request to create the episode arrives after this request, it is refused."""
         closing = self._end(id, "it was released")
         if closing is not None:
             await asyncio.shield(closing)
         return Answer({"released": closing is not None})
 
     async def close(self, finish_s: float = 0.0) -> None:
-        """End all episodes, after ``finish_s`` seconds for requests under way. The pool ends those that remain."""
+        """End all episodes. Requests under way get ``finish_s`` seconds to finish first.
+
+        Returns after `END_S` seconds even if some environments are not closed yet; the pool ends those.
+        """
         self.draining = True
         running = [e.answer for e in self._live.values() if e.answer is not None and not e.answer.done()]
         if running and finish_s:
@@ -228,12 +241,15 @@ class Episodes:
             raise self._refusal(409, "busy", f"step {episode.step} of episode {episode.id!r} is still under way")
 
     async def _answer(self, episode: _Episode, work: Coroutine[Any, Any, Response] | None = None) -> Response:
-        """Return the answer to the episode's last request. ``work`` makes it; None = the work has begun before."""
+        """Return the answer to the episode's last request.
+
+        ``work`` makes the answer. If it is None, an earlier, equal request has already started the work.
+        """
         if work is not None:
             if episode.expiry is not None:
                 episode.expiry.cancel()
                 episode.expiry = None
-            # Run the work in a task of its own, because a lost connection cancels the request.
+            # Run the work in a separate task, which continues when a lost connection cancels the request.
             episode.answer = asyncio.get_running_loop().create_task(self._carry_out(episode, work))
         answer = episode.answer
         assert answer is not None
@@ -249,7 +265,7 @@ class Episodes:
     async def _carry_out(self, episode: _Episode, work: Coroutine[Any, Any, Response]) -> Response:
         try:
             answer = await work
-        except EpisodeLost as error:  # the environment runs in another service; the client starts the episode again
+        except EpisodeLost as error:  # the environment runs in yet another service, which lost the episode
             answer = Refused.of(error).answer
             episode.over = str(error)
             self._end(episode.id, str(error))
@@ -274,7 +290,7 @@ class Episodes:
 
     # --- the end of an episode --------------------------------------------------------------------
     def _start_expiry(self, episode: _Episode) -> None:
-        """Start the episode's idle time again."""
+        """Start or restart the timer after which the episode expires."""
 
         def expire() -> None:
             self.counts.expired += 1
@@ -285,7 +301,10 @@ class Episodes:
         episode.expiry = asyncio.get_running_loop().call_later(self.idle_timeout_s, expire)
 
     def _end(self, id: str, how: str) -> asyncio.Task[None] | None:
-        """Forget an episode, except how it ended, and close its environment. None if there is no such episode."""
+        """Remove an episode, remember ``how`` it ended, and close its environment.
+
+        Returns the task that closes the environment, or None if there is no live episode with this id.
+        """
         self._ended.setdefault(id, how)
         if len(self._ended) > 16 * self.most + 1024:
             self._ended.popitem(last=False)
@@ -297,7 +316,10 @@ class Episodes:
         return self._close(episode)
 
     def _close(self, episode: _Episode) -> asyncio.Task[None]:
-        """Cancel the request under way and close the environment. Further calls return the same task."""
+        """Cancel the request under way and return a task that closes the environment.
+
+        Further calls for the same episode return the same task.
+        """
 
         async def close() -> None:
             try:

@@ -20,14 +20,14 @@ from gleanrl.protocols import Taskset
 from gleanrl.utils.errors import UserError
 from gleanrl.utils.secrets import Secret
 
-_KEEP_ALIVE_S = 75  # longer than clients keep an idle connection, so that the client is the one to close it
-_FINISH_S = 2.0  # seconds that requests under way get when the server stops
+_KEEP_ALIVE_S = 75  # seconds that an idle connection stays open: longer than in clients, so that the client closes it
+_FINISH_S = 2.0  # seconds that requests under way get to finish when the server stops
 _LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """The address at which a server listens, and the token that it asks for."""
+    """The address at which a server listens, and the token that every request must carry (None = no token)."""
 
     host: str = "127.0.0.1"
     port: int = 8765  # 0 = any free port
@@ -45,11 +45,14 @@ class Place:
         if self.token is None and not self.loopback:
             raise UserError(
                 f"--host {self.host}: others can reach that address, so it needs --token env:NAME; "
-                "or leave it at 127.0.0.1 and forward a port"
+                "or keep the default --host 127.0.0.1 and forward a port to it"
             )
 
     def bind(self) -> socket.socket:
-        """Bind a socket to the address and return it, not listening yet. Raises `UserError` if that is not possible."""
+        """Return a socket that is bound to the address but does not listen yet.
+
+        Raises `UserError` if the address cannot be bound.
+        """
         try:
             family, kind, protocol, _, address = socket.getaddrinfo(
                 self.host, self.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -76,7 +79,8 @@ def serve(
     ``seed`` is the seed of the taskset. ``ready`` is called with the address once the server accepts requests.
 
     Raises:
-        UserError: the address is not available, or the taskset cannot be held by worker processes.
+        UserError: the address cannot be bound, other machines could connect without a token, or the taskset cannot be
+            sent to worker processes.
     """
     place.check()
     token = None if place.token is None else place.token.reveal()
@@ -117,9 +121,10 @@ def serve(
 async def run_server(
     service: Service, listening: socket.socket, stop: asyncio.Event, ready: Callable[[], None]
 ) -> None:
-    """Serve on the running loop until ``stop`` is set, then close the service. Calls ``ready`` once it listens.
+    """Serve on the running event loop until ``stop`` is set, then close the service.
 
-    `uvicorn.Server.serve` is not used, because it would poll ten times a second and handle the signals itself.
+    Calls ``ready`` once the server listens. `uvicorn.Server.serve` is not used, because it would poll ten times a
+    second and handle the signals itself.
     """
     config = uvicorn.Config(
         service,
@@ -138,5 +143,5 @@ async def run_server(
     await server.startup([listening])
     ready()
     await stop.wait()
-    await service.close(_FINISH_S)  # closed before the connections, so that every request is answered
+    await service.close(_FINISH_S)  # before the connections are closed, so that every request is answered
     await server.shutdown([listening])
