@@ -1,4 +1,8 @@
-"""Glean RL: RL post-training for LLM agents that wastes neither experience nor time."""
+"""Glean RL: reinforcement learning (RL) that post-trains LLM agents, with experience replay and asynchronous rewards.
+
+This module exports the data types of a run. `gleanrl.protocols` defines the interfaces that users implement, and
+`gleanrl.train` is the training loop.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    """Import on first use: `import gleanrl` itself stays instant."""
+    """Import an exported name when it is first used, so that `import gleanrl` itself takes almost no time."""
     if name not in __all__:
         raise AttributeError(f"module 'gleanrl' has no attribute {name!r}")
     from importlib import import_module

@@ -1,4 +1,4 @@
-"""`python -m gleanrl`, and so `torchrun -m gleanrl`: the command line."""
+"""Runs the command line for `python -m gleanrl`, and so also for `torchrun -m gleanrl`."""
 
 import sys
 

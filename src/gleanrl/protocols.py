@@ -1,7 +1,7 @@
-"""The interfaces of a run.
+"""Interfaces between the parts of a training run: environments, rewards, samplers, learners, curricula and monitors.
 
 `Environment` and `Taskset` are base classes: a user's classes derive from them, and every method that is not abstract
-has a default. All other interfaces are protocols, which a class satisfies by having the methods.
+has a default. The other interfaces are protocols: a class implements one by having its methods.
 """
 
 from __future__ import annotations
@@ -20,52 +20,58 @@ from gleanrl.utils.errors import NoExpert
 if TYPE_CHECKING:
     from gleanrl.algorithms.batch import Batch
 
-Split = Literal["train", "eval", "warm_start"]
+Split = Literal["train", "eval", "warm_start"]  # "warm_start": tasks of which an expert gives demonstrations
 Metrics = Mapping[str, float]
 Tools = Sequence[Mapping[str, Any]]  # OpenAI function schemas
 
 
 class EpisodeLost(Exception):
-    """The process of a session or an environment has died, and another process replaces it.
+    """Raised if the process that holds an episode's session or environment has died and another can replace it.
 
-    The player plays the episode again from its start.
+    `gleanrl.rollout.player.Player` then plays the episode again from its start.
     """
 
 
 # --- environments -----------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """What an environment returns. ``score`` is set when ``done`` is true, unless a `Reward` computes the score."""
+    """What an environment returns when it is reset and after each step.
+
+    ``messages`` continue the conversation with the model. ``done`` is true once the episode has ended. An environment
+    that scores its episodes itself also sets ``score`` in the last observation.
+    """
 
     messages: tuple[Message, ...]
     done: bool = False
     score: Score | None = None
     info: Mapping[str, Any] = field(default_factory=dict)
     tools: tuple[Mapping[str, Any], ...] = ()
-    """The tools that the model may call. They are set in the observation that ``reset`` returns.
+    """The tools that the model may call, as OpenAI function schemas. Set them in the observation that `reset` returns.
 
-    The chat template shows them to the model. Its calls are the ``tool_calls`` of the messages passed to ``step``."""
+    The chat template shows them to the model. The calls that the model makes are in the ``tool_calls`` of the message
+    that is passed to `step`."""
 
 
 class Environment(ABC):
-    """One episode of one task. An instance is made, reset once, stepped until it is done, closed, and never reused.
+    """One episode of one task.
 
+    An instance is reset once, stepped until the episode ends, and closed. The next episode gets a new instance.
     Subclasses implement `reset` and `step`.
     """
 
     @abstractmethod
     async def reset(self) -> Observation:
-        """Begin the episode and return what the model sees first."""
+        """Begin the episode and return the first observation."""
 
     @abstractmethod
     async def step(self, message: Message) -> Observation:
-        """Take the model's message and return what the model sees next."""
+        """Apply the model's message to the environment and return the next observation."""
 
     async def conclude(self, stop: StopReason) -> Score | None:
-        """Return the score of an episode that ran out of turns or of context; None if it has no score.
+        """Return the score of an episode that reached its limit of turns or of context; None if it has no score.
 
-        For environments that score an episode only at its end. Called at most once, before `close`, and only if no
-        observation had a valid score.
+        Override this in environments that score an episode only at its end. It is called at most once, before `close`,
+        and only if the last score of an observation is missing or invalid.
         """
         return None
 
@@ -77,54 +83,63 @@ class Environment(ABC):
 class Taskset(ABC):
     """A family of tasks and their environments.
 
-    Subclasses implement `tasks` and `environment`. Everything else has a default; an attribute can be set on the class,
-    in ``__init__``, or be a property. Instances must be picklable, because worker processes hold a copy.
+    Subclasses implement `tasks` and `environment`; everything else has a default. They can override an attribute on the
+    class, in ``__init__`` or by a property. Instances must be picklable, because worker processes hold copies of them.
     """
 
     phrases: Sequence[str] = ()
     """Texts that the environment may say but that no demonstration contains, such as "Nothing happens.".
 
-    The vocabulary of a tiny model is made from demonstrations and from these texts."""
+    They are needed for ``model.init = "tiny"`` only. The vocabulary of such a model is made from the texts of
+    demonstrations and from these texts."""
 
     version: str = ""
-    """Changes whenever the data that tasks are made of change, such as a file. A cached demonstration is used only for
-    the version that it was made with."""
+    """A label that changes whenever the data behind the tasks (such as a file) change. Cached demonstrations are used
+    only with the version that they were recorded with."""
 
     needs_reward: bool = False
-    """True if the environments give no score. A run without a reward is then refused."""
+    """True if the environments give no score. A run whose configuration names no reward is then refused."""
 
     named_by_content: bool = False
-    """True if ids are hashes of problems. Two tasks of a mixture with the same id are then the same problem, even if
-    their payloads differ."""
+    """True if the id of each task is a hash of its problem.
+
+    If several such tasksets are mixed, tasks of theirs with the same id and prompt count as the same problem, even if
+    the payloads differ. Tasks of other tasksets must also have the same payload."""
 
     splits_apart: bool = False
-    """True if no id can be in two splits, so that a run need not check this."""
+    """True if the taskset itself ensures that no id is in two splits. A run then does not check this."""
 
     has_expert: bool = False
-    """True if `demonstrate` is implemented. Warm starts and baselines need an expert."""
+    """True if `demonstrate` is implemented.
+
+    The warm start (supervised training on demonstrations before RL) and the baselines of an evaluation need it."""
 
     weights: Mapping[str, float] = MappingProxyType({})
-    """Weight of each source of tasks in training, on any scale; empty if there is only one source.
+    """How often training takes a task of each source, as relative weights by source; empty if there is only one source.
 
     A task's source is its `Task.kind` up to the first "/". A curriculum by levels takes the sources in this order."""
 
     @abstractmethod
     def tasks(self, split: Split, count: int) -> Sequence[Task]:
-        """Return the first ``count`` tasks of a split. The result is deterministic, and no problem is in two splits."""
+        """Return the first ``count`` tasks of a split, or all of them if the split has fewer.
+
+        The result must be deterministic, and no problem may be in two splits.
+        """
 
     @abstractmethod
     def environment(self, task: Task) -> Environment:
         """Return a new environment for one episode of ``task``."""
 
     def tools(self, task: Task) -> Tools:
-        """Return the tools that the environment of ``task`` declares. They are rendered into its demonstrations too."""
+        """Return the tools that the environment of ``task`` declares. They are also part of its demonstrations."""
         return ()
 
     def demonstrate(self, task: Task, *, seed: int, noise: float = 0.0) -> tuple[tuple[Message, ...], Score]:
-        """Return the whole conversation of an expert and its score. The expert's messages have the role ``assistant``.
+        """Let an expert play ``task``; return the whole conversation and its score.
 
-        ``noise`` is the chance that a random valid action replaces the expert's next one; with 1 all actions are
-        random. A taskset that implements this method sets `has_expert`.
+        The expert's messages have the role ``assistant``. ``noise`` is the probability that a random valid action
+        replaces the expert's next action; with 1 all actions are random. A taskset that implements this method sets
+        `has_expert`.
 
         Raises:
             NoExpert: no expert can play ``task``.
@@ -136,7 +151,7 @@ class Taskset(ABC):
     ) -> None:
         """Do slow one-time work for ``tasks``, such as compiling games, before the first episode.
 
-        ``workers`` tasks are prepared at once. ``progress(done, total)`` is called after each task.
+        Up to ``workers`` tasks are prepared at the same time. Call ``progress(done, total)`` after each task.
         """
         return None
 
@@ -144,9 +159,9 @@ class Taskset(ABC):
 class Reward(Protocol):
     """Scores trajectories.
 
-    ``score`` is called as soon as a trajectory ends. ``finish`` is called once its group is complete: it gets the
-    scores of the group's fresh members and returns as many in the same order, for example their ranks. Invalid scores
-    are among them and stay invalid. The last score is that of the greedy attempt, if the group has one.
+    ``score`` is called as soon as a trajectory ends. ``finish`` post-processes the scores of a complete group: it gets
+    the scores of all fresh members and returns as many scores in the same order, for example the members' ranks. If
+    the group has a greedy attempt, the last score is that of this attempt. An invalid score must stay invalid.
     """
 
     async def score(self, task: Task, trajectory: Trajectory) -> Score: ...
@@ -156,32 +171,34 @@ class Reward(Protocol):
 # --- models -----------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    max_tokens: int
-    stop_tokens: tuple[int, ...]
-    temperature: float = 1.0  # 0 = greedy
+    max_tokens: int  # maximum number of sampled tokens, including the stop token
+    stop_tokens: tuple[int, ...]  # ids of the tokens that end the completion
+    temperature: float = 1.0  # 0 = greedy decoding
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
     """What a sampler returns: the sampled tokens, including the stop token, and their log-probs.
 
-    The log-probs are those of the distribution that the tokens were drawn from, at the sampling temperature."""
+    The log-probs belong to the distribution from which the tokens were drawn, so they include the sampling
+    temperature."""
 
     tokens: IntArray  # int32[n]
     logprobs: FloatArray  # float32[n]
-    version: int  # the oldest weights that sampled any of the tokens
-    finish: Literal["stop", "length"]
+    version: int  # version of the oldest weights that sampled any of the tokens
+    finish: Literal["stop", "length"]  # "length": the limit of tokens ended the completion, not a stop token
     altered: str | None = None
-    """Set if the tokens were not drawn from the policy at the requested temperature: says how instead ("top_p=0.9").
+    """None if the tokens were drawn from the policy at the requested temperature; otherwise a text such as "top_p=0.9"
+    that says what was different.
 
-    A trajectory with such tokens is trained on once, in its own batch, and never stored for replay."""
+    A trajectory with altered tokens is trained on in the batch for which it was sampled, but not stored for replay."""
 
 
 class Session(Protocol):
     """One episode's access to a sampler.
 
-    A prompt usually extends the previous one of its session, so a sampler may keep and reuse what it has computed. A
-    prompt that does not extend it is still answered exactly."""
+    Each prompt of a session usually begins with the previous prompt and its completion, so a sampler may keep the
+    key-value cache between calls. Any other prompt is allowed too and must be answered just as exactly."""
 
     async def sample(self, prompt: IntArray, params: SamplingParams) -> Completion: ...
 
@@ -195,16 +212,22 @@ class Sampler(Protocol):
     def session(self, seed: int) -> AbstractAsyncContextManager[Session]:
         """Return a session for one episode. ``seed`` fixes all random draws of the session.
 
-        Close the session as soon as the episode ends, because an open session holds memory and a deterministic sampler
-        waits for its next prompt."""
+        Close the session as soon as the episode ends: an open session holds memory, and a deterministic sampler runs
+        the next batch only when every open session has sent its next prompt."""
         ...
 
     async def publish(self, weights: Mapping[str, Any], version: int) -> None:
-        """Sample with these weights (tensors by Hugging Face parameter name) from now on. Copies what it needs."""
+        """Sample with these weights (tensors by Hugging Face parameter name) from now on.
+
+        The sampler copies the tensors that it needs, because the learner changes them in its next update.
+        """
         ...
 
     def stats(self) -> Metrics:
-        """Return running totals, among them ``sampled_tokens``, ``prefill_s`` and ``decode_s`` where they are known."""
+        """Return totals since the sampler was made.
+
+        Among them are ``sampled_tokens`` and the seconds ``prefill_s`` and ``decode_s``, if the sampler knows them.
+        """
         ...
 
     async def close(self) -> None: ...
@@ -212,23 +235,25 @@ class Sampler(Protocol):
 
 class Learner(Protocol):
     async def update(self, batch: Batch) -> Metrics:
-        """Consume groups in order, with one optimizer update for each mini-batch of groups.
+        """Learn from a batch of groups, in order; make one optimizer update for each complete mini-batch of groups.
 
-        A `ReplayUpdateLearner` makes further updates on stored successes once the groups of a step are consumed.
+        The batches of a step may be smaller than a mini-batch, which then spans several calls. After the last batch of
+        a step, a `ReplayUpdateLearner` makes further optimizer updates on successful trajectories.
         """
         ...
 
     def weights(self) -> Mapping[str, Any]:
-        """Return the tensors to publish by Hugging Face parameter name, adapters merged. They are not copies.
+        """Return the tensors to publish, by Hugging Face parameter name. They are not copies of the learner's tensors.
 
-        Called in a thread, like `save`, so a forward pass of the same model may be running meanwhile.
+        LoRA adapters are merged into them. Like `save`, this method is called in a worker thread, so a forward pass of
+        the same model may be running at the same time.
         """
         ...
 
     def undo_step(self) -> bool:
-        """Forget the groups of the current step, if they have not changed the weights yet.
+        """Discard the gradients of the current step's groups, if these groups have not changed the weights yet.
 
-        Returns whether the groups were forgotten.
+        Returns True if the step was undone, False if the weights have already changed.
         """
         ...
 
@@ -241,7 +266,11 @@ class Learner(Protocol):
 
 # --- around the loop --------------------------------------------------------------------------
 class Curriculum(Protocol):
-    """Plans batches. ``observe`` receives the groups of each step, and the groups dropped since the step before."""
+    """Chooses the tasks of the groups to sample.
+
+    ``propose`` plans the next ``count`` groups. ``observe`` is called once per step with the groups that the step
+    learned from and the groups that were dropped since the step before, and returns metrics.
+    """
 
     async def propose(self, count: int) -> list[GroupSpec]: ...
     def observe(self, groups: Sequence[Group]) -> Metrics: ...
@@ -250,37 +279,46 @@ class Curriculum(Protocol):
 
 
 class Evaluator(Protocol):
-    """Evaluates concurrently with training: ``start`` takes a snapshot of the weights and returns at once."""
+    """Evaluates the policy while training continues."""
 
     async def start(self, step: int) -> None:
-        """Start an evaluation, after waiting until an earlier one has finished."""
+        """Wait until the previous evaluation has finished, take a snapshot of the weights, and start to evaluate it.
+
+        Returns without waiting for the result.
+        """
         ...
 
-    async def finish(self) -> None: ...
+    async def finish(self) -> None:
+        """Wait for the running evaluation, if there is one."""
+        ...
+
     async def cancel(self) -> None: ...
 
 
 class CheckpointStore(Protocol):
     def save(self, step: int, state: dict[str, Any], write: Callable[[Path], None]) -> Any:
-        """Store ``state`` and the files that ``write`` puts into a folder, either completely or not at all."""
+        """Store a checkpoint: ``state``, and the files that ``write(folder)`` puts into the given folder.
+
+        If the process is killed meanwhile, no incomplete checkpoint is left.
+        """
         ...
 
 
 class Observer(Protocol):
-    """Receives what happens in a run: writes rollouts, computes rates, feeds monitors."""
+    """Records the progress of a run, for example as rollout files and as metrics that it passes to a `Monitor`."""
 
     def log(self, step: int, metrics: Metrics) -> None: ...
     def on_batch(self, groups: Sequence[Group], batch: Batch) -> None:
-        """Called before the learner's update on these groups."""
+        """Note a batch that the learner is about to learn from, and the groups from which it was made."""
         ...
 
     def on_step(self, step: int, groups: Sequence[Group], metrics: Metrics) -> None:
-        """Called once the step's weights are published."""
+        """Record a finished step. Called once the step's weights are published."""
         ...
 
 
 class Monitor(Protocol):
-    """Receives the metrics of each step. Must not raise for a metric that it does not know."""
+    """Receives the metrics of each step, for example to write them to a file. Must accept metrics of any name."""
 
     def log(self, step: int, metrics: Metrics) -> None: ...
     def close(self) -> None: ...

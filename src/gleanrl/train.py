@@ -1,17 +1,18 @@
-"""The training loop: groups are sampled and scored, the learner consumes them, new weights are published.
+"""The training loop: groups are sampled and scored, the learner learns from them, and its new weights are published.
 
 `gleanrl.runtime.local` builds a `Run` from a configuration and calls `train`. The data flow is the same on every
 schedule:
 
     what happens                                                          where
     produce_groups
-        controller.ticket: when a group may start                         schedule/controller.py
-        plan.next: its task; with replay, stored members too              curriculum/, experience/replay/curriculum.py
+        controller.ticket: waits until a group may start                  schedule/controller.py
+        plan.next: the group's task; with replay, its stored members      curriculum/, experience/replay/curriculum.py
         make_group
             player.play: sampler and environment in turn                  rollout/player.py
             reward.score each trajectory, reward.finish the group         rewards/agent.py
-        check.refusal: too few members with a valid score, no variance    schedule/group_check.py
-        queue.put: refused if older than the bound                        schedule/controller.py
+        check.refusal: the group is refused if too few members have a
+            valid score or if all scores are equal                        schedule/group_check.py
+        queue.put: the group is refused if older than the bound           schedule/controller.py
     run_step
         queue.chunks: the groups of this step; those that became too
             old while they waited are refused                             schedule/controller.py
@@ -24,13 +25,15 @@ schedule:
 
 A group that is refused goes to `Plan.drop`, and its ticket is handed out again.
 
-Producing groups and learning from them run concurrently. `StalenessController` starts a group only when it can be
-learned from before it is older than the schedule's bound, and `GroupQueue` checks the bound against the versions that
-really sampled the group. The bound is for fresh members; stored ones are limited by ``replay.max_age`` alone.
+Producing groups and learning from them run concurrently. `StalenessController` starts a group only if the group can be
+learned from before it is older than the schedule's staleness bound. `GroupQueue` then checks the bound against the
+versions of the weights that really sampled the group. The bound applies to fresh members; the age of stored members is
+limited by ``replay.max_age`` alone.
 
-Nothing in this module depends on which schedule, estimator, environment, curriculum or learner runs. With experience
+The code in this module is the same for every schedule, estimator, environment, curriculum and learner. With experience
 replay the curriculum is a `ReplayCurriculum`, which adds stored trajectories to groups. With ``replay.pool_updates``
-the learner is a `ReplayUpdateLearner`, whose last update of a step makes further optimizer updates on successes.
+the learner is a `ReplayUpdateLearner`: the last ``update`` call of each step also makes further optimizer updates on
+successful trajectories.
 """
 
 from __future__ import annotations
@@ -62,14 +65,14 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-INSTANT_S = 1e-3  # a reward that takes less time, such as one from the cache, gets no span in the timeline
+INSTANT_S = 1e-3  # seconds; a reward that takes less time, such as one from the cache, gets no span in the timeline
 
 
 class StepState(Enum):
     """Progress of the current step, which decides whether the run can be saved when an error ends it."""
 
-    BOUNDARY = auto()  # the learner has consumed nothing of the step
-    WAITING = auto()  # the learner has consumed some chunks and the next one is not complete
+    BOUNDARY = auto()  # the learner has not received any chunk of the step
+    WAITING = auto()  # the learner has consumed at least one chunk, and the run waits for the next chunk
     LEARNING = auto()  # the learner works on a chunk, or the weights are being published
 
 
@@ -83,32 +86,33 @@ class Run:
     plan: Plan
     player: Player
     rewards: Reward
-    make_batch: Callable[[Sequence[Group]], Awaitable[Batch]]  # may run a critic or a reference policy
+    make_batch: Callable[[Sequence[Group]], Awaitable[Batch]]  # for some settings, runs a critic or a reference policy
     learner: Learner
     controller: StalenessController
     evaluator: Evaluator
-    evaluate_every: int  # steps; 0 = only before and after training
+    evaluate_every: int  # number of steps between evaluations; 0 = evaluate only before and after training
     checkpoints: CheckpointStore
-    checkpoint_every: int  # steps; 0 = only at the end
+    checkpoint_every: int  # number of steps between checkpoints; 0 = save only at the end
     observer: Observer
     timeline: Timeline
-    clock: Callable[[], float] = perf_counter  # returns seconds; the same clock as the timeline's
+    clock: Callable[[], float] = perf_counter  # returns seconds; must be the clock of ``timeline``
     interruption: Interruption = field(default_factory=Interruption)
     step_state: StepState = StepState.BOUNDARY
 
     @property
     def step(self) -> int:
-        """Index of the current step, which is the number of steps finished so far."""
+        """Index of the current step, counted from 0; equal to the number of finished steps."""
         return self.controller.version
 
     def state_dict(self) -> dict[str, Any]:
-        """Return a checkpoint's state besides the learner's, JSON-serialisable. Call it between two steps."""
+        """Return the JSON-serialisable part of a checkpoint: all state except the learner's. Call it between steps."""
         return {"controller": self.controller.state_dict(), "plan": self.plan.state_dict()}
 
     async def save(self, state: dict[str, Any] | None = None) -> None:
-        """Write a checkpoint of the last finished step, with ``state`` if it was captured earlier.
+        """Write a checkpoint of the last finished step. ``state`` is the result of an earlier call of `state_dict`.
 
-        Files are written in a thread, so groups continue to be produced.
+        Without ``state``, the present state is saved. A thread writes the files, so that groups continue to be produced
+        meanwhile.
         """
         with self.timeline.span("checkpoint", step=self.step):
             state = self.state_dict() if state is None else state
@@ -117,10 +121,10 @@ class Run:
 
 # --- producing groups -----------------------------------------------------------------------------
 async def score_trajectory(reward: Reward, task: Task, trajectory: Trajectory) -> Trajectory:
-    """Return the trajectory with its reward.
+    """Return the trajectory with the score that the reward gives it.
 
-    If the environment failed, the trajectory keeps the invalid score that the player has given (`Score.failed`) and is
-    not sent to the reward. An environment's score that the reward replaces is kept in ``info``.
+    If the environment failed, the trajectory is not sent to the reward and keeps the invalid score (`Score.failed`)
+    that the player has set. If the reward replaces a score of the environment, ``info`` keeps the value of that score.
     """
     if trajectory.stop in (StopReason.ERROR, StopReason.TIMEOUT):
         return trajectory
@@ -138,7 +142,7 @@ async def make_group(run: Run, ticket: Ticket, spec: GroupSpec) -> Group:
         name = f"{ticket.number:06d}.{ticket.attempt}.{index}"
         played = await run.player.play(spec.task, trajectory_id=name, seed=seed, temperature=temperature)
         to_be_played -= 1
-        if to_be_played == 0:  # scoring needs no device, so the schedule may give it to other work
+        if to_be_played == 0:  # the group needs the device no longer, so the schedule may now prefer other work
             run.controller.sampled(ticket)
         with run.timeline.span("score", least_s=INSTANT_S, ticket=ticket.number, member=index):
             return await score_trajectory(run.rewards, spec.task, played)
@@ -156,7 +160,10 @@ async def make_group(run: Run, ticket: Ticket, spec: GroupSpec) -> Group:
 
 @asynccontextmanager
 async def produce_groups(run: Run) -> AsyncIterator[GroupQueue]:
-    """Produce groups into the queue while the block runs. The consumer of the queue gets the producer's errors."""
+    """Yield a queue, and put finished groups into it while the block runs.
+
+    If producing a group fails, `GroupQueue.chunks` raises the error.
+    """
     queue = GroupQueue(
         run.controller,
         timeline=run.timeline,
@@ -200,8 +207,8 @@ async def produce_groups(run: Run) -> AsyncIterator[GroupQueue]:
 async def train(run: Run) -> None:
     """Train until ``run.total_steps`` steps are done or the run is interrupted, then write a checkpoint.
 
-    A `UserError` (for example too many failures) ends the run too. Finished steps are saved first, unless the current
-    step has already changed the weights.
+    A `UserError`, such as the error for too many failed episodes, also ends the run. Then the finished steps are saved
+    before the error is raised, unless the current step has already changed the weights.
     """
     try:
         await start_evaluation_if_due(run)
@@ -218,14 +225,17 @@ async def train(run: Run) -> None:
 
 
 async def run_step(run: Run, queue: GroupQueue) -> bool:
-    """Learn from one batch and publish the weights. Returns False if interrupted before anything was learned."""
+    """Learn from the groups of one step and publish the new weights.
+
+    Returns True if the step is finished, False if an interruption came before the step's first chunk.
+    """
     started = run.clock()
     consumed: list[Group] = []
     totals = StepMetrics()
     chunks = queue.chunks(run.step, adaptive=run.settings.adaptive)
     while True:
         next_chunk = anext(chunks, None)
-        # a step that has begun is finished, so only the wait for its first chunk can be interrupted
+        # A step that has consumed a chunk is always finished, so only the wait for its first chunk can be interrupted.
         groups = await (next_chunk if consumed else run.interruption.unless_interrupted(next_chunk))
         if groups is None:
             break
@@ -253,8 +263,10 @@ async def run_step(run: Run, queue: GroupQueue) -> bool:
 async def save_and_evaluate_if_due(run: Run) -> None:
     due = run.checkpoint_every and run.step % run.checkpoint_every == 0
     if due and run.step < run.total_steps:  # the last checkpoint is written after the last evaluation
-        # The state is captured before the wait for the evaluation: a resumed run samples again what was sampled during
-        # the wait, with the same result. The wait is needed because a resumed run cannot evaluate older weights again.
+        # The running evaluation must finish before the checkpoint is written, because a run that resumes from this
+        # checkpoint cannot evaluate older weights again. The state is captured before this wait, at the end of the
+        # step: groups that are sampled during the wait are not in it, and a resumed run samples them again, with the
+        # same result.
         state = run.state_dict()
         await run.interruption.unless_interrupted(run.evaluator.finish())
         await run.save(state)
@@ -262,13 +274,19 @@ async def save_and_evaluate_if_due(run: Run) -> None:
 
 
 async def start_evaluation_if_due(run: Run) -> None:
-    """Evaluate before and after training, and every ``evaluate_every`` steps between, concurrently with training."""
+    """Start an evaluation before the first step, after the last step, and after every ``evaluate_every`` steps.
+
+    Training continues while the evaluation runs.
+    """
     if run.step in (0, run.total_steps) or (run.evaluate_every and run.step % run.evaluate_every == 0):
         await run.interruption.unless_interrupted(run.evaluator.start(run.step))
 
 
 async def save_finished_steps(run: Run) -> None:
-    """Save the finished steps that an error would lose, if there are any and the current step can be undone."""
+    """Write a checkpoint after an error, so that the steps finished since the run's start are not lost.
+
+    Does nothing if this process has finished no step, or if the current step cannot be undone.
+    """
     if run.step == run.controller.first_step:
         return
     if run.step_state is StepState.WAITING and run.learner.undo_step():

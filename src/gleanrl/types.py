@@ -1,12 +1,12 @@
-"""The data of reinforcement learning on agents: what is sampled, scored, grouped and trained on.
+"""Data types of a training run: tasks, turns, trajectories, scores and groups.
 
-Everything here is immutable and needs only numpy, so that it travels unchanged between processes,
-files and engines. Two rules hold everywhere:
+All of them are immutable and need no package but numpy, so that processes, files and inference engines can exchange
+them unchanged. Two rules hold everywhere:
 
-* **Token-exact.** A sampled turn keeps the token ids and log-probs that the sampler produced. Text
-  is for reading; it is never tokenised again.
-* **The loss mask is derived.** A token is trained if and only if its turn has log-probs, so mask and
-  data cannot disagree.
+* **Token-exact.** A sampled turn keeps the token ids and log-probs that the sampler produced. The text of its message
+  is only for reading; it is never tokenised again.
+* **The loss mask is derived.** A token is trained on if and only if its turn has log-probs. The mask is computed from
+  the turns and not stored, so mask and data cannot disagree.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ BoolArray = npt.NDArray[np.bool_]
 
 
 class OpenAIMessage(TypedDict, total=False):
-    """One message of a conversation, in the OpenAI shape. It may have further keys."""
+    """One message of a conversation, in the format of OpenAI's chat API. Further keys are allowed."""
 
-    role: Required[str]  # system | user | assistant | tool
+    role: Required[str]  # "system", "user", "assistant" or "tool"
     content: Required[str]
     tool_calls: list[dict[str, Any]]
     tool_call_id: str
@@ -38,14 +38,15 @@ class OpenAIMessage(TypedDict, total=False):
 if TYPE_CHECKING:
     Message = OpenAIMessage
 else:
-    Message = dict[str, Any]  # the serialiser reads annotations, and must keep keys that an environment adds
+    # A plain dict at run time, because the serialiser reads annotations: for a TypedDict it would drop further keys.
+    Message = dict[str, Any]
 
 
 class StopReason(StrEnum):
     """Why an episode ended."""
 
     DONE = "done"  # the environment ended the episode
-    MAX_TURNS = "max_turns"
+    MAX_TURNS = "max_turns"  # the model has taken as many turns as the configuration allows
     CONTEXT_FULL = "context_full"  # the next turn would not fit into the model's context
     ERROR = "error"  # the environment raised or its process died
     TIMEOUT = "timeout"  # the environment did not answer in time
@@ -53,11 +54,12 @@ class StopReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One problem. The same id always means the same problem, in every run and process.
+    """One problem for the agent to solve. The same id always means the same problem, in every run and process.
 
-    ``payload`` is JSON-serialisable and holds what an environment needs to rebuild the problem anywhere: in another
-    process, in a later run, in a pool of past experience. ``kind`` is a label such as "heat" or "algebra". Evaluation
-    reports success by kind and a curriculum may choose tasks by kind, but the label does not define the problem.
+    ``prompt`` holds messages that precede the environment's first observation. ``payload`` is JSON-serialisable and
+    holds what an environment needs to rebuild the problem in another process, in a later run, or from a pool of past
+    experience. ``kind`` is a label such as "heat" or "algebra". Evaluation reports the success rate of each kind and a
+    curriculum may choose tasks by kind, but the label does not define the problem.
     """
 
     id: str
@@ -72,13 +74,17 @@ SUCCESS = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """What a trajectory earned. A score that could not be computed is invalid, never zero."""
+    """The reward of a trajectory. A score that could not be computed is marked as invalid, not set to 0.
+
+    ``parts`` holds named components of the value, which are reported as metrics. ``explanation`` is a text from the
+    reward, such as the reason for an invalid score.
+    """
 
     value: float
     valid: bool = True
     parts: Mapping[str, float] = field(default_factory=dict)
     explanation: str | None = None
-    applicable: bool = True  # False: invalid because the reward does not apply to this trajectory, not by a failure
+    applicable: bool = True  # False if the score is invalid because the reward does not apply to this trajectory
 
     def __post_init__(self) -> None:
         if self.valid and not math.isfinite(self.value):
@@ -86,7 +92,10 @@ class Score:
 
     @classmethod
     def failed(cls, reason: str) -> Score:
-        """Return an invalid score, for one that could not be computed. It enters no baseline, no loss and no pool."""
+        """Return an invalid score, whose explanation is ``reason``.
+
+        Trajectories with an invalid score are left out of baselines, the loss and the experience pool.
+        """
         return cls(value=math.nan, valid=False, explanation=reason)
 
     @property
@@ -98,14 +107,15 @@ class Score:
 class Turn:
     """One message and exactly the tokens that it added to the context.
 
-    The generation prompt (``<|assistant|>``) belongs to the context turn before a sampled turn; the
-    sampled end-of-turn token belongs to the sampled turn.
+    A chat template opens the model's message with tokens that are not sampled, such as ``<|assistant|>``. These tokens
+    (the generation prompt) belong to the context turn before the sampled turn. The end-of-turn token is sampled, and
+    belongs to the sampled turn.
     """
 
     message: Message
-    tokens: IntArray  # int32[n]
-    logprobs: FloatArray | None = None  # float32[n] behaviour log-probs; None = context, never trained
-    version: int = -1  # weights that sampled the turn, the oldest if they changed meanwhile; -1 = context
+    tokens: IntArray  # int32[n] token ids
+    logprobs: FloatArray | None = None  # float32[n] behaviour log-probs; None = a context turn, never trained on
+    version: int = -1  # version of the oldest weights that sampled any of the tokens; -1 = a context turn
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tokens", _frozen(self.tokens, np.int32))
@@ -120,22 +130,23 @@ class Turn:
 
 
 ENVIRONMENT_SCORE, UNPROCESSED_SCORE = "environment_score", "unprocessed_score"
-"""Keys of a trajectory's ``info`` that keep a replaced score.
+"""Keys of a trajectory's ``info`` under which the value of a replaced score is kept.
 
 The first holds the environment's score if a reward has replaced it. The second holds the reward's score if the
-post-processing of the group has replaced it.
+post-processing of the group (`Reward.finish`) has replaced it.
 """
 
 Segment = tuple[Turn, ...]
-"""Turns that extend one another: the tokens of a segment, concatenated, are what the model saw."""
+"""Consecutive turns of one context. Their tokens, concatenated, are exactly what the model saw."""
 
 
 @dataclass(frozen=True, slots=True)
 class Trajectory:
     """One episode of an agent on a task.
 
-    ``segments`` holds more than one segment only where the context was rewritten during the episode (old thinking
-    removed, a window clipped). Each sampled turn is a sampled turn in exactly one of the segments.
+    Usually there is one segment. If the context was rewritten during the episode (old thinking removed, or the history
+    clipped to a window), each rewritten context is a further segment. A turn that the model sampled has its log-probs
+    in exactly one segment; a segment that repeats it later holds it as context.
     """
 
     id: str
@@ -169,14 +180,17 @@ class Trajectory:
         return replace(self, score=score)
 
     def rescored(self, score: Score, before: str) -> Trajectory:
-        """Return a copy with ``score``. If the present score is valid and not the same, ``info[before]`` keeps it."""
+        """Return a copy with ``score``. If a valid score is replaced, ``info[before]`` keeps the old value."""
         if score is self.score or not self.score.valid:
             return self.scored(score)
         return replace(self, score=score, info={**self.info, before: self.score.value})
 
 
 def segment_arrays(segment: Segment) -> tuple[IntArray, BoolArray, FloatArray]:
-    """Return tokens int32[n], loss mask bool[n] and behaviour log-probs float32[n] (0 where not sampled)."""
+    """Return a segment's token ids int32[n], loss mask bool[n] and behaviour log-probs float32[n].
+
+    The mask is true for sampled tokens. The log-probs of all other tokens are 0.
+    """
     tokens = np.concatenate([turn.tokens for turn in segment])
     mask = np.concatenate([np.full(turn.tokens.size, turn.sampled) for turn in segment])
     logprobs = np.concatenate(
@@ -189,10 +203,12 @@ def segment_arrays(segment: Segment) -> tuple[IntArray, BoolArray, FloatArray]:
 class GroupSpec:
     """A plan for one group: sample ``fresh`` trajectories of ``task`` and add the ``replayed`` ones.
 
-    ``replayed`` members are off-policy in the batch. They come from the pool. Members that were sampled with guidance
-    are also ``replayed`` once the guidance is removed from them (`gleanrl.experience.guidance`).
+    ``replayed`` trajectories are off-policy members of the batch. Most come from the pool. Members that were sampled
+    with guidance (a text about similar tasks in the prompt) also become ``replayed`` ones when that text is removed
+    from them before training (`gleanrl.experience.guidance`).
 
-    ``greedy``: play the task once more at temperature 0, as a baseline (ReMax). That attempt is never trained on.
+    If ``greedy`` is true, the task is played once more at temperature 0. The score of that attempt is the baseline of
+    the ReMax estimator; the attempt itself is never trained on.
     """
 
     task: Task
@@ -210,13 +226,16 @@ class GroupSpec:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """All trajectories of one task in one batch, the unit of advantage: fresh first, then replayed."""
+    """All trajectories of one task in one batch: first the fresh ones, then the replayed ones.
+
+    Advantages compare the members of a group with one another.
+    """
 
     spec: GroupSpec
     trajectories: tuple[Trajectory, ...]
-    ticket: int
-    greedy: Trajectory | None = None  # the attempt at temperature 0, if the spec asks for one; not a member
-    dropped: bool = False  # replaced by another group: the curriculum observes it, the learner does not see it
+    ticket: int  # number of the ticket under which the group was sampled
+    greedy: Trajectory | None = None  # the attempt at temperature 0, if ``spec.greedy``; not one of ``trajectories``
+    dropped: bool = False  # True if another group replaces this one: the curriculum observes it, the learner does not
 
     @property
     def fresh(self) -> tuple[Trajectory, ...]:
@@ -233,6 +252,6 @@ class Group:
 
 
 def _frozen(array: npt.NDArray[Any], dtype: type[np.generic]) -> npt.NDArray[Any]:
-    array = np.array(array, dtype=dtype, ndmin=1)  # a copy, so that no other reference can change it
+    array = np.array(array, dtype=dtype, ndmin=1)  # a copy, because the caller may still change the original
     array.flags.writeable = False
     return array
