@@ -1,11 +1,12 @@
-"""Finds environments by name: the built-in ones, and any taskset named by an import path.
+"""Finds environments by name: built-in ones by a short name, a user's own ones by an import path.
 
-`load_taskset` makes the taskset of a run from its settings; `check` only validates the settings.
+`load_taskset` makes the taskset of a run from its settings. A taskset is a family of tasks together with the
+environments in which they are played. `check` only validates the settings.
 
 An environment of your own needs no entry here. Derive classes from `gleanrl.protocols.Taskset` and `Environment`, and
-set ``environment.name = "file.py:Class"``, where ``Class`` is the taskset. A built-in environment needs a line in
-`BUILT_IN`, its name in the docstring of `gleanrl.config.settings.EnvironmentSettings.name`, and, if it depends on
-packages, an extra in pyproject.toml.
+set ``environment.name = "file.py:Class"``, where ``Class`` is the taskset. To add a built-in environment, add a line to
+`BUILT_IN`, its name to the docstring of `gleanrl.config.settings.EnvironmentSettings.name` and, if it depends on
+packages, an extra to pyproject.toml.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ from gleanrl.utils.text import nearest
 
 @dataclass(frozen=True, slots=True)
 class _BuiltIn:
-    path: str
-    packages: tuple[str, ...]  # third-party modules that the environment needs
-    extra: str  # name of the gleanrl extra that installs these modules
+    path: str  # import path of the class or function that makes the taskset
+    packages: tuple[str, ...]  # names of the third-party modules that the environment imports
+    extra: str  # name of the extra (optional dependencies of gleanrl) that installs these modules; "" if there are none
 
 
 BUILT_IN: Mapping[str, _BuiltIn] = {
@@ -52,20 +53,24 @@ BUILT_IN: Mapping[str, _BuiltIn] = {
 
 
 def check(settings: EnvironmentSettings) -> None:
-    """Check that the environment exists and takes its options, without making the taskset.
+    """Check that the environment exists and has the options that are set, without making the taskset.
+
+    The values of the options are not checked.
 
     Raises:
-        UserError: unknown name, missing package, or an option that the taskset does not take.
+        UserError: the name is unknown, a package is missing, or an option is unknown or missing.
     """
     _checked_options(settings.name, _factory(settings.name), settings.options, seed=0)
 
 
 def load_taskset(settings: EnvironmentSettings, seed: int) -> Taskset:
-    """Make the taskset that ``settings`` names, with its options. It gets ``seed`` unless an option sets another one.
+    """Make the taskset ``settings.name`` with the arguments ``settings.options``.
+
+    A taskset that has an option ``seed`` gets ``seed``, unless ``settings.options`` contains a seed.
 
     Raises:
-        UserError: unknown name, missing package, an option that the taskset does not take, or an object that does not
-            derive from `Taskset`.
+        UserError: the name is unknown, a package is missing, an option is unknown or missing or has a value that the
+            taskset refuses, or the object that is made does not derive from `Taskset` or lacks one of its methods.
     """
     factory = _factory(settings.name)
     options = _checked_options(settings.name, factory, settings.options, seed)
@@ -89,7 +94,11 @@ def load_taskset(settings: EnvironmentSettings, seed: int) -> Taskset:
 
 
 def _factory(name: str) -> Any:
-    """Return the class or function that makes the taskset ``name``."""
+    """Return the class or function that makes the taskset ``name``.
+
+    Raises:
+        UserError: there is no such environment, or a package that it needs is not installed.
+    """
     known = BUILT_IN.get(name)
     if known is None:
         if ":" in name:
@@ -102,7 +111,11 @@ def _factory(name: str) -> Any:
 
 
 def _checked_options(name: str, factory: Any, options: Mapping[str, Any], seed: int) -> dict[str, Any]:
-    """Return ``options`` with the seed added. Raises `UserError` for an unknown or a missing option of ``factory``."""
+    """Return ``options``, with the seed added if ``factory`` takes one.
+
+    Raises:
+        UserError: ``factory`` cannot be called, does not take one of the options, or needs an option that is missing.
+    """
     if not callable(factory):
         raise UserError(f"environment.name = {name!r}: a {type(factory).__name__}, not a class that can be called")
     parameters = inspect.signature(factory).parameters

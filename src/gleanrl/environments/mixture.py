@@ -1,4 +1,7 @@
-"""The environment ``mixture``: combines several tasksets, each with its share of the tasks and its own options."""
+"""The environment ``mixture``: combines several tasksets, its parts, into one.
+
+Each part contributes its share of the tasks and has its own options.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +19,19 @@ from gleanrl.types import Message, Score, Task
 from gleanrl.utils.errors import NoExpert, UserError
 from gleanrl.utils.seeding import derive
 
-_PART = "mixture"  # payload key for the label of a task's part
+_PART = "mixture"  # key of a task's payload; its value is the label of the part that the task comes from
 _BEFORE: Mapping[Split, tuple[Split, ...]] = {"eval": (), "warm_start": ("eval",), "train": ("eval", "warm_start")}
-"""Split -> the splits that take precedence. A question that two parts put into different splits stays in the first."""
+"""For each split, the splits that have precedence over it.
+
+If two parts put the same question into different splits, the question stays only in the split with precedence."""
 
 
 @runtime_checkable
 class Asking(Protocol):
-    """A taskset that can list its questions and leave some out; see `gleanrl.environments.dataset.taskset`."""
+    """A taskset that can list the questions of a split, and can leave given questions out of its tasks.
+
+    `gleanrl.environments.dataset.taskset.DatasetTaskset` is such a taskset and documents these members.
+    """
 
     @property
     def shares(self) -> tuple[float, float] | None: ...
@@ -33,17 +41,18 @@ class Asking(Protocol):
 
 @pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config={"extra": "forbid"})
 class Part:
-    """One source of tasks.
+    """The settings of one part of a mixture: a taskset, and how many tasks it contributes.
 
-    ``weight`` is its share of the tasks of a split and of the groups of training, relative to the other weights.
-    ``train_tasks``, ``eval_tasks`` and ``warm_start_tasks`` limit how many tasks it contributes to a split; the other
-    parts contribute the rest.
+    ``name`` and ``options`` select and configure the taskset, as in the settings of an environment. ``weight`` is the
+    part's share of the tasks of each split, and of the groups in training, relative to the weights of the other parts.
+    ``train_tasks``, ``eval_tasks`` and ``warm_start_tasks`` limit how many tasks the part contributes to that split.
+    The other parts then contribute the remaining tasks.
     """
 
     name: str
     options: dict[str, Any] = Field(default_factory=dict)
     weight: PositiveFloat = 1.0
-    label: str | None = None  # the part's name in metrics; None = ``name``, or the end of an import path
+    label: str | None = None  # the part's name in metrics; None = ``name`` (of an import path, the text after ":")
     train_tasks: NonNegative | None = None
     eval_tasks: NonNegative | None = None
     warm_start_tasks: NonNegative | None = None
@@ -55,10 +64,16 @@ class Part:
 def mixture(*, parts: Sequence[Mapping[str, Any]], seed: int = 0) -> Taskset:
     """Combine several tasksets into one. Each item of ``parts`` holds the fields of a `Part`.
 
-    A task's `Task.kind` is its part's label, followed by "/" and the kind within the part, if there is one. Ids are not
-    changed. If two parts have a task with the same id, it is one problem and belongs to the first part. If two data
-    sets share a question, it is in one split only, even if their shares differ: evaluation has precedence over the
-    warm start, and the warm start over training.
+    A task's `Task.kind` is the label of its part. If the part gave the task a kind, "/" and that kind follow.
+
+    Task ids are not changed. Tasks of two parts that have the same id must be the same problem, and only one of the
+    parts contributes it. If two parts are data sets that share a question, the question is in only one split, even if
+    the data sets divide their questions by different shares. Evaluation then has precedence over the warm start, and
+    the warm start over training.
+
+    Raises:
+        UserError: there are no parts, two parts have the same label, a label contains "/", or `load_taskset` refuses a
+            part.
     """
     if not parts:
         raise UserError("environment.options.parts: a mixture needs at least one part, as [{ name = 'alfworld' }]")
@@ -79,9 +94,10 @@ def mixture(*, parts: Sequence[Mapping[str, Any]], seed: int = 0) -> Taskset:
 
 
 class Mixture(Taskset):
-    """Tasks of several tasksets, in proportion to their weights.
+    """The tasks of several parts, in proportion to the weights of the parts.
 
-    The mixture has an expert if any part has one. The warm start then takes tasks only from the parts that have one.
+    The mixture has an expert if any part has one. Tasks for the warm start then come only from the parts with an
+    expert.
     """
 
     def __init__(self, parts: Mapping[str, Part], tasksets: Mapping[str, Taskset]) -> None:
@@ -101,16 +117,23 @@ class Mixture(Taskset):
         return self._tasksets[label].tools(bare)
 
     def tasks(self, split: Split, count: int) -> Sequence[Task]:
-        """Return ``count`` tasks, with the parts interleaved by weight. Raises `UserError` if there are too few."""
+        """Return ``count`` tasks. The parts take turns in proportion to their weights.
+
+        Raises:
+            UserError: the parts cannot contribute that many tasks, or two of them have different tasks with the same
+                id.
+        """
         eligible = self._eligible(split)
         given = dict.fromkeys(eligible, 0)
-        turns: list[str] = []  # part of each task: among parts below their limit, the one furthest behind its share
+        # For each task, the label of the part that contributes it. This is the part that is furthest behind its share,
+        # among the parts that have not reached their limit.
+        turns: list[str] = []
         while len(turns) < count:
             open_ = [n for n in eligible if (most := self._parts[n].limit(split)) is None or given[n] < most]
             if not open_:
                 raise UserError(
                     f"the parts of the mixture have {len(turns)} {split} tasks, {count} were asked for; lower "
-                    f"environment.{split}_tasks or raise the parts'"
+                    f"environment.{split}_tasks or raise the {split}_tasks of the parts"
                 )
             label = min(open_, key=lambda n: (given[n] + 0.5) / self._parts[n].weight)
             given[label] += 1
@@ -132,7 +155,7 @@ class Mixture(Taskset):
     def prepare(
         self, tasks: Sequence[Task], *, workers: int = 1, progress: Callable[[int, int], None] | None = None
     ) -> None:
-        """Let each part prepare its own tasks. ``progress(done, total)`` counts the tasks of all parts."""
+        """Let each part prepare its own tasks. ``progress(done, total)`` counts the tasks of all parts together."""
         own: dict[str, list[Task]] = {label: [] for label in self._parts}
         for task in tasks:
             label, bare = self._bare(task)
@@ -150,23 +173,26 @@ class Mixture(Taskset):
             before += len(own[label])
 
     def _eligible(self, split: Split) -> list[str]:
-        """Return the parts that have tasks of the split."""
+        """Return the labels of the parts that contribute tasks to the split."""
         eligible = [label for label, part in self._parts.items() if part.limit(split) != 0]
         if split == "warm_start" and self.has_expert:
             return [label for label in eligible if self._tasksets[label].has_expert]
         return eligible
 
     def _take(self, label: str, split: Split, count: int, taken: dict[str, Task]) -> list[Task]:
-        """Return ``count`` tasks of a part that are not in ``taken``, and add these tasks to ``taken``."""
+        """Return ``count`` tasks of a part whose ids are not in ``taken``, and add these tasks to ``taken``.
+
+        ``taken`` holds the tasks that other parts contribute to the same split, by id.
+        """
         taskset: Any = self._tasksets[label]
-        without: set[int] = set()  # questions that other parts have in a split with precedence
+        without: set[int] = set()  # hashes of the questions that other parts have in a split with precedence
         if isinstance(taskset, Asking):
             for before in _BEFORE[split]:
                 for name in self._eligible(before):
                     other = self._tasksets[name]
                     if name == label or not isinstance(other, Asking):
                         continue
-                    # With equal shares, both parts put a question into the same split.
+                    # Two parts with equal shares put a question into the same split, so none is left out.
                     if taskset.shares is None or taskset.shares != other.shares:
                         without.update(other.questions(before))
         wanted = count
@@ -177,14 +203,14 @@ class Mixture(Taskset):
                 if task.id not in taken:
                     continue
                 source_label, bare = self._bare(taken[task.id])
-                # If ids are hashes of the problem, the payloads of one problem may still differ, for example in the
-                # seed that found it or in options of the prompt.
+                # If the ids of both parts are hashes of the problem, equal ids mean the same problem. The payloads may
+                # still differ, for example in the seed from which the problem was generated.
                 hashes = all(self._tasksets[part].named_by_content for part in (label, source_label))
                 if bare.prompt != task.prompt or not (hashes or bare.payload == task.payload):
                     raise UserError(
                         f"environment.options.parts: {label!r} and {source_label!r} both have a task {task.id!r}, and "
-                        "not the same; one id means one problem: give the rows of each part ids of their own, or none "
-                        "for a hash of their content"
+                        "the two differ, but one id means one problem: give the rows of each part ids that no other "
+                        "part has, or no ids, so that each row gets a hash of its content"
                     )
             if len(new) >= count:
                 break
@@ -197,10 +223,14 @@ class Mixture(Taskset):
         return own
 
     def _bare(self, task: Task) -> tuple[str, Task]:
-        """Return the part's label, and the task as the part made it."""
+        """Return the label of the task's part, and the task as that part made it.
+
+        Raises:
+            UserError: the task does not come from a part of this mixture.
+        """
         label: Any = task.payload.get(_PART)
         if label not in self._tasksets:
             known = ", ".join(self._tasksets)
-            raise UserError(f"task {task.id!r} is of no part of this mixture ({label!r}); its parts are {known}")
+            raise UserError(f"task {task.id!r} is of part {label!r}, but the parts of this mixture are {known}")
         payload = {key: value for key, value in task.payload.items() if key != _PART}
         return label, replace(task, payload=payload, kind=task.kind.removeprefix(label).removeprefix("/"))

@@ -1,8 +1,8 @@
-"""Plays a taskset's environments in worker processes or in this process. A failure costs trajectories, never the run.
+"""Runs a taskset's environments in worker processes or in this process.
 
-`EnvironmentPool` has the same interface in both cases. An error in an environment reaches the caller as an
-`EnvironmentFailure`, except that a `UserError` stays a `UserError`. The rollout asks the pool for one environment per
-episode:
+`EnvironmentPool` has the same interface in both cases. If an environment fails, its episode is lost and the run
+continues: the caller gets an `EnvironmentFailure`. Only `UserError` and `EpisodeLost` reach the caller unchanged. The
+rollout asks the pool for one environment per episode:
 
     async with EnvironmentPool(taskset, workers=2, timeout_s=60.0) as pool:
         environment = pool.environment(task)
@@ -27,40 +27,44 @@ from gleanrl.types import Message, Score, StopReason, Task
 from gleanrl.utils.errors import UserError
 from gleanrl.utils.processes import RemoteError, Served, WorkerDied, WorkerProcess, WorkerTimeout, pack
 
-_LEAD = 16  # by how many live episodes a task's own worker may exceed the least busy one
-_HOMES = 65536  # tasks whose worker is remembered
+_LEAD = 16  # a task moves to the least busy worker if its worker has over this many more live episodes
+_HOMES = 65536  # number of tasks for which the pool remembers the worker of their latest episode
 _log = logging.getLogger(__name__)
 
-# Every step pickles an observation. Pickling its fields takes a third of the time of the default for slotted classes.
+# Every step pickles an observation. These functions pickle an object's fields directly, in a third of the time that
+# pickle's default for classes with slots takes.
 copyreg.pickle(Observation, lambda o: (Observation, (o.messages, o.done, o.score, o.info, o.tools)))
 copyreg.pickle(Score, lambda s: (Score, (s.value, s.valid, s.parts, s.explanation, s.applicable)))
 
 
 # --- failures ---------------------------------------------------------------------------------------
 class EnvironmentFailure(Exception):
-    """An episode failed in its environment. ``task_id`` is the id of its task."""
+    """An environment failed during an episode. ``task_id`` is the id of the episode's task."""
 
     def __init__(self, task_id: str, message: str) -> None:
         super().__init__(f"task {task_id!r}: {message}")
         self.task_id = task_id
 
-    def __reduce__(self) -> Any:  # the default would call __init__ with the message alone
+    def __reduce__(self) -> Any:  # the default would call __init__ with the message as its only argument
         return copyreg.__newobj__, (type(self), *self.args), self.__dict__  # type: ignore[attr-defined]
 
 
 class EnvironmentTimeout(EnvironmentFailure, TimeoutError):
-    """A reset, step or close took longer than the pool's ``timeout_s``."""
+    """A call of the environment (reset, step, conclude or close) took longer than the pool's ``timeout_s`` seconds."""
 
 
 class EnvironmentDied(EnvironmentFailure):
-    """The worker process that held the episode is gone: it crashed, was killed, or hung on another episode."""
+    """The worker process that held the episode is gone, or the pool is closed.
+
+    The process crashed or was killed, for example because another of its episodes took too long.
+    """
 
 
 class EnvironmentRaised(EnvironmentFailure):
-    """The environment's own code raised.
+    """The environment's own code raised an exception.
 
-    ``kind`` is the exception's type name, ``detail`` its message, ``traceback_text`` its traceback. All are text,
-    because the exception itself may live in another process and need not be picklable.
+    ``kind`` is the name of the exception's type, ``detail`` its message, ``traceback_text`` its traceback. All three
+    are text, because the exception may have been raised in another process and may not be picklable.
     """
 
     def __init__(self, task_id: str, kind: str, detail: str, traceback_text: str) -> None:
@@ -72,26 +76,28 @@ class EnvironmentRaised(EnvironmentFailure):
 
 @dataclass(slots=True)
 class PoolStats:
-    """Counts since the pool opened."""
+    """Counts since the pool was made."""
 
-    episodes: int = 0
-    raised: int = 0
-    timeouts: int = 0
-    died: int = 0
-    workers_replaced: int = 0
+    episodes: int = 0  # number of environments that the pool has made
+    raised: int = 0  # number of calls that ended in `EnvironmentRaised`
+    timeouts: int = 0  # number of calls that ended in `EnvironmentTimeout`
+    died: int = 0  # number of calls that ended in `EnvironmentDied`
+    workers_replaced: int = 0  # number of worker processes that died and were replaced
 
 
 # --- the pool ---------------------------------------------------------------------------------------
 class EnvironmentPool:
-    """Plays a taskset's environments in ``workers`` processes; 0 = in this process.
+    """Runs a taskset's environments in ``workers`` processes, or in this process if ``workers`` is 0.
 
-    A task's episodes go to one worker if its load allows, so that an engine can reuse what it cached for the task.
-    Observations do not depend on the worker. An environment that computes without awaiting blocks its worker.
+    All episodes of a task run in the same worker, unless that worker is much busier than another one. So an environment
+    can reuse what it has cached for the task. Observations do not depend on the worker. A worker runs many episodes at
+    a time. While an environment computes without awaiting, the other episodes of its worker wait.
 
-    ``timeout_s`` limits each reset, step and close, from the moment at which the worker begins it. A call that takes
-    longer raises `EnvironmentTimeout`. If the call awaits, it is cancelled. If it blocks, its worker is killed and
-    replaced. The other live episodes of that worker then raise `EnvironmentDied`, but episodes that had not begun move
-    to another worker. With ``workers=0``, only a call that awaits can be timed out.
+    ``timeout_s`` is the most seconds that a reset, step, conclude or close may take, from the moment at which the
+    worker begins it. A call that takes longer raises `EnvironmentTimeout`. If the call awaits, it is cancelled. If it
+    blocks, its worker is killed and replaced. The other live episodes of that worker then raise `EnvironmentDied`, but
+    episodes whose reset had not begun move to another worker. With ``workers=0``, only a call that awaits can be timed
+    out.
 
     Use as ``async with EnvironmentPool(taskset, workers=2) as pool``. At the end of the block, or when this process
     dies, every worker ends, and with it all processes that its environments started.
@@ -102,16 +108,16 @@ class EnvironmentPool:
         self.taskset = taskset
         self.timeout_s = timeout_s
         self.count = workers
-        self.packed = b""  # the pickled taskset that a worker process starts with; empty if there are no workers
+        self.packed = b""  # the pickled taskset that every worker process loads; empty if there are no workers
         self._workers: list[WorkerProcess] = []
-        self.load: dict[WorkerProcess, int] = {}  # live episodes
-        self._homes: OrderedDict[str, int] = OrderedDict()  # task id -> index of its worker, most recent last
+        self.load: dict[WorkerProcess, int] = {}  # number of live episodes of each worker
+        self._homes: OrderedDict[str, int] = OrderedDict()  # task id -> index of its worker, in order of last use
 
     async def __aenter__(self) -> Self:
-        """Start the workers and wait until each holds the taskset.
+        """Start the workers and wait until each has loaded its copy of the taskset.
 
         Raises:
-            UserError: the taskset cannot be sent to a worker process or made there.
+            UserError: the taskset cannot be pickled, or a worker process cannot load it.
         """
         if self.count:
             try:
@@ -134,12 +140,15 @@ class EnvironmentPool:
         await self.close()
 
     def environment(self, task: Task) -> Environment:
-        """Make an episode of ``task``. The caller must close it, because its worker keeps it until then."""
+        """Return the environment of a new episode of ``task``.
+
+        The caller must close the environment, because the worker keeps it in memory until then.
+        """
         self.stats.episodes += 1
         return _Episode(self, task)
 
     async def close(self) -> None:
-        """End all workers. Requests that are still running raise `EnvironmentDied`."""
+        """End all workers. Calls that are still running raise `EnvironmentDied`."""
         workers, self._workers = self._workers, []
         await asyncio.gather(*(worker.close() for worker in workers))
 
@@ -167,7 +176,13 @@ class EnvironmentPool:
             self._workers[self._workers.index(dead)] = self._start()
 
     def choose_worker(self, task_id: str) -> WorkerProcess:
-        """Return the worker that had this task last, unless it is much busier than another."""
+        """Return the worker of the task's latest episode, or the least busy worker.
+
+        The least busy worker is returned if the task is new, or if the task's own worker is much busier.
+
+        Raises:
+            EnvironmentDied: the pool is closed.
+        """
         if not self._workers:
             raise EnvironmentDied(task_id, "the pool is closed")
         load = self.live
@@ -185,7 +200,7 @@ class EnvironmentPool:
 
 
 class _Episodes(Served):
-    """Holds a taskset and its live episodes by number, in a worker process or in this process."""
+    """Holds a taskset and its live episodes, in a worker process or in this process. Each episode has a number."""
 
     def __init__(self, taskset: Taskset) -> None:
         self._taskset = taskset
@@ -233,7 +248,7 @@ class _Episode(Environment):
 
     async def reset(self) -> Observation:
         if self._open:
-            raise RuntimeError(f"task {self._task.id!r}: an environment is reset once; make another")
+            raise RuntimeError(f"task {self._task.id!r}: an environment can be reset only once; make another one")
         self._open = True
         return await self._call("reset", self._task)
 
@@ -256,11 +271,14 @@ class _Episode(Environment):
                 return
         try:
             await self._call("release")
-        except EnvironmentFailure as error:  # only logged, because the episode is over
+        except EnvironmentFailure as error:  # logged and not raised, because the episode is over
             _log.warning("closing an environment failed: %s", error)
 
     async def _call(self, method: str, *args: Any) -> Any:
-        """Call a method of `_Episodes` for this episode. Counts failures and raises them as `EnvironmentFailure`."""
+        """Call a method of `_Episodes` for this episode.
+
+        A failure is counted in the pool's `stats` and raised as an `EnvironmentFailure`.
+        """
         pool, task_id = self._pool, self._task.id
         failure: EnvironmentFailure
         try:
@@ -276,14 +294,14 @@ class _Episode(Environment):
                 except WorkerDied as error:
                     if method != "reset" or not error.never_began:
                         raise
-                    # The worker died because of another episode, before this one began. Try another worker.
+                    # The worker died before it began this episode, so another worker can run it.
         except WorkerTimeout:
             failure = EnvironmentTimeout(task_id, f"{method} took over {pool.timeout_s:g} s (environment.timeout_s)")
         except WorkerDied as error:
             failure = EnvironmentDied(task_id, str(error))
         except RemoteError as error:
             failure = EnvironmentRaised(task_id, error.kind, error.detail, error.traceback_text)
-        except EnvironmentFailure as error:  # the pool is closed, or the environment runs in a service that failed
+        except EnvironmentFailure as error:  # raised by a closed pool, or by an environment that runs in a service
             failure = error
         pool.stats.raised += isinstance(failure, EnvironmentRaised)
         pool.stats.timeouts += isinstance(failure, EnvironmentTimeout)
@@ -298,7 +316,7 @@ class _Episode(Environment):
                 return await getattr(self._here, method)(self._number, *args)
         except (UserError, EpisodeLost, EnvironmentFailure, KeyboardInterrupt, asyncio.CancelledError):
             raise
-        except BaseException as error:  # SystemExit too: an environment that exits loses only its episode
+        except BaseException as error:  # also SystemExit, so that an environment cannot end the run
             if isinstance(error, TimeoutError) and clock.expired():
                 raise WorkerTimeout from None
             raise RemoteError.of(error) from None

@@ -1,4 +1,7 @@
-"""Makes splits that are disjoint, because a problem's content alone decides its split. Most tasksets use this."""
+"""Divides problems into the splits ``train``, ``warm_start`` and ``eval`` by a hash of their content.
+
+Only the content of a problem decides its split, so no problem is in two splits. Most tasksets use this module.
+"""
 
 from __future__ import annotations
 
@@ -10,28 +13,30 @@ from typing import Any, TypeVar
 from gleanrl.protocols import Split
 from gleanrl.utils.errors import UserError
 
-_SHARES: tuple[tuple[Split, float], ...] = (("train", 0.60), ("warm_start", 0.85), ("eval", 1.0))  # cumulative shares
-_PATIENCE = 500  # the search ends after this many candidates in a row without a new problem of the split
+# The shares of the splits are 60 %, 25 % and 15 %. The numbers are their cumulative sums.
+_SHARES: tuple[tuple[Split, float], ...] = (("train", 0.60), ("warm_start", 0.85), ("eval", 1.0))
+_PATIENCE = 500  # the search in endless candidates gives up after this many in a row without a new problem of the split
 
 C = TypeVar("C")
 
 
 def fingerprint(*content: str) -> str:
-    """Return a hash of a problem's content that identifies the problem, 32 hexadecimal digits."""
+    """Return a hash of a problem's content, 32 hexadecimal digits. Equal hashes mean the same problem."""
     return hashlib.blake2b("\x1f".join(content).encode(), digest_size=16).hexdigest()
 
 
 def split_of(mark: str) -> Split:
-    """Return the split of the problem with the `fingerprint` ``mark``. It does not depend on a seed."""
+    """Return the split of the problem whose `fingerprint` is ``mark``. The split does not depend on a run's seed."""
     place = int(mark[:8], 16) / 2**32
     return next(split for split, bound in _SHARES if place < bound)
 
 
 def named(mark: str, unusual: Mapping[str, Any]) -> str:
-    """Return the hash for a task's id: ``mark``, hashed with the options that differ from the defaults, if any do.
+    """Return the hash from which a task's id is made.
 
-    ``mark`` alone decides the split. So variants of a problem, such as another opponent or step limit, have ids of
-    their own and stay in its split.
+    ``mark`` is the `fingerprint` of the problem, and ``unusual`` holds the options that differ from their defaults. The
+    result is ``mark`` if all options have their defaults, else a hash of both. `split_of` uses only ``mark``. So
+    variants of a problem, such as another opponent or step limit, have different ids but are in the same split.
     """
     return fingerprint(mark, json.dumps(unusual, sort_keys=True, default=str)) if unusual else mark
 
@@ -47,11 +52,12 @@ def select(
 ) -> Iterator[tuple[str, C]]:
     """Yield the first ``count`` distinct problems of ``split`` among ``(fingerprint, candidate)`` pairs.
 
-    ``of`` returns a fingerprint's split. If the candidates are ``endless``, the search gives up after many repetitions;
-    otherwise all candidates are read.
+    ``what`` names the source of the problems in the error message. ``of`` returns the split of a fingerprint. Set
+    ``endless`` if ``candidates`` never end: the search then gives up after many candidates in a row that are of another
+    split or repeat a problem.
 
     Raises:
-        UserError: there are fewer than ``count`` problems.
+        UserError: fewer than ``count`` problems were found.
     """
     seen: set[str] = set()
     idle = 0

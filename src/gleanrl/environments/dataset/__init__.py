@@ -1,1 +1,1 @@
-"""Tasks from rows of a data set."""
+"""The environment ``dataset``: makes tasks from the rows of a data set."""

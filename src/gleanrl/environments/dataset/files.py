@@ -1,7 +1,8 @@
 """Reads the rows of a data set: JSONL, JSON or parquet files, or a Hugging Face data set.
 
-A `Source` is read from its start, only as far as needed, and any row can be read again by its position. So a file of a
-million rows opens at once, and each row takes eight bytes of memory.
+A `Source` yields rows with their positions, and reads any row again by its position. Only a file that is one JSON list
+is loaded as a whole; all others are read lazily. So a file of a million rows opens at once, and a caller that keeps
+only the positions needs eight bytes of memory per row.
 """
 
 from __future__ import annotations
@@ -24,27 +25,27 @@ from gleanrl.utils.text import first_line, nearest
 
 Row = dict[str, Any]
 FILES = (".jsonl", ".json", ".parquet")
-_ROW_GROUPS = 4  # row groups of a parquet file that are cached in memory
-_BATCH = 1024  # parquet rows that are converted to Python objects at once
+_ROW_GROUPS = 4  # number of row groups of each parquet file that are cached in memory
+_BATCH = 1024  # number of parquet rows that are converted to Python objects at once
 _HUB = re.compile(r"[\w.-]+(/[\w.-]+)?\Z")
 
 
 @dataclass(eq=False)
 class Source(ABC):
-    """A sequence of rows. A position is a number by which the source finds a row again."""
+    """The rows of a data set. A position is an integer with which `row` finds a row again."""
 
-    name: str  # shown in error messages
-    version: str  # changes when the rows change
+    name: str  # name of the source in error messages
+    version: str  # a text that changes when the rows change
 
     @abstractmethod
     def scan(self) -> Iterator[tuple[int, Row]]:
-        """Yield the position and the content of each row."""
+        """Yield the position and the content of each row, in order."""
 
     @abstractmethod
     def row(self, position: int) -> Row: ...
 
     def where(self, position: int) -> str:
-        """Return the row's name for error messages: its file and its number, counted from 1."""
+        """Return where the row is, for error messages: its file and its number, counted from 1."""
         return f"{self.name} row {position + 1}"
 
 
@@ -52,8 +53,8 @@ def open_source(path: str | Sequence[str], split: str, subset: str | None, load:
     """Open the rows at ``path``.
 
     ``path`` is a file, several files, a pattern such as `data/*.parquet`, a folder written by Hugging Face's
-    `save_to_disk`, or the id of a Hugging Face data set. ``split``, ``subset`` and ``load`` (further arguments of
-    `load_dataset`, as JSON) apply only to Hugging Face data sets.
+    `save_to_disk`, or the id of a Hugging Face data set. Only Hugging Face data sets use ``split``, ``subset`` and
+    ``load`` (further arguments of `load_dataset`, as a JSON object).
 
     Raises:
         UserError: ``path`` does not exist, cannot be read, or needs a package that is missing.
@@ -89,8 +90,8 @@ def _open_file(file: str, version: str) -> Source:
         return _Parquet(file, version)
     with open(file, "rb") as opened:
         start = opened.read(4096).lstrip(b"\xef\xbb\xbf \t\r\n")[:1]
-    # The first character decides the format, because some `.json` files have an object on each line, and some `.jsonl`
-    # files are one list.
+    # The first character decides the format and not the file's name, because some `.json` files have an object on each
+    # line, and some `.jsonl` files are one list.
     if start != b"[":
         return _JsonLines(file, version)
     try:
@@ -105,7 +106,10 @@ def _open_file(file: str, version: str) -> Source:
 
 @dataclass(eq=False)
 class _Rows(Source):
-    """Rows of a JSON list, or of a Hugging Face data set (its Arrow files are memory-mapped)."""
+    """The rows of a JSON list, held in memory, or of a Hugging Face data set, whose Arrow files are memory-mapped.
+
+    A position is a row's index.
+    """
 
     rows: Any
 
@@ -117,7 +121,7 @@ class _Rows(Source):
 
 
 class _JsonLines(Source):
-    """A file with a JSON object on each line. A position is the byte offset of a line."""
+    """A file with a JSON object on each line. A position is the offset of a line in bytes."""
 
     def scan(self) -> Iterator[tuple[int, Row]]:
         position = 0
@@ -147,7 +151,7 @@ class _JsonLines(Source):
 
 
 class _Parquet(Source):
-    """A parquet file. A position is a row's number. To read a row, its whole row group is read and cached."""
+    """A parquet file. A position is a row's index. To read a row, its whole row group is read and cached."""
 
     def __init__(self, file: str, version: str) -> None:
         super().__init__(file, version)
@@ -181,7 +185,10 @@ class _Parquet(Source):
 
 @dataclass(eq=False)
 class _Several(Source):
-    """Several files, read one after the other. A position has the file's number from bit 48 on, the row's below."""
+    """Several files, read one after the other.
+
+    The lower 48 bits of a position are the row's position in its file. The bits above are the index of the file.
+    """
 
     files: Sequence[Source]
 
@@ -213,7 +220,7 @@ def _load_hugging_face(path: str, split: str, subset: str | None, load: str) -> 
             rows: Any = datasets.load_from_disk(str(folder))
         else:
             rows = datasets.load_dataset(str(folder) if folder.exists() else path, subset, **json.loads(load))
-    except Exception as error:  # many packages may raise: no network, no such data set or subset, a loading script
+    except Exception as error:  # of many types: no network, no such data set, a loading script
         raise UserError(f"environment.options.path: cannot load the data set {path}: {first_line(error)}") from None
     finally:
         datasets.utils.logging.set_verbosity(verbosity)

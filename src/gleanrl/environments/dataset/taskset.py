@@ -1,7 +1,7 @@
-"""Data sets of problems that are answered in one message. Rows have TRL's or verl's format.
+"""Makes tasks from a data set of problems that are answered in one message. Rows have TRL's or verl's format.
 
 `DatasetTaskset` is the environment ``dataset`` of the settings; `files` reads the rows from JSONL, JSON, parquet or
-Hugging Face. The run's reward scores the answers, because a data set has no score of its own.
+Hugging Face. The run's reward scores the answers, because a data set does not contain scores.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from gleanrl.utils.errors import NoExpert, UserError
 from gleanrl.utils.text import nearest
 
 log = logging.getLogger(__name__)
-_EVAL = "eval/"  # prefix of the ids of rows that come from a separate evaluation set
+_EVAL = "eval/"  # prefix of task ids that come from the id column of a separate evaluation set
 _ROLES = ("system", "user", "assistant", "tool")
 _MESSAGE_KEYS = ("role", "content", "name", "tool_calls", "tool_call_id")
 _CANONICAL = json.JSONEncoder(sort_keys=True, separators=(",", ":"))
 NO_SCORE = "a data set has no score of its own: set reward.name (math, trl:..., verl:..., or your own function)"
-_questions: dict[str, frozenset[int]] = {}  # cache of `DatasetTaskset.questions`, by split, taskset and version
+_questions: dict[str, frozenset[int]] = {}  # cache of `DatasetTaskset.questions`; the key: split, taskset and version
 
 
 @pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config={"extra": "forbid"})
@@ -40,29 +40,33 @@ class DatasetTaskset(Taskset):
     A row has TRL's format (``prompt``, a text or messages, and further columns) or verl's (``data_source``, ``prompt``,
     ``reward_model.ground_truth``, ``extra_info``). The run's reward scores the answers.
 
-    A row without an id gets a hash of its content as id, so that equal rows are one task. The prompt alone decides the
-    split. If there is a separate evaluation set, its prompts are left out of the other splits, and its ids begin with
-    ``eval/``.
+    A row without an id gets a hash of its content as id, so that equal rows are one task. Only the prompt decides the
+    split of a row. If there is a separate evaluation set, rows with its prompts are left out of the other splits, and
+    the ids in its id column get the prefix ``eval/``.
 
     Args:
-        path: one or several files (.jsonl, .json, .parquet), a pattern of files, a folder of `save_to_disk`, or a
-            Hugging Face id.
-        split: split of a Hugging Face data set.
-        subset: subset (configuration) of a Hugging Face data set.
+        path: one or several files (.jsonl, .json, .parquet), a pattern of files, a folder written by Hugging Face's
+            `save_to_disk`, or the id of a Hugging Face data set.
+        split: split of the Hugging Face data set.
+        subset: subset (configuration) of the Hugging Face data set.
         load: further arguments of `datasets.load_dataset`, e.g. ``revision``.
-        eval_path, eval_split: where the separate evaluation set is; None for both = there is none.
-        eval_share: share of the rows held out for evaluation if there is no separate evaluation set.
-        warm_start_share: share of the rows kept for demonstrations and never trained on by reinforcement learning;
-            None = 0.2 if rows have solutions, else 0.
+        eval_path, eval_split: path and Hugging Face split of a separate evaluation set. If only one of them is given,
+            ``path`` or ``split`` takes the place of the other. None for both = there is no separate evaluation set.
+        eval_share: share of the rows that are held out for evaluation if there is no separate evaluation set.
+        warm_start_share: share of the rows that are used for demonstrations and never for reinforcement learning;
+            None = 0.2 if the first row has a solution (at most half of what evaluation leaves), else 0.
         prompt: column of the prompt. A dotted path names a value inside a nested column.
-        solution: column with an expert's answer, for the warm start; None = ``solution`` or ``completion``.
-        solution_format: the expert's message, with ``{solution}`` in it.
-        id: column of a row's id. A row in which it is missing gets the hash; "" = all rows get the hash.
+        solution: column with an expert's answer, for the warm start; None = the first of ``solution`` and
+            ``completion`` in which a row has one.
+        solution_format: text of the expert's message; ``{solution}`` in it is replaced by the row's solution.
+        id: column of a row's id. A row without a value in this column gets a hash of its content as id; "" = every row
+            gets the hash.
         kind: column with the kind of problem; evaluation reports each kind separately.
-        drop: columns to leave out of the payload.
-        system: system message that replaces the row's own.
-        instruction: text appended to each question.
-        few_shot: questions and answers shown before the question, or a file of rows with prompt and solution.
+        drop: columns to ignore, for example because they hold values that are not JSON.
+        system: system message that replaces those of the row; None = keep the row's own.
+        instruction: text that is appended to each question.
+        few_shot: pairs of question and answer that the model sees before the question, or a file whose rows hold a
+            prompt and a solution each.
     """
 
     path: str | list[str]
@@ -85,7 +89,7 @@ class DatasetTaskset(Taskset):
 
     has_expert = True
     needs_reward = True  # a run without a reward is refused at its start
-    splits_apart = True  # no id is in two splits, and a run need not read every row to check that
+    splits_apart = True  # no id is in two splits, so a run need not read every row to check this
 
     def __post_init__(self) -> None:
         shares = (0.0 if self._own_eval else self.eval_share) + (self.warm_start_share or 0.0)
@@ -93,42 +97,50 @@ class DatasetTaskset(Taskset):
             raise ValueError(f"eval_share + warm_start_share = {shares:g}: they leave no rows to train on")
         if "{solution}" not in self.solution_format:
             raise ValueError(f"solution_format = {self.solution_format!r}: it must hold {{solution}}")
-        self._source(False)  # opened here so that a missing file or package is reported now
+        self._source(False)  # opened now, so that a missing file is reported at once
         _ = self._few_shot_messages
 
     def tasks(self, split: Split, count: int, without: Collection[int] = ()) -> Sequence[Task]:
-        """Return the first ``count`` tasks of a split whose question is not in ``without`` (see `questions`)."""
+        """Return the first ``count`` tasks of a split, except tasks whose question is in ``without``.
+
+        ``without`` holds hashes of questions, as `questions` returns them.
+
+        Raises:
+            UserError: the split has fewer than ``count`` such tasks.
+        """
         found = self.all_tasks(split, count + 1, without)
         own_eval = split == "eval" and self._own_eval
         if len(found) < count:
             advice = f"; lower environment.{split}_tasks"
             if not found and split == "warm_start":
                 advice = (
-                    ": set environment.options.warm_start_share, and solution to the column that says the answer, "
-                    "or warm_start.enabled = false"
+                    ": set environment.options.warm_start_share, and set environment.options.solution to the column "
+                    "that holds the answer; or set warm_start.enabled = false"
                 )
             elif not found:
                 advice = ": raise environment.options.eval_share" if split == "eval" and not own_eval else ""
             path = self.eval_path if own_eval and self.eval_path is not None else self.path
             raise UserError(f"data set {path} has {len(found)} rows for {split!r}, not {count}{advice}")
         if len(found) > count and split == "train":
-            log.info("data set %s: its first %d rows for training; environment.train_tasks = more", self.path, count)
+            log.info("data set %s: training uses %d rows; environment.train_tasks can be higher", self.path, count)
         return found[:count]
 
     def all_tasks(self, split: Split, most: int | None = None, without: Collection[int] = ()) -> Sequence[Task]:
-        """Return the tasks of a split, or the first ``most`` tasks. A large file is read only as far as needed.
+        """Return the tasks of a split, or only the first ``most`` of them. A file is read only as far as needed.
+
+        Tasks whose question is in ``without`` are left out, as in `tasks`.
 
         Raises:
-            UserError: a row is malformed, or two different rows have one id. Ids are compared across all splits, so
-                that an id means the same row in every split.
+            UserError: a row is malformed, or two different rows have the same id. Ids are compared across all splits,
+                so that an id means the same row in every split.
         """
         own_eval = split == "eval" and self._own_eval
         source, positions = self._source(own_eval), array("q")
-        seen: dict[int, tuple[int, int]] = {}  # hash of an id -> hash of its content, position
+        seen: dict[int, tuple[int, int]] = {}  # hash of an id -> hash of the content and position of its first row
         for position, row, question, in_split in self._scan(source, split):
             in_split = in_split and question not in without
             if not in_split and (not self.id or row.get(self.id) is None):
-                continue  # ids that are hashes cannot clash
+                continue  # an id that is a hash of the content cannot belong to two different rows
             task_id, content = self._identify(source, position, row, own_eval)
             first = seen.setdefault(hash(task_id), (hash(content), position))
             if first[0] != hash(content):
@@ -144,12 +156,18 @@ class DatasetTaskset(Taskset):
 
     @property
     def shares(self) -> tuple[float, float] | None:
-        """The shares of questions for evaluation and the warm start; None if there is a separate evaluation set."""
+        """The shares of questions for evaluation and for the warm start.
+
+        None if there is a separate evaluation set, or if the data set is empty.
+        """
         first = next((row for _, row in self._source(False).scan()), None)
         return None if self._own_eval or first is None else self._shares(first)
 
     def questions(self, split: Split) -> frozenset[int]:
-        """Return hashes of the questions of a split, valid only in this process. The first call reads all rows."""
+        """Return the hashes of all questions of a split. The first call reads all rows.
+
+        They are different in another process.
+        """
         key = f"{split} {self} {self.version}"
         if key not in _questions:
             source = self._source(split == "eval" and self._own_eval)
@@ -158,7 +176,7 @@ class DatasetTaskset(Taskset):
 
     @property
     def version(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """A text that changes with the files, so that caches of what was made from old rows are not used."""
+        """A text that changes when the files change, so that demonstrations cached for the old rows are not used."""
         version = self._source(False).version
         return f"{version} {self._source(True).version}" if self._own_eval else version
 
@@ -166,7 +184,13 @@ class DatasetTaskset(Taskset):
         return _Answer()
 
     def demonstrate(self, task: Task, *, seed: int, noise: float = 0.0) -> tuple[tuple[Message, ...], Score]:
-        """Return the prompt with the row's solution as answer. ``noise`` is unused, because there is a single turn."""
+        """Return the prompt followed by the row's solution as the answer, and the score 1.
+
+        ``noise`` is ignored, because there are no other valid answers to choose from.
+
+        Raises:
+            NoExpert: the row has no solution.
+        """
         solution = _find_solution(task.payload, self._solutions)
         if solution is None:
             raise NoExpert(
@@ -195,7 +219,8 @@ class DatasetTaskset(Taskset):
     def _scan(self, source: Source, split: Split) -> Iterator[tuple[int, Row, int, bool]]:
         """Yield for each row its position, its content, the hash of its question, and whether it is in the split.
 
-        A hash of the prompt decides the split: the lowest hashes go to evaluation, the highest to the warm start.
+        A hash of the prompt decides the split: the lowest hashes go to evaluation, the highest to the warm start, and
+        the others to training. All rows of a separate evaluation set go to evaluation.
         """
         own_eval = split == "eval" and self._own_eval
         taken = self.questions("eval") if self._own_eval and not own_eval else frozenset()
@@ -216,7 +241,11 @@ class DatasetTaskset(Taskset):
             yield position, row, question, found == split and question not in taken
 
     def _shares(self, first: Row) -> tuple[float, float]:
-        """Return the shares of evaluation and of the warm start; ``first`` is the first row of the data set."""
+        """Return the shares of questions for evaluation and for the warm start.
+
+        ``first`` is the first row of the data set. The default share of the warm start depends on whether it has a
+        solution.
+        """
         evaluation = 0.0 if self._own_eval else self.eval_share
         if self.warm_start_share is not None:
             return evaluation, self.warm_start_share
@@ -224,12 +253,14 @@ class DatasetTaskset(Taskset):
         return evaluation, min(0.2, (1.0 - evaluation) / 2) if solved else 0.0
 
     def _identify(self, source: Source, position: int, row: Row, own_eval: bool) -> tuple[str, str]:
-        """Return the task's id and a hash of the row without its id. Column order and file format do not matter.
+        """Return the task's id, and a hash of the row's columns except its id.
 
-        Ids of a separate evaluation set get a prefix, because both sets may count their rows from 0.
+        The hash does not depend on the order of the columns or on the file format. Ids from the id column of a separate
+        evaluation set get a prefix, because both sets may number their rows from 0.
 
         Raises:
-            UserError: a column holds what a task cannot carry (bytes, images, dates).
+            UserError: a column holds a value that JSON cannot hold (bytes, images, dates), or an id outside the
+                evaluation set has the prefix of the evaluation set.
         """
         columns = {key: value for key, value in row.items() if key != self.id}
         try:
@@ -252,7 +283,8 @@ class DatasetTaskset(Taskset):
             return _EVAL + own, content
         if self._own_eval and own.startswith(_EVAL):
             raise UserError(
-                f"{source.where(position)}: its id {own!r} is one of evaluation's; set environment.options.id"
+                f"{source.where(position)}: its id {own!r} is one of evaluation's, which begin with {_EVAL!r}; set "
+                "environment.options.id to another column"
             )
         return own, content
 
@@ -281,7 +313,7 @@ class DatasetTaskset(Taskset):
 
 @dataclass(frozen=True, eq=False)
 class _Tasks(Sequence[Task]):
-    """A sequence of tasks that reads a task's row only when the task is accessed."""
+    """A sequence of tasks. The row of a task is read only when the task is accessed."""
 
     taskset: DatasetTaskset
     source: Source
@@ -300,7 +332,8 @@ class _Tasks(Sequence[Task]):
         messages = _read_prompt(self.source, position, row, taskset.prompt)
         payload = {name: value for name, value in row.items() if name != taskset.prompt}
         if isinstance(row.get(taskset.prompt), str):
-            payload["prompt"] = row[taskset.prompt]  # TRL's reward functions get a text if the data set has a text
+            # TRL's reward functions get the prompt as text, because the data set holds it as text.
+            payload["prompt"] = row[taskset.prompt]
         system = [message for message in messages if message["role"] == "system"]
         if taskset.system is not None:
             system = [Message(role="system", content=taskset.system)]
@@ -316,7 +349,7 @@ class _Tasks(Sequence[Task]):
 
 
 class _Answer(Environment):
-    """One problem. The task holds its prompt, and the first answer ends the episode."""
+    """The episode of one problem. The task holds the whole prompt, and the first answer ends the episode."""
 
     async def reset(self) -> Observation:
         return Observation((), score=Score.failed(NO_SCORE))
@@ -326,7 +359,7 @@ class _Answer(Environment):
 
 
 def _at_path(row: Mapping[str, Any], path: str) -> Any:
-    """Return the value of a column, or at a dotted path into nested columns; None if there is no such value."""
+    """Return the value of the column ``path``; None if there is none. A dotted path leads into nested columns."""
     if path in row:
         return row[path]
     value: Any = row
@@ -339,7 +372,8 @@ def _read_prompt(source: Source, position: int, row: Mapping[str, Any], column: 
     """Return the messages of a row's question.
 
     Raises:
-        UserError: the column is missing, is neither a text nor messages, or ends with an assistant's message.
+        UserError: the column is missing or empty, holds neither a text nor messages, or ends with a message of the
+            assistant.
     """
     prompt = _at_path(row, column)
     if prompt is None:
@@ -373,7 +407,10 @@ def _read_prompt(source: Source, position: int, row: Mapping[str, Any], column: 
 
 
 def _find_solution(row: Mapping[str, Any], columns: Sequence[str]) -> str | None:
-    """Return the first expert's answer found in ``columns``, or None. In a list of messages it is the last one."""
+    """Return the expert's answer from the first of ``columns`` that holds one; None if none does.
+
+    If the column holds a list of messages, the answer is the content of the last message.
+    """
     for column in columns:
         value = _at_path(row, column)
         if isinstance(value, list) and value and isinstance(value[-1], Mapping):
