@@ -231,6 +231,8 @@ class Mixture(Taskset):
         label: Any = task.payload.get(_PART)
         if label not in self._tasksets:
             known = ", ".join(self._tasksets)
-            raise UserError(f"task {task.id!r} is of no part of this mixture: its part is {label!r}, not one of {known}")
+            raise UserError(
+                f"task {task.id!r} is of no part of this mixture: its part is {label!r}, not one of {known}"
+            )
         payload = {key: value for key, value in task.payload.items() if key != _PART}
         return label, replace(task, payload=payload, kind=task.kind.removeprefix(label).removeprefix("/"))
