@@ -248,7 +248,7 @@ class _Episode(Environment):
 
     async def reset(self) -> Observation:
         if self._open:
-            raise RuntimeError(f"task {self._task.id!r}: an environment can be reset only once; make another one")
+            raise RuntimeError(f"task {self._task.id!r}: an environment can only be reset once; make another one")
         self._open = True
         return await self._call("reset", self._task)
 
