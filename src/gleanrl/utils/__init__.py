@@ -1,1 +1,1 @@
-"""Small tools that every other package of Glean RL may import. They import nothing from those packages."""
+"""Small tools that every other package of Glean RL may import. They import nothing from the other packages."""

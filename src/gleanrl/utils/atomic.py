@@ -1,7 +1,7 @@
 """Writes files and folders that are either complete or absent.
 
-The data are written under a temporary name, synced to disk and then renamed. So a reader, or a run that is resumed
-after a crash or a power cut, never sees half a file.
+The data are written to a temporary file or folder, which is synced to disk and then renamed. So a reader, or a run that
+is resumed after a crash or a power cut, never sees a file that is only partly written.
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ TEMPORARY_PREFIX = ".partial-"
 
 
 def write_bytes(path: Path | str, data: bytes) -> None:
-    """Write ``data`` to the file ``path``, replacing it. Raises `UserError` on a full disk and keeps the old file."""
+    """Write ``data`` to the file ``path``, replacing an old file of that name.
+
+    Raises `UserError` if the disk is full. If writing fails, the old file is unchanged.
+    """
     with file(path, needed=len(data)) as partial:
         partial.write_bytes(data)
 
@@ -35,9 +38,16 @@ def write_text(path: Path | str, text: str) -> None:
 
 @contextmanager
 def file(path: Path | str, *, needed: int | None = None) -> Iterator[Path]:
-    """Yield a temporary path to write to. On success it is renamed to ``path``; on any error it is removed.
+    """Yield the path of a temporary file to write. After the ``with`` block it is renamed to ``path``.
 
-    Parent folders are created. ``needed``, the size in bytes, only makes the error message for a full disk more exact.
+    If the block raises, the temporary file is removed instead. Missing parent folders of ``path`` are created.
+
+    Args:
+        path: the file to create or replace.
+        needed: size of the data in bytes, if known. It is used only in the error message for a full disk.
+
+    Raises:
+        UserError: the disk is full.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -54,10 +64,13 @@ def file(path: Path | str, *, needed: int | None = None) -> Iterator[Path]:
 
 @contextmanager
 def directory(path: Path | str, *, needed: int | None = None) -> Iterator[Path]:
-    """Yield an empty temporary folder to fill. On success it replaces ``path``; on any error it is removed.
+    """Yield an empty temporary folder to fill. After the ``with`` block it takes the place of the folder ``path``.
 
-    The old and the new folder are exchanged in one step where the system supports this. Elsewhere the old folder is
-    renamed first. After a crash between the two renames, the old folder has a ``.partial-`` name in the same parent.
+    If the block raises, the temporary folder is removed instead. Arguments and errors are those of `file`.
+
+    The old and the new folder are exchanged in one step if the operating system supports this. Otherwise the old folder
+    is renamed, then the new one. After a crash between these two renames, ``path`` is missing, and the old folder is
+    found next to it under a name that begins with ``.partial-``.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -73,17 +86,20 @@ def directory(path: Path | str, *, needed: int | None = None) -> Iterator[Path]:
             _put(partial, path)
             sync(path.parent)
     finally:
-        shutil.rmtree(partial, ignore_errors=True)  # the incomplete new folder, or the old one after an exchange
+        shutil.rmtree(partial, ignore_errors=True)  # after an error the new folder, after an exchange the old one
         _open_folders.discard(partial.name)
 
 
 def left_behind(path: Path) -> list[Path]:
-    """Return folders that killed writers of ``path`` left next to it. No other process may be writing ``path``."""
+    """Return the temporary folders next to ``path`` that are left from processes that were killed while they wrote it.
+
+    Call this only if no other process is writing ``path``, because the folder that it fills would be returned too.
+    """
     found = path.parent.glob(f"{TEMPORARY_PREFIX}????????-{glob.escape(path.name)}")
     return sorted(left for left in found if left.name not in _open_folders)
 
 
-_open_folders = set[str]()  # names of folders that this process is filling
+_open_folders = set[str]()  # names of the temporary folders that this process is filling
 
 
 def _put(partial: Path, path: Path) -> None:
@@ -92,9 +108,9 @@ def _put(partial: Path, path: Path) -> None:
         os.replace(partial, path)
         return
     swap = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
-    here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+    here, exchange = -100, 2  # the constants AT_FDCWD and RENAME_EXCHANGE of Linux
     if swap is not None and swap(here, os.fsencode(partial), here, os.fsencode(path), exchange) == 0:
-        return  # the old folder now has the temporary name, under which the caller removes it
+        return  # the old folder now has the temporary name, and the caller removes it
     aside = _partial(path)
     os.replace(path, aside)
     try:
@@ -110,7 +126,7 @@ def _partial(path: Path) -> Path:
 
 
 def sync(path: Path) -> None:
-    """Make a file's content, or the names in a folder, survive a power cut."""
+    """Flush the content of a file, or the list of names in a folder, to disk, so that it survives a power cut."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -120,7 +136,10 @@ def sync(path: Path) -> None:
 
 @contextmanager
 def _explaining_full_disk(path: Path, partial: Path, needed: int | None) -> Iterator[None]:
-    """Raise `UserError` for a full disk, even if a library has wrapped the error or kept only its text."""
+    """Raise `UserError` if the body fails because the disk is full; let any other error pass.
+
+    A full disk is recognised even if a library has wrapped the `OSError` or has kept only its text.
+    """
     try:
         yield
     except Exception as error:

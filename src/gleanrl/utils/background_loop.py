@@ -1,8 +1,8 @@
 """Runs coroutines from synchronous code, on an event loop that lasts as long as the program.
 
-Tasksets use this loop, because their methods are synchronous and may be called while another loop runs in the same
-thread. Connections and other resources that the coroutines open stay open between calls. They are closed at the end of
-the program.
+Tasksets that need asynchronous libraries use this loop, because the methods of a taskset are synchronous and may be
+called while another event loop runs in the same thread. Connections and other resources that the coroutines open stay
+open between calls and are closed when the program ends.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from functools import cache
 from typing import Any, TypeVar
 
 T = TypeVar("T")
-_END_S = 5.0  # time for open resources to be closed at the end of the program
+_END_S = 5.0  # seconds that unfinished coroutines have to close their resources when the program ends
 
 
 def run(work: Coroutine[Any, Any, T]) -> T:
-    """Run ``work`` on the background loop and return its result. Blocks this thread until then."""
+    """Run the coroutine ``work`` on the background loop and return its result. Blocks the calling thread meanwhile."""
     return asyncio.run_coroutine_threadsafe(work, _loop()).result()
 
 
@@ -40,7 +40,7 @@ def _end(loop: asyncio.AbstractEventLoop, process: int) -> None:
             task.cancel()
         await asyncio.gather(*lasting, return_exceptions=True)
 
-    if os.getpid() == process:  # a forked child does not have the loop's thread
+    if os.getpid() == process:  # a forked child inherits this exit handler, but not the thread that runs the loop
         with suppress(Exception):
             asyncio.run_coroutine_threadsafe(cancel(), loop).result(_END_S)
 

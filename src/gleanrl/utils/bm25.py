@@ -1,4 +1,4 @@
-"""BM25 search over texts that are added one at a time.
+"""BM25 keyword search over texts that are added one at a time.
 
 Guidance uses it to search past experience, and the tool ``search`` uses it to search a corpus::
 
@@ -7,7 +7,8 @@ Guidance uses it to search past experience, and the tool ``search`` uses it to s
     index.search("cool an egg", 3)  # [(number, score)]
 
 The package bm25s ranks texts in the same way, but rebuilds its whole index whenever a text is added. With 50,000 texts
-that takes 2.9 s; adding a text here takes 24 us. The order of equal scores is fixed, as a resumed run requires.
+that takes 2.9 s; adding a text here takes 24 us. Texts with equal scores are returned in a fixed order, so that a
+resumed run finds the same texts.
 """
 
 from __future__ import annotations
@@ -26,21 +27,29 @@ _WORD = re.compile(r"\w+")
 
 
 def words(text: str) -> list[str]:
-    """Return the runs of letters, digits and underscores, case folded: "Fridge 1, open." gives fridge, 1, open."""
+    """Split a text into its runs of letters, digits and underscores, and fold their case.
+
+    "Fridge 1, open." gives ``["fridge", "1", "open"]``.
+    """
     return _WORD.findall(text.casefold())
 
 
 class Bm25:
-    """An index for Okapi BM25 (Robertson and Zaragoza 2009), by default with k1 = 1.2 and b = 0.75.
+    """A search index that ranks texts by Okapi BM25 (Robertson and Zaragoza 2009).
 
-    score(d) = sum over query words t of idf(t) tf(t, d) (k1 + 1) / (tf(t, d) + k1 (1 - b + b |d| / mean |d|)), with
-    idf(t) = ln(1 + (N - n(t) + 0.5) / (n(t) + 0.5)), which is never negative. A word that occurs twice in the query
-    enters the sum twice.
+    The score of a text d is the sum, over the words t of the query, of
+
+        idf(t) tf(t, d) (k1 + 1) / (tf(t, d) + k1 (1 - b + b |d| / mean |d|))
+        idf(t) = ln(1 + (N - n(t) + 0.5) / (n(t) + 0.5))
+
+    where tf(t, d) is the number of times that t occurs in d, |d| the number of words in d, N the number of texts and
+    n(t) the number of texts that contain t. A score is never negative. A word that occurs twice in the query enters the
+    sum twice.
     """
 
     def __init__(self, *, k1: float = 1.2, b: float = 0.75) -> None:
         self._k1, self._b = k1, b
-        # word -> the texts that contain it, ascending, and how often it occurs in each
+        # for each word: the numbers of the texts that contain it, ascending, and how often it occurs in each of them
         self._postings: dict[str, tuple[array[int], array[int]]] = {}
         self._lengths = array("q")  # number of words in each text
 
@@ -60,7 +69,8 @@ class Bm25:
     def search(self, query: str, k: int, without: Collection[int] = ()) -> list[tuple[int, float]]:
         """Return the numbers and scores of the best ``k`` texts that share a word with ``query``, best first.
 
-        Among texts with equal scores, the later one comes first. The texts ``without`` are left out.
+        Among texts with equal scores, the one that was added later comes first. ``without`` holds the numbers of texts
+        that are left out.
         """
         counted = Counter(word for word in words(query) if word in self._postings)
         if not counted or k < 1:
@@ -69,7 +79,8 @@ class Bm25:
         # the part of the denominator that depends on a text's length only
         damping = lengths * (self._k1 * self._b * size / int(lengths.sum())) + self._k1 * (1 - self._b)
         scores = np.zeros(size)
-        for word in sorted(counted, key=lambda word: len(self._postings[word][0])):  # a fixed order of summation
+        # The rarest word first. The order is fixed, because the sum of floats depends on it.
+        for word in sorted(counted, key=lambda word: len(self._postings[word][0])):
             texts = np.frombuffer(self._postings[word][0], np.int64)
             counts = np.frombuffer(self._postings[word][1], np.intc)
             idf = float(np.log1p((size - texts.size + 0.5) / (texts.size + 0.5)))
@@ -81,7 +92,12 @@ class Bm25:
         return [(int(number), float(scores[number])) for number in ids[order]]
 
     def arrays(self) -> dict[str, npt.NDArray[Any]]:
-        """Return the whole index as arrays for a file: words (JSON, uint8), their postings and the texts' lengths."""
+        """Return the whole index as named arrays, to be written to a file.
+
+        ``words`` holds the list of words as JSON in UTF-8 (uint8). ``texts`` and ``counts`` hold, one word after the
+        other, the numbers of the texts that contain the word and how often it occurs in each. ``ends`` holds the
+        position in these two arrays at which each word's part ends. ``lengths`` holds the number of words in each text.
+        """
         texts = [np.frombuffer(texts, np.int64) for texts, _ in self._postings.values()]
         counts = [np.frombuffer(counts, np.intc) for _, counts in self._postings.values()]
         return {
@@ -94,7 +110,10 @@ class Bm25:
 
     @classmethod
     def from_arrays(cls, arrays: Mapping[str, npt.NDArray[Any]], *, k1: float = 1.2, b: float = 0.75) -> Bm25:
-        """Return the index from which `arrays` made ``arrays``."""
+        """Rebuild an index from the arrays that `Bm25.arrays` returned.
+
+        They do not contain ``k1`` and ``b``, so pass the values with which the index was made.
+        """
         index = cls(k1=k1, b=b)
         index._lengths.frombytes(arrays["lengths"].astype(np.int64).tobytes())
         texts, counts, start = arrays["texts"].astype(np.int64), arrays["counts"].astype(np.intc), 0

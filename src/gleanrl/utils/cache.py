@@ -1,4 +1,4 @@
-"""The folder for cached results, which are costly to compute and always the same."""
+"""The folder for results that are cached across runs, because they are slow to compute and do not change."""
 
 from __future__ import annotations
 
@@ -9,7 +9,11 @@ from gleanrl.utils.errors import UserError
 
 
 def cache_dir(name: str) -> Path:
-    """Return the folder for one kind of cached result, created if missing: under GLEANRL_CACHE or ~/.cache/gleanrl."""
+    """Return the folder ``name``, for one kind of cached result. It is created if it is missing.
+
+    It lies in the folder that the environment variable GLEANRL_CACHE names, by default ``~/.cache/gleanrl``. Raises
+    `UserError` if it cannot be created.
+    """
     root = os.environ.get("GLEANRL_CACHE")
     folder = (Path(root).expanduser() if root else Path.home() / ".cache" / "gleanrl") / name
     try:

@@ -11,4 +11,4 @@ class UserError(Exception):
 
 
 class NoExpert(UserError):
-    """The taskset has no expert for this task, although it may have one for other tasks."""
+    """The taskset has no expert that could demonstrate this task, although it may have one for other tasks."""

@@ -1,4 +1,4 @@
-"""Short hashes of content, used as cache keys, as ids of problems and to compare two values."""
+"""Computes short hashes of content, which serve as cache keys, as ids of problems and to compare values."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import hashlib
 
 
 def fingerprint(*parts: str | bytes, size: int = 16) -> str:
-    """Return a BLAKE2b digest of ``size`` bytes, in hexadecimal, of all parts in order.
+    """Return a BLAKE2b digest of the sequence of ``parts``: ``size`` bytes, written in hexadecimal.
 
-    The digests of ``("ab", "c")`` and ``("a", "bc")`` differ. Text is encoded as UTF-8, lone surrogates included.
+    The boundaries between parts count: the digests of ``("ab", "c")`` and ``("a", "bc")`` differ. A part that is text
+    is encoded as UTF-8, and may contain lone surrogates.
     """
     digest = hashlib.blake2b(digest_size=size)
     for part in parts:

@@ -1,13 +1,14 @@
-"""The HTTP client, which sends JSON to one service and receives JSON from it, over aiohttp.
+"""An HTTP client, built on aiohttp, that sends JSON to one service and receives JSON from it.
 
-Rewards behind a service, the sampler behind a server, environment services and adapters all send their requests with
-this client. It keeps connections alive, reports what went wrong as `Retryable` or `Fatal`, and never shows a key::
+The package uses it for requests to services that compute rewards, to model servers, to environment services and to
+other environment packages. The client keeps connections alive, raises `Retryable` or `Fatal` (`gleanrl.utils.retry`) if
+a request fails, and shows no API key in a message::
 
     client = HttpClient("https://api.example.com/v1", api_key_env="EXAMPLE_KEY")
     answer = await client.request("POST", "/score", {"text": "..."})
     await client.aclose()
 
-The client sends each request once. `gleanrl.utils.retry.RetryPolicy` decides about further attempts.
+The client sends each request once. `gleanrl.utils.retry.RetryPolicy` decides whether the caller sends it again.
 """
 
 from __future__ import annotations
@@ -32,16 +33,19 @@ if TYPE_CHECKING:
     import aiohttp
 
 RETRYABLE_STATUSES = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
-"""Statuses of timeouts, conflicts, rate limits, overload, and errors inside the server."""
+"""HTTP statuses after which the same request may succeed later.
+
+They report timeouts, conflicts, rate limits, overload, and errors inside the server.
+"""
 MAX_ANSWER_BYTES = 8 << 20
 MAX_QUOTED = 300
-"""Number of characters of a service's answer that an error message quotes."""
+"""Largest number of characters of a service's answer that an error message quotes."""
 OTHER_FILES = 512
-"""Number of files that are left for a process to open in addition to its connections."""
+"""Number of files that the process can still open when all connections of a client are open."""
 
 
 class ConnectionOptions(TypedDict, total=False):
-    """The settings of `HttpClient` that a user may give in addition to the address."""
+    """The settings of an `HttpClient` that a user may give in addition to the address. `HttpClient` explains each."""
 
     api_key_env: str | None
     headers: Mapping[str, str] | None
@@ -51,7 +55,7 @@ class ConnectionOptions(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True)
 class Response:
-    """A service's answer, whatever its status. Names in ``headers`` are case-insensitive."""
+    """A service's answer to one request, with any status. Names in ``headers`` are case-insensitive."""
 
     status: int
     headers: Mapping[str, str]
@@ -61,17 +65,19 @@ class Response:
 class HttpClient:
     """Sends JSON to one service and receives JSON from it.
 
-    Connections belong to the running event loop; a client that is used on another loop opens new ones there. Proxies
-    named by environment variables are used, except for a service on this machine. Redirects are not followed. A client
-    can be pickled, without its connections.
+    Connections belong to one event loop; a client that is used on another loop opens new connections there. The proxies
+    that environment variables such as ``HTTPS_PROXY`` name are used, except for a service on this machine. Redirects
+    are not followed. A client can be pickled; its connections are not pickled with it.
 
     Args:
         url: address of the service, including the part of the path that is the same for all requests.
-        api_key_env: NAME of the environment variable whose key is sent as bearer token.
-        headers: sent with every request. The value ``"env:NAME"`` stands for the environment variable NAME.
-        timeout_s: seconds that one request may take, from when it is sent to the end of the answer. Waiting for a free
-            connection does not count.
-        connections: most connections that are open at once. The number of files that the process may open bounds it.
+        api_key_env: name of the environment variable that holds the API key. The key is sent as a bearer token.
+        headers: headers that are sent with every request. The value ``"env:NAME"`` stands for the value of the
+            environment variable NAME.
+        timeout_s: seconds that one request may take, from when it is sent until the whole answer has arrived. Time in
+            which the request waits for a free connection does not count.
+        connections: largest number of connections that are open at once. The number is reduced if the process may not
+            open as many files.
         setting: name of the user's setting that holds the address, for error messages.
 
     Raises:
@@ -111,39 +117,48 @@ class HttpClient:
         return {**self.__dict__, "_session": None, "_session_loop": None, "_free_connections": asyncio.Semaphore()}
 
     def hide_keys(self, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the fields of a request's body with a `Secret` in place of each text ``env:NAME``.
+        """Return the ``fields`` of a request's body with a `Secret` in place of each text ``env:NAME``.
 
-        The key is filled in when the body is sent, and redacted from quoted answers of the service.
+        The client puts the key in place of the `Secret` when it sends the body. It also redacts the key from the
+        service's answers that error messages quote.
         """
         fields, secrets = with_secrets(fields)
         self.secrets += secrets
         return fields
 
     def redact(self, text: str) -> str:
-        """Return ``text`` without any key of this client."""
+        """Return ``text`` with the name of its environment variable in place of each key of this client."""
         return redact(text, self.secrets)
 
     def quote(self, text: str | bytes) -> str:
-        """Return a service's text for an error message: without keys, on one line, cut to `MAX_QUOTED` characters."""
+        """Return a service's answer as an error message quotes it.
+
+        Keys are redacted, line breaks become spaces, and the text is cut to `MAX_QUOTED` characters.
+        """
         said = text.decode("utf-8", "replace") if isinstance(text, bytes) else text
         said = " ".join(self.redact(said).split())
         return said if len(said) <= MAX_QUOTED else f"{said[:MAX_QUOTED]} ..."
 
     def address(self, path: str = "") -> str:
-        """Return the full address of ``path``. A query in the client's url (Azure's ?api-version=...) stays last."""
+        """Return the full address of ``path``.
+
+        If the client's ``url`` has a query, such as Azure's ``?api-version=...``, the query is moved behind ``path``.
+        """
         base, mark, query = self.url.partition("?")
         return f"{base.rstrip('/')}{path}{mark}{query}"
 
     async def request(
         self, method: str, path: str = "", body: Any = None, *, idempotency_key: str | None = None
     ) -> Any:
-        """Send ``body`` as JSON (None: no body) and return the decoded answer.
+        """Send ``body`` as JSON, or no body if it is None, and return the decoded JSON of the answer.
 
-        ``idempotency_key`` is sent as header ``Idempotency-Key``, by which the service recognises a repeated request.
+        ``idempotency_key`` is sent as the header ``Idempotency-Key``, by which the service recognises a request that is
+        sent a second time.
 
         Raises:
             Retryable: the service is busy, broken, unreachable or too slow, or its answer is not JSON.
-            Fatal: the service refuses this request or every request, or ``body`` cannot be written as JSON.
+            Fatal: the service refuses the request, for example because the key is wrong; ``body`` cannot be written as
+                JSON; or `send` raises the error.
         """
         content = None if body is None else encode_json(body)
         headers = {"Idempotency-Key": idempotency_key} if idempotency_key is not None else {}
@@ -159,11 +174,14 @@ class HttpClient:
     async def send(
         self, method: str, path: str = "", content: bytes | None = None, headers: Mapping[str, str] | None = None
     ) -> Response:
-        """Send ``content``, which is JSON, and return the answer, whatever its status.
+        """Send ``content`` (encoded JSON, or None for no body) and return the answer, also if its status is an error.
+
+        ``headers`` are sent in addition to those of the client.
 
         Raises:
             Retryable: the service is unreachable, closed the connection, or did not answer in time.
-            Fatal: the request cannot be sent, the answer is larger than `MAX_ANSWER_BYTES`, or the certificate is bad.
+            Fatal: the address is invalid, the answer is larger than `MAX_ANSWER_BYTES`, or the service's TLS
+                certificate cannot be verified.
         """
         import aiohttp
 
@@ -197,7 +215,10 @@ class HttpClient:
             raise Retryable(f"{address}: {why}", cause="connection") from None
 
     def headers(self, more: Mapping[str, str] | None = None) -> dict[str, str]:
-        """Return the headers of a request. They contain the keys, so they may only be sent, not shown."""
+        """Return the client's headers, updated with ``more``.
+
+        They contain keys in plain text. Send them, but do not show them.
+        """
         headers = {
             name: value.reveal() if isinstance(value, Secret) else value for name, value in self._headers.items()
         }
@@ -207,9 +228,9 @@ class HttpClient:
         return headers
 
     def session(self) -> aiohttp.ClientSession:
-        """Return the aiohttp session of the running event loop, for requests that `send` cannot make.
+        """Return the aiohttp session of the running event loop, for requests that `send` cannot make (WebSockets).
 
-        The session is made at the first call on each loop.
+        The session is opened by the first call on an event loop. A session of another loop is closed.
         """
         import aiohttp
 
@@ -227,7 +248,7 @@ class HttpClient:
         return self._session
 
     async def aclose(self) -> None:
-        """Close the connections. The client opens new ones if it is used again."""
+        """Close the connections. If the client is used again, it opens new ones."""
         if self._session is not None and self._session_loop is asyncio.get_running_loop():
             session, self._session = self._session, None
             await session.close()
@@ -235,7 +256,7 @@ class HttpClient:
             self._abandon_session()
 
     def _abandon_session(self) -> None:
-        """Close the connections of another event loop, which may be closed already."""
+        """Close the connections that belong to another event loop, even if that loop no longer runs."""
         session, loop = self._session, self._session_loop
         self._session = None
         if session is None or loop is None:
@@ -244,14 +265,15 @@ class HttpClient:
         if loop.is_running():
             asyncio.run_coroutine_threadsafe(closing, loop)
             return
-        with contextlib.suppress(StopIteration, RuntimeError):  # one step is enough when the loop is closed
+        # No loop can run the coroutine. Its first step, up to its first await, closes the connections.
+        with contextlib.suppress(StopIteration, RuntimeError):
             closing.send(None)
         closing.close()
 
     def error_of(self, path: str, response: Response) -> Retryable | Fatal:
-        """Return the exception for a response with an error status. Its message quotes the response."""
+        """Return the exception for a response with an error status. The exception's message quotes the response."""
         said, code, status = response.body.decode("utf-8", "replace"), None, response.status
-        try:  # an error in OpenAI's format or a variant of it; any other text is quoted as it is
+        try:  # quote only the message of an answer in OpenAI's error format or a variant of it, else the whole answer
             answer = json.loads(said)
             error = answer.get("error", answer) if isinstance(answer, dict) else answer
             if isinstance(error, dict):
@@ -276,7 +298,7 @@ class HttpClient:
 
 
 def encode_json(body: Any) -> bytes:
-    """Encode a request's body as JSON, with the key in place of each `Secret`.
+    """Encode the body of a request as JSON, with the key in place of each `Secret`.
 
     Raises:
         Fatal: the body has a value that JSON cannot represent.
@@ -292,7 +314,11 @@ def encode_json(body: Any) -> bytes:
 
 
 def to_jsonable(value: Any) -> Any:
-    """Convert arrays to lists, numpy scalars to numbers and any mapping to a dict, for the encoder of `json`."""
+    """Convert an array to a list, a numpy scalar to a number or a mapping to a dict, for the encoder of `json`.
+
+    Raises:
+        TypeError: ``value`` has another type.
+    """
     if isinstance(value, Mapping):
         return dict(value)
     if hasattr(value, "tolist"):
@@ -301,10 +327,11 @@ def to_jsonable(value: Any) -> Any:
 
 
 def retry_after(headers: Mapping[str, str]) -> float | None:
-    """Return the seconds to wait that ``retry-after-ms`` or ``Retry-After`` asks for; None without these headers.
+    """Return the seconds that the headers ``retry-after-ms`` or ``Retry-After`` ask the client to wait, or None.
 
-    ``Retry-After`` is a number of seconds or an HTTP date. A date is compared with the answer's own ``Date``, so that a
-    wrong clock on either side does no harm. ``headers`` must ignore case or have names in lower case.
+    ``Retry-After`` is a number of seconds or an HTTP date. A date is compared with the ``Date`` header of the same
+    answer, because the clocks of the service and of this machine may differ. ``headers`` must be a case-insensitive
+    mapping, or its names must be in lower case.
     """
     for name, unit in (("retry-after-ms", 1000.0), ("retry-after", 1.0)):
         try:
@@ -325,10 +352,10 @@ def retry_after(headers: Mapping[str, str]) -> float | None:
 
 
 def connection_limit(wanted: int) -> int:
-    """Return how many of ``wanted`` connections this process may open, after raising its limit of open files.
+    """Raise the process's limit of open files if ``wanted`` connections need it, and return how many can be opened.
 
-    The limit is raised as far as the system allows. With the usual limit of 1,024 files, the thousandth request would
-    fail as if the service were down.
+    The limit is raised as far as the system allows. Without this, at the usual limit of 1,024 files, about the
+    thousandth concurrent request would fail with an error that looks as if the service were down.
     """
     try:
         import resource
@@ -345,6 +372,6 @@ def connection_limit(wanted: int) -> int:
 
 
 def is_local(url: str) -> bool:
-    """Whether ``url`` is an address of this machine."""
+    """Return whether ``url`` is an address of this machine (localhost)."""
     host = urlsplit(url).hostname or ""
     return host in ("localhost", "::1") or host.startswith("127.")

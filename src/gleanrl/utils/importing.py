@@ -16,18 +16,19 @@ from typing import Any
 from gleanrl.utils.errors import UserError
 from gleanrl.utils.text import nearest
 
-_LARGE = 64 << 20  # bytes; a larger file is not read to find out whether it has changed
-_files: dict[str, str] = {}  # module name -> file, for every module that was loaded by the path of its file
+_LARGE = 64 << 20  # size in bytes; of a larger file, size and time are compared instead of the content
+_files: dict[str, str] = {}  # absolute path of each file that `load_file` has loaded, keyed by module name
 
 
 def load_object(path: str) -> Any:
-    """Return the object that ``path`` names: `package.module:Name` or `file.py:Name`; `Name` may be dotted.
+    """Return the object that ``path`` names, in the form `package.module:Name` or `file.py:Name`.
 
-    A relative file name is relative to the current directory. The same file is imported only once.
+    `Name` may be dotted, as in `Class.method`. A relative file name is relative to the current directory. The same file
+    is imported only once.
 
     Raises:
-        UserError: the path is malformed; the file, the module or a package that it imports is missing; or the
-            module has no such name (the message suggests the nearest name).
+        UserError: the path is malformed; the file, the module or a package that it imports is missing; the code is not
+            valid Python; or the module has no such name (the message suggests the nearest name).
     """
     location, colon, name = path.rpartition(":")
     if not colon or not location or not name:
@@ -41,23 +42,26 @@ def load_object(path: str) -> Any:
 
 
 def load_file(file: str, path: str | None = None) -> ModuleType:
-    """Return the module in a ``file.py``, imported once. ``path`` is the name in messages, by default the file.
+    """Import a Python file by its path and return the module. The same file is imported only once.
+
+    Error messages quote ``path``, which is the import path that the user gave; by default they quote ``file``.
 
     Raises:
-        UserError: the file or a package that it imports is missing, or it is not valid Python.
+        UserError: the file or a package that it imports is missing, or the file is not valid Python.
     """
     location, path = Path(file).expanduser().resolve(), path or file
-    # The name holds a hash of the whole path, so that two files of one name stay two modules.
+    # The name holds a hash of the whole path, so that files with equal names in different folders are two modules.
     name = f"gleanrl_file_{location.stem}_{hashlib.blake2b(str(location).encode(), digest_size=4).hexdigest()}"
     if name in sys.modules:
         return sys.modules[name]
     if not location.is_file():
-        raise UserError(f"import path {path!r}: no file {location} (relative ones begin where the command is started)")
+        raise UserError(f"import path {path!r}: no file {location} (relative paths start at the current directory)")
     spec = importlib.util.spec_from_file_location(name, location)
-    assert spec is not None  # always so for a .py file
+    assert spec is not None  # it is None only for an unknown file type, not for a .py file
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # before execution, as `import` does, because dataclasses and pickle look it up
+    # Registered before execution, as `import` does, because dataclasses and pickle look the module up by its name.
+    sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
     except BaseException as error:
@@ -73,21 +77,26 @@ def load_file(file: str, path: str | None = None) -> ModuleType:
 
 
 def loaded_files() -> Mapping[str, str]:
-    """Return the modules loaded by `load_file` (name -> absolute path), which another process needs to unpickle."""
+    """Return the absolute path of each file that `load_file` has loaded, keyed by the name of its module.
+
+    Another process must load these files with `restore_files` before it can unpickle objects of their classes.
+    """
     return dict(_files)
 
 
 def restore_files(files: Mapping[str, str]) -> None:
-    """Import in this process the ``files`` that `loaded_files` returned in another one."""
+    """Import the ``files`` that `loaded_files` returned in another process."""
     for file in files.values():
         load_file(file)
 
 
 def file_versions(value: Any) -> list[str]:
-    """Return a text for each file that ``value`` names, at any depth. The text changes whenever the file changes.
+    """Return a text for each file that ``value`` refers to, at any depth. The text changes whenever the file changes.
 
-    The files are data files, and source files of code that is named by import path, as a class or as a function. Code
-    that these import is not included. The text holds a hash of the content, for a large file its size and time.
+    The path of a file refers to that file. The import path of an object, a class and a function refer to the source
+    file that defines them. Source files of Glean RL and modules that a source file imports are not included. The text
+    consists of the name of the file and a hash of its content, or for a file above 64 MiB its size and modification
+    time.
     """
     if isinstance(value, Mapping):
         return [found for entry in value.values() for found in file_versions(entry)]
@@ -103,9 +112,9 @@ def file_versions(value: Any) -> list[str]:
 
 
 def _find_file(value: Any) -> Path | None:
-    """Return the file that a value names or comes from; None if there is none.
+    """Return the data file or source file that ``value`` refers to (see `file_versions`), or None.
 
-    Glean RL's own code has no file here, because its version is known.
+    The result is None for an object of Glean RL itself, because the version of the package identifies its code.
     """
     if not isinstance(value, str):
         name = getattr(value, "__module__", None)

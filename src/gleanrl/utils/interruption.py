@@ -1,4 +1,4 @@
-"""A request to stop, which also ends a wait."""
+"""A flag that asks a program to stop, and that cancels what the program is waiting for."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ T = TypeVar("T")
 
 
 class Interruption:
-    """A flag that Ctrl-C sets, for example. Setting it cancels work that is awaited through `unless_interrupted`."""
+    """A flag that is set to stop a program, for example on Ctrl-C.
+
+    When it is set, work that is awaited through `unless_interrupted` is cancelled.
+    """
 
     def __init__(self) -> None:
         self.interrupted = False
@@ -22,7 +25,10 @@ class Interruption:
             self._waiting.cancel()
 
     async def unless_interrupted(self, work: Awaitable[T]) -> T | None:
-        """Return the result of ``work``, or None if an interruption cancelled it. One caller may wait at a time."""
+        """Await ``work`` and return its result, or None if `interrupt` cancelled it.
+
+        Only one caller at a time may wait. If the flag is set already, ``work`` is cancelled at once.
+        """
         waiting = self._waiting = asyncio.ensure_future(work)
         if self.interrupted:
             waiting.cancel()

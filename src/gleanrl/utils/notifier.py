@@ -1,4 +1,4 @@
-"""A condition that tasks of one event loop wait for without polling."""
+"""Lets asyncio tasks wait, without polling, until another task of the same event loop reports a change."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ import asyncio
 
 
 class Notifier:
-    """`notify` wakes every task in `wait`. Each task then checks for itself whether its condition holds."""
+    """Wakes waiting tasks: `notify` ends the `wait` of every task that waits at that moment.
+
+    A task that waits for a condition must check it after each `wait`, because `notify` does not say what has changed.
+    """
 
     def __init__(self) -> None:
         self._waiters: list[asyncio.Future[None]] = []
@@ -19,5 +22,5 @@ class Notifier:
     def notify(self) -> None:
         waiters, self._waiters = self._waiters, []
         for waiter in waiters:
-            if not waiter.done():  # done here means cancelled
+            if not waiter.done():  # a waiter that is already done was cancelled
                 waiter.set_result(None)

@@ -1,11 +1,13 @@
-"""Worker processes that can be killed, driven from asyncio.
+"""Runs methods of objects in worker processes, which are called from asyncio and can be killed.
 
-`WorkerProcess` is one spawned process that holds an object and runs its methods, many calls at a time.
-`ProcessPool` is several worker processes with one call each at a time. The environment pool
-(`gleanrl.environments.pool`) uses `WorkerProcess`, and isolated rewards (`gleanrl.rewards`) use `ProcessPool`.
+`WorkerProcess` is one spawned process that holds an object and runs its methods. Many calls may be in progress at a
+time, because an asynchronous method that awaits something lets the next call run. `ProcessPool` is a pool of such
+processes, each of which runs one call at a time. The environment pool (`gleanrl.environments.pool`) uses
+`WorkerProcess`, and isolated rewards (`gleanrl.rewards`) use `ProcessPool`.
 
-A worker ignores Ctrl-C, which its parent handles. The worker and all processes that it started end with the parent.
-A call that takes too long is cancelled if it awaits. If it blocks, its process is killed.
+A worker ignores Ctrl-C, because its parent handles it. When the parent ends, the worker and all processes that the
+worker started are ended too. A call that takes too long is cancelled if it is awaiting something. If it blocks the
+worker, the process is killed.
 
     class Squares(Served):
         def square(self, number: int) -> int:
@@ -41,8 +43,8 @@ from typing import Any, Self
 from gleanrl.utils.errors import UserError
 from gleanrl.utils.importing import loaded_files, restore_files
 
-GRACE_S = 2.0  # time for a worker to close its object, or to cancel a call that awaits
-START_S = 120.0  # time for a worker to import its code and make its object
+GRACE_S = 2.0  # seconds that a worker has to close its object, or to cancel a call
+START_S = 120.0  # seconds that a worker has to import its code and make its object
 _HEADER = struct.Struct("<IQc")  # length of the body in bytes, number of the call, kind of the frame
 _BUFFER = 1 << 20
 _CALL, _CANCEL = b"C", b"X"  # kinds of frames sent to the worker
@@ -54,7 +56,11 @@ class WorkerTimeout(Exception):
 
 
 class WorkerDied(Exception):
-    """The process is gone. ``never_began``: it had not started this call, so another process can take it."""
+    """The worker process ended before it answered the call.
+
+    ``never_began`` is True if the process had not begun the call. Then no part of the call has been executed, and
+    another process can run it.
+    """
 
     def __init__(self, message: str, *, never_began: bool = False) -> None:
         super().__init__(message)
@@ -62,7 +68,10 @@ class WorkerDied(Exception):
 
 
 class RemoteError(Exception):
-    """An error of the object's own code, as text, because its type may not exist here or may not be picklable."""
+    """An error that the object's own code raised in the worker.
+
+    It holds the error as text, because the type of the original may be unknown in this process or not picklable.
+    """
 
     def __init__(self, kind: str, detail: str, traceback_text: str) -> None:
         super().__init__(f"{kind}: {detail}" if detail else kind)
@@ -77,25 +86,25 @@ class RemoteError(Exception):
 
 
 class Served:
-    """Base class of the object that a worker holds. Async methods run on the worker's event loop."""
+    """Base class of the object that a worker holds. Its asynchronous methods run on the worker's event loop."""
 
     async def close(self) -> None:
-        """Release resources within `GRACE_S` seconds. Called before the worker ends, unless it is killed."""
+        """Release resources. Called before the worker ends, unless it is killed. May take at most `GRACE_S` seconds."""
 
 
 def pack(make: Callable[[], Served], *, raises: tuple[type[Exception], ...] = ()) -> bytes:
-    """Return everything that a worker needs to make its object.
+    """Return, in pickled form, everything that a worker needs to make its object.
 
     Args:
-        make: makes the object in the worker.
-        raises: exception types that the caller gets unchanged, in addition to `UserError`. Other errors become
-            `RemoteError`.
+        make: function that makes the object. It is called in the worker.
+        raises: types of the exceptions that reach the caller unchanged, in addition to `UserError`. All other errors in
+            the worker reach the caller as `RemoteError`.
 
     Raises:
         pickle.PicklingError: ``make`` cannot be pickled.
     """
     try:
-        # Pickled twice, so that a worker can import the files that define `make` before it is unpickled.
+        # `make` is pickled separately, so that a worker can import the files that define it before it unpickles it.
         return pickle.dumps((dict(loaded_files()), sys.path, pickle.dumps((make, raises))))
     except Exception as error:
         raise pickle.PicklingError(str(error) or type(error).__name__) from error
@@ -105,7 +114,7 @@ def pack(make: Callable[[], Served], *, raises: tuple[type[Exception], ...] = ()
 class _Call:
     number: int
     method: str
-    on: str  # " on LABEL", for messages about the worker's death; empty without a label
+    on: str  # " on LABEL", a part of the message if the worker dies; empty if the call has no label
     timeout_s: float
     future: asyncio.Future[Any]
     timer: asyncio.TimerHandle | None = None
@@ -125,21 +134,23 @@ class _Call:
 
 
 class WorkerProcess:
-    """A process and its calls. It starts at once, accepts calls at once, and is never restarted.
+    """One worker process and the calls that are made to it.
 
-    The worker begins its calls in order. It begins the next one when the present one is answered *or awaits something*.
-    So the call at the head of the queue is the one that the worker executes. The clock of a call starts when the call
-    reaches the head, so that a call does not time out while it waits behind a slow one.
+    The process is started by the constructor and never restarted. Calls may be made before it is ready.
+
+    The worker begins its calls in order. It begins the next call when the present one is answered *or awaits
+    something*. So the first call in the queue is the one whose code the worker is executing. The time limit of a call
+    starts when the call becomes the first in the queue, so that a call cannot time out while it waits for a slow one.
 
     Args:
-        packed: from `pack`.
+        packed: result of `pack`.
         timeout_s: seconds that a call may take.
-        on_death: called once when the process is gone, unless `close` ended it.
+        on_death: function that is called once, with this object, when the process has ended, unless `close` ended it.
 
     Attributes:
-        death: why the process is gone or about to be, None while it lives.
-        started: whether its object was made.
-        ready: a future that is done once the object was made, or has the error if it could not be made.
+        death: reason why the process has ended or is being ended; None while it runs normally.
+        started: whether the worker has made its object.
+        ready: future whose result is set when the object has been made, and whose exception is set if that failed.
     """
 
     def __init__(
@@ -151,8 +162,9 @@ class WorkerProcess:
         self._timeout_s = timeout_s
         self._on_death = on_death
         self._numbers = count()
-        self._queue: dict[int, _Call] = {}  # calls in order; the worker executes the first
-        self._awaiting: dict[int, _Call] = {}
+        # Both dicts are keyed by the number of the call.
+        self._queue: dict[int, _Call] = {}  # the call that the worker is executing, then those not yet begun, in order
+        self._awaiting: dict[int, _Call] = {}  # calls that have begun and await something
         self._writer: asyncio.StreamWriter | None = None
         self._early: list[bytes] = []  # frames to send once the connection is open
         ours, theirs = socket.socketpair()
@@ -165,26 +177,26 @@ class WorkerProcess:
         theirs.close()
         assert self._process.pid is not None
         self.pid = self._process.pid
-        atexit.register(self._kill_group)  # in case the worker is never closed
+        atexit.register(self._kill_group)  # ends the worker if the program never closes it
         self._life = self._loop.create_task(self._live(ours))
         self.ready = self._loop.create_future()
-        # Reads the error, because asyncio logs an error that is never read, and some callers do not wait for `ready`.
+        # Read the exception, because asyncio logs one that is never read, and not every caller awaits `ready`.
         self.ready.add_done_callback(lambda ready: ready.cancelled() or ready.exception())
         self._begin(_Call(next(self._numbers), "start", "", START_S, self.ready), packed)
 
     async def call(self, method: str, *args: Any, label: str = "") -> Any:
-        """Call the object's method and return its result.
+        """Call a method of the worker's object and return its result.
 
         Args:
             method: name of the method.
             args: picklable arguments, passed by position.
-            label: what the call is for; messages about the worker's death name it.
+            label: what the call is for. The error message names it if the worker dies during the call.
 
         Raises:
-            WorkerTimeout: the call took too long.
-            WorkerDied: the process is gone.
+            WorkerTimeout: the call took longer than ``timeout_s``.
+            WorkerDied: the process ended before it answered the call.
+            UserError: the method raised it. Errors of the types that were given to `pack` as ``raises`` are raised too.
             RemoteError: the method raised an error of any other type.
-            UserError: raised by the method, like the types given to `pack` as ``raises``.
         """
         if self.death is not None:
             raise WorkerDied(self.death)
@@ -198,18 +210,24 @@ class WorkerProcess:
             raise
 
     def kill(self, why: str = "its worker process was killed") -> None:
-        """Kill the process and all processes that it started. Its calls raise `WorkerDied`."""
+        """Kill the process and all processes that it started.
+
+        Unfinished calls raise `WorkerDied` with the message ``why``.
+        """
         self.death = self.death or why
         self._kill_group()
 
     def _kill_group(self) -> None:
-        with contextlib.suppress(OSError):  # the process has no group of its own yet, or is gone
+        with contextlib.suppress(OSError):  # raised if the process has not made its group yet, or has ended
             os.killpg(self.pid, signal.SIGKILL)
-        with contextlib.suppress(OSError, ValueError):  # the process may have ended
+        with contextlib.suppress(OSError, ValueError):  # raised if the process has ended
             self._process.kill()
 
     async def close(self) -> None:
-        """Let the worker close its object, and wait until it is gone. Calls that are not done raise `WorkerDied`."""
+        """Let the worker close its object, and wait until the process has ended.
+
+        Unfinished calls raise `WorkerDied`.
+        """
         self._on_death = None
         self.death = self.death or "its worker process was closed"
         self._fail_all()
@@ -236,7 +254,7 @@ class WorkerProcess:
             head.timer = self._loop.call_later(head.timeout_s, self._too_late, head)
 
     def _too_late(self, call: _Call) -> None:
-        if not call.overdue and call.number in self._awaiting:  # it awaits, so it can be cancelled alone
+        if not call.overdue and call.number in self._awaiting:  # the worker can cancel this call and keep the others
             self._send(call.number, _CANCEL)
             call.timer = self._loop.call_later(GRACE_S, self._too_late, call)
         else:
@@ -244,12 +262,12 @@ class WorkerProcess:
         call.overdue = True
 
     async def _live(self, connection: socket.socket) -> None:
-        """Read answers until the process is gone. Then let the remaining calls fail, and clean up."""
+        """Read answers until the worker closes the connection. Then end the process and let unfinished calls fail."""
         reader, self._writer = await asyncio.open_connection(sock=connection, limit=_BUFFER)
         self._writer.writelines(self._early)
         if self.death is not None:
             self._writer.close()
-        with contextlib.suppress(asyncio.IncompleteReadError, OSError):  # the worker is gone
+        with contextlib.suppress(asyncio.IncompleteReadError, OSError):  # raised when the connection is closed
             while True:
                 number, kind, body = await _read_frame(reader)
                 call = self._queue.pop(number, None)
@@ -270,7 +288,7 @@ class WorkerProcess:
         if not await self._ended(GRACE_S + 1.0):
             self._kill_group()
             await self._ended(None)
-        self._kill_group()  # processes that the worker started and did not end
+        self._kill_group()  # kills processes that the worker started and left running
         self._process.join()
         exit_code = self._process.exitcode
         how = f"ended with status {exit_code}"
@@ -294,7 +312,7 @@ class WorkerProcess:
             self._on_death(self)
 
     async def _ended(self, timeout_s: float | None) -> bool:
-        """Whether the process ended within ``timeout_s``."""
+        """Wait until the process ends, at most ``timeout_s`` seconds (None = no limit). Return whether it has ended."""
         ended = asyncio.Event()
         self._loop.add_reader(self._process.sentinel, ended.set)
         try:
@@ -314,15 +332,16 @@ class WorkerProcess:
 
 
 class ProcessPool:
-    """Worker processes with one call each at a time. A process starts when it is first needed.
+    """A pool of worker processes, each of which runs one call at a time. A process starts when a call first needs it.
 
-    If a call takes too long or is cancelled, its process is killed and another one starts in its place.
+    If a call is cancelled, or blocks for longer than ``timeout_s``, its process is killed. A later call starts a new
+    process in its place.
 
     Args:
-        make: makes each process's object.
+        make: function that makes the object of a worker. Each process calls it once.
         count: largest number of processes.
-        timeout_s: seconds that a call may take, from when a process begins it.
-        raises: see `pack`.
+        timeout_s: seconds that a call may take, counted from when a process begins it.
+        raises: types of the exceptions that reach the caller unchanged; see `pack`.
 
     Raises:
         pickle.PicklingError: ``make`` cannot be pickled.
@@ -349,7 +368,7 @@ class ProcessPool:
         await self.close()
 
     async def call(self, method: str, *args: Any) -> Any:
-        """Call the method and return its result.
+        """Call ``method`` on the object of a free worker and return the result. Waits if all workers are busy.
 
         Raises the errors of `WorkerProcess.call`, and `UserError` if ``make`` fails.
         """
@@ -367,7 +386,7 @@ class ProcessPool:
                 except RemoteError as error:
                     raise UserError(f"a worker process cannot start: {error}") from None
                 answer = await worker.call(method, *args)
-            except asyncio.CancelledError:  # a call that blocks ends only with its process
+            except asyncio.CancelledError:  # the call may block its process, and then only killing the process ends it
                 worker.kill("its call was cancelled")
                 raise
             finally:
@@ -376,7 +395,7 @@ class ProcessPool:
             return answer
 
     async def close(self) -> None:
-        """Kill all processes now."""
+        """Kill all processes and wait until they have ended. Unfinished calls raise `WorkerDied`."""
         workers, self._all, self._idle = self._all, set(), []
         for worker in workers:
             worker.kill()
@@ -385,19 +404,19 @@ class ProcessPool:
 
 # --- the worker's side ------------------------------------------------------------------------------
 def _run(connection: socket.socket) -> None:
-    """Run a worker process until its parent closes the connection."""
+    """Serve the parent's calls until the parent closes the connection. The main function of a worker process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-    os.setpgid(0, 0)  # a process group of its own, so that processes that the worker starts can be killed with it
+    os.setpgid(0, 0)  # start a new process group, so that processes that the worker starts can be killed with it
     threading.Thread(target=_end_with_parent, daemon=True).start()
     asyncio.run(_Server().serve(connection))
 
 
 def _end_with_parent() -> None:
-    """Wait until the parent has ended, and kill this process and its children `GRACE_S` later.
+    """Wait until the parent has ended, then kill this process and the processes that it started.
 
-    Runs in a thread, because the main thread may be blocked. The object has the same time to close as in
-    `WorkerProcess.close`.
+    Runs in a thread, because the main thread may be blocked. Before the processes are killed, the object has `GRACE_S`
+    seconds to close, the same time as in `WorkerProcess.close`.
     """
     parent = multiprocessing.parent_process()
     if parent is not None:
@@ -425,8 +444,8 @@ class _Server:
                         self._running[number].cancel()
                     continue
                 self._running[number] = loop.create_task(self._run_call(number, body))
-                # The loop runs callbacks in order. So this callback runs when the call first awaits something, and
-                # before the next call begins.
+                # The loop runs callbacks in the order in which they were scheduled. So this callback runs after the
+                # call has ended or first awaits something, and before the next call begins.
                 loop.call_soon(self._report_awaiting, number)
         for task in self._running.values():
             task.cancel()
@@ -444,7 +463,7 @@ class _Server:
             self._writer.write(_HEADER.pack(0, number, _AWAITING))
 
     async def _run_call(self, number: int, body: bytes) -> None:
-        """Make the object (first call) or run one of its methods (later calls), and send the answer."""
+        """Run one call and send its answer. The first call makes the object, later calls run one of its methods."""
         kind, answer = _VALUE, b""
         try:
             if self._served is None:
@@ -460,7 +479,7 @@ class _Server:
                     value = await value
             if value is not None:
                 answer = pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
-        except BaseException as error:  # even a SystemExit ends only the call and not the worker
+        except BaseException as error:  # includes SystemExit, which ends only this call and not the worker
             kind, answer = _ERROR, b""
             if isinstance(error, (UserError, *self._raises)):
                 with contextlib.suppress(Exception):  # raised if the error's arguments cannot be pickled
@@ -471,6 +490,6 @@ class _Server:
 
 
 async def _read_frame(reader: asyncio.StreamReader) -> tuple[int, bytes, bytes]:
-    """Read a frame and return its number, kind and body."""
+    """Read one frame and return the number of its call, its kind and its body."""
     length, number, kind = _HEADER.unpack(await reader.readexactly(_HEADER.size))
     return number, kind, await reader.readexactly(length)

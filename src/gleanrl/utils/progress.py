@@ -1,4 +1,7 @@
-"""How long-running work reports its progress. `gleanrl.tracking.monitors.Console` shows it on a terminal."""
+"""The protocols through which long-running work reports its progress.
+
+`gleanrl.tracking.monitors.Console` shows the progress on a terminal.
+"""
 
 from __future__ import annotations
 
@@ -7,25 +10,28 @@ from typing import Protocol
 
 
 class Stage(Protocol):
-    """A piece of work that is in progress."""
+    """A piece of work that is in progress and consists of several parts, such as the tasks of an evaluation."""
 
     def advance(self, count: int = 1, **fields: float | str) -> None:
         """Report that ``count`` more parts are done.
 
-        ``fields``, such as loss=0.4 or tokens_per_s=5200, are shown next to the progress bar.
+        ``fields`` are values that are shown next to the progress bar, such as ``loss=0.4`` or ``tokens_per_s=5200``.
         """
         ...
 
 
 class Progress(Protocol):
-    """Where a run reports its progress. Preparation, training and evaluation open stages; events are printed."""
+    """Receives the progress of a run. Preparation, training and evaluation each open a stage; events are printed."""
 
     def print(self, text: str) -> None:
         """Show ``text`` on a separate line."""
         ...
 
     def stage(self, name: str, total: int | None = None, *, done: int = 0) -> AbstractContextManager[Stage]:
-        """Open a stage of ``total`` parts (None = unknown), ``done`` of which were done earlier; stages may nest."""
+        """Open a stage of ``total`` parts (None = the number is not known). Stages may be nested.
+
+        ``done``: number of parts that were completed before the stage is opened, for example before a restart.
+        """
         ...
 
 

@@ -1,4 +1,4 @@
-"""Functions that a setting chooses by name, built in or a user's own by import path."""
+"""A registry of functions, from which a setting chooses one by its registered name or its import path."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ T = TypeVar("T", bound=Entry)
 
 
 class Registry(Generic[T]):
-    """Entries of one kind, for example all advantage estimators.
+    """Maps names to entries of one kind, for example to all advantage estimators. An entry wraps one function.
 
     Args:
-        key: the setting that chooses an entry.
+        key: name of the setting that chooses an entry.
         kind: class of the entries.
-        decorator: the decorator that turns a user's function into an entry, as written in error messages.
+        decorator: name of the decorator that turns a user's function into an entry, for error messages.
     """
 
     def __init__(self, key: str, kind: type[T], decorator: str) -> None:
@@ -36,8 +36,8 @@ class Registry(Generic[T]):
     def add(self, entry: T) -> T:
         """Register ``entry`` under its name and return it.
 
-        A function that is registered again (by a cell run twice, or a script that is also imported) replaces its first
-        entry. Raises `UserError` if another function has the name.
+        A function that is registered a second time replaces its first entry. This happens if a notebook cell runs twice
+        or a script is also imported. Raises `UserError` if a function with another qualified name has this name.
         """
         known = self._entries.get(entry.name)
         if known is not None and known.function.__qualname__ != entry.function.__qualname__:
@@ -47,10 +47,10 @@ class Registry(Generic[T]):
         return entry
 
     def get(self, name: str) -> T:
-        """Return the entry of a registered name or of an import path, `package.module:Name` or `file.py:Name`.
+        """Return the entry with a registered name or an import path (`package.module:Name` or `file.py:Name`).
 
-        Raises `UserError` if there is no such entry. The message names the nearest registered name, or what is wrong
-        with the import path.
+        Raises `UserError` if there is no such entry. The message suggests the nearest registered name, or says what is
+        wrong with the import path.
         """
         if ":" in name:
             found = load_object(name)

@@ -1,7 +1,7 @@
-"""Retries and time limits: which errors are retried, how long to wait, and when to give up.
+"""Retries and time limits of calls: which errors are retried, how long to wait, and when to give up.
 
-Everything in Glean RL that calls a remote service uses this policy: the reward agent, the sampler behind a server, the
-client of an environment service, adapters. A call raises `Retryable` or `Fatal` if it fails::
+Everything in Glean RL that calls a remote service uses `RetryPolicy`: the reward agent, the sampler that uses a model
+server, the client of an environment service, and the adapters. A call that fails raises `Retryable` or `Fatal`::
 
     policy = RetryPolicy(attempts=4, backoff_s=1.0)
     answer = await policy.run(lambda: client.request("POST", "/score", body))
@@ -23,22 +23,22 @@ UNREACHABLE = "unreachable"
 NO_THREAD = "hung"
 """Cause of a failure: this process has no free thread in which to make the call."""
 NOT_DELIVERED = frozenset({UNREACHABLE, NO_THREAD})
-"""Causes of attempts that never reached the service."""
+"""Causes of failures in which the call never reached the service."""
 
 _STALL_S = 0.05
-"""A timer that fires this many seconds late means that the event loop was blocked."""
+"""If a timer fires more than this many seconds late, the event loop was blocked."""
 _MOST_EXTENSIONS = 9.0
-"""Limit of the total extension of a `Timeout`, as a multiple of its length."""
+"""Largest total extension of a `Timeout`, as a multiple of its original length."""
 _NO_COST: Mapping[str, float] = MappingProxyType({})
 
 
 class Fatal(Exception):
-    """Trying again cannot help.
+    """A call failed in a way that another attempt cannot change.
 
     Args:
         message: what went wrong.
-        cause: one word for the metrics: timeout, rate_limit, server, connection, answer, ...
-        cost: tokens that the failed attempt has used, as ``cost/prompt_tokens`` and ``cost/completion_tokens``.
+        cause: kind of failure in one word, by which metrics count it: timeout, rate_limit, server, answer, ...
+        cost: number of tokens that the failed attempt used, as ``cost/prompt_tokens`` and ``cost/completion_tokens``.
     """
 
     def __init__(self, message: str, *, cause: str = "fatal", cost: Mapping[str, float] = _NO_COST) -> None:
@@ -51,10 +51,10 @@ class Fatal(Exception):
 
 
 class Retryable(Exception):
-    """The call may be tried again. ``cause`` and ``cost`` are as in `Fatal`.
+    """A call failed, but another attempt may succeed. ``cause`` and ``cost`` are as in `Fatal`.
 
     Args:
-        after_s: shortest wait in seconds before the next attempt, as the service asked; None if it did not ask.
+        after_s: shortest wait in seconds that the service asks for before the next attempt; None if it asks for none.
     """
 
     def __init__(
@@ -75,12 +75,15 @@ class Retryable(Exception):
 
 
 def is_retryable(error: BaseException) -> bool:
-    """Whether trying again may help. True for `Retryable`, and for timeouts and connection errors of a user's code."""
+    """Return whether another attempt may succeed.
+
+    True for `Retryable`, and for Python's `TimeoutError` and `ConnectionError`, which a user's code may raise.
+    """
     return isinstance(error, Retryable | TimeoutError | ConnectionError)
 
 
 def cause_of(error: BaseException) -> str:
-    """Return the cause of an error in one word, for the metrics."""
+    """Return the kind of an error in one word, by which metrics count it."""
     match error:
         case Retryable() | Fatal():
             return error.cause
@@ -94,7 +97,7 @@ def cause_of(error: BaseException) -> str:
 
 
 def reason_of(error: BaseException) -> str:
-    """Return what went wrong, in one line of at most 1,000 characters."""
+    """Return the error's message as one line of at most 1,000 characters."""
     text = str(error) if isinstance(error, Retryable | Fatal) else f"{type(error).__name__}: {error}"
     return " ".join(text.split())[:1000]
 
@@ -106,20 +109,22 @@ def wait_asked_for(error: BaseException) -> float:
 
 @dataclass(frozen=True, slots=True)
 class RetryPolicy:
-    """Exponential backoff with full jitter, within bounds.
+    """A policy of exponential backoff with random waits (full jitter).
 
-    The wait before attempt n + 1 is uniform between 0 and ``backoff_s * 2**(n - 1)``, at most ``max_backoff_s``, and
-    never shorter than what the service asked for (``Retry-After``). Because of the jitter, requests that failed
-    together are not repeated all at once.
+    The wait before attempt n + 1 is drawn uniformly between 0 and ``backoff_s * 2**(n - 1)`` seconds, but at most
+    ``max_backoff_s``. If the service asks for a longer wait (``Retry-After``), the wait is that long. Because waits are
+    random, requests that failed at the same time are not repeated at the same time.
 
     Attributes:
-        attempts: largest number of attempts of a call, the first included; None: as many as ``outage_s`` allows.
-        backoff_s: bound of the first wait, in seconds.
-        max_backoff_s: bound of every wait, in seconds.
-        outage_s: longest outage, in seconds, that a call waits for. An outage is a time in which a service that has
-            answered before accepts no connections. Attempts in an outage do not count, because a restart of the service
-            would otherwise use up all attempts of all requests within seconds. No wait in an outage is longer than the
-            outage has been so far. A call fails if the service asks for a wait that is longer than ``outage_s``.
+        attempts: largest number of attempts of one call, including the first. None = the number is not limited, and the
+            call fails when its attempts have failed for ``outage_s`` seconds.
+        backoff_s: upper bound of the first wait, in seconds.
+        max_backoff_s: upper bound of every wait that the policy chooses, in seconds.
+        outage_s: longest time, in seconds, for which a call is repeated during an outage. An outage is a time in which
+            a service that has answered before accepts no connections. Attempts in an outage do not count towards
+            ``attempts``, because otherwise a restart of the service would use up all attempts of all calls within
+            seconds. During an outage the upper bound of a wait is the time that the outage has lasted so far, but at
+            least ``backoff_s``. A call fails at once if the service asks for a wait that is longer than ``outage_s``.
     """
 
     attempts: int | None = 5
@@ -128,10 +133,10 @@ class RetryPolicy:
     outage_s: float = 600.0
 
     async def run(self, call: Callable[[], Awaitable[T]]) -> T:
-        """Return the result of ``call``, which is repeated as long as its errors are retryable.
+        """Return the result of ``call``, which is called again after each retryable error while the policy allows it.
 
         Raises:
-            Exception: the error of the last attempt, or the first error that is not retryable.
+            Exception: the error of the last attempt that the policy allows, or the first error that is not retryable.
         """
         retries = Retries(self)
         while True:
@@ -142,7 +147,10 @@ class RetryPolicy:
 
 
 class Retries:
-    """Counts the attempts of one call under a policy, for callers that do other work between two attempts."""
+    """Counts the attempts of one call under a policy.
+
+    For callers that do other work between two attempts; `RetryPolicy.run` is enough for all others.
+    """
 
     __slots__ = ("_counted", "_outage_since", "_policy")
 
@@ -152,14 +160,18 @@ class Retries:
         self._outage_since: float | None = None
 
     def next_wait(self, error: Exception, *, answered_before: bool = False) -> float:
-        """Count a failed attempt and return the seconds until the next one.
+        """Count a failed attempt and return the number of seconds to wait before the next one.
 
-        Must be called inside the ``except`` block of the attempt. ``answered_before``: the service has answered some
-        call before, so an attempt that does not reach it means an outage.
+        Must be called inside the ``except`` block of the attempt.
+
+        Args:
+            error: the error of the attempt.
+            answered_before: whether the service has answered any call before. If it has, an attempt that does not reach
+                it is taken as a sign of an outage.
 
         Raises:
             Exception: ``error`` itself, if it is not retryable or the policy allows no further attempt.
-            Fatal: the service asks for a longer wait than the policy allows.
+            Fatal: the service asks for a wait that is longer than ``outage_s`` of the policy.
         """
         policy = self._policy
         if not is_retryable(error):
@@ -167,7 +179,7 @@ class Retries:
         asked_s = wait_asked_for(error)
         if asked_s > policy.outage_s:
             raise Fatal(
-                f"the service asks to be left alone for {asked_s:.0f} s, more than {policy.outage_s:g} s: {error}",
+                f"the service asks for a wait of {asked_s:.0f} s, and the limit is {policy.outage_s:g} s: {error}",
                 cause=cause_of(error),
             ) from error
         now = asyncio.get_running_loop().time()
@@ -188,20 +200,21 @@ class Retries:
 
 
 class Timeout:
-    """A time limit like `asyncio.timeout`, but time in which the event loop is blocked does not count.
+    """A time limit like `asyncio.timeout`, except that time in which the event loop is blocked does not count.
 
-    Computation, imports or a busy machine may block the loop for seconds. Answers that arrive meanwhile are read in the
-    same iteration of the loop in which their time is up. `asyncio.timeout` drops them, so they are requested and paid
-    for again. This limit is extended by the time by which its timer fires late, up to nine times ``seconds`` in all.
+    Computation, imports or a busy machine may block the loop for seconds. When the loop continues, it reads the answers
+    that arrived meanwhile in the same iteration in which it finds that their time limit is over. `asyncio.timeout`
+    would drop these answers, and they would be requested and paid for again. This limit is extended instead: by the
+    time by which its timer fires late, in all by at most nine times ``seconds``.
 
         async with Timeout(30.0):
             await answer()
 
     Args:
-        seconds: the limit; None = no limit.
+        seconds: the time limit in seconds; None = no limit.
 
     Raises:
-        TimeoutError: the time is up.
+        TimeoutError: the time limit is reached.
     """
 
     __slots__ = ("_handle", "_limit", "_loop", "_seconds", "_spare_s")
@@ -225,7 +238,7 @@ class Timeout:
         await self._limit.__aexit__(*raised)
 
     def expired(self) -> bool:
-        """Whether the time was up."""
+        """Return whether the time limit was reached."""
         return self._limit.expired()
 
     def _end(self, due: float) -> None:

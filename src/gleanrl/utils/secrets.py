@@ -1,8 +1,9 @@
-"""API keys, which are kept in environment variables and shown nowhere.
+"""Reads API keys from environment variables, and keeps them out of messages, files and configurations.
 
 A configuration names the environment variable that holds a key, as ``api_key_env = "NAME"`` or as the text
 ``"env:NAME"``. `Secret` reads the variable when a request is sent. `redact` removes keys from messages. `refuse_keys`
-rejects a configuration that contains a key itself, because the key would appear in every dump, report and monitor.
+rejects a configuration that contains a key itself, because the key would be shown wherever the configuration is shown:
+in the run folder, in reports and in experiment trackers.
 """
 
 from __future__ import annotations
@@ -24,34 +25,39 @@ _SENSITIVE_NAME = re.compile(
     r"[_-]?(?:auth|key|token))s?(?![a-z])|^tokens?$",
     re.IGNORECASE,
 )
-"""Names of settings whose value is always a key."""
+"""Pattern of the setting names whose value is always a key, such as ``password`` and ``api_key``."""
 _KEY_LIKE_NAME = re.compile(r"(?:auth|key|token)s?$", re.IGNORECASE)
-"""Names of settings whose value is often a key. Such a setting is refused only if its value looks like a key."""
+"""Pattern of the setting names whose value may or may not be a key, such as ``auth`` and ``stop_token``.
+
+A setting with such a name is refused only if its value matches `_KEY_LIKE_VALUE`.
+"""
 _SENSITIVE_HEADER = re.compile(r"auth|key|token|secret|password|cookie|credential", re.IGNORECASE)
 _KEY_LIKE_VALUE = re.compile(r"(?=.*[0-9])(?=.*[A-Za-z])[\w+/=.~-]{12,}")
 _KNOWN_KEY = re.compile(
     r"\bsk-[\w-]{12,}|\b[sr]k_(?:live|test)_\w{8,}|\bhf_[A-Za-z0-9]{16,}|\bgh[opsu]_[A-Za-z0-9]{16,}|\bAKIA[0-9A-Z]{12,}"
     r"|\bAIza[\w-]{20,}|\bxox[abp]-[\w-]{10,}|\beyJ[\w-]{8,}\.[\w-]{8,}|\bBearer\s+[\w+/=.~-]{8,}"
 )
-"""Keys that can be recognised by the prefix that their issuer gives them."""
+"""Pattern of keys that can be recognised by the prefix that their issuer gives them, such as ``sk-`` and ``hf_``."""
 _SIGNED_QUERY = frozenset({"code", "sig", "signature"})
-"""Query fields that hold a key in the addresses of well-known clouds."""
+"""Names of query fields that hold a key in the URLs of well-known cloud services, such as Azure Functions."""
 _SHORTEST = 4
-"""Number of characters. A shorter key is not redacted, because it may be part of any word."""
+"""Length of the shortest key that is redacted, in characters. A shorter key could be part of an ordinary word."""
 
 
 class Secret:
-    """The name of an environment variable that holds a key.
+    """A reference to a key: the name of the environment variable that holds the key.
 
-    The value is read when it is needed and never kept, so no dump, pickle, log line or stack trace can show it.
+    The key is read from the variable each time it is needed and is never stored in this object. So no dump, pickle, log
+    line or stack trace of the object can show the key.
 
     Args:
         name: name of the variable: capital letters, digits and underscores.
-        setting: name of the setting, for error messages.
+        setting: name of the setting in which the user named the variable. Error messages begin with it.
 
     Raises:
-        UserError: the variable is not set, or ``name`` is not a valid name. The message does not repeat ``name``, which
-            may be the key itself.
+        UserError: the variable is not set, its value cannot be sent in an HTTP header, or ``name`` is not a valid name
+            of a variable. In the last case the message does not repeat ``name``, because a user may have written the
+            key itself there.
     """
 
     __slots__ = ("_setting", "name")
@@ -67,7 +73,10 @@ class Secret:
         self.reveal()
 
     def reveal(self) -> str:
-        """Return the key. Raises `UserError` if the variable is not set or its value cannot be an HTTP header."""
+        """Return the key.
+
+        Raises `UserError` if the variable is not set or its value cannot be sent in an HTTP header.
+        """
         value = os.environ.get(self.name, "").strip()
         if not value:
             raise UserError(f"{self._setting}: the environment variable {self.name} is not set; export it first")
@@ -76,7 +85,12 @@ class Secret:
         return value
 
     def redact(self, text: str) -> str:
-        """Return ``text`` without the key, also if the key is quoted, encoded, or shortened with asterisks or dots."""
+        """Return ``text`` with ``[NAME]``, the name of the variable, in place of the key.
+
+        Other forms of the key are replaced too: the URL-quoted, JSON-escaped and base64-encoded key, and a key that the
+        service has shortened to its first characters followed by asterisks or dots (``sk-...abcd``). A key of fewer
+        than 4 characters is not replaced.
+        """
         value = os.environ.get(self.name, "").strip()
         if len(value) < _SHORTEST:
             return text
@@ -92,16 +106,17 @@ class Secret:
 
 
 def redact(text: str, secrets: Iterable[Secret]) -> str:
-    """Return ``text`` without the keys of ``secrets``."""
+    """Return ``text`` with the name of its environment variable in place of each key of ``secrets``."""
     for secret in secrets:
         text = secret.redact(text)
     return text
 
 
 def parse_header(name: str, value: str, setting: str = "headers") -> str | Secret:
-    """Return a header's value from a configuration: plain text, or a `Secret` for ``env:NAME``.
+    """Return the value of an HTTP header from a configuration: a `Secret` for ``env:NAME``, else the text itself.
 
-    Raises `UserError` for plain text under a name that suggests a key.
+    Raises `UserError` if the header's name suggests a key (such as ``Authorization``) but ``value`` is not
+    ``env:NAME``, or if the variable is not set. ``setting`` is the name of the section of headers, for messages.
     """
     if value.startswith("env:"):
         return Secret(value.removeprefix("env:"), f"{setting}.{name}")
@@ -111,7 +126,10 @@ def parse_header(name: str, value: str, setting: str = "headers") -> str | Secre
 
 
 def refuse_key_in_url(url: str, setting: str) -> None:
-    """Raise `UserError` if an address contains a user name, a password or a key."""
+    """Raise `UserError` if ``url`` contains a user name, a password or a key.
+
+    ``setting`` is the name of the setting that holds the URL, for the message.
+    """
     place, _, query = url.partition("?")
     fields = [field.partition("=")[0] for field in re.split("[&#]", query)]
     sensitive = any(_SENSITIVE_HEADER.search(field) or field.lower() in _SIGNED_QUERY for field in fields)
@@ -120,9 +138,11 @@ def refuse_key_in_url(url: str, setting: str) -> None:
 
 
 def refuse_keys(options: Mapping[str, Any], setting: str) -> None:
-    """Raise `UserError` if options (at any depth) contain a key, or a text under a name that suggests a key.
+    """Raise `UserError` if ``options``, at any depth, contain a key or a text under a name that suggests a key.
 
-    ``"env:NAME"`` is always allowed. An option whose name ends in ``_env`` holds the name of a variable and is allowed.
+    ``setting`` is the name of the section of options, for the message. The text ``"env:NAME"`` is allowed everywhere,
+    but the variable NAME must be set. An option whose name ends in ``_env`` holds the name of a variable, so its name
+    may suggest a key.
     """
 
     def check(name: str, value: Any, path: str) -> None:
@@ -147,7 +167,10 @@ def refuse_keys(options: Mapping[str, Any], setting: str) -> None:
 
 
 def with_secrets(options: Mapping[str, Any]) -> tuple[dict[str, Any], list[Secret]]:
-    """Return the options with a `Secret` in place of each text ``env:NAME``, at any depth, and list the secrets."""
+    """Return ``options`` with a `Secret` in place of each text ``env:NAME``, at any depth, and a list of these secrets.
+
+    Raises `UserError` if a variable is not set.
+    """
     found: list[Secret] = []
 
     def replaced(value: Any, path: str) -> Any:
@@ -167,9 +190,9 @@ def with_secrets(options: Mapping[str, Any]) -> tuple[dict[str, Any], list[Secre
 
 
 def with_keys(options: Mapping[str, Any]) -> tuple[dict[str, Any], list[Secret]]:
-    """Return the options with the key in place of each text ``env:NAME``, at any depth, and a list of the secrets.
+    """Return ``options`` with the key in place of each text ``env:NAME``, at any depth, and a `Secret` for each key.
 
-    For code of other packages, which expects the key itself.
+    Use this for options that are passed to another package, which expects the key itself and not a `Secret`.
     """
 
     def revealed(value: Any) -> Any:

@@ -1,8 +1,8 @@
 """Turns dataclasses into bytes or JSON and back: the only serialiser of the package, built on msgspec.
 
 Rollout files, the experience pool, checkpoints and the environment service use this serialiser, so a new field of a
-dataclass is stored everywhere without further work. It needs no code for a type of the package, because it reads the
-annotations of fields.
+dataclass is stored everywhere without further work. A new dataclass needs no code here either, because the serialiser
+reads the type annotations of its fields.
 
     data = encode(trajectory)                       # MessagePack, the compact form
     assert decode(data, Trajectory).score == trajectory.score
@@ -11,14 +11,17 @@ annotations of fields.
 
 A decoded value is equal to the value that was encoded:
 
-* int32 and float32 arrays keep every bit, NaN payloads included (as little-endian bytes; in JSON as base64 text).
+* int32 and float32 arrays keep every bit, also the payload bits of a NaN. They are stored as little-endian bytes, and
+  in JSON these bytes are written as base64 text.
 * NaN and infinities in float fields are kept. JSON has no numbers for them, so they are written as the texts "NaN",
   "Infinity" and "-Infinity".
-* Integers of any size and lone surrogates in texts are kept.
+* Integers of any size are kept, and so are texts with lone surrogates, which UTF-8 cannot encode.
 
-Values without a type, such as those of ``Trajectory.info``, are decoded to the types of JSON: tuples, sets and arrays
-become lists, and numpy scalars become Python numbers. In JSON, NaN among such values becomes text, and so do the keys
-of a mapping to values without a type. Unknown keys of a dataclass are ignored, but messages keep all keys.
+Values whose type is not annotated more closely than ``Any``, such as those of ``Trajectory.info``, are decoded to the
+types of JSON: tuples, sets and arrays become lists, and numpy scalars become Python numbers. If the format is JSON, a
+NaN among such values becomes the text "NaN", and the keys of a mapping among them become texts.
+
+When a dataclass is decoded, keys that name none of its fields are ignored. A message keeps all its keys.
 """
 
 from __future__ import annotations
@@ -39,23 +42,26 @@ IntArray = npt.NDArray[np.int32]
 FloatArray = npt.NDArray[np.float32]
 
 _EXACT: dict[np.dtype[Any], int] = {np.dtype("<i4"): 1, np.dtype("<f4"): 2}
-"""MessagePack extension codes of the arrays that are kept as bytes."""
+"""MessagePack extension code of each array dtype that is stored as bytes."""
 _DTYPES = {code: dtype for dtype, code in _EXACT.items()}
 
 
 class DecodeError(ValueError):
-    """The data do not describe an object of the requested type. The message names the field."""
+    """The data do not describe an object of the requested type. If a field is wrong, the message names it."""
 
 
 def encode(value: Any) -> bytes:
     """Serialise a dataclass, or a list, tuple or mapping of dataclasses, as MessagePack.
+
+    A value that MessagePack cannot represent is serialised as JSON, which `decode` also reads.
 
     Raises:
         TypeError: a value has a type that cannot be serialised. The message names the type.
     """
     try:
         return _ENCODER.encode(value)
-    except (UnicodeEncodeError, OverflowError):  # only JSON can represent lone surrogates and integers above 64 bits
+    except (UnicodeEncodeError, OverflowError):
+        # JSON can represent lone surrogates and integers above 64 bits, and MessagePack cannot.
         return json.dumps(to_builtins(value)).encode("ascii")
     except RecursionError:
         raise TypeError("the value contains itself or is nested too deeply") from None
@@ -68,7 +74,9 @@ def decode(data: bytes, kind: type[T]) -> T:
         DecodeError: the data are cut off, damaged, or of another type.
     """
     try:
-        if data[:1] in (b"{", b"[", b'"') and len(data) > 1:  # in MessagePack these are complete one-byte integers
+        # These data are JSON, to which `encode` falls back. They cannot be MessagePack, in which each of these three
+        # bytes is a complete integer, so that no further bytes would follow.
+        if data[:1] in (b"{", b"[", b'"') and len(data) > 1:
             return msgspec.convert(json.loads(data), kind, dec_hook=_array)
         return _decoder(kind).decode(data)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
@@ -76,9 +84,11 @@ def decode(data: bytes, kind: type[T]) -> T:
 
 
 def encode_with_arrays(value: Any) -> tuple[bytes, list[npt.NDArray[Any]]]:
-    """Serialise like `encode`, but leave the int32 and float32 arrays out and return them in order.
+    """Serialise ``value`` without its int32 and float32 arrays. Return the bytes, and the arrays in order.
 
-    For a caller that stores arrays in its own format, such as the experience pool. Raises the errors of `encode`.
+    For a caller that stores arrays in its own format, such as the experience pool. If MessagePack cannot represent the
+    value, the bytes are those of `encode`, which include the arrays, and the list is empty. Raises the errors of
+    `encode`.
     """
     arrays: list[npt.NDArray[Any]] = []
 
@@ -95,12 +105,14 @@ def encode_with_arrays(value: Any) -> tuple[bytes, list[npt.NDArray[Any]]]:
 
 
 def decode_with_arrays(data: bytes, kind: type[T], int32: IntArray, float32: FloatArray) -> T:
-    """Return the object that `encode_with_arrays` serialised.
+    """Return the object of type ``kind`` that `encode_with_arrays` serialised.
 
-    ``int32`` and ``float32`` are its arrays of each dtype, concatenated.
+    ``int32`` is the concatenation of all int32 arrays that `encode_with_arrays` returned, in the same order.
+    ``float32`` is the concatenation of all float32 arrays.
 
     Raises:
-        DecodeError: as for `decode`, or if the arrays are longer or shorter than the object needs.
+        DecodeError: the data are cut off, damaged or of another type, or the arrays are longer or shorter than the
+            object needs.
     """
     given, used = {1: int32, 2: float32}, {1: 0, 2: 0}
 
@@ -110,7 +122,7 @@ def decode_with_arrays(data: bytes, kind: type[T], int32: IntArray, float32: Flo
         start = used[code]
         used[code] = end = start + int.from_bytes(data, "little")
         if end > given[code].size:
-            raise ValueError("arrays are cut off")
+            raise ValueError("the arrays are cut off")
         return given[code][start:end]
 
     if data[:1] == b"{" and len(data) > 1:
@@ -121,12 +133,14 @@ def decode_with_arrays(data: bytes, kind: type[T], int32: IntArray, float32: Flo
         except (msgspec.MsgspecError, ValueError, RecursionError) as error:
             raise DecodeError(str(error)) from None
     if used != {1: int32.size, 2: float32.size}:
-        raise DecodeError("its arrays have another length than it says")
+        raise DecodeError("its arrays are longer than its data say")
     return value
 
 
 def to_builtins(value: Any) -> Any:
-    """Return ``value`` as dicts, lists, texts and numbers, as `to_json` writes it; floats may be NaN or infinite.
+    """Return ``value`` as dicts, lists, texts and numbers, in the structure that `to_json` writes.
+
+    NaN and infinities remain floats, although `to_json` writes them as texts.
 
     Raises:
         TypeError: for the same values as `encode`.
@@ -138,9 +152,9 @@ def to_builtins(value: Any) -> Any:
 
 
 def from_builtins(value: Any, kind: type[T]) -> T:
-    """Return the object of type ``kind`` that parsed JSON describes.
+    """Return the object of type ``kind`` that ``value``, which is parsed JSON, describes.
 
-    Numbers may be given as text, because JSON represents NaN as text.
+    Numbers may be given as texts, because `to_json` writes NaN and infinities as texts.
 
     Raises:
         DecodeError: ``value`` does not describe an object of this type.
@@ -160,7 +174,7 @@ def to_json(value: Any) -> bytes:
     plain = to_builtins(value)
     try:
         return json.dumps(plain, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
-    except ValueError:  # a number that is not finite, or a lone surrogate
+    except ValueError:  # raised for a number that is not finite, and for a lone surrogate
         return json.dumps(_finite(plain), separators=(",", ":")).encode("ascii")
 
 
@@ -190,15 +204,20 @@ def _to_json_value(value: Any) -> Any:
 
 
 def _exact(array: npt.NDArray[Any]) -> int | None:
-    """Return the extension code of an array that is kept as bytes; None for an array that becomes a list.
+    """Return the MessagePack extension code of an array that is stored as bytes; None if it is stored as a list.
 
-    Arrays that a dataclass holds are read-only, and only these are kept as bytes.
+    Only read-only, one-dimensional int32 and float32 arrays are stored as bytes, because the dataclasses of the package
+    hold such arrays.
     """
     return None if array.flags.writeable or array.ndim != 1 else _EXACT.get(array.dtype)
 
 
 def _to_plain(value: Any) -> Any:
-    """Convert a value of a type that msgspec does not support to one that it supports."""
+    """Convert a value whose type msgspec does not support to a type that it supports.
+
+    Raises:
+        TypeError: there is no conversion for this type.
+    """
     if isinstance(value, np.ndarray | np.generic):
         return value.tolist()
     if isinstance(value, Mapping):
@@ -226,13 +245,13 @@ def _array(annotation: Any, value: Any) -> npt.NDArray[Any]:
     if isinstance(value, str):
         return np.frombuffer(base64.b64decode(value, validate=True), dtype)
     if isinstance(value, np.ndarray) and value.dtype != dtype:
-        raise ValueError(f"an array of {value.dtype} where {dtype} belongs")
+        raise ValueError(f"found an array of {value.dtype}, expected {dtype}")
     try:
         array = np.asarray(value, dtype)
     except OverflowError as error:
         raise ValueError(str(error)) from None
     if dtype.kind == "i" and not np.array_equal(array, value):
-        raise ValueError(f"numbers that are no {dtype}")
+        raise ValueError(f"expected an array of {dtype}, found other numbers")
     return array
 
 
@@ -241,7 +260,7 @@ def _field_dtype(annotation: Any) -> np.dtype[Any]:
     try:
         return np.dtype(get_args(get_args(annotation)[1])[0]).newbyteorder("<")
     except (IndexError, TypeError):
-        raise NotImplementedError(f"no way to read a field of type {annotation}") from None
+        raise NotImplementedError(f"cannot decode a field of type {annotation}") from None
 
 
 def _extension(code: int, data: memoryview) -> npt.NDArray[Any]:

@@ -1,6 +1,6 @@
-"""Settings that the configurations of all jobs have in common: checked sections, constrained types, and the run.
+"""What the configurations of all kinds of job have in common: base classes, number types and the shared sections.
 
-`gleanrl.config.settings` (language models) and `gleanrl.embodied.settings` build on this module.
+`gleanrl.config.settings` (training of language models) and `gleanrl.embodied.settings` build on this module.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ NonNegativeFloat = Annotated[float, Field(ge=0.0)]
 
 
 class Settings(BaseModel):
-    """A section of a configuration. It is immutable and checked, and unknown keys are refused.
+    """Base class of a section of a configuration. A section is immutable, and its values are checked.
 
-    The docstring under a field is its description.
+    Unknown keys are refused. The docstring under a field is the field's description, which the CLI prints.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, use_attribute_docstrings=True)
@@ -30,7 +30,7 @@ class Settings(BaseModel):
 class RunSettings(Settings):
     name: str = Field(default="run", pattern=r"^[A-Za-z0-9._-]+$")
     folder: str = "runs"
-    """Folder in which run folders are made, as `folder/name`."""
+    """Folder that contains the run folders. The folder of this run is `folder/name`."""
     seed: NonNegative = 0
     """Seed of all random draws: tasks, warm start, sampling."""
     steps: Positive = 20
@@ -40,35 +40,38 @@ class RunSettings(Settings):
 
 class CheckpointSettings(Settings):
     every: NonNegative = 10
-    """Steps between checkpoints; 0 = only at the end, on interruption and if an error ends the run between steps."""
+    """Number of steps between two checkpoints.
+
+    0 = a checkpoint is saved only when the run ends, is interrupted, or is ended by an error between two steps."""
     keep: Positive = 2
 
 
 class MonitorSettings(Settings):
     use: tuple[str, ...] = ("file", "console")
-    """Any of file, console, tensorboard, wandb, trackio, mlflow, or import paths of a `Monitor`."""
+    """Where metrics are written: any of file, console, tensorboard, wandb, trackio and mlflow, or the import path of a
+    `Monitor` class."""
     project: str = "gleanrl"
 
 
 class JobConfig(Settings):
-    """All settings of a run. Each kind of job has a subclass that adds its sections."""
+    """All settings of one run. Each kind of job has a subclass that adds the sections that it needs."""
 
     kind: ClassVar[str]
     """Name of this kind of job."""
     identity: ClassVar[tuple[str, ...]] = ()
-    """Keys that identify a run. Their values cannot change on --resume."""
+    """Dotted names of the settings, such as ``run.seed``, whose values cannot change when a run is resumed."""
 
     run: RunSettings = RunSettings()
 
     @property
     def path(self) -> Path:
-        """The run folder."""
+        """Path of the run folder."""
         return Path(self.run.folder) / self.run.name
 
     def plan(self) -> dict[str, str]:
-        """Return what a run will do, as lines of text by name."""
+        """Return a description of what the run will do: one line of text for each topic, keyed by the topic's name."""
         return {"run folder": str(self.path)}
 
     def to_toml(self) -> str:
-        """Return the resolved configuration as TOML. Reading the TOML gives an equal configuration."""
+        """Return the resolved configuration as TOML. Reading the TOML gives a configuration equal to this one."""
         return tomli_w.dumps(self.model_dump(mode="json", exclude_none=True))

@@ -1,4 +1,4 @@
-"""Texts that several packages print: sizes, the first line of an error, the nearest known name."""
+"""Formats texts that several packages print: sizes, first lines of errors, suggestions for a misspelt name."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from difflib import get_close_matches
 
 
 def format_bytes(count: float) -> str:
-    """Format a size in bytes: ``512 B``, ``1.5 KiB``, ``23.0 GiB``."""
+    """Return a number of bytes as text with a unit, such as ``512 B``, ``1.5 KiB`` or ``23.0 GiB``."""
     value = float(count)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(value) < 1024:
@@ -17,7 +17,10 @@ def format_bytes(count: float) -> str:
 
 
 def first_line(error: BaseException | str, limit: int = 300) -> str:
-    """Return the first line of an error's text, cut to ``limit`` characters; its class name if it has none."""
+    """Return the first line of an error's text that is not empty, cut to ``limit`` characters.
+
+    If there is no such line, return the name of the exception's class, or an empty text if ``error`` is a text.
+    """
     for line in str(error).splitlines():
         if line.strip():
             return line.strip()[:limit]
@@ -25,10 +28,11 @@ def first_line(error: BaseException | str, limit: int = 300) -> str:
 
 
 def nearest(name: str, known: Iterable[str], *, list_all: bool = False) -> str:
-    """Return the end of a message about an unknown ``name``: ``"; did you mean 'x'?"`` with the nearest known name.
+    """Return the end of an error message about an unknown ``name``, such as ``"; did you mean 'x'?"``.
 
-    If no public name in ``known`` is close to ``name``, return all names (``"; known are a, b"``) with ``list_all``,
-    else an empty text.
+    The suggestion is the name in ``known`` that is most similar to ``name``. If none is similar, the result lists all
+    known names (``"; known are a, b"``) if ``list_all`` is true, and is empty otherwise. Names that begin with an
+    underscore are ignored.
     """
     public = sorted(key for key in known if not key.startswith("_"))
     matches = get_close_matches(name, public, n=1)
