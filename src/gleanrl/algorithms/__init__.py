@@ -1,6 +1,6 @@
-"""Advantages, policy losses, corrections, KL, aggregation, batches and micro-batches.
+"""Algorithms: advantages, policy losses, importance corrections, KL terms, loss aggregation, batches, micro-batches.
 
-The functions that a loop of your own needs:
+A training loop of another library, or one that you write yourself, needs only these functions:
 
     from gleanrl.algorithms import aggregate, estimate, kl_penalty, padded_policy_loss
 """

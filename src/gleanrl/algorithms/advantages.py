@@ -1,12 +1,17 @@
-"""Advantages: for each trained token, how much better its trajectory did than those it is compared with.
+"""Advantage estimators: they turn the rewards of a batch of trajectories into one advantage for each trained token.
 
-`estimate` is the entry point, for a run (`gleanrl.algorithms.batch`) and for other trainers' loops:
+An advantage states how much better a trajectory did than the trajectories that it is compared with. `estimate` is the
+entry point, both for a run (`gleanrl.algorithms.batch`) and for the training loops of other libraries:
 
     advantages, returns = estimate("grpo", token_rewards, mask, group)
 
-An estimator is a function of `Rewards` decorated with `@estimator`. The ten built-in estimators agree with verl's
-estimators of the same names. Statistics are float64 and computed without a loop over rows or positions. A quantity per
-trajectory is a vector [N]; a quantity per token is a vector [T] over the trained tokens of valid members, row by row.
+To add an estimator, decorate a function that takes a `Rewards` with `@estimator`. The ten built-in estimators agree
+with verl's estimators of the same names, except where a docstring states a difference.
+
+A trajectory is a *member* of its group. A member is *valid* if its score could be computed. A token is *trained* if the
+mask is True at its position; all other positions (context, padding) are untrained. A quantity per trajectory is a
+vector [N]. A quantity per token is a vector [T] over the trained tokens of the valid members, one trajectory after
+another. Statistics are float64 and computed without a loop over trajectories or positions.
 """
 
 from __future__ import annotations
@@ -28,34 +33,34 @@ EPSILON = 1e-6  # added to the standard deviation that divides advantages
 WHITENING_EPSILON = 1e-8  # added to the variance when advantages are whitened
 
 INPUTS = {
-    "values": "float [N, L], what a critic predicts at each token",
-    "reward_baselines": "float [N], the rewards of greedy rollouts",
+    "values": "float [N, L], a critic's prediction at each token",
+    "reward_baselines": "float [N], the reward of a greedy rollout of each trajectory's task",
 }
 
 
 @dataclass(frozen=True)
 class Rewards:
-    """The input of an estimator: N trajectories of L positions in G groups.
+    """The input of an estimator: the rewards of N trajectories with L positions each, which belong to G groups.
 
     Means, standard deviations and whitening statistics are computed over the ``baseline`` members, all of which are
-    valid. What an estimator returns for an invalid member is discarded.
+    valid. `estimate` discards the values that an estimator returns for invalid members.
     """
 
-    given: Tensor  # [N, L], token rewards from the caller; those of invalid members may be anything
-    mask: Tensor  # bool [N, L], trained tokens
-    group: Tensor  # int64 [N], 0 .. G-1
-    valid: Tensor  # bool [N]
-    baseline: Tensor  # bool [N]
-    groups: int
+    given: Tensor  # [N, L], token rewards as the caller passed them; rows of invalid members may hold any value
+    mask: Tensor  # bool [N, L], True at trained tokens
+    group: Tensor  # int64 [N], index of each trajectory's group, 0 .. G-1
+    valid: Tensor  # bool [N], whether the trajectory's score could be computed
+    baseline: Tensor  # bool [N], whether the trajectory enters means and standard deviations
+    groups: int  # number of groups, G
 
     @cached_property
     def token_rewards(self) -> Tensor:
-        """float64 [N, L], the given token rewards; 0 for invalid members."""
+        """float64 [N, L]: the token rewards; 0 in the rows of invalid members."""
         return torch.where(self.valid[:, None], self.given.double(), 0.0)
 
     @cached_property
     def scores(self) -> Tensor:
-        """float64 [N]: the sum of a trajectory's token rewards, those at masked positions included."""
+        """float64 [N]: the sum of each trajectory's token rewards, at trained and untrained positions; 0 if invalid."""
         return torch.where(self.valid, self.given.double().sum(-1), 0.0)
 
     @cached_property
@@ -65,49 +70,54 @@ class Rewards:
 
     @cached_property
     def means(self) -> Tensor:
-        """float64 [N]: mean score of the baseline members of each trajectory's group; 0 if there are none."""
+        """float64 [N]: mean score of the baseline members of each trajectory's group; 0 if the group has none."""
         return self.weighted_means(self.baseline.double())
 
     @cached_property
     def centred(self) -> Tensor:
-        """float64 [N]: score minus mean. For a lone baseline member the mean is taken as 0.
+        """float64 [N]: each trajectory's score minus the mean of its group.
 
-        Members that are not in the baseline are compared with the lone member's score.
+        If a group has a single baseline member, that member keeps its raw score (its mean is taken as 0), and the mean
+        for the group's other members is the score of the single one.
         """
         return self.scores - torch.where(self.lone, 0.0, self.means)
 
     @cached_property
     def lone(self) -> Tensor:
-        """bool [N]: members that are the only baseline member of their group."""
+        """bool [N]: whether a trajectory is the only baseline member of its group."""
         return self.baseline & (self.counts <= 1)
 
     @cached_property
     def deviations(self) -> Tensor:
-        """float64 [N]: standard deviation (n-1) of the baseline members of each trajectory's group, 1 where it is 0."""
+        """float64 [N]: standard deviation of the baseline members' scores in each trajectory's group.
+
+        The divisor of the variance is n-1. Where the deviation is 0 (also for a single baseline member), the result
+        is 1.
+        """
         squares = torch.where(self.baseline, (self.scores - self.means) ** 2, 0.0)
         variance = self.sum_by_group(squares)[self.group] / (self.counts - 1).clamp(min=1)
         return torch.where(variance > 0, variance.sqrt(), 1.0)
 
     @cached_property
     def zero_variance(self) -> Tensor:
-        """bool [N]: members of the groups that have at least two valid members, all with the same score."""
+        """bool [N]: whether a trajectory's group has at least two valid members and these all have the same score."""
         low, high = self.lowest(self.valid), self.highest(self.valid)
         several = self.sum_by_group(self.valid.double()) >= 2
         return (several & (low == high))[self.group]
 
     @cached_property
     def trained(self) -> Tensor:
-        """bool [N, L]: the T trained tokens of valid members."""
+        """bool [N, L]: True at the T trained tokens of valid members."""
         return self.mask & self.valid[:, None]
 
     @cached_property
     def lengths(self) -> Tensor:
-        """int64 [N]: trained tokens of each trajectory, 0 for invalid members."""
+        """int64 [N]: number of trained tokens of each trajectory; 0 for invalid members."""
         return self.trained.view(torch.uint8).sum(-1, dtype=torch.int32).long()
 
     @cached_property
     def joined(self) -> Tensor:
-        """bool [T-1]: whether a trained token and the next one belong to one trajectory."""
+        """bool [T-1]: whether a trained token and the next trained token belong to the same trajectory."""
         ends = self.lengths.cumsum(0)[self.lengths > 0] - 1
         joined = self.trained.new_ones(int(self.lengths.sum()))
         joined[ends] = False
@@ -115,16 +125,17 @@ class Rewards:
 
     @cached_property
     def adjacent(self) -> Tensor:
-        """bool [T-1]: ``joined``, and no masked position lies between the two tokens."""
+        """bool [T-1]: as `joined`, but True only if no untrained position lies between the two tokens."""
         following = torch.zeros_like(self.trained)
         following[:, :-1] = self.trained[:, 1:]
         return following.masked_select(self.trained)[:-1]
 
     def rewards_at_tokens(self) -> Tensor:
-        """Return float64 [T], a new tensor: the reward at each trained token plus those at masked positions after it.
+        """Return the reward of each trained token as float64 [T], a new tensor.
 
-        A reward before the first trained token is added to that token, so that the rewards of a trajectory's tokens
-        sum to its score. verl uses the rewards at trained tokens and drops those at masked positions.
+        A reward at an untrained position is added to the trained token before it, or to the trajectory's first trained
+        token if there is none before it. The rewards of a trajectory's trained tokens therefore sum to its score. verl
+        instead drops the rewards at untrained positions.
         """
         rewards = self.at_tokens(self.given)
         stray = (self.given != 0) & ~self.mask
@@ -136,15 +147,15 @@ class Rewards:
         return rewards
 
     def at_tokens(self, values: Tensor) -> Tensor:
-        """Return ``values`` [N, L], of any dtype, at the trained tokens: float64 [T], a new tensor."""
+        """Return the entries of ``values`` [N, L], of any dtype, at the trained tokens: float64 [T], a new tensor."""
         return values.masked_select(self.trained).double()
 
     def repeat(self, values: Tensor) -> Tensor:
-        """Return [T]: each trajectory's entry of ``values`` [N] at each of its trained tokens."""
+        """Return [T]: for each trained token, its trajectory's entry of ``values`` [N]."""
         return values.repeat_interleave(self.lengths)
 
     def spread(self, values: Tensor) -> Tensor:
-        """Return float32 [N, L]: ``values`` [T] at the trained tokens and 0 elsewhere."""
+        """Return float32 [N, L] with ``values`` [T] at the trained tokens and 0 elsewhere."""
         empty = torch.zeros(self.trained.shape, dtype=torch.float32, device=values.device)
         return empty.masked_scatter_(self.trained, values.float())
 
@@ -153,46 +164,53 @@ class Rewards:
         return values.new_zeros(self.groups).index_add_(0, self.group, values)
 
     def weighted_means(self, weights: Tensor) -> Tensor:
-        """float64 [N]: mean score of each trajectory's group under ``weights`` float64 [N]; 0 if all weigh 0."""
+        """Return float64 [N]: the mean score of each trajectory's group, weighted by ``weights`` float64 [N].
+
+        The mean is 0 where all weights of a group are 0.
+        """
         low, high = self.lowest(weights > 0), self.highest(weights > 0)
         sums = self.sum_by_group(weights)
         mean = self.sum_by_group(weights * self.scores) / torch.where(sums > 0, sums, 1.0)
-        # The mean of equal scores is exactly that score, so that rounding cannot create a tiny advantage.
+        # If all scores of a group are equal, the mean is set to exactly that score, because a rounding error of the
+        # division would become a tiny advantage.
         return torch.where(low == high, low, mean)[self.group]
 
     def lowest(self, members: Tensor) -> Tensor:
-        """float64 [G]: lowest score in each group among the ``members`` (bool [N]); inf in a group that has none."""
+        """Return float64 [G]: each group's lowest score among those in ``members`` bool [N]; inf if there is none."""
         empty = self.scores.new_full((self.groups,), torch.inf)
         return empty.scatter_reduce(0, self.group, torch.where(members, self.scores, torch.inf), "amin")
 
     def highest(self, members: Tensor) -> Tensor:
-        """float64 [G]: highest score in each group among the ``members`` (bool [N]); -inf in a group that has none."""
+        """Return float64 [G]: each group's highest score among those in ``members`` bool [N]; -inf if there is none."""
         empty = self.scores.new_full((self.groups,), -torch.inf)
         return empty.scatter_reduce(0, self.group, torch.where(members, self.scores, -torch.inf), "amax")
 
 
 @dataclass(frozen=True)
 class Estimator:
-    """A function of `Rewards` with a name, and the properties that a run checks before it starts."""
+    """An advantage estimator: its name, its function, and its properties, which a run checks before it starts."""
 
     name: str
     function: Callable[..., tuple[Tensor, Tensor]]
-    """``function(rewards, **options)`` computes advantages and returns, each float [N, L] or [N, 1]."""
+    """``function(rewards, **options)`` computes the pair (advantages, returns), each float [N, L] or [N, 1]."""
     group_local: bool
-    """Whether a group's advantages do not depend on the rest of the batch, so that chunks of it can be consumed."""
+    """True if a group's advantages depend on this group only. The learner can then consume a batch in chunks of
+    groups, before the other groups are complete."""
     group_baseline: bool
-    """Whether members of a group are compared; a lone member then learns nothing, or learns from its raw reward."""
+    """True if a member's advantage depends on the other members of its group. A run then rejects groups of one member,
+    whose advantage would be 0 or the raw score."""
     needs: frozenset[str]
-    """Tensors that it needs besides the rewards: "values" (a critic), "reward_baselines" (greedy rollouts)."""
+    """Names of the tensors that the function needs in addition to the rewards: "values" (predictions of a critic) or
+    "reward_baselines" (rewards of greedy rollouts)."""
 
     @cached_property
     def options(self) -> frozenset[str]:
-        """Names of the parameters of ``function`` after the rewards."""
+        """Names of the options of ``function``, that is of its parameters after the rewards."""
         _, *rest = signature(self.function).parameters.values()
         return frozenset(p.name for p in rest if p.kind in (Parameter.KEYWORD_ONLY, Parameter.POSITIONAL_OR_KEYWORD))
 
     def __call__(self, rewards: Rewards, **options: Any) -> tuple[Tensor, Tensor]:
-        """Compute advantages and returns. Raises `ValueError` if an input in ``needs`` is missing or None."""
+        """Compute (advantages, returns). Raises `ValueError` if a tensor named in ``needs`` is missing or None."""
         for name in sorted(self.needs):
             if options.get(name) is None:
                 raise ValueError(f"estimator {self.name!r} needs {name}: {INPUTS.get(name, 'a tensor')}")
@@ -207,7 +225,7 @@ ESTIMATORS: Registry[Estimator] = Registry(
 def estimator(
     name: str, *, group_local: bool, group_baseline: bool = False, needs: Iterable[str] = ()
 ) -> Callable[[Callable[..., tuple[Tensor, Tensor]]], Estimator]:
-    """Decorator: make a function an `Estimator` with these properties and register it under ``name``."""
+    """Return a decorator that makes a function an `Estimator` with these properties and registers it under ``name``."""
 
     def register(function: Callable[..., tuple[Tensor, Tensor]]) -> Estimator:
         return ESTIMATORS.add(Estimator(name, function, group_local, group_baseline, frozenset(needs)))
@@ -216,7 +234,7 @@ def estimator(
 
 
 def check_options(name: str, options: Iterable[str]) -> None:
-    """Raise `UserError` if the name is unknown, or if the estimator does not take one of ``options``."""
+    """Raise `UserError` if no estimator has this name, or if the estimator does not take one of ``options``."""
     known = ESTIMATORS.get(name).options
     for option in options:
         if option not in known:
@@ -237,14 +255,24 @@ def estimate(
     zero_variance: Literal["keep", "drop"] = "keep",
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Compute advantages and returns: float32 [N, L] each, 0 outside ``mask`` and for invalid members.
+    """Compute advantages and returns, float32 [N, L] each; 0 outside ``mask`` and for invalid members.
 
-    ``token_rewards`` [N, L] of any dtype; ``mask`` bool or 0/1 [N, L], the trained tokens; ``group`` int [N], any ids.
-    ``baseline_members`` bool [N]: the members whose mean, deviation and whitening statistics are used (default: all).
-    ``valid`` bool [N]: members whose score could be computed (default: all); the others enter no statistic and may hold
-    anything. In a run, `gleanrl.algorithms.batch.build_samples` has already left them out. ``zero_variance="drop"``
-    gives 0 to all members of a group whose valid members have the same score (`zero_variance_members`). ``options`` are
-    passed to the estimator. If it gives one advantage per trajectory, both results are the same tensor.
+    Both results are the same tensor if the estimator returns one tensor for both, as estimators with one advantage per
+    trajectory do.
+
+    Args:
+        name: the estimator's name.
+        token_rewards: [N, L] of any dtype.
+        mask: bool or 0/1 [N, L], True at trained tokens.
+        group: int [N], any number that is the same for all members of a group.
+        baseline_members: bool [N], the members over which means, standard deviations and whitening statistics are
+            computed; by default all valid members.
+        valid: bool [N], the members whose score could be computed; by default all. Other members enter no statistic,
+            and their rewards may hold any value. In a run, `gleanrl.algorithms.batch.build_samples` has already left
+            them out.
+        zero_variance: "drop" sets the advantages and returns of a group to 0 if it has at least two valid members and
+            these all have the same score.
+        options: passed on to the estimator.
 
     Raises:
         UserError: for an unknown name or option, or an invalid value of an option.
@@ -262,7 +290,10 @@ def estimate(
 
 
 def zero_variance_members(scores: Tensor, group: Tensor) -> Tensor:
-    """Return bool [N]: True in groups of two or more with equal ``scores`` (float [N]); ``group`` int [N]."""
+    """Return bool [N]: True for the members of groups of two or more in which all ``scores`` are equal.
+
+    ``scores`` float [N]; ``group`` int [N], any number that is the same for all members of a group.
+    """
     column = scores[:, None]
     return _rewards(column, torch.ones_like(column), group, None, None).zero_variance
 
@@ -286,49 +317,63 @@ def _rewards(
 
 
 def _dense(name: str, values: Tensor, mask: Tensor, kept: Tensor) -> Tensor:
-    """Return ``values`` as float32 [N, L], 0 outside ``mask`` and for members that are not ``kept``."""
+    """Return an estimator's ``values`` [N, 1] or [N, L] as float32 [N, L].
+
+    The result is 0 outside ``mask`` and for members whose entry of ``kept`` bool [N] is False. ``name`` is the
+    estimator's, for error messages. Raises ValueError for any other shape and for values that are not finite.
+    """
     if values.shape not in (mask.shape, (mask.shape[0], 1)):
         wanted = f"{[mask.shape[0], 1]} or {list(mask.shape)}"
         raise ValueError(f"estimator {name!r} gave shape {list(values.shape)}, not {wanted}")
-    if values.shape != mask.shape:  # one value per member: rounded and zeroed before it is repeated
+    if values.shape != mask.shape:  # one value per member: converted and zeroed before it is expanded to all tokens
         dense = torch.where(mask, torch.where(kept[:, None], values, 0.0).float(), 0.0)
     elif bool(kept.all()):
         dense = torch.where(mask, values.float(), 0.0)
     else:
         dense = torch.where(mask & kept[:, None], values.float(), 0.0)
-    # Checking the sum is cheap. If it is not finite, each value is checked, because only the sum may have overflowed.
+    # The sum is checked first because that is cheap. If it is not finite, every value is checked, because the sum can
+    # overflow although all values are finite.
     if not bool(dense.sum().isfinite()) and not bool(dense.isfinite().all()):
         row = int((~dense.isfinite()).any(-1).nonzero()[0])
         raise ValueError(f"estimator {name!r} gave member {row} an advantage or return that is not finite")
     return dense
 
 
-# --- the built-in estimators ----
+# --- the built-in estimators; r is the score of a trajectory ----
 @estimator("grpo", group_local=True, group_baseline=True)
 def grpo(rewards: Rewards) -> tuple[Tensor, Tensor]:
-    """(r - mean) / (std + 1e-6), std with n-1; a lone baseline member has mean 0 and std 1 (arXiv 2402.03300)."""
+    """Compute (r - mean) / (std + 1e-6), the advantage of GRPO (arXiv 2402.03300).
+
+    Mean and standard deviation (divisor n-1) are those of the group's baseline members. A single baseline member has
+    mean 0 and deviation 1.
+    """
     return _outcome(rewards.centred / (rewards.deviations + EPSILON))
 
 
 @estimator("dr_grpo", group_local=True, group_baseline=True)
 def dr_grpo(rewards: Rewards) -> tuple[Tensor, Tensor]:
-    """r - mean, without the division that favours easy and hard tasks (arXiv 2503.20783)."""
+    """Compute r - mean, the advantage of Dr. GRPO (arXiv 2503.20783).
+
+    It is not divided by the group's standard deviation, because the division gives tasks with a small deviation (very
+    easy and very hard ones) a larger weight.
+    """
     return _outcome(rewards.centred)
 
 
 @estimator("grpo_passk", group_local=True, group_baseline=True)
 def grpo_passk(rewards: Rewards) -> tuple[Tensor, Tensor]:
-    """The best member of a group gets (r1 - r2) / (std + 1e-6), where r2 is the runner-up's score; others get 0.
+    """Reward only the best member of each group, to optimise the best of k attempts, not the mean (arXiv 2503.19595).
 
-    Optimises the best of k instead of the mean (arXiv 2503.19595). Members that tie for the best score get 0 too. r1,
-    r2 and std are those of the baseline members; a member outside the baseline gets its own lead over the best of the
-    baseline. If there is no runner-up, the lead is 0. Raises `UserError` for a group with one valid member.
+    The best member gets (r1 - r2) / (std + 1e-6), where r1 is its score and r2 the runner-up's. All others get 0, and
+    so do members that tie for the best score. r1, r2 and std are those of the baseline members. A member outside the
+    baseline gets the lead of its score over the best baseline member, divided in the same way, or 0 without a lead. If
+    there is no runner-up, the lead is 0. Raises `UserError` if a group has only one valid member.
     """
     alone = int((rewards.sum_by_group(rewards.valid.double()) == 1).sum())
     if alone:
         raise UserError(
-            f"credit.estimator 'grpo_passk' compares the best of a group with the runner-up, but groups with one valid "
-            f"member: {alone}; set schedule.min_valid to 2 or more"
+            f"credit.estimator 'grpo_passk' compares the best of a group with the runner-up, but {alone} of the groups "
+            f"have only one valid member; set schedule.min_valid to 2 or more"
         )
     highest = rewards.highest(rewards.baseline)[rewards.group]
     best = rewards.baseline & (rewards.scores == highest)
@@ -341,9 +386,10 @@ def grpo_passk(rewards: Rewards) -> tuple[Tensor, Tensor]:
 
 @estimator("rloo", group_local=True, group_baseline=True)
 def rloo(rewards: Rewards) -> tuple[Tensor, Tensor]:
-    """r minus the mean score of the *other* baseline members, which is n/(n-1) (r - mean) (arXiv 2402.14740).
+    """Compute r minus the mean score of the *other* baseline members of the group (RLOO, arXiv 2402.14740).
 
-    A member outside the baseline is compared with all baseline members. A lone baseline member keeps its raw score.
+    This is computed as n / (n - 1) * (r - mean), where n is the number of baseline members. From the score of a member
+    outside the baseline, the mean of all baseline members is subtracted. A single baseline member keeps its raw score.
     """
     others = rewards.counts - 1
     leave_one_out = (rewards.scores - rewards.means) * rewards.counts / others.clamp(min=1)
@@ -353,9 +399,10 @@ def rloo(rewards: Rewards) -> tuple[Tensor, Tensor]:
 
 @estimator("opo", group_local=True, group_baseline=True)
 def opo(rewards: Rewards) -> tuple[Tensor, Tensor]:
-    """r - sum(length r) / sum(length), lengths in trained tokens: the baseline of least variance (arXiv 2505.23585).
+    """Compute r minus the group's mean score weighted by length, the baseline of least variance (arXiv 2505.23585).
 
-    The baseline is 0 for a lone baseline member, and in a group whose baseline members have no trained token.
+    The mean is sum(length * r) / sum(length) over the baseline members; lengths are numbers of trained tokens. It is
+    taken as 0 for a single baseline member, and in a group whose baseline members have no trained token.
     """
     means = rewards.weighted_means(rewards.lengths * rewards.baseline.double())
     return _outcome(rewards.scores - torch.where(rewards.lone, 0.0, means))
@@ -363,9 +410,10 @@ def opo(rewards: Rewards) -> tuple[Tensor, Tensor]:
 
 @estimator("gpg", group_local=False, group_baseline=True)
 def gpg(rewards: Rewards, *, f_norm: float = 1.0) -> tuple[Tensor, Tensor]:
-    """alpha (r - mean) / f_norm, alpha = members / members with r != 0 (arXiv 2504.02546).
+    """Compute alpha * (r - mean) / f_norm, the advantage of GPG (arXiv 2504.02546).
 
-    alpha compensates for members without reward. Both counts in it are of baseline members in the whole batch.
+    alpha is the number of baseline members in the whole batch, divided by the number of those whose score is not 0. It
+    compensates for members without a reward. ``f_norm`` is a constant divisor.
     """
     _check("f_norm", f_norm, "a number above 0", lambda x: 0 < x < float("inf"))
     rewarded = (rewards.baseline & (rewards.scores != 0)).sum()
@@ -377,12 +425,14 @@ def gpg(rewards: Rewards, *, f_norm: float = 1.0) -> tuple[Tensor, Tensor]:
 def reinforce_plus_plus(
     rewards: Rewards, *, gamma: float = 1.0, across_turns: bool = True, whiten: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """G_t = r_t + gamma G_t+1, whitened over the trained tokens of the batch; returns are not (arXiv 2501.03262).
+    """Compute discounted sums of rewards, whitened over the batch's trained tokens (REINFORCE++, arXiv 2501.03262).
 
-    t+1 is the next trained token: masked positions are skipped, as in verl since 0.9. With ``across_turns=False`` the
-    sum ends where a masked position follows, as in verl before 0.9, so that a reward at the end of a conversation only
-    reaches its last turn. A reward at a masked position is added to the trained token before it, or else to the first
-    one; verl drops such a reward.
+    The sum at token t is G_t = r_t + gamma * G_t+1, where t+1 is the next trained token of the trajectory. Untrained
+    positions are skipped, as in verl since 0.9. With ``across_turns=False`` the sum ends at a token that an
+    untrained position follows, as in verl before 0.9, so that a reward at the end of a conversation only reaches its
+    last turn. A reward at an untrained position is added to the trained token before it, or to the first trained token
+    if there is none before it; verl drops such a reward. The returns are the sums before whitening. ``whiten=False``
+    turns whitening off.
     """
     _check("gamma", gamma, "a number in [0, 1]", lambda x: 0 <= x <= 1)
     _check("across_turns", across_turns, "true or false", lambda x: x in (True, False))
@@ -392,17 +442,21 @@ def reinforce_plus_plus(
 
 @estimator("reinforce_plus_plus_baseline", group_local=False, group_baseline=True)
 def reinforce_plus_plus_baseline(rewards: Rewards) -> tuple[Tensor, Tensor]:
-    """r - mean of the group, then whitened over the trained tokens of the batch (arXiv 2501.03262)."""
+    """Compute r - mean, then whiten it over the batch's trained tokens (arXiv 2501.03262).
+
+    In the whitening statistics, a trajectory counts once for each of its trained tokens.
+    """
     trained = rewards.baseline & (rewards.lengths > 0)
     return _outcome(whitened(rewards.centred, trained, rewards.lengths.double()))
 
 
 @estimator("remax", group_local=True, needs=["reward_baselines"])
 def remax(rewards: Rewards, *, reward_baselines: Tensor) -> tuple[Tensor, Tensor]:
-    """Sum of the rewards from a token on, minus the reward of a greedy rollout of the task (arXiv 2310.10505).
+    """Compute the sum of rewards from each token on, minus the reward of a greedy rollout (ReMax, arXiv 2310.10505).
 
-    ``reward_baselines`` float [N]. Returns are the sums of rewards. A reward at a masked position is added to the
-    trained token before it, or else to the first one; verl drops such a reward.
+    ``reward_baselines`` float [N]: the reward of a greedy rollout of each trajectory's task. The returns are the sums
+    of rewards. A reward at an untrained position is added to the trained token before it, or to the first trained token
+    if there is none before it; verl drops such a reward.
     """
     baselines = _input("reward_baselines", reward_baselines, rewards.valid.shape).double()
     returns = discounted_sums(rewards.rewards_at_tokens(), rewards.joined, 1.0)
@@ -413,12 +467,13 @@ def remax(rewards: Rewards, *, reward_baselines: Tensor) -> tuple[Tensor, Tensor
 def gae(
     rewards: Rewards, *, values: Tensor, gamma: float = 1.0, lam: float = 1.0, whiten: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """Generalised advantages of a critic, whitened over the trained tokens of the batch (arXiv 1506.02438).
+    """Compute generalised advantage estimates, whitened over the batch's trained tokens (GAE, arXiv 1506.02438).
 
-    A_t = r_t + gamma V_next - V_t + gamma lam A_next, where next is the next trained token of the trajectory:
-    masked positions are skipped. ``values`` float [N, L] is V, read at trained tokens only. Returns are A + V before
-    whitening. A reward at a masked position is added to the trained token before it, or else to the first one; verl
-    drops such a reward.
+    The advantage at token t is A_t = r_t + gamma * V_t+1 - V_t + gamma * lam * A_t+1, where t+1 is the next trained
+    token of the trajectory; untrained positions are skipped. ``values`` float [N, L] holds the critic's predictions V,
+    which are read at trained tokens only. The returns are A + V with A before whitening. ``whiten=False`` turns
+    whitening off. A reward at an untrained position is added to the trained token before it, or to the first trained
+    token if there is none before it; verl drops such a reward.
     """
     _check("gamma", gamma, "a number in [0, 1]", lambda x: 0 <= x <= 1)
     _check("lam", lam, "a number in [0, 1]", lambda x: 0 <= x <= 1)
@@ -430,14 +485,18 @@ def gae(
 
 
 def discounted_sums(values: Tensor, joined: Tensor, factor: float) -> Tensor:
-    """Return float64 [T]: S_t = v_t + factor S_t+1 where ``joined`` bool [T-1] is True (t+1 continues t), else v_t.
+    """Return float64 [T]: for each token, the discounted sum of its own value and the values after it in its run.
 
-    Each pass doubles the number of tokens in a sum (1, 2, 4, ...), so the longest run of joined tokens determines the
-    number of passes. No sum includes a token of another run. ``factor`` in [0, 1]; ``values`` float64 [T] are
-    overwritten.
+    A run is a sequence of tokens that ``joined`` bool [T-1] connects: where it is True, token t+1 belongs to the run of
+    token t, and S_t = v_t + factor * S_t+1; where it is False, the run ends and S_t = v_t. ``values`` float64 [T] hold
+    v and are overwritten with the result. ``factor`` is in [0, 1].
+
+    Each pass doubles the number of tokens that a sum covers (1, 2, 4, ...), so the number of passes grows with the
+    logarithm of the longest run's length.
     """
     span, zero = 1, values.new_zeros(())
-    carried = torch.empty_like(values)  # allocated once: allocating it in each pass would cost more than the pass
+    # Allocated once, because allocating this tensor in each pass would take longer than the pass.
+    carried = torch.empty_like(values)
     while factor > 0 and bool(joined.any()):
         values[:-span].add_(torch.where(joined, values[span:], zero, out=carried[span:]), alpha=factor)
         joined = joined[:-span] & joined[span:]
@@ -446,11 +505,12 @@ def discounted_sums(values: Tensor, joined: Tensor, factor: float) -> Tensor:
 
 
 def whitened(values: Tensor, members: Tensor | None, times: Tensor | None = None) -> Tensor:
-    """Return (value - mean) / sqrt(var + 1e-8) for ``values`` float64 [K].
+    """Whiten ``values`` float64 [K]: return (value - mean) / sqrt(variance + 1e-8).
 
-    Mean and variance (n-1) are those of the ``members`` bool [K], None for all. ``times`` float64 [K] is how often each
-    value counts in them (default: once). If all members are equal, the variance is taken as 1, so that members become
-    exactly 0. If there are no members, ``values`` are returned unchanged.
+    Mean and variance (divisor n-1) are computed over the values selected by ``members`` bool [K], or over all values if
+    it is None. ``times`` float64 [K] states how often each value counts in them; by default once. If all selected
+    values are equal, only the mean is subtracted, so that they become exactly 0. If no value is selected, ``values``
+    are returned unchanged.
     """
     sample = values if members is None else values[members]
     if not sample.numel():
@@ -468,13 +528,16 @@ def whitened(values: Tensor, members: Tensor | None, times: Tensor | None = None
 
 
 def _outcome(advantages: Tensor) -> tuple[Tensor, Tensor]:
-    """Return advantages and returns [N, 1]: ``advantages`` float64 [N], one for all tokens of a trajectory."""
+    """Return (advantages, returns) for an estimator with one advantage per trajectory.
+
+    Both are ``advantages`` float64 [N] as a column [N, 1], which holds for all tokens of a trajectory.
+    """
     column = advantages[:, None]
     return column, column
 
 
 def _per_token(rewards: Rewards, advantages: Tensor, returns: Tensor, whiten: bool) -> tuple[Tensor, Tensor]:
-    """Return advantages and returns as float32 [N, L], given float64 [T]. ``whiten``: whiten the advantages first."""
+    """Return (advantages, returns) as float32 [N, L] for float64 [T] each; ``whiten``: whiten the advantages first."""
     _check("whiten", whiten, "true or false", lambda x: x in (True, False))
     spread_returns = rewards.spread(returns)
     if whiten:

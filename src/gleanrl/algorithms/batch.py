@@ -1,12 +1,13 @@
-"""From groups of trajectories to samples with advantages and loss weights.
+"""Turns groups of trajectories into samples with advantages and loss weights, ready to train on.
 
-There are two stages, because some advantages need estimates of a model (a critic's values, the KL to a reference):
-`build_samples` cuts trajectories into samples, and `assign_advantages` adds advantages and weights. `build` does both,
-where no model is needed. A run calls them in `gleanrl.runtime.local.Builder.make_batch`.
+There are two stages, because some advantages need numbers that a model must compute from the samples first (a critic's
+values, the KL to a reference): `build_samples` cuts trajectories into samples, and `assign_advantages` adds advantages
+and weights. `build` runs both stages, for settings that need no such numbers. A run calls these functions in
+`gleanrl.runtime.local.Builder.make_batch`.
 
-This is the only place in a run that masks failed rewards: `build_samples` leaves out members without a score, so that
-they enter no sample, no group statistic and no denominator. (Other trainers' loops can use the ``valid`` mask of
-`advantages.estimate`.)
+A member of a group is *valid* if its score could be computed. Only here does a run leave out invalid members:
+`build_samples` skips them, so that they enter no sample, no group statistic and no denominator. Training loops of other
+libraries, which call `advantages.estimate` themselves, pass its ``valid`` mask instead.
 """
 
 from __future__ import annotations
@@ -28,46 +29,56 @@ from gleanrl.utils.errors import UserError
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One segment of a trajectory, up to its last trained token, ready to train on. Position 0 is never trained."""
+    """One segment of a trajectory, cut after its last trained token.
 
-    tokens: IntArray  # int32[n]
-    mask: BoolArray  # bool[n], trained tokens
-    behaviour: FloatArray  # float32[n], log-probs as sampled; 0 outside the mask
+    A trajectory has more than one segment only if its context was rewritten during the episode. Position 0 is never
+    trained, because no earlier token predicts it.
+    """
+
+    tokens: IntArray  # int32[n], token ids
+    mask: BoolArray  # bool[n], True at trained tokens
+    behaviour: FloatArray  # float32[n], log-probs recorded at sampling; 0 outside the mask
     advantages: FloatArray  # float32[n], 0 outside the mask
-    weights: FloatArray  # float32[n], weight in the loss's sum; 0 outside the mask
-    off_policy: bool  # replayed, or sampled with guidance that is no longer in its tokens
-    version: int  # oldest weights that sampled any token of its trajectory
-    trajectory: int  # index among the batch's valid trajectories; samples of one trajectory share it
+    weights: FloatArray  # float32[n], factor of each token's loss in the sum over all tokens; 0 outside the mask
+    off_policy: bool  # True if replayed, or if sampled with guidance texts in the prompt that were removed afterwards
+    version: int  # version of the oldest weights that sampled a token of its trajectory
+    trajectory: int  # index among the batch's valid trajectories; equal for all samples of a trajectory
     group: int  # index among the batch's groups
-    proximal: FloatArray | None = None  # float32[n], log-probs at the start of the update, if recomputed
-    values: FloatArray | None = None  # float32[n], the critic's predictions before the update, if there is a critic
-    returns: FloatArray | None = None  # float32[n], the critic's targets
+    proximal: FloatArray | None = None  # float32[n], log-probs under the weights before the update; None = not computed
+    values: FloatArray | None = None  # float32[n], the critic's predictions before the update; None without a critic
+    returns: FloatArray | None = None  # float32[n], the critic's targets; None without a critic
 
     @property
     def old(self) -> FloatArray:
-        """float32[n], log-probs in the denominator of the ratio; off-policy samples always use the recorded ones."""
+        """float32[n]: log-probs in the denominator of the probability ratio pi / pi_old.
+
+        They are ``proximal`` if the sample has them and is not off-policy, and ``behaviour`` otherwise.
+        """
         return self.behaviour if self.proximal is None or self.off_policy else self.proximal
 
     @property
     def zero_advantage(self) -> bool:
-        """Whether the sample has no policy gradient."""
+        """Whether all advantages are 0, so that the policy loss of the sample has no gradient."""
         return not self.advantages.any()
 
 
 @dataclass(frozen=True, slots=True)
 class GroupSamples:
-    """The samples of one group, and its share of the loss's denominator."""
+    """The samples of one group, and the numbers that the group adds to the denominator of the loss.
 
-    samples: tuple[Sample, ...]
+    Kept members are the valid ones, without those that ``credit.zero_variance = "drop"`` leaves out.
+    """
+
+    samples: tuple[Sample, ...]  # samples of the kept members
     tokens: int  # number of trained tokens of the kept members
-    sequences: int  # number of kept members with a trained token
-    invalid: int  # number of members without a score, which are left out of everything
-    zero_variance: bool  # whether some members are compared only with members of the same score
+    sequences: int  # number of kept members that have a trained token
+    invalid: int  # number of members without a score, which enter neither samples nor statistics
+    zero_variance: bool  # whether some valid members were compared only with members of the same score
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Groups, in the order in which the learner consumes them."""
+    """The samples of all groups of a batch, in the order in which the learner consumes the groups."""
 
     parts: tuple[GroupSamples, ...]
 
@@ -80,15 +91,18 @@ class Batch:
         return tuple(chain.from_iterable(part.samples for part in self.parts))
 
     def cut(self, start: int, stop: int) -> Batch:
-        """Return a batch of the groups ``start`` to ``stop``, exclusive."""
+        """Return a batch of the groups from index ``start`` up to, but not including, index ``stop``."""
         return Batch(self.parts[start:stop])
 
 
 class ModelEstimates(NamedTuple):
-    """A learner's estimates for one sample; None = not needed, 0 where a token is not trained."""
+    """What the learner's models compute for one sample before its advantages are known.
+
+    A field is None if the settings do not need it. Its entries are 0 where a token is not trained.
+    """
 
     proximal: FloatArray | None = None  # float32[n], log-probs under the current policy
-    penalty: FloatArray | None = None  # float32[n], subtracted from each token's reward
+    penalty: FloatArray | None = None  # float32[n], KL to the reference times its coefficient, to subtract from rewards
     values: FloatArray | None = None  # float32[n], the critic's predictions
 
 
@@ -98,34 +112,38 @@ class _Member:
 
     trajectory: Trajectory
     off_policy: bool
-    group: int
-    index: int
+    group: int  # index among the batch's groups
+    index: int  # index among the batch's valid trajectories
 
 
 @dataclass(frozen=True)
 class SampleSet:
-    """Groups cut into samples whose advantages and weights are still 0.
+    """Groups whose trajectories are cut into samples. The samples' advantages and weights are still 0.
 
-    Each row of ``mask`` is one of the N valid members. Its L positions are the tokens of the member's segments, joined.
+    Each row of ``mask`` belongs to one of the N valid members. Its positions are the tokens of all segments of the
+    member, one segment after another, padded with False to the length L of the longest row.
     """
 
     groups: tuple[Group, ...]
     members: tuple[_Member, ...]
-    mask: BoolArray  # bool [N, L], trained tokens
+    mask: BoolArray  # bool [N, L], True at trained tokens
     samples: tuple[Sample, ...]
-    spans: tuple[slice, ...]  # positions of each sample's tokens in the row of its trajectory
+    spans: tuple[slice, ...]  # for each sample, the positions of its tokens in its trajectory's row of ``mask``
 
 
 def build(groups: Sequence[Group], credit: CreditSettings, loss: LossSettings, max_length: int) -> Batch:
-    """Build a batch of all valid members' samples, where neither estimator nor loss needs estimates of a model.
+    """Build a batch from the valid members of ``groups``, if neither estimator nor loss needs `ModelEstimates`.
 
-    ``max_length``: the model's context in tokens; a longer segment raises `UserError`.
+    ``max_length`` is the model's context in tokens. Raises `UserError` if a sample is longer.
     """
     return assign_advantages(build_samples(groups, max_length), credit, loss, max_length)
 
 
 def build_samples(groups: Sequence[Group], max_length: int) -> SampleSet:
-    """Cut each valid member into samples, one per segment with trained tokens. Raises `UserError` as `build` does."""
+    """Cut each valid member into samples, one for each segment that has trained tokens.
+
+    Raises `UserError` if a sample is longer than ``max_length`` tokens.
+    """
     members: list[_Member] = []
     masks: list[BoolArray] = []
     samples: list[Sample] = []
@@ -135,7 +153,7 @@ def build_samples(groups: Sequence[Group], max_length: int) -> SampleSet:
         for position, trajectory in enumerate(group.trajectories):
             if not trajectory.score.valid:
                 continue
-            # the members after the fresh ones are replayed (`gleanrl.types.Group`)
+            # The members of a group after its fresh ones are off-policy (`gleanrl.types.Group`).
             member = _Member(trajectory, position >= fresh, index, len(members))
             members.append(member)
             start = 0
@@ -158,7 +176,10 @@ def build_samples(groups: Sequence[Group], max_length: int) -> SampleSet:
 def _sample(
     member: _Member, tokens: IntArray, mask: BoolArray, behaviour: FloatArray, max_length: int
 ) -> Sample | None:
-    """Return the segment up to its last trained token, as later tokens have no effect; None if it has none."""
+    """Return a sample of a segment, cut after the last trained token because later tokens do not affect the loss.
+
+    Returns None if the segment has no trained token. Raises `UserError` if the sample is longer than ``max_length``.
+    """
     trained = mask.nonzero()[0]
     if not trained.size:
         return None
@@ -192,14 +213,20 @@ def assign_advantages(
     estimates: Sequence[ModelEstimates] | None = None,
     replay: ReplaySettings = ReplaySettings(),  # noqa: B008 - frozen
 ) -> Batch:
-    """Return a batch of the samples with advantages and loss weights.
+    """Return a batch of the samples of ``built``, with advantages and loss weights.
 
-    A group's baseline is computed from its fresh members, and replayed members are compared with it. With
-    ``replay.baseline = "group"`` the baseline is computed from all members; with ``replay.grouping = "own"`` each
-    replayed member is a group of its own. With ``credit.zero_variance = "drop"``, members that are compared only with
-    members of the same score are left out. ``estimates``: one for each sample, if the estimator or the loss needs them.
-    In the sequence-wise aggregations a "sequence" is a whole trajectory, however many segments it has. Raises
-    ValueError if an input of the estimator is missing.
+    By default, the mean and deviation of a group are computed from its fresh members, and replayed members are compared
+    with them too. With ``replay.baseline = "group"`` they are computed from all members. With
+    ``replay.grouping = "own"`` each replayed member forms a separate group. With ``credit.zero_variance = "drop"``,
+    members that are compared only with members of the same score are left out. In aggregation modes that count
+    sequences, a sequence is a whole trajectory with all of its segments.
+
+    Args:
+        max_length: the model's context in tokens, the default divisor of the aggregation seq-mean-token-sum-norm.
+        estimates: one entry for each sample of ``built``; None if neither the estimator nor the loss needs any.
+
+    Raises:
+        ValueError: if an input of the estimator is missing.
     """
     members, mask = built.members, built.mask
     own_group, baseline = [], []
@@ -229,7 +256,8 @@ def assign_advantages(
             owner = built.groups[member.group]
             if owner.greedy is None or not owner.greedy.score.valid:
                 raise ValueError(
-                    f"task {owner.spec.task.id!r} has no scored greedy rollout, which its estimator compares with"
+                    f"task {owner.spec.task.id!r} has no greedy rollout with a score, "
+                    f"which credit.estimator = {credit.estimator!r} needs as its baseline"
                 )
             greedy_scores.append(owner.greedy.score.value)
         inputs["reward_baselines"] = torch.tensor(greedy_scores)
@@ -250,9 +278,10 @@ def assign_advantages(
 
 
 def weighted_batch(groups: Sequence[Group], weights: Sequence[float], loss: LossSettings, max_length: int) -> Batch:
-    """Return a batch in which each trained token's advantage is its group's entry of ``weights``, without an estimator.
+    """Return a batch whose advantages come from ``weights`` and not from an estimator.
 
-    The configured loss applies: for replayed groups a clipped or shaped ratio times the weight, not a cross-entropy.
+    The advantage of every trained token is its group's entry of ``weights``. The batch is meant for the loss in
+    ``loss``; for replayed groups this is the weight times a clipped or shaped probability ratio, not a cross-entropy.
     """
     built = build_samples(groups, max_length)
     advantages = np.array([weights[m.group] for m in built.members], np.float32)[:, None] * built.mask
@@ -271,7 +300,11 @@ def _batch(
     *,
     estimates: Sequence[ModelEstimates] | None = None,
 ) -> Batch:
-    """Return a batch of the samples of the members to ``keep``. ``keep`` and ``zero_variance`` are bool [N]."""
+    """Return a batch of those samples of ``built`` whose members are kept.
+
+    ``advantages`` and ``returns`` float32 [N, L]. ``keep`` bool [N]: whether a member's samples are kept.
+    ``zero_variance`` bool [N]: whether a member was compared only with members of the same score.
+    """
     mask = built.mask
     scale = loss.aggregation_scale or max_length
     weights = token_weights(torch.from_numpy(mask), aggregation_of(loss), scale=scale).numpy()

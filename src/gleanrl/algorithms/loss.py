@@ -1,15 +1,21 @@
 """The loss of an update: policy loss, importance correction, KL, entropy bonus and aggregation, as pure functions.
 
-`objective` computes each token's part of the loss that a learner minimises. `padded_policy_loss` computes the policy
-loss of padded tensors, for another trainer's loop. To add a policy loss, decorate a function of `Tokens` with
-`@policy_loss` and set ``loss.name = "file.py:function"``, or the name given to the decorator if it is in this file. The
-policy loss is that of fresh tokens only: replayed tokens always get `replayed_loss`, whatever ``loss.name`` is.
+`objective` computes the loss of each token, all terms included, for a learner. `padded_policy_loss` computes the policy
+loss of padded tensors, for the training loop of another library. To add a policy loss, decorate a function of `Tokens`
+and settings with `@policy_loss`, and set ``loss.name = "file.py:function"`` (for a loss in this file, the name given to
+the decorator). The policy loss applies to fresh tokens only. Replayed tokens always get `replayed_loss`.
 
-All functions work on the flat list of trained tokens, so that padding, micro-batches and context tokens cannot change a
-result. A loss is ``sum(weights * values) / normaliser``. Weights and normaliser depend on the whole step only, so a
-gradient does not depend on how the step is cut into chunks and micro-batches. If a token's loss depends on further
-tokens (gspo: its sequence; clip_cov, kl_cov: the whole update), the policy loss declares them as its ``scope``. Its
-``precompute`` sees all tokens of the scope, without gradient, and the loss receives the result.
+The losses work on a flat list of trained tokens, so that padding, micro-batches and context tokens cannot change a
+result. The loss of an update is ``sum(weights * values) / normaliser``, where ``values`` are the tokens' losses. The
+weights and the normaliser do not depend on how the update's tokens are cut into chunks and micro-batches, so the
+gradient does not depend on it either.
+
+The loss of a token may depend on other tokens (for gspo on its sequence, for clip_cov and kl_cov on the whole update).
+A policy loss declares the tokens that it depends on as its ``scope``. Its ``precompute`` function receives all tokens
+of the scope, without gradient, and the loss receives the result.
+
+In formulas, A is the advantage, pi the probability of a token under the policy in training, pi_old the probability in
+the denominator of the ratio u = pi / pi_old, and pi_behaviour the probability recorded at sampling.
 """
 
 from __future__ import annotations
@@ -33,28 +39,28 @@ from gleanrl.utils.text import nearest
 
 LossConfig = LossSettings
 
-LOG_RATIO_LIMIT = 20.0  # exp(20) = 5e8: far beyond every clip and far within the range of float32
-K3_LIMIT = 10.0
+LOG_RATIO_LIMIT = 20.0  # bound of |log ratio|; exp(20) = 5e8 is far beyond every clip and far within float32's range
+K3_LIMIT = 10.0  # bound of the k3 estimate of the KL
 AGGREGATIONS = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 KL_KINDS = ("k1", "kl", "abs", "k2", "mse", "k3", "low_var_kl")
 Scope = Literal["token", "sequence", "update"]
 
 
-# --- what a policy loss is ---
+# --- the interface of a policy loss ---
 @dataclass(frozen=True)
 class Tokens:
-    """T trained tokens, in any order: the rows of a padded batch, without padding and context."""
+    """A flat list of T trained tokens, in any order, without padding and context tokens."""
 
-    logp: Tensor  # float [T], under the policy in training; carries the gradient
-    old_logp: Tensor  # float [T], denominator of the ratio
+    logp: Tensor  # float [T], log-probs under the policy in training; they carry the gradient
+    old_logp: Tensor  # float [T], log-probs in the denominator of the probability ratio
     advantages: Tensor  # float [T]
-    sequence: Tensor  # int64 [T], which sequence a token belongs to
-    off_policy: Tensor  # bool [T], replayed, or sampled with guidance that the tokens no longer contain
-    behaviour_logp: Tensor | None = None  # float [T], log-probs as sampled, where they differ from old_logp
-    precomputed: Tensor | None = None  # [T], what the loss's ``precompute`` returned for each token
+    sequence: Tensor  # int64 [T], index of the sequence (trajectory) that a token belongs to
+    off_policy: Tensor  # bool [T], True if replayed, or if sampled with guidance texts that were removed afterwards
+    behaviour_logp: Tensor | None = None  # float [T], log-probs recorded at sampling; None if old_logp holds them
+    precomputed: Tensor | None = None  # [T], result of the policy loss's ``precompute``
 
     def take(self, index: Tensor | slice) -> Tokens:
-        """Return some of these tokens, selected by indices, a mask or a slice."""
+        """Return those of these tokens that an index tensor, a bool mask [T] or a slice selects."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         some: dict[str, Any] = {name: None if value is None else value[index] for name, value in values.items()}
         return Tokens(**some)
@@ -68,50 +74,50 @@ class Tokens:
         return self.log_ratio.exp()
 
     def sequence_sum(self, values: Tensor) -> Tensor:
-        """Return float [T]: for each token, the sum of ``values`` [T] over those of these tokens in its sequence."""
+        """Return float [T]: for each token, the sum of ``values`` [T] over these tokens that are in its sequence."""
         if not values.numel():
             return values
         totals = values.new_zeros(int(self.sequence.max()) + 1).index_add_(0, self.sequence, values)
         return totals[self.sequence]
 
     def sequence_mean(self, values: Tensor) -> Tensor:
-        """Return float [T]: for each token, the mean of ``values`` [T] over those of these tokens in its sequence."""
+        """Return float [T]: for each token, the mean of ``values`` [T] over these tokens that are in its sequence."""
         return self.sequence_sum(values) / self.sequence_sum(torch.ones_like(values))
 
 
 class TokenLosses(NamedTuple):
-    """The result of a policy loss for T tokens. A flag that is None is False everywhere."""
+    """The result of a policy loss for T tokens. A ``clipped_...`` field that is None means that no token is clipped."""
 
-    values: Tensor  # float [T], to be minimised
-    clipped_high: Tensor | None = None  # bool [T], the upper bound of the ratio determines the value
-    clipped_low: Tensor | None = None  # bool [T], the lower bound of the ratio determines the value
-    clipped_dual: Tensor | None = None  # bool [T], the dual-clip bound (negative advantages) determines the value
+    values: Tensor  # float [T], loss of each token, to be minimised
+    clipped_high: Tensor | None = None  # bool [T], whether the upper bound of the ratio determines the value
+    clipped_low: Tensor | None = None  # bool [T], whether the lower bound of the ratio determines the value
+    clipped_dual: Tensor | None = None  # bool [T], whether the dual-clip bound (for A < 0) determines the value
 
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """A named policy loss and what it needs."""
+    """A policy loss: its name, its function and its properties. The parameters of `policy_loss` describe the fields."""
 
     name: str
     function: Callable[..., TokenLosses | Tensor]
-    scope: Scope  # the tokens that one token's value depends on
-    precompute: Callable[..., Tensor] | None  # (all tokens of the scope, settings, **options) -> [T], without gradient
+    scope: Scope
+    precompute: Callable[..., Tensor] | None
     aggregation: str
-    ratio: bool  # its values contain pi / pi_old, so that a correction only multiplies by pi_old / pi_behaviour
+    ratio: bool
 
     def __call__(self, tokens: Tokens, settings: LossSettings) -> TokenLosses:
         result = self.function(tokens, settings, **_taken(self._options[0], settings.options))
         return result if isinstance(result, TokenLosses) else TokenLosses(result)
 
     def precomputed(self, tokens: Tokens, settings: LossSettings) -> Tensor | None:
-        """Return [T], the result of ``precompute`` for all tokens of the scope; None if the loss has none."""
+        """Return [T], the result of ``precompute`` for all tokens of the scope; None if the loss has no precompute."""
         if self.precompute is None:
             return None
         return self.precompute(tokens, settings, **_taken(self._options[1], settings.options))
 
     @cached_property
     def options(self) -> frozenset[str] | None:
-        """Names of the options that the loss or its precompute takes; None if it takes any."""
+        """Names of the options that the loss or its precompute accepts; None if one of them accepts any name."""
         ours, precomputes = self._options
         return None if ours is None or precomputes is None else ours | precomputes
 
@@ -121,7 +127,7 @@ class PolicyLoss:
 
 
 def _options_of(function: Callable[..., Any]) -> frozenset[str] | None:
-    """Return the names of the parameters after tokens and settings; None if ``**options`` takes any name."""
+    """Return the names of the parameters after tokens and settings; None if ``**options`` accepts any name."""
     parameters = list(signature(function).parameters.values())[2:]
     if any(parameter.kind is Parameter.VAR_KEYWORD for parameter in parameters):
         return None
@@ -143,15 +149,19 @@ def policy_loss(
     aggregation: str = "token-mean",
     ratio: bool = True,
 ) -> Callable[[Callable[..., TokenLosses | Tensor]], PolicyLoss]:
-    """Decorator: register ``function(tokens, settings, **options)``, which returns `TokenLosses` or values float [T].
+    """Return a decorator that registers ``function(tokens, settings, **options)`` as a policy loss under ``name``.
+
+    The function returns `TokenLosses`, or only the tokens' losses float [T]. It and ``precompute`` each receive those
+    of ``loss.options`` that they have as a parameter.
 
     Args:
-        scope: what one token's value depends on: itself, its whole sequence, or all tokens of an update.
-        precompute: ``precompute(tokens, settings, **options) -> [T]`` sees the whole scope without gradient; the loss
-            finds the result in ``tokens.precomputed``. A loss of scope "token" has no precompute. Loss and precompute
-            each receive those of ``loss.options`` that they have as a parameter.
-        aggregation: used where ``loss.aggregation`` is "auto".
-        ratio: False if the values contain no probability ratio; a correction then multiplies them by pi / pi_behaviour.
+        scope: the tokens that the loss of one token depends on: "token" (itself), "sequence" (its whole sequence) or
+            "update" (all tokens of an update).
+        precompute: ``precompute(tokens, settings, **options) -> [T]``, called without gradient with all tokens of the
+            scope. The loss finds the result in ``tokens.precomputed``. None for the scope "token".
+        aggregation: aggregation mode of the loss if ``loss.aggregation`` is "auto".
+        ratio: whether the loss contains the ratio pi / pi_old. An importance correction multiplies such a loss by
+            pi_old / pi_behaviour, and a loss without the ratio by pi / pi_behaviour.
     """
     if (scope == "token") != (precompute is None):
         raise ValueError(f"loss {name!r}: precompute is needed for the scopes sequence and update, and only for them")
@@ -159,7 +169,7 @@ def policy_loss(
 
 
 def find(settings: LossSettings) -> PolicyLoss:
-    """Return the loss that ``settings`` names. Raises `UserError` for an unknown name or option."""
+    """Return the policy loss named in ``settings``. Raises `UserError` if the name or an option is unknown."""
     loss = POLICY_LOSSES.get(settings.name)
     if settings.options and loss.options is not None:
         for option in settings.options.keys() - loss.options:
@@ -170,38 +180,45 @@ def find(settings: LossSettings) -> PolicyLoss:
 
 # --- the whole loss of a token ---
 class LossOutput(NamedTuple):
+    """The aggregated loss of an update, and its metrics."""
+
     loss: Tensor  # scalar, carries the gradient
     metrics: dict[str, float]
 
 
 class LossContext(NamedTuple):
-    """Further inputs to the loss of T tokens, without gradient.
+    """What `precompute` computes from all tokens of the loss's scope, without gradient, for T of these tokens.
 
     Each field is a tensor of shape [T], or None if the loss does not need it.
     """
 
-    precomputed: Tensor | None  # the result of the policy loss's own ``precompute``
-    weight: Tensor | None  # float, importance correction of a fresh token: 0 = left out, 1 = unchanged
-    kept: Tensor | None  # float, number of tokens of its sequence that the correction keeps
-    length: Tensor | None  # float, number of tokens of its sequence
+    precomputed: Tensor | None  # result of the policy loss's ``precompute``
+    weight: Tensor | None  # float, factor of the importance correction on a token's loss; 0 = the token is left out
+    kept: Tensor | None  # float, number of tokens of a token's sequence that the correction does not leave out
+    length: Tensor | None  # float, number of tokens of a token's sequence
 
     def take(self, index: Tensor | slice) -> LossContext:
-        """Return the context of some of the tokens, selected by indices, a mask or a slice."""
+        """Return the context of those tokens that an index tensor, a bool mask [T] or a slice selects."""
         return LossContext(*(None if value is None else value[index] for value in self))
 
     def split(self, sizes: Sequence[int]) -> list[LossContext]:
-        """Split the context into consecutive parts; ``sizes`` gives the tokens of each."""
+        """Split the context into consecutive parts; ``sizes`` holds the number of tokens of each part."""
         ends = list(accumulate(sizes, initial=0))
         return [self.take(slice(start, stop)) for start, stop in pairwise(ends)]
 
 
 class Objective(NamedTuple):
-    """The whole loss of T tokens, before weights and normaliser."""
+    """The loss of each of T tokens with all terms, before weights and normaliser are applied.
 
-    values: Tensor  # float [T], policy loss + KL - entropy bonus
+    A correction in mode "mask" leaves tokens out of the loss, and the denominator must be reduced by them.
+    """
+
+    values: Tensor  # float [T], policy loss + KL term - entropy bonus
     statistics: Statistics
-    left_out_tokens: Tensor  # float scalar: number of tokens that a masking correction removes from the denominator
-    left_out_sequences: Tensor  # float scalar: number of sequences removed (each token adds 1 / length); 0 if unused
+    left_out_tokens: Tensor  # float scalar: number of tokens that the correction leaves out
+    # float scalar: number of sequences of which all tokens are left out, or 0 if the aggregation mode does not count
+    # sequences. Each token of such a sequence adds 1 / length, so that the results of micro-batches can be added.
+    left_out_sequences: Tensor
 
 
 def objective(
@@ -214,14 +231,19 @@ def objective(
     context: LossContext | None = None,
     current_logp: Tensor | None = None,
 ) -> Objective:
-    """Compute the loss of each token. KL, entropy bonus and correction apply to fresh tokens only.
+    """Compute the loss of each token. KL term, entropy bonus and correction apply to fresh tokens only.
 
-    ``kl_coefficient`` defaults to that of ``config``, or 0 where the KL is in the reward. ``entropy`` float [T]: of the
-    policy at each token (with gradient if it has a coefficient). ``ref_logp`` float [T]: log-probs of the reference.
-    ``context``: the result of `precompute` for these tokens, needed if they are not all tokens of the loss's scope.
-    ``current_logp`` float [T]: the trainer's log-probs, given if ``old_logp`` is as sampled and nothing was trained
-    since; their difference is the mismatch of trainer and sampler. Raises `UserError` for an unknown loss,
-    ValueError if a term with a coefficient lacks its input.
+    Args:
+        kl_coefficient: factor of the KL term. By default that of ``config``, or 0 if the KL is part of the reward.
+        entropy: float [T], entropy of the policy at each token, with gradient if the entropy bonus has a coefficient.
+        ref_logp: float [T], log-probs under the reference model.
+        context: the result of `precompute` for these tokens. Needed if they are not all tokens of the loss's scope.
+        current_logp: float [T], the trainer's log-probs, for the mismatch metrics. Given only if ``old_logp`` holds the
+            log-probs recorded at sampling and the weights have not changed since the start of the step.
+
+    Raises:
+        UserError: if the loss is unknown.
+        ValueError: if a term has a coefficient but its input is missing.
     """
     loss = find(config)
     fresh = ~tokens.off_policy
@@ -249,12 +271,12 @@ def objective(
         left_out_tokens = (~included).sum().to(values.dtype)
     if context.kept is not None and context.length is not None:
         left_out_sequences = torch.where(context.kept == 0, 1 / context.length, 0.0).sum()
-        if aggregation_of(config) == "seq-mean-token-mean":  # the mean is over the kept tokens
+        if aggregation_of(config) == "seq-mean-token-mean":  # divide by the kept tokens, not by all of the sequence
             scale = context.length / context.kept.clamp(min=1)
             values, terms = scale * values, scale * terms
     with torch.no_grad():
-        # Difference between the trainer's log-probs and those recorded at sampling. Fresh tokens use the trainer's
-        # log-probs at the weights that sampled, replayed tokens those of the current policy.
+        # The mismatch is the trainer's log-probs minus those recorded at sampling. For fresh tokens, the trainer's
+        # log-probs are those before the update (the proximal ones); for replayed tokens, the current ones.
         mismatch: Tensor | None = None
         if tokens.behaviour_logp is not None:
             gap = tokens.old_logp - tokens.behaviour_logp
@@ -277,7 +299,10 @@ def objective(
 
 
 def _merge(off_policy: Tensor, of_fresh: TokenLosses, of_replayed: TokenLosses) -> TokenLosses:
-    """Take ``of_replayed`` where ``off_policy`` (bool [T]), else ``of_fresh``. A flag that is None is False."""
+    """Return, for each token, ``of_replayed`` where ``off_policy`` bool [T] is True, and ``of_fresh`` elsewhere.
+
+    A ``clipped_...`` field that is None counts as False everywhere.
+    """
     merged = []
     for fresh, replayed in zip(of_fresh, of_replayed, strict=True):
         no = torch.zeros_like(off_policy)
@@ -285,9 +310,12 @@ def _merge(off_policy: Tensor, of_fresh: TokenLosses, of_replayed: TokenLosses) 
     return TokenLosses(*merged)
 
 
-# --- what depends on several tokens --------------------------------------------------------------
+# --- quantities that depend on several tokens ----------------------------------------------------
 def scope_of(config: LossSettings) -> Scope:
-    """Return which tokens `precompute` must see at once: each alone, whole sequences, or all of an update."""
+    """Return which tokens `precompute` must get in one call.
+
+    "token": any tokens; "sequence": all tokens of each sequence; "update": all tokens of the update.
+    """
     scope = find(config).scope
     if scope == "token" and config.correction != "none":
         return "sequence" if _counts_sequences(config) or config.correction_level != "token" else "token"
@@ -295,13 +323,13 @@ def scope_of(config: LossSettings) -> Scope:
 
 
 def _counts_sequences(config: LossSettings) -> bool:
-    """Return whether leaving out tokens changes a mean over their sequence or over all sequences."""
+    """Return whether the correction leaves out tokens and the aggregation mode takes means over sequences."""
     return config.correction == "mask" and aggregation_of(config) != "token-mean"
 
 
 @torch.no_grad()
 def precompute(tokens: Tokens, config: LossSettings) -> LossContext:
-    """Compute the context of ``tokens``, which must be all tokens of the loss's scope; without gradient."""
+    """Compute the `LossContext` of ``tokens``, without gradient. They must be all tokens of the loss's scope."""
     loss = find(config)
     tokens = replace(tokens, logp=tokens.logp.detach())
     if config.correction == "none":
@@ -309,7 +337,7 @@ def precompute(tokens: Tokens, config: LossSettings) -> LossContext:
     weight = correction_weight(tokens, config, ratio=loss.ratio)
     included = weight > 0
     precomputed = kept = length = None
-    seen = loss.precomputed(tokens.take(included), config)  # the tokens that are left out count as not trained
+    seen = loss.precomputed(tokens.take(included), config)  # tokens that are left out count as untrained
     if seen is not None:
         precomputed = seen.new_zeros(weight.shape).masked_scatter(included, seen)
     if _counts_sequences(config):
@@ -318,12 +346,15 @@ def precompute(tokens: Tokens, config: LossSettings) -> LossContext:
 
 
 def correction_weight(tokens: Tokens, config: LossSettings, *, ratio: bool = True) -> Tensor:
-    """Return float [T]: weight of each token's loss because another policy sampled it; 1 for replayed tokens.
+    """Return float [T]: the importance correction, a factor on each token's loss; 1 for replayed tokens.
 
-    w is pi_old / pi_behaviour, or pi / pi_behaviour for a loss that contains no ratio. ``correction_level`` chooses the
-    token's own w, the product over its sequence, or the geometric mean over its sequence. With the correction
-    "truncate" the weight is min(w, cap) (truncated importance sampling). With "mask" it is w, but 0 where w is outside
-    [floor, cap] (decoupled PPO of AReaL, arXiv 2505.24298).
+    It corrects for the difference between the policy that sampled a token and the one that the loss assumes.
+
+    The factor is computed from w, which is pi_old / pi_behaviour if the loss contains a probability ratio (``ratio``),
+    and pi / pi_behaviour otherwise. ``correction_level`` chooses which w is used: "token" that of the token, "sequence"
+    the product over its sequence, "geometric" the geometric mean over its sequence. With the correction "truncate" the
+    factor is min(w, cap) (truncated importance sampling). With "mask" it is w, or 0 if w is outside [floor, cap]
+    (decoupled PPO of AReaL, arXiv 2505.24298).
     """
     behaviour = tokens.old_logp if tokens.behaviour_logp is None else tokens.behaviour_logp
     drift = (tokens.old_logp if ratio else tokens.logp.detach()) - behaviour
@@ -341,11 +372,12 @@ def correction_weight(tokens: Tokens, config: LossSettings, *, ratio: bool = Tru
 
 
 def loglinear(behaviour_logp: Tensor, logp: Tensor, staleness: Tensor) -> Tensor:
-    """Approximate the proximal log-prob, float [T] without gradient, without a forward pass of the proximal policy.
+    """Approximate the log-probs under the weights before the update (the proximal policy), without a forward pass.
 
-    The result lies between the recorded ``behaviour_logp`` and the current ``logp`` (float [T] each), d / (d + 1) of
-    the way for a token sampled d steps before the update's first weights, so that at d = 0 it is the recorded one
-    (arXiv 2512.06547; AReaL's "loglinear"). ``staleness`` int or float [T] is d.
+    The result, float [T] without gradient, lies on the line from ``behaviour_logp`` (recorded at sampling) to ``logp``
+    (current), float [T] each. ``staleness`` int or float [T] is the number of steps d between the weights that sampled
+    a token and those before the update. The result lies d / (d + 1) of the way along the line; at d = 0 it is
+    ``behaviour_logp`` (arXiv 2512.06547; AReaL's "loglinear").
     """
     staleness = staleness.to(behaviour_logp.dtype)
     share = staleness / (staleness + 1)
@@ -363,13 +395,23 @@ def padded_policy_loss(
     config: LossSettings,
     behaviour_logp: Tensor | None = None,
 ) -> LossOutput:
-    """Compute the aggregated policy loss of N sequences of L positions, and its metrics.
+    """Compute the aggregated policy loss of N sequences with L positions each, and its metrics.
 
-    ``logp``, ``old_logp``, ``advantages``, ``behaviour_logp`` float [N, L]; ``mask`` bool or 0/1 [N, L], the trained
-    tokens; ``off_policy`` bool [N, L] or [N, 1] or [N]. Positions outside the mask may hold anything, NaN included. The
-    loss has no terms for KL and entropy; add them with `kl_penalty` and `aggregate`. ``behaviour_logp``, needed where
-    it differs from ``old_logp``, enters the mismatch metrics and the correction. Raises `UserError` for an unknown loss
-    or aggregation.
+    The loss has no terms for KL and entropy; add them with `kl_penalty` and `aggregate`. Positions outside the mask may
+    hold any value, also NaN.
+
+    Args:
+        logp: float [N, L], log-probs under the policy in training, with gradient.
+        old_logp: float [N, L], log-probs in the denominator of the probability ratio.
+        advantages: float [N, L].
+        mask: bool or 0/1 [N, L], True at trained tokens.
+        off_policy: bool [N, L], [N, 1] or [N], True for replayed tokens; by default no token is replayed.
+        config: settings of the loss.
+        behaviour_logp: float [N, L], log-probs recorded at sampling, for the correction and the mismatch metrics. May
+            be left out if ``old_logp`` holds them.
+
+    Raises:
+        UserError: if the loss or the aggregation mode is unknown.
     """
     mask = mask.bool()
     if off_policy is None:
@@ -399,8 +441,9 @@ def padded_policy_loss(
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float | None) -> Tensor:
     """Return float [T]: half the squared error of a critic's value or of its clipped value, whichever is larger.
 
-    ``values`` carry the gradient; the advantages were computed from ``old_values``; float [T] each. A value further
-    than ``clip`` from its old value gets no gradient if the clipped value's error is larger (PPO, arXiv 1707.06347).
+    ``values`` carry the gradient, ``old_values`` are the predictions before the update, and ``returns`` the targets;
+    float [T] each. The clipped value lies within ``clip`` of the old value; None turns clipping off. A value that is
+    further from its old value gets no gradient if the clipped value has the larger error (PPO, arXiv 1707.06347).
     """
     error = (values - returns).square()
     if clip is not None:
@@ -410,14 +453,15 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float 
 
 
 def aggregation_of(config: LossSettings) -> str:
-    """Return the aggregation mode of a configuration, with "auto" resolved."""
+    """Return the aggregation mode of the settings; for "auto", the mode that the policy loss declares."""
     return find(config).aggregation if config.aggregation == "auto" else config.aggregation
 
 
 def token_weights(mask: Tensor, mode: str, *, scale: float | None = None) -> Tensor:
     """Return float32 [N, L]: the weight of each token under aggregation ``mode``, 0 outside ``mask`` bool [N, L].
 
-    ``scale``: divisor of seq-mean-token-sum-norm, default L. Raises `UserError` for an unknown mode.
+    ``scale`` is the divisor of the mode seq-mean-token-sum-norm, by default L. Raises `UserError` if the mode is
+    unknown.
     """
     if mode not in AGGREGATIONS:
         raise UserError(f"loss.aggregation: unknown value {mode!r}{nearest(mode, AGGREGATIONS, list_all=True)}")
@@ -430,17 +474,22 @@ def token_weights(mask: Tensor, mode: str, *, scale: float | None = None) -> Ten
 
 
 def normaliser(mode: str, tokens: float, sequences: float) -> float:
-    """Return the divisor of a step's weighted sum: its number of trained tokens, or of non-empty sequences."""
+    """Return the divisor of an update's weighted sum of losses.
+
+    It is ``tokens``, the update's number of trained tokens, in the mode token-mean, and ``sequences``, its number of
+    sequences with a trained token, in the other modes.
+    """
     return tokens if mode == "token-mean" else sequences
 
 
 def aggregate(values: Tensor, mask: Tensor, mode: str, *, scale: float | None = None) -> Tensor:
-    """Aggregate ``values`` float [N, L] over ``mask`` [N, L] to a scalar, 0 if nothing is trained.
+    """Aggregate ``values`` float [N, L] at the trained tokens, which ``mask`` [N, L] marks, to a scalar.
 
-    token-mean: mean over all trained tokens. The other modes take the mean over non-empty sequences: seq-mean-token-sum
-    of each sequence's sum, seq-mean-token-mean of its mean, and seq-mean-token-sum-norm of its sum divided by ``scale``
-    (default L; Dr. GRPO, arXiv 2503.20783). Values outside the mask may be anything. Raises `UserError` for an unknown
-    mode.
+    The mode token-mean takes the mean over all trained tokens. The other modes compute one number for each sequence
+    that has a trained token, and take the mean of these numbers. The number is the sum over the sequence's trained
+    tokens (seq-mean-token-sum), their mean (seq-mean-token-mean), or their sum divided by ``scale``
+    (seq-mean-token-sum-norm; by default L; Dr. GRPO, arXiv 2503.20783). The result is 0 if no token is trained. Values
+    outside the mask may be anything. Raises `UserError` if the mode is unknown.
     """
     mask = mask.bool()
     weights = token_weights(mask, mode, scale=scale)[mask].to(values.dtype)
@@ -449,11 +498,17 @@ def aggregate(values: Tensor, mask: Tensor, mode: str, *, scale: float | None = 
 
 
 def kl_penalty(logp: Tensor, ref_logp: Tensor, kind: str) -> Tensor:
-    """Estimate KL(policy || reference) per token, in the shape of ``logp``. Below, d = logp - ref_logp.
+    """Estimate KL(policy || reference) for each token, in the shape of ``logp``.
 
-    k1 or kl: d. abs: |d|. k2 or mse: d^2/2. k3 or low_var_kl: exp(-d) + d - 1 with d in +-20 and the result in +-10
-    (Schulman, "Approximating KL divergence"). A kind with a trailing +, such as k3+, has the value of the kind without
-    it and the gradient of k2, which is unbiased. Raises `UserError` for an unknown kind.
+    With d = logp - ref_logp, the kinds of estimates are (Schulman, "Approximating KL divergence"):
+
+    * "k1" or "kl": d.
+    * "abs": |d|.
+    * "k2" or "mse": d^2 / 2.
+    * "k3" or "low_var_kl": exp(-d) + d - 1, with d clamped to [-20, 20] and the result to [-10, 10].
+    * with an appended "+", such as "k3+": the value of that kind with the gradient of k2, which is unbiased.
+
+    Raises `UserError` if the kind is unknown.
     """
     difference = logp - ref_logp
     if kind.endswith("+") and kind[:-1] in KL_KINDS:
@@ -474,15 +529,20 @@ def kl_penalty(logp: Tensor, ref_logp: Tensor, kind: str) -> Tensor:
 # --- the losses -----------------------------------------------------------------------------------
 @policy_loss("ppo")
 def ppo(tokens: Tokens, settings: LossSettings) -> TokenLosses:
-    """max(-A u, -A clip(u, 1-low, 1+high)), at most -A c if A < 0 (arXiv 1707.06347, 1912.09729, 2503.14476).
+    """Compute the clipped loss of PPO, with a lower and an upper bound of the ratio and a dual clip; see `clipped`.
 
-    u is the ratio. With a recomputed (proximal) ``old_logp`` and a correction this is decoupled PPO (arXiv 2110.00641).
+    Sources: PPO (arXiv 1707.06347), dual clip (arXiv 1912.09729), two bounds (DAPO, arXiv 2503.14476). With recomputed
+    log-probs as ``old_logp`` and a correction, this is decoupled PPO (arXiv 2110.00641).
     """
     return clipped(tokens.ratio, tokens.advantages, settings.clip_low, settings.clip_high, settings.dual_clip)
 
 
 def clipped(ratio: Tensor, advantages: Tensor, low: float, high: float, dual: float | None = None) -> TokenLosses:
-    """Compute the clipped loss of T tokens; ``ratio`` and ``advantages`` float [T]."""
+    """Compute the clipped loss of T tokens from ``ratio`` and ``advantages``, float [T] each.
+
+    The loss is max(-A u, -A clip(u, 1 - low, 1 + high)), where A is the advantage and u the ratio. If ``dual`` is given
+    and A < 0, the loss is at most -A * dual.
+    """
     values = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(1 - low, 1 + high))
     negative = advantages < 0
     above, below = (advantages > 0) & (ratio > 1 + high), negative & (ratio < 1 - low)
@@ -494,15 +554,19 @@ def clipped(ratio: Tensor, advantages: Tensor, low: float, high: float, dual: fl
 
 
 def mean_log_ratio(tokens: Tokens, settings: LossSettings) -> Tensor:
-    """float [T]: mean of log pi / pi_old over each token's sequence."""
+    """Return float [T]: for each token, the mean of log(pi / pi_old) over its sequence."""
     return tokens.sequence_mean(tokens.logp - tokens.old_logp)
 
 
 @policy_loss("gspo", scope="sequence", precompute=mean_log_ratio, aggregation="seq-mean-token-mean")
 def gspo(tokens: Tokens, settings: LossSettings) -> TokenLosses:
-    """PPO's clip of a sequence's geometric-mean ratio, whose gradient flows through each token (arXiv 2507.18071)."""
+    """Compute PPO's clipped loss with one ratio per sequence, the geometric mean of its tokens' ratios (GSPO).
+
+    The gradient of the ratio flows through each token's own log-prob (arXiv 2507.18071).
+    """
     assert tokens.precomputed is not None
-    # The difference, exactly 0, is taken first: adding logp to a small mean would lose digits of the mean.
+    # logp - logp.detach() is exactly 0 and only carries the gradient. It is computed first, because adding logp to the
+    # small mean would lose digits of the mean.
     log_ratio = tokens.precomputed + (tokens.logp - tokens.logp.detach())
     ratio = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
     return clipped(ratio, tokens.advantages, settings.clip_low, settings.clip_high)
@@ -510,7 +574,10 @@ def gspo(tokens: Tokens, settings: LossSettings) -> TokenLosses:
 
 @policy_loss("cispo")
 def cispo(tokens: Tokens, settings: LossSettings) -> TokenLosses:
-    """-clip(ratio) A log pi, ratio without gradient; a clipped token still has a gradient (arXiv 2506.13585)."""
+    """Compute -clip(u, 1 - low, 1 + high) * A * log pi, with no gradient through the ratio u (arXiv 2506.13585).
+
+    Unlike in PPO, a token whose ratio is clipped still has a gradient.
+    """
     low, high = 1 - settings.clip_low, 1 + settings.clip_high
     ratio = tokens.ratio.detach()
     values = -ratio.clamp(low, high) * tokens.advantages * tokens.logp
@@ -519,21 +586,22 @@ def cispo(tokens: Tokens, settings: LossSettings) -> TokenLosses:
 
 @policy_loss("reinforce", ratio=False)
 def reinforce(tokens: Tokens, settings: LossSettings) -> Tensor:
-    """-A log pi (Williams 1992). A correction multiplies the value by the capped pi / pi_behaviour."""
+    """Compute -A * log pi, the loss of REINFORCE (Williams 1992)."""
     return -tokens.advantages * tokens.logp
 
 
 @policy_loss("gpg", ratio=False)
 def gpg(tokens: Tokens, settings: LossSettings) -> Tensor:
-    """-A log pi, the loss of "group policy gradient", meant for the estimator ``gpg`` (arXiv 2504.02546)."""
+    """Compute -A * log pi, the loss of group policy gradient, meant for the estimator ``gpg`` (arXiv 2504.02546)."""
     return -tokens.advantages * tokens.logp
 
 
-# --- losses that restrain tokens with a high covariance of log-prob and advantage -----------------
+# --- losses that limit the update of tokens with a high covariance of log-prob and advantage ------
 def covariance(tokens: Tokens) -> Tensor:
-    """float [T]: (A - mean A) (log pi - mean log pi); a high covariance lowers the entropy.
+    """Return float [T]: each token's term (A - mean A) * (log pi - mean log pi) of a covariance.
 
-    The means are over fresh tokens. Replayed tokens get -inf.
+    Training on tokens with a high value lowers the entropy of the policy. The means are over fresh tokens. Replayed
+    tokens get -inf.
     """
     fresh = ~tokens.off_policy
     count = fresh.sum()
@@ -548,9 +616,10 @@ def covariance(tokens: Tokens) -> Tensor:
 def clip_cov_choice(
     tokens: Tokens, settings: LossSettings, share: float = 2e-4, low: float = 1.0, high: float = 5.0
 ) -> Tensor:
-    """Return bool [T]: tokens drawn from the unclipped fresh tokens whose covariance is between ``low`` and ``high``.
+    """Return bool [T]: True for tokens that are drawn at random to get no gradient.
 
-    ``share`` of all fresh tokens are drawn, but at least one.
+    They are drawn from the fresh tokens that are not clipped and whose `covariance` is between ``low`` and ``high``.
+    Their number is ``share`` times the number of all fresh tokens, at least one, or fewer if too few tokens qualify.
     """
     values = covariance(tokens)
     plain = clipped(tokens.ratio, tokens.advantages, settings.clip_low, settings.clip_high)
@@ -558,7 +627,7 @@ def clip_cov_choice(
     for flag in (plain.clipped_high, plain.clipped_low):
         if flag is not None:
             candidates &= ~flag
-    # A token's random number is a hash of its values, so that the choice does not depend on the order of tokens.
+    # The random number of a token is a hash of its values, so that the choice does not depend on the order of tokens.
     seed = tokens.old_logp.double() * 12.9898 + tokens.advantages.double() * 78.233 + tokens.sequence * 37.719
     draw = (seed.sin() * 43758.5453).frac().abs()
     return _highest(torch.where(candidates, draw, -torch.inf), _count(tokens, share))
@@ -566,9 +635,10 @@ def clip_cov_choice(
 
 @policy_loss("clip_cov", scope="update", precompute=clip_cov_choice)
 def clip_cov(tokens: Tokens, settings: LossSettings) -> TokenLosses:
-    """PPO without the gradient of a few tokens of high covariance (arXiv 2505.22617).
+    """Compute PPO's clipped loss, but without gradient for a few tokens of high covariance (arXiv 2505.22617).
 
-    Options: ``share`` of an update's tokens that get no gradient; ``low`` and ``high``, bounds of their covariance.
+    Options, which `clip_cov_choice` takes: ``share``, the fraction of an update's fresh tokens that get no gradient;
+    ``low`` and ``high``, the bounds of their covariance.
     """
     assert tokens.precomputed is not None
     plain = clipped(tokens.ratio, tokens.advantages, settings.clip_low, settings.clip_high)
@@ -576,15 +646,16 @@ def clip_cov(tokens: Tokens, settings: LossSettings) -> TokenLosses:
 
 
 def kl_cov_choice(tokens: Tokens, settings: LossSettings, share: float = 2e-4) -> Tensor:
-    """Return bool [T]: the ``share`` of the fresh tokens (at least one) with the highest covariance."""
+    """Return bool [T]: True for the fraction ``share`` of the fresh tokens (at least one) with highest `covariance`."""
     return _highest(covariance(tokens), _count(tokens, share))
 
 
 @policy_loss("kl_cov", scope="update", precompute=kl_cov_choice)
 def kl_cov(tokens: Tokens, settings: LossSettings, coefficient: float = 1.0) -> TokenLosses:
-    """-A u, not clipped, plus a penalty |log u| on the tokens of highest covariance (arXiv 2505.22617).
+    """Compute -A * u without clipping, plus a penalty on a few tokens of highest covariance (arXiv 2505.22617).
 
-    Options: ``share`` of an update's tokens that get the penalty; ``coefficient`` of the penalty.
+    The penalty is ``coefficient`` * |log u|. Options: ``coefficient``, and ``share``, the fraction of an update's fresh
+    tokens that get the penalty, which `kl_cov_choice` takes.
     """
     assert tokens.precomputed is not None
     penalty = coefficient * tokens.log_ratio.abs()
@@ -596,7 +667,10 @@ def _count(tokens: Tokens, share: float) -> int:
 
 
 def _highest(values: Tensor, count: int) -> Tensor:
-    """Return bool [T]: the ``count`` highest of ``values`` [T], no more even if values tie; -inf is never chosen."""
+    """Return bool [T]: True for the ``count`` highest of ``values`` [T].
+
+    If values tie, no more than ``count`` are chosen. -inf is never chosen.
+    """
     chosen = torch.zeros_like(values, dtype=torch.bool)
     chosen[values.topk(min(count, values.numel())).indices] = True
     return chosen & (values > -torch.inf)
@@ -606,16 +680,19 @@ def _highest(values: Tensor, count: int) -> Tensor:
 def replayed_loss(tokens: Tokens, settings: LossSettings) -> TokenLosses:
     """Compute the loss of replayed tokens. It does not depend on the policy loss chosen for fresh tokens.
 
-    ``old_logp`` holds the recorded log-probs. `replay_mode` chooses the loss:
+    ``old_logp`` must hold the recorded log-probs. ``settings.replay_mode`` chooses the loss:
 
-    * "clip": PPO with a separate upper bound, `replay_clip_high`.
-    * "shape": -A w / (w + beta), where w is the ratio, without clipping (LUFFY, arXiv 2504.14945). Its gradient is that
-      of -A log pi times beta w / (w + beta)^2, which is 0.083 at w = 1 and beta = 0.1.
+    * "clip": PPO's clipped loss with a separate upper bound, ``replay_clip_high``.
+    * "shape": -A w / (w + beta), where w is the ratio and beta is ``replay_shape``, without clipping (LUFFY,
+      arXiv 2504.14945). Its gradient is beta w / (w + beta)^2 times that of -A log pi; the factor is 0.083 at w = 1
+      and beta = 0.1.
+
+    With ``replay_importance = "current"`` the ratio is 1 and only carries the gradient.
     """
     current = settings.replay_importance == "current"
     log_ratio = tokens.logp - tokens.logp.detach() if current else tokens.log_ratio
     if settings.replay_mode == "shape":
-        # w / (w + beta) as a sigmoid, whose gradient stays accurate where w is large
+        # w / (w + beta) equals sigmoid(log w - log beta), whose gradient stays accurate where w is large.
         result = TokenLosses(-tokens.advantages * (log_ratio - log(settings.replay_shape)).sigmoid())
     else:
         ratio = log_ratio.exp() if current else tokens.ratio

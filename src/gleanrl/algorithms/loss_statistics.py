@@ -1,4 +1,8 @@
-"""Metrics of a loss, separate for fresh and replayed tokens, that add up exactly over micro-batches and chunks."""
+"""Metrics of a loss, separate for fresh and replayed tokens.
+
+`measure` computes the `Statistics` of one micro-batch. Statistics of several micro-batches and chunks are added, and
+the sum has the same metrics as if all tokens had been measured at once.
+"""
 
 from __future__ import annotations
 
@@ -31,27 +35,31 @@ SUMS = (
     "mismatch_ratio",
     "mismatch_ratio_squared",
 )
-OPTIONAL = frozenset({"entropy", "kl", "correction", "masked"})  # reported only if their input was given
+OPTIONAL = frozenset({"entropy", "kl", "correction", "masked"})  # sums that are reported only if their input was given
 ORIGINS = ("fresh", "replayed")
-RATIO_LARGE = 10.0  # the share of ratios above this is reported
-MISMATCH_LIMIT = 20.0  # bound of |mismatch|, equal to that of log-ratios in the losses
+RATIO_LARGE = 10.0  # the share of tokens whose ratio is above this value is reported
+MISMATCH_LIMIT = 20.0  # bound of |mismatch|, equal to the bound of log-ratios in the losses
 TAIL = 99  # percent; this quantile of the ratio is reported
 
-# Bins of the log-ratio x are of equal width in asinh(x / LINEAR): narrow around 0, where most ratios are.
+# The histogram of the log-ratio x has bins of equal width in asinh(x / LINEAR). They are narrow around x = 0, where
+# most ratios are.
 BINS = 1024  # number of bins on each side of the bin around 0
-LINEAR = 1e-3
-FURTHEST = 20.0  # log-ratios further from 0 fall into the outermost bins
+LINEAR = 1e-3  # log-ratio up to which the bins are about equally wide
+FURTHEST = 20.0  # log-ratios further from 0 are counted in the outermost bins
 WIDTH = math.asinh(FURTHEST / LINEAR) / BINS
 
 
 @dataclass(frozen=True)
 class Statistics:
-    """Sums and extrema over tokens, by origin. ``a + b`` covers the tokens of both. Tensors stay on their device."""
+    """Sums and extrema over tokens. ``a + b`` are the statistics of the tokens of both. Tensors stay on their device.
 
-    sums: Tensor  # float64 [2, len(SUMS)]: fresh, replayed
-    extrema: Tensor  # float64 [2, 2]: -min and max of the ratio, by origin
-    histogram: Tensor  # int64 [2, 2 * BINS + 1]: tokens by their log-ratio
-    measured: frozenset[str] = frozenset()  # which of `OPTIONAL` are in the sums
+    In each tensor, row 0 is for fresh tokens and row 1 for replayed tokens.
+    """
+
+    sums: Tensor  # float64 [2, len(SUMS)], sum of each quantity in `SUMS`
+    extrema: Tensor  # float64 [2, 2], the negated minimum and the maximum of the ratio
+    histogram: Tensor  # int64 [2, 2 * BINS + 1], number of tokens in each bin of the log-ratio
+    measured: frozenset[str] = frozenset()  # names in `OPTIONAL` whose input was given
 
     @classmethod
     def empty(cls, device: torch.device | str = "cpu") -> Statistics:
@@ -67,11 +75,13 @@ class Statistics:
         return Statistics(self.sums + other.sums, extrema, histogram, self.measured | other.measured)
 
     def metrics(self) -> dict[str, float]:
-        """Return metrics: ``loss/...`` over fresh tokens, ``loss/replayed/...`` over replayed ones, if there are any.
+        """Return the metrics ``loss/...`` over fresh tokens and ``loss/replayed/...`` over replayed tokens.
 
-        ``ess`` is the effective sample size as a share of the tokens: (sum w)^2 / (n sum w^2). ``ratio/p99`` is the
-        99 % quantile. The error of its logarithm x is at most 0.0053 (|x| + 0.001), so that of the ratio is 5e-4 at a
-        ratio of 1.1, 0.007 at 2 and 0.12 at 10. ``token_share`` is the share of replayed tokens.
+        If there are no tokens of one kind, its metrics are missing. ``ess`` is the effective sample size of the ratios
+        w of n tokens, as a share of the tokens: (sum w)^2 / (n sum w^2). ``ratio/p99`` is the 99 % quantile of the
+        ratio. It is read from the histogram: the error of its logarithm x is at most 0.0053 (|x| + 0.001), so the error
+        of the ratio is 5e-4 at a ratio of 1.1, 0.007 at 2 and 0.12 at 10. ``token_share`` is the share of replayed
+        tokens in all tokens.
         """
         metrics: dict[str, float] = {}
         columns = (self.sums.tolist(), self.extrema.tolist(), self.histogram.tolist())
@@ -93,7 +103,8 @@ class Statistics:
             }
             if origin == "replayed":
                 metrics["loss/replayed/token_share"] = count / tokens
-            if compared := sums["mismatch_count"]:  # fewer than all tokens if the weights change within a step
+            # Tokens after the first update of a step may have no mismatch, so fewer tokens than ``count`` may have one.
+            if compared := sums["mismatch_count"]:
                 metrics |= {
                     f"{prefix}mismatch": sums["mismatch"] / compared,
                     f"{prefix}mismatch_k3": sums["mismatch_k3"] / compared,
@@ -113,7 +124,10 @@ _PUBLIC = {
 
 
 def _quantile(counts: Sequence[int], percent: int) -> float:
-    """Return the smallest ratio that ``percent`` of the counted ratios do not exceed, as the middle of its bin."""
+    """Return the quantile at ``percent`` of the ratios in a histogram with ``counts`` by bin, as the middle of a bin.
+
+    It is the first bin up to which at least ``percent`` of all ratios are counted.
+    """
     rank = -(-percent * sum(counts) // 100)
     passed = accumulate(counts)
     index = next(index for index, reached in enumerate(passed) if reached >= rank)
@@ -133,19 +147,28 @@ def measure(
     mismatch: Tensor | None,
     correction: Tensor | None,
 ) -> Statistics:
-    """Compute the statistics of T tokens. Every argument is [T], or None to leave it out. Call under `torch.no_grad`.
+    """Compute the statistics of T tokens. To be called under `torch.no_grad`.
 
-    ``log_ratio`` must be finite and of moderate size. ``mismatch`` is log pi_old - log pi_behaviour, or for replayed
-    tokens log pi - log pi_behaviour, and is clamped to +-20 here. ``correction`` is the importance correction's weight,
-    0 where a token is left out.
+    Every argument is a tensor [T]. If an argument is None, its metrics are missing or 0.
+
+    Args:
+        replayed: bool, True for replayed tokens.
+        policy: policy loss of each token.
+        log_ratio: log(pi / pi_old), finite and with an absolute value small enough for exp.
+        clip_high, clip_low, clip_dual: bool, whether the token is clipped in this way.
+        entropy: entropy of the policy.
+        kl: estimate of the KL to the reference.
+        mismatch: log(pi_old / pi_behaviour), or log(pi / pi_behaviour) for replayed tokens; clamped to [-20, 20] here.
+        correction: factor of the importance correction, 0 where a token is left out.
     """
     if not log_ratio.numel():
         return Statistics.empty(log_ratio.device)
     bins = (log_ratio.float() / LINEAR).asinh().div_(WIDTH).round_().long().clamp_(-BINS, BINS) + BINS
-    counts = bins.new_zeros(2 * (2 * BINS + 1))  # no operation in this function waits for the device
+    # Counting with index_add_ does not make the host wait for the device; nor does any other operation here.
+    counts = bins.new_zeros(2 * (2 * BINS + 1))
     histogram = counts.index_add_(0, bins + (2 * BINS + 1) * replayed, torch.ones_like(bins)).view(2, -1)
     log_ratio = log_ratio.double()
-    excess = log_ratio.expm1()  # ratio - 1, with all its digits where the ratio is near 1
+    excess = log_ratio.expm1()  # ratio - 1, without loss of digits if the ratio is near 1
     ratio = excess + 1
     columns: dict[str, Tensor | None] = {
         "count": torch.ones_like(ratio),
@@ -153,7 +176,7 @@ def measure(
         "ratio": ratio,
         "ratio_squared": ratio.square(),
         "ratio_above": ratio > RATIO_LARGE,
-        "kl_k1": -log_ratio,  # estimates KL(old || new), as tokens are drawn from the old policy
+        "kl_k1": -log_ratio,  # estimates KL(old || new), because the old policy sampled the tokens
         "kl_k3": excess - log_ratio,
         "clip_high": clip_high,
         "clip_low": clip_low,

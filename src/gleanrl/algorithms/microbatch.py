@@ -1,8 +1,9 @@
-"""Micro-batches: padded rows of samples for one forward pass, and the flat list of their trained tokens.
+"""Packs samples into micro-batches: padded rows for one forward pass, and the flat list of their trained tokens.
 
-The learners call `micro_batches`. Members of a group start with the same prompt, and often with the same first words
-of the answer. A shared row holds their common prefix once and then each member's remainder. Fewer tokens go through the
-model's layers, but attention in a longer row costs more. `lay_out` estimates which layout of a group costs less.
+The learners call `micro_batches`. The samples of a group start with the same prompt, and often with the same first
+words of the answer. A *plain* row of a micro-batch holds one sample. A *shared* row holds several samples of a group:
+their common prefix once, and then the remainder of each. With shared rows, fewer tokens go through the model's layers,
+but attention costs more, because the rows are longer. `lay_out` chooses the rows with the least estimated cost.
 """
 
 from __future__ import annotations
@@ -19,67 +20,72 @@ from torch import Tensor
 from gleanrl.algorithms.batch import Sample
 from gleanrl.types import FloatArray, IntArray
 
-MAX_PADDING = 0.1  # share of a micro-batch that may be padding
-EVEN_LENGTH = 1024  # tokens at which attention in a shared row costs as much as all else; 4 layers of width 128
-LONGEST_SHARED_ROW = 1024  # tokens; bounds the attention mask, whose size is quadratic in them
+MAX_PADDING = 0.1  # largest share of a micro-batch's tokens that may be padding
+# Length of a shared row, in tokens, at which attention costs as much as the rest of the model; for a model with 4
+# layers of width 128.
+EVEN_LENGTH = 1024
+LONGEST_SHARED_ROW = 1024  # tokens; limits the size of the attention mask, which is quadratic in the length
 
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """Padded rows of samples for one forward pass, and the flat list of their T trained tokens.
+    """B padded rows of samples for one forward pass, and the flat list of their T trained tokens.
 
-    A row holds all tokens of its sample but the last one. Padding is on the right, where the trained positions of a
-    causal model do not attend to it. In a shared row (see `Row`) a position of the prefix may predict a token of each
-    of the row's samples.
+    A plain row holds all tokens of its sample except the last one, which is only predicted. Padding is on the right,
+    where no trained position of a causal model attends to it. In a shared row (see `Row`), a position of the common
+    prefix may predict several trained tokens, one for each sample of the row.
     """
 
-    tokens: Tensor  # int64 [B, L]
-    places: Tensor | None  # int64 [B, L], each token's place in its sample; None where every row is plain
-    owners: Tensor | None  # int64 [B, L], number (from 1) of a token's sample in a shared row; 0 = all of its samples
-    index: Tensor  # int64 [T], position in the flattened [B * L] whose output predicts a trained token
-    targets: Tensor  # int64 [T], the trained tokens
-    old: Tensor  # float32 [T], log-probs in the denominator of the ratio
-    behaviour: Tensor  # float32 [T], log-probs as sampled
+    tokens: Tensor  # int64 [B, L], token ids
+    places: Tensor | None  # int64 [B, L], position of each token in its sample; None if every row is plain
+    # int64 [B, L], in a shared row the number (from 1) of the sample that a token belongs to, 0 for a token of the
+    # common prefix; 0 in plain rows. None if every row is plain.
+    owners: Tensor | None
+    index: Tensor  # int64 [T], for each trained token, the position in the flattened [B * L] that predicts it
+    targets: Tensor  # int64 [T], ids of the trained tokens
+    old: Tensor  # float32 [T], log-probs in the denominator of the probability ratio
+    behaviour: Tensor  # float32 [T], log-probs recorded at sampling
     advantages: Tensor  # float32 [T]
-    weights: Tensor  # float32 [T]
-    off_policy: Tensor  # bool [T]
-    sequence: Tensor  # int64 [T], trajectory index
-    version: Tensor  # int64 [T], oldest weights that sampled any token of its trajectory
+    weights: Tensor  # float32 [T], factor of each token's loss in the sum over all tokens
+    off_policy: Tensor  # bool [T], whether the token's sample is off-policy
+    sequence: Tensor  # int64 [T], index of the token's trajectory in the batch
+    version: Tensor  # int64 [T], version of the oldest weights that sampled a token of the trajectory
     values: Tensor | None  # float32 [T], the critic's predictions before the update; None without a critic
-    returns: Tensor | None  # float32 [T], the critic's targets
+    returns: Tensor | None  # float32 [T], the critic's targets; None without a critic
     samples: tuple[int, ...]  # indices into the samples given to `micro_batches`, in the order of their trained tokens
     real: int  # number of input tokens of the samples
-    computed: int  # number of tokens in the rows without padding; less than ``real`` if rows are shared
+    computed: int  # number of tokens in the rows, without padding; less than ``real`` if rows are shared
 
     def to(self, device: torch.device | str) -> MicroBatch:
-        """Return a copy on another device. Copies to a GPU are asynchronous: the host does not wait for them."""
+        """Return a copy on another device. A copy to a GPU is asynchronous: the host does not wait for it."""
         target = torch.device(device)
         moved = {}
         for field in fields(self):
             value = getattr(self, field.name)
             if isinstance(value, Tensor):
                 if target.type == "cuda" and value.device.type == "cpu":
-                    value = value.pin_memory()  # a copy from pageable memory would be synchronous
+                    value = value.pin_memory()  # because a copy from pageable memory would be synchronous
                 moved[field.name] = value.to(target, non_blocking=target.type == "cuda")
         return replace(self, **moved)
 
     def untrained(self) -> MicroBatch:
-        """Return a copy of the rows with none of their tokens trained."""
+        """Return a copy with the same rows and an empty list of trained tokens."""
         tensors = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("tokens", "places", "owners")}
         nothing = {name: value[:0] for name, value in tensors.items() if isinstance(value, Tensor)}
         return replace(self, **nothing, samples=())
 
     def nothing(self) -> MicroBatch:
-        """Return a single untrained token, for a process that must take part in a pass without data of its own."""
+        """Return a micro-batch of one untrained token, for a process without data that must take part in a pass."""
         blank = self.untrained()
         return replace(blank, tokens=self.tokens[:1, :1], places=None, owners=None, real=0, computed=0)
 
 
 def row_layout(places: Tensor | None, owners: Tensor | None, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return the further inputs that a model needs for shared rows, an empty dict if every row is plain.
+    """Return the keyword arguments that a model needs for shared rows; an empty dict if every row is plain.
 
-    They are ``position_ids`` int64 [B, L] and an additive ``attention_mask`` [B, 1, L, L] of ``dtype``. A token attends
-    to itself and to those tokens before it that all samples of its row share or that belong to its own sample.
+    They are ``position_ids`` int64 [B, L] and ``attention_mask`` [B, 1, L, L] of ``dtype``, which is added to attention
+    scores. A token attends to itself, to earlier tokens of its sample, and to the common prefix of its row.
+    ``places`` and ``owners`` are those of a `MicroBatch`.
     """
     if places is None or owners is None:
         return {}
@@ -97,10 +103,17 @@ def micro_batches(
     max_padding: float = MAX_PADDING,
     share: bool = False,
 ) -> list[MicroBatch]:
-    """Pack samples into micro-batches of rows of similar length, longest first; each sample is in exactly one.
+    """Pack samples into micro-batches whose rows have similar lengths, longest rows first.
 
-    A micro-batch has at most ``tokens_per_microbatch`` padded tokens (a longer sample stands alone) and at most a
-    share of ``max_padding`` of padding. ``share``: compute common prefixes of a group's samples once, if cheaper.
+    Each sample is in exactly one micro-batch.
+
+    Args:
+        tokens_per_microbatch: largest number of tokens in a micro-batch, including padding. A sample that is longer
+            gets its own micro-batch.
+        pad_token: token id at padded positions.
+        max_padding: largest share of a micro-batch's tokens that may be padding.
+        share: use shared rows, which hold the common prefix of a group's samples once, where the estimated cost is
+            lower.
     """
     inputs = [sample.tokens[:-1] for sample in samples]
     if share:
@@ -112,7 +125,11 @@ def micro_batches(
 
 
 def plan(lengths: Sequence[int], budget: int, max_padding: float = MAX_PADDING) -> list[tuple[int, ...]]:
-    """Cut the indices of ``lengths`` into micro-batches of at most ``budget`` tokens, with little padding."""
+    """Group rows of these ``lengths`` into micro-batches, and return the indices of the rows of each.
+
+    A micro-batch has at most ``budget`` tokens, including padding (except for a single longer row), and at most a share
+    of ``max_padding`` is padding.
+    """
     plans: list[tuple[int, ...]] = []
     rows: list[int] = []
     real = 0
@@ -134,7 +151,9 @@ def _pad(samples: Sequence[Sample], rows: Sequence[Row], pad_token: int) -> Micr
         prefix = end = row.prefix
         for owner, sample in enumerate((samples[i] for i in row.samples), start=1):
             size = sample.tokens.size - 1
-            where = np.arange(size)  # position of each input: the prefix, then after the remainders added so far
+            # Position of each input in the row: the prefix stays in front, and the remainder of the sample follows
+            # the remainders of the samples before it.
+            where = np.arange(size)
             where[prefix:] += end - prefix
             tokens[line, where] = sample.tokens[:-1]
             places[line, where] = np.arange(size)
@@ -157,7 +176,7 @@ def _pad(samples: Sequence[Sample], rows: Sequence[Row], pad_token: int) -> Micr
 
 
 def _trained(samples: Sequence[Sample]) -> dict[str, Any]:
-    """Return the fields of a `MicroBatch` with one value for each trained token."""
+    """Return those fields of a `MicroBatch` that hold one value for each trained token of ``samples``."""
     masks = [sample.mask for sample in samples]
     counts = [int(mask.sum()) for mask in masks]
 
@@ -185,20 +204,25 @@ def _trained(samples: Sequence[Sample]) -> dict[str, Any]:
     }
 
 
-# --- rows that samples share ---
+# --- shared rows ---
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A single sample, or several samples whose first ``prefix`` inputs are the same and which share a row."""
+    """The layout of one row: a single sample, or several samples whose first ``prefix`` input tokens are the same."""
 
     samples: tuple[int, ...]  # indices into the ``inputs`` of `lay_out`
-    prefix: int  # 0 for a single sample
-    length: int  # number of inputs in the row
+    prefix: int  # number of input tokens that the samples share; 0 for a single sample
+    length: int  # number of input tokens in the row
 
 
 def lay_out(inputs: Sequence[IntArray], groups: Sequence[int], longest: int = LONGEST_SHARED_ROW) -> list[Row]:
-    """Return rows of least estimated cost; each sample is in exactly one, and samples of a row are of one group.
+    """Lay out samples in rows, so that the estimated cost is least.
 
-    ``inputs``: int32[n] of each sample; ``groups``: its group. No shared row is longer than ``longest``.
+    Each sample is in exactly one row, and all samples of a row belong to the same group.
+
+    Args:
+        inputs: the input tokens int32[n] of each sample.
+        groups: the index of each sample's group.
+        longest: largest length of a shared row, in tokens; `LONGEST_SHARED_ROW` applies in addition.
     """
     # In lexicographic order, samples with the longest common prefixes are neighbours.
     order = sorted(range(len(inputs)), key=lambda i: (groups[i], inputs[i].astype(">i4").tobytes(), i))
@@ -209,7 +233,10 @@ def lay_out(inputs: Sequence[IntArray], groups: Sequence[int], longest: int = LO
 
 
 def _cheapest(members: Sequence[int], inputs: Sequence[IntArray], longest: int) -> list[Row]:
-    """Return the cheapest cut of the sorted ``members`` into rows of neighbours, by dynamic programming."""
+    """Return the rows of least cost for the samples of one group, found by dynamic programming.
+
+    ``members`` are the samples' indices in lexicographic order of their tokens. A row holds consecutive members.
+    """
     sizes = [inputs[index].size for index in members]
     common = [0, *(_common(inputs[a], inputs[b]) for a, b in pairwise(members))]
     best: list[tuple[float, tuple[Row, ...]]] = [(0.0, ())]  # best[n]: cost and rows of the first n members
@@ -223,7 +250,7 @@ def _cheapest(members: Sequence[int], inputs: Sequence[IntArray], longest: int) 
             count = stop - start
             shared = Row(tuple(members[start:stop]), prefix, total - (count - 1) * prefix)
             if not prefix or shared.length > longest:
-                break  # with further members the prefix is shorter still and the row longer
+                break  # a row with more members would have a shorter prefix and be even longer
             cost, rows = best[start]
             if cost + _cost(shared) < choice[0]:
                 choice = (cost + _cost(shared), (*rows, shared))
@@ -232,16 +259,17 @@ def _cheapest(members: Sequence[int], inputs: Sequence[IntArray], longest: int) 
 
 
 def _cost(row: Row) -> float:
-    """Cost of a row, in tokens through the layers.
+    """Return the estimated cost of a row, in units of the cost of one token without attention.
 
-    A shared row needs an explicit mask, so that both halves of its attention matrix are computed.
+    Attention in a plain row costs half as much as in a shared row of the same length: a shared row needs an explicit
+    mask, with which the half of the attention matrix above the diagonal is computed too.
     """
     attention = row.length**2 / EVEN_LENGTH
     return row.length + (attention if len(row.samples) > 1 else attention / 2)
 
 
 def _common(a: IntArray, b: IntArray) -> int:
-    """Return the length of the common prefix."""
+    """Return the number of tokens at the start that ``a`` and ``b`` have in common."""
     size = min(a.size, b.size)
     different = (a[:size] != b[:size]).nonzero()[0]
     return int(different[0]) if different.size else size
