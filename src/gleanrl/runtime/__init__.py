@@ -1,1 +1,5 @@
-"""Builds and connects the parts of a run: `local` in this process and its worker processes, `ray` in Ray actors."""
+"""Runtimes: they build the parts of a run (sampler, learner, environments, rewards), connect them, and run the job.
+
+`gleanrl.runtime.local` runs a job in this process and its worker processes. `gleanrl.runtime.ray` puts the parts into
+Ray actors. `gleanrl.runtime.embodied` runs jobs that train control policies.
+"""

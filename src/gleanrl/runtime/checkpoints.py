@@ -1,4 +1,8 @@
-"""Writes, checks and loads the checkpoints of a run. Only complete checkpoints appear, and the last few are kept."""
+"""Writes, verifies and loads the checkpoints of a run, and deletes all but the newest ones.
+
+A checkpoint is written to a temporary folder, which is renamed when it is complete. A crash therefore never leaves an
+incomplete checkpoint under a checkpoint's name.
+"""
 
 from __future__ import annotations
 
@@ -21,23 +25,29 @@ _MANIFEST = "manifest.json"
 
 
 class Checkpoints:
-    """The folder ``checkpoints/``. Each ``step-N`` in it is complete, because it gets its name only once it is written.
+    """The folder that contains the checkpoints of a run as subfolders ``step-N``.
 
-    A manifest with the size and CRC32 of every file shows whether a checkpoint is damaged. ``unchecked`` names folders
-    in a checkpoint that the manifest leaves out because they check themselves: the files of a trajectory buffer are
-    links to files that still grow.
+    Each checkpoint contains a manifest with the size and CRC32 of its files, by which damage is detected.
+
+    Args:
+        keep: number of checkpoints to keep; `save` deletes older ones.
+        unchecked: names of subfolders of a checkpoint whose files are not listed in the manifest. The files of a
+            trajectory buffer are hard links to files that still grow, so a checksum would not stay valid; the buffer
+            verifies them itself.
     """
 
     def __init__(self, folder: Path, keep: int, *, unchecked: Collection[str] = ()) -> None:
         self.folder, self.keep, self.unchecked = folder, keep, frozenset(unchecked)
 
     def save(self, step: int, state: dict[str, Any], write: Callable[[Path], None]) -> Path:
-        """Write ``state`` (JSON) and the files that ``write`` puts into the folder, then delete the oldest checkpoints.
+        """Save a checkpoint of ``step``, delete all but the newest ``keep`` checkpoints, and return its path.
 
-        An undamaged checkpoint of the same step is left as it is.
+        ``state`` must be representable in JSON. ``write`` is called with the checkpoint's folder and writes further
+        files into it. If an undamaged checkpoint of ``step`` exists, it is not written again. Checkpoints of later
+        steps are deleted.
 
         Raises:
-            UserError: the disk is full or the folder cannot be written. Earlier checkpoints are kept.
+            UserError: the disk is full or the folder cannot be written. Existing checkpoints are kept in this case.
         """
         target = self.folder / f"step-{step}"
         self._sweep(step)
@@ -57,7 +67,9 @@ class Checkpoints:
         return target
 
     def latest(self) -> tuple[Path, dict[str, Any]] | None:
-        """Return the newest undamaged checkpoint and its state; None if there are no checkpoints.
+        """Return the folder and the state of the newest undamaged checkpoint, or None if there are no checkpoints.
+
+        Damaged checkpoints that are newer are skipped with a warning.
 
         Raises:
             UserError: there are checkpoints, but every one of them is damaged.
@@ -75,14 +87,14 @@ class Checkpoints:
         return None
 
     def _sweep(self, step: int) -> None:
-        """Remove what no run will use: half-written folders of a killed process, and damaged later steps."""
-        # later checkpoints are damaged, because the run would have resumed from an undamaged one
+        """Delete temporary folders that a killed process left, and the checkpoints of steps after ``step``."""
+        # A checkpoint of a later step must be damaged: otherwise the run would have resumed from it.
         later = [folder for folder in self._find_all() if int(folder.name[5:]) > step]
         for folder in [*self.folder.glob(f"{atomic.TEMPORARY_PREFIX}*"), *later]:
             shutil.rmtree(folder, ignore_errors=True)
 
     def _find_all(self) -> list[Path]:
-        """Return the checkpoints, oldest first."""
+        """Return the folders of all checkpoints, damaged ones included, ordered by step."""
         found = [path for path in self.folder.glob("step-*") if path.is_dir() and path.name[5:].isdigit()]
         return sorted(found, key=lambda path: int(path.name[5:]))
 
@@ -90,9 +102,9 @@ class Checkpoints:
 def restore(
     checkpoints: Checkpoints, learner: Learner, plan: Plan, schedule: Schedule, total_steps: int
 ) -> StalenessController:
-    """Load the newest undamaged checkpoint into ``learner`` and ``plan``; return the controller that continues from it.
+    """Load the newest undamaged checkpoint into ``learner`` and ``plan``, and return its staleness controller.
 
-    Without a checkpoint nothing changes and the controller starts at step 0.
+    If there is no checkpoint, ``learner`` and ``plan`` stay unchanged and the returned controller starts at step 0.
 
     Raises:
         UserError: every checkpoint is damaged.

@@ -1,8 +1,11 @@
-"""Stores expert demonstrations in an experience pool: actions in the form in which the run's agent says them.
+"""Stores expert demonstrations in the experience pool of a run. Called by `gleanrl pool seed`.
 
-The probability with which the expert chose its actions is unknown. The recorded log-probs are those of the policy in
-the run's newest checkpoint. The importance weight therefore measures how far a policy has moved from that checkpoint.
-It does not correct the bias that comes from another policy, the expert, having chosen the actions.
+The run's player plays an episode for each demonstration, in which the sampler returns the expert's actions. A stored
+trajectory therefore has the same prompts, chat template and tokens as an episode of the run's agent.
+
+The behaviour log-probs of the expert are unknown. The policy in the run's newest checkpoint computes the log-probs that
+are stored instead. An importance weight of such a trajectory therefore measures how far the trained policy has moved
+from that checkpoint. It does not correct the bias that arises because the expert, not the policy, chose the actions.
 """
 
 from __future__ import annotations
@@ -35,24 +38,27 @@ from gleanrl.utils.errors import NoExpert, UserError
 from gleanrl.utils.progress import Progress
 from gleanrl.utils.seeding import derive
 
-ORIGIN = "demonstration"  # `info["origin"]` of the stored trajectories
-_TRIES = 3  # maximum number of the expert's attempts per demonstration, on average
-_AT_ONCE = 64  # demonstrations that the policy scores in one batch
+ORIGIN = "demonstration"  # value of `info["origin"]` in the stored trajectories
+_TRIES = 3  # the expert attempts at most this many times as many episodes as demonstrations are wanted
+_AT_ONCE = 64  # number of demonstrations for which the policy computes log-probs in one call
 
 
 def seed_from_demonstrations(
     pool: ExperiencePool, folder: RunFolder, count: int, *, step: int = 0, console: Progress
 ) -> tuple[Moved, int]:
-    """Put ``count`` demonstrations of the run's training tasks into ``pool``.
+    """Record up to ``count`` successful demonstrations of the training tasks of the run ``folder`` in ``pool``.
 
-    Returns how many were stored and left out, and the step of the policy whose log-probs were recorded.
+    The environment's expert acts, with the noise of the warm start (``warm_start.noise``). The episodes are played and
+    scored as the run's own episodes are. ``step`` is the pool step at which the demonstrations are stored, from which
+    the pool computes their age.
 
-    The expert is that of the warm start, with the same noise. Its actions are tokenised, played and scored like the
-    agent's. The age of the demonstrations counts from ``step``.
+    Returns:
+        The numbers of trajectories stored and left out, and the step of the checkpoint whose policy computed the
+        log-probs.
 
     Raises:
-        UserError: the environment has no expert, the run has no checkpoint, or the run's agent cannot play any of the
-            demonstrations.
+        UserError: the environment has no expert, the run has no checkpoint, or no demonstration succeeds when it is
+            played as an episode of the run's agent.
     """
     config = configuration.load(str(folder.config_path))
     found = Checkpoints(folder.checkpoints_path, keep=config.checkpoint.keep).latest()
@@ -77,8 +83,8 @@ class _Seeding:
     builder: Builder
     learner: TorchLearner
     pool: ExperiencePool
-    policy: int  # the step of the policy's checkpoint
-    step: int
+    policy: int  # step of the checkpoint whose policy computes the log-probs
+    step: int  # pool step at which the demonstrations are stored
 
     async def run(self, count: int, console: Progress) -> Moved:
         config, prepared = self.builder.config, self.builder.prepared
@@ -99,7 +105,8 @@ class _Seeding:
                     seed = derive(config.run.seed, "demonstrations for the pool", attempt)
                     try:
                         said, score = taskset.demonstrate(task, seed=seed, noise=config.warm_start.noise)
-                    except NoExpert as error:  # possibly only this part of a mixture has no expert
+                    except NoExpert as error:
+                        # In a mixture of environments, tasks of another environment may still have an expert.
                         no_expert = error
                         continue
                     if not (score.valid and score.value > 0):
@@ -128,7 +135,7 @@ class _Seeding:
         return intake.moved
 
     async def _store(self, intake: Intake, demonstrations: Sequence[tuple[Task, Trajectory]]) -> None:
-        """Store the demonstrations with the policy's log-probs."""
+        """Compute the policy's log-probs for the demonstrations and pass both to ``intake``, which stores them."""
         if not demonstrations:
             return
         groups = [replayed_group(task, [trajectory]) for task, trajectory in demonstrations]
@@ -140,7 +147,7 @@ class _Seeding:
             logprobs[sample.group].append(score.logprobs[sample.mask])
             entropies[sample.group].append(score.entropy[sample.mask])
         for (task, trajectory), own, entropy in zip(demonstrations, logprobs, entropies, strict=True):
-            # the log-probs go to the sampled turns, in order
+            # `own` has one log-prob for each sampled token of the trajectory, in the order of its turns.
             start, segments = 0, []
             recorded_logprobs = np.concatenate(own).astype(np.float32)
             for segment in trajectory.segments:
@@ -167,7 +174,11 @@ class _Seeding:
 async def _play(
     player: Player, task: Task, answers: Sequence[Message], tools: Tools, name: str, seed: int, reward: Reward
 ) -> Trajectory | str:
-    """Play an episode in which the agent says ``answers``. Return it with the run's score, or the reason it failed."""
+    """Play an episode of ``task`` in which the agent's messages are ``answers``, one for each turn.
+
+    Returns the trajectory, scored by ``reward``. If the episode cannot be used as a demonstration, returns the reason
+    as text instead.
+    """
     renderer = player.renderer.with_tools(tools)
     words = [renderer.spoken(answer) for answer in answers]
     speaker = _make_speaker(words)
@@ -185,11 +196,11 @@ async def _play(
 
 
 class _Over(Exception):
-    """The scripted answers are used up."""
+    """Raised by a scripted sampler when the episode requests another answer after the last one."""
 
 
 def _make_speaker(words: Sequence[IntArray]) -> ScriptedSampler:
-    """Make a sampler that gives the answers in ``words`` one after the other, whatever the prompt is."""
+    """Make a sampler that returns the token sequences in ``words`` one after another and ignores the prompts."""
     left = iter(words)
 
     def script(prompt: IntArray, seed: int) -> list[int]:

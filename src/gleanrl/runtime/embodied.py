@@ -1,7 +1,7 @@
-"""Runs an embodied job in this process: ``gleanrl train pendulum``.
+"""Runs an embodied job, which trains a control policy with SAC, in this process. Example: ``gleanrl train pendulum``.
 
-`run_training` makes the parts of the run from its configuration, connects them, and closes them in reverse order. The
-loop itself is `gleanrl.embodied.loop.Training`.
+`run_training` builds the environments, the buffers, the actor worker and the rollout worker from the configuration, and
+closes them at the end. `gleanrl.embodied.loop.Training` is the training loop.
 """
 
 from __future__ import annotations
@@ -44,7 +44,10 @@ DEVICE_WORK = ("sample", "train", "evaluate", "checkpoint")
 
 
 def check(config: EmbodiedConfig) -> None:
-    """Check settings that depend on other sections. Raises `UserError`, whose message says what to change."""
+    """Raise `UserError` if settings of different sections contradict each other.
+
+    The check covers that ``demonstrations.expert`` exists and that each buffer can hold its share of a batch.
+    """
     if config.demonstrations.expert is not None:
         demonstrations.find_expert(config.demonstrations.expert)
     batch, rows, settings = config.learner.batch, config.rows_per_step, config.demonstrations
@@ -65,12 +68,19 @@ def check(config: EmbodiedConfig) -> None:
 
 
 def warnings(config: EmbodiedConfig) -> list[str]:
-    """Return warnings about settings that work badly together. No such settings are known."""
+    """Return warnings about unfavourable combinations of settings. The list is always empty for embodied jobs.
+
+    The function exists because the command line calls it for every kind of job.
+    """
     return []
 
 
 def run_training(config: EmbodiedConfig, *, resume: bool, console: Display, monitors: OpenMonitors) -> bool:
-    """Train as configured. Returns True if the run is complete, False if it was interrupted and can be resumed.
+    """Train, and return True if all steps are done, or False if the run was interrupted and can be resumed.
+
+    Args:
+        resume: continue from the newest checkpoint in the run folder; if there is none, start from step 0.
+        monitors: function that starts the run's monitors.
 
     Raises:
         UserError: a mistake in the configuration, or a damaged file.
@@ -85,7 +95,7 @@ def run_training(config: EmbodiedConfig, *, resume: bool, console: Display, moni
 async def _train(
     config: EmbodiedConfig, folder: RunFolder, console: Display, monitors: OpenMonitors, *, resume: bool
 ) -> bool:
-    """Make the parts of the run, connect them, train, and close them in reverse order."""
+    """Build and connect the parts of the run, train, and close the parts in reverse order."""
     steps = config.run.steps
     checkpoints = Checkpoints(folder.checkpoints_path, config.checkpoint.keep, unchecked=(BUFFERS,))
     found = checkpoints.latest() if resume else None
@@ -95,7 +105,8 @@ async def _train(
         held_out = stack.enter_context(open_environments(config, "evaluation", config.evaluation.episodes))
 
         if found is None:
-            shutil.rmtree(folder.path / BUFFERS, ignore_errors=True)  # left by a run without a checkpoint
+            # The folder may contain the buffers of a run that was killed before its first checkpoint.
+            shutil.rmtree(folder.path / BUFFERS, ignore_errors=True)
         sac = SAC(environments.obs_size, environments.action_size, config.learner, config.run.seed)
         window, max_rows = config.buffer.window, config.buffer.max_rows
         online = stack.enter_context(open_buffer(config, folder, "online", window, max_rows))
@@ -163,7 +174,7 @@ async def _train(
 
 
 def run_evaluation(config: EmbodiedConfig, checkpoint: Path | None, console: Display) -> Metrics:
-    """Evaluate ``checkpoint``, or the policy that training starts from if ``checkpoint`` is None.
+    """Evaluate the policy in the folder ``checkpoint``, or the randomly initialised policy if ``checkpoint`` is None.
 
     Raises:
         UserError: a mistake in the configuration, or a damaged file.
@@ -180,7 +191,11 @@ def run_evaluation(config: EmbodiedConfig, checkpoint: Path | None, console: Dis
 
 @contextmanager
 def open_environments(config: EmbodiedConfig, use: str, count: int) -> Iterator[Environments]:
-    """Yield environments whose random streams depend on ``use``. Raises `UserError` if they cannot be made."""
+    """Yield ``count`` environments, which are closed when the block ends.
+
+    ``use`` ("training", "evaluation" or "demonstrations") is mixed into the seed, so that each use has its own random
+    numbers. Raises `UserError` if the environments cannot be made.
+    """
     settings = config.environment
     try:
         from gleanrl.embodied.environments import Environments
@@ -205,7 +220,11 @@ def open_environments(config: EmbodiedConfig, use: str, count: int) -> Iterator[
 def open_buffer(
     config: EmbodiedConfig, folder: RunFolder, name: str, window: int, max_rows: int | None
 ) -> TrajectoryReplayBuffer:
-    """Open one of the run's buffers. The caller closes it."""
+    """Open the run's trajectory buffer ``name`` ("online" or "demonstrations"), in memory or in the run folder.
+
+    ``window`` is the number of newest trajectories that are sampled, and ``max_rows`` the number of chunk steps that
+    are kept (None = all). The caller closes the buffer.
+    """
     path = folder.path / BUFFERS / name if config.buffer.on_disk else None
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -220,7 +239,7 @@ def open_buffer(
 
 
 def _demonstrate(config: EmbodiedConfig, buffer: TrajectoryReplayBuffer, console: Display) -> None:
-    """Fill the buffer of demonstrations from the configured source."""
+    """Fill ``buffer`` from the stored buffer ``demonstrations.path``, or with episodes of ``demonstrations.expert``."""
     settings = config.demonstrations
     if settings.path is not None:
         demonstrations.load(buffer, Path(settings.path))
@@ -247,6 +266,6 @@ def make_worker(
 
 
 def _empty_policy(config: EmbodiedConfig, environments: Environments) -> Actor:
-    """Make a policy with arbitrary weights, which the caller replaces."""
+    """Make a policy network of the configured size. Its weights are arbitrary, because the caller replaces them."""
     sizes = (environments.obs_size, environments.action_size, config.learner.hidden_size, config.learner.layers)
     return Actor(*sizes, torch.Generator().manual_seed(0))

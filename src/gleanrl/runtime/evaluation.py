@@ -1,6 +1,8 @@
-"""Evaluates a policy, greedy and sampled, on held-out tasks: pass@k with confidence intervals, and the baselines.
+"""Evaluates a policy on held-out tasks and reports pass@k with 95 % confidence intervals.
 
-`evaluate` plays the episodes. `BackgroundEvaluator` calls it while training continues.
+`evaluate` plays the episodes: several per task at the sampling temperature, and optionally one per task at temperature
+0 (greedy). `BackgroundEvaluator` calls it while training continues. `measure_baselines` measures the success rates of
+the environment's expert and of a random policy, for comparison.
 """
 
 from __future__ import annotations
@@ -31,9 +33,10 @@ BASELINES = {"expert": 0.0, "random": 1.0}
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """Attempts on tasks: ``outcomes`` bool[tasks, attempts] and ``valid`` bool[tasks, attempts].
+    """The attempts of an evaluation, as ``trajectories[task][attempt]``; each task has the same number of attempts.
 
-    An attempt without a valid score could not be measured and is left out of the metrics.
+    `valid` (bool [tasks, attempts]) states which attempts have a score. Attempts whose scoring failed are left out of
+    the metrics. `outcomes` (bool [tasks, attempts]) states which attempts solved their task.
     """
 
     trajectories: tuple[tuple[Trajectory, ...], ...]
@@ -63,15 +66,20 @@ class Evaluation:
 
 
 def pass_at_k(attempts: int, successes: int, k: int) -> float:
-    """Return the chance that k attempts drawn from these include a success (unbiased; Chen et al., 2021)."""
+    """Return the unbiased estimate of pass@k for one task (Chen et al., 2021, arXiv:2107.03374).
+
+    This is the probability that ``k`` attempts, drawn without replacement from the ``attempts`` that were made, include
+    at least one of the ``successes``. ``k`` must be at most ``attempts``.
+    """
     return 1.0 - math.comb(attempts - successes, k) / math.comb(attempts, k)
 
 
 def mean_interval(rates: Sequence[float]) -> tuple[float, float, float]:
-    """Return the mean over tasks and its 95 % interval, which takes tasks to be independent.
+    """Return the mean of the tasks' success rates and the lower and upper bound of its 95 % confidence interval.
 
-    This is Wilson's interval on the mean with an effective number of trials. It stays inside [0, 1], and its width is
-    above 0 even if all tasks have the same rate.
+    The interval assumes that tasks are independent. It is Wilson's score interval, in which the number of trials is
+    replaced by the effective number of trials that follows from the variance between tasks. The interval lies inside
+    [0, 1], and its width is above 0 even if all tasks have the same rate.
     """
     x = np.asarray(rates, float)
     n, mean = x.size, float(x.mean())
@@ -93,9 +101,10 @@ async def evaluate(
     greedy: bool,
     done: Callable[[], None] = lambda: None,
 ) -> tuple[Metrics, Evaluation]:
-    """Play every task ``samples`` times at the player's temperature and, if ``greedy``, once at 0.
+    """Play every task ``samples`` times at the player's temperature and, if ``greedy``, once more at temperature 0.
 
-    ``done`` is called after each episode. Returns the metrics and the sampled attempts.
+    All episodes are started at once. ``done`` is called after each episode. Returns the metrics of both kinds of
+    attempts, and the sampled attempts (without the greedy ones).
     """
 
     async def attempt(task: Task, index: int, temperature: float | None) -> Trajectory:
@@ -125,7 +134,10 @@ async def evaluate(
 
 
 def by_kind(tasks: Sequence[Task], evaluation: Evaluation, name: str) -> dict[str, float]:
-    """Return one attempt's success with its interval as ``eval/kind/KIND/name``; empty if there is only one kind."""
+    """Return pass@1 and its interval for each kind of task, under the keys ``eval/kind/KIND/name``, ``..._low``, etc.
+
+    The result is empty if all tasks are of the same kind.
+    """
     kinds = dict.fromkeys(task.kind for task in tasks)
     if len(kinds) < 2:
         return {}
@@ -141,9 +153,13 @@ def by_kind(tasks: Sequence[Task], evaluation: Evaluation, name: str) -> dict[st
 
 @dataclass
 class BackgroundEvaluator:
-    """Evaluates snapshots one after another; ``report`` receives the metrics of each, with its step."""
+    """Evaluates snapshots of the policy in the background, one at a time, while training continues.
 
-    player: Player  # training's player; its sampler is not used
+    ``weights`` returns the learner's current weights. ``report`` is called with the step, the metrics and the sampled
+    attempts of each evaluation.
+    """
+
+    player: Player  # the player that training uses; evaluation replaces its sampler by `sampler`
     sampler: Sampler
     reward: Reward
     tasks: Sequence[Task]
@@ -152,19 +168,22 @@ class BackgroundEvaluator:
     weights: Callable[[], Any]
     report: Callable[[int, Metrics, Evaluation], None]
     progress: Progress
-    done: Collection[int] = ()  # steps that are not evaluated again
+    done: Collection[int] = ()  # steps for which `start` does nothing, because they were evaluated before a resume
     _running: asyncio.Task[None] | None = field(default=None, repr=False)
 
     async def start(self, step: int) -> None:
-        """Take a snapshot of the weights of step ``step``, and start to evaluate it in the background."""
+        """Copy the current weights, which are those of ``step``, to the evaluation's sampler, and start an evaluation.
+
+        First waits for the previous evaluation. Returns without waiting for the new one.
+        """
         if step in self.done:
             return
-        await self.finish()  # so that at most one snapshot is in memory
+        await self.finish()  # the sampler can hold only one snapshot, and the previous evaluation still samples from it
         await self.sampler.publish(await asyncio.to_thread(self.weights), step)
         self._running = asyncio.create_task(self._evaluate(step))
 
     async def finish(self) -> None:
-        """Wait for the running evaluation, if any."""
+        """Wait until the running evaluation, if there is one, has been reported."""
         running, self._running = self._running, None
         if running is not None:
             await running
@@ -194,7 +213,11 @@ class BackgroundEvaluator:
 
 @dataclass(frozen=True)
 class EvaluationWork:
-    """Makes the evaluation's sampler hold the device, and appear in the timeline, as "evaluate" instead of "sample"."""
+    """Wraps the device lock and the timeline for the evaluation's sampler.
+
+    A sampler acquires the device and records spans under names such as "sample" and "decode". This wrapper replaces
+    them by "evaluate", so that evaluation has its own priority at the `DeviceLock` and its own spans in the timeline.
+    """
 
     device: TakeDevice
     timeline: SpanRecorder
@@ -209,10 +232,12 @@ class EvaluationWork:
 def measure_baselines(
     taskset: Taskset, tasks: Sequence[Task], *, max_turns: int, seed: int, progress: Progress
 ) -> dict[str, float]:
-    """Return each baseline's success rate within ``max_turns`` actions as ``eval/baseline/NAME``, with its interval.
+    """Return the success rates of the expert and of a random policy on ``tasks``, each with its 95 % interval.
 
-    The result is empty if the environment has no expert. The random policy is left out if noise changes no
-    demonstration (tasks with a single answer).
+    The keys are ``eval/baseline/expert`` and ``eval/baseline/random``, with the suffixes ``_low`` and ``_high`` for the
+    interval. An episode counts as solved only if it needs at most ``max_turns`` actions. The result is empty if the
+    environment has no expert for one of the tasks. The random policy is left out if it always takes the same actions as
+    the expert, which happens if each task has only one valid action.
     """
     if not taskset.has_expert:
         return {}
@@ -224,7 +249,8 @@ def measure_baselines(
             for task in tasks:
                 try:
                     conversation, score = taskset.demonstrate(task, seed=derive(seed, "baseline", task.id), noise=noise)
-                except NoExpert:  # a rate over the other tasks only would not be comparable
+                except NoExpert:
+                    # A rate over the remaining tasks would not be comparable with the policy's rate over all tasks.
                     return {}
                 played.setdefault(name, []).append(conversation)
                 actions = sum(message["role"] == "assistant" for message in conversation)

@@ -1,6 +1,7 @@
-"""The experience pool of a run: opens it, undoes what a killed start left in it, and fills it from another run.
+"""Opens the experience pool of a run, and fills it with the successes of another run or pool.
 
-Called by `gleanrl.runtime.local`, `gleanrl pool seed` and for ``replay.seed_from``.
+The runtime calls `open_pool`, which also fills a new pool from ``replay.seed_from``. `gleanrl pool seed` calls
+`seed_from_rollouts`.
 """
 
 from __future__ import annotations
@@ -41,10 +42,16 @@ def open_pool(
     max_context: int | None = None,
     tasks: Iterable[Task] = (),
 ) -> Iterator[ExperiencePool | None]:
-    """Yield the run's pool, open for writing, or None if replay is off.
+    """Yield the run's experience pool, open for writing, or None if replay is disabled.
 
-    A run that starts evicts the trajectories of tasks that differ from the one of ``tasks`` with the same id.
-    A run that is resumed without a checkpoint starts again from step 0, with the pool as it was before the run.
+    If a run is resumed but has no checkpoint yet, it starts again from step 0. In this case the pool is first rewound
+    to its state before the run. Each run that starts from step 0 also compares the pool's tasks with ``tasks``: if a
+    task has changed under the same id, the trajectories of the old task are evicted.
+
+    Args:
+        tokenizer: the pool stores its fingerprint, and refuses trajectories of another tokenizer.
+        max_context: the largest number of tokens that the run can train on; None = no limit.
+        tasks: the run's training tasks.
     """
     settings = config.replay
     if not settings.enabled:
@@ -52,19 +59,22 @@ def open_pool(
         return
     note_path = folder.path / START_FILE
     note = {"run": f"{config.run.name} {uuid.uuid4().hex[:12]}", "pool": settings.path, "mark": None}
-    # an existing note belongs to this run if the run is resumed, or if the pool lies in the run's own folder
+    # An existing START_FILE belongs to this run if the run is resumed. It also applies to a new run in the same folder
+    # if the pool lies in this folder too, because the pool then still contains what the failed earlier run wrote.
     if (resume or settings.path is None) and note_path.exists():
         note = json.loads(note_path.read_text())
     else:
         atomic.write_text(note_path, json.dumps(note))
-    # a run may not undo what another run did in the pool; this is not checked if it resumes with a copy of its pool
+    # With a name in `run`, the pool refuses to rewind past a mark of another run. A run that is resumed with another
+    # `replay.path` uses a copy of its pool. Other runs do not use this copy, so the check is switched off with None.
     owner = note["run"] if note["pool"] == settings.path else None
     path = Path(settings.path) if settings.path else folder.experience_path
     takes = {"tokenizer": tokenizer_fingerprint(tokenizer), "vocabulary": len(tokenizer), "max_context": max_context}
     with ExperiencePool(path, settings, run=owner, **takes) as pool:
         if not (resume and has_checkpoint(folder)):
             if note["mark"] is not None and note["mark"] in pool.stats()["marks"]:
-                pool.rewind(note["mark"])  # undoes all that a killed start did, seeding included
+                # undo everything that an earlier start of this run wrote before it was killed, seeding included
+                pool.rewind(note["mark"])
             else:
                 atomic.write_text(note_path, json.dumps({**note, "mark": pool.mark()}))
             if settings.seed_from and not pool.stats()["trajectories"]:
@@ -75,19 +85,21 @@ def open_pool(
 
 
 def has_checkpoint(folder: RunFolder) -> bool:
-    """Return whether a resumed run has a checkpoint to continue from."""
+    """Return whether the run has a checkpoint. It is not verified here, so it may be damaged."""
     return any(folder.checkpoints_path.glob("step-*"))
 
 
 def seed_pool(pool: ExperiencePool, source: Path | str, *, trust: bool = False) -> int:
-    """Store the successes of ``source``, a pool's file or a run's folder; return how many were stored.
+    """Copy the successful trajectories of ``source`` into ``pool``, and return how many were stored.
 
-    A run that has a pool is read from its pool, any other run from its rollouts. The age of the trajectories counts
-    from step 0 of this run. With ``trust``, ``pool`` or ``source`` is assumed to have the other's tokenizer if it does
-    not name its own.
+    ``source`` is the file of a pool or the folder of a run. The trajectories of a run are read from its pool or, if it
+    has none, from its rollout files. They are stored as if they had been sampled at step 0 of the present run.
+
+    By default an error is raised unless ``pool`` and ``source`` are known to have the same tokenizer. With ``trust``, a
+    side without a tokenizer fingerprint is assumed to have the tokenizer of the other side.
 
     Raises:
-        UserError: there is nothing at ``source``, or its tokens are, or may be, from another tokenizer.
+        UserError: ``source`` does not exist, or its tokenizer differs or is not known.
     """
     path = Path(source)
     if path.is_dir():
@@ -99,13 +111,17 @@ def seed_pool(pool: ExperiencePool, source: Path | str, *, trust: bool = False) 
 
 
 def seed_from_rollouts(pool: ExperiencePool, folder: RunFolder, *, step: int = 0, trust: bool = False) -> Moved:
-    """Store every fresh success in a run's rollout files, with the success rate of its task's latest group in them.
+    """Store the successful fresh trajectories from the rollout files of the run ``folder`` in ``pool``.
 
-    Rollouts hold only the ids of their tasks; the tasks are made again from the run's configuration. The age of the
-    trajectories counts from ``step`` of this run.
+    The success rate of a task is taken from its newest group in these files. Rollout files contain only the ids of
+    tasks; the tasks themselves are made again from the run's configuration.
+
+    Args:
+        step: pool step at which the trajectories are stored, from which the pool computes their age.
+        trust: see `seed_pool`.
 
     Raises:
-        UserError: see `seed_pool`.
+        UserError: the run has no rollout files, or its tokenizer differs or is not known.
     """
     if not folder.rollout_steps():
         raise UserError(f"{folder.path} has no rollouts to seed from; it ran with monitor.rollouts_per_step = 0?")
@@ -115,21 +131,22 @@ def seed_from_rollouts(pool: ExperiencePool, folder: RunFolder, *, step: int = 0
     tasks = {task.id: task for task in taskset.tasks("train", config.environment.train_tasks)}
 
     def read_groups() -> Iterator[list[Trajectory]]:
-        """Yield the fresh members of every group, oldest step first."""
+        """Yield the fresh (not replayed) members of every group, in the order of the steps."""
         for step in folder.rollout_steps():
             for _, records in groupby(folder.read_rollouts(step), key=lambda record: record.ticket):
                 yield [record.trajectory for record in records if not record.replayed]
 
-    whole = config.monitor.rollouts_per_step == -1  # a group's success rate is known only if all its members are kept
+    # With a limit on rollouts per step, members of a group may be missing, so its success rate would be wrong.
+    whole = config.monitor.rollouts_per_step == -1
     sampled = {"temperature": config.sampler.temperature, "whole": whole}
     return transfer.seed_from_groups(pool, read_groups, tasks, step=step, **sampled)
 
 
 def saved_tokenizer(folder: RunFolder) -> str | None:
-    """Return the fingerprint of the tokenizer that a run saved; None if it saved none.
+    """Return the fingerprint of the tokenizer in the run folder, or None if the folder contains no tokenizer.
 
     Raises:
-        UserError: the tokenizer does not load.
+        UserError: the tokenizer cannot be loaded.
     """
     from transformers import AutoTokenizer
 

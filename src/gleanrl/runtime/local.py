@@ -1,4 +1,9 @@
-"""Runs a job in this process: builds the parts of a run, connects them, and closes them in reverse order."""
+"""Runs a job in this process, whose environments and further learner ranks may use worker processes.
+
+`gleanrl train` calls `run_training`, `gleanrl evaluate` calls `run_evaluation`. `Builder` builds the parts of a run
+from its configuration. `gleanrl.runtime.ray` derives its own builder from it and also calls `train_with` and
+`evaluate_with`.
+"""
 
 from __future__ import annotations
 
@@ -55,10 +60,14 @@ from gleanrl.utils.seeding import derive
 
 
 def run_training(config: Config, *, resume: bool, console: Progress, monitors: OpenMonitors) -> bool:
-    """Train as configured. Returns True if the run is complete, False if it was interrupted and can be resumed.
+    """Train, and return True if all steps are done, or False if the run was interrupted and can be resumed.
+
+    Args:
+        resume: continue from the newest checkpoint in the run folder; if there is none, start from step 0.
+        monitors: function that starts the run's monitors.
 
     Raises:
-        UserError: a mistake that the user can fix.
+        UserError: a mistake that the user can fix, such as a wrong setting, a damaged file or a full disk.
     """
     validate.check(config)
     set_up_libraries(config)
@@ -73,10 +82,13 @@ def run_training(config: Config, *, resume: bool, console: Progress, monitors: O
 
 
 def run_evaluation(config: Config, checkpoint: Path | None, console: Progress) -> Metrics:
-    """Evaluate the configuration's model, or a checkpoint of its run, on its held-out tasks.
+    """Evaluate a model on the held-out tasks of ``config``, and return the metrics and those of the baselines.
+
+    The model is the one in the folder ``checkpoint``; if ``checkpoint`` is None, it is the model that a run with this
+    configuration starts from (after its warm start).
 
     Raises:
-        UserError: a mistake that the user can fix.
+        UserError: a mistake that the user can fix, such as a wrong setting or a damaged checkpoint.
     """
     set_up_libraries(config)
     scorer = make_scorer(config.reward)
@@ -87,7 +99,8 @@ def run_evaluation(config: Config, checkpoint: Path | None, console: Progress) -
 def set_up_libraries(config: Config) -> None:
     if config.run.threads:
         torch.set_num_threads(config.run.threads)
-    transformers_logging.disable_progress_bar()  # a bar for each shard of a model would break the console's display
+    # transformers shows a progress bar while it loads the shards of a model, which would garble our own progress bars.
+    transformers_logging.disable_progress_bar()
 
 
 async def evaluate_with(builder: Builder, checkpoint: Path | None) -> Metrics:
@@ -134,40 +147,49 @@ async def train_with(builder: Builder, monitors: OpenMonitors, *, resume: bool) 
 
 @dataclass(frozen=True)
 class Builder:
-    """Makes the parts of a run from its configuration."""
+    """Makes the parts of a run (learner, samplers, environments, rewards, ...) from its configuration."""
 
     config: Config
     folder: RunFolder
     prepared: Prepared
     console: Progress
-    scorer: Scorer | None = None  # None: `rewards` makes the scorer
-    ranks: Ranks | None = None  # the processes that the learner is spread over
+    scorer: Scorer | None = None  # if None, `rewards` makes the scorer that the configuration names
+    ranks: Ranks | None = None  # the processes among which the learner is sharded; None = this process only
 
     @asynccontextmanager
     async def run(self, monitors: OpenMonitors, *, resume: bool) -> AsyncIterator[Run]:
-        """Yield a run with all its parts connected. The parts are closed in reverse order, also after an error."""
+        """Build and connect all parts of the run, and yield the `Run` that `gleanrl.train.train` executes.
+
+        With ``resume``, the newest checkpoint is loaded. When the block ends, also by an error, the parts are closed in
+        reverse order.
+        """
         config, folder, tokenizer = self.config, self.folder, self.prepared.tokenizer
         schedule = Schedule.from_settings(config.schedule)
         async with AsyncExitStack() as stack:
             timeline = stack.enter_context(Timeline(folder.timeline_path))
             device_lock = DeviceLock(timeline=timeline)
-            # samplers first: they copy the plain model, before a learner adds adapters to it
+            # The samplers are made before the learner, because they copy the model and the learner may add LoRA
+            # adapters to it.
             sampler = self.sampler(schedule, device_lock, timeline)
             stack.push_async_callback(sampler.close)
             evaluation_sampler = self.evaluation_sampler(schedule, device_lock, timeline)
             stack.push_async_callback(evaluation_sampler.close)
-            torch.manual_seed(self.seed("run"))  # a run must not depend on whether its warm start was cached
+            # The warm start consumes random numbers only if it is not cached. Without a new seed here, the run would
+            # depend on the cache.
+            torch.manual_seed(self.seed("run"))
             learner = self.learner(device_lock, timeline)
             environments = await stack.enter_async_context(self.environment_pool())
             rewards = await stack.enter_async_context(self.rewards(folder))
 
-            # the order of the tasks; the estimator may need a greedy attempt at each of them
+            # The estimator "remax" compares each group with the reward of a greedy rollout of the same task.
             greedy = "reward_baselines" in self.estimator.needs
             group = config.schedule.group
             curriculum: Curriculum = self.prepared.order(
                 config.tasks, group=group, seed=self.seed("tasks"), greedy=greedy
             )
-            updated: Learner = learner  # the loop's learner, which may add updates on replayed successes to each step
+            # `updated` is the learner that the training loop calls. With `replay.pool_updates` it wraps `learner` and
+            # adds updates on replayed successes to each step.
+            updated: Learner = learner
             experience = stack.enter_context(
                 open_pool(
                     config,
@@ -208,7 +230,8 @@ class Builder:
                     )
             guide = None
             if config.guidance.enabled:
-                if not (resume and has_checkpoint(folder)):  # remove what a killed start left
+                if not (resume and has_checkpoint(folder)):
+                    # The run starts from step 0, but an earlier start that was killed may have written this file.
                     (folder.path / GUIDANCE_FILE).unlink(missing_ok=True)
                 guide = Guide(
                     config.guidance,
@@ -287,12 +310,14 @@ class Builder:
     async def make_batch(
         self, groups: Sequence[Group], *, learner: TorchLearner, updated: Learner, guide: Guide | None
     ) -> Batch:
-        """Build the batch of finished groups that ``updated`` learns from: samples, advantages and loss weights.
+        """Turn finished groups into a batch (samples, advantages and loss weights) for an update of ``updated``.
 
-        ``learner`` gives the model estimates that some estimators and a KL in the reward need.
+        ``learner`` computes the model estimates, such as values and reference log-probs, which some advantage
+        estimators and a KL penalty in the reward need.
         """
         if guide is not None:
-            groups = guide.strip(groups)  # members that train without the inserted text are rebuilt without it
+            # Guidance inserted text into some prompts. Where a member must not train with this text, it is removed.
+            groups = guide.strip(groups)
         if isinstance(updated, ReplayUpdateLearner):
             updated.remember(groups)
         config, built = self.config, build_samples(groups, self.max_context)
@@ -315,13 +340,13 @@ class Builder:
 
     @property
     def max_context(self) -> int:
-        """Return the largest context length, in tokens, that both the model and the configuration allow."""
+        """The maximum number of tokens in a context: the smaller one of the model's limit and ``model.max_context``."""
         own = getattr(self.prepared.model.config, "max_position_embeddings", None)
         return min(self.config.model.max_context, own or self.config.model.max_context)
 
     @property
     def dtype(self) -> torch.dtype:
-        """Return the dtype of the sampler's weights and the learner's forward pass."""
+        """The dtype of the sampler's weights and of the learner's forward pass."""
         return compute_dtype(self.config.model, self.prepared.model.device)
 
     def learner(
@@ -346,7 +371,11 @@ class Builder:
         )
 
     def sampler(self, schedule: Schedule, device_lock: TakeDevice | None, timeline: Any, **options: Any) -> Any:
-        """Make a sampler; ``options`` replace those of the settings."""
+        """Make the configured sampler. ``options`` take precedence over ``sampler.options`` of the configuration.
+
+        If ``device_lock`` is None, the sampler uses the device without taking turns. If ``timeline`` is None, it
+        records no spans.
+        """
         settings = self.config.sampler
         deterministic = settings.deterministic if settings.deterministic != "auto" else schedule.staleness == 0
         return load_object(SAMPLERS.get(settings.name, settings.name))(
@@ -362,7 +391,10 @@ class Builder:
         )
 
     def evaluation_sampler(self, schedule: Schedule, device_lock: TakeDevice | None, timeline: Any) -> Any:
-        """Make a sampler that holds the device, and appears in the timeline, as "evaluate" instead of "sample"."""
+        """Make the sampler for evaluations, whose device holds and timeline spans are named "evaluate".
+
+        ``sampler.evaluation_options`` of the configuration take precedence over ``sampler.options``.
+        """
         options = self.config.sampler.evaluation_options
         if device_lock is None:
             return self.sampler(schedule, None, None, **options)
@@ -392,7 +424,10 @@ class Builder:
 
 @asynccontextmanager
 async def closing(sampler: Any) -> AsyncIterator[Any]:
-    """Close a sampler when the block ends. (`contextlib.aclosing` would call ``aclose``, which samplers lack.)"""
+    """Yield ``sampler`` and close it when the block ends.
+
+    `contextlib.aclosing` cannot be used, because it calls ``aclose``, and a sampler's method is named ``close``.
+    """
     try:
         yield sampler
     finally:

@@ -1,4 +1,4 @@
-"""Records a run while it is under way: metrics, rollouts and the progress bar."""
+"""Records what a run does: writes metrics, rollout files and sample texts, and advances the progress bar."""
 
 from __future__ import annotations
 
@@ -17,17 +17,20 @@ from gleanrl.types import Group
 from gleanrl.utils import atomic
 from gleanrl.utils.progress import Stage
 
-TRANSCRIPTS = 4  # number of evaluation attempts written as text
+TRANSCRIPTS = 4  # number of attempts of an evaluation that are written to `samples/` as readable text
 
 
 class RunObserver:
-    """Writes each step and evaluation to the run folder and reports it to the monitors.
+    """Passes the metrics of each step and evaluation to the monitors, and writes rollouts to the run folder.
+
+    The training loop calls `on_batch` and `on_step`, the `BackgroundEvaluator` calls `evaluated`.
 
     Args:
-        rollouts_per_step: how many trajectories of each step are kept; -1 = all.
-        counters: returns running totals (the sampler's, and ``environment_s``). Their growth over a step becomes
-            metrics of the step.
+        rollouts_per_step: number of trajectories of each step that are written to the rollout files; -1 = all.
+        counters: returns totals since the start of the process: the sampler's counters, and ``environment_s``, the
+            seconds spent in environments. The increase over a step is logged as a metric of that step.
         gauges: returns the reward agent's metrics since the last call.
+        training: the progress bar of the training.
     """
 
     def __init__(
@@ -50,13 +53,16 @@ class RunObserver:
         self._since = perf_counter()
 
     def on_batch(self, groups: Sequence[Group], batch: Batch) -> None:
-        """Keep each trajectory's mean advantage for its record. Called before the learner gets the batch."""
+        """Remember the mean advantage of each trajectory in ``batch``, which `on_step` writes to its rollout record.
+
+        Called for each batch, before the learner is updated with it.
+        """
         valid = [t.id for group in groups for t in group.trajectories if t.score.valid]
         for sample in batch.samples:
             self._advantages[valid[sample.trajectory]] = float(sample.advantages[sample.mask].mean())
 
     def on_step(self, step: int, groups: Sequence[Group], metrics: Metrics) -> None:
-        """Record a step. ``step`` is the number of steps done, this one included."""
+        """Log the metrics of a finished step and write its rollouts. ``step`` counts finished steps, from 1."""
         now = perf_counter()
         after = dict(self._counters())
         grown = {name: value - self._before.get(name, 0.0) for name, value in after.items()}
@@ -84,17 +90,18 @@ class RunObserver:
             self._monitors.log(step, metrics)
 
     def evaluated(self, step: int, metrics: Metrics, sampled: Evaluation) -> None:
-        """Record an evaluation: its metrics, and a few attempts as readable text in ``samples/``."""
+        """Log the metrics of an evaluation, and write the first attempt at a few of its tasks to ``samples/``."""
         self.log(step, metrics)
         shown = [row[0] for row in sampled.trajectories[:TRANSCRIPTS]]
         text = "\n\n".join(transcript(trajectory) for trajectory in shown)
         atomic.write_text(self._folder.path / "samples" / f"step-{step:06d}.txt", text)
 
     def _measure_times(self, now: float, environment_s: float) -> dict[str, float]:
-        """Return how many seconds of the step each activity took.
+        """Split the time since the last step, up to ``now``, among the activities of the run, in seconds.
 
-        While several are under way, the time counts as the device's work, else as waiting for rewards, else as
-        environments; the rest of the time is idle.
+        Activities overlap. Time in which the device works counts only as device work. The rest counts as waiting for
+        rewards while a score is pending. From what remains, the seconds spent in environments (``environment_s``) are
+        subtracted, and the rest is idle time. ``device/idle_share`` is the share of time without device work.
         """
         timeline, since = self._timeline, self._since
         busy = {f"time/{kind}_s": timeline.busy(kind, since, now) for kind in DEVICE_WORK}
@@ -103,7 +110,7 @@ class RunObserver:
         share = 1.0 - worked / seconds if seconds > 0 else 0.0
         idle = share * seconds
         times = {}
-        if timeline.spans("score"):  # without such spans the run never waits for rewards
+        if timeline.spans("score"):  # rewards that take less than 1 ms, such as environments' own scores, have no span
             at_work_or_waiting = timeline.busy((*DEVICE_WORK, "score"), since, now)
             times["time/reward_wait_s"] = max(0.0, at_work_or_waiting - worked)
             idle = max(0.0, idle - times["time/reward_wait_s"])

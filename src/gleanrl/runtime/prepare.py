@@ -1,7 +1,8 @@
-"""Prepares a run from its configuration: tasks, demonstrations, and a model that can start RL.
+"""Prepares a run: makes its tasks, records the expert's demonstrations, loads the model, and performs the warm start.
 
-Each costly result is cached under a key made of everything that it depends on. A second run therefore starts at once,
-and a run with changed settings never uses an outdated file.
+The demonstrations and the warm-started model are cached on disk. The cache key is a hash of everything that the result
+depends on (settings, seed, versions), so a second run with the same settings starts at once, and a run with other
+settings computes them again.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from gleanrl.utils.seeding import derive
 
 @dataclass(frozen=True)
 class Demonstration:
-    """An expert's conversation, and the tools that it could call."""
+    """A conversation in which the expert acts as the agent, and the definitions of the tools that it could call."""
 
     messages: tuple[Message, ...]
     tools: tuple[Mapping[str, Any], ...] = ()
@@ -46,7 +47,7 @@ class Demonstration:
 
 @dataclass(frozen=True)
 class Prepared:
-    """The tasks, model and tokenizer that a run starts from."""
+    """What `prepare` makes: the tasks, demonstrations, model and tokenizer that a run starts from."""
 
     taskset: Taskset
     train: Sequence[Task]
@@ -56,18 +57,18 @@ class Prepared:
     tokenizer: Any
 
     def order(self, settings: TaskSettings, *, group: int, seed: int, greedy: bool) -> Curriculum:
-        """Return the training tasks in the order that ``settings`` names.
+        """Return the curriculum that ``settings`` selects, which decides the order of the training tasks.
 
-        Raises `UserError` as `make_curriculum` does.
+        See `make_curriculum` for the arguments. Raises `UserError` if ``settings`` are wrong.
         """
         return make_curriculum(settings, self.train, self.taskset.weights, group=group, seed=seed, greedy=greedy)
 
 
 def prepare(config: Config, progress: Progress) -> Prepared:
-    """Make, or load from the cache, everything that must exist before the first rollout.
+    """Make the tasks, the demonstrations and the model of a run, or load them from the cache.
 
     Raises:
-        UserError: the environment or the model cannot be made, or an option is wrong.
+        UserError: the environment or the model cannot be made, an option is wrong, or the splits share tasks.
     """
     torch.manual_seed(derive(config.run.seed, "torch"))
     settings = config.environment
@@ -77,7 +78,8 @@ def prepare(config: Config, progress: Progress) -> Prepared:
     with progress.stage("making tasks", settings.train_tasks + settings.eval_tasks) as stage:
         train = take_tasks(taskset, settings, "train")
         stage.advance(settings.train_tasks)
-        make_curriculum(config.tasks, train, taskset.weights, group=1, seed=0, greedy=False)  # raises on bad options
+        # The result is not used. The call raises `UserError` for wrong options now, before the costly steps below.
+        make_curriculum(config.tasks, train, taskset.weights, group=1, seed=0, greedy=False)
         evaluation = take_tasks(taskset, settings, "eval")
         stage.advance(settings.eval_tasks)
     held = set() if taskset.splits_apart else {task.id for task in evaluation}
@@ -89,11 +91,12 @@ def prepare(config: Config, progress: Progress) -> Prepared:
     if type(taskset).prepare is not Taskset.prepare:
         with progress.stage("preparing tasks", len(train) + len(evaluation)) as stage:
             taskset.prepare([*train, *evaluation], workers=os.cpu_count() or 1, progress=lambda *_: stage.advance())
-    # the tiny model's vocabulary comes from the text of the demonstrations
+    # Without a warm start, demonstrations are needed only for the tiny model, whose tokenizer is trained on their text.
     needed = config.warm_start.enabled or config.model.init == "tiny"
     demonstrations = demonstrate(config, taskset, progress) if needed else ()
     texts = [text for shown in demonstrations for text in texts_of(shown.messages, shown.tools)]
-    # text that no demonstration contains (an error, the system prompt) counts as if each of them contained it once
+    # Demonstrations contain neither the system prompt nor some of the environment's messages, such as error messages.
+    # These texts are added once per demonstration, so that they have a comparable weight in the vocabulary.
     unsaid = [*taskset.phrases, *filter(None, [config.context.system_prompt])]
     texts += unsaid * len(demonstrations)
     model, tokenizer = load_model(config.model, texts=texts, seed=derive(config.run.seed, "model"))
@@ -103,7 +106,9 @@ def prepare(config: Config, progress: Progress) -> Prepared:
 
 
 def demonstrate(config: Config, taskset: Taskset, progress: Progress) -> Sequence[Demonstration]:
-    """Return successful demonstrations of the warm-start tasks, which are in no other split.
+    """Return at most ``warm_start.demonstrations`` successful demonstrations of the tasks in the split "warm_start".
+
+    The result is cached on disk.
 
     Raises:
         UserError: the taskset has no expert, or the expert solved none of the tasks.
@@ -123,7 +128,7 @@ def demonstrate(config: Config, taskset: Taskset, progress: Progress) -> Sequenc
     if path.exists():
         try:
             return [Demonstration(tuple(messages), tuple(tools)) for messages, tools in json.loads(path.read_text())]
-        except (ValueError, TypeError):  # a damaged cache entry is made again
+        except (ValueError, TypeError):  # the cached file is damaged, so the demonstrations are recorded again
             path.unlink(missing_ok=True)
     tasks = take_tasks(taskset, config.environment, "warm_start")
     kept: list[Demonstration] = []
@@ -136,7 +141,8 @@ def demonstrate(config: Config, taskset: Taskset, progress: Progress) -> Sequenc
             seed = derive(config.run.seed, "demonstration", attempt)
             try:
                 conversation, score = taskset.demonstrate(task, seed=seed, noise=settings.noise)
-            except NoExpert as error:  # possibly only this part of a mixture has no expert
+            except NoExpert as error:
+                # In a mixture of environments, tasks of another environment may still have an expert.
                 no_expert = error
                 continue
             says_something = any(message["role"] == "assistant" for message in conversation)
@@ -153,7 +159,10 @@ def demonstrate(config: Config, taskset: Taskset, progress: Progress) -> Sequenc
 def warm_start(
     config: Config, model: Any, tokenizer: Any, demonstrations: Sequence[Demonstration], progress: Progress
 ) -> Any:
-    """Return the model after supervised training on the demonstrations; its weights are cached."""
+    """Fine-tune the model on the demonstrations and return it. The weights are cached on disk.
+
+    The returned object may be another one than ``model``, if it is loaded from the cache.
+    """
     settings = config.warm_start
     key = fingerprint(
         "warm start, spoken", gleanrl.__version__, torch.__version__, config.model.model_dump(exclude={"device"}),
@@ -166,7 +175,7 @@ def warm_start(
     if (folder / "config.json").exists():
         try:
             return type(model).from_pretrained(folder, dtype=dtype).to(device)
-        except (OSError, ValueError, RuntimeError, SafetensorError):  # a damaged cache entry is made again
+        except (OSError, ValueError, RuntimeError, SafetensorError):  # the cached model is damaged, so train it again
             shutil.rmtree(folder, ignore_errors=True)
     examples = supervised_examples(config, tokenizer, demonstrations)
     with progress.stage("warm start", settings.steps) as stage:
@@ -188,7 +197,11 @@ def warm_start(
 def supervised_examples(
     config: Config, tokenizer: Any, demonstrations: Sequence[Demonstration]
 ) -> list[tuple[IntArray, BoolArray]]:
-    """Return token ids and mask of each demonstration, as the agent would have seen and said it."""
+    """Tokenise each demonstration as an episode of the agent, and return its token ids and its mask.
+
+    Both have shape [tokens]; the mask is True at tokens of the agent's messages. Demonstrations longer than
+    ``model.max_context`` are truncated.
+    """
     renderer = Renderer(tokenizer)
     system = [Message(role="system", content=config.context.system_prompt)] if config.context.system_prompt else []
     examples = []
@@ -199,18 +212,18 @@ def supervised_examples(
 
 
 def fingerprint(*parts: Any) -> str:
-    """Return a short key of everything that a cached result depends on."""
+    """Return a hash of ``parts`` (24 hexadecimal digits). Values that JSON cannot represent enter as ``str(value)``."""
     return hashlib.blake2b(json.dumps(parts, sort_keys=True, default=str).encode(), digest_size=12).hexdigest()
 
 
 def save_model(folder: Path, model: Any, tokenizer: Any) -> None:
-    """Save a model in the format that transformers and vLLM load."""
+    """Save the model and its tokenizer to ``folder``, in the format that transformers and vLLM load."""
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 
 def take_tasks(taskset: Taskset, settings: EnvironmentSettings, split: Split) -> Sequence[Task]:
-    """Return as many tasks of a split as ``settings`` ask for. Raises `UserError` if the split has fewer."""
+    """Return the tasks of ``split``. Raises `UserError` if there are fewer than the ``SPLIT_tasks`` of ``settings``."""
     count = getattr(settings, f"{split}_tasks")
     tasks = taskset.tasks(split, count)
     if len(tasks) < count:
@@ -222,5 +235,8 @@ def take_tasks(taskset: Taskset, settings: EnvironmentSettings, split: Split) ->
 
 
 def tokenizer_fingerprint(tokenizer: Any) -> str:
-    """Return a fingerprint that two tokenizers share only if they turn every conversation into the same ids."""
+    """Return a hash of the tokenizer and its chat template.
+
+    If two tokenizers have the same fingerprint, they turn each conversation into the same token ids.
+    """
     return fingerprint("tokenizer", tokenizer.backend_tokenizer.to_str(), tokenizer.chat_template)

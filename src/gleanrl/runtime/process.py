@@ -1,4 +1,4 @@
-"""Ties a run to its process: the lock on the run folder, and the handling of Ctrl-C."""
+"""Locks the run folder for the process that runs the job, and handles Ctrl-C and SIGTERM."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from gleanrl.utils.errors import UserError
 from gleanrl.utils.progress import Progress
 from gleanrl.utils.settings import JobConfig
 
-STATUS_INTERRUPTED = 130  # the shell's exit status for SIGINT
-_GRACE_S = 3.0  # seconds for a run to end after the second signal
+STATUS_INTERRUPTED = 130  # exit status that shells use for a process ended by SIGINT (128 + 2)
+_GRACE_S = 3.0  # seconds from the second signal until the process exits in any case
 
 
 class Interruptible(Protocol):
-    """A run that can be asked to end at its next step boundary."""
+    """A run that `handle_signals` can stop: `interrupt` makes it end after the present step."""
 
     @property
     def interrupted(self) -> bool: ...
@@ -34,14 +34,15 @@ class Interruptible(Protocol):
 
 @contextmanager
 def open_run(folder: RunFolder, config: JobConfig, *, resume: bool) -> Iterator[None]:
-    """Lock the run folder for this process while the block runs, and write the configuration to it.
+    """Lock the run folder for this process while the block runs, and write ``config.toml`` to it.
 
-    The configuration is written before the block runs, so that the run can be resumed wherever it is interrupted. If
-    the run fails before it logged anything, the configuration is removed, so that the same command works again.
+    The configuration is written before the block runs, so that the run can be resumed whenever it is interrupted. If
+    the block raises before the run has logged metrics or saved a checkpoint, ``config.toml`` is deleted again, so that
+    the user can correct the mistake and repeat the same command without --resume.
 
     Raises:
-        UserError: another process holds the folder; or ``resume`` is false and the folder has a run, or ``resume`` is
-            true and it has none or one with another configuration.
+        UserError: another process has locked the folder; ``resume`` is False and the folder contains a run; or
+            ``resume`` is True and the folder contains no run, or a run whose configuration does not match.
     """
     if resume and not folder.config_path.exists():
         raise UserError(f"{folder.path} holds no run to resume; leave --resume out to start one")
@@ -72,14 +73,18 @@ def open_run(folder: RunFolder, config: JobConfig, *, resume: bool) -> Iterator[
 
 @contextmanager
 def handle_signals(run: Interruptible, console: Progress) -> Iterator[None]:
-    """Let Ctrl-C (or SIGTERM) end the run cleanly at a step boundary. A second signal ends it at once."""
+    """Handle SIGINT (Ctrl-C) and SIGTERM while the block runs. Must be called from a task of a running event loop.
+
+    The first signal makes the run end after the present step, and save a checkpoint. The second signal cancels the
+    task that entered the block; `_GRACE_S` later the process exits with status 130 if it still runs.
+    """
     loop = asyncio.get_running_loop()
     current = asyncio.current_task()
 
     def stop() -> None:
         if run.interrupted and current is not None:
             current.cancel()
-            # `cancel` cannot interrupt a long update, so the process exits after a grace period in any case.
+            # A cancellation takes effect only at an `await`. An update of the model may run for long without one.
             end = threading.Timer(_GRACE_S, os._exit, (STATUS_INTERRUPTED,))
             end.daemon = True
             end.start()

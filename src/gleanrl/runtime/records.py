@@ -1,8 +1,9 @@
-"""Reads and writes the compressed rollout files of a run: the trajectories that each step learned from.
+"""Reads and writes the rollout files of a run, which contain the trajectories that each step was trained on.
 
-``rollouts/step-000012.jsonl.zst`` holds one `RolloutRecord` a line as JSON, zstd-compressed. Token ids and log-probs
-are the little-endian bytes of their arrays in base64, so reading them restores exactly the bits that were sampled. The
-loss mask is not stored, because it follows from the turns: a turn with ``logprobs`` was sampled, any other is context.
+The file ``rollouts/step-000012.jsonl.zst`` contains one `RolloutRecord` per line as JSON and is compressed with zstd.
+Token ids and log-probs are stored as the base64 of their arrays' little-endian bytes, so that they are read back bit
+for bit. The loss mask is not stored, because it follows from the turns: the tokens of a turn with ``logprobs`` were
+sampled and are trained, the tokens of all other turns are context.
 """
 
 from __future__ import annotations
@@ -27,19 +28,20 @@ _READ_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class RolloutRecord:
-    """A trajectory that a step learned from, and its place in that step."""
+    """A trajectory of a group that a step was trained on."""
 
-    step: int
-    ticket: int  # number of the group, the same for all its members
-    replayed: bool
-    advantage: float | None  # mean over the trained tokens; None = not part of the update
+    step: int  # number of finished steps, this one included
+    ticket: int  # number of the trajectory's group, the same for all members
+    replayed: bool  # whether the trajectory came from the experience pool instead of the sampler
+    advantage: float | None  # mean advantage of the trained tokens; None if the trajectory was not part of the update
     trajectory: Trajectory
 
 
 def group_records(group: Group, step: int, advantages: Sequence[float] | None = None) -> list[RolloutRecord]:
-    """Return the records of all members, fresh first.
+    """Return a record for each member of ``group``: first the fresh members, then the replayed ones.
 
-    ``advantages`` holds one number for each member; NaN = not part of the update.
+    ``advantages`` has one number for each member, in the order of ``group.trajectories``. NaN (and None for the whole
+    argument) means that the member was not part of the update.
     """
     fresh = len(group.fresh)
     given = advantages if advantages is not None else [math.nan] * len(group.trajectories)
@@ -51,18 +53,21 @@ def group_records(group: Group, step: int, advantages: Sequence[float] | None = 
 
 
 def write_rollouts(path: Path, records: Iterable[RolloutRecord]) -> None:
-    """Write one JSON line for each record, zstd-compressed; the file appears whole or not at all.
+    """Write the records to a new rollout file. The write is atomic: the file appears only when it is complete.
 
     Raises:
         UserError: the disk is full or the folder cannot be written.
-        TypeError: the ``info`` of a trajectory holds a value that JSON cannot represent.
+        TypeError: the ``info`` of a trajectory contains a value that JSON cannot represent.
     """
     lines = b"".join(serialize.to_json(record) + b"\n" for record in records)
     atomic.write_bytes(path, zstandard.ZstdCompressor(level=COMPRESSION_LEVEL).compress(lines))
 
 
 def read_rollouts(path: Path) -> Iterator[RolloutRecord]:
-    """Yield the records of a file, one at a time. The missing end of a truncated file is skipped with a warning.
+    """Yield the records of a rollout file one at a time, so that the file need not fit into memory.
+
+    If the file is truncated or its compression is damaged, the records before the fault are yielded and a warning is
+    logged.
 
     Raises:
         UserError: a line is not a record.

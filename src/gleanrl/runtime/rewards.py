@@ -1,4 +1,4 @@
-"""Makes the source of a run's rewards: the environments, or a reward agent with its journal in the run folder."""
+"""Makes the reward of a run: the environments' own scores, or a reward agent that sends requests to a scorer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ JOURNAL = "rewards.sqlite"
 
 @dataclass(frozen=True, slots=True)
 class RewardSource:
-    """A run's reward for training and for evaluation. ``metrics`` returns its metrics since the last call."""
+    """The rewards of a run: ``train`` scores training episodes, ``evaluation`` scores evaluation episodes.
+
+    ``metrics`` returns the metrics of both since its last call.
+    """
 
     train: Reward
     evaluation: Reward
@@ -25,12 +28,12 @@ class RewardSource:
 
 
 def make_scorer(settings: RewardSettings) -> Scorer | None:
-    """Make the scorer that the settings name; None if the environments score.
+    """Make the scorer that ``reward.name`` selects, or return None if it is "environment".
 
-    A run makes the scorer first, so that a mistake is reported before anything costly starts.
+    A run calls this first, so that a wrong setting is reported before tasks and models are made.
 
     Raises:
-        UserError: there is no such reward, its options do not fit, or it cannot be made.
+        UserError: there is no reward of this name, it does not accept the options, or it cannot be made.
     """
     check_reward(settings.name, options=settings.options)
     if settings.name == "environment":
@@ -42,19 +45,22 @@ def make_scorer(settings: RewardSettings) -> Scorer | None:
 async def reward_source(
     settings: RewardSettings, folder: RunFolder | None, scorer: Scorer | None = None
 ) -> AsyncIterator[RewardSource]:
-    """Yield the reward that the settings name, open while the block runs.
+    """Yield the rewards that ``settings`` select. A reward agent is open while the block runs and closed after it.
 
-    The journal in ``folder`` keeps finished rewards, so that a resumed run does not request them again. Without a
-    ``folder`` there is no journal. ``scorer`` is the result of `make_scorer` if that was called before.
+    Args:
+        folder: run folder for the journal, a database of finished scores that lets a resumed run avoid repeating its
+            requests. None = no journal.
+        scorer: the result of `make_scorer`, if it was called before; None = make the scorer here.
 
     Raises:
-        UserError: there is no such reward, or its options do not fit.
+        UserError: there is no reward of this name, or it does not accept the options.
     """
-    if settings.name == "environment":  # no agent is needed, because no requests are sent
+    if settings.name == "environment":  # the score is already in the trajectory, so no reward agent is needed
         reward = EnvironmentReward()
         yield RewardSource(reward, reward, dict)
         return
-    from gleanrl.rewards.agent import RewardAgent  # imported here, because it loads further packages
+    # Imported only here, because this module loads packages that a run without a reward agent does not need.
+    from gleanrl.rewards.agent import RewardAgent
 
     journal = folder.path / JOURNAL if folder is not None and settings.journal else None
     async with RewardAgent(scorer, settings, journal=journal) as agent:

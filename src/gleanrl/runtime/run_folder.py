@@ -1,7 +1,11 @@
-"""Locates and reads the files of a run's folder.
+"""Defines the layout of a run folder and reads its files.
 
-Readers never write, and accept incomplete files: the folder of a running, interrupted or crashed run can be
-read like that of a finished one.
+The readers never write to the folder and accept incomplete files, so that the folder of a running, interrupted or
+crashed run can be read in the same way as that of a finished run. Example:
+
+    run = RunFolder.existing("runs/sudoku")
+    for row in run.read_metrics():
+        print(row.step, row.metrics.get("reward/mean"))
 """
 
 from __future__ import annotations
@@ -29,7 +33,11 @@ _ROLLOUTS = re.compile(r"step-(\d+)\.jsonl\.zst")
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A complete checkpoint: a folder is renamed to a checkpoint's name only once all its files are written."""
+    """The step and the folder of a checkpoint.
+
+    The checkpoint is complete, because its folder gets this name only when all files are written. It may have been
+    damaged since; `gleanrl.runtime.checkpoints.check_checkpoint` verifies it.
+    """
 
     step: int
     path: Path
@@ -37,7 +45,7 @@ class Checkpoint:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """All metrics of one step; ``time`` is the Unix time, in seconds, of the step's last line."""
+    """All metrics that were logged for one step. ``time`` is when the last of them was logged (Unix time, seconds)."""
 
     step: int
     time: float
@@ -45,20 +53,23 @@ class Row:
 
 
 def find_run(name: Path | str) -> Path:
-    """Return the folder ``name``, or ``runs/NAME`` if only that exists. The folder need not hold a run."""
+    """Return the path ``name``, or ``runs/NAME`` if only the latter is a folder.
+
+    It is not checked that the folder exists or that it contains a run; see `RunFolder.existing`.
+    """
     path, under = Path(name), Path("runs") / name
     return under if not path.is_dir() and under.is_dir() else path
 
 
 class RunFolder:
-    """Paths and readers of one run."""
+    """The paths of the files in a run folder, and methods that read them. The folder need not exist."""
 
     def __init__(self, path: Path | str) -> None:
         self.path = path = Path(path)
         self.config_path = path / "config.toml"
         self.metrics_path = path / "metrics.jsonl"
         self.timeline_path = path / "timeline.jsonl"
-        self.events_path = path / "events"  # TensorBoard's folder
+        self.events_path = path / "events"  # TensorBoard's event files
         self.rollouts_path = path / "rollouts"
         self.checkpoints_path = path / "checkpoints"
         self.tokenizer_path = path / "tokenizer"
@@ -67,10 +78,10 @@ class RunFolder:
 
     @classmethod
     def existing(cls, path: Path | str) -> RunFolder:
-        """Return the run at ``path``.
+        """Return the run folder at ``path``.
 
         Raises:
-            UserError: there is no run at ``path``.
+            UserError: ``path`` is not a folder, or it contains neither config.toml nor metrics.jsonl.
         """
         folder = cls(path)
         if not folder.path.is_dir():
@@ -91,10 +102,10 @@ class RunFolder:
 
     # --- readers --------------------------------------------------------------------------------
     def read_config(self) -> dict[str, Any]:
-        """Return the resolved configuration; empty if the run ended before it wrote config.toml.
+        """Return the run's configuration, with defaults filled in, or an empty dict if there is no config.toml.
 
         Raises:
-            UserError: config.toml is not TOML.
+            UserError: config.toml is not valid TOML.
         """
         try:
             return tomllib.loads(self.config_path.read_text(encoding="utf-8"))
@@ -104,7 +115,11 @@ class RunFolder:
             raise UserError(f"{self.config_path} is not valid TOML: {error}") from None
 
     def read_metrics(self) -> list[Row]:
-        """Return one row for each step, in order. Lines of one step are merged; a half-written last line is skipped."""
+        """Return one row for each step, ordered by step.
+
+        The file may have several lines for a step (training, evaluation, a repeated step after a resume). They are
+        merged, and the later line takes precedence. Lines that are not valid JSON are skipped.
+        """
         rows: dict[int, Row] = {}
         for line in read_json_lines(self.metrics_path):
             step, time = line.pop("step", None), line.pop("time", None)
@@ -118,25 +133,31 @@ class RunFolder:
         return [rows[step] for step in sorted(rows)]
 
     def read_timeline(self) -> Iterator[dict[str, Any]]:
-        """Yield spans ``{"kind", "start", "end", ...}`` in seconds since the run's start, as written."""
+        """Yield the spans of the timeline as ``{"kind", "start", "end", ...}``, in the order of the file.
+
+        Times are in seconds since the start of the run.
+        """
         if self.timeline_path.exists():
             yield from read_timeline(self.timeline_path)
 
     def pool_path(self) -> Path:
-        """Return the path of the run's experience pool, which may not exist: ``replay.path``, or one in this folder."""
+        """Return the path of the run's experience pool: ``replay.path`` if it is set, else a file in this folder.
+
+        The file may not exist.
+        """
         named = self.read_config().get("replay", {}).get("path")
         return Path(named) if named else self.experience_path
 
     def rollout_steps(self) -> list[int]:
-        """Return the steps that have a rollout file, in order."""
+        """Return the steps that have a rollout file, in ascending order."""
         return sorted(_find_numbered(self.rollouts_path, _ROLLOUTS))
 
     def read_rollouts(self, step: int) -> Iterator[RolloutRecord]:
-        """Yield the trajectories that a step learned from. Raises `UserError` for a line that is not a record."""
+        """Yield the records in the rollout file of ``step``; see `gleanrl.runtime.records.read_rollouts`."""
         return read_rollouts(self.rollout_path(step))
 
     def checkpoints(self) -> list[Checkpoint]:
-        """Return complete checkpoints, oldest first (`gleanrl.runtime.checkpoints` checks and loads them)."""
+        """Return all checkpoints, ordered by step. They are not verified; see `Checkpoint`."""
         found = _find_numbered(self.checkpoints_path, _CHECKPOINT)
         return [Checkpoint(step, found[step]) for step in sorted(found) if found[step].is_dir()]
 
@@ -147,10 +168,10 @@ OpenMonitors = Callable[["RunInfo"], Monitor]
 
 @dataclass(frozen=True, slots=True)
 class RunInfo:
-    """Describes the run that a monitor watches; the only argument of every monitor.
+    """Describes the run that a monitor logs. A monitor is constructed with a `RunInfo` as its only argument.
 
-    ``resumed_step`` is the last step in the resumed checkpoint, or None for a new run.
-    ``config`` is the resolved configuration as plain nested values.
+    ``resumed_step`` is the number of steps finished in the checkpoint from which the run was resumed, or None for a new
+    run. ``config`` is the run's configuration, with defaults filled in, as nested dicts of JSON values.
     """
 
     folder: RunFolder
@@ -163,10 +184,10 @@ class RunInfo:
         return self.folder.name
 
     def remembered_id(self, tracker: str, fresh: str | None = None) -> str:
-        """Return this run's id at ``tracker``.
+        """Return the id under which this run is known to ``tracker`` (e.g. "wandb"), so that a resumed run keeps it.
 
-        A new run stores ``fresh``, or a random id if that is None, in the run folder. A resumed run reads the stored
-        id.
+        A new run uses ``fresh`` as its id, or a random id if ``fresh`` is None, and stores it in the run folder. A
+        resumed run returns the stored id.
         """
         path = self.folder.path / "trackers" / f"{tracker}.id"
         if self.resumed_step is not None and path.exists():
@@ -177,7 +198,10 @@ class RunInfo:
         return made
 
     def flat_config(self) -> dict[str, Any]:
-        """Return ``{"schedule.batch": 16, ...}``, for trackers whose parameters have no sections."""
+        """Return the configuration as a flat dict, such as ``{"schedule.batch": 16}``.
+
+        For trackers that do not support nested parameters.
+        """
         flat: dict[str, Any] = {}
         sections: list[tuple[str, Mapping[str, Any]]] = [("", self.config)]
         while sections:
@@ -191,7 +215,11 @@ class RunInfo:
 
 
 def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the objects of a JSON-lines file that may be missing or still growing; incomplete lines are skipped."""
+    """Yield the JSON objects of a file that has one per line. Yields nothing if the file does not exist.
+
+    Lines that are not valid JSON are skipped, with a warning unless it is the last line, which another process may be
+    writing.
+    """
     if not path.exists():
         return
     skipped, number = 0, 0

@@ -1,6 +1,7 @@
-"""Starts the processes that a run's learner is spread over, or joins those that torchrun has started.
+"""Starts the processes among which a run's learner is sharded, or connects to those that torchrun has started.
 
-Rank 0 runs the job. Without torchrun, each other rank is a process that runs `python -m gleanrl.runtime.sharded`.
+Rank 0 is the process that runs the job; the other ranks only execute the learner's commands. Without torchrun, rank 0
+starts them as ``python -m gleanrl.runtime.sharded``.
 """
 
 from __future__ import annotations
@@ -22,21 +23,23 @@ from gleanrl.learners.distributed.sharded import dismiss, serve
 from gleanrl.learners.models import resolve_device
 from gleanrl.utils.errors import UserError
 
-STARTING_S = 600.0  # seconds for all ranks to start: imports take long on a busy machine
-NOTICE_S = 2.0  # seconds after which the end of a process is surely noticed
-ENDING_S = 30.0  # seconds for each process to end after the run
+STARTING_S = 600.0  # limit in seconds for all ranks to start; imports take long on a busy machine
+NOTICE_S = 2.0  # seconds to wait for the report that a process has ended, after the connection to it has failed
+ENDING_S = 30.0  # seconds that each process may take to exit after the run, before it is killed
 _CUDA = "GLEANRL_CUDA"
 
 
 @contextmanager
 def learner_ranks(config: Config) -> Iterator[Ranks | None]:
-    """Yield the processes that the learner is spread over, with this one as rank 0; None if there is only one.
+    """Yield the `Ranks` of a sharded learner, of which this process is rank 0, or None if there is only one process.
 
-    In a torchrun process other than rank 0 the block never runs: the process serves rank 0 until the run ends, and then
-    raises SystemExit.
+    The number of ranks is ``learner.ranks``, or the number of processes if torchrun started this one. In a torchrun
+    process of another rank, the block does not run: this function executes the commands of rank 0 until the run ends,
+    and then raises SystemExit. When the block ends, the other processes are ended too.
 
     Raises:
-        UserError: the number of processes, or the model's device, does not fit.
+        UserError: the number of ranks contradicts torchrun or exceeds the number of GPUs, ``model.device`` names a
+            single GPU, or a process ended before it had started.
     """
     settings, met = config.learner, environment(os.environ)
     if met is None and settings.ranks == 1:
@@ -80,20 +83,27 @@ def _start_ranks(count: int, threads: int, *, cuda: bool) -> Iterator[Ranks]:
     started = threading.Event()
 
     def join() -> None:
-        """Wait until all processes have joined. Runs on a thread, so that a process that ends early is noticed."""
+        """Put the `Ranks` into `news` once all processes have connected, or the exception if that fails.
+
+        Runs on a thread of its own, because the constructor of `Ranks` blocks and a process may end meanwhile.
+        """
         try:
             news.put(Ranks(attempt_store(server), 0, count, cuda=cuda))
         except Exception as error:
             news.put(error)
 
     def watch(rank: int, process: subprocess.Popen[bytes]) -> None:
-        """Report the end of a process to `news`, which is read while ranks start, and a later failure to the ranks."""
+        """Wait until ``process`` ends and report how it ended. Runs on a thread of its own.
+
+        While the ranks start, the report is read from `news`. Afterwards, an exit status other than 0 is reported by
+        `Ranks.fail`, which makes the other ranks raise an error.
+        """
         status = process.wait()
         ended = f"rank {rank} ended with " + (f"signal {-status}" if status < 0 else f"status {status}")
         news.put(ended)
         started.wait()
         if status and ranks is not None:
-            with suppress(RuntimeError):  # the run has ended already
+            with suppress(RuntimeError):  # raised if the run has ended and the connection is closed
                 ranks.fail(f"{ended}; continue from the last checkpoint with --resume")
 
     for rank, process in enumerate(processes, start=1):
@@ -102,7 +112,8 @@ def _start_ranks(count: int, threads: int, *, cuda: bool) -> Iterator[Ranks]:
     try:
         try:
             first = news.get(timeout=STARTING_S)
-            if isinstance(first, Exception):  # that a process ended explains more than the error of its peers
+            if isinstance(first, Exception):
+                # If a process ended, its exit status is a better explanation than this error of the connection.
                 with suppress(Empty):
                     first = news.get(timeout=NOTICE_S)
         except Empty:
@@ -129,17 +140,21 @@ def _start_ranks(count: int, threads: int, *, cuda: bool) -> Iterator[Ranks]:
 
 
 def _start(rank: int, count: int, port: int, threads: int, *, cuda: bool) -> subprocess.Popen[bytes]:
-    """Start a process in a session of its own, so that only rank 0 receives a Ctrl-C."""
+    """Start the process of ``rank``. It is in a session of its own, so that only rank 0 receives SIGINT on Ctrl-C."""
     own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "MASTER_PORT": port, _CUDA: int(cuda)}
     own["OMP_NUM_THREADS"] = threads or max(1, (os.cpu_count() or 1) // count)
-    quiet = {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # a lost connection is reported in one line, not as a C++ stack
+    # On a lost connection, torch would print a C++ stack trace. Rank 0 reports the error in one line instead.
+    quiet = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
     given = {**os.environ, **quiet, "MASTER_ADDR": "127.0.0.1", **{name: str(value) for name, value in own.items()}}
     command = [sys.executable, "-m", "gleanrl.runtime.sharded"]
     return subprocess.Popen(command, env=given, stdin=subprocess.DEVNULL, start_new_session=True)
 
 
 def main(variables: Mapping[str, str] = os.environ) -> int:
-    """Run a process that `_start` started."""
+    """Connect to rank 0 and execute its commands; the entry point of a process started by `_start`.
+
+    ``variables`` are the environment variables that `_start` sets. Returns the exit status.
+    """
     met = environment(variables)
     assert met is not None
     store, rank, count, local = met
