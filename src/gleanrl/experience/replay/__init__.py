@@ -1,10 +1,11 @@
-"""Replay: stored trajectories join later groups.
+"""Experience replay: trains again on trajectories that are stored in the experience pool.
 
-A trajectory is *stored* in the pool, *replayed* as a member of a group, and its samples are *off-policy* in the batch.
-It is trained on again in one of three ways:
+A trajectory in the pool is called *stored*. It is called *replayed* once it is a member of a later group, where it is
+an *off-policy* member, because older weights sampled it. There are three ways to replay, one per module:
 
-* `curriculum`: a run's curriculum puts stored trajectories into ``GroupSpec.replayed``. `recall` reads them,
-  `selection` chooses, `reverify` scores them again, and `fresh` picks the tasks of groups without stored ones.
-* `updates`: further optimizer updates at the end of a step (``replay.pool_updates``).
-* `attach`: stored trajectories join the batches of another trainer's loop, such as TRL's.
+* `curriculum` adds stored trajectories to the groups of a run, as ``GroupSpec.replayed``. It uses `recall` to draw
+  tasks and trajectories from the pool by the rules in `selection`, `reverify` to score trajectories again, and `fresh`
+  to pick the tasks of the groups without replayed members.
+* `updates` makes extra optimizer updates on successes at the end of a step (``replay.pool_updates``).
+* `attach` adds stored trajectories to groups that another trainer's loop, such as TRL's, has sampled.
 """

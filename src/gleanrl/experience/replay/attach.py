@@ -13,21 +13,26 @@ from gleanrl.types import Group, GroupSpec
 
 
 def attach_replayed(groups: Sequence[Group], pool: ExperiencePool, *, seed: int = 0) -> list[Group]:
-    """Return the groups with up to ``per_group`` stored successes after the fresh members of each.
+    """Add stored successes of the same task to each group, after its fresh members, and return the new groups.
 
-    This is for a loop that chooses and samples its prompts itself; with `ReplayCurriculum` the pool chooses them too.
-    The pool's setting `select` ranks the successes, with their recorded entropy, and each one attached is counted as
-    used. A group is returned unchanged if its task has no success or is retired, or if no fresh member has a valid
-    score with which a stored one could be compared.
+    Use this in a training loop that chooses its prompts and samples the groups itself. In a run of this package,
+    `ReplayCurriculum` adds stored successes and also chooses tasks from the pool.
 
-    Call this function before `ExperiencePool.observe`. Otherwise a group would get its own successes again.
+    Each group gets up to ``per_group`` successes. If its task has more, those that the pool's setting ``select`` ranks
+    first are added, where entropies are the recorded ones. The pool counts each added success as used. A group gets
+    none if its task is retired or has none in the pool, or if the group has no fresh member with a valid score, because
+    the advantage of a replayed member is computed from the scores of the fresh ones.
+
+    Call this function before `ExperiencePool.observe`, which stores the successes of the groups. In the opposite order
+    a group would get its own successes again.
 
     Args:
-        groups: fresh groups; two groups of one task get the same successes.
-        seed: used only with ``select = "random"``; for example the number of the step.
+        groups: groups of fresh members only. Two groups of the same task may get the same successes.
+        pool: the pool, open for writing.
+        seed: seed of the random choice with ``select = "random"``, for example the number of the step.
 
     Raises:
-        ValueError: a group already holds replayed members.
+        ValueError: a group contains replayed members already.
     """
     names = [group.spec.task.id for group in groups]
     for group in groups:

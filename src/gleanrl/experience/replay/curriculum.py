@@ -1,4 +1,4 @@
-"""A curriculum with replay: some tasks of each batch come from the pool, with stored successes in their groups."""
+"""A curriculum that takes some tasks of each batch from the experience pool and replays stored successes of them."""
 
 from __future__ import annotations
 
@@ -27,66 +27,73 @@ log = logging.getLogger(__name__)
 
 _COUNTED = ("planned", "wanting", "retrieved", "probes", "retired_passed_over", *COUNTS)
 _STARTS = ("progress", "solve_rate")  # conditions that can start replay
-_VERSION = "pool_version"  # key in a replayed trajectory's info: the version from which the pool counts its age
-_MEMORY = 0.9  # factor by which a step's weight in the running solve rate shrinks at each later step
+# Key in the info of a replayed trajectory that another run has sampled. The trajectory's own version counts the updates
+# of that run. The value under this key is the version of this run from which the pool counts the trajectory's age.
+_VERSION = "pool_version"
+_MEMORY = 0.9  # with each further step, the weight of earlier steps in the running solve rate shrinks by this factor
 
 
 @dataclass
 class _State:
-    """The state of a `ReplayCurriculum`. A checkpoint holds every field."""
+    """The state of a `ReplayCurriculum`. A checkpoint contains every field."""
 
-    on: bool = False
-    began: str | None = None  # one of `_STARTS`, once replay is on
-    proposals: int = 0
-    batches: int = 0  # number of proposals of a whole batch
-    batch: int = 0  # size of the largest proposal, which is a whole batch
-    in_batch: list[str] = field(default_factory=list)  # ids of the tasks in the latest whole batch, replacements too
-    owed: float = 0.0  # fraction of a pool task that single proposals have added up to
-    probes_owed: float = 0.0  # the same for retired tasks that are tried again
-    steps: int = 0  # steps observed
-    solved: float = 0.0  # number of solved fresh rollouts, older ones with less weight
-    tried: float = 0.0  # number of all fresh rollouts, weighted in the same way
-    reported_empty: bool = False  # whether the log says that the pool had no task
-    planned: dict[str, int] = field(default_factory=dict)  # counts since the last step, for its metrics
+    on: bool = False  # whether replay has begun
+    began: str | None = None  # the condition that started replay, one of `_STARTS`; None = replay has not begun
+    proposals: int = 0  # number of calls of `propose`
+    batches: int = 0  # number of whole batches proposed
+    batch: int = 0  # number of groups in a whole batch, which is the largest proposal so far
+    in_batch: list[str] = field(default_factory=list)  # ids of the tasks in the latest whole batch and its replacements
+    owed: float = 0.0  # share of a pool task, below 1, that earlier proposals of single groups have not used
+    probes_owed: float = 0.0  # share of a probe, at most 1, that earlier proposals have not used
+    steps: int = 0  # number of calls of `observe`, which is the number of finished steps
+    solved: float = 0.0  # number of solved fresh rollouts; earlier steps have less weight (`_MEMORY`)
+    tried: float = 0.0  # number of all valid fresh rollouts, weighted in the same way
+    reported_empty: bool = False  # whether the run has logged that the pool had no task to replay
+    planned: dict[str, int] = field(default_factory=dict)  # counts of the proposals since the last step, for metrics
 
 
 class ReplayCurriculum:
-    """Wraps a curriculum and replaces some of its tasks by tasks from the pool. The pool learns from all groups.
+    """Wraps another curriculum and adds replay. It also updates the pool with the groups of each step.
 
-    Satisfies `gleanrl.protocols.Curriculum`. Once replay has begun, a proposal of ``count`` groups holds
-    ``int(count * task_ratio)`` tasks from the pool, or fewer if the pool has fewer. The others come from the inner
-    curriculum, in its order. Tasks of the inner curriculum that were displaced by replay come first in the next
-    proposal. A task occurs twice in a proposal only if the inner curriculum has no other task, and it is never both a
-    fresh task and a task from the pool. Retired tasks are skipped, except for a share that is tried again. They are
-    also used if no other task is left.
+    Satisfies `gleanrl.protocols.Curriculum`. Once replay has begun, ``int(count * task_ratio)`` groups of a proposal of
+    ``count`` are replayed tasks, drawn from the pool, or fewer if the pool has fewer. The other groups are fresh tasks,
+    proposed by the inner curriculum, in its order. Proposals of the inner curriculum that a batch does not use come
+    first in the next batch.
 
-    A proposal of one group, for a refunded ticket, belongs to the latest whole batch: it repeats no task of that batch.
-    Its share of pool tasks is carried over to the next such proposal (at ratio 0.5 every second one is from the pool).
+    A task is never both fresh and replayed in a proposal. It occurs twice only if the inner curriculum has no other
+    task. Retired tasks are skipped, except for the share ``probe_fraction`` of a batch that samples retired tasks again
+    (probes), and except if no other task is left.
+
+    A proposal smaller than a batch is for a refunded ticket, whose group was dropped. It counts as a part of the latest
+    batch and repeats no task of it. A pool share below one task is carried over to the next such proposal: with
+    ``task_ratio`` 0.5, every second one is a replayed task.
 
     Replay begins once the fraction ``start_progress`` of ``total_batches`` is planned. If ``start_solve_rate`` is set,
-    replay begins when the running mean success of fresh rollouts (over about ten steps) reaches that rate, or at
-    ``start_progress`` if that is set too and comes first. Once begun, replay does not end.
+    replay begins when the running success rate of fresh rollouts (over about ten steps) reaches it, or at
+    ``start_progress`` if that is above 0 and comes first. Once begun, replay does not end.
 
-    Random draws depend on the seed, the number of the proposal and the pool. `state_dict` sets a mark in the pool, and
-    `load_state_dict` rewinds the pool to that mark.
+    Random draws depend only on the seed, the number of the proposal and the content of the pool. `state_dict` sets a
+    mark in the pool, and `load_state_dict` rewinds the pool to it. So a resumed run makes the same draws again.
 
     Args:
-        inner: proposes fresh groups. `greedy` of its specs also applies to tasks from the pool.
-        pool: the pool to draw from. It is updated by `observe`, and by `propose` when trajectories are used.
+        inner: proposes the fresh tasks. The value of ``greedy`` in its specs also applies to replayed tasks.
+        pool: the pool to draw from. `observe` stores successes in it, and `propose` counts uses and evicts
+            trajectories.
         total_batches: number of steps of the run.
         group: number of fresh members in a group.
-        temperature: sampling temperature, recorded with admitted trajectories.
-        staleness: how many steps ahead of training a batch may be planned; ``max_age`` holds at the step that trains on
-            the batch.
-        estimate: returns entropy and log-ratio of trajectories under the current policy. If it is None or raises, the
-            recorded entropy is used instead, and the bound on the ratio is not applied.
-        reverify: scores a trajectory again; called if ``settings.reverify`` is on.
-        keep_marks: number of checkpointed steps whose marks stay in the pool; one more than the number of checkpoints
-            kept.
+        seed: seed of all random draws.
+        temperature: sampling temperature of the run, stored with admitted trajectories.
+        staleness: how many steps ahead of training a batch may be planned. Needed because ``max_age`` applies at the
+            step that trains on the batch.
+        estimate: returns the mean entropy and log-ratio of trajectories under the current policy. If it is None or
+            raises, trajectories are ranked by their recorded entropy, and ``max_ratio`` is not applied.
+        reverify: scores a trajectory again. Called only if ``settings.reverify`` is on.
+        keep_marks: number of checkpointed steps whose marks stay in the pool. It must be one more than the number of
+            checkpoints kept, because a mark is set before its checkpoint replaces the oldest one.
 
     Raises:
-        UserError: settings that leave a group without fresh members, never replay anything, or ask for a score that
-            the reward cannot give.
+        UserError: the settings leave a group without fresh members, never replay anything, or need scores of stored
+            trajectories although ``reverify`` is None.
     """
 
     def __init__(
@@ -114,9 +121,9 @@ class ReplayCurriculum:
             pool, settings, group=group, estimate=estimate, reverify=reverify if settings.reverify else None
         )
         self._waiting: list[GroupSpec] = []  # specs that `inner` proposed and no batch has used yet, oldest first
-        self._marks = [(0, pool.mark())]  # (steps observed, mark) of the start and of checkpoints, oldest first
+        self._marks = [(0, pool.mark())]  # (finished steps, mark) of the start and of each checkpoint, oldest first
         self._state = _State()
-        self._plan_seconds = 0.0  # planning time since the last step, without that counted by `_recall`
+        self._plan_seconds = 0.0  # seconds spent in `propose` since the last step, without those in ``_recall.seconds``
 
     @property
     def on(self) -> bool:
@@ -125,20 +132,22 @@ class ReplayCurriculum:
 
     @property
     def solve_rate(self) -> float:
-        """Running mean success of valid fresh rollouts; 0 before the first step."""
+        """Running share of valid fresh rollouts that succeed, over about ten steps; 0 before the first step."""
         return self._state.solved / self._state.tried if self._state.tried else 0.0
 
     async def propose(self, count: int) -> list[GroupSpec]:
-        """Return ``count`` groups.
+        """Plan ``count`` groups and return their specs.
 
-        A checkpoint may be saved while this call waits; a run that resumes from it proposes the same groups.
+        A checkpoint may be saved while this call waits. A run that resumes from it then plans the same groups.
         """
         started, selecting = perf_counter(), self._recall.seconds
         state, settings = self._state, self.settings
         self._begin_if_due()
         random = np.random.default_rng(derive(self._seed, "replay", state.proposals))
-        part = count < state.batch  # whether this belongs to a batch planned before
-        # If refunded tickets took places of a batch, the batches after it are planned earlier than they are due.
+        part = count < state.batch  # whether the groups replace dropped groups of a batch that was planned before
+        # Estimate the step that will learn from these groups: usually the one with the number of the batch. But
+        # refunded tickets can use up groups of a later batch, so that batches are planned early and their number is too
+        # high. Therefore limit the step to what the staleness bound allows.
         step = max(state.steps, min(state.batches - part, state.steps + self._staleness))
         taken = set(state.in_batch) if part else set()
         single = part or count == 1
@@ -158,7 +167,9 @@ class ReplayCurriculum:
         replayed = await self._recall.recall(target, random, taken, step=step) if target else []
         wanting = count - len(picks.specs) - len(probes) - len(replayed)
         if unfilled := await picks.fill(wanting, taken, barred={found.task.id for found in replayed}):
-            replayed = []  # no other task is left, and none may be both fresh and replayed
+            # The inner curriculum has only tasks that are replayed in this batch. A task must not be both fresh and
+            # replayed, so replay nothing in this batch and sample these tasks fresh.
+            replayed = []
             taken = fresh_tasks
             await picks.fill(count - len(picks.specs) - len(probes), taken)
             log.warning("replay: no fresh task is left for %d places of a batch; the replayed tasks give way", unfilled)
@@ -169,14 +180,14 @@ class ReplayCurriculum:
             members = []
             for stored in found.stored:
                 trajectory = stored.trajectory
-                if trajectory.version != stored.version:  # sampled by another run, whose versions say nothing here
+                if trajectory.version != stored.version:  # another run sampled it, see `_VERSION`
                     trajectory = replace(trajectory, info={**trajectory.info, _VERSION: stored.version})
                 members.append(trajectory)
             fresh_members = self._group - (len(members) if settings.placement == "replace" else 0)
             mixed.append(GroupSpec(found.task, fresh_members, tuple(members), greedy))
         specs = _interleave(fresh, mixed, random)
 
-        # there is no await from here to the end, so that a checkpoint contains all of these changes or none
+        # There must be no await from here to the end, so that a checkpoint contains all of these changes or none.
         self._recall.settle()
         self.pool.used([stored.key for found in replayed for stored in found.stored])
         picks.commit()
@@ -186,7 +197,8 @@ class ReplayCurriculum:
         state.in_batch = [*(state.in_batch if part else ()), *(spec.task.id for spec in specs)]
         if single:
             state.owed = due - whole(due) if state.on else 0.0
-        state.probes_owed = min(max(probes_due - len(probes), 0.0), 1.0)  # does not add up while no task is retired
+        # At most 1, so that a long time without retired tasks is not followed by many probes at once.
+        state.probes_owed = min(max(probes_due - len(probes), 0.0), 1.0)
         if target and not replayed and not state.reported_empty:
             state.reported_empty = True
             log.info("replay is on, but the pool has no task for it yet: training is plainly on-policy until it has")
@@ -212,11 +224,12 @@ class ReplayCurriculum:
             log.info("replay begins: %.0f%% of the batches are planned", 100 * progress)
 
     def observe(self, groups: Sequence[Group]) -> Metrics:
-        """Update the pool with the groups of a step, dropped ones included. Returns ``replay/...`` and ``pool/...``.
+        """Update the pool and the inner curriculum with the groups of a step, dropped groups included. Returns metrics.
 
-        The counts ``planned``, ``wanting``, ``retrieved``, ``missing``, ``rejected`` and ``probes`` and the times
-        ``time/replay_...`` cover the proposals since the last step. Metrics of replayed trajectories, their ages and
-        the entropies cover the groups that were learned from. All others cover all groups given.
+        Besides the metrics of the inner curriculum these are ``pool/...``, ``replay/...`` and ``time/replay_...``; all
+        are listed in docs/concepts/replay.md. Counts of planning (such as ``replay/planned`` and ``replay/missing``)
+        and the times of planning cover the proposals since the last step. Numbers, ages and entropies of replayed
+        trajectories cover the groups that the step learned from. The solve rates cover dropped groups too.
         """
         state, started = self._state, perf_counter()
         metrics = dict(self.pool.observe(groups, state.steps, temperature=self._temperature))
@@ -239,7 +252,7 @@ class ReplayCurriculum:
         metrics["replay/trajectories"] = float(len(replayed))
         metrics["replay/tokens"] = float(sum(t.sampled_tokens for t in replayed))
         if replayed:
-            # the version of another run's trajectory may be higher than this run's: its age is then 0
+            # The version may be that of another run, and higher than the steps of this run. The age is then 0.
             ages = [max(state.steps - t.info.get(_VERSION, t.version), 0) for t in replayed]
             metrics["replay/age_mean"] = float(np.mean(ages))
             metrics["replay/age_max"] = float(max(ages))
@@ -258,14 +271,16 @@ class ReplayCurriculum:
         return metrics
 
     def state_dict(self) -> dict[str, Any]:
-        """Set a mark in the pool and return the JSON-serialisable state.
+        """Set a mark in the pool, and return the JSON-serialisable state, which contains the mark.
 
-        Marks of steps from which no kept checkpoint resumes are dropped.
+        Marks of earlier steps are removed from the pool if no checkpoint that is kept needs them.
         """
         self._marks.append((self._state.steps, self.pool.mark()))
         kept = sorted({step for step, _ in self._marks})[-self._keep_marks :]
         self._marks = [(step, mark) for step, mark in self._marks if step >= kept[0]]
-        if kept[0]:  # until the first checkpoint is on disk, a rewind to the run's start must be possible
+        # While the mark of step 0 is kept, forget nothing: a run that is killed before its first checkpoint is complete
+        # starts again, and rewinds the pool to the mark that was set before the run.
+        if kept[0]:
             self.pool.forget(self._marks[0][1])
         return {
             "inner": self.inner.state_dict(),
@@ -276,18 +291,18 @@ class ReplayCurriculum:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from ``state``, and rewind the pool to it. Raises `UserError` if it was saved without replay."""
+        """Restore ``state``, and rewind the pool to its mark. Raises `UserError` if it was saved without replay."""
         if "mark" not in state:
             raise UserError("the checkpoint was saved without replay; resume it with replay.enabled = false")
         self.inner.load_state_dict(state["inner"])
-        self.pool.rewind(state["mark"])  # this also deletes the mark of the start, made in `__init__`
+        self.pool.rewind(state["mark"])  # deletes all later marks, also the one that `__init__` has set
         self._marks = [(step, mark) for step, mark in state["marks"]]
         self._waiting = serialize.from_builtins(state["waiting"], list[GroupSpec])
         self._state = _State(**state["replay"])
 
 
 def _interleave(fresh: list[GroupSpec], replayed: list[GroupSpec], random: np.random.Generator) -> list[GroupSpec]:
-    """Mix both lists at random, keeping the order of each, so that every chunk of a step holds some of both."""
+    """Mix both lists at random, keeping the order within each, so that each mini-batch is likely to contain both."""
     if not replayed:
         return fresh
     count = len(fresh) + len(replayed)
@@ -297,6 +312,6 @@ def _interleave(fresh: list[GroupSpec], replayed: list[GroupSpec], random: np.ra
 
 
 def _recorded_entropy(trajectories: Sequence[Trajectory]) -> float:
-    """Return minus the mean recorded log-prob of all sampled tokens."""
+    """Return minus the mean recorded log-prob of all sampled tokens, in nats; 0 if there are none."""
     logprobs = [turn.logprobs for t in trajectories for turn in t.sampled_turns() if turn.logprobs is not None]
     return -float(np.mean(np.concatenate(logprobs), dtype=np.float64)) if logprobs else 0.0

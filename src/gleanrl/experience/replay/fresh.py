@@ -1,4 +1,9 @@
-"""Chooses the fresh part of a batch: tasks of the inner curriculum in its order, without retired or repeated ones."""
+"""Picks the groups of a batch that contain no replayed members.
+
+`ReplayCurriculum` takes some groups of a batch from the pool, and the others from the curriculum that it wraps (the
+inner curriculum). This module picks the latter, in the order in which the inner curriculum proposes them. It skips
+tasks that are retired and tasks that the batch contains already.
+"""
 
 from __future__ import annotations
 
@@ -8,26 +13,29 @@ from gleanrl.experience.pool.pool import ExperiencePool
 from gleanrl.protocols import Curriculum
 from gleanrl.types import GroupSpec
 
-_BATCHES, _LEAST = 16, 64  # limit of further specs for one batch: 16 times its size, but at least 64
+# For a batch of n groups, `FreshPicks.take` requests at most max(16 n, 64) further specs from the inner curriculum.
+# Without a limit it would search for long if nearly all tasks are retired.
+_BATCHES, _LEAST = 16, 64
 
 
 class FreshPicks:
-    """The fresh specs of one batch of ``count``, picked from what the inner curriculum proposed.
+    """Picks specs for one batch of ``count`` groups from those that the inner curriculum has proposed.
 
-    ``waiting`` holds all specs that were proposed and not yet used by a batch, oldest first. `ask` appends to it, and
-    only `commit` removes specs. So if ``waiting`` is saved while a batch is being picked, a restarted run picks the
-    same batch from it.
+    ``waiting`` is the caller's list of the specs that the inner curriculum has proposed and no batch has used yet,
+    oldest first. `ask` appends to this list, and only `commit` removes specs from it. So a checkpoint that is saved
+    while a batch is being picked contains all proposed specs, and a run that resumes from it picks the same batch.
     """
 
     def __init__(self, inner: Curriculum, pool: ExperiencePool, waiting: list[GroupSpec], count: int) -> None:
         self._inner, self._pool, self._waiting = inner, pool, waiting
-        self._may_ask = max(_BATCHES * count, _LEAST)  # specs beyond those that wait
-        self._used: list[int] = []  # positions in ``waiting``, as in the next two lists
-        self._retired: list[int] = []  # passed over because their tasks are retired
-        self._repeated: list[int] = []  # passed over because their tasks are in the batch already
-        self._next = 0  # position of the first spec not yet looked at
-        self._seen: set[str] = set()
-        self._repeats = 0  # specs in a row whose tasks were all seen before
+        self._may_ask = max(_BATCHES * count, _LEAST)  # specs that `take` may still request
+        # These three lists hold positions in ``waiting``.
+        self._used: list[int] = []  # picked specs
+        self._retired: list[int] = []  # specs that were skipped because their tasks are retired
+        self._repeated: list[int] = []  # specs that were skipped because the batch contains their tasks already
+        self._next = 0  # position in ``waiting`` of the first spec that was not examined yet
+        self._seen: set[str] = set()  # ids of the tasks of all examined specs
+        self._repeats = 0  # how many specs, up to the last examined one, repeat in a row a task that was seen before
 
     @property
     def specs(self) -> list[GroupSpec]:
@@ -35,11 +43,14 @@ class FreshPicks:
 
     @property
     def passed_over(self) -> int:
-        """Specs left out because their tasks are retired."""
+        """Number of specs that were skipped because their tasks are retired."""
         return len(self._retired)
 
     async def ask(self, count: int) -> None:
-        """Let the inner curriculum propose ``count`` more specs. Raises `ValueError` if it proposes none."""
+        """Let the inner curriculum propose ``count`` specs, and append them to ``waiting``.
+
+        Raises `ValueError` if it proposes none.
+        """
         proposed = await self._inner.propose(count)
         if not proposed:
             raise ValueError(f"{type(self._inner).__name__}.propose({count}) proposed nothing")
@@ -48,9 +59,10 @@ class FreshPicks:
     async def take(self, count: int, taken: set[str]) -> int:
         """Pick ``count`` specs of tasks that are neither retired nor in ``taken``, and add these tasks to ``taken``.
 
-        Returns how many specs are missing when the limit of further proposals is reached. The search ends earlier if
-        the inner curriculum only repeats tasks: when each task comes once per epoch and ``n`` tasks were seen,
-        ``2 n + 1`` repeats in a row prove that there is no other task.
+        Returns how many of the ``count`` specs were not found. The search stops at the limit of further proposals, or
+        earlier if the inner curriculum only repeats tasks. It is taken to have no other task once ``2 n + 1`` specs in
+        a row repeat a task, where ``n`` is the number of distinct tasks seen. If the inner curriculum proposes each
+        task once per epoch, that many repeats prove it.
         """
         while count > 0:
             retired = self._pool.retired([spec.task.id for spec in self._waiting[self._next :]])
@@ -75,9 +87,11 @@ class FreshPicks:
         return count
 
     async def fill(self, count: int, taken: set[str], barred: Collection[str] = ()) -> int:
-        """Pick ``count`` specs: first as `take` does, then of retired tasks, then of tasks already in the batch.
+        """Pick ``count`` specs, and allow retired tasks and repeated tasks if there are too few others.
 
-        Tasks in ``barred`` are not picked in any case. Returns how many specs are missing for that reason.
+        Picks first as `take` does, then specs of retired tasks, then specs of tasks that the batch contains already. A
+        task in ``barred`` is never picked. Returns how many specs are missing because the inner curriculum proposes
+        only tasks in ``barred``; 0 if ``barred`` is empty.
         """
         count = await self.take(count, taken)
         for index in list(self._retired):
@@ -102,6 +116,6 @@ class FreshPicks:
         return count
 
     def commit(self) -> None:
-        """Remove the picked specs, and those passed over because their tasks are retired, from ``waiting``."""
+        """Remove from ``waiting`` the picked specs, and the specs that were skipped because their tasks are retired."""
         gone = {*self._used, *self._retired}
         self._waiting[:] = [spec for index, spec in enumerate(self._waiting) if index not in gone]

@@ -1,4 +1,4 @@
-"""Chooses the replayed part of a batch: tasks from the pool, and the stored trajectories of each."""
+"""Draws the tasks of a batch that come from the pool, and chooses the stored trajectories of each that are replayed."""
 
 from __future__ import annotations
 
@@ -29,20 +29,23 @@ Reverify = Callable[[Task, Trajectory], Awaitable[Score]]
 COUNTS = ("missing", "too_old", "rejected", "reverified", "reverify_failed", "estimate_failed")
 """Names of the events that `Recall.counts` counts."""
 
-_ROUNDS = 4  # how often tasks are drawn, in order to replace tasks without a usable trajectory
+_ROUNDS = 4  # `Recall.recall` draws tasks up to this often, to replace drawn tasks that have no usable trajectory
 _EQUAL_SCORES = 1e-6
 
 
 class Disagrees(Exception):
-    """Raised if a stored trajectory, scored again, has a different score or ends differently than recorded.
+    """Raised if a stored trajectory that is scored again gets another score, or ends at another turn, than recorded.
 
-    The message is the rest of a sentence that begins with "trajectory x".
+    The message continues a sentence of the log that begins with "trajectory ID".
     """
 
 
 @dataclass(frozen=True, slots=True)
 class Recalled:
-    """A task from the pool and its trajectories to replay, best first. Empty if the pool only chooses tasks."""
+    """A task from the pool and its trajectories to replay, best first.
+
+    ``stored`` is empty if ``replay.per_group`` is 0. Then the pool chooses tasks and nothing is replayed.
+    """
 
     task: Task
     stored: tuple[Stored, ...]
@@ -51,17 +54,19 @@ class Recalled:
 @dataclass(frozen=True, slots=True)
 class _Candidate:
     stored: Stored
-    entropy: float
-    log_ratio: float | None  # None = not known
+    entropy: float  # by which candidates are ranked: recorded, or under the current policy
+    log_ratio: float | None  # mean of current minus recorded log-prob of the sampled tokens; None = not computed
 
 
 class Recall:
-    """Draws tasks and chooses trajectories, as `ReplaySettings` says.
+    """Draws tasks from the pool, and chooses the trajectories of each that are replayed, by the rules of ``settings``.
 
-    ``counts`` (`COUNTS`) and ``seconds`` spent on choosing trajectories grow until the caller resets them.
+    ``group`` is the number of fresh members of a group. ``counts`` holds how often each event in `COUNTS` occurred, and
+    ``seconds`` the time spent on choosing trajectories. Both grow until the caller resets them.
 
-    A trajectory whose new score differs from the recorded one is left out at once, but evicted only by `settle`: a
-    checkpoint taken while `recall` waits must contain the pool from which it drew.
+    If ``reverify`` is given, each chosen trajectory is scored again. A trajectory whose new score differs from the
+    recorded one is not replayed, but `recall` does not evict it yet: `settle` does. A checkpoint may be saved while
+    `recall` waits for scores, and a run that resumes from that checkpoint must draw from the same pool again.
     """
 
     def __init__(
@@ -82,11 +87,14 @@ class Recall:
     async def recall(
         self, count: int, random: np.random.Generator, taken: set[str], *, step: int = 0
     ) -> list[Recalled]:
-        """Return up to ``count`` tasks that are not in ``taken``, with trajectories, and add these tasks to ``taken``.
+        """Draw up to ``count`` tasks that are not in ``taken`` from the pool, and return them with their trajectories.
 
-        ``step``: the step that will learn from the trajectories; none may be older than ``max_age`` then. A task is
-        replaced by another from the pool if none of its trajectories can be read or none is young enough. A task is
-        left out if all of its trajectories are rejected for their ratio or score.
+        All tasks drawn are added to ``taken``, including those that are not returned.
+
+        ``step`` is the number of the step that will learn from the trajectories; a trajectory older than ``max_age``
+        versions at that step is not used. If all trajectories of a task are unreadable or too old, another task is
+        drawn in its place. If all are rejected for their ratio or their new score, the task is left out without
+        replacement.
         """
         settings = self._settings
         if not settings.per_group:
@@ -123,7 +131,7 @@ class Recall:
         return recalled
 
     def settle(self) -> None:
-        """Evict the trajectories whose score, computed again in `recall`, differs from the recorded one."""
+        """Evict the trajectories that `recall` has scored again with a result that differs from the recorded one."""
         if self._disproved:
             self._pool.evict(self._disproved, "reverify")
             self._disproved = []
@@ -139,13 +147,15 @@ class Recall:
                 tasks = [found.task for found in self._pool.draw(bucket, number, random, exclude=taken)]
                 drawn += tasks
                 taken.update(task.id for task in tasks)
-                sizes[bucket] = sizes[bucket] - number if tasks else 0  # none drawn: only excluded tasks are left
+                # If nothing was drawn, ``taken`` contains all tasks of the bucket. Size 0 excludes it from now on.
+                sizes[bucket] = sizes[bucket] - number if tasks else 0
         return drawn
 
     async def _make_candidates(self, tasks: Sequence[Sequence[Stored]]) -> list[list[_Candidate]]:
-        """Return the candidates of each task.
+        """Return one list of candidates for each task, with the entropy and the log-ratio of each candidate.
 
-        The current policy estimates entropies and ratios only if the choice can depend on them.
+        The forward pass that estimates both under the current policy covers only the tasks whose choice can depend on
+        its result. If it fails, the failure is logged and counted, and the recorded entropies are used without ratios.
         """
         settings = self._settings
         by_entropy = settings.entropy_from == "current" and settings.select.endswith("entropy")
@@ -175,7 +185,10 @@ class Recall:
         return candidates
 
     async def _choose(self, task: Task, candidates: Sequence[_Candidate]) -> list[Stored]:
-        """Return the first ``per_group`` candidates whose ratio is within the bound and whose score is confirmed."""
+        """Return the first ``per_group`` candidates whose ratio is within ``max_ratio`` and whose score is confirmed.
+
+        ``candidates`` are ordered best first.
+        """
         limit, remaining = self._settings.max_ratio, iter(candidates)
         chosen: list[Stored] = []
         while True:
@@ -184,7 +197,7 @@ class Recall:
                 candidate = next(remaining, None)
                 if candidate is None:
                     break
-                # the geometric-mean ratio, exp(log_ratio), must be within [1 / limit, limit]
+                # The geometric mean of the token ratios is exp(log_ratio); it must be within [1 / limit, limit].
                 if limit is not None and candidate.log_ratio is not None and abs(candidate.log_ratio) > math.log(limit):
                     self.counts["rejected"] += 1
                 else:
@@ -195,9 +208,10 @@ class Recall:
             chosen += [stored for stored, same in zip(wanted, confirmed, strict=True) if same]
 
     async def _confirm_score(self, task: Task, stored: Stored) -> bool:
-        """Return whether the trajectory still has its recorded score.
+        """Return whether the trajectory still gets its recorded score. Always true if no trajectory is scored again.
 
-        A trajectory that cannot be scored is left out of this batch but stays in the pool.
+        If the score differs, `settle` will evict the trajectory. If the trajectory cannot be scored, for example
+        because the environment fails, it is not replayed in this batch but stays in the pool.
         """
         if self._reverify is None:
             return True

@@ -1,4 +1,7 @@
-"""Scores a stored trajectory again before it is replayed (``replay.reverify``)."""
+"""Scores a stored trajectory again before it is replayed (setting ``replay.reverify``).
+
+The recorded score may be out of date, because the reward or the environment may have changed since.
+"""
 
 from __future__ import annotations
 
@@ -17,16 +20,19 @@ from gleanrl.types import ENVIRONMENT_SCORE, UNPROCESSED_SCORE, Message, Score, 
 
 @runtime_checkable
 class Rescoring(Protocol):
-    """A reward that stores its scores, and can score again without using the stored ones."""
+    """A reward that caches its scores. Its ``score_again`` computes a score without reading or writing the cache."""
 
     async def score_again(self, task: Task, what: Trajectory) -> Score: ...
 
 
 def make_reverifier(reward: Reward | None, environment: Callable[[Task], Environment], renderer: Renderer) -> Reverify:
-    """Return the function with which a run scores a stored trajectory again.
+    """Return the function with which `ReplayCurriculum` scores a stored trajectory again.
 
-    ``reward`` scores the trajectory again, without using stored scores. None: the environment gives the score, so the
-    actions of the trajectory are played again in a new environment of its task.
+    If ``reward`` is given, the function calls it again and bypasses its cache. If ``reward`` is None, the environment
+    computes the scores of the run. The function then plays the actions of the trajectory again in a new environment of
+    the task, which ``environment`` makes.
+
+    The function raises `Disagrees` as `Reverify` says.
     """
     if reward is None:
 
@@ -38,13 +44,16 @@ def make_reverifier(reward: Reward | None, environment: Callable[[Task], Environ
     score = reward.score_again if isinstance(reward, Rescoring) else reward.score
 
     async def rescore(task: Task, trajectory: Trajectory) -> Score:
-        # A reward may use the environment's score, which trajectories from other sources may not have recorded.
+        # During sampling, the reward received a trajectory with the environment's score, and may have used that score.
+        # So restore it from ``info``. A trajectory from another source may lack it; its score is then invalid.
         info = {key: v for key, v in trajectory.info.items() if key not in (ENVIRONMENT_SCORE, UNPROCESSED_SCORE)}
         own = trajectory.info.get(ENVIRONMENT_SCORE)
         played = Score.failed("what the environment gave is not known") if own is None else Score(own)
         now = await score(task, replace(trajectory, score=played, info=info))
 
-        # Post-processing depends on the group, which is not stored. So only the score before it can be verified.
+        # If the reward post-processed the scores of the group (`Reward.finish`), the recorded score depends on the
+        # other members. They are not stored, so compare the trajectory's score before post-processing, which ``info``
+        # holds.
         before = trajectory.info.get(UNPROCESSED_SCORE)
         if before is None or not now.valid:
             return now
@@ -56,17 +65,18 @@ def make_reverifier(reward: Reward | None, environment: Callable[[Task], Environ
 
 
 async def replay_actions(environment: Environment, renderer: Renderer, trajectory: Trajectory) -> Score:
-    """Play the trajectory's actions in ``environment`` and return the score. Resets the environment and closes it.
+    """Play the trajectory's actions in ``environment`` and return the score that the environment gives.
 
-    As during sampling, an action is the message that `Renderer.parse` makes of the sampled tokens. The score is invalid
-    if the environment gives none. Errors of the environment are raised.
+    The function resets the environment and closes it. As during sampling, each action is the message that
+    `Renderer.parse` makes of the sampled tokens of a turn. The score is invalid if the environment gives none.
+    Exceptions of the environment are not caught, except those of closing it.
 
     Raises:
         Disagrees: the episode ends earlier or later than the recorded one.
     """
     renderer = renderer.with_tools(trajectory.info.get("tools", ()))
     actions: list[Message] = []
-    calls = 0  # number of tool calls so far; the messages number their calls
+    calls = 0  # number of tool calls in the messages so far, from which `Renderer.parse` numbers the next calls
     for turn in trajectory.sampled_turns():
         actions.append(renderer.parse(turn.tokens, calls))
         calls += len(actions[-1].get("tool_calls", ()))
@@ -82,7 +92,7 @@ async def replay_actions(environment: Environment, renderer: Renderer, trajector
         if not observation.done and trajectory.stop in (StopReason.MAX_TURNS, StopReason.CONTEXT_FULL):
             score = await conclude_score(environment, trajectory.stop, score)
     finally:
-        with suppress(Exception):  # an error of closing says nothing about the score
+        with suppress(Exception):  # the score is complete, so an error while closing does not matter
             await environment.close()
     if observation.done != (trajectory.stop is StopReason.DONE):
         raise Disagrees(f"is {'over' if observation.done else 'not over'} after its {len(actions)} turns now")

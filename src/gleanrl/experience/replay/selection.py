@@ -1,8 +1,9 @@
 """Pure functions that choose which tasks and which trajectories are replayed.
 
-Tasks are in buckets ``(successes, attempts)`` of their latest fresh group. Groups differ in size if rollouts failed or
-replayed members took places, so buckets are first mapped to the levels ``0 .. n`` of a full group of ``n``. The buckets
-of one level together are a bucket as in ExGRPO (arXiv 2510.02245), in which all tasks are equally likely.
+The pool puts each task into the bucket ``(successes, attempts)`` of its latest fresh group. The number of attempts
+varies, because rollouts can fail and replayed members can take the place of fresh ones. Therefore each bucket is first
+mapped to a level ``0 .. n``, the number of successes in a group of ``n`` with the same solve rate. All buckets of one
+level together correspond to one bucket in ExGRPO (arXiv 2510.02245), and their tasks are equally likely to be drawn.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ Counts = npt.NDArray[np.int64]
 
 
 def level(bucket: Bucket, group: int) -> int:
-    """Return the bucket's solve rate, rounded to successes out of ``group``.
+    """Return the level of a bucket: its solve rate times ``group``, rounded to an integer.
 
-    Level 0 is only for tasks never solved, and level ``group`` only for tasks always solved.
+    Rounding never gives level 0 to a task with a success, nor level ``group`` to a task with a failure (``group`` > 1).
     """
     successes, attempts = bucket
     if successes == 0:
@@ -37,10 +38,13 @@ def level(bucket: Bucket, group: int) -> int:
 
 
 def log_weights(sizes: Mapping[int, int], group: int, settings: ReplaySettings) -> Numbers:
-    """Return float64, the log weight of each level in ``sizes`` (level -> tasks, none empty). -inf: never drawn.
+    """Return float64 [levels], the log of the weight with which ``settings.tasks`` draws each level in ``sizes``.
 
-    ``gaussian`` (as in ExGRPO) and ``uniform_buckets`` weigh levels whatever their size. ``uniform`` and ``rescue``
-    weigh tasks, so that the weight of a level grows with its size.
+    ``sizes`` maps each level to its number of tasks, at least 1. A level with the log weight -inf is never drawn.
+
+    With ``gaussian`` (as in ExGRPO), ``uniform_buckets`` and ``difficulty``, the weight of a level does not depend on
+    how many tasks it has. ``uniform`` and ``rescue`` give each task a weight, and the weight of a level is the sum over
+    its tasks.
     """
     levels = np.array(list(sizes), np.float64)
     tasks = np.log(np.array(list(sizes.values()), np.float64))
@@ -55,21 +59,23 @@ def log_weights(sizes: Mapping[int, int], group: int, settings: ReplaySettings) 
         case "difficulty":
             return np.where(levels == settings.difficulty, 0.0, -np.inf)
         case "rescue":
-            with np.errstate(divide="ignore"):  # a task that is always solved is never rescued
+            with np.errstate(divide="ignore"):  # log1p(-1) = -inf is right: a task that is always solved is never drawn
                 return tasks + group * np.log1p(-rates)
 
 
 def allocate(weights: Numbers, capacities: Sequence[int], total: int, random: np.random.Generator) -> Counts:
-    """Divide ``total`` among classes at random: multinomial by log weights, no class beyond its capacity.
+    """Draw ``total`` items from classes at random, and return int64 [classes], how many are of each class.
 
-    The excess of a full class is drawn again among the others. Returns int64 counts. Their sum is ``total``, or less if
-    the classes of finite weight have less capacity.
+    The counts are multinomial with probabilities proportional to ``exp(weights)``. If a class is drawn more often than
+    its capacity allows, the excess is drawn again from the other classes. The counts sum to ``total``, or to the
+    capacity of all classes with a finite weight if that is less.
     """
     room = np.where(np.isfinite(weights), np.asarray(capacities, np.int64), 0)
     counts = np.zeros(len(room), np.int64)
     while (left := total - int(counts.sum())) > 0 and (open_ := counts < room).any():
         chances = np.zeros(len(room))
-        chances[open_] = np.exp(weights[open_] - weights[open_].max())  # scaled so that the largest is 1
+        # Subtract the maximum, so that the largest chance is 1 and the sum cannot be 0 by underflow.
+        chances[open_] = np.exp(weights[open_] - weights[open_].max())
         counts = np.minimum(counts + random.multinomial(left, chances / chances.sum()), room)
     return counts
 
@@ -77,13 +83,14 @@ def allocate(weights: Numbers, capacities: Sequence[int], total: int, random: np
 def tasks_by_bucket(
     buckets: Mapping[Bucket, int], total: int, group: int, settings: ReplaySettings, random: np.random.Generator
 ) -> dict[Bucket, int]:
-    """Return how many of ``total`` tasks to draw from each of ``buckets`` (bucket -> eligible tasks).
+    """Return how many of ``total`` tasks to draw from each bucket. Buckets from which none is drawn are left out.
 
-    ``settings.tasks`` decides. Buckets from which no task is drawn are left out. The sum is less than ``total`` if the
-    buckets hold fewer tasks.
+    ``buckets`` maps each bucket to its number of eligible tasks. The numbers for the levels follow ``settings.tasks``;
+    within a level, all tasks are equally likely, whatever their bucket. The returned numbers sum to less than ``total``
+    if too few tasks can be drawn.
     """
     levels: defaultdict[int, list[Bucket]] = defaultdict(list)
-    for bucket in sorted(buckets):  # the result must not depend on the pool's order
+    for bucket in sorted(buckets):  # sorted, so that the result does not depend on the order of the dictionary
         if buckets[bucket] > 0:
             levels[level(bucket, group)].append(bucket)
     if not levels:
@@ -98,7 +105,11 @@ def tasks_by_bucket(
 
 
 def ranked(entropies: Sequence[float], select: str, random: np.random.Generator) -> list[int]:
-    """Return the indices of a task's trajectories (given oldest first), best first. Of equals the newer is first."""
+    """Rank a task's trajectories as ``select`` (`ReplaySettings.select`) says, and return their indices, best first.
+
+    ``entropies`` holds the entropy of each trajectory, oldest trajectory first. Of trajectories with equal entropies,
+    the newer one is ranked first.
+    """
     ages = np.arange(len(entropies))[::-1]  # 0 = newest
     match select:
         case "lowest_entropy":
@@ -115,5 +126,5 @@ def ranked(entropies: Sequence[float], select: str, random: np.random.Generator)
 
 
 def whole(share: float) -> int:
-    """Return ``int(share)``, tolerant of rounding: 100 * 0.29 gives 29, although the product is just below 29."""
+    """Round down to an integer, but tolerate float rounding: 100 * 0.29 gives 29, although the product is below 29."""
     return math.floor(share + 1e-9)

@@ -1,8 +1,8 @@
-"""Further optimizer updates on successes, after the update of each training step (``replay.pool_updates``).
+"""Extra optimizer updates on successful trajectories at the end of each training step (``replay.pool_updates``).
 
-`ReplayUpdateLearner` wraps the run's learner, and `gleanrl.train` uses it in place of that learner. One call of its
-`update` may change the weights several times: first with the groups of the step, then with successes from the
-experience pool or from the step itself.
+`ReplayUpdateLearner` wraps the run's learner, and `gleanrl.train` uses it in place of that learner. One call of
+`ReplayUpdateLearner.update` may update the weights several times: first on the groups of the step, then on successes
+from the experience pool or from the step itself.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ _REPORTED = (
 
 
 class ScoringLearner(Protocol):
-    """A learner that computes log-probs without training."""
+    """A learner that can also compute log-probs without training."""
 
     async def logprobs(self, samples: Sequence[Sample]) -> Sequence[TokenScores]:
-        """Log-probs and entropies of the trained tokens of each sample, under the current weights."""
+        """Return the log-probs and entropies of the trained tokens of each sample under the current weights."""
         ...
 
 
@@ -48,21 +48,27 @@ class UpdatableLearner(ScoringLearner, Learner, Protocol):
 
     @property
     def step(self) -> int:
-        """Number of steps whose groups are consumed."""
+        """Number of steps of which the learner has consumed all groups."""
         ...
 
+    # Makes one extra optimizer update after those of ``step``. Its groups do not count as consumed.
     async def replay_update(self, batch: Batch, step: int) -> Metrics: ...
+
+    # Forgets the groups of an unfinished step, so that `save` writes the state at the start of the step. Returns False,
+    # and forgets nothing, if the step has already updated the weights.
     def undo_step(self) -> bool: ...
 
 
 def make_policy_estimator(learner: ScoringLearner, max_context: int) -> EstimatePolicy:
-    """Return a function that estimates trajectories under the learner's current weights, in one forward pass.
+    """Return a function that computes, for each trajectory, the mean entropy and mean log-ratio of its sampled tokens.
 
-    For each trajectory, it returns the mean entropy and the mean log-ratio (current - recorded) of the sampled tokens.
+    The function computes both under the learner's current weights, in one forward pass over all trajectories. The
+    log-ratio of a token is its current log-prob minus the recorded one.
     """
 
     async def estimate(trajectories: Sequence[Trajectory]) -> list[tuple[float, float]]:
-        by_task: dict[str, list[int]] = {}  # trajectories of one task share a prompt, which is then computed once
+        # Group the trajectories by task. Those of one task share a prompt, which the learner then computes only once.
+        by_task: dict[str, list[int]] = {}
         for index, trajectory in enumerate(trajectories):
             by_task.setdefault(trajectory.task_id, []).append(index)
         order = [index for indices in by_task.values() for index in indices]
@@ -83,22 +89,25 @@ def make_policy_estimator(learner: ScoringLearner, max_context: int) -> Estimate
 
 
 def replayed_group(task: Task, trajectories: Sequence[Trajectory]) -> Group:
-    """Return a group that consists of replayed trajectories only."""
+    """Return a group of ``task`` whose members are all replayed."""
     return Group(GroupSpec(task, 0, tuple(trajectories)), tuple(trajectories), -1)
 
 
 class _Success(NamedTuple):
-    group: Group  # a group that consists of one trajectory
-    weight: float  # advantage of every token: 1 - solve rate of the task
-    age: int | None  # age in versions; None for a trajectory of this step
+    group: Group  # group with the trajectory as its only member
+    weight: float  # advantage of every sampled token: 1 - solve rate of the task
+    age: int | None  # age in versions; None for a trajectory of the current step
 
 
 class ReplayUpdateLearner:
-    """A `Learner` that makes ``replay.pool_updates`` further optimizer updates at the end of each step.
+    """Wraps a learner, and makes ``replay.pool_updates`` extra optimizer updates at the end of each step.
 
-    Each takes ``replay.pool_batch`` successes, drawn from the pool as replay draws them (``replay.pool_from = "pool"``)
-    or from the step's own groups (``"batch"``). Every token of a success has the advantage 1 - solve rate of its task.
-    The updates begin with replay, when ``begun`` returns True. Everything else is passed on to ``learner``.
+    Each extra update learns from up to ``replay.pool_batch`` successes. With ``replay.pool_from = "pool"`` they are
+    drawn from the pool in the same way as `ReplayCurriculum` draws them, one per task. With ``"batch"`` they are chosen
+    from the groups of the step. Every sampled token of a success has the advantage 1 - solve rate of its task.
+
+    There are no extra updates before replay has begun, that is while ``begun()`` is false. All other methods call the
+    same method of ``learner``.
     """
 
     def __init__(
@@ -121,17 +130,20 @@ class ReplayUpdateLearner:
             estimate=make_policy_estimator(learner, max_context),
             reverify=reverify,
         )
-        self._groups: list[Group] = []  # groups of the current step
-        self._consumed = 0  # number of groups so far
+        self._groups: list[Group] = []  # groups of the current step, for ``pool_from = "batch"``
+        self._consumed = 0  # number of groups that `update` was called with so far
 
     def remember(self, groups: Sequence[Group]) -> None:
-        """Note the groups that the next `update` learns from, as candidates for the updates after it."""
+        """Store the groups from which the batch of the next `update` was built.
+
+        Extra updates with ``replay.pool_from = "batch"`` choose their successes from these groups.
+        """
         self._groups += groups
 
     async def update(self, batch: Batch) -> Metrics:
-        """Make the learner's own update, and after the last groups of a step also the updates on successes.
+        """Update the wrapped learner on ``batch``. If the batch completes a step, make the extra updates too.
 
-        The metrics of the latter are named ``replay_update/...`` and ``time/replay_update_...``.
+        Metrics of the extra updates are named ``replay_update/...`` and ``time/replay_update_...``.
         """
         metrics = dict(await self.learner.update(batch))
         self._consumed += batch.groups
@@ -143,7 +155,8 @@ class ReplayUpdateLearner:
         step, replay = self.learner.step - 1, self._config.replay
         started, selecting_before, updating = perf_counter(), self._recall.seconds, 0.0
         for number in range(replay.pool_updates):
-            random = np.random.default_rng(derive(self._seed, "practice", step, number))  # only names the random stream
+            # "practice" only distinguishes this random stream from others that the run derives from its seed.
+            random = np.random.default_rng(derive(self._seed, "practice", step, number))
             if replay.pool_from == "pool":
                 chosen = await self._choose_from_pool(random, step)
             else:
@@ -175,7 +188,7 @@ class ReplayUpdateLearner:
         found = await self._recall.recall(self._config.replay.pool_batch, random, set(), step=step)
         self._recall.settle()
         self._pool.used([recalled.stored[0].key for recalled in found])
-        rates = self._pool.rates([recalled.task.id for recalled in found])  # tasks that were never tried are missing
+        rates = self._pool.rates([recalled.task.id for recalled in found])  # lacks tasks that were never tried
         chosen = []
         for recalled in found:
             stored = recalled.stored[0]
@@ -184,7 +197,10 @@ class ReplayUpdateLearner:
         return chosen
 
     def _choose_from_step(self, random: np.random.Generator) -> list[_Success]:
-        """Return one success from each group of this step in which some members succeeded and some failed."""
+        """Return up to ``pool_batch`` successes of this step, each from another group.
+
+        Only groups in which some fresh members succeeded and some failed are eligible.
+        """
         candidates: list[_Success] = []
         for group in self._groups:
             valid = group.valid_fresh
