@@ -1,1 +1,4 @@
-"""Adapters for environments of other libraries."""
+"""Tasksets for environments of other libraries: gymnasium, OpenEnv, reasoning-gym, TextArena and verifiers.
+
+`gleanrl.environments.load_taskset` imports the module of the environment that a run uses, and no other module.
+"""

@@ -1,7 +1,9 @@
-"""Plays gymnasium's environments in words: those with texts, and those with few states or actions.
+"""Turns gymnasium environments into text environments for a language model.
 
-`GymnasiumTaskset` is the environment ``gymnasium`` of the settings. For gymnasium's own toy games, there are built-in
-descriptions (`TOYS`, `describe_toy`) and experts.
+`GymnasiumTaskset` is the environment ``gymnasium`` of the settings. It writes each observation as text, and reads an
+action from each message of the model. This works without further code for observations that are texts or have few
+numbers, and for actions that are discrete or texts. For other environments, the user names functions that convert
+observations and actions. gymnasium's toy games (`TOYS`) have built-in descriptions and experts.
 """
 
 from __future__ import annotations
@@ -29,13 +31,14 @@ from gleanrl.utils.importing import load_object
 from gleanrl.utils.seeding import derive
 from gleanrl.utils.text import first_line
 
-_MAX_NUMBERS = 64  # most numbers in an observation that is written out as text
-_MAX_DEMONSTRATION = 500  # most actions of a demonstration
-_DISCOUNT = 0.99  # discount in the expert's value iteration, so that it prefers shorter ways
+# An observation with more values than this, such as an image, is only accepted with a function that describes it.
+_MAX_NUMBERS = 64
+_MAX_DEMONSTRATION = 500  # number of messages after which a demonstration is cut off
+_DISCOUNT = 0.99  # discount factor of value iteration; it is below 1 so that the expert prefers shorter paths
 _ACTION = re.compile(r"<action>(.*?)</action>", re.DOTALL | re.IGNORECASE)
 _COLOUR = re.compile(r"\x1b\[(\d+(?:;\d+)*)m(.*?)\x1b\[0m", re.DOTALL)
 _TAXI_STANDS = ("R (row 0, column 0)", "G (row 0, column 4)", "Y (row 4, column 0)", "B (row 4, column 3)")
-_solutions: dict[tuple[str, str], np.ndarray] = {}  # (id, kwargs) -> the best action in each state
+_solutions: dict[tuple[str, str], np.ndarray] = {}  # cache: (id, kwargs as JSON) -> best action in each state
 
 TOYS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "FrozenLakeEnv": (
@@ -62,31 +65,41 @@ TOYS: Mapping[str, tuple[str, tuple[str, ...]]] = {
 
 @pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config={"extra": "forbid"})
 class GymnasiumTaskset(Taskset):
-    """Makes tasks from one gymnasium environment, one for each seed.
+    """Makes tasks from one gymnasium environment. Each task resets the environment with another seed.
 
-    The model names an action anywhere in its message. The last action named is taken, or the one in
-    ``<action></action>``. A message without an action does not reach the environment. It is answered with the list of
-    actions and counted as ``invalid``. The score is the sum of rewards. Its ``parts`` are this sum as ``return``,
-    ``steps`` and ``invalid``.
+    In each turn the model names one of the actions in its message. If the message has ``<action>...</action>`` tags,
+    only the text in the last tag counts. If this text or message names several actions, the last one is taken. A
+    message without an action is not passed to the environment: it is counted as ``invalid``, and the model gets the
+    list of actions as the answer. If the action space is `gymnasium.spaces.Text`, the text itself is the action.
 
-    The seed alone decides the split. Options that change the episode (``max_steps``, ``success``, custom texts) are
-    part of a task's id. If an environment draws nothing from its seed (one board, one start), all splits hold the same
-    problem.
+    The score is the sum of the rewards, unless ``success`` is set. Its ``parts`` are ``return`` (the sum of the
+    rewards), ``steps`` (the number of actions) and ``invalid`` (the number of messages without an action).
+
+    Only ``id``, ``kwargs`` and a task's seed decide the task's split. Options that change the episode (``max_steps``,
+    ``success``, ``invalid_reward`` and the texts) are part of the task's id. If an environment makes no use of its
+    seed, because it has for example a single board and a single start, the same problem is in all splits.
 
     Args:
-        id: id of a registered environment, as `FrozenLake-v1`; `module:Name-v0` imports the module that registers it.
-        kwargs: arguments of the environment.
-        describe: import path of ``fn(observation, environment) -> text``; ``render`` = the environment's own drawing in
-            mode "ansi"; None = the built-in description for gymnasium's toy games, else the observation's values.
-        actions: names of a discrete space's actions, in order; None = built-in names for the toy games, else numbers.
-        parse: import path of ``fn(text, environment) -> action`` for other spaces. If it raises a ValueError, the model
-            reads the message.
-        introduction: text at the beginning of the first message; None = the toy game's introduction, then the actions.
-        max_steps: limit on the steps of an episode; None = the environment's own limit.
-        success: if set, the score is 1 for an episode that ended with a sum of rewards of at least this, else 0.
+        id: id of a registered environment, such as `FrozenLake-v1`. With `module:Name-v0`, gymnasium first imports
+            ``module``, which must register the environment.
+        kwargs: keyword arguments of the environment.
+        describe: import path of a function ``fn(observation, environment) -> text``. "render" shows the model the
+            environment's own drawing in render mode "ansi". None = the built-in description for one of the toy games,
+            otherwise the values of the observation.
+        actions: names of the actions of a discrete action space, in the order of the actions. None = built-in names for
+            one of the toy games, otherwise the actions' numbers.
+        parse: import path of a function ``fn(text, environment) -> action``. An action space that is neither discrete
+            nor of texts needs it. If the function raises a ValueError, the message counts as ``invalid``, and the model
+            gets the error's text as the answer.
+        introduction: text before the first observation. None = the toy game's introduction, if there is one, and the
+            list of actions.
+        max_steps: maximum number of actions in an episode. None = the limit with which the environment is registered.
+        success: if set, the score is 1 for an episode that has ended with a sum of rewards of at least this value, and
+            0 for any other episode.
         invalid_reward: reward that is added for each message without an action.
-        expert: import path of ``fn(observation, environment) -> action``; None = the best action according to the
-            environment's table of transitions, if it has one.
+        expert: import path of a function ``fn(observation, environment) -> action`` that plays demonstrations. None =
+            the best action according to the environment's table of transitions (for Blackjack, a fixed strategy). An
+            environment without such a table then has no expert.
     """
 
     id: str
@@ -104,11 +117,12 @@ class GymnasiumTaskset(Taskset):
     has_expert = True
 
     def __post_init__(self) -> None:
-        _Episode(self, seed=0).env.close()  # made here so that wrong options are reported now
+        # Make an environment, so that wrong options are reported now and not in the first episode.
+        _Episode(self, seed=0).env.close()
 
     @property
     def phrases(self) -> tuple[str, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """The text that answers a message without an action."""
+        """The text that the model gets as the answer to a message without an action; see `Taskset.phrases`."""
         episode = _Episode(self, seed=0)
         episode.env.close()
         return (episode.refusal,)
@@ -140,10 +154,11 @@ class GymnasiumTaskset(Taskset):
 
 
 class _Episode(Environment):
-    """One episode. Describes observations in words, and reads actions from the model's messages.
+    """One episode of a gymnasium environment. It writes observations as text and reads actions from messages.
 
     Raises:
-        UserError: there is no such environment, or its observations or actions cannot be put into words.
+        UserError: gymnasium cannot make the environment, ``actions`` does not name all of its actions, or the
+            environment needs ``describe`` or ``parse`` and the taskset does not set them.
     """
 
     def __init__(self, taskset: GymnasiumTaskset, seed: int) -> None:
@@ -206,10 +221,14 @@ class _Episode(Environment):
         self.env.close()
 
     def expert_message(self, rng: random.Random, noise: float) -> str:
-        """Return the name of the best action, or with probability ``noise`` of a random action.
+        """Return the expert's next message.
+
+        It is the name of the best action or, with probability ``noise``, the name of a random action. If the actions
+        have no names, it is the action as text.
 
         Raises:
-            NoExpert: the environment has no table of transitions, and the taskset names no expert.
+            NoExpert: the taskset names no expert, and no best action is known because the environment has no table of
+                transitions and is not Blackjack.
         """
         taskset = self._taskset
         if self._actions and rng.random() < noise:
@@ -242,7 +261,11 @@ class _Episode(Environment):
         return self._actions[index]
 
     def _read_action(self, text: str) -> Any:
-        """Return the action that the text names. Raises ValueError, with a message for the model, if there is none."""
+        """Return the action that ``text`` names, as an element of the action space.
+
+        Raises:
+            ValueError: ``text`` names no action. The error's message is the answer that the model gets.
+        """
         if self._parse is not None:
             return self._parse(text, self.env)
         tagged = _ACTION.findall(text)
@@ -295,7 +318,11 @@ def _make_env(taskset: GymnasiumTaskset) -> Any:
 
 # --- observations as text -------------------------------------------------------------------------------------
 def write_out(observation: Any) -> str:
-    """Write an observation as text: texts unchanged, one line per entry of a mapping, floats with four digits."""
+    """Return an observation as text.
+
+    A text stays unchanged. A mapping gets one line per entry, and the values of arrays and sequences are separated by
+    commas. Floats have four significant digits.
+    """
     if isinstance(observation, str):
         return observation
     if isinstance(observation, Mapping):
@@ -310,7 +337,10 @@ def write_out(observation: Any) -> str:
 
 
 def strip_colours(drawing: str) -> str:
-    """Remove the colours from a drawing. Text with a background colour (the position) is put in brackets."""
+    """Remove the ANSI colour codes from a drawing.
+
+    Text with a background colour is put in brackets, because the toy games mark the player's position by such a colour.
+    """
 
     def plain(match: re.Match[str]) -> str:
         background = any(40 <= int(code) <= 47 for code in match.group(1).split(";"))
@@ -320,7 +350,7 @@ def strip_colours(drawing: str) -> str:
 
 
 def describe_toy(observation: Any, env: Any) -> str:
-    """Describe an observation of one of the `TOYS` in words."""
+    """Return a description of an observation of one of the `TOYS`. ``env`` is the environment without wrappers."""
     match type(env).__name__:
         case "FrozenLakeEnv":
             rows = [[cell.decode() for cell in row] for row in env.desc]
@@ -344,9 +374,10 @@ def describe_toy(observation: Any, env: Any) -> str:
 
 
 def best_actions(table: Mapping[int, Mapping[int, Sequence[tuple[float, int, float, bool]]]]) -> np.ndarray:
-    """Return the best action in each state, int[states], found by value iteration.
+    """Compute the best action in each state by value iteration. Returns int[states].
 
-    ``table``: the environment's ``P``; ``P[state][action]`` lists (probability, next state, reward, terminated).
+    ``table`` is the attribute ``P`` of an environment: ``P[state][action]`` is a list of tuples (probability, next
+    state, reward, terminated).
     """
     states, actions = len(table), len(table[0])
     outcomes = max(len(table[s][a]) for s in range(states) for a in range(actions))

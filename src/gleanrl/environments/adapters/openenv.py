@@ -1,9 +1,9 @@
-"""OpenEnv: environments that run on a server, with one WebSocket session per episode.
+"""Plays the environments of OpenEnv servers. Each episode has its own WebSocket session on the server.
 
 `OpenEnvTaskset` is the environment ``openenv`` of the settings. It uses the same protocol as OpenEnv's own client, but
-does not need that package. Actions and observations are JSON, described by the server's schemas. The schemas decide how
-a text becomes an action, and how an observation becomes a text; a user's function can replace either. If the server's
-actions are tool calls, its tools are shown to the model.
+does not need that package. Actions and observations are JSON objects. `to_action` converts the model's message to an
+action according to the server's JSON schema of actions, and `describe` converts an observation to text. The user can
+replace either of them by a function. If the server's actions are tool calls, the model gets the server's tools.
 """
 
 from __future__ import annotations
@@ -37,12 +37,16 @@ from gleanrl.utils.secrets import Secret
 
 log = logging.getLogger(__name__)
 
-ANSWER_S = 10.0  # seconds for a server to describe itself
-CLOSE_S = 5.0  # seconds for a server to end a session
-HEARTBEAT_S = 40.0  # seconds between pings; the pong may take half of this, which bounds a step that blocks the server
-_OWN = ("metadata", "done", "reward")  # fields that every action or observation has
-_NUMBER = re.compile(r"(?:(?<![\w.)\]}%])[-\u2212])?\d+(?:\.\d+)?")  # in "2-3", the minus is not a sign
-_TOOLS = ("Action", "CallToolAction", "ListToolsAction")  # titles of the schemas of actions that are tool calls
+ANSWER_S = 10.0  # seconds that a server has to accept a connection or to describe itself
+CLOSE_S = 5.0  # seconds that a server has to end a session
+# Seconds between two WebSocket pings. aiohttp closes the connection if the answer to a ping takes more than half of
+# this, so a step must not block the server's event loop for longer.
+HEARTBEAT_S = 40.0
+_OWN = ("metadata", "done", "reward")  # fields of OpenEnv's base classes, which every action or observation may have
+# A minus is part of the number unless it follows a number, name or bracket: the last number in "2-3" is 3, not -3.
+_NUMBER = re.compile(r"(?:(?<![\w.)\]}%])[-\u2212])?\d+(?:\.\d+)?")
+# If the schema of the server's actions has one of these titles, the actions are tool calls.
+_TOOLS = ("Action", "CallToolAction", "ListToolsAction")
 
 ToAction = Callable[[Message, Mapping[str, Any]], Mapping[str, Any]]
 """A function ``action(message, schema)`` that returns the action of a sampled message; ``schema`` is the JSON schema of
@@ -54,22 +58,22 @@ user message, or several messages."""
 
 @pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config={"extra": "forbid"})
 class OpenEnvTaskset(Taskset):
-    """Makes tasks from the OpenEnv server at ``url``, e.g. ``http://127.0.0.1:8000``.
+    """Makes tasks from the environment that an OpenEnv server at ``url`` runs, e.g. ``http://127.0.0.1:8000``.
 
-    A task consists of the arguments of its reset: ``reset``, updated with one item of ``resets`` or with the next seed.
+    A task consists of the arguments with which the server resets its environment. These are ``reset``, updated with one
+    item of ``resets`` or, without ``resets``, with the next seed.
 
     Args:
-        url: address of the server, ``http`` or ``ws``.
-        reset: arguments of every reset.
-        resets: further arguments of the reset of each task; None = seeds 0, 1, 2, ...
-        action: import path of a `ToAction`. None = use the schema: the action is the JSON object that the model writes,
-            else the text, or the last number in the text, becomes the action's only field.
-        observe: import path of a `Describe`. None = show the observation's messages or its only text, else all of it as
-            JSON.
-        reward: whether the score is the ``sum`` of the steps' rewards, or the ``last`` reward.
-        name: name of the environment in task ids; None = the server's name for it. Without either, ids depend on the
-            url.
-        token_env: environment variable with a token for the server, for example for a private Space.
+        url: address of the server; its scheme is http, https, ws or wss.
+        reset: arguments of the reset of every task.
+        resets: additional arguments, one item for each task. None = ``{"seed": 0}``, ``{"seed": 1}`` and so on.
+        action: import path of a `ToAction`, which converts the model's message to an action. None = `to_action`.
+        observe: import path of a `Describe`, which converts an observation to text. None = `describe`.
+        reward: whether the score of an episode is the "sum" of its rewards or only the "last" reward.
+        name: name of the environment in task ids. None = the name that the server reports. If it reports none, the ids
+            depend on the url, so the same tasks have other ids at another address.
+        token_env: name of the environment variable that holds a token for the server, which for example a private
+            Hugging Face Space needs. None = no token.
     """
 
     url: str
@@ -122,7 +126,7 @@ class _Episode(Environment):
         self._settings, self._arguments = settings, dict(arguments)
         self._act: ToAction = load_object(settings.action) if settings.action else to_action
         self._describe: Describe = load_object(settings.observe) if settings.observe else describe
-        self._schema: Mapping[str, Any] = {}  # JSON schema of actions
+        self._schema: Mapping[str, Any] = {}  # the server's JSON schema of actions
         self._tools: list[dict[str, Any]] = []
         self._session: _Session | None = None
         self._score: Score | None = None
@@ -142,7 +146,7 @@ class _Episode(Environment):
         return replace(observation, tools=tuple(self._tools))
 
     async def step(self, message: Message) -> Observation:
-        assert self._session is not None  # after reset
+        assert self._session is not None  # `reset` has opened it
         if self._tools:
             return await self._call_tools(self._session, message)
         try:
@@ -158,7 +162,11 @@ class _Episode(Environment):
             await session.close()
 
     async def _call_tools(self, session: _Session, message: Message) -> Observation:
-        """Make each call of the message in turn. A message without a call is the final answer."""
+        """Send the message's tool calls to the server one after the other, and return the results as an observation.
+
+        An invalid call gets the error as its result. A message without a call is the model's final
+        answer and ends the episode.
+        """
         answers: list[Message] = []
         result: Mapping[str, Any] = {"done": True}
         for call in message.get("tool_calls", ()):
@@ -177,20 +185,32 @@ class _Episode(Environment):
         return await self._observe(result, answers)
 
     async def _observe(self, result: Mapping[str, Any], shown: str | Sequence[Message]) -> Observation:
-        """Turn a result of the server into an observation. Closes the session if it is the last one."""
+        """Return an observation with the messages ``shown``, and the score that includes the reward in ``result``.
+
+        If the server's ``result`` ends the episode, the session is closed.
+        """
         reward, done = result.get("reward"), bool(result.get("done"))
         if reward is not None:
             earlier = self._score.value if self._score is not None and self._settings.reward == "sum" else 0.0
             self._score = Score(earlier + float(reward))
         messages = (Message(role="user", content=shown),) if isinstance(shown, str) else tuple(shown)
         if done:
-            await self.close()  # closed at once, because another episode may wait for a free session
+            await self.close()  # not left to the caller, because another episode may be waiting for a free session
         return Observation(messages, done=done, score=self._score)
 
 
 # --- text and actions -----------------------------------------------------------------------------------
 def to_action(message: Message, schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the action of a message according to the schema. Raises ValueError with a message for the model."""
+    """Convert the model's message to an action, according to ``schema``, the JSON schema of actions.
+
+    If the message is a JSON object with all required fields, possibly in a Markdown code block, the action is this
+    object. Otherwise the action must have a single required field (or a single field, if none is required). This field
+    becomes the last number in the message if its type is a number, and the whole message if it has another type.
+    Thinking is not part of the message.
+
+    Raises:
+        ValueError: the message cannot be converted. The error's message is shown to the model.
+    """
     text = answer_of(message["content"]).strip()
     fields = {name: about for name, about in schema.get("properties", {}).items() if name not in _OWN}
     required = [name for name in schema.get("required", ()) if name in fields] or list(fields)
@@ -212,10 +232,12 @@ def to_action(message: Message, schema: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def describe(observation: Mapping[str, Any], opening: bool) -> str:
-    """Return what the model reads of an observation.
+    """Convert an observation to the text that the model gets.
 
-    This is the contents of its messages (at the opening after its prompt), or its only text, or all of it as JSON. If
-    the observation has no fields of its own, its metadata is used.
+    If the observation has a list ``messages``, the text is their contents, one per line, and in the first observation
+    (``opening``) the field ``prompt`` before them. Otherwise it is the value of the only field that is a text, or, if
+    there are several such fields or none, all fields as JSON. The fields ``done`` and ``reward`` are never shown, and
+    ``metadata`` takes the place of the fields only if there are no others.
     """
     fields = {name: value for name, value in observation.items() if name not in _OWN}
     fields = fields or observation.get("metadata") or {}
@@ -231,7 +253,7 @@ def describe(observation: Mapping[str, Any], opening: bool) -> str:
 
 
 def _tool_result(observation: Mapping[str, Any]) -> str:
-    """Return the result of a tool as text: MCP's content, a plain value, or an error."""
+    """Return the result of a tool call, which may be MCP content, a plain value or an error, as text."""
     if error := observation.get("error"):
         return f"error: {error.get('message', error) if isinstance(error, Mapping) else error}"
     result = observation.get("result")
@@ -245,15 +267,15 @@ def _tool_result(observation: Mapping[str, Any]) -> str:
 
 # --- the server -----------------------------------------------------------------------------------------
 class Lost(Exception):
-    """The server cannot be reached, refused a session, or failed during a session."""
+    """Raised if the server cannot be reached, refuses a session, or fails during a session."""
 
 
 class _Full(Exception):
-    """The server has reached its largest number of sessions."""
+    """Raised if the server refuses a session because its maximum number of sessions are open."""
 
 
 class _Session:
-    """One WebSocket connection, which is one episode on the server."""
+    """One WebSocket connection to a server, which runs one episode in it."""
 
     _closing: ClassVar[dict[tuple[asyncio.AbstractEventLoop, str], set[asyncio.Event]]] = {}
 
@@ -262,11 +284,15 @@ class _Session:
 
     @classmethod
     async def open(cls, url: str, token_env: str | None, arguments: Mapping[str, Any]) -> tuple[_Session, Any]:
-        """Open a session, and return it with the result of its reset.
+        """Open a session and reset its environment. Returns the session and the server's result of the reset.
 
-        If the server is full, this waits for a session that this process is closing, and then tries again. It does not
-        wait for open sessions, because that could deadlock: their answers may be sampled in one batch with this
-        episode's.
+        If the server has no free session, this method waits until a session that this process is already closing is
+        closed, and then tries again. It does not wait for sessions that are in use, because that could deadlock: a
+        sampler that batches the messages of all open episodes would wait for this episode.
+
+        Raises:
+            UserError: the server has no free session, and this process is closing none.
+            Lost: the server cannot be reached, or fails.
         """
         while True:
             closing = tuple(cls._closing.get((asyncio.get_running_loop(), url), ()))
@@ -292,7 +318,7 @@ class _Session:
         client = _make_client(url, token_env)
         try:
             async with asyncio.timeout(ANSWER_S):
-                # aiohttp removes the token from the headers if a redirect leads to another server
+                # The token cannot leak: aiohttp removes it from the headers if a redirect leads to another server.
                 socket = await client.session().ws_connect(
                     client.address("/ws"),
                     headers=client.headers(),
@@ -310,16 +336,22 @@ class _Session:
             raise
 
     async def ask(self, kind: str, data: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Send ``reset`` or ``step``, and return the server's answer. Raises ValueError if the action is invalid."""
+        """Send a request to the server and return the data of its response. ``kind`` is "reset" or "step".
+
+        Raises:
+            ValueError: the server rejects the action as invalid, or ``data`` cannot be encoded.
+            Lost: the connection is closed, or the server reports another error.
+        """
         import aiohttp
 
         order = json.dumps({"type": kind, "data": data}, ensure_ascii=False, allow_nan=False)
-        order.encode()  # raises a ValueError for a lone surrogate
-        with suppress(ConnectionError):  # the server's last message, received below, may say why it closed
+        order.encode()  # raises a ValueError for a lone surrogate, before anything is sent
+        # If the server has closed the connection, its last message, received below, may contain the reason.
+        with suppress(ConnectionError):
             await self._socket.send_str(order)
         message = await self._socket.receive()
         if message.type is not aiohttp.WSMsgType.TEXT:
-            fetch_description.cache_clear()  # another server may replace this one
+            fetch_description.cache_clear()  # another server, with other schemas, may start at this address
             why = message.extra or message.data or self._socket.exception() or "no reason given"
             raise Lost(f"the OpenEnv server ended the session: {why} (code {self._socket.close_code})")
         answer = json.loads(message.data)
@@ -334,11 +366,11 @@ class _Session:
         raise Lost(f"the OpenEnv server: {content.get('message')} ({content.get('code')})")
 
     async def close(self) -> None:
-        """End the session. Returns when the server has freed it, or after `CLOSE_S` seconds."""
+        """End the session. Waits until the server has closed the connection, but at most `CLOSE_S` seconds."""
         key, gone = (asyncio.get_running_loop(), self._url), asyncio.Event()
         self._closing.setdefault(key, set()).add(gone)
         try:
-            with suppress(Exception):  # the server may be gone, or may not answer
+            with suppress(Exception):  # closing must succeed even if the server is gone or does not answer
                 async with asyncio.timeout(CLOSE_S):
                     await self._socket.send_str(json.dumps({"type": "close"}))
                     while not self._socket.closed:
@@ -353,14 +385,18 @@ class _Session:
 
 def _make_client(url: str, token_env: str | None) -> HttpClient:
     if token_env is not None:
-        Secret(token_env, "environment.options.token_env")  # its errors name this setting
+        Secret(token_env, "environment.options.token_env")  # checks the name, so that an error names this setting
     address = re.sub(r"^ws", "http", url)
     return HttpClient(address, api_key_env=token_env, timeout_s=ANSWER_S, setting="environment.options.url")
 
 
 @lru_cache(maxsize=64)
 def fetch_description(url: str, token_env: str | None, path: str) -> Mapping[str, Any]:
-    """Fetch the server's description of itself at ``path``. Raises `UserError` if there is no server."""
+    """Fetch what the server at ``url`` reports about itself at ``path`` ("/metadata" or "/schema"). Cached.
+
+    Raises:
+        UserError: no OpenEnv server answers at ``url``.
+    """
 
     async def get() -> Mapping[str, Any]:
         client = _make_client(url, token_env)
@@ -377,13 +413,14 @@ def fetch_description(url: str, token_env: str | None, path: str) -> Mapping[str
         finally:
             await client.aclose()
 
-    with ThreadPoolExecutor(1) as thread:  # the caller may run on an event loop already
+    # `asyncio.run` needs a thread without a running event loop, and the caller's thread may have one.
+    with ThreadPoolExecutor(1) as thread:
         return thread.submit(asyncio.run, get()).result()
 
 
 @lru_cache(maxsize=64)
 def _warn_of_plain_text(url: str, token_env: str | None) -> None:
-    """Warn, once per server, if messages are sent unencrypted over the network."""
+    """Log a warning, once per server, if the messages to it travel unencrypted over a network."""
     if urlsplit(url).scheme in ("http", "ws") and not is_local(url):
         token = f", and so does the token in {token_env}" if token_env is not None else ""
         log.warning("environment.options.url = %r: messages go over the network unencrypted%s", url, token)

@@ -1,4 +1,6 @@
-"""reasoning-gym: a hundred kinds of single-turn problems, generated without end and scored by the package's own rules.
+"""Makes single-turn problems with the package reasoning-gym, which has about a hundred generators of problems.
+
+reasoning-gym also scores the answers, without a model. A generator never runs out of problems.
 
 `ReasoningGymTaskset` is the environment ``reasoning_gym`` of the settings.
 """
@@ -24,22 +26,25 @@ from gleanrl.utils.errors import NoExpert, UserError
 from gleanrl.utils.seeding import derive
 from gleanrl.utils.text import nearest
 
-_CHUNK = 64  # problems drawn from one seeded dataset; never change it, or seeds would give other problems
+# Number of problems that are generated from one seed. With another number, the same seed would give other problems, and
+# stored tasks would no longer match them.
+_CHUNK = 64
 
 
 @pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config={"extra": "forbid"})
 class ReasoningGymTaskset(Taskset):
-    """Makes problems of one reasoning-gym task, e.g. ``task="spell_backward", config={"max_word_len": 6}``.
+    """Makes tasks from one generator of reasoning-gym, e.g. ``task="spell_backward", config={"max_word_len": 6}``.
 
-    The model answers in one message. A problem is identified by the text of its question.
+    The model answers in one message. Problems with the same text of the question count as the same problem.
 
     Args:
-        task: name of the reasoning-gym task.
-        level: level of reasoning-gym's own curriculum for the task; 0 is the easiest. ``config`` overrides its options.
-        config: options of the task.
-        answer: the part of the message that is scored: ``tags`` = the text inside the last ``<answer>...</answer>``,
-            ``whole`` = everything except thinking.
-        instruction: text appended to the question; None = the instruction that suits ``answer``.
+        task: name of the generator, which reasoning-gym calls a task.
+        level: level in reasoning-gym's curriculum for ``task``, from 0 (the easiest). It sets options of the generator,
+            which ``config`` can override. None = the generator's default options.
+        config: options of the generator.
+        answer: the part of the message that is scored. "tags" = the text inside the last ``<answer>...</answer>``,
+            "whole" = everything except thinking.
+        instruction: text that is appended to the question. None = with ``answer="tags"``, a request to use the tags.
     """
 
     task: str
@@ -50,19 +55,21 @@ class ReasoningGymTaskset(Taskset):
     seed: int = 0
 
     has_expert = True
-    named_by_content = True  # an id is a hash of the problem, whatever seed made it
+    named_by_content = True  # the id of a task is a hash of its question, not of the seed that generated it
 
     def __post_init__(self) -> None:
         if self.level is not None:
             object.__setattr__(self, "config", {**_config_of_level(self.task, self.level), **self.config})
-        _make_dataset(self.task, json.dumps(self.config, sort_keys=True), 0)  # made here to report bad options now
+        # Make a dataset, so that wrong options are reported now and not when the first task is made.
+        _make_dataset(self.task, json.dumps(self.config, sort_keys=True), 0)
 
     def tasks(self, split: Split, count: int) -> Sequence[Task]:
         instruction = self.instruction
         if instruction is None:
             tags = self.answer == "tags"
             instruction = "\nGive the final answer inside <answer></answer> tags." if tags else ""
-        scored = {"answer": self.answer} if self.answer != "tags" else {}  # kept, as the instruction may not say it
+        # Part of the payload, because the prompt may be the same for both values of `answer` although scores differ.
+        scored = {"answer": self.answer} if self.answer != "tags" else {}
         tasks = []
         for mark, (question, seed, index) in select(self._candidates(), split, count, f"reasoning_gym {self.task!r}"):
             task = Task(
@@ -78,7 +85,10 @@ class ReasoningGymTaskset(Taskset):
         return _Question(task, self.answer == "tags")
 
     def demonstrate(self, task: Task, *, seed: int, noise: float = 0.0) -> tuple[tuple[Message, ...], Score]:
-        """Return the prompt with the reference answer. ``noise`` is unused, because there is a single turn."""
+        """Return the prompt and the reference answer as a conversation, and reasoning-gym's score of this answer.
+
+        ``noise`` is not used, because the expert's only action is the answer.
+        """
         dataset, entry = _find_entry(task.payload)
         if entry["answer"] is None:
             raise NoExpert(f"reasoning_gym {self.task!r} has no reference answers: set warm_start.enabled = false")
@@ -88,7 +98,7 @@ class ReasoningGymTaskset(Taskset):
         return (*task.prompt, {"role": "assistant", "content": text}), score
 
     def _candidates(self) -> Iterator[tuple[str, tuple[str, int, int]]]:
-        """Yield ``(fingerprint, (question, seed, index))`` without end."""
+        """Yield ``(fingerprint, (question, seed, index))`` without end. The dataset of ``seed`` has it at ``index``."""
         config = json.dumps(self.config, sort_keys=True)
         for chunk in count_from():
             seed = derive(self.seed, "reasoning_gym", self.task, chunk) % 2**31
@@ -99,7 +109,7 @@ class ReasoningGymTaskset(Taskset):
 
 
 class _Question(Environment):
-    """One problem. The task's prompt holds the question, and the first answer ends the episode."""
+    """One problem. The question is in the task's prompt, and the model's first message ends the episode."""
 
     def __init__(self, task: Task, tags: bool) -> None:
         self._task, self._tags = task, tags
@@ -119,10 +129,10 @@ class _Question(Environment):
 
 
 def _config_of_level(task: str, level: int) -> dict[str, Any]:
-    """Return the options that the task's curriculum sets at a level.
+    """Return the options that reasoning-gym's curriculum for ``task`` sets at ``level``.
 
     Raises:
-        UserError: there is no such task, no curriculum for it, or no such level.
+        UserError: there is no such task, it has no curriculum, or its curriculum has no such level.
     """
     from reasoning_gym.factory import CURRICULA, DATASETS
 
@@ -139,7 +149,8 @@ def _config_of_level(task: str, level: int) -> dict[str, Any]:
     config = curriculum.generate_configuration()
     values: dict[str, Any] = {}
     for attribute in attributes:
-        for key in ("field_name", "lower_field_name", "upper_field_name"):  # a scalar has the first, a range the others
+        # An attribute that sets one number has a `field_name`; one that sets a range has the other two names.
+        for key in ("field_name", "lower_field_name", "upper_field_name"):
             name = getattr(attribute, key, None)
             if name:
                 values[name] = getattr(config, name)
@@ -148,7 +159,7 @@ def _config_of_level(task: str, level: int) -> dict[str, Any]:
 
 @lru_cache(maxsize=64)
 def _make_dataset(task: str, config: str, seed: int) -> Any:
-    """Make a dataset of `_CHUNK` problems; ``config`` is JSON.
+    """Make a reasoning-gym dataset of `_CHUNK` problems. ``config`` contains the generator's options as JSON.
 
     Raises:
         UserError: there is no such task or option, or the task refuses a value.
@@ -167,7 +178,7 @@ def _make_dataset(task: str, config: str, seed: int) -> Any:
     try:
         for name, value in given.items():
             kind: Any = options[name].type
-            if tuple in (kind, get_origin(kind)):  # TOML and JSON have no tuples, only lists
+            if tuple in (kind, get_origin(kind)):  # the value is a list, because TOML and JSON have no tuples
                 given[name] = TypeAdapter(tuple).validate_python(value)
         return reasoning_gym.create_dataset(task, seed=seed, size=_CHUNK, **given)
     except (AssertionError, ValueError, TypeError) as error:
@@ -179,7 +190,7 @@ def _unknown_task(task: str, known: Mapping[str, Any]) -> UserError:
 
 
 def _find_entry(payload: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Return the dataset and the entry of a task with this payload."""
+    """Return the reasoning-gym dataset, and in it the entry (question and answer) of the task with this payload."""
     config = json.dumps(payload["config"], sort_keys=True)
     dataset, entry = _read_entry(payload["task"], config, payload["seed"], payload["index"])
     return dataset, dict(entry)

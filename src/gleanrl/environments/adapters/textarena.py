@@ -1,11 +1,12 @@
-"""TextArena: a hundred games in text, for one player, against an opponent, or among many.
+"""Plays TextArena's games: about a hundred text games for one player, two players or more.
 
-`TextarenaTaskset` is the environment ``textarena`` of the settings. It uses `Game` (one game) and `make_agent` (the
-agents of the other seats). Experts are in `textarena_experts`.
+`TextarenaTaskset` is the environment ``textarena`` of the settings. It plays each episode with a `Game`, in which the
+model has one seat. `make_agent` makes the agents that play the other seats. Experts are in `textarena_experts`.
 
-TextArena's games draw from the global random generators of Python and NumPy. Here, each game has generators of its own,
-which replace the global ones while the game computes. So many games may be under way in a process: each depends only on
-its own seed, and random draws outside the games do not change.
+TextArena's games draw from the global random generators of Python and NumPy. `Game` stores the state of both generators
+for each game, sets the global generators to this state whenever it calls TextArena, and restores them afterwards. So
+many games can be played at the same time in one process: each game depends only on its own seed, and the global
+generators are unchanged for the rest of the program.
 """
 
 from __future__ import annotations
@@ -50,8 +51,9 @@ Agent = Callable[[str], Any]
 """TextArena's convention for an agent: a function, sync or async, from what a player sees to a move. It may also have
 ``aclose()``."""
 
-_MAX_OPPONENT_MOVES = 1000  # most moves between two moves of the model; a game with more counts as stuck
-_MAX_DEMONSTRATION = 300  # most moves of a demonstration
+# If the opponents make this many moves in a row, the game is considered stuck and the episode fails.
+_MAX_OPPONENT_MOVES = 1000
+_MAX_DEMONSTRATION = 300  # number of the expert's moves after which a demonstration is cut off
 _RESOURCE = re.compile(r"Resource\s+(?:\x1b\[\d+m|['\"])?([\w.]+)")
 _LISTED = re.compile(r"(?:available|valid|legal|possible|allowed)[ \w]*:(.*?)(?:\n\s*\n|\Z)", re.IGNORECASE | re.DOTALL)
 _MOVE = re.compile(r"\[(?!GAME\]|Player\b)[^\[\]\n]{1,40}\]")
@@ -60,32 +62,38 @@ _OPPONENT = "environment.options.opponent"
 
 @pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config={"extra": "forbid"})
 class TextarenaTaskset(Taskset):
-    """Makes tasks from games of TextArena, one for each seed. Several ids take turns.
+    """Makes tasks from one or several TextArena games. Each task is a game with another seed.
 
-    The model has one seat, and the opponent has all others. TextArena lets a player repeat a refused move once; the
-    next refusal ends the game or the player's part in it. The score is the reward at the end, mapped from TextArena's
-    [-1, 1] to ``reward_range``. Its ``parts`` are the original ``reward``, ``won``, and the model's ``invalid_moves``
-    and ``moves``.
+    The model has one seat, and agents of the type ``opponent`` play all other seats. By default, TextArena lets a
+    player whose move is invalid try once more. After a second invalid move in a row it ends the game or eliminates the
+    player.
 
-    A game's seed alone decides its split. Opponent, seat, observation and rewards are part of a task's id if they
-    differ from the defaults. Games that draw little from their seed (20 numbers to guess, one empty board) are alike
-    in all splits; evaluation then measures how well the game is played, not generalisation.
+    The score is the model's reward at the end of the game, mapped linearly from TextArena's range [-1, 1] to
+    ``reward_range``. Its ``parts`` are ``reward`` (not mapped), ``won`` (1 or 0), ``moves`` (the number of the model's
+    moves) and ``invalid_moves`` (the number of those that the game refused).
+
+    Only the game (id, arguments and number of players) and the task's seed decide the task's split. The other options
+    are part of the task's id if they differ from the defaults. Some games draw little from their seed: for example, a
+    number from 1 to 20, or nothing if the board is empty at the start. All splits of such a game are alike, so its
+    evaluation measures how well the model plays the game and not how well it generalises.
 
     Args:
-        env_id: one id, such as `GuessTheNumber-v0`, or several. The variants ``-train`` and ``-raw`` differ only for
-            ``observation = "textarena"``.
-        arguments: arguments of the game, e.g. ``{"max_number": 50}``.
+        env_id: id of a game, such as `GuessTheNumber-v0`, or a list of ids whose games alternate. The variants
+            ``-train`` and ``-raw`` of an id have other wrappers, so they differ only if ``observation`` is "textarena".
+        arguments: keyword arguments of the game, e.g. ``{"max_number": 50}``.
         players: number of players; None = the smallest number that the game allows.
-        seat: the model's seat; ``task`` = drawn for each task.
-        opponent: ``random``, ``expert`` (for games that have one), ``openai``, a list of moves, or the import path of
-            an agent (see `make_agent`).
-        opponent_options: arguments of that agent; ``env:NAME`` takes a key from the environment.
-        observation: ``news`` = what was said since the model's last move. ``textarena`` = what TextArena's wrappers of
-            that id show, usually the whole game each time.
-        reward_range: scores of a loss and of a win.
-        unfinished: reward in [-1, 1] of a game that is ended by the run's turn limit. None = 0 in games for one player,
-            else -1, so that no player gains by stalling.
-        expert: import path of ``fn(game, seat) -> move`` for demonstrations; None = Glean RL's own expert.
+        seat: the model's seat, from 0; "task" = drawn at random for each task.
+        opponent: "random" (random moves), "expert" (for games that have one), "openai" (a model behind an
+            OpenAI-compatible endpoint), a list of moves, or the import path of an agent; see `make_agent`.
+        opponent_options: keyword arguments of the agent. A value ``"env:NAME"`` stands for the content of the
+            environment variable NAME, so that the configuration contains no keys.
+        observation: "news" = all messages of the game since the model's last move. "textarena" = the observation that
+            TextArena's wrappers of the id make, which usually shows the whole game each time.
+        reward_range: the score of a loss, and the score of a win.
+        unfinished: reward in [-1, 1] of a game that the run's limit of turns ends. None = 0 in games for one player,
+            and -1 in other games, so that the model gains nothing by stalling.
+        expert: import path of a function ``fn(game, seat) -> move`` that plays demonstrations; ``game`` is TextArena's
+            environment without wrappers. None = the expert in `textarena_experts`.
     """
 
     env_id: str | list[str]
@@ -101,7 +109,7 @@ class TextarenaTaskset(Taskset):
     seed: int = 0
 
     has_expert = True
-    phrases = (  # what the game answers to an invalid move
+    phrases = (  # texts that TextArena sends to the players after an invalid move
         "You attempted an invalid move. Reason: Please resubmit a valid move and remember to follow the game rules to "
         "avoid penalties.",
         "Player 0 attempted an invalid move.",
@@ -157,7 +165,7 @@ class TextarenaTaskset(Taskset):
         return _Episode(task, self)
 
     def demonstrate(self, task: Task, *, seed: int, noise: float = 0.0) -> tuple[tuple[Message, ...], Score]:
-        """Let the expert play against the taskset's opponent."""
+        """Let the expert play the model's seat against the taskset's opponent; see `Taskset.demonstrate`."""
         rng = random.Random(seed)
         episode = _Episode(task, self)
 
@@ -181,9 +189,9 @@ class TextarenaTaskset(Taskset):
 
 
 class _Episode(Environment):
-    """One game, played from the model's seat."""
+    """One episode: a game in which the model has one seat and agents play the other seats."""
 
-    game: Game  # set by `reset`
+    game: Game  # made by `reset`
 
     def __init__(self, task: Task, taskset: TextarenaTaskset) -> None:
         self._task, self._taskset = task, taskset
@@ -210,7 +218,10 @@ class _Episode(Environment):
                 await agent.aclose()
 
     async def _play_opponents(self) -> Observation:
-        """Let the other seats move until it is the model's turn or the game is over."""
+        """Let the agents of the other seats move until it is the model's turn or the game is over.
+
+        Returns the model's observation with its present score, which is ``unfinished`` until the game is over.
+        """
         game, taskset = self.game, self._taskset
         for _ in range(_MAX_OPPONENT_MOVES):
             if game.done or game.player == self._seat:
@@ -241,12 +252,14 @@ class _Episode(Environment):
 
 # --- one game ---------------------------------------------------------------------------------------------------------
 class Game:
-    """One game, created without downloads. The interface is the same for every kind of game.
+    """One TextArena game that has been reset and can be played, with the same interface for every kind of game.
 
-    ``player`` is the seat whose turn it is. ``core`` is TextArena's environment without wrappers.
+    ``player`` is the seat whose turn it is. ``core`` is TextArena's environment without wrappers. ``last`` is the text
+    that `news` or `whole` returned last. ``invalid_moves`` counts the refused moves of each seat.
 
     Raises:
-        UserError: TextArena has no such game, or the game cannot be created on this machine.
+        UserError: TextArena has no such game, or the game cannot be created on this machine, for example because it
+            needs data that are not installed. Nothing is downloaded.
     """
 
     def __init__(self, env_id: str, arguments: Mapping[str, Any], players: int, seed: int) -> None:
@@ -265,22 +278,25 @@ class Game:
         return self.core.state.current_player_id
 
     def news(self) -> str:
-        """Return what the player has not seen yet, without the player's own messages."""
+        """Return the game's messages that the current player has not seen yet, without the player's own moves."""
         return self._read_observation(self.core)
 
     def whole(self) -> str:
-        """Return what TextArena's own wrappers show the player, usually everything since the beginning."""
+        """Return the observation that TextArena's wrappers make for the current player.
+
+        It usually contains everything since the beginning of the game.
+        """
         return self._read_observation(self._wrapped)
 
     def _read_observation(self, env: Any) -> str:
         player = self.player
         with self._own_generators():
             _, seen = env.get_observation()
-        if not isinstance(seen, str):  # wrappers and a few games return text
+        if not isinstance(seen, str):  # most games return a list of messages; wrappers and a few games return a text
             roles = self.core.state.role_mapping
             lines = []
             for sender, text, kind in seen or ():
-                if not isinstance(sender, int):  # some games put the three values in another order
+                if not isinstance(sender, int):  # some games have sender, text and kind in another order
                     sender, text = -1, next((one for one in (sender, text, kind) if isinstance(one, str)), "")
                 if sender != player or getattr(kind, "name", "") != "PLAYER_ACTION":
                     lines.append(text if sender < 0 else f"[{roles.get(sender, f'Player {sender}')}] {text}")
@@ -289,7 +305,10 @@ class Game:
         return self.last
 
     def move(self, text: str) -> None:
-        """Make the player's move. If the game refuses it, the player's next observation says so."""
+        """Make a move of the current player.
+
+        If the game refuses the move, `invalid_moves` counts it, and the player's next observation contains the reason.
+        """
         player, state = self.player, self.core.state
         errors = getattr(state, "error_count", 0)
         with self._own_generators():
@@ -298,10 +317,13 @@ class Game:
             self.invalid_moves[player] = self.invalid_moves.get(player, 0) + 1
 
     def result(self, player: int) -> Score:
-        """Return the player's reward after the end, in TextArena's own range; invalid if it is not a number."""
+        """Return the player's reward at the end of the game as a score in TextArena's own range, [-1, 1].
+
+        The score is invalid if TextArena gives no number as the reward.
+        """
         rewards, reason = self.core.state.rewards or {}, self._info(player).get("reason")
         reward = rewards.get(player)
-        if isinstance(reward, str):  # some games swap reward and reason when an invalid move ends them
+        if isinstance(reward, str):  # some games swap the reward and the reason when an invalid move ends the game
             with contextlib.suppress(ValueError):
                 reward = float(str(reason or "").removeprefix("Invalid Move: "))
         if not isinstance(reward, int | float):
@@ -315,12 +337,12 @@ class Game:
 
     @contextlib.contextmanager
     def _own_generators(self) -> Iterator[None]:
-        """Put the game's generators in place of the global ones."""
+        """Set the global random generators to the game's own state within the block, and discard printed text."""
         outside = random.getstate(), np.random.get_state()
         random.setstate(self._generators[0])
         np.random.set_state(self._generators[1])
         try:
-            with contextlib.redirect_stdout(io.StringIO()):  # some games print
+            with contextlib.redirect_stdout(io.StringIO()):
                 yield
         finally:
             self._generators = random.getstate(), np.random.get_state()
@@ -329,7 +351,11 @@ class Game:
 
 
 def _make_env(env_id: str, arguments: Mapping[str, Any]) -> Any:
-    """Make TextArena's environment with its own wrappers, before reset. Raises `UserError` if that fails."""
+    """Make TextArena's environment, with the wrappers of the id, and return it before its reset.
+
+    Raises:
+        UserError: there is no such game, or it cannot be made.
+    """
     import nltk
     import textarena
     from textarena.envs.registration import ENV_REGISTRY
@@ -338,7 +364,9 @@ def _make_env(env_id: str, arguments: Mapping[str, Any]) -> Any:
         hint = nearest(env_id, ENV_REGISTRY) or "; textarena.envs.registration.ENV_REGISTRY lists its games"
         raise UserError(f"environment.options.env_id: TextArena has no game {env_id!r}{hint}")
     download = nltk.download
-    nltk.download = lambda *_, **__: False  # games would download data each time they are created
+    # Some games call `nltk.download` each time they are made, which needs a network. Without it, they raise LookupError
+    # if the data are not installed.
+    nltk.download = lambda *_, **__: False
     try:
         return textarena.make(env_id, **arguments)
     except LookupError as error:
@@ -364,7 +392,9 @@ def _make_env(env_id: str, arguments: Mapping[str, Any]) -> Any:
 
 @lru_cache(maxsize=1024)
 def smallest_number_of_players(env_id: str, arguments: str) -> int:
-    """Return the smallest number of players that the game allows; ``arguments`` is JSON.
+    """Return the smallest number of players with which the game starts.
+
+    ``arguments`` are the game's arguments as JSON, because the cache needs an argument that can be hashed.
 
     Raises:
         UserError: the game cannot be created.
@@ -375,20 +405,21 @@ def smallest_number_of_players(env_id: str, arguments: str) -> int:
             game = Game(env_id, json.loads(arguments), players, seed=0)
         except UserError:
             raise
-        except Exception as error:  # usually an assertion
+        except Exception as error:  # usually an AssertionError about the number of players
             reason = reason or first_line(error)
         else:
-            return game.core.state.num_players  # some games accept any number, but play with another one
+            # Not ``players``: some games accept any number of players, but then play with another number.
+            return game.core.state.num_players
     raise UserError(f"TextArena's {env_id} starts with no number of players from 1 to {MAX_PLAYERS}: {reason}")
 
 
 # --- agents of the other seats ----------------------------------------------------------------------------------------
 def make_agent(opponent: str | Sequence[str], options: Mapping[str, Any], seed: int, game: Any, seat: int) -> Agent:
-    """Make an agent for one seat of ``game``, which is TextArena's own object.
+    """Make the agent that plays one seat of ``game``, which is TextArena's environment without wrappers.
 
-    ``opponent``: ``random``, ``expert``, ``openai``, a list of messages that the agent repeats in order, or the import
-    path of a class (called with the options, and with ``seed`` if it takes one) or of a function (called with what the
-    player sees and the options).
+    ``opponent`` is "random", "expert", "openai", a list of moves that the agent repeats in order, or the import path of
+    a class or function. A class is called with the options, and with ``seed`` if it has a parameter of this name. It
+    must return an `Agent`. A function is called for each move, with the player's observation and the options.
 
     Raises:
         UserError: there is no such agent, or the game has no expert.
@@ -420,7 +451,13 @@ def make_agent(opponent: str | Sequence[str], options: Mapping[str, Any], seed: 
 
 
 def check_agent(opponent: str | Sequence[str], options: Mapping[str, Any]) -> None:
-    """Raise `UserError` unless `make_agent` accepts the opponent and its options."""
+    """Check that the opponent exists and that it takes the options, without making an agent.
+
+    Whether a game has an expert is checked only by `make_agent`.
+
+    Raises:
+        UserError: the opponent is unknown, or an option is unknown, missing or contains a key.
+    """
     refuse_keys(options, f"{_OPPONENT}_options")
     takes: list[str] = []
     if not opponent:
@@ -447,16 +484,21 @@ def check_agent(opponent: str | Sequence[str], options: Mapping[str, Any]) -> No
 
 
 def choose_listed_move(seen: str, rng: random.Random) -> str:
-    """Draw from the moves that the game lists, or else from the examples in brackets that it has shown."""
+    """Draw a random move for a game whose legal moves are not known.
+
+    The move is drawn from the last list of moves in the observation ``seen``. If there is no such list, it is drawn
+    from all texts in brackets, which are usually examples of moves. If there are none, the move is ``[pass]``.
+    """
     listed = _LISTED.findall(seen)
     moves = (_MOVE.findall(listed[-1]) if listed else []) or _MOVE.findall(seen)
     return rng.choice(moves) if moves else "[pass]"
 
 
 class _OpenAI:
-    """An agent that asks a model behind an OpenAI-compatible endpoint. The model sees all that its player has seen.
+    """An agent that requests its moves from a model behind an OpenAI-compatible endpoint.
 
-    Transient errors are retried. If an error persists, the episode fails.
+    Each request contains the player's whole observation as one user message. A request that fails with a transient
+    error is sent again up to ``retries`` times. Then the error is raised, and the episode fails.
     """
 
     def __init__(

@@ -1,4 +1,8 @@
-"""Experts for some of TextArena's games, for warm starts and as an upper bound. Experts read the game's own state."""
+"""Experts for some of TextArena's games, which play demonstrations and can be opponents.
+
+An expert reads the game's state object, not the text that a player gets. It uses no information that is hidden from the
+player, such as the number to guess.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +19,10 @@ _ROWS = [(0, 1, 2), (3, 4, 5), (6, 7, 8), (0, 3, 6), (1, 4, 7), (2, 5, 8), (0, 4
 
 
 def legal_moves(game: Any) -> list[str]:
-    """Return all moves that are legal now in one of the `EXPERT_GAMES`."""
+    """Return all moves, such as ``[3]``, that are legal in the current state of one of the `EXPERT_GAMES`.
+
+    Moves that repeat an earlier guess are left out. ``game`` is TextArena's environment without wrappers.
+    """
     state = game.state.game_state
     match type(game).__name__:
         case "GuessTheNumberEnv":
@@ -35,7 +42,11 @@ def legal_moves(game: Any) -> list[str]:
 
 
 def best_move(game: Any, seat: int) -> str:
-    """Return the best move of the player at ``seat`` in one of the `EXPERT_GAMES`."""
+    """Return a move, such as ``[3]``, with which the player at ``seat`` plays well in one of the `EXPERT_GAMES`.
+
+    ``game`` is TextArena's environment without wrappers. The move is optimal, except that Mastermind may take more
+    guesses than necessary.
+    """
     state = game.state.game_state
     match type(game).__name__:
         case "GuessTheNumberEnv":  # halve the range of possible numbers
@@ -59,7 +70,7 @@ def best_move(game: Any, seat: int) -> str:
             answers = [(tuple(e["guess"]), (e["black"], e["white"])) for e in state["history"]]
             code = next(code for code in _codes(state) if all(_pegs(guess, code) == pegs for guess, pegs in answers))
             return f"[{' '.join(map(str, code))}]"
-        case "NimEnv":  # leave piles whose exclusive or is zero, or if that is impossible take one item
+        case "NimEnv":  # leave piles whose exclusive or is zero; if no move does, take one item of the largest pile
             piles = state["piles"]
             total = reduce(xor, piles)
             for index, pile in enumerate(piles):
@@ -79,13 +90,16 @@ def best_move(game: Any, seat: int) -> str:
 
 
 def _codes(state: Any) -> Iterator[tuple[int, ...]]:
-    """Return all codes that a Mastermind game may have."""
+    """Return all codes that can be the secret code of a Mastermind game with this state."""
     numbers, length = range(1, state["num_numbers"] + 1), state["code_length"]
     return product(numbers, repeat=length) if state["duplicate_numbers"] else permutations(numbers, length)
 
 
 def _pegs(guess: Sequence[int], code: Sequence[int]) -> tuple[int, int]:
-    """Return the numbers of black and white pegs that Mastermind gives for a guess at ``code``."""
+    """Return the numbers of black and white pegs with which Mastermind answers ``guess`` if the secret is ``code``.
+
+    A black peg is a correct number at the correct position, a white peg a correct number at another position.
+    """
     exact = sum(a == b for a, b in zip(guess, code, strict=True))
     common = sum(min(guess.count(n), code.count(n)) for n in set(guess))
     return exact, common - exact
@@ -93,7 +107,11 @@ def _pegs(guess: Sequence[int], code: Sequence[int]) -> tuple[int, int]:
 
 @cache
 def _position_value(board: tuple[str, ...], mark: str) -> int:
-    """Return the value of a TicTacToe board for ``mark``, whose turn it is. Earlier wins and losses count more."""
+    """Return the minimax value of a TicTacToe board for the player with ``mark``, who moves next.
+
+    A win is positive, a loss negative and a draw 0. The absolute value is one plus the number of cells that are free at
+    the end, so that an earlier win is better and an earlier loss is worse.
+    """
     free = [i for i, cell in enumerate(board) if not cell]
     if any(board[a] and board[a] == board[b] == board[c] for a, b, c in _ROWS):
         return -1 - len(free)  # the other player has just won

@@ -1,10 +1,13 @@
-"""verifiers (v1): uses that package's tasksets, tools, hooks and rewards, while Glean RL samples every answer.
+"""Plays environments of the package verifiers (v1) with its own tasksets, tools, hooks and rewards.
 
-`VerifiersTaskset` is the environment ``verifiers`` of the settings. A rollout of verifiers runs a harness (the program
-that plays), which sends model calls to an OpenAI-compatible endpoint. Here, that endpoint is Glean RL's own, on
-loopback (`verifiers_serving`). A call waits there until the episode's next message is sampled. The messages that a call
-adds to the conversation are the environment's observation. So verifiers' own rollout runs unchanged, with its stops,
-interceptions, tool servers, limits and scoring, and training uses exactly the tokens that were sampled.
+`VerifiersTaskset` is the environment ``verifiers`` of the settings. A rollout of verifiers runs a harness, which is the
+program that calls the model, for example in a chat loop with tools. The harness sends its model calls to an
+OpenAI-compatible endpoint, which Glean RL serves on the loopback interface (`verifiers_serving`).
+
+Each model call becomes one turn. The messages that the call adds to the conversation are the observation that the
+environment returns. The call then waits until Glean RL has sampled the next message and has passed it to `step`, and
+this message is the response to the call. So verifiers' own rollout code runs unchanged, with its stop conditions,
+interceptions, tool servers, limits and scoring, and Glean RL trains on exactly the tokens that it has sampled.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ from gleanrl.rollout.thinking import CLOSE, OPEN
 from gleanrl.types import Message, Score, StopReason, Task
 from gleanrl.utils.errors import UserError
 
-_STOPS = {StopReason.MAX_TURNS: "max_turns", StopReason.CONTEXT_FULL: "max_total_tokens"}  # names in verifiers
+_STOPS = {StopReason.MAX_TURNS: "max_turns", StopReason.CONTEXT_FULL: "max_total_tokens"}  # verifiers' names
 
 
 @pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config={"extra": "forbid"})
@@ -34,15 +37,18 @@ class VerifiersTaskset(Taskset):
 
     For example, ``id="gsm8k", args={"split": "train"}, eval_args={"split": "test"}``.
 
-    The policy plays exactly one seat of the environment. Any other seat needs its own ``model`` and ``client``.
+    A seat is an agent of verifiers' environment. The policy plays exactly one seat. If the environment has other seats,
+    each of them needs a ``model`` and a ``client`` in ``env``.
 
     Args:
-        id: an installed taskset, named as for verifiers' own `eval` command, or a ``file.py`` that exports one.
-        args: the taskset's config, which verifiers sets by ``--env.taskset.*``.
-        eval_args: the options of ``args`` that differ for evaluation. None = evaluation gets a share of the same tasks,
-            chosen by content.
-        env: the environment's config (``--env.*``): another ``id``, timeouts, and each seat's harness, runtime, model,
-            client and limits. By default, a seat is a chat loop with the task's tools, on this machine.
+        id: name of an installed taskset, as for verifiers' own `eval` command, or path of a ``file.py`` that exports
+            one.
+        args: the taskset's config. verifiers' command line sets the same options by ``--env.taskset.*``.
+        eval_args: options that replace those of ``args`` for the evaluation tasks. None = the evaluation tasks are a
+            share of the tasks that ``args`` selects.
+        env: the environment's config (``--env.*`` on verifiers' command line): the ``id`` of another environment,
+            timeouts, and each seat's harness, runtime, model, client and limits. By default, a seat is a chat loop with
+            the task's tools, which runs on this machine.
     """
 
     id: str
@@ -50,10 +56,11 @@ class VerifiersTaskset(Taskset):
     eval_args: dict[str, Any] | None = None
     env: dict[str, Any] = Field(default_factory=dict)
 
-    named_by_content = True  # an id is a hash of the task's content, without its position in the taskset
+    named_by_content = True  # the id of a task is a hash of its content, not of its index in the taskset
 
     def __post_init__(self) -> None:
-        for split in ("train", "eval"):  # resolved here so that bad options are reported now
+        # Resolve the configs, so that wrong options are reported now and not when the first task is made.
+        for split in ("train", "eval"):
             resolve_config(self.id, self._args(split), self.env)
 
     def _args(self, split: Split) -> dict[str, Any]:
@@ -62,9 +69,10 @@ class VerifiersTaskset(Taskset):
     def tasks(self, split: Split, count: int) -> Sequence[Task]:
         """Return the first ``count`` different tasks in ``split``.
 
-        A task's content decides its split: 60 % of tasks are for training, 25 % for a warm start, 15 % for evaluation.
-        With ``eval_args``, evaluation has exactly the tasks that these select. The package must then keep them apart
-        from the training tasks, which is not checked.
+        A hash of a task's content decides its split: 60 % of the tasks are in "train", 25 % in "warm_start" and 15 % in
+        "eval". With ``eval_args``, "eval" consists of all tasks that these options select, and the tasks that ``args``
+        selects are in "train" (75 %) and "warm_start" (25 %). In this case nothing checks that the tasks of "eval" are
+        not also among the others, so choose options for which verifiers returns different tasks.
         """
         args, what = self._args(split), f"verifiers taskset {self.id!r}"
 
@@ -82,7 +90,10 @@ class VerifiersTaskset(Taskset):
         return tasks
 
     def _candidates(self, args: Mapping[str, Any], what: str) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Yield every task with a fingerprint of its content. The task's position in the taskset does not matter."""
+        """Yield ``(fingerprint, data)`` of every task of the taskset, where ``data`` is the task as JSON values.
+
+        The fingerprint does not depend on the task's index in the taskset.
+        """
         scoring = json.dumps(args.get("task", {}), sort_keys=True)
         try:
             for task in import_v1().load_taskset(resolve_config(self.id, args, self.env).taskset):
@@ -98,17 +109,22 @@ class VerifiersTaskset(Taskset):
 
 
 class _Episode(Environment):
-    """One episode of verifiers. It runs in an asyncio task of its own, in which each model call waits for a `step`."""
+    """One episode, which is a rollout of verifiers in its own asyncio task.
+
+    A model call of the rollout waits in `answer_call` until `step` passes the sampled message to it.
+    """
 
     def __init__(self, config: Any, data: Mapping[str, Any]) -> None:
         self._config, self._data = config, data
         self._rollout: asyncio.Task[Any] | None = None
         self._conversation: list[Message] = []
-        self._reply: asyncio.Future[Message] | None = None  # the answer for which the pending model call waits
-        self._events: asyncio.Queue[Observation | None] = asyncio.Queue()  # None = the rollout has ended
-        self._traces: dict[str, Any] = {}  # trace id -> verifiers' trace, for all traces of this episode
-        self._policy_trace: Any = None  # the trace of the seat that the policy plays
-        self._refusal: str | None = None  # why the rollout cannot be trained on
+        self._reply: asyncio.Future[Message] | None = None  # response to the model call that waits
+        # For each model call, the observation that `reset` or `step` returns; None when the rollout has ended.
+        self._events: asyncio.Queue[Observation | None] = asyncio.Queue()
+        # Trace id -> trace. verifiers makes a trace for each seat; it records the seat's messages and rewards.
+        self._traces: dict[str, Any] = {}
+        self._policy_trace: Any = None  # the trace of the policy's seat; None until its first model call
+        self._refusal: str | None = None  # why the first refused model call was refused; None if none was
         self._host: Host | None = None
 
     async def reset(self) -> Observation:
@@ -129,7 +145,10 @@ class _Episode(Environment):
         return await self._next_observation()
 
     async def conclude(self, stop: StopReason) -> Score | None:
-        """Return the score that verifiers gives the episode if one of verifiers' own limits stops it now."""
+        """Stop the rollout as if it had reached verifiers' own limit, and return the score that verifiers gives it.
+
+        Returns None if no model call is waiting, so that the rollout cannot be stopped in this way.
+        """
         if self._reply is None or self._reply.done():
             return None
         self._policy_trace.stop(_STOPS[stop])
@@ -148,10 +167,12 @@ class _Episode(Environment):
                 await self._rollout
 
     async def answer_call(self, trace: str, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any]) -> Message:
-        """Wait for the policy's answer to a model call, and return it.
+        """Wait until the policy has answered a model call, and return its message in the form that a server sends.
+
+        ``trace`` is the id of the trace to which the call belongs; ``messages`` is the whole conversation so far.
 
         Raises:
-            Refused: the episode is over, or the call does not extend the episode's one conversation.
+            Refused: the episode is over, or the call does not continue the policy's conversation.
         """
         try:
             new = self._new_messages(trace, messages)
@@ -168,7 +189,11 @@ class _Episode(Environment):
         return reply
 
     def _new_messages(self, trace: str, messages: Sequence[Mapping[str, Any]]) -> list[Message]:
-        """Return the messages that a call adds to the conversation."""
+        """Return the messages that a model call adds to the policy's conversation.
+
+        Raises:
+            Refused: the call does not continue this conversation, or an earlier call is still waiting.
+        """
         if self._policy_trace is not None and trace != self._policy_trace.id:
             seat = self._traces[trace].agent.name
             raise Refused(
@@ -190,9 +215,13 @@ class _Episode(Environment):
         return new
 
     async def _next_observation(self) -> Observation:
-        """Wait for the next model call and return its messages; after the last one, the score of the policy's seat.
+        """Return the observation of the next model call or, if the rollout ends, the last observation.
 
-        The score is verifiers' weighted reward. Its parts are each reward (unweighted) and each metric, by name.
+        The last observation has the score of the policy's seat, which is verifiers' weighted reward. The parts of the
+        score are all rewards (not weighted) and all metrics, by name.
+
+        Raises:
+            RuntimeError: verifiers reports an error, the rollout made no model call, or a model call was refused.
         """
         observation = await self._events.get()
         if observation is not None:
@@ -212,7 +241,11 @@ class _Episode(Environment):
 
 
 def _from_wire(message: Mapping[str, Any]) -> Message:
-    """Convert a message from the wire into a `Message`, in one normal form."""
+    """Convert a message in the format of the OpenAI API to a `Message`.
+
+    Messages with the same meaning become equal, so that they can be compared. For example, ``content`` is always a
+    text. Raises `Refused` if the message contains anything but text, such as an image.
+    """
     content = message.get("content") or ""
     if not isinstance(content, str):
         if kinds := {str(part.get("type")) for part in content} - {"text"}:
@@ -232,13 +265,14 @@ def _from_wire(message: Mapping[str, Any]) -> Message:
 
 
 def _to_wire(message: Message, position: int) -> Message:
-    """Convert a sampled message into the form that a server sends.
+    """Convert a sampled message to the form in which an OpenAI-compatible server sends it.
 
-    Thinking is separate, arguments of calls are text, and each call has an id.
+    The thinking is in the field ``reasoning_content``, the arguments of tool calls are JSON text, and each tool call
+    has an id. ``position`` is the message's index in the conversation, which makes the ids unique.
     """
     content = message["content"]
     thinking, closed, answer = content.rpartition(CLOSE)
-    if not closed and content.startswith(OPEN):  # the thought was cut off
+    if not closed and content.startswith(OPEN):  # the message was cut off in its thought
         thinking, closed, answer = content, CLOSE, ""
     wire: dict[str, Any] = {"role": "assistant", "content": answer.lstrip("\n") if closed else content}
     if closed:

@@ -1,6 +1,6 @@
-"""Runs the environments of `verifiers.py`, and the endpoint for their model calls.
+"""Runs verifiers' environments for `verifiers.py`, and serves the endpoint to which they send their model calls.
 
-`Host` runs an environment of verifiers on an event loop, and `resolve_config` validates the environment's config.
+`resolve_config` validates the config of an environment. `Host` runs the environment and its endpoint on an event loop.
 """
 
 from __future__ import annotations
@@ -23,22 +23,23 @@ from gleanrl.utils.errors import UserError
 from gleanrl.utils.http import connection_limit
 from gleanrl.utils.importing import load_file
 
-POLICY = "policy"  # the model's name in what verifiers records
-CONNECTIONS = 1 << 14  # ends of connections that this process may hold; a live episode has four
+POLICY = "policy"  # name under which verifiers requests the model and records it in traces
+# Number of sockets for which the process's limit of open files is raised. Each episode in progress needs four of them.
+CONNECTIONS = 1 << 14
 
 
 class Refused(Exception):
-    """A model call gets no answer. The message is sent to verifiers as the reason."""
+    """Raised if a model call gets no answer. verifiers gets the text as the error message of the response."""
 
 
 class AnswersCalls(Protocol):
-    """An episode that answers model calls."""
+    """The part of an episode (of `verifiers.py`) that `Host` needs: it answers the episode's model calls."""
 
     async def answer_call(self, trace: str, messages: Any, tools: Any) -> Message: ...
 
 
 def import_v1() -> Any:
-    """Import `verifiers.v1`. Raises `UserError` if it is not installed."""
+    """Import and return the module `verifiers.v1`. Raises `UserError` if it is not installed."""
     try:
         return importlib.import_module("verifiers.v1")
     except ImportError as error:
@@ -49,17 +50,17 @@ def import_v1() -> Any:
 
 
 def resolve_config(taskset: str, args: Mapping[str, Any], env: Mapping[str, Any]) -> Any:
-    """Resolve an environment's config as verifiers does, but with other defaults for seats.
+    """Make and validate the config of an environment as verifiers does, but with other defaults for its seats.
 
-    A seat without a runtime plays on this machine. A seat without a harness gets a chat loop, because verifiers'
-    default would give the model a shell, which is unsafe on a machine that trains.
+    A seat whose runtime is not set runs in a subprocess on this machine. A seat whose harness is not set gets a chat
+    loop. verifiers' default harness ("bash") would give the model a shell, which is unsafe on the training machine.
 
     Raises:
         UserError: there is no such taskset, or the taskset or its environment has no such option.
     """
     vf = import_v1()
     taskset = load_file(taskset).__name__ if taskset.endswith(".py") else taskset
-    raw: dict[str, Any] = copy.deepcopy({**env, "taskset": {**args, "id": taskset}})  # copied: verifiers changes it
+    raw: dict[str, Any] = copy.deepcopy({**env, "taskset": {**args, "id": taskset}})  # verifiers changes its argument
     try:
         kind = vf.env_config_type(taskset, raw.get("id", ""))
         for name, field in kind.model_fields.items():
@@ -87,13 +88,14 @@ def resolve_config(taskset: str, args: Mapping[str, Any], env: Mapping[str, Any]
 class Host:
     """A running environment of verifiers, with the endpoint for its model calls.
 
-    There is one host per config and event loop, because episodes share tool servers. It ends with the event loop.
+    All episodes with the same config on the same event loop use one host, so that they share the environment's tool
+    servers. The host runs in an asyncio task, which ends when the event loop is shut down.
     """
 
     _all: ClassVar[dict[tuple[asyncio.AbstractEventLoop, str], Host]] = {}
 
     def __init__(self, config: Any) -> None:
-        self.episodes: dict[str, AnswersCalls] = {}  # trace id -> episode; an episode may have several traces
+        self.episodes: dict[str, AnswersCalls] = {}  # trace id -> episode that answers its model calls
         self._vf = import_v1()
         self._env = self._vf.load_environment(config)
         loop = asyncio.get_running_loop()
@@ -103,7 +105,7 @@ class Host:
 
     @classmethod
     async def get(cls, config: Any) -> Host:
-        """Return the host of ``config`` on this event loop. The first call starts it."""
+        """Return the host for ``config`` on this event loop, once it serves. The first call starts it."""
         key = (asyncio.get_running_loop(), config.model_dump_json())
         if key not in cls._all:
             cls._all[key] = cls(config)
@@ -112,17 +114,21 @@ class Host:
         return host
 
     async def play(self, data: Mapping[str, Any], on_trace: Callable[[Any], None]) -> Any:
-        """Play a whole episode of the task that is rebuilt from ``data``. ``on_trace`` is called with each trace."""
+        """Run a whole episode of a task, and return verifiers' record of it.
+
+        ``data`` is the task as JSON values. ``on_trace`` is called with each trace as soon as verifiers makes it.
+        """
         kind = type(self._env.taskset).task_type()
         task = kind(kind.data_type().model_validate(data), self._env.config.taskset.task)
         return await self._env.run_episode(task, self._context, on_trace=on_trace)
 
     async def _serve(self) -> None:
-        # aiohttp is installed, because verifiers needs it too.
+        # aiohttp is always installed here, because verifiers depends on it.
         from aiohttp import ClientSession, ClientTimeout, TCPConnector, web  # pyright: ignore[reportMissingImports]
 
         connection_limit(CONNECTIONS)
-        secret = secrets.token_urlsafe(16)  # in the path, so that other users of this machine cannot find the endpoint
+        # The path contains a random text, so that other users of this machine cannot find the endpoint.
+        secret = secrets.token_urlsafe(16)
         app = web.Application(client_max_size=1 << 28)
         app.router.add_post(f"/{secret}/v1/chat/completions", self._answer)
         try:
@@ -134,7 +140,8 @@ class Host:
                 url = f"http://127.0.0.1:{runner.addresses[0][1]}/{secret}/v1"
                 client = self._vf.EvalClientConfig(base_url=url, api_key_var="GLEANRL_POLICY_KEY")
                 self._context = self._vf.ModelContext(model=POLICY, client=client)
-                # No limit on connections: calls that wait for one could deadlock, because answers are sampled together.
+                # The number of connections is not limited. Otherwise a model call could wait for a connection while the
+                # sampler, which batches the messages of all open episodes, waits for this call: a deadlock.
                 unlimited = {"connector": TCPConnector(limit=0), "timeout": ClientTimeout(total=None)}
                 http = await stack.enter_async_context(ClientSession(**unlimited))
                 await stack.enter_async_context(self._env.serving())
@@ -149,7 +156,10 @@ class Host:
             del self._all[self._key]
 
     def _chat_in_process(self, http: Any) -> None:
-        """Run plain chat loops in this process, because verifiers would start a program for every turn."""
+        """Replace the harness of seats that are plain chat loops by one that runs in this process.
+
+        verifiers' own harness would start a program for every turn.
+        """
         chats: dict[str, Any] = {}
         for name, seat in self._env.config:
             if not isinstance(seat, self._vf.AgentConfig) or seat.harness is None:
@@ -166,10 +176,10 @@ class Host:
         self._env.setup = setup_with_chats
 
     async def _answer(self, request: Any) -> Any:
-        """Handle a chat completion, streamed (in two chunks) or not."""
+        """Handle a request for a chat completion. If a stream is requested, the response is sent as two chunks."""
         from aiohttp import web  # pyright: ignore[reportMissingImports]
 
-        trace = request.headers.get("X-Session-ID", "")  # verifiers sends the id of the trace with every call
+        trace = request.headers.get("X-Session-ID", "")  # verifiers sends the trace's id with every call
         body = await request.json()
         try:
             if trace not in self.episodes:
@@ -228,7 +238,7 @@ def chat_harness_class() -> Any:
                     return await response.json()
 
             async def call_tool(call: Any) -> Any:
-                """Return the message that answers a tool call: the result, or why the tool was not called."""
+                """Run a tool call, and return the message with its result or with the reason why it was not run."""
                 name, arguments, wrong = call["function"]["name"], call["function"]["arguments"], None
                 try:
                     arguments = json.loads(arguments or "{}")
@@ -267,7 +277,7 @@ def chat_harness_class() -> Any:
                             return vf.ProgramResult(0, "", "")
                         for call in message["tool_calls"]:
                             messages.append(await call_tool(call))
-            except Refused as error:  # a stop, a limit or a failure; the rollout knows which
+            except Refused as error:  # because of a stop condition, a limit or a failure, which the rollout records
                 return vf.ProgramResult(1, "", str(error))
 
     return Chat
