@@ -1,1 +1,1 @@
-"""Learners train a model on batches of samples. `gleanrl.learners.torch` has the learner of a run."""
+"""Learners, which train a model on batches of samples. A run uses `gleanrl.learners.torch.TorchLearner`."""

@@ -1,8 +1,9 @@
-"""The learner's part of a checkpoint: weights, optimizer state, random state and counters.
+"""Reads and writes the learner's part of a checkpoint: weights, optimizer states, random state and counters.
 
-`TorchLearner` calls `save` and `load`. Tensors are in the format of `torch.distributed.checkpoint`: every process of an
-engine writes its part (`write`), and any number of processes reads them back (`read`), so a run of two ranks
-can continue on one. Checksums are not made here but for a whole checkpoint, in `gleanrl.runtime.checkpoints`.
+`TorchLearner` calls `save` and `load`; an engine calls `write` and `read` for its tensors. Tensors are stored in the
+format of `torch.distributed.checkpoint`: every process of an engine writes its shards, and any number of processes can
+read them, so a run on two ranks can continue on one. The checksums of a checkpoint are computed in
+`gleanrl.runtime.checkpoints`, over all of its files.
 """
 
 from __future__ import annotations
@@ -28,24 +29,27 @@ if TYPE_CHECKING:
     from gleanrl.learners.engine import Engine
 
 COUNTERS = "learner.json"
-TENSORS = "tensors"  # name of a folder
-FORMAT = 3
+TENSORS = "tensors"  # name of the folder of tensors inside the learner's folder
+FORMAT = 3  # version of the format; other versions are not read
 Optimizers = Mapping[str, tuple[nn.Module, Optimizer]]
 """Optimizers by name, each with the module whose parameters it updates."""
 
 
 def save(folder: Path, engine: Engine, counters: Mapping[str, float]) -> None:
-    """Write everything needed to continue bit for bit. ``learner.json`` is written last."""
+    """Write the state of ``engine`` and ``counters`` to ``folder``, from which `load` continues bit for bit.
+
+    ``learner.json``, which holds the counters, is written last. A folder without it is incomplete.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     engine.save(folder)
     atomic.write_text(folder / COUNTERS, json.dumps({"format": FORMAT, "counters": dict(counters)}, indent=1))
 
 
 def load(folder: Path, engine: Engine) -> dict[str, Any]:
-    """Load a saved state into ``engine`` and torch's random generators, and return the counters.
+    """Load the state that `save` wrote into ``engine`` and torch's random generators, and return the counters.
 
-    Everything is read before anything is changed. Raises `UserError` naming the file that is missing, damaged, or of
-    another model.
+    Raises `UserError` if a file is missing, damaged or of another model; the message names the file. Nothing is changed
+    then, because all files are read first.
     """
     path = folder / COUNTERS
     if not path.is_file():
@@ -62,13 +66,18 @@ def load(folder: Path, engine: Engine) -> dict[str, Any]:
 
 
 def write(folder: Path, tensors: Mapping[str, Tensor], optimizers: Optimizers) -> None:
-    """Write this process's part of ``tensors``, of the optimizers' states, and torch's random state.
+    """Write this process's shards of ``tensors`` and of the optimizers' states, and torch's random state.
 
-    All processes of an engine call `write` with a shared folder. An optimizer has no state before its first update.
+    All processes of an engine call `write` at the same time, with the same folder on a file system that they share. An
+    optimizer that has made no update yet has no state, and nothing is written for it.
+
+    Raises:
+        UserError: if this process cannot see a file that another process wrote, because the folder is not shared.
     """
     state = dict(tensors)
     if not distributed.is_initialized() or distributed.get_rank() == 0:
-        state |= _random_state()  # of rank 0, because an arbitrary one of several would be written
+        # Only rank 0 adds its random state. If all ranks did, the state of an arbitrary one would be written.
+        state |= _random_state()
     for part, (module, optimizer) in optimizers.items():
         for name, values in get_optimizer_state_dict(module, optimizer)["state"].items():
             state |= {f"optimizer/{part}/{name}/{key}": torch.as_tensor(value) for key, value in values.items()}
@@ -81,15 +90,18 @@ def write(folder: Path, tensors: Mapping[str, Tensor], optimizers: Optimizers) -
 
 
 def read(folder: Path, tensors: Mapping[str, Tensor], optimizers: Optimizers, *, weights_only: bool) -> None:
-    """Load what any number of processes wrote with `write` into ``tensors``, the optimizers and torch's generators.
+    """Load a checkpoint into ``tensors``, the optimizers and torch's random generators.
 
-    ``weights_only``: ``tensors`` are only those of the model, and the rest of the checkpoint is not read.
-    Raises `UserError`, without any change, if a file is missing or damaged or of another model.
+    The number of processes may differ from the number that wrote it with `write`. With ``weights_only`` only the
+    model's weights are read, and ``tensors`` contains no others.
+
+    Raises:
+        UserError: if a file is missing or damaged, or the checkpoint is of another model. Nothing is changed then.
     """
     path = folder / TENSORS
     try:
         metadata = dcp.FileSystemReader(path).read_metadata()
-    except Exception as error:  # the unpickler may raise any exception
+    except Exception as error:  # unpickling a damaged file may raise any exception
         raise _damaged(path / ".metadata") from error
     needed = "weights/" if weights_only else ""
     saved: dict[str, tuple[int, ...]] = {}
@@ -116,7 +128,7 @@ def read(folder: Path, tensors: Mapping[str, Tensor], optimizers: Optimizers, *,
                 continue
             name, _, kind = key.removeprefix(prefix).rpartition("/")
             parameter, dtype = parameters[name].detach(), info.properties.dtype
-            if info.size == parameter.shape:  # sharded like the parameter
+            if info.size == parameter.shape:  # a moment, for example, which is sharded like its parameter
                 value = torch.empty_like(parameter, dtype=dtype)
             else:
                 value = torch.empty(info.size, dtype=dtype)
@@ -126,14 +138,15 @@ def read(folder: Path, tensors: Mapping[str, Tensor], optimizers: Optimizers, *,
     try:
         with _torch_errors():
             dcp.load(found, checkpoint_id=path)
-    except Exception as error:  # the reader of a truncated file may raise any exception
+    except Exception as error:  # reading a truncated file may raise any exception
         raise _damaged(path) from error
 
     with torch.no_grad():
         for name, target in tensors.items():
             target.copy_(found[name])
     for part, (module, optimizer) in optimizers.items():
-        groups = get_optimizer_state_dict(module, optimizer)["param_groups"]  # the settings of this run
+        # The checkpoint has no parameter groups, so that the optimizer settings are those of this run.
+        groups = get_optimizer_state_dict(module, optimizer)["param_groups"]
         set_optimizer_state_dict(module, optimizer, {"state": states[part], "param_groups": groups})
     if "random/cpu" in found:
         torch.set_rng_state(found["random/cpu"])
@@ -152,7 +165,11 @@ def _random_state() -> dict[str, Tensor]:
 
 @contextmanager
 def _torch_errors() -> Iterator[None]:
-    """Raise torch's error, which is no `Exception`, as a RuntimeError; hide its warning about a single process."""
+    """Raise a `CheckpointException` of torch, which does not derive from `Exception`, as a RuntimeError.
+
+    The RuntimeError carries the first failure of the checkpoint. Torch's warning that only one process is used is
+    hidden.
+    """
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")

@@ -1,4 +1,8 @@
-"""The critic of PPO: predicts a value for the state before each trained token, with its own optimizer."""
+"""The critic of PPO, a value function with its own optimizer.
+
+It predicts, before each trained token, the return from there on. `LocalEngine` makes a `Critic` if the advantage
+estimator needs values.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +23,10 @@ from gleanrl.learners.optim import adamw, zero_gradients
 
 @dataclass(frozen=True, slots=True)
 class CriticStatistics:
-    """Sums over tokens, kept on their device. ``a + b`` holds the sums of both."""
+    """Sums over tokens from which the critic's metrics are computed.
+
+    The sums stay on the device, so that adding them up does not wait for it. ``a + b`` adds the sums of two passes.
+    """
 
     sums: Tensor  # float64 [7]: count, loss, value, return, return^2, error, error^2
 
@@ -31,7 +38,10 @@ class CriticStatistics:
         return CriticStatistics(self.sums + other.sums)
 
     def metrics(self) -> dict[str, float]:
-        """Return ``critic/...``. Explained variance: 1 - var(return - value) / var(return), 0 for a constant return."""
+        """Return the metrics ``critic/...``; an empty dict if no token was counted.
+
+        Explained variance is 1 - var(return - value) / var(return). It is reported as 0 if all returns are equal.
+        """
         count, loss, value, target, squares, error, squared_error = self.sums.tolist()
         if not count:
             return {}
@@ -46,11 +56,14 @@ class CriticStatistics:
 
 
 class Critic:
-    """A scalar head on the hidden states of the policy, or of the critic's own copy of it.
+    """A linear head that computes a scalar value from each hidden state.
 
-    A new head returns 0 everywhere. ``place`` is `Placement.place`. With ``critic.model = "shared"`` the gradient of
-    the value loss, times ``critic.coefficient``, flows through the states of `capture` into the policy's weights, which
-    the policy's optimizer updates.
+    With ``critic.model = "own"`` the hidden states are those of a copy of the policy's transformer, which the critic
+    trains. With ``"shared"`` they are the policy's own, recorded by `capture`. Then the gradient of the value loss,
+    times ``critic.coefficient``, also flows into the policy's weights, which the policy's optimizer updates.
+
+    The weights of a new head are 0, so all first values are 0. ``place`` puts a module on its device or shards it; an
+    engine passes `Placement.place`.
     """
 
     def __init__(
@@ -72,17 +85,25 @@ class Critic:
         zero_gradients(self.parameters)
 
     def values(self, micro: MicroBatch, hidden: Tensor | None = None) -> Tensor:
-        """Return float [T] with gradient. ``hidden`` [B, L, H]: the policy's last states, if the model is shared."""
+        """Return the value before each of the T trained tokens, float [T] with gradient.
+
+        ``hidden`` [B, L, H] holds the last hidden states of the policy for ``micro``. It is needed only if the critic
+        shares the policy's transformer.
+        """
         if self.body is not None:
             layout = row_layout(micro.places, micro.owners, self.head.weight.dtype)
             hidden = self.body(input_ids=micro.tokens, use_cache=False, **layout).last_hidden_state
         assert hidden is not None
         states = hidden.flatten(0, 1).index_select(0, micro.index)
         values = self.head(states.to(self.head.weight.dtype)).squeeze(-1)
-        return values.to(self.head.weight.dtype)  # autocast may have changed the dtype
+        return values.to(self.head.weight.dtype)  # under autocast the head returns a lower precision
 
     def loss(self, micro: MicroBatch, values: Tensor) -> tuple[Tensor, CriticStatistics]:
-        """Return the clipped value loss of the tokens of a micro-batch, float [T], and its statistics."""
+        """Return the clipped value loss of each trained token, float [T], and statistics of the micro-batch.
+
+        ``values`` float [T] are the critic's current values. The micro-batch has the values before the update, around
+        which the loss is clipped, and the returns, which are the targets.
+        """
         assert micro.values is not None
         assert micro.returns is not None
         losses = value_loss(values, micro.values, micro.returns, self.settings.clip)
@@ -93,14 +114,17 @@ class Critic:
 
 
 def decoder(model: Any) -> Any:
-    """Return the transformer without its language-model head, for a plain or a peft model."""
+    """Return the transformer inside ``model``, without the language-model head. ``model`` may be a peft model."""
     plain = model.get_base_model() if hasattr(model, "peft_config") else model
     return plain.base_model
 
 
 @contextmanager
 def capture(model: Any) -> Iterator[list[Tensor]]:
-    """Append the last hidden states [B, L, H], with gradient, of each pass of ``model`` in the context to the list."""
+    """Record the last hidden states of each forward pass of ``model`` that runs inside the ``with`` block.
+
+    They are appended to the list that the context manager returns, one tensor [B, L, H] with gradient for each pass.
+    """
     caught: list[Tensor] = []
 
     def keep(_: nn.Module, _args: Any, output: Any) -> None:

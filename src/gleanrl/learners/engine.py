@@ -1,8 +1,9 @@
-"""Engines compute gradients, optimizer steps and log-probs of samples for one model, synchronously.
+"""Engines, which compute gradients, optimizer steps and log-probs for one model. Their methods are synchronous.
 
-`TorchLearner` decides which samples enter which update; an `Engine` computes the update. `LocalEngine` holds a
-transformers model. Its `Placement` says whether the model is in this process, or sharded over several
-(`gleanrl.learners.distributed.fsdp`). Another library's model needs its own engine (docs/howto/sharded.md).
+`TorchLearner` decides which samples enter which update, and an `Engine` computes the update. `LocalEngine` is the
+engine for a model of transformers. Its `Placement` determines whether the model is in this process or sharded over
+several (`gleanrl.learners.distributed.fsdp`). A model of another library, such as Megatron-core, needs another engine
+(docs/howto/sharded.md).
 """
 
 from __future__ import annotations
@@ -40,30 +41,31 @@ from gleanrl.learners.models import (
 from gleanrl.learners.optim import adamw, finish_gradient, zero_gradients
 from gleanrl.types import FloatArray
 
-CPU_TOKENS_PER_MICROBATCH = 2048  # larger micro-batches are no faster on a CPU, and exceed its caches
-PEAK_BFLOAT16 = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "B200": 2250e12}  # dense FLOP/s
+CPU_TOKENS_PER_MICROBATCH = 2048  # larger micro-batches are no faster on a CPU, because they exceed its caches
+# Peak dense bfloat16 FLOP/s by a part of the GPU's name, to compute the model FLOPs utilisation (MFU).
+PEAK_BFLOAT16 = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "B200": 2250e12}
 T = TypeVar("T")
 
 
 class TokenScores(NamedTuple):
-    """A policy's estimates for one sample; 0 at positions that are not trained."""
+    """A policy's log-probs and entropies for one sample of n tokens. They are 0 at tokens that are not trained."""
 
-    logprobs: FloatArray  # float32[n]
-    entropy: FloatArray  # float32[n]
+    logprobs: FloatArray  # float32[n], log-prob of each trained token
+    entropy: FloatArray  # float32[n], entropy in nats of the distribution of each trained token
 
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """Statistics of a forward and backward pass over samples; passes can be added."""
+    """Statistics of a forward and backward pass over samples. ``a + b`` holds the statistics of both passes."""
 
     statistics: Statistics
     critic: CriticStatistics
-    loss: float = 0.0  # weighted sum, before the normaliser
-    trained: int = 0  # tokens with a loss
+    loss: float = 0.0  # weighted sum of the tokens' losses, not yet divided by the normaliser
+    trained: int = 0  # number of trained tokens
     left_out_tokens: float = 0.0  # trained tokens that a masking correction removes from the denominator
-    left_out_sequences: float = 0.0  # sequences that it removes
-    real: int = 0  # tokens of the samples
-    computed: int = 0  # tokens through the model, where common prefixes of a group may be computed once
+    left_out_sequences: float = 0.0  # sequences that a masking correction removes from the denominator
+    real: int = 0  # number of input tokens of the samples
+    computed: int = 0  # input tokens in the rows; less than ``real`` if samples of a group share a prefix in a row
     padded: int = 0  # ``computed`` plus padding
 
     @classmethod
@@ -75,7 +77,10 @@ class Pass:
 
 
 class Engine(Protocol):
-    """Trains one model. Gradients of `backward` add up until `step` uses them or `discard` forgets them."""
+    """Trains one model.
+
+    Calls of `backward` add to the gradients until `step` applies them, or `discard` sets them to zero.
+    """
 
     def backward(
         self,
@@ -85,17 +90,23 @@ class Engine(Protocol):
         kl_coefficient: float | None = None,
         untouched: bool = False,
     ) -> Pass:
-        """Add the gradient of the loss over whole trajectories.
+        """Add the gradient of the loss over ``samples``, and return statistics of the pass.
 
-        ``version``: that of the weights at the start of the step. ``untouched``: whether the weights have not changed
-        since then, so that current and recorded log-probs differ only as trainer and sampler do.
+        Args:
+            samples: all samples of each of their trajectories, because some losses depend on whole sequences.
+            version: version of the weights at the start of the step.
+            kl_coefficient: factor of the KL term in the loss; None means ``loss.kl_coefficient``.
+            untouched: whether the weights have not changed since the start of the step. If so, log-probs recorded under
+                these weights differ from the current ones only by the numerical difference between sampler and trainer,
+                which the metrics then report.
         """
         ...
 
     def step(self, normaliser: float, lr: float, *, policy: bool = True) -> float:
-        """Divide, clip and apply the gradient, and return its norm. A gradient whose norm is not finite is not applied.
+        """Divide the gradient by ``normaliser``, clip it, update the weights, and return the norm before clipping.
 
-        Gradients are zero afterwards. With ``policy=False`` only the critic is updated.
+        If the norm is not finite, the weights are not changed. In any case the gradient is zero afterwards. ``lr`` is
+        the policy's learning rate. With ``policy=False`` only the critic is updated.
         """
         ...
 
@@ -104,36 +115,43 @@ class Engine(Protocol):
 
     def discard(self) -> None: ...
     def score(self, samples: Sequence[Sample], *, reference: bool = False) -> list[TokenScores]:
-        """Return log-probs and entropies of trained tokens under the policy or its reference, without gradient."""
+        """Compute log-probs and entropies of the trained tokens of each sample, without gradient.
+
+        They are those of the policy, or with ``reference=True`` those of the reference model.
+        """
         ...
 
     def values(self, samples: Sequence[Sample]) -> list[FloatArray]:
-        """Return the critic's value of the state before each trained token, without gradient."""
+        """Compute the critic's value before each trained token, float32[n] for each sample, without gradient."""
         ...
 
     def weights(self) -> Mapping[str, Tensor]:
-        """Return whole tensors by Hugging Face parameter name, with adapters merged."""
+        """Return the policy's tensors by Hugging Face parameter name, unsharded and with adapters merged."""
         ...
 
     def save(self, folder: Path) -> None:
-        """Write weights and optimizers into the existing ``folder``."""
+        """Write weights, optimizer states and random state into ``folder``, which exists."""
         ...
 
     def load(self, folder: Path) -> None:
-        """Load what `save` wrote. Everything is read before anything is changed."""
+        """Load what `save` wrote. An error leaves the engine unchanged, because all files are read first."""
         ...
 
     def export(self, folder: Path, tokenizer: Any = None) -> None: ...
     def usage(self, tokens: int, seconds: float) -> dict[str, float]:
-        """Return device metrics of the last work; empty on a CPU."""
+        """Return metrics of the device since the last call, such as the peak memory; an empty dict on a CPU.
+
+        ``tokens`` is the number of tokens that went through the model in ``seconds``.
+        """
         ...
 
 
 class Placement:
-    """Where a model's parameters are, and which process works on which samples. This class uses this process only.
+    """Determines where a model's parameters are stored, and which process computes which micro-batches.
 
-    A subclass may use several processes (`gleanrl.learners.distributed.fsdp.Fsdp`). All of them then call the same
-    methods in the same order with the same samples, and each works on its share.
+    This class stands for a single process. A subclass may use several
+    (`gleanrl.learners.distributed.fsdp.Fsdp`). Each process then has a `LocalEngine` with a placement. All processes
+    call the same methods in the same order with the same samples, and each computes its share of the micro-batches.
     """
 
     ranks = 1
@@ -144,40 +162,57 @@ class Placement:
     """Whether parameters are cast to the dtype of a forward pass, so that it needs no autocast."""
 
     def place(self, model: nn.Module) -> None:
-        """Put the parameters where they belong, in place; gradients are then sums over all processes."""
+        """Move or shard the parameters of ``model``, in place.
+
+        After this, a backward pass computes gradients that are sums over all processes, not means.
+        """
 
     def agree(self, decide: Callable[[], T]) -> T:
-        """Return what ``decide`` returns in the leading process. Called before the models are placed."""
+        """Return, in every process, what ``decide`` returns in the leading process.
+
+        It is called before the models are placed, because a sharded model could not compute in one process alone.
+        """
         return decide()
 
     def budget(self, tokens: int, limit: int) -> int:
-        """Return how many padded tokens a micro-batch may have, at most ``limit``, for ``tokens`` in total."""
+        """Return the largest number of tokens, including padding, that a micro-batch may have.
+
+        It is at most ``limit``. A subclass may return less, so that ``tokens`` tokens in total make enough
+        micro-batches for all processes.
+        """
         del tokens
         return limit
 
     def deal(self, micros: Sequence[MicroBatch]) -> list[MicroBatch]:
-        """Return this process's share of the micro-batches, as many as others' but maybe without trained tokens."""
+        """Return the micro-batches that this process computes.
+
+        Every process gets the same number, because all processes take part in each pass of a sharded model. A process
+        for which no micro-batch is left gets one without trained tokens.
+        """
         return list(micros)
 
     def join(self, parts: Sequence[Tokens]) -> tuple[Tokens, slice]:
-        """Return the tokens of all processes, and the slice of them that is this process's ``parts``."""
+        """Return the tokens of all processes as one list, and the slice of it that holds this process's ``parts``."""
         return join_tokens(parts), slice(None)
 
     def total(self, seen: Pass) -> Pass:
-        """Return the sum over all processes."""
+        """Return the sum of ``seen`` over all processes."""
         return seen
 
     def gather(self, rows: Mapping[int, T]) -> Mapping[int, T]:
-        """Return the results of all processes by sample; complete only in the process that `leads`."""
+        """Return the results of all processes, by index of the sample. ``rows`` holds those of this process.
+
+        Only the process that `leads` must get all of them.
+        """
         return rows
 
     def whole(self, tensor: Tensor) -> Tensor:
-        """Return the whole of a parameter that may be sharded; only the process that `leads` gets it."""
+        """Gather a parameter that may be sharded. Only the process that `leads` must get the whole tensor."""
         return tensor
 
 
 def join_tokens(parts: Sequence[Tokens]) -> Tokens:
-    """Join the tokens of several micro-batches."""
+    """Concatenate the tokens of several micro-batches."""
     columns: dict[str, Any] = {}
     for field in fields(Tokens):
         values = [getattr(part, field.name) for part in parts]
@@ -189,13 +224,23 @@ HERE = Placement()
 
 
 class LocalEngine:
-    """A causal language model of transformers, whole on one device or spread over processes by ``placement``.
+    """The engine for a causal language model of transformers, on one device or sharded over processes.
 
-    ``compute_dtype``: dtype that forward passes are autocast to (default: bfloat16 on a GPU), float32 for no autocast.
-    ``reference``: a frozen model for the KL term; if it is needed and not given, the model as it is now.
-    ``critic``: settings of a critic, if the estimator needs one.
-    ``trains``: False for a model that is only evaluated. It has no gradients, optimizer, reference or critic, and
-    `load` does not read theirs.
+    Args:
+        model: the policy. It is trained in place.
+        pad_token: token id at padded positions. Any valid id will do.
+        temperature: the sampling temperature, at which log-probs are computed.
+        reference: frozen model for the KL term. If None and the loss has a KL term, the reference is a copy of
+            ``model`` as it is now, or with adapters the base model.
+        critic: settings of the critic; None if the advantage estimator needs no values.
+        compute_dtype: dtype of forward passes, by autocast. None means bfloat16 on a GPU and float32 on a CPU.
+        seed: determines the initial values of adapters.
+        placement: where the parameters are stored; by default, in this process.
+        trains: False for a model that only computes log-probs. The engine then has no optimizer and no critic, makes no
+            copy of the model as a reference, and `load` reads the model's weights only.
+
+    Raises:
+        UserError: if adapters cannot be added, or the requested attention implementation is not available.
     """
 
     def __init__(
@@ -216,7 +261,8 @@ class LocalEngine:
         self.trains = trains
         critic = critic if trains else None
         self.settings, self.loss, self.pad_token = settings, loss, pad_token
-        self.temperature = temperature or 1.0  # 0 is greedy sampling, which records log-probs at temperature 1
+        # Temperature 0 means greedy sampling, for which samplers record log-probs at temperature 1.
+        self.temperature = temperature or 1.0
         device = next(model.parameters()).device
         self.compute_dtype = compute_dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
         asked = settings.attn_implementation
@@ -227,7 +273,8 @@ class LocalEngine:
             reference = copy.deepcopy(model)
         self.placement = placement
         place = placement.place
-        self.critic = None if critic is None else Critic(model, critic, place)  # made before adapters are added
+        # The critic is made before adapters are added, because its copy of the model must not contain them.
+        self.critic = None if critic is None else Critic(model, critic, place)
         self.model: Any = add_adapters(model, settings, seed) if settings.lora_rank else model
         self.reference: Any = reference.requires_grad_(False).eval() if reference is not None else None
         without_dropout(self.model)
@@ -236,14 +283,17 @@ class LocalEngine:
         if settings.activation_checkpointing:
             given = {"use_reentrant": False}
             for body in filter(None, (self.model, self.critic and self.critic.body)):
-                if hasattr(body, "activation_checkpointing_enable"):  # the method's name in newer transformers
+                if hasattr(body, "activation_checkpointing_enable"):  # newer versions of transformers renamed it
                     body.activation_checkpointing_enable(activation_checkpointing_kwargs=given)
                 else:
                     body.gradient_checkpointing_enable(gradient_checkpointing_kwargs=given)
-                body.train()  # transformers checkpoints activations in training mode only
+                body.train()  # transformers uses activation checkpointing in training mode only
 
         def may_share_rows() -> bool:
-            """Return whether shared rows are exact, and faster as measured: on a CPU in float32, if models allow."""
+            """Return whether rows that several samples share give exact log-probs and are faster than separate rows.
+
+            They were measured to be faster on a CPU in float32, and are exact for models that `can_share_rows` accepts.
+            """
             if device.type != "cpu" or self.compute_dtype != torch.float32:
                 return False
             return all(can_share_rows(whole) for whole in (self.model, self.reference) if whole is not None)
@@ -266,14 +316,15 @@ class LocalEngine:
         kl_coefficient: float | None = None,
         untouched: bool = False,
     ) -> Pass:
-        """Add the gradient of sum(weights * values) over ``samples``, one micro-batch at a time."""
+        """See `Engine.backward`. Samples are computed one micro-batch at a time."""
         total = Pass.empty(self.device)
         sums: list[Tensor] = []
         micros = self._micro_batches(samples)
         mine = [micro.to(self.device) for micro in self.placement.deal(micros)]
         penalised = self.loss.kl_coefficient and self.loss.kl_in == "loss"
 
-        # If the scope of the loss exceeds a micro-batch, a forward pass over all of them comes first, for `precompute`.
+        # If the loss of a token depends on tokens of other micro-batches, `precompute` needs the log-probs of all of
+        # them. A forward pass without gradient over all micro-batches computes these first.
         contexts: Sequence[LossContext | None] = [None] * len(mine)
         scope = scope_of(self.loss)
         exceeds = scope == "update"
@@ -345,7 +396,8 @@ class LocalEngine:
         if policy:
             norms.append(finish_gradient(self.parameters, normaliser, self.settings.max_grad_norm))
         if all(map(math.isfinite, norms)):
-            if critic is not None and norms[0] > 0:  # without any value loss the critic is not updated
+            # Without any value loss the gradient is zero. An update would then only apply the momentum.
+            if critic is not None and norms[0] > 0:
                 critic.optimizer.step()
             if policy:
                 for group in self.optimizer.param_groups:
@@ -369,7 +421,8 @@ class LocalEngine:
             assert self.critic is not None
             with self._hidden_states() as hidden, self._autocast():
                 if self.critic.body is None:
-                    self._logprobs(self.model, micro.untrained())  # computes the hidden states
+                    # Run the model for its hidden states only. Without trained tokens it computes no logits.
+                    self._logprobs(self.model, micro.untrained())
                 return (self.critic.values(micro, hidden[0] if hidden else None),)
 
         return [row[0] for row in self._by_sample(samples, one)]
@@ -378,7 +431,12 @@ class LocalEngine:
     def _by_sample(
         self, samples: Sequence[Sample], compute: Callable[[MicroBatch], tuple[Tensor, ...]]
     ) -> list[list[FloatArray]]:
-        """Return, as float32[n] for each sample, the tensors [T] that ``compute`` returns for micro-batches."""
+        """Apply ``compute`` to the micro-batches of ``samples``, and return its results for each sample.
+
+        ``compute`` returns tensors [T] with one value for each trained token of a micro-batch. For each sample of n
+        tokens, the result holds as many arrays float32[n], which are 0 at tokens that are not trained. It is empty in a
+        process that does not lead.
+        """
         found: dict[int, list[FloatArray]] = {}
         for number, micro in enumerate(self.placement.deal(self._micro_batches(samples))):
             if number:
@@ -405,7 +463,10 @@ class LocalEngine:
         checkpoint.read(folder, *self._state(), weights_only=not self.trains)
 
     def _state(self) -> tuple[dict[str, Tensor], checkpoint.Optimizers]:
-        """Return a checkpoint's tensors (trained weights, those of reference and critic) and the optimizers."""
+        """Return what a checkpoint contains: named tensors, and the optimizers.
+
+        The tensors are the trained weights and, if the engine has a reference or a critic, the weights of these.
+        """
         tensors = {f"weights/{name}": p.detach() for name, p in self.model.named_parameters() if p.requires_grad}
         optimizers: dict[str, tuple[nn.Module, torch.optim.Optimizer]] = {}
         if self.trains:
@@ -429,7 +490,7 @@ class LocalEngine:
         peak = next((flops for key, flops in PEAK_BFLOAT16.items() if key in name), None)
         if peak is not None and seconds > 0:
             parameters = sum(p.numel() for p in self.model.parameters())
-            # forward and backward take 6 FLOPs per parameter and token
+            # A forward and a backward pass take about 6 FLOPs per parameter and token.
             metrics["learner/mfu"] = 6 * parameters * (tokens / self.placement.ranks) / seconds / peak
         return metrics
 
@@ -456,7 +517,7 @@ class LocalEngine:
     def _reference_scores(self, micro: MicroBatch) -> tuple[Tensor, Tensor]:
         if self.reference is not None:
             return self._logprobs(self.reference, micro)
-        with self.model.disable_adapter():  # the base model without adapters is the initial policy
+        with self.model.disable_adapter():  # the reference is the base model, because it equals the initial policy
             return self._logprobs(self.model, micro)
 
     def _autocast(self) -> AbstractContextManager[Any]:

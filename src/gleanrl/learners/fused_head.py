@@ -1,9 +1,10 @@
-"""Computes log-probs and entropies from hidden states, for vocabularies whose logits do not fit into memory.
+"""Computes log-probs and entropies from hidden states without storing the logits of all tokens.
 
-The logits are computed in blocks of rows and vocabulary, and each block is discarded after use. The forward pass keeps
-a running maximum and two running sums per row (online softmax: Milakov and Gimelshein, 2018). The backward pass
-computes each block again (as Cut Cross-Entropy does: Wijmans et al., 2024). This costs a fourth matrix product in
-addition to the three that logits in memory need, but memory does not grow with tokens times vocabulary.
+`gleanrl.learners.logprobs` uses it if the logits would be large. The logits [T, V] are computed in blocks of rows and
+columns, and each block is discarded after use. The forward pass keeps a running maximum and two running sums per row
+(online softmax: Milakov and Gimelshein, 2018). The backward pass computes each block again (as Cut Cross-Entropy does:
+Wijmans et al., 2024). Recomputation takes a fourth matrix product, where stored logits need three (one forward, two
+backward). In return, memory does not grow with the product of tokens and vocabulary.
 """
 
 from __future__ import annotations
@@ -14,20 +15,29 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-BLOCKS = {"cpu": (2048, 1024)}  # rows and columns of a block of logits: 8 MiB in float32, part of the last cache
-BLOCK = (8192, 4096)  # the same on other devices, where fewer and larger kernels are faster: 128 MiB in float32
-LOWEST = -1e30  # below any logit but finite, so that differences to it are never NaN
+# Rows and columns of a block of logits on a CPU: 8 MiB in float32, which fits into the last-level cache.
+BLOCKS = {"cpu": (2048, 1024)}
+# Rows and columns of a block on other devices, where fewer and larger kernels are faster: 128 MiB in float32.
+BLOCK = (8192, 4096)
+# Initial running maximum: below any logit, but finite, because the difference of two infinite values would be NaN.
+LOWEST = -1e30
 
 
 def head_logprobs(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """Compute log-probs of ``targets`` and entropies under softmax((hidden @ weight.T + bias) / temperature).
+    """Compute the log-probs of ``targets`` and the entropies, [T] each, from hidden states.
 
-    ``hidden`` float [T, H], ``weight`` [V, H], ``bias`` [V], ``targets`` int64 [T]; both results [T]. Products are
-    computed in the dtype of ``hidden``, or in that of autocast if it is on, as in a linear layer. The softmax and all
-    sums over blocks are float32, or float64 for float64 inputs. ``hidden``, ``weight`` and ``bias`` get gradients,
-    which cannot be differentiated again.
+    The distribution of a token is softmax((hidden @ weight.T + bias) / temperature). Matrix products are computed in
+    the dtype of ``hidden``, or in that of autocast if it is on, as in a linear layer. The softmax, the sums over blocks
+    and the results are float64 for float64 hidden states, otherwise float32. Gradients flow into ``hidden``, ``weight``
+    and ``bias``; second derivatives are not supported.
+
+    Args:
+        hidden: float [T, H], hidden states before the head.
+        weight: float [V, H], weight of the head.
+        bias: float [V], bias of the head; None if it has none.
+        targets: int64 [T], token ids.
     """
     device = hidden.device.type
     if torch.is_autocast_enabled(device) and hidden.dtype != torch.float64:
@@ -54,9 +64,9 @@ class _HeadLogprobs(torch.autograd.Function):
                     scaled = _scaled(hidden[rows], part, offset, temperature, exact)
                     inside, place = _inside(targets[rows], columns)
                     chosen[rows] += scaled.gather(-1, place[:, None]).squeeze(-1).masked_fill_(~inside, 0.0)
-                    # Add the block [R, C] to the running maximum m, the sum s of exp(x - m) and the sum u of
-                    # exp(x - m) (x - m), each [R], in place. A new maximum m + d changes the sums to s e^-d and
-                    # (u - d s) e^-d.
+                    # Add the block [R, C] of scaled logits x to three running values of each row, in place: the
+                    # maximum m, the sum s of exp(x - m), and the sum u of exp(x - m) (x - m). If the maximum rises by
+                    # d, the old sums become s e^-d and (u - d s) e^-d.
                     new = torch.maximum(highest[rows], scaled.amax(-1))
                     fall = highest[rows] - new
                     shrink = fall.exp()
@@ -90,13 +100,16 @@ class _HeadLogprobs(torch.autograd.Function):
                     None if bias is None else bias[columns].to(hidden.dtype),
                 )
                 sums = None
-                if to_weight is not None:  # sums of a dtype other than the weight's get their own tensor
+                if to_weight is not None:
+                    # Sums over row blocks are added up in ``exact``. If the weight has another dtype, they need a
+                    # separate tensor, which is converted at the end.
                     place_of_sums = to_weight[columns]
                     sums = place_of_sums if to_weight.dtype == exact else torch.zeros_like(place_of_sums, dtype=exact)
                 for rows in blocks:
                     scaled = _scaled(hidden[rows], part, offset, ctx.temperature, exact)
-                    # Gradient of the scaled logits [R, C], at first without the target's term:
-                    # d logp = onehot - p; d entropy = -p (log p + entropy).
+                    # ``slope`` [R, C] becomes the gradient of the scaled logits. With respect to these, the derivative
+                    # of a target's log-prob is onehot(target) - p, and that of the entropy is -p (log p + entropy),
+                    # where p is the softmax. The term onehot(target) is added last.
                     log_p = scaled.sub_(normaliser[rows, None])
                     slope = log_p.exp()
                     if grad_entropy is not None:
@@ -126,8 +139,12 @@ class _HeadLogprobs(torch.autograd.Function):
 
 
 def _scaled(hidden: Tensor, part: Tensor, offset: Tensor | None, temperature: float, exact: torch.dtype) -> Tensor:
-    """Return (hidden @ part.T + offset) / temperature as a new tensor [R, C] of dtype ``exact``."""
-    if hidden.dtype == exact:  # the product applies the temperature, without a second pass
+    """Return (hidden @ part.T + offset) / temperature as a new tensor [R, C] of dtype ``exact``.
+
+    ``hidden`` [R, H] is a block of rows, and ``part`` [C, H] and ``offset`` [C] are a block of the head's weight and
+    bias.
+    """
+    if hidden.dtype == exact:  # one kernel computes the product and applies the temperature
         out = hidden.new_empty(hidden.shape[0], part.shape[0])
         inverse = 1.0 / temperature
         if offset is None:
@@ -138,7 +155,10 @@ def _scaled(hidden: Tensor, part: Tensor, offset: Tensor | None, temperature: fl
 
 
 def _add_product(sums: Tensor, left: Tensor, right: Tensor, scale: float) -> None:
-    """Add scale * left @ right to ``sums``. The product has the dtype of its factors, the addition that of ``sums``."""
+    """Add ``scale * left @ right`` to ``sums`` in place.
+
+    The product is computed in the dtype of its factors, and the addition in that of ``sums``.
+    """
     if sums.dtype == left.dtype:
         sums.addmm_(left, right, alpha=scale)
     else:
@@ -146,14 +166,20 @@ def _add_product(sums: Tensor, left: Tensor, right: Tensor, scale: float) -> Non
 
 
 def _inside(targets: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
-    """Return which of ``targets`` [R] lie in ``columns``, and their places there (some valid place for the others)."""
+    """Return which of ``targets`` [R] lie in the block ``columns`` of the vocabulary, and their indices in that block.
+
+    The first tensor is bool [R], the second int64 [R]. A target outside the block gets an arbitrary valid index.
+    """
     place = targets - columns.start
     last = columns.stop - columns.start - 1
     return (place >= 0) & (place <= last), place.clamp_(0, last)
 
 
 def _blocks(hidden: Tensor, weight: Tensor) -> tuple[list[slice], list[slice]]:
-    """Return slices of rows and of the vocabulary. The latter are equally wide, as a narrow last one would be slow."""
+    """Return the slices of rows and the slices of the vocabulary that cut the logits into blocks.
+
+    The slices of the vocabulary have equal widths (up to one), because products with a narrow last slice would be slow.
+    """
     height, width = BLOCKS.get(hidden.device.type, BLOCK)
     size = weight.shape[0]
     count = -(-size // width)

@@ -1,9 +1,10 @@
-"""Log-probs and entropies of trained tokens, with one buffer of the logits' size less than usual, or without any.
+"""Computes the log-probs and entropies of trained tokens in little memory.
 
-A model's head and its softmax over the vocabulary cost as much as many layers, and most tokens of an agent are context.
-The head is therefore applied only to positions that predict a trained token. The log-softmax keeps no tensor of its
-own: the backward pass computes it again from the logits, a few rows at a time. If the logits would be large and are
-just a linear layer's output, they are never stored as a whole (`fused_head`).
+A model's head and the softmax over the vocabulary cost as much as many layers, and most tokens of an agent's trajectory
+are context. Therefore the head is applied only to positions that predict a trained token. The log-softmax is not stored
+for the backward pass, which computes it again from the logits, a few rows at a time. Large logits are not stored
+either, if they are the output of a linear layer without further operations: `gleanrl.learners.fused_head` then computes
+them in blocks.
 """
 
 from __future__ import annotations
@@ -19,12 +20,19 @@ from torch.autograd.function import once_differentiable
 from gleanrl.algorithms.microbatch import row_layout
 from gleanrl.learners.fused_head import head_logprobs
 
-LARGE = 1 << 26  # this many logits or more are not stored: saves 0.5 GiB with gradient, takes a fifth more time
-PROBE_LOGIT = 1e4  # far above any soft cap
-PROBE_TOLERANCE = 1e-3  # share of the largest logit; above bfloat16 rounding, below the effect of any cap
-SHARING_TOLERANCE = 1e-4  # nats; far above float32 rounding, far below the effect of an ignored mask or position
-ROWS_AT_ONCE = 1 << 20  # logits of one pass over a block of rows: 4 MiB in float32, about a core's cache
-_PLAIN: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()  # whether a model's logits are just its head's output
+# From this number of logits on, they are computed in blocks and not stored. At this size that saves 0.5 GiB (logits and
+# their gradient in float32) and takes a fifth more time.
+LARGE = 1 << 26
+PROBE_LOGIT = 1e4  # the probe's largest logit; far above any soft cap
+# Largest difference allowed between the probe's logits and the head's output, as a share of the largest logit. It is
+# above the rounding of bfloat16 and below the effect of any soft cap.
+PROBE_TOLERANCE = 1e-3
+# Largest difference allowed between log-probs from shared and from separate rows, in nats. It is far above the rounding
+# of float32, and far below the effect of a model that ignores the mask or the positions.
+SHARING_TOLERANCE = 1e-4
+ROWS_AT_ONCE = 1 << 20  # number of logits in a block of rows: 4 MiB in float32, about the cache of a core
+# Whether a model's logits are exactly its head's output, without a soft cap, a scale or another operation.
+_PLAIN: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 
 
 def trained_logprobs(
@@ -37,16 +45,22 @@ def trained_logprobs(
     places: Tensor | None = None,
     owners: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute log-probs of ``targets`` and entropies, float [T] each, of the distribution at ``temperature``.
+    """Compute the log-probs of T trained tokens and the entropies of their distributions, float [T] each.
 
-    ``tokens`` int64 [B, L], padded on the right; ``index`` int64 [T], positions in the flattened [B * L] whose
-    outputs predict ``targets`` int64 [T]. ``model`` is any causal language model of transformers.
-    ``places`` and ``owners``, int64 [B, L], describe shared rows as in `MicroBatch`; they need a model that
-    `can_share_rows` accepts.
+    The distribution of a token is softmax(logits / temperature).
+
+    Args:
+        model: any causal language model of transformers.
+        tokens: int64 [B, L], input token ids, padded on the right.
+        index: int64 [T], positions in the flattened [B * L] at which the model predicts the trained tokens.
+        targets: int64 [T], ids of the trained tokens.
+        places: int64 [B, L], describes shared rows, as do ``owners`` (see `MicroBatch`). The model must be one that
+            `can_share_rows` accepts. None if no row is shared.
     """
     layout = row_layout(places, owners, next(model.parameters()).dtype)
     head: Any = model.get_output_embeddings()  # type: ignore[operator]
-    # Subclasses and wrapped weights (quantised, adapted, sharded) compute something else or hold a part of the weights.
+    # `head_logprobs` multiplies by the head's weight itself. A subclass of Linear or a wrapped weight (quantised, with
+    # adapters, sharded) may compute something else, or have only a part of the weight in this process.
     linear = type(head) is nn.Linear and type(head.weight) is nn.Parameter and "forward" not in vars(head)
     if linear and index.numel() * head.out_features >= LARGE and _PLAIN.get(model, True):
         hidden = _hidden_states(model, head, index, input_ids=tokens, **layout)
@@ -56,7 +70,7 @@ def trained_logprobs(
     def select(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         return (args[0].flatten(0, 1).index_select(0, index)[None], *args[1:])  # [1, T, H]
 
-    # Positions are selected at the head's input, so that a model's soft caps or scales of logits still apply.
+    # Positions are selected at the head's input, so that the model itself applies its soft cap or scale to the logits.
     hook = head.register_forward_pre_hook(select)
     try:
         logits = model(input_ids=tokens, use_cache=False, **layout).logits
@@ -66,11 +80,13 @@ def trained_logprobs(
 
 
 def _hidden_states(model: Any, head: nn.Linear, index: Tensor, **inputs: Tensor) -> Tensor | None:
-    """Return the head's inputs [T, H] at ``index``; None if the model's logits are not just the head's output.
+    """Return the head's inputs [T, H] at ``index``; None if the model changes the head's output to get its logits.
 
-    The head itself gets only a single state, without gradient. At the first call for a model it gets a probe [1, 3, H]:
-    zeros, some state, and the same state scaled until its logits reach `PROBE_LOGIT`. Zeros reveal a term that is added
-    to logits. The scaled state reveals a scale or a soft cap, which hardly changes small logits.
+    The model runs as a whole, but its head receives only a single state without gradient, so that the head takes almost
+    no time. In the first call for a model, the head receives a probe [1, 3, H] instead, and the model's logits are
+    compared with the head's output for the probe. The three states are zeros, an arbitrary state, and the same state
+    scaled until its logits reach `PROBE_LOGIT`. Zeros reveal a term that is added to the logits. The scaled state
+    reveals a scale or a soft cap, which hardly changes small logits.
     """
     states: list[Tensor] = []
     given: list[Tensor] = []
@@ -99,16 +115,17 @@ def _hidden_states(model: Any, head: nn.Linear, index: Tensor, **inputs: Tensor)
             if plain:
                 largest = expected.double().abs().amax(-1)
                 apart = (logits.double() - expected.double()).abs().amax(-1)
-                reached = largest[0, -1] > PROBE_LOGIT / 2  # False for a head of zeros, which proves nothing
+                reached = largest[0, -1] > PROBE_LOGIT / 2  # False for a head of zeros, for which all logits are 0
                 plain = bool(reached & (apart <= PROBE_TOLERANCE * largest).all())
         _PLAIN[model] = plain
     return states[0] if _PLAIN[model] else None
 
 
 def selected_log_softmax(logits: Tensor, targets: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
-    """Compute log-probs of ``targets`` int64 [T] and entropies under softmax(logits / temperature), each [T].
+    """Compute the log-probs of ``targets`` and the entropies, [T] each, under softmax(logits / temperature).
 
-    ``logits`` float [T, V] of any dtype. The results are float32, or float64 for float64 logits.
+    ``logits`` is [T, V] of any float dtype, ``targets`` int64 [T]. The results are float64 if the logits are, otherwise
+    float32. The softmax is not stored for the backward pass.
     """
     return _SelectedLogSoftmax.apply(logits, targets, temperature)  # type: ignore[no-any-return]
 
@@ -136,7 +153,11 @@ class _SelectedLogSoftmax(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Compute the logits' gradient: d logp = onehot - p, d entropy = -p (log p + entropy), over the temperature."""
+        """Compute the gradient of the logits.
+
+        With respect to the scaled logits (logits / temperature), the derivative of a target's log-prob is
+        onehot(target) - p, and that of the entropy is -p (log p + entropy), where p is the softmax.
+        """
         logits, targets, normaliser, entropy = ctx.saved_tensors
         grad_logp, grad_entropy = grads
         out = torch.empty_like(logits)
@@ -156,7 +177,7 @@ class _SelectedLogSoftmax(torch.autograd.Function):
 
 
 def _blocks(logits: Tensor) -> Iterator[slice]:
-    """Return slices of rows that keep temporaries small; a single slice if the logits are small."""
+    """Return slices of rows with about `ROWS_AT_ONCE` logits each, so that temporary tensors stay in the cache."""
     step = max(1, ROWS_AT_ONCE // max(1, logits.shape[-1]))
     return (slice(start, start + step) for start in range(0, logits.shape[0], step))
 
@@ -164,10 +185,11 @@ def _blocks(logits: Tensor) -> Iterator[slice]:
 # --- shared rows --------------------------------------------------------------------------------
 @torch.no_grad()
 def can_share_rows(model: Any) -> bool:
-    """Return whether ``model`` computes rows that several samples share correctly, by trying one.
+    """Return whether ``model`` gives exact log-probs for shared rows, which hold several samples with a common prefix.
 
-    Two samples with a common prefix must get the same log-probs in a shared row as in separate rows. The result is
-    False for a model with other attention layers than full ones, because a custom mask would replace their window.
+    The function computes two samples in a shared row and in separate rows, and compares their log-probs. It returns
+    False for a model with attention layers that do not attend to the whole context, because the mask of a shared row
+    would replace their window.
     """
     try:
         config = model.config.get_text_config()
@@ -194,5 +216,5 @@ def can_share_rows(model: Any) -> bool:
         layout = {"places": places[None], "owners": owners[None]}
         shared, _ = trained_logprobs(model, row[None], index, targets, 1.0, **layout)
     except (TypeError, ValueError, RuntimeError, AttributeError, IndexError, NotImplementedError):
-        return False  # the model does not accept positions or a mask
+        return False  # the model does not accept explicit positions or a 4-D mask
     return bool((shared - torch.cat(alone)).abs().max() < SHARING_TOLERANCE)

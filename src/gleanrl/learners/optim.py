@@ -1,4 +1,7 @@
-"""Optimizers: parameter groups, the learning rate of a step, and normalising and clipping of gradients."""
+"""Functions around the optimizer that the engine, the critic and the supervised training share.
+
+They make AdamW, compute the learning rate of a step, set gradients to zero, and normalise and clip them.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +17,10 @@ from gleanrl.config.settings import LearnerSettings
 
 
 def learning_rate(settings: LearnerSettings, step: int, total_steps: int) -> float:
-    """Return the rate of ``step`` (from 0): linear warm-up, then constant, linear or cosine to ``min_lr_ratio``.
+    """Return the learning rate of ``step``, counted from 0.
 
-    The warm-up's last step has the full rate, the run's last step the lowest.
+    The rate rises linearly to ``settings.lr``, which the last of ``warmup_steps`` reaches. It then stays there, or
+    decays linearly or by a cosine to ``settings.lr * settings.min_lr_ratio``, which step ``total_steps - 1`` reaches.
     """
     if step < settings.warmup_steps:
         return settings.lr * (step + 1) / settings.warmup_steps
@@ -29,19 +33,27 @@ def learning_rate(settings: LearnerSettings, step: int, total_steps: int) -> flo
 
 
 def adamw(model: nn.Module, *, lr: float, betas: tuple[float, float], weight_decay: float) -> torch.optim.AdamW:
-    """Return AdamW for the trainable parameters, fused where possible. Vectors (norms, biases) are not decayed."""
+    """Make an AdamW optimizer for the trainable parameters of ``model``.
+
+    ``weight_decay`` applies to parameters with two or more dimensions only, and so not to norms and biases. The fused
+    kernel is used where the parameters allow it.
+    """
     trained = [p for p in model.parameters() if p.requires_grad]
     matrices = {"params": [p for p in trained if p.ndim >= 2], "weight_decay": weight_decay}
     vectors = {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0}
     groups = [group for group in (matrices, vectors) if group["params"]]
     fused = all(p.is_floating_point() and p.device.type in ("cpu", "cuda") for p in trained)
-    if len(_by_mesh(trained)) > 1:  # no kernel accepts tensors of two meshes
+    if len(_by_mesh(trained)) > 1:  # fused and foreach kernels accept only tensors of one device mesh
         return torch.optim.AdamW(groups, lr=lr, betas=betas, fused=False, foreach=False)
     return torch.optim.AdamW(groups, lr=lr, betas=betas, fused=fused)
 
 
 def zero_gradients(parameters: Iterable[nn.Parameter]) -> None:
-    """Set gradients to zero instead of None, so that an update without signal still applies the momentum."""
+    """Set the gradient of each parameter to zeros.
+
+    Gradients are zeros and not None, because an optimizer skips parameters without a gradient. With zeros, the momentum
+    still moves a parameter that got no gradient from the mini-batch.
+    """
     gradients: list[Tensor] = []
     for parameter in parameters:
         if parameter.grad is None:
@@ -53,9 +65,10 @@ def zero_gradients(parameters: Iterable[nn.Parameter]) -> None:
 
 
 def finish_gradient(parameters: Sequence[nn.Parameter], normaliser: float, max_norm: float) -> float:
-    """Divide the gradient by ``normaliser`` and clip it to ``max_norm``, the 2-norm over all parameters and processes.
+    """Divide the gradients by ``normaliser``, then scale them down so that their norm is at most ``max_norm``.
 
-    Returns the norm before clipping. If it is NaN or inf, the gradient is not changed.
+    The norm is the 2-norm over all parameters, including the shards of other processes. Returns the norm after the
+    division and before clipping. If it is NaN or infinite, the gradients are not changed.
     """
     gradients = [p.grad for p in parameters if p.grad is not None]
     norms = [torch.nn.utils.get_total_norm(together) for together in _by_mesh(gradients)]
@@ -69,7 +82,7 @@ def finish_gradient(parameters: Sequence[nn.Parameter], normaliser: float, max_n
 
 
 def _by_mesh(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Group tensors by the mesh of processes that they are sharded over, as a kernel accepts only one mesh."""
+    """Group tensors by the device mesh that they are sharded over, because a foreach kernel accepts only one mesh."""
     meshes: dict[Any, list[Tensor]] = {}
     for tensor in tensors:
         meshes.setdefault(tensor.device_mesh if isinstance(tensor, DTensor) else None, []).append(tensor)

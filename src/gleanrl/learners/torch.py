@@ -1,8 +1,9 @@
-"""The learner: decides which samples enter which optimizer update, at which learning rate, and reports metrics.
+"""The learner of a run, which trains the policy on batches of samples and reports metrics.
 
-`TorchLearner` is the `gleanrl.protocols.Learner` of a run. It computes through an `Engine`
-(`gleanrl.learners.engine`), in one process or several. With replay, a run wraps it in
-`gleanrl.experience.replay.updates.ReplayUpdateLearner`, which makes further updates through `replay_update`.
+`TorchLearner` implements `gleanrl.protocols.Learner`. It decides which samples enter which optimizer update, and at
+which learning rate. An `Engine` (`gleanrl.learners.engine`) computes gradients and updates, in one process or several.
+With replay updates, a run wraps the learner in `gleanrl.experience.replay.updates.ReplayUpdateLearner`, which calls
+`TorchLearner.replay_update` for further updates.
 """
 
 from __future__ import annotations
@@ -35,45 +36,48 @@ from gleanrl.utils.errors import UserError
 
 T = TypeVar("T")
 MAX_SKIPPED_IN_A_ROW = 5
-LARGEST_KL_ERROR = 0.2  # bound of |KL / target - 1|, which limits how fast the coefficient changes
+LARGEST_KL_ERROR = 0.2  # bound of |KL / target - 1|, which limits how fast the KL coefficient changes
 
 
 @dataclass
 class _Progress:
-    """Counters of a run, and the denominators of the current mini-batch so far."""
+    """Counters of a run, and the denominators of the loss for the part of the current mini-batch consumed so far."""
 
     groups: int = 0  # number of groups consumed since the start of the run
-    updates: int = 0
+    updates: int = 0  # number of optimizer updates that were applied
     skipped: int = 0  # number of updates skipped because the gradient was not finite
     skipped_in_a_row: int = 0
-    last_update: int = -1  # step of the last update
-    pending_tokens: float = 0.0
-    pending_sequences: float = 0.0
+    last_update: int = -1  # step of the last applied update
+    pending_tokens: float = 0.0  # trained tokens in the current mini-batch
+    pending_sequences: float = 0.0  # sequences with a trained token in the current mini-batch
 
 
 class TorchLearner:
-    """Policy-gradient updates of a causal language model in this process; satisfies `gleanrl.protocols.Learner`.
+    """Trains a causal language model by policy gradients; implements `gleanrl.protocols.Learner`.
 
     The optimizer makes one update per mini-batch of ``groups_per_step / updates_per_step`` groups, regardless of how
-    many groups each call of `update` gets. Gradients are summed and then divided once, by the denominator of the whole
-    mini-batch, so that an update does not depend on chunks, micro-batches or padding. The learning rate depends on the
-    step, not on updates or chunks.
+    many groups each call of `update` receives. Gradients are summed, and the sum is divided once by the denominator of
+    the whole mini-batch. An update therefore does not depend on how its groups are cut into calls and micro-batches,
+    or on padding. All updates of a step use the same learning rate.
 
     Args:
-        model: any causal language model of transformers, on its device, trained in place.
-        total_steps: steps of the run, for the learning rate's decay.
-        groups_per_step: number of groups in one global batch.
-        pad_token: any token id, to fill rows with.
-        temperature: temperature of sampling; log-probs are taken under softmax(logits / temperature).
-        device_lock: held as ``device_lock("train")`` while the device is used. If it yields a
-            `gleanrl.schedule.device_lock.DeviceHold`, the device is lent to other work between two micro-batches.
-        timeline: records the spans "train" and "logprobs".
-        reference: frozen model of the KL term; by default, if one is needed, ``model`` as given (before any `load`).
-        critic: settings of a critic, for an estimator that needs values.
-        tokenizer: saved with exported models.
-        compute_dtype: dtype of forward passes; default bfloat16 on a GPU and float32 elsewhere.
-        engine: makes the engine; called with the arguments of `LocalEngine`.
-        trains: False for a learner that only scores, loads and returns weights; passed on to ``engine``.
+        model: any causal language model of transformers. It is trained in place, on the device where it is.
+        total_steps: number of steps of the run, which determines the decay of the learning rate.
+        groups_per_step: number of groups that the learner consumes in each step.
+        pad_token: token id at padded positions. Any valid id will do, because no result depends on it.
+        temperature: the sampling temperature. Log-probs are computed under softmax(logits / temperature).
+        device_lock: the learner computes inside ``async with device_lock("train")``; None = it never waits for the
+            device. If the context manager returns a `gleanrl.schedule.device_lock.DeviceHold`, the learner lets more
+            urgent work use the device between two micro-batches.
+        timeline: records the spans "train" and "logprobs"; None = no spans are recorded.
+        reference: frozen model for the KL term. If None and the loss has a KL term, the reference is a copy of
+            ``model``, made before any `load`, or with adapters the base model.
+        critic: settings of the critic; None if the advantage estimator needs no values.
+        tokenizer: written next to exported models; None to export models without a tokenizer.
+        compute_dtype: dtype of forward passes. None means bfloat16 on a GPU and float32 on a CPU.
+        engine: called with the arguments of `LocalEngine` to make the engine.
+        trains: False for a learner that makes no updates and only loads checkpoints, computes log-probs and returns
+            weights.
 
     Raises:
         UserError: if ``updates_per_step`` does not divide ``groups_per_step``, or adapters cannot be added.
@@ -104,7 +108,9 @@ class TorchLearner:
         self.total_steps, self.groups_per_step = total_steps, groups_per_step
         self.groups_per_update = groups_per_step // settings.updates_per_step
         self._device_lock = device_lock or (lambda _: nullcontext())
-        self._one = asyncio.Lock()  # taken before the device: a call that waits for the engine must not hold the device
+        # Serialises calls of the engine. It is acquired before the device lock, so that a call that waits for another
+        # call of the engine does not hold the device meanwhile.
+        self._one = asyncio.Lock()
         self._timeline = timeline
         self._tokenizer = tokenizer
         self._progress = _Progress()
@@ -113,8 +119,9 @@ class TorchLearner:
         self._kl = KlCoefficient(loss)
         penalised = bool(loss.kl_coefficient)
         self._penalises = penalised and loss.kl_in == "reward"
-        # Samples with zero advantage are needed too for a KL, an entropy bonus, a critic or a loss whose scope is the
-        # whole update, and for a masking correction, which changes the denominator.
+        # A sample with zero advantage has no policy gradient and is usually skipped. It is needed if the loss has
+        # another term (KL, entropy bonus, value loss), if a token's loss depends on all tokens of the update, or if a
+        # correction may leave out its tokens, because these must then be subtracted from the denominator.
         self._every_sample_matters = (
             (penalised and loss.kl_in == "loss")
             or bool(loss.entropy_coefficient)
@@ -122,7 +129,7 @@ class TorchLearner:
             or loss.correction == "mask"
             or scope_of(loss) == "update"
         )
-        self._estimating_s = 0.0  # seconds of `estimate` that are not in any metrics yet
+        self._estimating_s = 0.0  # seconds spent in `estimate` that the next `update` reports
         self.engine = engine(
             model,
             settings,
@@ -137,12 +144,14 @@ class TorchLearner:
         )
 
     async def update(self, batch: Batch) -> dict[str, float]:
-        """Consume the groups of ``batch`` in order, with an optimizer update whenever a mini-batch is complete.
+        """Consume the groups of ``batch`` in order; make an optimizer update whenever a mini-batch is complete.
 
-        The metrics are those of this call, except ``loss/...`` and ``critic/...``: the call that ends a step returns
-        them for all tokens of the step, however many calls it took.
-        Raises `UserError` if the gradient was not finite several times in a row, or if ``learner.epochs`` is above 1
-        but the groups do not come in whole mini-batches.
+        Returns the metrics of this call. Only the call that completes a step also returns ``loss/...`` and
+        ``critic/...``, which are computed from all tokens of the step, over all of its calls.
+
+        Raises:
+            UserError: if the gradient was not finite in `MAX_SKIPPED_IN_A_ROW` updates in a row, or if
+                ``learner.epochs`` is above 1 and ``batch`` does not consist of whole mini-batches.
         """
         ragged = self._progress.groups % self.groups_per_update or batch.groups % self.groups_per_update
         if self.settings.epochs > 1 and ragged:
@@ -153,7 +162,8 @@ class TorchLearner:
         meter = Meter(self.settings.epochs)
         meter.seconds["logprobs"], self._estimating_s = self._estimating_s, 0.0
         if self.settings.old_logprobs == "recompute":
-            # Log-probs under the current weights, before any update on the batch.
+            # Compute the denominator of the probability ratio once, under the weights before any update on the batch.
+            # Samples for which `estimate` has computed it already have ``proximal``.
             started = perf_counter()
             samples = [
                 sample
@@ -190,13 +200,14 @@ class TorchLearner:
 
     @property
     def step(self) -> int:
-        """Number of steps whose groups are all consumed."""
+        """Number of steps of which all groups have been consumed."""
         return self._progress.groups // self.groups_per_step
 
     def undo_step(self) -> bool:
-        """Forget the groups of an unfinished step, so that `save` writes the state at its start.
+        """Return to the start of an unfinished step: discard the gradient of its groups and count none as consumed.
 
-        Returns False, and forgets nothing, if the step has already changed the weights.
+        `save` can then write a checkpoint from which the whole step is repeated. Returns False, and changes nothing, if
+        the step has already made an optimizer update.
         """
         progress = self._progress
         inside = progress.groups % self.groups_per_step
@@ -209,7 +220,10 @@ class TorchLearner:
         return True
 
     async def replay_update(self, batch: Batch, step: int) -> dict[str, float]:
-        """Make a further optimizer update after those of ``step``, on groups that are not counted as consumed."""
+        """Make one more optimizer update after those of ``step``, and return its metrics.
+
+        The groups of ``batch`` form a whole mini-batch and are not counted as consumed by the step.
+        """
         meter = Meter(1)
         await self._on_device("train", partial(self._consume, batch.parts, step, True, meter), step=step)
         learned = Learned()
@@ -218,18 +232,25 @@ class TorchLearner:
 
     @property
     def needs_estimates(self) -> bool:
-        """Whether advantages need `estimate` first, because of a critic or because the KL is in the reward."""
+        """Whether `estimate` must be called before advantages can be computed.
+
+        This is so with a critic, or if the KL to the reference is subtracted from the rewards.
+        """
         return self._critic is not None or self._penalises
 
     async def estimate(self, samples: Sequence[Sample]) -> list[ModelEstimates]:
-        """Return estimates for each of ``samples`` under the current weights; advantages are computed from them."""
+        """Compute, for each of ``samples``, what advantages need from the current weights (see `ModelEstimates`)."""
         started = perf_counter()
         estimates = await self._on_device("logprobs", lambda _: self._estimates(samples), samples=len(samples))
         self._estimating_s += perf_counter() - started
         return estimates
 
     def _estimates(self, samples: Sequence[Sample]) -> list[ModelEstimates]:
-        """Return the estimates. Their ``penalty`` is the KL of each token times the coefficient; 0 if replayed."""
+        """Compute the result of `estimate`. Called on the thread that computes.
+
+        The ``penalty`` of a sample is the KL of each token to the reference, times the current coefficient. It is 0 for
+        off-policy samples, which do not enter the measured KL either.
+        """
         nothing: list[FloatArray | None] = [None] * len(samples)
         recompute = self.settings.old_logprobs == "recompute"
         proximal = [score.logprobs for score in self.engine.score(samples)] if recompute else nothing
@@ -247,20 +268,21 @@ class TorchLearner:
         return [ModelEstimates(*row) for row in zip(proximal, penalties, values, strict=True)]
 
     async def logprobs(self, samples: Sequence[Sample]) -> list[TokenScores]:
-        """Return log-probs and entropies of the trained tokens of each of ``samples`` under the current weights."""
+        """Compute log-probs and entropies of the trained tokens of each of ``samples`` under the current weights."""
         return await self._on_device("logprobs", lambda _: self.engine.score(samples), samples=len(samples))
 
     def weights(self) -> Mapping[str, Any]:
-        """Return tensors by Hugging Face parameter name, with adapters merged. The next update may change them.
+        """Return the policy's tensors by Hugging Face parameter name, with adapters merged into them.
 
-        The call may have to wait for other work of the engine, so make it in a thread.
+        They are not copies: the next update may change them in place. A sharded engine blocks the caller while another
+        call of the engine runs, so call this method in a worker thread and not on the event loop.
         """
         return self.engine.weights()
 
     def save(self, folder: Path) -> None:
-        """Write everything needed to continue bit for bit, except a gradient that is not applied yet.
+        """Write weights, optimizer states, random state and counters, from which `load` continues bit for bit.
 
-        Raises RuntimeError in the middle of a mini-batch.
+        Raises RuntimeError if a mini-batch is only partly consumed, because its gradient is not saved.
         """
         if self._progress.groups % self.groups_per_update:
             raise RuntimeError("a mini-batch is half consumed; save at the end of a step")
@@ -269,7 +291,10 @@ class TorchLearner:
         checkpoint.save(folder, self.engine, {**counters, "kl_coefficient": self._kl.value})
 
     def load(self, folder: Path) -> None:
-        """Continue from what `save` wrote. Raises `UserError` naming a missing, damaged or mismatched file."""
+        """Restore the state that `save` wrote.
+
+        Raises `UserError` if a file is missing, damaged or of another model; the message names the file.
+        """
         counters = checkpoint.load(folder, self.engine)
         kl_coefficient = counters.pop("kl_coefficient")
         if self.loss.kl_target is not None:
@@ -278,13 +303,16 @@ class TorchLearner:
         self.engine.discard()
 
     def export(self, folder: Path) -> None:
-        """Write a Hugging Face model directory with adapters merged, and the tokenizer."""
+        """Write a Hugging Face model directory: the weights with adapters merged, the config and the tokenizer."""
         self.engine.export(folder, self._tokenizer)
 
     def _consume(
         self, parts: Sequence[GroupSamples], step: int, completes: bool, meter: Meter, device: DeviceSlice
     ) -> None:
-        """Add the gradient of groups of one mini-batch; apply it if they complete the mini-batch."""
+        """Add the gradient of some groups of a mini-batch to the gradient so far.
+
+        If these groups complete the mini-batch (``completes``), update the weights. Called on the thread that computes.
+        """
         started, progress = perf_counter(), self._progress
         samples = [sample for part in parts for sample in part.samples]
         needed = samples if self._every_sample_matters else [sample for sample in samples if not sample.zero_advantage]
@@ -303,7 +331,8 @@ class TorchLearner:
         if not completes:
             return
 
-        # An empty gradient, or one that is not finite, does not change the weights.
+        # The weights are left unchanged if the mini-batch has no trained token (there is nothing to divide by), or if
+        # the gradient is not finite.
         started = perf_counter()
         tokens, sequences = progress.pending_tokens, progress.pending_sequences
         progress.pending_tokens = progress.pending_sequences = 0.0
@@ -332,10 +361,11 @@ class TorchLearner:
         meter.seconds["optimizer"] += perf_counter() - started
 
     async def _on_device(self, kind: str, work: Callable[[DeviceSlice], T], **tags: Any) -> T:
-        """Run ``work`` in a thread while holding the device, and record its span.
+        """Run ``work`` in a worker thread while holding the device lock, and record its spans in the timeline.
 
-        Calls run one at a time: while ``work`` has lent the device to others, a new call still waits until ``work`` has
-        ended. A cancelled call first waits for its thread, so that an update is never seen half done.
+        Only one call runs at a time. A new call waits until the running ``work`` has ended, even while that work has
+        released the device to others. If the caller is cancelled, it still waits until the thread has finished, so that
+        no other call sees a half-applied update.
         """
         async with self._one, self._device_lock("train") as held:
             record = partial(self._timeline.record, kind, **tags) if self._timeline is not None else None
@@ -352,10 +382,13 @@ class TorchLearner:
 
 # --- what an update needs and reports ---
 class DeviceSlice:
-    """The device time of work on a thread. Calling it between two micro-batches lends the device to more urgent work.
+    """The time that one piece of work on a worker thread spends on the device.
 
-    It must be made on the event loop that ``held`` belongs to. ``record(start, end)`` is called after each
-    stretch of work, with seconds of `perf_counter`.
+    The work calls the object between two micro-batches. The call releases the device if more urgent work waits for it,
+    and blocks until the device is acquired again.
+
+    Make the object on the event loop that ``held`` belongs to. If ``held`` is None, the device is never released.
+    ``record(start, end)``, in seconds of `perf_counter`, is called for each period of work without an interruption.
     """
 
     def __init__(self, held: DeviceHold | None, record: Callable[[float, float], None] | None) -> None:
@@ -374,7 +407,7 @@ class DeviceSlice:
         self.away_s += self._started - left
 
     def end(self) -> float:
-        """Record the stretch of work that ends now, and return the current time."""
+        """Record the period of work that ends now, and return the current time in seconds."""
         now = perf_counter()
         if self._record is not None:
             self._record(self._started, now)
@@ -382,10 +415,13 @@ class DeviceSlice:
 
 
 class KlCoefficient:
-    """The coefficient of the KL to the reference: fixed, or adapted to hold the KL at ``loss.kl_target``.
+    """The coefficient of the KL to the reference. It is adapted to keep the KL near ``loss.kl_target`` if that is set.
 
-    After each step: value *= 1 + clip(KL / target - 1, +-0.2) * trajectories / horizon (Ziegler et al.,
-    arXiv 1909.08593, section 2.2).
+    The controller is that of Ziegler et al. (arXiv 1909.08593, section 2.2). After each step,
+
+        value *= 1 + clip(KL / target - 1, -0.2, 0.2) * trajectories / horizon
+
+    where KL is the mean per token, and trajectories the number of trajectories in the step.
     """
 
     def __init__(self, settings: LossSettings) -> None:
@@ -394,14 +430,18 @@ class KlCoefficient:
         self._sum = self._tokens = 0.0
 
     def measure(self, total: float, tokens: float) -> None:
-        """Add ``total``, the sum of the KL over ``tokens`` tokens."""
+        """Include ``total``, the sum of the KL over a number of ``tokens``, in the mean KL of the current step."""
         self._sum, self._tokens = self._sum + total, self._tokens + tokens
 
     def adapt(self, mean: float | None, trajectories: int) -> dict[str, float]:
-        """Update the coefficient at the end of a step that learned from a number of ``trajectories``.
+        """Adapt the coefficient at the end of a step.
 
-        ``mean``: their mean KL per token, if the loss measured it. Returns the old coefficient and the KL of the step
-        as metrics.
+        Returns as metrics the coefficient that the step used and, if the KL is part of the reward, the mean KL.
+
+        Args:
+            mean: mean KL per token that the loss measured; None if it measured none. It is used only if the KL is a
+                term of the loss; otherwise `measure` has received the KL.
+            trajectories: number of trajectories that the step learned from.
         """
         if mean is not None and self.settings.kl_in == "loss":
             self.measure(mean * trajectories, trajectories)
@@ -420,7 +460,7 @@ class KlCoefficient:
 
 
 class Meter:
-    """Counts and times of one call of `TorchLearner.update`."""
+    """Collects the counts and times of one call of `TorchLearner.update` or `TorchLearner.replay_update`."""
 
     def __init__(self, epochs: int) -> None:
         self.epochs = epochs
@@ -432,7 +472,7 @@ class Meter:
         self.seconds = {"gradient": 0.0, "optimizer": 0.0, "logprobs": 0.0}
 
     def metrics(self, batch: Batch, engine: Engine) -> dict[str, float]:
-        """Return metrics: ``learner/...``, and sums in ``tokens/``, ``time/``, ``samples/``, ``updates/``."""
+        """Return the call's metrics. Those under tokens/, time/, samples/ and updates/ are sums, not means."""
         total = self.seen or Pass.empty()
         seconds = sum(self.seconds.values())
         metrics = {
@@ -460,12 +500,15 @@ class Meter:
 
 
 class Learned:
-    """Loss statistics over any number of calls; tensors stay on their device until `metrics`."""
+    """Accumulates loss statistics over several calls of `TorchLearner.update`.
+
+    The statistics stay on their device, and only `metrics` waits for the device to read them.
+    """
 
     def __init__(self) -> None:
         self._seen: Pass | None = None
         self._tokens = self._sequences = 0
-        self.trajectories = 0  # number of trajectories with a sample
+        self.trajectories = 0  # number of trajectories that have a sample
 
     def add(self, meter: Meter, batch: Batch) -> None:
         if meter.seen is not None:
@@ -475,7 +518,7 @@ class Learned:
         self.trajectories += len({(sample.group, sample.trajectory) for sample in batch.samples})
 
     def metrics(self, loss: LossSettings) -> dict[str, float]:
-        """Return ``loss/...`` and ``critic/...`` of all calls together."""
+        """Return the metrics ``loss/...`` and ``critic/...``, computed from all calls together."""
         seen = self._seen or Pass.empty()
         tokens, sequences = self._tokens - seen.left_out_tokens, self._sequences - seen.left_out_sequences
         return {
