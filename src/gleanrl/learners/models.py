@@ -1,8 +1,8 @@
-"""Models of transformers: loading, preparing for training, adapters and export.
+"""Loads models of transformers, prepares them for training, and exports them.
 
-`load_model` checks everything that can be checked before a run starts. `LocalEngine` uses the other functions: to set
-the attention kernel, turn dropout off, add low-rank adapters (peft), merge them into the weights for the samplers, and
-write model directories that transformers and vLLM can load.
+`load_model` loads the model and the tokenizer of a run, and raises `UserError` if a run could not work with them.
+`LocalEngine` uses the functions that set the attention implementation, turn dropout off, add LoRA adapters (by peft),
+merge adapters into the weights for the samplers, and write model directories that transformers and vLLM can load.
 """
 
 from __future__ import annotations
@@ -43,17 +43,19 @@ _AMPERE = (8, 0)  # compute capability of the oldest GPUs that flash attention s
 def load_model(
     settings: ModelSettings, *, texts: Iterable[str] = (), seed: int = 0
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load the model of ``settings``, in float32 on its device and in evaluation mode, and its tokenizer.
+    """Load the model that ``settings`` names, and its tokenizer.
 
-    Weights are float32 whatever ``settings.dtype`` says, because bfloat16 would round small optimizer steps to nothing.
-    Forward passes use `compute_dtype`.
+    The model is on the device of ``settings`` and in evaluation mode. Its weights are always float32, because bfloat16
+    would round small optimizer steps to nothing. ``settings.dtype`` is the dtype of forward passes (`compute_dtype`).
 
     Args:
-        texts: text that the environment sends and receives, to make the tiny tokenizer. Unused for other models.
-        seed: fixes the tiny model's initial weights. Unused for other models.
+        texts: messages of the environment's conversations. The tokenizer of the tiny model (``init = "tiny"``) is built
+            from them; other models ignore them.
+        seed: determines the initial weights of the tiny model. Other models ignore it.
 
     Raises:
-        UserError: for any problem with the model that the user can fix.
+        UserError: if the model cannot be found or loaded, is no causal language model, has a shorter context than
+            ``settings.max_context``, lacks weights, or has no chat template.
     """
     device = resolve_device(settings.device)
     if settings.init == "tiny":
@@ -79,9 +81,9 @@ def load_model(
         )
     tokenizer_class: Any = AutoTokenizer
     if Path(source).is_dir():
-        # If the directory names the generic class, by its new or its old name, that class is used, because for a Qwen2
-        # model `AutoTokenizer` would replace the tokenizer file's own way of splitting text by Qwen2's.
-        with suppress(ValueError):  # if the file is damaged, loading it below raises the error
+        # For a Qwen2 model, `AutoTokenizer` uses Qwen2's way of splitting text even if the tokenizer file defines
+        # another. So if the directory names the generic tokenizer class (by its new or its old name), load that class.
+        with suppress(ValueError):  # a damaged file is reported when the tokenizer is loaded below
             if get_tokenizer_config(source).get("tokenizer_class") in ("TokenizersBackend", "PreTrainedTokenizerFast"):
                 tokenizer_class = PreTrainedTokenizerFast
     tokenizer = _pretrained(tokenizer_class, source, settings)
@@ -100,10 +102,12 @@ def load_model(
 
 
 def resolve_device(name: str) -> torch.device:
-    """Return the device ``name``, where ``auto`` is the first GPU, or the CPU if there is no GPU.
+    """Return the torch device that ``model.device = name`` stands for.
+
+    ``auto`` is the first GPU, or the CPU if there is no GPU.
 
     Raises:
-        UserError: if there is no such device, or it is not available here.
+        UserError: if ``name`` is no device, or this machine does not have the device.
     """
     if name == "auto":
         return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
@@ -127,7 +131,10 @@ def compute_dtype(settings: ModelSettings, device: torch.device) -> torch.dtype:
 
 
 def without_dropout(model: nn.Module) -> None:
-    """Turn dropout off, in training mode too, because log-probs must equal the sampler's."""
+    """Turn dropout off in ``model``, even for training mode.
+
+    With dropout, the learner's log-probs would differ from those that the sampler recorded under the same weights.
+    """
     model.eval()
     for module in model.modules():
         if isinstance(module, nn.Dropout):
@@ -138,10 +145,13 @@ def without_dropout(model: nn.Module) -> None:
 
 
 def attention_kernel(model: Any, name: str, dtype: torch.dtype) -> str | None:
-    """Return the attention kernel for ``learner.attn_implementation = name`` if passes compute in ``dtype``.
+    """Return the attention implementation to use with ``learner.attn_implementation = name``.
 
-    None means the model's own kernel, which is torch's fused attention (sdpa) where the model supports it.
-    Raises `UserError` if flash attention is asked for and passes compute in float32.
+    ``auto`` selects flash attention if it is installed, the model and its GPU support it, and forward passes compute in
+    half precision (``dtype``). The result None means to keep the implementation that transformers chose for the model.
+
+    Raises:
+        UserError: if ``name`` is a flash attention and ``dtype`` is not half precision.
     """
     if name != AUTO:
         if "flash" in name and dtype not in HALF:
@@ -158,10 +168,14 @@ def attention_kernel(model: Any, name: str, dtype: torch.dtype) -> str | None:
 
 
 def use_attention_kernel(model: Any, name: str | None, *, asked: bool = True) -> None:
-    """Set the attention kernel of ``model``. Copies made earlier keep theirs.
+    """Set the attention implementation of ``model`` in place; None leaves it unchanged.
+
+    Args:
+        asked: whether the user requested this implementation. If not, ``model`` silently keeps its own implementation
+            where the new one cannot be used.
 
     Raises:
-        UserError: if the user ``asked`` for this kernel, and the model does not support it or a package is missing.
+        UserError: if the user ``asked`` for it, and the model does not support it or a package is missing.
     """
     if name is None:
         return
@@ -177,7 +191,11 @@ def use_attention_kernel(model: Any, name: str | None, *, asked: bool = True) ->
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence the progress bar of transformers, and its warning that weights are float32 (forward passes are not)."""
+    """Hide the progress bars and warnings of transformers inside the ``with`` block.
+
+    One of the warnings says that flash attention does not support float32 weights. It does not apply here, because
+    forward passes compute in half precision although the weights are float32.
+    """
     verbosity, progress_bar = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
@@ -190,7 +208,11 @@ def _quiet() -> Iterator[None]:
 
 
 def _source(init: str) -> str:
-    """Return an existing directory or a hub id. A name that looks like a path is never taken for an id."""
+    """Return where to load ``model.init`` from: an existing directory, or otherwise a name on the Hugging Face hub.
+
+    Raises `UserError` if the directory contains no complete model, or if ``init`` looks like a path but does not exist,
+    so that a mistyped path is not looked up on the hub.
+    """
     path = Path(init).expanduser()
     if path.is_dir():
         if (path / "adapter_config.json").exists() and not (path / "config.json").exists():
@@ -208,7 +230,7 @@ def _source(init: str) -> str:
 def _pretrained(auto: Any, source: str, settings: ModelSettings, **options: Any) -> Any:
     try:
         return auto.from_pretrained(source, trust_remote_code=settings.trust_remote_code, **options)
-    except Exception as error:  # the parser of a damaged file may raise any exception
+    except Exception as error:  # parsing a damaged file may raise any exception
         if "trust_remote_code" in str(error):
             reason = "needs code of its own; set model.trust_remote_code = true if you trust it"
         elif Path(source).is_dir() or not isinstance(error, OSError):
@@ -222,9 +244,10 @@ def _pretrained(auto: Any, source: str, settings: ModelSettings, **options: Any)
 
 # --- adapters and export ---------------------------------------------------------------------------
 def add_adapters(model: nn.Module, settings: LearnerSettings, seed: int) -> Any:
-    """Return a peft model around ``model`` that trains only adapters; ``seed`` determines their initial values.
+    """Add LoRA adapters to ``model`` and return the peft model, in which only the adapters are trainable.
 
-    Raises `UserError` if peft is not installed, or if ``learner.lora_targets`` names no module of the model.
+    ``seed`` determines the initial values of the adapters. Raises `UserError` if peft is not installed, or if
+    ``learner.lora_targets`` matches no module of the model.
     """
     try:
         import peft
@@ -247,11 +270,13 @@ def add_adapters(model: nn.Module, settings: LearnerSettings, seed: int) -> Any:
 
 @torch.no_grad()
 def merged_weights(model: Any, whole: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> dict[str, Tensor]:
-    """Return tensors by Hugging Face parameter name, with adapters merged; tied tensors are there once.
+    """Return the tensors of ``model`` by Hugging Face parameter name, with adapters merged into them.
 
-    ``whole`` gathers a tensor that is sharded over processes. All processes call it for the same tensors in the same
-    order. Merged tensors are new, because merging in place would not leave the base weights exactly as they were; the
-    others are not copies.
+    A tied tensor has one entry, under the first of its names. Tensors into which adapters were merged are new, because
+    merging in place and undoing it would change the base weights by rounding. The other tensors are not copies.
+
+    ``whole`` gathers a tensor that may be sharded over processes. As gathering is a collective, all processes of the
+    engine must call this function.
     """
     if not hasattr(model, "peft_config"):  # not a peft model
         return {name: whole(parameter.detach()) for name, parameter in model.named_parameters()}
@@ -268,9 +293,10 @@ def merged_weights(model: Any, whole: Callable[[Tensor], Tensor] = lambda tensor
 
 
 def export(folder: Path, model: Any, weights: Mapping[str, Tensor], tokenizer: Any = None) -> None:
-    """Write the config of ``model``, ``weights`` and the tokenizer as a model directory, completely or not at all.
+    """Write a Hugging Face model directory with the config of ``model``, the tensors ``weights`` and the tokenizer.
 
-    Raises `UserError` if the disk is full.
+    ``folder`` appears only once it is complete, so an error leaves no partial directory. Raises `UserError` if the disk
+    is full. ``tokenizer`` may be None.
     """
     base = model.get_base_model() if hasattr(model, "peft_config") else model
     needed = sum(tensor.numel() * tensor.element_size() for tensor in weights.values())

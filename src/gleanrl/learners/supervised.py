@@ -1,4 +1,7 @@
-"""Supervised training on masked tokens: the warm start before RL, and baselines to compare RL with."""
+"""Supervised fine-tuning: trains a model to predict the marked tokens of examples.
+
+A run uses it for the warm start before RL. It also trains baselines to compare RL with.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +22,8 @@ from gleanrl.types import BoolArray, IntArray
 from gleanrl.utils.seeding import derive
 
 WARMUP_STEPS = 20
-LOWEST_RATE = 0.1  # where the cosine schedule ends, as a share of the full rate
-TOKENS_PER_MICROBATCH = 16384
+LOWEST_RATE = 0.1  # learning rate at the end of the cosine decay, as a share of ``lr``
+TOKENS_PER_MICROBATCH = 16384  # including padding
 
 
 def fine_tune(
@@ -35,22 +38,26 @@ def fine_tune(
     deadline_s: float | None = None,
     compute_dtype: torch.dtype | None = None,
 ) -> dict[str, float]:
-    """Train ``model`` in place to predict the masked tokens of ``examples``; the same seed gives the same weights.
+    """Train ``model`` in place to predict the marked tokens of ``examples``.
 
-    Uses AdamW with betas (0.9, 0.95), a linear warm-up of 20 steps, a cosine decay to a tenth of the rate, a gradient
-    norm of at most 1, and the mean loss over the trained tokens of a batch. Every example is used once before any is
-    used twice.
+    The optimizer is AdamW with betas (0.9, 0.95) and no weight decay. The learning rate has a linear warm-up of 20
+    steps and a cosine decay to a tenth of ``lr``. The loss is the mean over the trained tokens of a batch, and the
+    gradient norm is clipped to 1. Every example is used once before any is used twice. Without a deadline, the same
+    ``seed`` gives the same weights.
 
     Args:
-        examples: tokens int32[n] and mask bool[n] of those to predict; examples with an empty mask are left out.
-        steps: number of optimizer updates, each on ``batch`` examples.
-        progress: called after each step with (steps done, steps, loss).
-        compute_dtype: dtype of forward passes; default bfloat16 on a GPU and float32 elsewhere.
-        deadline_s: stop after this many seconds if that comes before ``steps``; the rate then decays with time.
+        examples: for each example, its token ids int32[n], and a mask bool[n] that is True at the tokens to predict.
+            Examples without a token to predict are left out.
+        steps: number of optimizer updates.
+        batch: number of examples in each update.
+        progress: called after each step with (steps done, ``steps``, mean loss of the step in nats per token).
+        compute_dtype: dtype of forward passes. None means bfloat16 on a GPU and float32 on a CPU.
+        deadline_s: seconds after which training stops even if fewer than ``steps`` updates were made. The learning rate
+            then decays with the elapsed time if that is further along than the steps. None = no deadline.
 
     Returns:
-        loss/first and loss/last (means over the first and the last tenth of the steps, nats a token), steps, tokens
-        (number through the model), seconds, tokens_per_s.
+        A dict of ``loss/first`` and ``loss/last`` (means over the first and the last tenth of the steps, in nats per
+        token), ``steps`` (updates made), ``tokens`` (input tokens of all updates), ``seconds`` and ``tokens_per_s``.
 
     Raises:
         ValueError: if no example has a token to predict.
@@ -58,7 +65,7 @@ def fine_tune(
     samples = []
     for tokens, mask in examples:
         mask = np.array(mask, np.bool_)
-        mask[:1] = False  # the first token cannot be predicted
+        mask[:1] = False  # the first token cannot be predicted, because there is no token before it
         if not mask.any():
             continue
         end = int(mask.nonzero()[0][-1]) + 1
@@ -80,14 +87,14 @@ def fine_tune(
         raise ValueError("no example has a token to train on")
     device, training = next(model.parameters()).device, model.training
     dtype = compute_dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
-    model.eval()  # no dropout, as in RL
+    model.eval()  # turn dropout off, because RL trains without it too
     parameters = [p for p in model.parameters() if p.requires_grad]
     optimizer = adamw(model, lr=lr, betas=(0.9, 0.95), weight_decay=0.0)
     losses: list[float] = []
-    seen, started = 0, perf_counter()  # seen: number of tokens through the model
+    seen, started = 0, perf_counter()  # seen: number of input tokens of all updates so far
     zero_gradients(parameters)
     generator = np.random.default_rng(derive(seed, "supervised"))
-    queue: list[int] = []  # passes over all samples, each in its own random order
+    queue: list[int] = []  # indices of the next samples; each pass over all samples is in a new random order
     for step in range(steps):
         while len(queue) < batch:
             queue += generator.permutation(len(samples)).tolist()

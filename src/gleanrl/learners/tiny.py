@@ -1,9 +1,11 @@
-"""A small model and a tokenizer made from the environment's own text: nothing to download, fast on a CPU.
+"""Builds a small model and its tokenizer from the text of an environment, for ``model.init = "tiny"``.
 
-The tokenizer's pieces are *chunks*, not characters. The text of agent environments is made from templates: "You arrive
-at fridge 1. The fridge 1 is closed." It is cut at entities ("fridge 1" is always one token), and each frequent stretch
-between them ("You arrive at ", ". The ", " is closed.") is one token too. A turn then costs few tokens, and copying a
-name means copying one token. Other text is cut into words and characters, and also decodes unchanged.
+Nothing is downloaded, and the model is fast on a CPU. The tokenizer makes use of the fact that the text of agent
+environments comes from templates, as in "You arrive at fridge 1. The fridge 1 is closed." Text is cut at *entities*
+("fridge 1"), each of which is one token. Frequent text between entities ("You arrive at ", ". The ", " is closed.") is
+one token too, called a *chunk*. A turn then takes few tokens, and the model copies a name by copying one token. All
+other text is cut into words and characters. Decoding returns the original text, except for characters that are not in
+the vocabulary.
 """
 
 from __future__ import annotations
@@ -58,20 +60,21 @@ _MAX_WORDS_OF_ONE_TEXT = 6
 
 
 def build_tokenizer(texts: Iterable[str], vocabulary: int) -> PreTrainedTokenizerFast:
-    """Build a tokenizer of at most ``vocabulary`` entries for text like ``texts`` (message contents, commands).
+    """Build a tokenizer with at most ``vocabulary`` tokens for text like ``texts``, such as messages and commands.
 
-    ``decode(encode(x)) == x`` for text of ASCII and of those characters of ``texts`` that have room in the vocabulary.
-    Any other character becomes one unknown token. The tokenizer has a chat template, ``<|end|>`` as the end of a turn
-    and one token for each role.
+    The vocabulary contains printable ASCII, the newline, and the most frequent other characters of ``texts``, at most a
+    quarter of the vocabulary. Text of these characters is decoded unchanged; any other character becomes the token for
+    unknown text. The tokenizer has a chat template, with ``<|end|>`` at the end of each message and a special token for
+    each role.
 
     Raises:
-        UserError: if ``vocabulary`` has no room for the characters that the text is made of.
+        UserError: if ``vocabulary`` is smaller than the number of these characters and the special tokens.
     """
     corpus = Counter(texts)
     seen: Counter[str] = Counter()
     words: Counter[str] = Counter()
-    numbered: Counter[str] = Counter()  # words before a number
-    largest: dict[str, int] = {}  # highest number that followed each word
+    numbered: Counter[str] = Counter()  # how often each word is followed by a number
+    largest: dict[str, int] = {}  # largest number that follows each word
     for text, count in corpus.items():
         for character in text:
             seen[character] += count
@@ -90,20 +93,22 @@ def build_tokenizer(texts: Iterable[str], vocabulary: int) -> PreTrainedTokenize
             f"set it to {len(SPECIAL) + len(characters)} or more (512 is the default)"
         )
 
-    # Words that usually carry a number ("fridge" of "fridge 1") name things. Each is an entity, alone and with every
-    # number up to its largest, so that no split of tasks has an unknown name.
+    # A word that is often followed by a number ("fridge" in "fridge 1") is taken to be a name. The name alone, and the
+    # name with each number up to its largest (at most 30), are entities. So a number that ``texts`` skip but that other
+    # tasks use is in the vocabulary too.
     names = sorted(word for word, count in numbered.items() if count >= 2 and 4 * count >= words[word])
     names = sorted(names, key=lambda name: -numbered[name])[:_MAX_NAMES]
     entities = [*names]
     for name in names:
         entities += [f"{name} {number}" for number in range(1, min(largest[name], 30) + 1)]
     entities = entities[:room]
-    # Names with or without a number, and single digits, are cut from the text around them.
+    # Text is split around names, with or without a number, and around single digits.
     longest_first = "|".join(sorted(names, key=lambda name: (-len(name), name)))
     cut = rf"\b(?:{longest_first})(?: \d{{1,3}})?\b|\d" if names else r"\d"
     chunks = _frequent_chunks(corpus, re.compile(cut), taken={*entities, *characters})[: room - len(entities)]
 
-    # With equal scores the segmentation with the fewest pieces wins; the small terms only break ties.
+    # Almost equal scores make the tokenizer choose the segmentation with the fewest tokens. The small differences only
+    # decide between segmentations with the same number of tokens.
     entries = [(special, 0.0) for special in SPECIAL]
     entries += [(piece, -1.0 - 1e-6 * rank) for rank, piece in enumerate([*entities, *chunks])]
     entries += [(character, -1.01) for character in characters]
@@ -126,7 +131,10 @@ def build_tokenizer(texts: Iterable[str], vocabulary: int) -> PreTrainedTokenize
 
 
 def texts_of(messages: Iterable[Message], tools: Tools = ()) -> list[str]:
-    """Return the text of a conversation under the chat template, in pieces: contents, calls and the list of tools."""
+    """Return the pieces of text that `CHAT_TEMPLATE` makes of a conversation, as input of `build_tokenizer`.
+
+    They are the contents of the messages, the tool calls, and one text for each declared tool.
+    """
     texts = []
     for message in messages:
         texts.append(message["content"])
@@ -142,11 +150,11 @@ def texts_of(messages: Iterable[Message], tools: Tools = ()) -> list[str]:
 def build_model(settings: ModelSettings, tokenizer: PreTrainedTokenizerBase, seed: int) -> LlamaForCausalLM:
     """Build a Llama model of the sizes in ``settings``, with random float32 weights that ``seed`` determines.
 
-    The architecture is not Qwen2's (three biases more per layer), because for a Qwen2 configuration `AutoTokenizer`
-    replaces the saved tokenizer's way of splitting text by Qwen2's, so that an exported model would read other tokens.
+    Qwen2's architecture is not used, because for a Qwen2 model `AutoTokenizer` replaces the saved tokenizer's way of
+    splitting text by Qwen2's. Text would then be tokenised differently once the model is exported and loaded again.
 
     Raises:
-        UserError: if the sizes do not divide one another.
+        UserError: if ``hidden_size`` is no even multiple of ``heads``, or ``heads`` no multiple of ``kv_heads``.
     """
     check_tiny_model(settings)
     config = LlamaConfig(
@@ -169,13 +177,18 @@ def build_model(settings: ModelSettings, tokenizer: PreTrainedTokenizerBase, see
 
 
 def _frequent_chunks(corpus: Counter[str], cut: re.Pattern[str], taken: set[str]) -> list[str]:
-    """Return the pieces of text that are worth a token of their own, those that save the most tokens first.
+    """Return the chunks of text that save tokens if each of them is one token, those that save the most first.
 
-    The candidates are the stretches of text between matches of ``cut``, and the sentences and words in them, except for
-    those in ``taken``. ``corpus`` counts how often each text occurs.
+    Candidates are the parts of each text between matches of ``cut``, and the sentences and words of these parts.
+    Candidates in ``taken`` are left out.
+
+    Args:
+        corpus: how often each text occurs.
+        cut: matches entities, around which text is split before it is tokenised.
+        taken: texts that are tokens already.
     """
-    stretches: Counter[str] = Counter()
-    texts_with: Counter[str] = Counter()  # number of different texts that contain a stretch or sentence
+    stretches: Counter[str] = Counter()  # how often each part between two matches occurs
+    texts_with: Counter[str] = Counter()  # number of different texts that contain each part or sentence
     for text, count in corpus.items():
         parts = cut.split(text)
         texts_with.update({*parts, *(sentence for part in parts for sentence in _SENTENCE.findall(part))})
@@ -192,7 +205,7 @@ def _frequent_chunks(corpus: Counter[str], cut: re.Pattern[str], taken: set[str]
     for longer in (sentences, stretches):
         for chunk, count in longer.items():
             words_in = len(_PIECE.findall(chunk))
-            # A long stretch that occurs in one text only is a part of that text, not a phrase of the environment.
+            # A long chunk that only one text contains is specific to that text and not a template of the environment.
             if count >= 2 and (texts_with[chunk] > 1 or words_in <= _MAX_WORDS_OF_ONE_TEXT):
                 saved[chunk] = max(saved.get(chunk, 0), count * (words_in - 1))
     ranked = sorted(saved.items(), key=lambda item: (-item[1], item[0]))

@@ -1,1 +1,1 @@
-"""A learner spread over several ranks."""
+"""The engine of a learner whose model is sharded over several processes (ranks)."""

@@ -1,6 +1,7 @@
-"""Shards parameters over processes by FSDP2 and tensor parallelism, and divides samples among the processes.
+"""Shards a model over processes by FSDP2 and tensor parallelism, and divides the micro-batches among the processes.
 
-Gradients are sums over processes. They are divided by one denominator of the whole mini-batch, as in one process.
+Gradients are summed over processes and not averaged, as FSDP2 does by default. The engine then divides the sum by the
+denominator of the whole mini-batch, exactly as it does in one process.
 """
 
 from __future__ import annotations
@@ -27,15 +28,24 @@ from gleanrl.utils.errors import UserError
 T = TypeVar("T")
 HOST = torch.device("cpu")
 _STYLES = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
-_PREFIX = "layers.*."  # prefix of a layer's modules in the plans of transformers
+_PREFIX = "layers.*."  # prefix of the names of a layer's modules in a tensor-parallel plan of transformers
 
 
 class Fsdp(Placement):
-    """A `Placement` that shards each parameter over all processes. A parameter is whole only while its layer computes.
+    """A `Placement` that shards each parameter over all processes.
 
-    With ``tensor_parallel`` above 1, that number of processes compute each layer together on the same samples, and
-    parameters are sharded over both dimensions of the mesh (data x tensor). ``dtype``: dtype of parameters in a forward
-    pass. Stored parameters and gradient sums are float32 (or the model's own float64).
+    A layer's parameters are gathered for the time in which the layer computes. With ``tensor_parallel`` above 1, that
+    number of processes computes each layer together on the same samples, and the device mesh has the two dimensions
+    data and tensor.
+
+    Args:
+        ranks: the processes.
+        dtype: dtype to which parameters are cast in forward and backward passes; float32 means no cast. Stored
+            parameters and sums of gradients keep the dtype of the model, usually float32.
+        tensor_parallel: number of processes that compute each layer together.
+
+    Raises:
+        UserError: if ``tensor_parallel`` does not divide the number of processes.
     """
 
     def __init__(self, ranks: Ranks, dtype: torch.dtype, tensor_parallel: int = 1) -> None:
@@ -50,13 +60,18 @@ class Fsdp(Placement):
         self._policy = MixedPrecisionPolicy(dtype, torch.float32) if self.casts else MixedPrecisionPolicy()
 
     def place(self, model: nn.Module) -> None:
-        """Receive rank 0's parameters, one layer at a time, and keep this process's part of each parameter."""
+        """Broadcast the parameters of rank 0 and shard them, one layer at a time.
+
+        So the other processes hold, in addition to their shards, at most one whole layer at a time (or the parameters
+        outside of the layers). Only rank 0 needs memory for the whole model.
+        """
         for unit, is_layer in [*((layer, True) for layer in _layers(model)), (model, False)]:
-            received: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}  # old and new, by id of the old: tied ones once
+            # The old and the new parameter by the id of the old one, so that a tied parameter is broadcast only once.
+            received: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
             for module in unit.modules():
                 for name, parameter in list(module.named_parameters(recurse=False)):
                     if isinstance(parameter, DTensor):
-                        continue  # its layer is placed already
+                        continue  # it belongs to a layer that is sharded already
                     if id(parameter) not in received:
                         value = parameter.detach()
                         if not self.leads:
@@ -68,7 +83,8 @@ class Fsdp(Placement):
                     setattr(module, name, buffer.to(self._ranks.device))
             if is_layer and self._across > 1:
                 _split_layer(model, unit, self._mesh["tensor"])
-            # the root is resharded too, so that between two passes all parameters are in parts
+            # By default, FSDP2 does not reshard the root module after a forward pass. It is resharded here, so that all
+            # parameters are sharded between two passes.
             fully_shard(unit, mesh=self._mesh["data"], mp_policy=self._policy, reshard_after_forward=True)
             assert isinstance(unit, FSDPModule)
             unit.set_gradient_divide_factor(1.0)
@@ -108,7 +124,7 @@ class Fsdp(Placement):
 
 
 def _layers(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield the modules in the outermost `ModuleList`s, where transformers keeps a model's layers."""
+    """Yield the layers of a model of transformers: the modules in its outermost `ModuleList`s."""
     for child in model.children():
         if isinstance(child, nn.ModuleList):
             yield from child
@@ -117,15 +133,17 @@ def _layers(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def _moved(record: Any, device: torch.device) -> Any:
-    """Return a copy of a dataclass with its tensors on another device, without gradient."""
+    """Return a copy of the dataclass ``record`` with its tensors on ``device`` and detached from the graph."""
     tensors = {f.name: getattr(record, f.name) for f in fields(record)}
     return replace(record, **{k: v.detach().to(device) for k, v in tensors.items() if isinstance(v, Tensor)})
 
 
 def _split_layer(model: Any, layer: nn.Module, mesh: DeviceMesh) -> None:
-    """Split the linear maps of a layer in place, by the plan that transformers has for the model.
+    """Apply tensor parallelism to the linear modules of ``layer``, in place.
 
-    Embedding and head are not split. Raises `UserError` if the plan or the number of heads does not allow a split.
+    The config of a model of transformers says which of its modules are split by columns and which by rows
+    (``base_model_tp_plan``). Embedding and head are not split. Raises `UserError` if the model has no such plan, the
+    plan does not suit this function, or ``mesh`` does not divide the number of attention heads.
     """
     config = model.config.get_text_config()
 
@@ -148,7 +166,9 @@ def _split_layer(model: Any, layer: nn.Module, mesh: DeviceMesh) -> None:
             raise refuse(f"its plan asks for {style!r} at {name}")
         planned[name] = _STYLES[style]()
     for name, module in modules.items():
-        # a module that is not split must see whole hidden states, so that all processes compute the same gradient
+        # Modules directly in the layer (norms) get whole hidden states. A module inside attention or MLP that the plan
+        # leaves out, such as a norm of query heads, would get only a part of them, and its gradient would then differ
+        # between processes.
         if "." in name and name not in planned and any(True for _ in module.parameters(recurse=False)):
             raise refuse(f"its plan says nothing of {name}")
     parallelize_module(layer, mesh, planned)

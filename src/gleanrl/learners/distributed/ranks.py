@@ -1,8 +1,9 @@
-"""The processes that hold a model together. Rank 0 sends commands, all processes execute them, and all see an error.
+"""Coordinates the processes over which a learner's model is sharded, and handles the failure of one of them.
 
-A command is complete when every process has reported success. A process that fails stores the reason before the others
-notice its absence. A process that dies closes its connections, which interrupts the others' collectives. In both cases
-rank 0 raises one `UserError` with the reason.
+Rank 0 sends commands, and all processes execute them. A command is complete when every process has reported whether it
+succeeded. A process that fails writes the reason to the store that the processes share, before it reports or exits. A
+process that dies closes its connections, which makes the collectives of the other processes raise. In both cases rank 0
+raises one `UserError`, with the reason if it is known.
 """
 
 from __future__ import annotations
@@ -25,20 +26,30 @@ from gleanrl.utils.text import first_line
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
-IDLE = timedelta(days=365)  # limit between two commands, because rank 0 may sample and wait for rewards for any time
-WORK = timedelta(minutes=30)  # limit of a collective; a process that takes longer is taken to hang
-REASON = timedelta(seconds=2)  # to wait for the stored reason after another process died
-GRACE_S = 5.0  # seconds in which the others may fail too, before a failed process exits to end their waiting
-_FAILURE = "failure"
+# Longest time between two commands. It is practically unlimited, because rank 0 may sample and wait for rewards
+# meanwhile.
+IDLE = timedelta(days=365)
+WORK = timedelta(minutes=30)  # timeout of a collective inside a command; a process that takes longer is taken to hang
+REASON = timedelta(seconds=2)  # how long to wait for the reason of a failure to appear in the store
+# Seconds that a failed process waits for the other processes to report failures too. Then it exits, which ends their
+# collectives.
+GRACE_S = 5.0
+_FAILURE = "failure"  # key of the reason in the store
+# Parts of the messages with which a collective raises if another process has died.
 _CONNECTION = ("closed by peer", "reset by peer", "Broken pipe", "Connection refused", "Timed out waiting", "NCCL")
 
 
 class Ranks:
-    """This process among ``count`` processes, as number ``rank``. All of them make theirs at the same time.
+    """This process's membership in the group of processes that share a learner.
+
+    Every process of the group makes one such object. The constructor blocks until all of them have done so.
 
     Args:
-        store: where the processes meet; it must exist until all of them have ended.
-        local: number of this process on its machine, which selects its GPU.
+        store: the key-value store of `torch.distributed` through which the processes find each other. It must exist
+            until all of them have ended.
+        rank: number of this process in the group; rank 0 sends commands.
+        count: number of processes in the group.
+        local: number of this process among those on its machine, which selects its GPU.
         cuda: whether the model is on GPUs.
     """
 
@@ -57,7 +68,7 @@ class Ranks:
         self._work: Any = dist.new_group(backend="gloo", timeout=WORK)
 
     def send(self, command: Any) -> None:
-        """Send a command from rank 0 to all other processes. Raises `UserError` if one of them is gone."""
+        """Send a command from rank 0 to all other processes. Raises `UserError` if one of them has ended."""
         try:
             with self._breaking_on_interrupt():
                 dist.broadcast_object_list([command], src=0, group=self._idle)
@@ -65,7 +76,7 @@ class Ranks:
             raise self._break(error) from error
 
     def receive(self) -> Any:
-        """Wait for the next command of rank 0, without a limit, and return it. Raises `UserError` if rank 0 is gone."""
+        """Wait for the next command of rank 0, however long, and return it. Raises `UserError` if rank 0 has ended."""
         box = [None]
         try:
             dist.broadcast_object_list(box, src=0, group=self._idle)
@@ -74,10 +85,11 @@ class Ranks:
         return box[0]
 
     def execute(self, work: Callable[..., T], *args: Any, **options: Any) -> T:
-        """Execute ``work``, as all processes do now, and return its result.
+        """Call ``work(*args, **options)``, which all processes must do at the same time, and return its result.
 
-        Raises its error if all processes have an error of the same kind. If only some failed or one is gone, the shared
-        state is lost, and this call and every later one raise `UserError`.
+        If ``work`` raises an error of the same class in all processes, this error is raised, and the processes can
+        continue. If only some processes fail, or one has ended, their states no longer match. Then this call and every
+        later one raise `UserError`.
         """
         if self.broken is not None:
             raise UserError(self.broken)
@@ -91,34 +103,40 @@ class Ranks:
             return result
 
     def gather(self, value: T) -> list[T]:
-        """Return the values of all processes, by rank."""
+        """Return the values that all processes passed, in the order of their ranks."""
         values: list[Any] = [None] * self.count
         dist.all_gather_object(values, value, group=self._work)
         return values
 
     def share(self, value: T) -> T:
-        """Return rank 0's value in all processes."""
+        """Return, in all processes, the value that rank 0 passed."""
         box: list[Any] = [value]
         dist.broadcast_object_list(box, src=0, group=self._work)
         return box[0]
 
     def barrier(self) -> None:
-        """Wait until all processes have called this. The wait for rank 0 has no time limit."""
+        """Wait until all processes have called this method, without a time limit.
+
+        Rank 0 calls it between two micro-batches and may first release the device to other work for any time.
+        """
         dist.barrier(group=self._idle)
 
     def fail(self, reason: str) -> None:
-        """Store why the processes cannot continue; only the first reason is kept. May be called on any thread."""
+        """Write to the store why the processes cannot continue. Only the first reason is kept.
+
+        May be called on any thread.
+        """
         self._store.compare_set(_FAILURE, "", reason)
 
     def close(self) -> None:
-        """Leave the process group. Does nothing if a process is gone."""
+        """Destroy the process group. Does nothing after a failure, because destroying it needs all processes."""
         if self.broken is None and dist.is_initialized():
             dist.destroy_process_group()
 
     def join_thread(self) -> None:
-        """Wait for the thread that reports a failure, which must end before the interpreter does.
+        """Wait until the thread that reported a failure has ended, because it must not run when the interpreter exits.
 
-        Called once all other processes have ended.
+        Call it once all other processes have ended, which also ends the thread's collective.
         """
         if self._reporting is not None:
             self._reporting.join(GRACE_S)
@@ -126,7 +144,10 @@ class Ranks:
     # --- errors --------------------------------------------------------------------------------
     @contextmanager
     def _breaking_on_interrupt(self) -> Iterator[None]:
-        """Set ``broken`` on an interrupt, which leaves the others in a collective where no command reaches them."""
+        """Set ``broken`` if the block is interrupted, for example by Ctrl-C.
+
+        The other processes may then wait in a collective, where they cannot receive another command.
+        """
         try:
             yield
         except Exception:
@@ -136,7 +157,10 @@ class Ranks:
             raise
 
     def _settle(self, error: Exception | None) -> None:
-        """Exchange with the other processes whether the work failed. Raises `UserError` if not all can continue."""
+        """Exchange with the other processes whether the work failed, and in which way; ``error`` is this process's.
+
+        Raises `UserError` if the processes cannot continue together.
+        """
         if error is None:
             try:
                 kinds = self.gather("")
@@ -144,7 +168,7 @@ class Ranks:
                 raise self._break(broken) from broken
         else:
             log.debug("rank %d", self.rank, exc_info=error)
-            # A connection error only means that another process is gone.
+            # A connection error means that another process has ended. It is not stored as the reason of the failure.
             of_connection = isinstance(error, RuntimeError) and any(sign in str(error) for sign in _CONNECTION)
             if not of_connection:
                 self.fail(f"rank {self.rank} of {self.count}: {_line(error)}")
@@ -157,14 +181,19 @@ class Ranks:
             self._reporting = reporting = threading.Thread(target=report, daemon=True)
             reporting.start()
             reporting.join(GRACE_S)
-            if reporting.is_alive() and self.rank:  # exit, so that the others stop waiting
+            # If the report is still pending, other processes wait in a collective for this one. To exit closes its
+            # connections, which makes their collective raise.
+            if reporting.is_alive() and self.rank:
                 print(f"gleanrl: {self._reason()}", file=sys.stderr, flush=True)
                 os._exit(1)
-            kinds = gathered or [type(error).__name__, ""]  # others may still wait inside the work
+            # Without an answer, another process is taken to have a different outcome, so that the group is broken.
+            kinds = gathered or [type(error).__name__, ""]
         if len(set(kinds)) > 1:
             raise self._break(error)
         if error is not None and self.rank == 0:
-            self._store.delete_key(_FAILURE)  # all processes failed in the same way and can continue
+            # All processes failed in the same way and can continue. The reason is deleted, so that it is not reported
+            # for a later failure.
+            self._store.delete_key(_FAILURE)
 
     def _break(self, error: Exception | None) -> UserError:
         self.broken = self._reason() or (
@@ -177,14 +206,15 @@ class Ranks:
         try:
             self._store.wait([_FAILURE], REASON)
             return self._store.get(_FAILURE).decode()
-        except RuntimeError:  # no reason is stored, or the store is gone too
+        except RuntimeError:  # no reason is stored, or the process that holds the store has ended too
             return None
 
 
 def environment(variables: Mapping[str, str]) -> tuple[Store, int, int, int] | None:
-    """Return store, rank, count and local rank as torchrun sets them; None without torchrun or for a single process.
+    """Read torchrun's environment variables; return (store, rank, number of processes, local rank).
 
-    Raises `UserError` if only some of torchrun's variables are set, as in jobs of other launchers.
+    Returns None if there is only one process, as without torchrun. Raises `UserError` if ``WORLD_SIZE`` is above 1 but
+    another variable is missing, as in jobs of other launchers, or if a variable is no number.
     """
 
     def read(name: str, default: str | None = None) -> str:
@@ -209,14 +239,18 @@ def environment(variables: Mapping[str, str]) -> tuple[Store, int, int, int] | N
     if count < 2:
         return None
     rank, port, host = number("RANK"), number("MASTER_PORT"), read("MASTER_ADDR")
-    agent_store = variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun holds the store itself
+    # If this is set, torchrun's agent has the store, and rank 0 connects to it like any other rank.
+    agent_store = variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     store = TCPStore(host, port, count, is_master=rank == 0 and not agent_store, wait_for_workers=False)
     attempt = variables.get("TORCHELASTIC_RESTART_COUNT", "0")
     return attempt_store(store, attempt), rank, count, number("LOCAL_RANK", str(rank))
 
 
 def attempt_store(store: Store, attempt: str = "0") -> Store:
-    """Return the store of one attempt to start, which does not contain what an earlier attempt stored."""
+    """Return a view of ``store`` for one attempt to start the processes.
+
+    After a restart, torchrun keeps the store. The view separates the keys of this attempt from those of earlier ones.
+    """
     return PrefixStore(f"attempt {attempt}", store)
 
 

@@ -1,4 +1,8 @@
-"""One engine in several processes: rank 0 calls it like any other engine, and the others execute the same calls."""
+"""An engine whose model is sharded over several processes.
+
+In rank 0, `TorchLearner` uses a `ShardedEngine` like any other engine, and `dismiss` ends the other processes. Each
+other process runs `serve`, which executes the same calls on its own part of the engine.
+"""
 
 from __future__ import annotations
 
@@ -25,9 +29,13 @@ from gleanrl.utils.errors import UserError
 
 
 def make_fsdp(ranks: Ranks, model: nn.Module, settings: LearnerSettings, *args: Any, **options: Any) -> LocalEngine:
-    """Make this process's part of a `LocalEngine` whose model is sharded by FSDP2. Called in all processes at once.
+    """Make this process's part of an engine whose model is sharded by FSDP2.
 
-    On every rank but 0, ``model`` is a `skeleton`.
+    All processes call this function at the same time, with the same arguments. Only rank 0 passes a model with weights;
+    the others pass its `skeleton` and receive their shards from rank 0.
+
+    Raises:
+        UserError: if ``learner.tensor_parallel`` cannot be used with these settings or this model.
     """
     dtype = options.pop("compute_dtype", None) or (torch.bfloat16 if ranks.device.type == "cuda" else torch.float32)
     if settings.lora_rank and settings.tensor_parallel > 1:
@@ -39,10 +47,11 @@ def make_fsdp(ranks: Ranks, model: nn.Module, settings: LearnerSettings, *args: 
 
 
 class ShardedEngine:
-    """An `Engine` for rank 0 whose calls every process executes on its part. Arguments are those of `LocalEngine`.
+    """The `Engine` that rank 0 uses. Each call is sent to the other processes, and all execute it on their parts.
 
-    ``make`` makes each process's part; it and the arguments are pickled. Every method raises `UserError` if a
-    process failed or is gone.
+    The arguments are those of `LocalEngine`, and in addition ``make``, which makes the part of each process
+    (`make_fsdp`, or a function for another library). ``make`` and the arguments are pickled. Every method raises
+    `UserError` if a process fails or has ended.
     """
 
     def __init__(
@@ -55,7 +64,7 @@ class ShardedEngine:
         **options: Any,
     ) -> None:
         self._ranks = ranks
-        self._lock = threading.Lock()  # weights may be read while an update runs
+        self._lock = threading.Lock()  # another thread may call `weights` while an update runs
         reference = options.pop("reference", None)
         bare = {"reference": None if reference is None else skeleton(reference)}
         ranks.send((make, (skeleton(model), settings, *args), {**options, **bare}))
@@ -85,9 +94,10 @@ class ShardedEngine:
         export(folder, self.local.model, self.weights(), tokenizer)
 
     def _everywhere(self, name: str, *args: Any, **options: Any) -> Any:
-        """Call a method of each process's part, one call at a time, and return rank 0's result.
+        """Call the method ``name`` of each process's part, and return rank 0's result.
 
-        Raises RuntimeError instead of waiting if that would block an event loop, which the running call may need.
+        Only one call runs at a time. A call from a worker thread waits for the running one. A call on an event loop
+        raises RuntimeError instead, because to wait would block the loop, which the running call may need.
         """
         try:
             asyncio.get_running_loop()
@@ -106,9 +116,13 @@ class ShardedEngine:
 
 
 def serve(ranks: Ranks) -> int:
-    """Execute the commands of rank 0 until it ends, in every other process, and return the exit status."""
+    """Execute the commands of rank 0 until it ends the run, and return the exit status of this process.
+
+    Every process but rank 0 calls this function. The status is 1 if the processes could not continue together.
+    """
+    # A terminal or torchrun sends these signals to all processes. Only rank 0 handles them, and decides when to end.
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # a terminal signals all processes, but rank 0 decides when to end
+        signal.signal(number, signal.SIG_IGN)
     engine: Any = None
     try:
         while (command := ranks.receive()) is not None:
@@ -121,7 +135,8 @@ def serve(ranks: Ranks) -> int:
             except Exception:
                 if ranks.broken is not None:
                     raise
-    except UserError:  # rank 0 reports the reason, so it ends first
+    except UserError:
+        # Rank 0 reports the reason. This process waits until rank 0 has ended, so that its own end cannot come first.
         with suppress(UserError):
             ranks.receive()
         return 1
@@ -129,7 +144,10 @@ def serve(ranks: Ranks) -> int:
 
 
 def dismiss(ranks: Ranks) -> None:
-    """End the other processes from rank 0. If they cannot continue, they end when the connection closes."""
+    """Send the other processes the command to end, and destroy the process group. Called in rank 0.
+
+    After a failure nothing is sent: the other processes end when rank 0 closes its connections.
+    """
     if ranks.broken is None:
         with suppress(UserError):
             ranks.send(None)
@@ -137,7 +155,10 @@ def dismiss(ranks: Ranks) -> None:
 
 
 def skeleton(model: nn.Module) -> nn.Module:
-    """Return a copy without the parameters' values, small enough to be sent."""
+    """Return a copy of ``model`` with parameters on the meta device, which can be pickled without the weights.
+
+    Buffers keep their values, on the CPU.
+    """
     memo: dict[int, Any] = {
         id(p): nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad) for p in model.parameters()
     }
