@@ -1,1 +1,1 @@
-"""Settings of a run: their sections, reading them from files and the command line, and checking them."""
+"""Defines the settings of a run (`settings`), reads them from files and arguments (`loading`), and checks them."""

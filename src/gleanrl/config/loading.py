@@ -1,8 +1,9 @@
-"""Reads a run's configuration from a preset, a TOML file and command-line overrides.
+"""Reads the configuration of a run from a preset or a TOML file, and applies overrides from the command line.
 
     config = load("quickstart", [("learner.lr", "1e-4")])
 
-A user's mistake raises `UserError` with one line that names the key and, if the key is unknown, the most similar one.
+Invalid input raises `UserError`. Its message is one line that names the invalid key. If the key is unknown, the message
+suggests the most similar known key.
 """
 
 from __future__ import annotations
@@ -33,17 +34,20 @@ Overrides = Sequence[tuple[str, str]]
 
 
 def presets() -> list[str]:
-    """Return the names of the presets that come with the package."""
+    """Return the names of the presets that are installed with the package, sorted."""
     folder = resources.files("gleanrl.config") / "presets"
     return sorted(p.name.removesuffix(".toml") for p in folder.iterdir() if p.name.endswith(".toml"))
 
 
 def load(source: str, overrides: Overrides = ()) -> Config:
-    """Read a preset or TOML file that trains a language model, apply ``section.key`` overrides, and check the result.
+    """Return the checked configuration of a run that trains a language model.
+
+    ``source`` is the name of a preset or the path of a ``.toml`` file. Each override is a key, such as ``learner.lr``,
+    and its value as text.
 
     Raises:
-        UserError: no such preset or file, broken TOML, an unknown key (the message names the most similar one), a
-            value of the wrong kind, a combination that cannot work, or a job other than a language model's.
+        UserError: there is no such preset or file, the file is not valid TOML, a key is unknown, a value is not
+            allowed, some settings cannot work together, or the file configures another kind of job.
     """
     config = load_job(source, overrides)
     if not isinstance(config, Config):
@@ -52,26 +56,35 @@ def load(source: str, overrides: Overrides = ()) -> Config:
 
 
 def load_job(source: str, overrides: Overrides = ()) -> JobConfig:
-    """Like `load`, for any job: the key ``job`` of the file selects it."""
+    """Return the checked configuration of any kind of job. The file's top-level key ``job`` selects the kind.
+
+    A file without that key trains a language model. Arguments and errors are those of `load`.
+    """
     name, data = _read(source)
     data.setdefault("run", {}).setdefault("name", name)
     return _check(_validate(data, source, overrides))
 
 
 def load_defaults(overrides: Overrides) -> Config:
-    """Return the default settings with overrides. Raises `UserError` as `load` does."""
+    """Return the default configuration of a run that trains a language model, with ``overrides`` applied.
+
+    Raises `UserError` as `load` does.
+    """
     config = _check(_validate({}, "the command line", overrides))
     assert isinstance(config, Config)
     return config
 
 
 def load_stored(path: Path) -> JobConfig:
-    """Return the configuration that a run was started with, from its config.toml, without the checks of a new run."""
+    """Return the configuration of an existing run from its config.toml.
+
+    Every value is validated, but the checks that involve several sections are not repeated.
+    """
     return _validate(_read(str(path))[1], str(path), ())
 
 
 def fields(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
-    """Yield each field of a configuration with its dotted key."""
+    """Yield the dotted key, such as ``learner.lr``, and the field of each setting of a configuration class."""
     for name, field in model.model_fields.items():
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
             yield from fields(field.annotation, f"{prefix}{name}.")
@@ -80,7 +93,7 @@ def fields(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, Fiel
 
 
 def _read(source: str) -> tuple[str, dict[str, Any]]:
-    """Return the name and the tables of a preset or a file."""
+    """Read a preset or a TOML file. Returns its name without ``.toml``, and its parsed content."""
     if source.endswith(".toml"):
         try:
             name, text = Path(source).stem, Path(source).read_text(encoding="utf-8")
@@ -98,7 +111,10 @@ def _read(source: str) -> tuple[str, dict[str, Any]]:
 
 
 def _validate(data: dict[str, Any], source: str, overrides: Overrides) -> JobConfig:
-    """Apply the overrides to the tables and return the validated configuration of their job."""
+    """Apply ``overrides`` to ``data`` in place, and return ``data`` as a validated configuration.
+
+    The key ``job`` in ``data`` selects the configuration's class. Error messages name ``source``.
+    """
     if data.get("job", "embodied") not in JOBS:
         raise UserError(f"{source}: job = {data['job']!r}; known: {', '.join(JOBS)}, or none for a language model")
     model = JOBS[data["job"]] if "job" in data else Config
@@ -111,7 +127,12 @@ def _validate(data: dict[str, Any], source: str, overrides: Overrides) -> JobCon
 
 
 def _check(config: JobConfig) -> JobConfig:
-    """Set the defaults that depend on the model, check the rules between sections, and return the configuration."""
+    """Check the rules that involve several sections, and return the configuration with defaults that depend on the
+    model.
+
+    These are the defaults of ``learner.lr`` and ``context.max_tokens_per_turn`` for any model but the tiny one. The
+    configuration of another kind of job is returned unchanged.
+    """
     if not isinstance(config, Config):
         return config
     if config.model.init != "tiny":
@@ -126,9 +147,10 @@ def _check(config: JobConfig) -> JobConfig:
 
 
 def _override(data: dict[str, Any], key: str, text: str, model: type[JobConfig]) -> None:
-    """Set a dotted key in nested tables.
+    """Set the dotted ``key`` in the nested tables ``data`` to ``text``, which is parsed as a TOML value.
 
-    ``text`` is a TOML value (number, boolean, array, table) unless the key's field takes text or TOML cannot read it.
+    Missing tables are created. If the setting is of type ``str`` or ``str | None``, or if ``text`` is not a TOML value,
+    then ``text`` is stored as a string.
     """
     *sections, last = key.split(".")
     if not sections:
@@ -148,7 +170,7 @@ def _override(data: dict[str, Any], key: str, text: str, model: type[JobConfig])
 
 
 def _explain(error: ValidationError, source: str, model: type[JobConfig]) -> str:
-    """Describe the first error in one line."""
+    """Return a one-line message about the first error. For an unknown key, it suggests the most similar known key."""
     first = error.errors()[0]
     key = ".".join(str(part) for part in first["loc"])
     if first["type"] != "extra_forbidden":
@@ -166,7 +188,11 @@ def _explain(error: ValidationError, source: str, model: type[JobConfig]) -> str
 
 
 def _nearest_key(name: str, model: type[JobConfig]) -> str:
-    """Return a hint for a key that is unknown in its section: the most similar keys of other sections."""
+    """Return the end of an error message about a key whose last part is ``name`` and which does not exist in its
+    section.
+
+    The hint lists the settings of other sections with the most similar name or, if there are none, all sections.
+    """
     keys = [key for key, _ in fields(model)]
     near = difflib.get_close_matches(name, {key.rpartition(".")[2] for key in keys}, 1)
     if not near:

@@ -1,7 +1,10 @@
-"""Defines every setting of a run that trains a language model, by section, with its default and its meaning.
+"""Defines every setting of a run that trains a language model, with its default and its meaning.
 
-Sections are plain validated values, so that a loss or an estimator takes its own section and needs no configuration
-file. `gleanrl.config.loading` fills them from files and the command line; `gleanrl.config.validate` checks settings
+Each section of a configuration is a class, such as `LossSettings`, and `Config` contains all sections. A section is an
+immutable value whose fields have been checked. Code that needs only one section, such as a loss, takes that section
+alone, so it can be used without a configuration file.
+
+`gleanrl.config.loading` fills the sections from files and the command line. `gleanrl.config.validate` checks settings
 that depend on other sections.
 """
 
@@ -40,7 +43,9 @@ class EnvironmentSettings(Settings):
 
 
 class TaskSettings(Settings):
-    """The order of fresh tasks. The `replay` section chooses stored tasks and works with every order."""
+    """The order in which training plays its tasks. It combines with `replay`, which takes some of the tasks from the
+    pool.
+    """
 
     order: str = "shuffled"
     """shuffled: every task once per epoch; a mixture draws its sources by weight, each with epochs of its own.
@@ -72,8 +77,11 @@ class ModelSettings(Settings):
 
 
 class WarmStartSettings(Settings):
-    """Supervised training on expert demonstrations before RL. Its result is cached until something it depends on
-    changes."""
+    """Supervised training on an expert's demonstrations before RL starts.
+
+    The resulting weights are cached on disk. Later runs load them if everything that the weights depend on (these
+    settings, the model, the demonstrations, the seed and the versions of gleanrl and torch) is the same.
+    """
 
     enabled: bool = True
     demonstrations: Positive = 400
@@ -140,7 +148,7 @@ class ScheduleSettings(Settings):
 
 
 class CreditSettings(Settings):
-    """The advantage estimator, which turns rewards into advantages; defined in `gleanrl.algorithms.advantages`."""
+    """The advantage estimator, which turns rewards into advantages. Implemented in `gleanrl.algorithms.advantages`."""
 
     estimator: str = "grpo"
     """grpo dr_grpo grpo_passk rloo reinforce_plus_plus reinforce_plus_plus_baseline opo gpg remax gae, or an
@@ -152,7 +160,7 @@ class CreditSettings(Settings):
 
 
 class CriticSettings(Settings):
-    """The value function that `gae` needs; unused by every other estimator."""
+    """The critic (value function). A run has one only if its estimator needs values, as ``gae`` does."""
 
     model: Literal["own", "shared"] = "own"
     """own: a copy of the initial policy with a scalar head. shared: a scalar head on the policy's hidden states."""
@@ -168,7 +176,7 @@ class CriticSettings(Settings):
 
 
 class LossSettings(Settings):
-    """The policy loss; defined in `gleanrl.algorithms.loss`."""
+    """The policy loss. Implemented in `gleanrl.algorithms.loss`."""
 
     name: str = "ppo"
     """ppo gspo cispo gpg reinforce clip_cov kl_cov, or an import
@@ -219,7 +227,11 @@ class LossSettings(Settings):
 
 
 class ReplaySettings(Settings):
-    """Experience replay; defined in `gleanrl.experience`. Formulas and sources: docs/concepts/replay.md."""
+    """Experience replay, implemented in `gleanrl.experience`.
+
+    Successful trajectories are stored in a pool, and later groups of the same task replay them. docs/concepts/replay.md
+    has the formulas and their sources.
+    """
 
     enabled: bool = False
     path: str | None = None
@@ -284,14 +296,17 @@ class ReplaySettings(Settings):
     @field_validator("max_rate")
     @classmethod
     def _lets_something_in(cls, rate: float, info: ValidationInfo) -> float:
-        low = info.data.get("min_rate")  # missing if min_rate itself is invalid
+        # `info.data` has no min_rate if that field was itself invalid.
+        low = info.data.get("min_rate")
         if low is not None and rate <= low:
             raise ValueError(f"must be above replay.min_rate = {low}, or nothing is ever stored")
         return rate
 
 
 class GuidanceSettings(Settings):
-    """Experience shown in the prompt of some rollouts; see docs/howto/guidance.md."""
+    """Guidance: the prompts of some rollouts contain text about experience from similar tasks. See
+    docs/howto/guidance.md.
+    """
 
     enabled: bool = False
     guided_share: Fraction = 0.5
@@ -369,14 +384,16 @@ class EvaluationSettings(Settings):
 
 
 class RolloutMonitorSettings(MonitorSettings):
-    """The monitors of a run, and the trajectories that it keeps."""
+    """Where a run writes its metrics, and how many trajectories of each step it writes to the run folder."""
 
     rollouts_per_step: int = Field(default=-1, ge=-1)
     """Trajectories per step written to rollouts/; -1 = all."""
 
 
 class RewardSettings(Settings):
-    """The reward of a trajectory, and how it is requested; defined in `gleanrl.rewards`."""
+    """The reward function or service, and the limits, retries and cache of its requests. Implemented in
+    `gleanrl.rewards`.
+    """
 
     name: str = "environment"
     """environment (the environment's own score), math, judge, http, model, pooling, weighted, or an import path
@@ -425,7 +442,7 @@ class RewardSettings(Settings):
 
 
 class RaySettings(Settings):
-    """Settings of a run whose samplers, environments, reward agent and learner are Ray actors; docs/howto/ray.md."""
+    """Settings of a run whose samplers, environments, rewards and learner are Ray actors. See docs/howto/ray.md."""
 
     enabled: bool = False
     """Run on Ray; `--runtime ray` sets this."""

@@ -1,7 +1,8 @@
-"""Checks the rules that span several sections, and the names that sections mention.
+"""Checks a configuration: rules that involve several sections, and whether everything that it names exists.
 
-`gleanrl.config.loading` calls `check_sections`, which needs nothing but the settings. `check` runs before a training
-run is built: it imports the algorithms, rewards and environments that the configuration names, a user's own included.
+`check_sections` needs only the settings. `gleanrl.config.loading` calls it for the configuration of each new run.
+`check` is called before the parts of a training run are built. It imports the algorithms, rewards and environments that
+the configuration names, including those in a user's own files.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ CHUNKED = ("pipelined", "pipelined_one_step_off", "bounded_async")
 
 
 def check_sections(config: Config) -> None:
-    """Check the rules between sections that do not depend on the algorithms.
+    """Check the rules that involve several sections and do not depend on the algorithms.
 
     Raises:
-        UserError: the first combination that cannot work, and how to fix it.
+        UserError: some settings cannot work together. The message describes the first such combination.
     """
     schedule, context, learner, model, loss = config.schedule, config.context, config.learner, config.model, config.loss
     check_mini_batches(learner, schedule.batch)
@@ -40,7 +41,10 @@ def check_sections(config: Config) -> None:
 
 
 def check_tiny_model(model: ModelSettings) -> None:
-    """Check that the sizes of the tiny model divide one another. Raises `UserError` where they do not."""
+    """Check that ``hidden_size`` is an even multiple of ``heads``, and ``heads`` a multiple of ``kv_heads``.
+
+    Raises `UserError` if not.
+    """
     if model.hidden_size % (2 * model.heads):
         raise UserError(
             f"model.hidden_size = {model.hidden_size} must be an even multiple of model.heads = {model.heads}"
@@ -50,7 +54,10 @@ def check_tiny_model(model: ModelSettings) -> None:
 
 
 def check_mini_batches(learner: LearnerSettings, batch: int) -> None:
-    """Check that a step of ``batch`` groups can be cut into equal mini-batches. Raises `UserError` where it cannot."""
+    """Check that ``batch`` groups can be divided into ``updates_per_step`` mini-batches of equal size.
+
+    Raises `UserError` if not.
+    """
     if batch % learner.updates_per_step:
         raise UserError(
             f"schedule.batch = {batch} is not divisible by learner.updates_per_step = {learner.updates_per_step}"
@@ -58,7 +65,11 @@ def check_mini_batches(learner: LearnerSettings, batch: int) -> None:
 
 
 def check_replay(replay: ReplaySettings, group: int) -> None:
-    """Check that groups of ``group`` fresh members can be replayed as configured. Raises `UserError` if not."""
+    """Check the replay settings against the number of fresh members per group, ``group``.
+
+    Raises:
+        UserError: no fresh member would be left in a group, or no task could ever be chosen for replay.
+    """
     if replay.placement == "replace" and replay.per_group >= group:
         raise UserError(
             f"replay.per_group = {replay.per_group} with replay.placement = 'replace' leaves no fresh member of "
@@ -72,12 +83,14 @@ def check_replay(replay: ReplaySettings, group: int) -> None:
 
 
 def check_resumed(before: JobConfig, now: JobConfig) -> None:
-    """Check that a resumed run keeps what makes it the same run (`JobConfig.identity`): tasks, model, seed and so on.
+    """Check that the configuration ``now`` can resume the run that was started with the configuration ``before``.
 
-    Anything else may change (steps, rates, workers).
+    The settings in `JobConfig.identity`, such as those of the tasks, the model and the seed, must be equal. All others,
+    such as the number of steps or the learning rate, may differ.
 
     Raises:
-        UserError: the first key that differs, with both values.
+        UserError: the two are different kinds of job, or one of these settings differs. The message names the first
+            such setting and both values.
     """
     if type(before) is not type(now):
         raise UserError(f"{before.path} holds a run of another kind; start this one with another --run.name")
@@ -92,10 +105,13 @@ def check_resumed(before: JobConfig, now: JobConfig) -> None:
 
 
 def check(config: Config) -> None:
-    """Check what depends on the algorithms, and that everything that the configuration names exists.
+    """Check the rules that depend on the algorithms, and that everything that the configuration names exists.
+
+    `check_sections` is included.
 
     Raises:
-        UserError: an unknown name or option, or the first combination that cannot work, and how to fix it.
+        UserError: a name or an option is unknown, or some settings cannot work together. The message describes the
+            first such error.
     """
     from gleanrl import environments, samplers
     from gleanrl.algorithms.loss import find, scope_of
@@ -128,14 +144,15 @@ def check(config: Config) -> None:
             )
     check_reward(config.reward.name, options=config.reward.options)
     environments.check(config.environment)
-    if not config.ray.enabled:  # on Ray, samplers run on machines with packages of their own
+    # On Ray, samplers run on other machines, whose installed packages cannot be checked here.
+    if not config.ray.enabled:
         samplers.check(sampler.name)
     if config.guidance.enabled:
         guidance.check(config.guidance)
 
 
 def warnings(config: Config) -> list[str]:
-    """Return a line for each setting that works, but probably not as the user meant it."""
+    """Return a one-line message for each combination of settings that works but is probably a mistake."""
     from gleanrl.algorithms.loss import find
     from gleanrl.schedule.schedule import Schedule
 

@@ -1,1 +1,1 @@
-"""Curricula: they decide which tasks a run plays next."""
+"""Decides which tasks a run plays next: `orders` chooses them, and `plan` assigns their groups to tickets."""

@@ -1,8 +1,10 @@
-"""Orders of tasks for newly sampled groups: shuffled, by weight of their source, level after level, or by solve rate.
+"""Implements the orders in which training plays its tasks: shuffled, in levels, or preferring a medium solve rate.
 
 Each order is a `Curriculum` that proposes groups without replayed members. Replay and guidance are curricula that wrap
-an order. A checkpoint keeps a cursor and what the order has observed, so a resumed run continues with the very next
-task. `make_curriculum` is called while a run is built.
+an order. `make_curriculum` makes the order that the setting ``tasks.order`` names while a run is built.
+
+A checkpoint contains the position of the order and its statistics about tasks, so a resumed run continues with exactly
+the next task.
 """
 
 from __future__ import annotations
@@ -24,16 +26,21 @@ from gleanrl.utils.seeding import derive
 from gleanrl.utils.text import nearest
 
 Weights = Mapping[str, float]
-_LEAST_CHANCE = 1e-9  # lower bound of a task's chance in a draw, so that each task can be drawn
+# Lower bound of the factor by which a task's solve rate scales its weight in a draw. Far from 0.5, the factor may
+# underflow to 0. The task could then never be drawn, and `_without_repeats` divides by the weight.
+_LEAST_CHANCE = 1e-9
 
 
 def make_curriculum(
     settings: TaskSettings, tasks: Sequence[Task], weights: Weights, *, group: int, seed: int, greedy: bool
 ) -> Curriculum:
-    """Return the order of ``tasks`` that ``settings`` names. ``weights`` is empty if there is only one source.
+    """Make the order that ``settings.order`` names, with ``settings.options`` as further keyword arguments.
+
+    ``weights`` maps each source of tasks to its weight, and is empty if there is only one source. ``group`` is the
+    number of fresh members in a group. If ``greedy`` is true, each group includes an attempt at temperature 0.
 
     Raises:
-        UserError: there is no such order, the order does not accept an option, or there is no task.
+        UserError: ``tasks`` is empty, there is no such order, or the order does not accept an option or its value.
     """
     if not tasks:
         raise UserError("there is no training task; raise environment.train_tasks")
@@ -56,12 +63,15 @@ def make_curriculum(
 
 
 def source_of(task: Task) -> str:
-    """Return the source of a task, which is its kind up to the first "/"."""
+    """Return the source that a task comes from, such as one part of a mixture: the task's kind up to the first "/"."""
     return task.kind.partition("/")[0]
 
 
 def group_by_source(tasks: Sequence[Task], weights: Weights) -> dict[str, list[Task]]:
-    """Return the tasks of each source. Sources are in the order of ``weights``, or else of their first tasks."""
+    """Return the tasks of each source, by the source's name. Sources without tasks are left out.
+
+    Sources are in the order of ``weights``, followed by any others in the order of their first tasks.
+    """
     sources: dict[str, list[Task]] = {name: [] for name in weights}
     for task in tasks:
         sources.setdefault(source_of(task), []).append(task)
@@ -70,9 +80,12 @@ def group_by_source(tasks: Sequence[Task], weights: Weights) -> dict[str, list[T
 
 @dataclass(eq=False)
 class TaskOrder:
-    """The arguments that every order takes. A subclass adds its own options (setting ``tasks.options``) as fields."""
+    """Base class of the orders in this module, with the arguments that all of them take.
 
-    name: ClassVar[str]  # value of the setting ``tasks.order`` that chooses this order
+    A subclass declares its own options (the keys of the setting ``tasks.options``) as further fields.
+    """
+
+    name: ClassVar[str]  # value of the setting ``tasks.order`` that selects this order
 
     tasks: Sequence[Task]
     group: int
@@ -85,17 +98,17 @@ class TaskOrder:
 
 @dataclass
 class Epochs:
-    """A cursor over tasks, which takes each task once per epoch.
+    """An endless iterator over ``tasks`` that returns each task once per epoch and shuffles them for every epoch.
 
-    The order depends only on the seed, the names and the epoch. ``position`` is the number of tasks taken so far, and
-    is all that a checkpoint needs.
+    The order within an epoch depends only on ``seed``, ``names`` (which identify the source) and the number of the
+    epoch. So ``position``, the number of tasks returned so far, is all that a checkpoint needs to store.
     """
 
     tasks: Sequence[Task]
     seed: int
     names: tuple[str, ...]
     position: int = 0
-    _order: tuple[int, list[int]] = (-1, [])  # an epoch, and the indices of the tasks in that epoch's order
+    _order: tuple[int, list[int]] = (-1, [])  # number of the present epoch, shuffled indices
 
     def take(self) -> Task:
         epoch, index = divmod(self.position, len(self.tasks))
@@ -109,10 +122,10 @@ class Epochs:
 
 @dataclass(eq=False)
 class TaskStream(TaskOrder):
-    """Proposes each task once per epoch, in an order that depends only on the seed and the epoch.
+    """The order ``shuffled``: plays each task once per epoch, in an order that depends only on the seed and the epoch.
 
     With ``weights``, tasks alternate between sources in proportion to the weights, and each source has its own epochs.
-    So a source's share does not depend on its number of tasks: a small source goes through more epochs.
+    So the share of a source does not depend on its number of tasks: a small source goes through more epochs.
     """
 
     name = "shuffled"
@@ -132,7 +145,7 @@ class TaskStream(TaskOrder):
         return specs
 
     def _next_source(self) -> str:
-        """Return the source that has given the fewest tasks in proportion to its weight."""
+        """Return the source that has given the fewest tasks so far in proportion to its weight."""
         behind = {n: (epochs.position + 0.5) / self.weights.get(n, 1.0) for n, epochs in self._sources.items()}
         return min(behind, key=behind.__getitem__)
 
@@ -157,13 +170,15 @@ class TaskStream(TaskOrder):
 
 @dataclass(eq=False)
 class Levels(TaskStream):
-    """Takes the sources one after the other, as levels. A level ends once its mean success is high enough.
+    """The order ``levels``: plays the sources of a mixture one after the other, as levels.
+
+    Training moves to the next level once the present one is solved often enough.
 
     Args:
-        advance: mean solve rate of the newest groups of a level at which the next level begins.
-        window: number of newest groups that are averaged. A level lasts at least this many groups.
-        review: share of all groups that come from earlier levels, in equal parts, so that these are not forgotten.
-        levels: the sources in order; None = the order of the mixture's parts.
+        advance: the mean solve rate, over the last ``window`` groups of the present level, that starts the next level.
+        window: the number of groups in that mean. A level lasts at least this many groups.
+        review: the share of all groups that come from earlier levels, in equal parts, so that these are not forgotten.
+        levels: the names of the sources in the order in which they are played. None = the order of the mixture's parts.
     """
 
     name = "levels"
@@ -208,10 +223,13 @@ class Levels(TaskStream):
         self._recent = deque(state["recent"], maxlen=self.window)
 
     def _next_source(self) -> str:
-        """Return an earlier level if a review is due, else the present one. Depends only on counts that are saved."""
+        """Return the source of the next task: an earlier level if a review is due, otherwise the present level.
+
+        The choice depends only on counts that checkpoints contain, so a resumed run makes the same choices.
+        """
         reviewed = self._order[: self._level]
         total = sum(epochs.position for epochs in self._sources.values())
-        # floor(n * review) reviews are due among the first n groups
+        # Among the first n groups, floor(n * review) are reviews. So one is due if the next group raises that number.
         due = reviewed and math.floor((total + 1) * self.review) > math.floor(total * self.review)
         if not due:
             return self._order[self._level]
@@ -220,16 +238,19 @@ class Levels(TaskStream):
 
 @dataclass(eq=False)
 class BySolveRate(TaskOrder):
-    """Prefers tasks that are solved about half of the time, because the model learns most from their groups.
+    """The order ``solve_rate``: prefers tasks that are solved about half of the time.
 
-    A task is drawn with a chance proportional to exp(-(rate - 0.5)^2 / (2 sigma^2)), where ``rate`` is its running
-    solve rate. Tasks not yet seen have a rate of 0.5. A share of the batch is drawn uniformly, so that tasks that were
-    too hard or too easy are tried again. A batch holds a task twice only if there are fewer tasks than groups.
+    The model learns most from the groups of such tasks, because their members differ in reward. A task is drawn with a
+    probability proportional to exp(-(rate - 0.5)^2 / (2 sigma^2)), where ``rate`` is its running solve rate, or 0.5 if
+    it has not been played. With several sources, the probability is also proportional to the source's weight.
+
+    Some groups of a batch ignore the solve rate, so that tasks that were too hard or too easy are tried again. A batch
+    contains a task twice only if there are fewer tasks than groups.
 
     Args:
-        sigma: width of the preference around a solve rate of 0.5, in units of solve rate.
-        memory: weight of a task's earlier rate against the rate of its newest group, 0 to 1.
-        explore: share of a batch that is drawn uniformly.
+        sigma: standard deviation of the preference around a solve rate of 0.5, in units of solve rate.
+        memory: weight, in [0, 1), of the previous running solve rate when a new group of the task updates it.
+        explore: probability that a group's task is drawn regardless of its solve rate.
     """
 
     name = "solve_rate"
@@ -242,7 +263,8 @@ class BySolveRate(TaskOrder):
         if not (self.sigma > 0 and 0 <= self.memory < 1 and 0 <= self.explore <= 1):
             raise ValueError("sigma is above 0, memory in [0, 1), explore in [0, 1]")
         counts = {name: len(own) for name, own in group_by_source(self.tasks, self.weights).items()}
-        # divided by the number of tasks of the source, so that a source's weight does not depend on that number
+        # The weight of a source is divided among its tasks. A source with more tasks would otherwise be drawn
+        # more often at the same weight.
         self._base = [self.weights.get(source_of(task), 1.0) / counts[source_of(task)] for task in self.tasks]
         self._rates: dict[str, float] = {}
         self._batches = 0
@@ -257,7 +279,8 @@ class BySolveRate(TaskOrder):
         free = sum(draw.random() < self.explore for _ in range(count))
         chosen = _without_repeats(self._base, free, draw, frozenset())
         chosen += _without_repeats(chances, count - len(chosen), draw, frozenset(chosen))
-        while len(chosen) < count:  # fewer tasks than groups: repeat them
+        # If there are fewer tasks than groups, the batch repeats tasks.
+        while len(chosen) < count:
             chosen += _without_repeats(chances, count - len(chosen), draw, frozenset())
         draw.shuffle(chosen)
         return [GroupSpec(self.tasks[index], self.group, greedy=self.greedy) for index in chosen]
@@ -287,15 +310,16 @@ class BySolveRate(TaskOrder):
 
 
 def _solve_rate(group: Group) -> float | None:
-    """Return the share of the valid fresh members that solved the task; None if no member is valid."""
+    """Return the share of a group's valid fresh members that solved the task. None if no fresh member is valid."""
     valid = [trajectory.score for trajectory in group.fresh if trajectory.score.valid]
     return sum(score.solved for score in valid) / len(valid) if valid else None
 
 
 def _without_repeats(chances: Sequence[float], count: int, draw: random.Random, taken: frozenset[int]) -> list[int]:
-    """Draw ``count`` different indices (or all, if there are fewer) that are not in ``taken``.
+    """Draw ``count`` distinct indices of ``chances`` that are not in ``taken``, or all such indices if there are fewer.
 
-    Successive draws are in proportion to ``chances`` (Efraimidis, 2006).
+    The draws are successive, without replacement, each with probabilities proportional to ``chances``, which must be
+    positive (Efraimidis and Spirakis, 2006).
     """
     keys = [(math.log(1.0 - draw.random()) / chance, i) for i, chance in enumerate(chances)]
     return [index for _, index in sorted(keys, reverse=True) if index not in taken][:count]

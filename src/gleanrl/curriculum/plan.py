@@ -1,4 +1,4 @@
-"""The plan of a run: which group each ticket gets, in a form that survives a restart."""
+"""Assigns a planned group to each ticket of a run, and saves the unfinished ones in checkpoints."""
 
 from __future__ import annotations
 
@@ -14,19 +14,23 @@ from gleanrl.utils import serialize
 
 
 class Plan:
-    """Gives each ticket its group, reports to the curriculum what became of the group, and saves unfinished groups.
+    """Assigns planned groups to tickets, and reports to the curriculum which groups were trained on and which were
+    dropped.
 
-    The curriculum plans a whole batch when the first ticket of the batch starts. For a refunded ticket, which replaces
-    a group that was dropped, it plans one more group.
+    The curriculum plans a whole batch when the first ticket of the batch starts. A ticket whose group was dropped is
+    refunded and starts again. The curriculum then plans one more group, unless a planned one is still waiting for a
+    ticket.
+
+    The state contains the planned groups that are not finished, so a resumed run samples the same groups again.
     """
 
     def __init__(self, curriculum: Curriculum, batch: int) -> None:
         self.curriculum = curriculum
         self._batch = batch
         self._waiting: deque[GroupSpec] = deque()  # planned groups that have no ticket yet
-        self._resumed: dict[int, GroupSpec] = {}  # ticket number -> its group when the run was saved
-        self._started: dict[int, GroupSpec] = {}
-        self._dropped: list[tuple[str, Group]] = []  # reason and group, for groups dropped since the last step
+        self._resumed: dict[int, GroupSpec] = {}  # ticket number -> its group in the loaded checkpoint
+        self._started: dict[int, GroupSpec] = {}  # ticket number -> its group, since the ticket has started
+        self._dropped: list[tuple[str, Group]] = []  # (reason, group) of the groups dropped since the last step
 
     async def next(self, ticket: Ticket) -> GroupSpec:
         spec = self._resumed.pop(ticket.number, None)
@@ -38,30 +42,35 @@ class Plan:
         return spec
 
     def drop(self, group: Group, reason: str) -> None:
-        """Record that ``group`` is not trained on. The curriculum observes it with the groups of the next step."""
+        """Record that ``group`` was dropped for ``reason`` and will not be trained on.
+
+        The next call of `observe` reports it to the curriculum.
+        """
         del self._started[group.ticket]
         self._dropped.append((reason, replace(group, dropped=True)))
 
     def dropped(self, reason: str) -> int:
-        """Return the number of groups dropped for ``reason`` since the last step."""
+        """Return the number of groups dropped for ``reason`` since the last call of `observe`."""
         return sum(why == reason for why, _ in self._dropped)
 
     def observe(self, consumed: Sequence[Group]) -> Metrics:
-        """Pass the groups of a step and the dropped groups to the curriculum.
+        """Report to the curriculum the groups that a step consumed, and the groups dropped since the step before.
 
-        Returns the curriculum's metrics and the number of groups dropped for each reason.
+        Returns the curriculum's metrics, and for each reason the number of groups dropped for it, as
+        ``groups/<reason>``.
         """
         for group in consumed:
             del self._started[group.ticket]
         dropped, self._dropped = self._dropped, []
         counts = Counter(f"groups/{reason}" for reason, _ in dropped)
-        # sorted by ticket, because the order in which groups were dropped depends on timing
+        # The order in which groups are dropped depends on timing. Sorting by ticket keeps the curriculum's state
+        # reproducible.
         refused = sorted((group for _, group in dropped), key=lambda group: group.ticket)
         metrics = self.curriculum.observe([*consumed, *refused])
         return {**{name: float(count) for name, count in counts.items()}, **metrics}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the plan and its curriculum, JSON-serialisable."""
+        """Return the state of the plan and of its curriculum as JSON-serialisable values."""
         started = sorted((self._resumed | self._started).items())
         return {
             "curriculum": self.curriculum.state_dict(),
