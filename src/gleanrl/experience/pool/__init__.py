@@ -1,1 +1,1 @@
-"""The pool of past successes: one SQLite file."""
+"""The experience pool, which stores successful trajectories in one SQLite file."""

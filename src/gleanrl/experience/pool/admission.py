@@ -1,4 +1,4 @@
-"""Pure functions that decide which trajectories may enter the pool, and which ones a full task evicts."""
+"""Pure functions that decide which trajectories the pool admits, and which it evicts if a task is above capacity."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 from gleanrl.config.settings import ReplaySettings
 from gleanrl.types import Trajectory
 
-ROUNDING = 1e-3  # how far float32 rounding may raise an engine's log-prob above 0
+ROUNDING = 1e-3  # largest log-prob that is accepted, because float32 rounding in an engine can exceed 0 slightly
 
 DEFECTS = {
     "nothing_sampled": "nothing of it was sampled",
@@ -26,26 +26,27 @@ DEFECTS = {
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Limits of the model; None = not known."""
+    """Limits of the model that trains on the trajectories. None = not checked."""
 
     vocabulary: int | None = None  # token ids must be below this
-    context: int | None = None  # maximum tokens of a segment, up to its last sampled one
+    context: int | None = None  # largest number of tokens in a segment, counted up to its last sampled token
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """The properties of a trajectory, stored or new, that the capacity rule uses. ``order`` grows with time."""
+    """The properties of a stored or new trajectory by which `surplus` chooses what a task above capacity evicts."""
 
-    order: int
+    order: int  # larger for newer trajectories; the key of a stored one
     entropy: float
-    digest: bytes
+    digest: bytes  # `codec.token_digest`
 
 
 def entropy(trajectory: Trajectory) -> float:
-    """Return minus the mean recorded log-prob of the sampled tokens, in nats.
+    """Return an estimate of the policy's mean entropy at the sampled tokens, in nats; NaN if nothing was sampled.
 
-    This estimates the policy's mean entropy from one draw. If the trajectory was not drawn from the policy it
-    estimates nothing; then ``info["policy_entropy"]`` holds the entropy, and is returned.
+    The estimate is minus the mean recorded log-prob of the sampled tokens. It is meaningful only if the policy sampled
+    the trajectory. For other trajectories, such as demonstrations, ``info["policy_entropy"]`` may hold the mean entropy
+    of the policy. If it does, that value is returned.
     """
     known = trajectory.info.get("policy_entropy")
     if isinstance(known, float) and 0 <= known < float("inf"):
@@ -56,7 +57,10 @@ def entropy(trajectory: Trajectory) -> float:
 
 
 def find_defect(trajectory: Trajectory, limits: Limits) -> str | None:
-    """Return why the trajectory can never be trained on, as a key of `DEFECTS`, or None if it can."""
+    """Return the reason why a model with these limits can never train on the trajectory, or None if it can.
+
+    The reason is a key of `DEFECTS`.
+    """
     turns = list(trajectory.turns())
     logprobs = [turn.logprobs for turn in turns if turn.logprobs is not None]
     if not any(each.size for each in logprobs):
@@ -65,7 +69,7 @@ def find_defect(trajectory: Trajectory, limits: Limits) -> str | None:
     if tokens.min() < 0 or (limits.vocabulary is not None and tokens.max() >= limits.vocabulary):
         return "vocabulary"
     for segment in trajectory.segments:
-        first = end = None  # token positions: begin of the first sampled turn, end of the last
+        first = end = None  # positions in the segment: its first sampled token, and the end of its last sampled turn
         position = 0
         for turn in segment:
             if turn.sampled and turn.tokens.size:
@@ -85,11 +89,12 @@ def find_defect(trajectory: Trajectory, limits: Limits) -> str | None:
 
 
 def refusal(trajectory: Trajectory, temperature: float, limits: Limits) -> str | None:
-    """Return why a trajectory is not admitted, "altered" or "unfit", or None if it is admitted.
+    """Return why a trajectory is not admitted to the pool, "altered" or "unfit", or None if it is admitted.
 
-    Altered: its log-probs are not those of the policy on the prompt that training would use. This is so after guidance
-    that training strips (any ``info["guided"]`` except keep), after truncated or otherwise altered sampling
-    (``info["altered_sampling"]``), and after greedy decoding. Unfit: it has one of the `DEFECTS`.
+    A trajectory is altered if its log-probs are not those of the policy, given the prompt that training would use.
+    There are three cases: it was sampled with guidance that training removes (``info["guided"]`` is set and not
+    "keep"), the sampler altered the distribution, for example by top-p (``info["altered_sampling"]``), or it was
+    decoded greedily (``temperature`` is 0). A trajectory is unfit if it has one of the `DEFECTS`.
     """
     stripped = trajectory.info.get("guided") not in (None, False, "keep")
     if stripped or trajectory.info.get("altered_sampling") or not temperature > 0:
@@ -98,10 +103,13 @@ def refusal(trajectory: Trajectory, temperature: float, limits: Limits) -> str |
 
 
 def surplus(candidates: Sequence[Candidate], settings: ReplaySettings) -> list[Candidate]:
-    """Return the candidates that a full task evicts: the last ones in the order of ``select``, of equals the older.
+    """Return which of a task's candidates to evict, so that ``capacity_per_task`` remain.
 
-    ``random`` keeps the candidates with the smallest digests. Digests are uniform, so these are a uniform sample of all
-    distinct trajectories that the task ever had (bottom-k sampling), and no random state is needed.
+    Those that ``select`` ranks last are evicted; of candidates with the same rank, the older ones.
+
+    With ``select = "random"``, the candidates with the smallest digests remain. Digests are uniformly distributed
+    hashes, so the remaining candidates are a uniform sample of all distinct trajectories that the task ever had
+    (bottom-k sampling). No state of a random generator has to be saved for this.
     """
     excess = len(candidates) - settings.capacity_per_task
     if excess <= 0:

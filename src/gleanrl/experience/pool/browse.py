@@ -1,6 +1,7 @@
-"""Read-only views of a pool's file: its tasks by difficulty, its trajectories by age or entropy, every record.
+"""Read-only queries of a pool's file: its tasks by difficulty, and its trajectories by age, entropy or uses.
 
-Called by `gleanrl pool` and the report. A view shows one unchanging state, also while a run writes to the pool::
+`gleanrl pool` and the report of a run use them. All queries within one `reading` see the same state of the pool, even
+if a run writes to the pool at the same time::
 
     with reading(path) as db:
         for line in lines(db, limit=10):
@@ -37,24 +38,24 @@ _COLUMNS = ("entropy", "version", "uses")
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """The columns that describe a trajectory, without its record."""
+    """What the pool's tables contain about one trajectory. Its tokens and messages are not loaded."""
 
     key: int
-    task: str
-    attempts: int  # attempts in the task's latest fresh group
-    successes: int
-    retired: int  # 0 or 1
-    entropy: float  # nats per token, as recorded
-    version: int
-    temperature: float
-    step: int
-    uses: int
-    bytes: int  # size of its record
+    task: str  # id of its task
+    attempts: int  # number of valid fresh members of the task's latest group
+    successes: int  # number of these members that succeeded
+    retired: int  # whether the task is retired: 0 or 1
+    entropy: float  # mean over its sampled tokens, in nats; estimated when the trajectory was stored
+    version: int  # version from which its age counts
+    temperature: float  # sampling temperature
+    step: int  # step after which it was stored
+    uses: int  # how often it was replayed
+    bytes: int  # size of its encoded form in the file
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A trajectory with its description and its task."""
+    """A trajectory with all that the pool contains about it, and its task."""
 
     line: Line
     stored: Stored
@@ -63,22 +64,22 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Difficulty:
-    """Numbers of the tasks that had the same successes and attempts in their latest fresh group."""
+    """Counts over all tasks whose latest fresh group had ``successes`` out of ``attempts``."""
 
     successes: int
-    attempts: int  # 0 = seeded and never tried
-    tasks: int
-    replayable: int  # tasks that are not retired and have a trajectory
-    retired: int
-    trajectories: int
+    attempts: int  # 0 = not known: the trajectories came from another source, and no group was observed
+    tasks: int  # number of these tasks
+    replayable: int  # number of them that are not retired and have a stored trajectory
+    retired: int  # number of them that are retired
+    trajectories: int  # number of their stored trajectories
 
 
 @contextmanager
 def reading(path: Path) -> Iterator[sqlite3.Connection]:
-    """Open one unchanging view of the pool at ``path``, for the functions below.
+    """Open the pool at ``path`` for the functions below, within one read transaction.
 
     Raises:
-        UserError: there is no pool, or it cannot be read.
+        UserError: there is no pool at ``path``, or it cannot be read.
     """
     db = schema.connect(path, read_only=True)
     try:
@@ -89,18 +90,18 @@ def reading(path: Path) -> Iterator[sqlite3.Connection]:
 
 
 def tokenizer(db: sqlite3.Connection) -> str | None:
-    """Return the fingerprint of the tokenizer that the pool belongs to, or None if it is not known."""
+    """Return the fingerprint of the tokenizer of the pool's token ids, or None if the pool contains none."""
     found = db.execute("SELECT value FROM meta WHERE key = 'tokenizer'").fetchone()
     return None if found is None else str(found[0])
 
 
 def newest_step(db: sqlite3.Connection) -> int:
-    """Return the last step whose groups entered the pool. Ages are counted from this step."""
+    """Return the latest step of any task in the pool, or 0. `gleanrl pool` computes ages relative to it."""
     return int(db.execute("SELECT coalesce(max(step), 0) FROM tasks").fetchone()[0])
 
 
 def difficulties(db: sqlite3.Connection) -> list[Difficulty]:
-    """Count all tasks by the outcome of their latest fresh group, hardest first for each number of attempts."""
+    """Count the tasks by the outcome of their latest fresh group, ordered by attempts and then by successes."""
     query = (
         "SELECT successes, attempts, count(*), sum(live > 0 AND NOT retired), sum(retired), sum(live) FROM tasks "
         "GROUP BY attempts, successes ORDER BY attempts, successes"
@@ -109,7 +110,10 @@ def difficulties(db: sqlite3.Connection) -> list[Difficulty]:
 
 
 def values(db: sqlite3.Connection, column: str) -> npt.NDArray[np.float64]:
-    """Return float64 [trajectories]: the entropy, version or uses of each, as ``column`` says."""
+    """Return float64 [trajectories]: one column of every trajectory, which is "entropy", "version" or "uses".
+
+    Raises `ValueError` for any other column.
+    """
     if column not in _COLUMNS:
         raise ValueError(f"{column!r} is none of {', '.join(_COLUMNS)}")
     rows = db.execute(f"SELECT CAST({column} AS REAL) FROM trajectories")
@@ -117,30 +121,36 @@ def values(db: sqlite3.Connection, column: str) -> npt.NDArray[np.float64]:
 
 
 def lines(db: sqlite3.Connection, task: str | None = None, limit: int = -1) -> Iterator[Line]:
-    """Yield the trajectories, of ``task`` or of all tasks, newest first. ``limit`` below 0: all of them."""
+    """Yield the trajectories of the task with the id ``task``, or of all tasks if it is None, newest first.
+
+    At most ``limit`` trajectories are yielded; a negative limit means all.
+    """
     where, given = ("WHERE k.name = ? ", (task,)) if task is not None else ("", ())
     for row in db.execute(f"{_LINE}{where}ORDER BY t.id DESC LIMIT ?", (*given, limit)):
         yield Line(*row)
 
 
 def most_used(db: sqlite3.Connection, limit: int) -> Iterator[Line]:
-    """Yield the trajectories replayed most often, of equals the newer first. Those never replayed are left out."""
+    """Yield up to ``limit`` trajectories that were replayed most often, most uses first, newer ones first among equals.
+
+    Trajectories that were never replayed are left out.
+    """
     for row in db.execute(f"{_LINE}WHERE t.uses > 0 ORDER BY t.uses DESC, t.id DESC LIMIT ?", (limit,)):
         yield Line(*row)
 
 
 def entry(db: sqlite3.Connection, key: int) -> Entry | None:
-    """Return one trajectory with its record and its task; None if there is no such trajectory.
+    """Return the trajectory with the key ``key`` and its task, or None if the pool has no such trajectory.
 
     Raises:
-        codec.Damaged: the trajectory or its task is not what was stored.
+        codec.Damaged: the trajectory or its task is damaged.
     """
     found = db.execute(f"{_LINE}WHERE t.id = ?", (key,)).fetchone()
     return None if found is None else _entry(db, Line(*found))
 
 
 def entries(db: sqlite3.Connection) -> Iterator[Entry | tuple[int, codec.Damaged]]:
-    """Yield every trajectory, oldest first. For a damaged one, yield its key and the error."""
+    """Yield every trajectory, oldest first. For a damaged one, yield its key and the error instead."""
     for row in db.execute(f"{_LINE}ORDER BY t.id"):
         line = Line(*row)
         try:
@@ -152,10 +162,11 @@ def entries(db: sqlite3.Connection) -> Iterator[Entry | tuple[int, codec.Damaged
 def prunable(
     db: sqlite3.Connection, *, max_age: int | None, keep: int | None, retired: bool, settings: ReplaySettings
 ) -> dict[str, list[int]]:
-    """Return the keys of the trajectories to evict, by cause.
+    """Return the keys of the trajectories that `gleanrl pool prune` evicts, by cause. Causes without any are left out.
 
-    ``age``: sampled more than ``max_age`` versions before the newest step. ``retired``: of retired tasks. ``capacity``:
-    those that a task then has in excess of ``keep``, chosen by ``settings.select``.
+    The cause ``age`` applies to a trajectory whose version is more than ``max_age`` below the newest step (None =
+    never), and ``retired`` to the trajectories of retired tasks if ``retired`` is true. The cause ``capacity`` applies
+    to those that a task still has in excess of ``keep`` (None = never); `ReplaySettings.select` chooses them.
     """
     chosen: dict[str, list[int]] = {"age": [], "retired": [], "capacity": []}
     oldest = None if max_age is None else newest_step(db) - max_age

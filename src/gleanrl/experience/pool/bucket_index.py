@@ -1,10 +1,13 @@
-"""The index of tasks by difficulty: draws tasks of one bucket uniformly, at a cost that does not grow with the pool.
+"""The pool's index of tasks by difficulty, which draws tasks of one difficulty uniformly at random.
 
-A bucket holds the tasks with the same successes and attempts in their latest fresh group. One more bucket holds the
-retired tasks. The tasks of a bucket have the positions 0 .. size - 1 without gaps: a new task goes to the end, and when
-a task leaves, the last one takes its position. So a uniform draw of tasks is a draw of positions, which an SQL index
-finds. A task is in at most one bucket: that of retired tasks if it is retired, else that of its latest fresh group if
-it has a trajectory, else in none.
+The cost of a draw does not depend on the size of the pool. A bucket contains the tasks that had the same numbers of
+successes and attempts in their latest fresh group. One additional bucket contains the retired tasks. A task is in at
+most one bucket: a retired task is in the bucket of retired tasks, any other task with a stored trajectory is in the
+bucket of its latest fresh group, and a task without a trajectory is in none.
+
+The tasks of a bucket are numbered by positions 0 .. size - 1 without gaps. A new task gets the position at the end, and
+when a task leaves, the last task takes its position. So a uniform draw of tasks is a uniform draw of positions, and an
+SQL index finds the task at a position.
 """
 
 from __future__ import annotations
@@ -16,12 +19,12 @@ from dataclasses import dataclass
 import numpy as np
 
 RETIRED = -1
-ATTEMPTS = 1_000_000  # more than any group has attempts
+ATTEMPTS = 1_000_000  # factor of the attempts in the id of a bucket; must be larger than the successes of any group
 
 
 @dataclass(slots=True)
 class TaskRow:
-    """One row of the table ``tasks``: the state of a task."""
+    """One row of the table ``tasks``, the state of a task. `schema.TABLES` explains the columns."""
 
     id: int
     name: str
@@ -64,8 +67,9 @@ def get(db: sqlite3.Connection, task: int) -> TaskRow:
 
 
 def save(db: sqlite3.Connection, row: TaskRow) -> None:
-    """Write the row of a task, and move the task to the bucket in which it belongs now."""
-    # read again, because another task that left the bucket may have moved this one
+    """Write the row of a task, and move the task to another bucket if its new state requires it."""
+    # Read bucket and position again: since ``row`` was read, another task may have left the bucket, which can give its
+    # position to this task.
     row.bucket, row.position = db.execute("SELECT bucket, position FROM tasks WHERE id = ?", (row.id,)).fetchone()
     wanted = row.wanted_bucket
     if row.bucket != wanted:
@@ -98,7 +102,7 @@ def sizes(db: sqlite3.Connection) -> dict[int, int]:
 def draw(
     db: sqlite3.Connection, bucket: int, count: int, random: np.random.Generator, exclude: Iterable[str]
 ) -> list[TaskRow]:
-    """Draw up to ``count`` tasks of a bucket, uniformly without replacement, except those named in ``exclude``."""
+    """Draw up to ``count`` tasks of a bucket uniformly without replacement. Task ids in ``exclude`` are not drawn."""
     excluded: list[int] = []
     for name in set(exclude):
         found = db.execute("SELECT position FROM tasks WHERE name = ? AND bucket = ?", (name, bucket)).fetchone()
@@ -109,7 +113,8 @@ def draw(
     if count < 1 or free < 1:
         return []
     chosen = random.choice(free, min(count, free), replace=False)
-    # the i-th free position is i + the number of excluded positions that have at most i free positions before them
+    # ``chosen`` numbers the positions that are not excluded (the free positions), from 0. Convert it to positions: the
+    # i-th free position is i + the number of excluded positions that have at most i free positions before them.
     chosen += np.searchsorted(np.array(excluded, np.int64) - np.arange(len(excluded)), chosen, side="right")
     query = f"SELECT {COLUMNS} FROM tasks WHERE bucket = ? AND position = ?"
     return [TaskRow(*db.execute(query, (bucket, position)).fetchone()) for position in chosen.tolist()]

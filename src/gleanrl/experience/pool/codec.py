@@ -1,9 +1,12 @@
-"""Encodes trajectories and tasks as checksummed blobs, the form in which the pool stores them.
+"""Encodes trajectories and tasks as checksummed blobs, the format in which the pool stores them.
 
-A blob is a header (magic, format number, flags, CRC32, unpacked size) and a body, zstd-compressed if that makes it
-smaller. The body is MessagePack made by `gleanrl.utils.serialize`, not pickle, and is decoded bit for bit. The token
-ids and log-probs of a trajectory follow the MessagePack by byte plane, because the high bytes of token ids and the
-exponents of log-probs are similar to each other and compress well, while the other bytes hardly compress.
+A blob consists of a header (magic, format number, flags, CRC32, unpacked size) and a body. The body is compressed with
+zstd if that makes it smaller. It is MessagePack, written by `gleanrl.utils.serialize`, and decodes to the same bits. It
+is not pickle, because loading a pickle can execute code.
+
+In the blob of a trajectory, all token ids follow the MessagePack, and all log-probs follow the token ids. Both arrays
+are stored as byte planes: the first byte of every number, then the second byte of every number, and so on. The high
+bytes of token ids resemble each other, and so do the exponents of log-probs. They compress well if they are adjacent.
 """
 
 from __future__ import annotations
@@ -23,21 +26,26 @@ from gleanrl.types import Task, Trajectory
 from gleanrl.utils import serialize
 
 FORMAT = 2
-MAX_BYTES = 1 << 30  # largest unpacked blob, so that a damaged size cannot use up the memory
+MAX_BYTES = 1 << 30  # largest unpacked body; the limit keeps a damaged size from exhausting the memory
 
 _MAGIC = b"GX"
 _HEAD = struct.Struct("<2sBBII")  # magic, format, flags, CRC32 of flags + size + body, size of the unpacked body
-_SIZES = struct.Struct("<II")  # bytes of the MessagePack and of the token ids
+_SIZES = struct.Struct("<II")  # sizes in bytes of the MessagePack and of the token ids
 _COMPRESSED = 1
 _LEVEL = 3
 
 
 class Damaged(ValueError):
-    """Raised for a blob that is not what was written. The message is the reason."""
+    """Raised for a blob that cannot be decoded to what was stored. The message is the reason."""
 
 
 def encode_trajectory(trajectory: Trajectory) -> bytes:
-    """Return the blob of a trajectory. Raises `TypeError` if messages or ``info`` hold a value of an unknown type."""
+    """Encode a trajectory as a blob.
+
+    Raises:
+        TypeError: a message or ``info`` contains a value of a type that cannot be encoded.
+        ValueError: the encoded trajectory is larger than `MAX_BYTES`.
+    """
     body, arrays = serialize.encode_with_arrays(trajectory)
     tokens = _to_planes([array for array in arrays if array.dtype == np.int32])
     logprobs = _to_planes([array for array in arrays if array.dtype == np.float32])
@@ -45,10 +53,10 @@ def encode_trajectory(trajectory: Trajectory) -> bytes:
 
 
 def decode_trajectory(blob: bytes) -> Trajectory:
-    """Return the trajectory of a blob.
+    """Decode the blob of a trajectory.
 
     Raises:
-        Damaged: the checksum fails, the record is inconsistent, or it is of another format.
+        Damaged: the checksum fails, the content is inconsistent, or the blob has another format number.
     """
     packed = unpack(blob)
     try:
@@ -61,12 +69,12 @@ def decode_trajectory(blob: bytes) -> Trajectory:
 
 
 def encode_task(task: Task) -> bytes:
-    """Return the blob of a task. Raises `TypeError` if the payload holds a value of an unknown type."""
+    """Encode a task as a blob. Raises `TypeError` and `ValueError` as `encode_trajectory` does."""
     return pack(serialize.encode(task))
 
 
 def decode_task(blob: bytes) -> Task:
-    """Return the task of a blob. Raises `Damaged` as `decode_trajectory` does."""
+    """Decode the blob of a task. Raises `Damaged` as `decode_trajectory` does."""
     try:
         return serialize.decode(unpack(blob), Task)
     except serialize.DecodeError as error:
@@ -74,7 +82,10 @@ def decode_task(blob: bytes) -> Task:
 
 
 def is_same_task(blob: bytes, task: Task) -> bool:
-    """Return whether a blob holds a task with the same id, prompt and payload, of any kind. Raises `Damaged`."""
+    """Return whether the task in a blob has the same id, prompt and payload as ``task``. The label ``kind`` is ignored.
+
+    Raises `Damaged` if the blob cannot be decoded.
+    """
     if blob == encode_task(task):
         return True
     problems = [
@@ -84,7 +95,10 @@ def is_same_task(blob: bytes, task: Task) -> bool:
 
 
 def token_digest(trajectory: Trajectory) -> bytes:
-    """Hash all token ids, the turn and segment boundaries, and which turns were sampled. Returns 16 bytes (BLAKE2b)."""
+    """Return a 16-byte BLAKE2b hash of a trajectory's tokens, by which the pool recognises duplicates.
+
+    The hash covers all token ids, the boundaries of turns and segments, and which turns were sampled.
+    """
     digest = hashlib.blake2b(digest_size=16)
     for segment in trajectory.segments:
         digest.update(struct.pack("<cQ", b"s", len(segment)))
@@ -104,9 +118,12 @@ def _from_planes(data: bytes, dtype: str) -> npt.NDArray[Any]:
     return np.ascontiguousarray(planes.T).view(dtype).reshape(-1)
 
 
-# --- the frame ----------------------------------------------------------------------------------
+# --- header and compression ---------------------------------------------------------------------
 def pack(body: bytes) -> bytes:
-    """Return ``body`` with a header, compressed if that makes it smaller."""
+    """Make a blob of ``body``: compress it if that makes it smaller, and prepend the header.
+
+    Raises `ValueError` if the body is larger than `MAX_BYTES`.
+    """
     if len(body) > MAX_BYTES:
         raise ValueError(f"{len(body)} bytes are more than one blob may hold ({MAX_BYTES})")
     squeezed = zstandard.ZstdCompressor(level=_LEVEL).compress(body)
@@ -115,7 +132,7 @@ def pack(body: bytes) -> bytes:
 
 
 def unpack(blob: bytes) -> bytes:
-    """Return the body of a blob. Raises `Damaged`."""
+    """Return the uncompressed body of a blob. Raises `Damaged` if the header, the checksum or the size is wrong."""
     if len(blob) < _HEAD.size:
         raise Damaged("it is cut off")
     magic, number, flags, checksum, size = _HEAD.unpack_from(blob)

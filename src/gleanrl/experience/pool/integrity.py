@@ -1,4 +1,7 @@
-"""Checks that a pool's file holds what was stored: each record when it is read, and the whole file on request."""
+"""Checks a pool for damage: one trajectory whenever it is read, and the whole file on request.
+
+`ExperiencePool.stored` calls `decode_record`, and `ExperiencePool.verify` calls `faults`.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,10 @@ from gleanrl.types import Trajectory
 
 
 class Unfit(Exception):
-    """Raised for a stored trajectory that must not be trained on. Its eviction is counted under ``cause``."""
+    """Raised for a stored trajectory that must not be trained on.
+
+    ``cause`` is "damaged" or one of `admission.DEFECTS`. The pool counts the eviction of the trajectory under it.
+    """
 
     def __init__(self, cause: str, reason: str) -> None:
         super().__init__(reason)
@@ -23,9 +29,10 @@ class Unfit(Exception):
 def decode_record(
     name: str, digest: bytes, data: bytes | None, columns: Sequence[Any], limits: admission.Limits
 ) -> Trajectory:
-    """Decode and check the trajectory of a record of task ``name``. Raises `Unfit`.
+    """Decode the stored trajectory ``data`` and check that it is intact and can be trained on. Raises `Unfit` if not.
 
-    ``columns``: entropy, version, temperature, step and uses. SQLite does not enforce their types, so they are checked.
+    The trajectory must belong to the task with the id ``name`` and have the token digest ``digest``. ``columns`` holds
+    its entropy, version, temperature, step and uses. Their types are checked, because SQLite does not enforce them.
     """
     try:
         trajectory = codec.decode_trajectory(data or b"")
@@ -43,9 +50,10 @@ def decode_record(
 
 
 def faults(db: sqlite3.Connection, *, records: bool = True) -> Iterator[str]:
-    """Read the whole pool inside the caller's transaction, and yield its faults, one line each.
+    """Check the whole pool, and yield a line for each fault. Call this inside a transaction.
 
-    ``records``: decode every task and trajectory as well.
+    Checks SQLite's own structures, and that the tables agree with one another. If ``records`` is true, every task and
+    trajectory is decoded and checked as well.
     """
     yield from (row[0] for row in db.execute("PRAGMA integrity_check(20)") if row[0] != "ok")
 

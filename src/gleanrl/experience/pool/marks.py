@@ -1,9 +1,10 @@
-"""Sets marks in a pool, and rewinds the pool to a mark.
+"""Sets marks in a pool, and rewinds the pool to the state that it had at a mark.
 
-Each tracked table has a shadow table. When a row is first changed after a mark, a trigger copies the old row (or the
-fact that there was no such row) into the shadow table. A rewind puts these rows back, so its cost depends on the rows
-changed since the mark and not on the size of the pool. A row has at most one entry per mark, and forgetting a mark
-drops its entries.
+A run sets a mark for each checkpoint, and rewinds the pool when it resumes from that checkpoint. Each tracked table has
+a shadow table. When a row is changed for the first time after a mark, a trigger copies the old row into the shadow
+table, or notes that there was no such row. A rewind copies these rows back. So the cost of a rewind depends on the
+number of rows changed since the mark, and not on the size of the pool. A row has at most one entry per mark in the
+shadow table, and the entries of a mark are deleted with it.
 """
 
 from __future__ import annotations
@@ -18,11 +19,16 @@ CLOCK = (
 )
 """``clock.mark`` is the mark for which changes are logged; NULL: none are logged. No number of a mark is used twice."""
 
-_OWNER = "mark/"  # prefix of a mark's number: key of the mark's owner in the table ``meta``, which is not tracked
+# The table ``meta`` stores the owner of mark N under the key "mark/N". The table is not tracked, so that a rewind does
+# not change it.
+_OWNER = "mark/"
 
 
 def shadow_statements(table: str, columns: tuple[str, ...]) -> list[str]:
-    """Return SQL that makes the shadow table and triggers of ``table``, whose first column must be its integer key."""
+    """Return the SQL statements that create the shadow table of ``table`` and its triggers.
+
+    The first column must be the integer primary key of the table.
+    """
     key, names = columns[0], ", ".join(columns)
     seen = f"(SELECT mark FROM clock) IS NOT NULL AND NOT EXISTS (SELECT 1 FROM undo_{table} WHERE mark = "
     seen += f"(SELECT mark FROM clock) AND {key} = {{row}}.{key})"
@@ -39,7 +45,10 @@ def shadow_statements(table: str, columns: tuple[str, ...]) -> list[str]:
 
 
 def mark(db: sqlite3.Connection, owner: str | None = None) -> int:
-    """Set a mark at the present state and return its number. Call this and the functions below in a transaction."""
+    """Set a mark at the present state and return its number. ``owner`` is the name of the run that sets it.
+
+    Call this function and those below within a transaction.
+    """
     (number,) = db.execute("SELECT next FROM clock").fetchone()
     db.execute("INSERT INTO marks VALUES (?)", (number,))
     if owner is not None:
@@ -49,22 +58,23 @@ def mark(db: sqlite3.Connection, owner: str | None = None) -> int:
 
 
 def other_owner(db: sqlite3.Connection, number: int, owner: str) -> str | None:
-    """Return the first owner other than ``owner`` that set a mark after ``number``; None if there is no such owner."""
+    """Return the first owner other than ``owner`` that has set a mark after mark ``number``; None if there is none."""
     query = f"SELECT value FROM marks JOIN meta ON key = '{_OWNER}' || id WHERE id > ? AND value != ? ORDER BY id"
     found = db.execute(query, (number, owner)).fetchone()
     return None if found is None else str(found[0])
 
 
 def rewind(db: sqlite3.Connection, tracked: Mapping[str, tuple[str, ...]], number: int) -> bool:
-    """Put every tracked table back to its state at a mark. The mark remains, and later marks are deleted.
+    """Restore every tracked table to its state at mark ``number``. That mark remains, and later marks are deleted.
 
-    Returns False, without any change, if there is no such mark.
+    ``tracked`` maps each table to its columns, the key first. Returns False and changes nothing if there is no such
+    mark.
     """
     if db.execute("SELECT 1 FROM marks WHERE id = ?", (number,)).fetchone() is None:
         return False
     later = [row[0] for row in db.execute("SELECT id FROM marks WHERE id >= ? ORDER BY id DESC", (number,))]
-    db.execute("UPDATE clock SET mark = NULL")  # the changes below are not logged
-    for undone in later:  # newest first: after each round the tables are what they were at that mark
+    db.execute("UPDATE clock SET mark = NULL")  # the triggers must not log the changes below
+    for undone in later:  # newest mark first; after each iteration, the tables are in their state at that mark
         for table, columns in tracked.items():
             key, names = columns[0], ", ".join(columns)
             db.execute(f"DELETE FROM {table} WHERE {key} IN (SELECT {key} FROM undo_{table} WHERE mark = ?)", (undone,))
@@ -79,7 +89,7 @@ def rewind(db: sqlite3.Connection, tracked: Mapping[str, tuple[str, ...]], numbe
 
 
 def forget(db: sqlite3.Connection, tracked: Mapping[str, tuple[str, ...]], number: int) -> None:
-    """Drop the marks before ``number``, and the logged rows that only they need."""
+    """Delete the marks before mark ``number``, and the logged rows that only a rewind to them would need."""
     for table in tracked:
         db.execute(f"DELETE FROM undo_{table} WHERE mark < ?", (number,))
     _delete_marks(db, "id < ?", number)

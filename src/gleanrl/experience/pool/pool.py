@@ -1,9 +1,12 @@
-"""The experience pool: successes of partly solved tasks in one SQLite file, token-exact and durable.
+"""The experience pool, which stores successful trajectories of partly solved tasks in one SQLite file.
 
-One process writes, and any number of processes read. Every change is one transaction: after a crash the pool is what it
-was after the last call that returned. The cost of a call depends on its arguments, not on the size of the pool.
+A stored trajectory keeps the token ids and log-probs that were sampled, bit for bit. One process can write to the pool
+and any number of processes can read it. Every method that changes the pool does so in one transaction. After a crash,
+the pool is in the state that the last completed call left. The cost of a call depends on how much it reads or changes
+and not on the size of the pool; only `ExperiencePool.verify` reads the whole file.
 
-`ExperiencePool.observe` fills the pool and `ReplayCurriculum` draws from it. Both also work in other trainers' loops::
+`ExperiencePool.observe` fills the pool, and `ReplayCurriculum` draws from it. The pool can also be used in the training
+loop of another trainer::
 
     with ExperiencePool("experience.sqlite") as pool:
         pool.observe(groups, step)
@@ -42,12 +45,12 @@ DEFAULTS = ReplaySettings()
 class Stored:
     """A trajectory in the pool."""
 
-    key: int  # the pool's own id; never given to another trajectory
+    key: int  # the pool's id of the trajectory; never reused for another trajectory
     trajectory: Trajectory
-    entropy: float  # minus the mean recorded log-prob of its sampled tokens: their estimated entropy when sampled
-    version: int  # version of the oldest weights that sampled it
-    temperature: float
-    step: int  # step in which it was stored
+    entropy: float  # estimated mean entropy of the policy at its sampled tokens, in nats (`admission.entropy`)
+    version: int  # version from which its age counts: the trajectory's own, unless it came from another run
+    temperature: float  # sampling temperature
+    step: int  # step after which it was stored
     uses: int  # how often it was replayed
 
 
@@ -56,41 +59,55 @@ class PoolTask:
     """A task and its state in the pool."""
 
     task: Task
-    attempts: int  # valid members of its latest fresh group; 0 = seeded and never tried
-    successes: int
-    step: int
-    live: int  # trajectories that can be replayed
+    attempts: int  # number of valid fresh members of its latest group; 0 = not known, as no group was observed
+    successes: int  # number of these members that succeeded
+    step: int  # step of its latest group
+    live: int  # number of its stored trajectories
 
     @property
     def rate(self) -> float:
-        """Share of the latest fresh group that succeeded; 0 if the task was never tried."""
+        """Solve rate: the share of ``attempts`` that succeeded; 0 if there were no attempts."""
         return self.successes / self.attempts if self.attempts else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Incoming:
-    """A success from another source, in the form for `ExperiencePool.add_all`."""
+    """A successful trajectory from another source, as an argument of `ExperiencePool.add_all`."""
 
     task: Task
     trajectory: Trajectory
     step: int = 0
     temperature: float = 1.0
-    version: int | None = None  # version from which its age counts, if its own version is of another run
-    attempts: int = 0  # attempts and successes elsewhere, used for a task that was never tried here
+    # Version from which the age counts. None = the trajectory's own version; wrong if another run sampled it.
+    version: int | None = None
+    # Valid members and successes of the task's latest group elsewhere. Used only if this pool has no attempts of it.
+    attempts: int = 0
     successes: int = 0
 
 
 class ExperiencePool:
-    """Stores successes by the rules in docs/concepts/replay.md. Methods may be called from any thread.
+    """Stores successful trajectories by the rules in docs/concepts/replay.md, and returns them for replay.
 
-    ``tokenizer`` is a fingerprint. The first one given to an empty pool is kept, and the pool then refuses any other. A
-    pool with trajectories but without a fingerprint takes one only with ``settings.trust_tokenizer``. Trajectories with
-    token ids of ``vocabulary`` or above, or with more than ``max_context`` tokens in a segment, are neither admitted
-    nor returned. ``run`` is recorded as the owner of marks, so that `rewind` does not undo the work of another run.
+    Methods may be called from any thread.
+
+    Args:
+        path: the SQLite file. It is created if it does not exist, unless ``read_only``.
+        settings: rules of admission, capacity, age and retirement.
+        tokenizer: fingerprint of the run's tokenizer. An empty pool stores it, and can be opened only with the same
+            fingerprint from then on. A pool that contains trajectories but no fingerprint stores it only if
+            ``settings.trust_tokenizer`` is on. None: the tokenizer is not checked.
+        vocabulary: size of the model's vocabulary. Trajectories with token ids not below it are not admitted, and are
+            evicted if the pool contains them. None: no check.
+        max_context: largest number of tokens in a segment, up to its last sampled token. Longer trajectories are
+            treated in the same way. None: no check.
+        run: name of the run that opens the pool. It is stored with the marks of this object, so that `rewind` can
+            refuse to undo the changes of another run. None: `rewind` does not check this.
+        read_only: do not take the lock of the writer. Methods that change the pool then raise `UserError`.
 
     Raises:
-        UserError: the file is no pool of this version, is damaged, is (or may be) of another tokenizer, or another
-            process writes it. Later calls raise it if the disk is full, or if the file turns out to be damaged.
+        UserError: the file is not a pool of this version, is damaged, contains (or may contain) tokens of another
+            tokenizer, or another process is writing to it. Methods raise it if the disk is full, or if they find that
+            the file is damaged.
     """
 
     def __init__(
@@ -107,8 +124,8 @@ class ExperiencePool:
         self.path, self.settings, self.read_only = Path(path), settings, read_only
         self._limits, self._run = Limits(vocabulary, max_context), run
         self._guard = threading.RLock()
-        self._counts: Counter[str] = Counter()  # the table of counters, while a transaction is open
-        self._replaced: dict[str, int] = {}  # tasks replaced in this transaction -> trajectories evicted
+        self._counts: Counter[str] = Counter()  # content of the table ``counters`` while a write transaction is open
+        self._replaced: dict[str, int] = {}  # id of each task replaced in this transaction -> its evicted trajectories
         with ExitStack() as opened:
             if not read_only:
                 opened.enter_context(schema.writer_lock(self.path))
@@ -116,18 +133,22 @@ class ExperiencePool:
             self._bind(tokenizer)
             self._opened = opened.pop_all()
 
-    # --- learning from what came back -----------------------------------------------------------
+    # --- methods that change trajectories and tasks ---------------------------------------------
     def observe(self, groups: Sequence[Group], step: int, *, temperature: float = 1.0) -> dict[str, float]:
-        """Update task states, retire tasks and admit successes by the fresh members of ``groups``, in one transaction.
+        """Update the pool with the groups of ``step``: store successes, update solve rates and retire tasks.
 
-        Trajectories that are too old are evicted. A group without a valid fresh member changes nothing. Returns metrics
-        under ``pool/``: counts of this call (evictions: since the last call) and the resulting sizes.
+        Only fresh members with a valid score count; a group without any changes nothing. The successes of a group are
+        stored if its solve rate is strictly between ``min_rate`` and ``max_rate`` and `admission.refusal` accepts them.
+        Trajectories that are older than ``max_age`` versions at the next step are evicted. ``temperature`` is the
+        sampling temperature of the groups. All changes are one transaction.
+
+        Returns metrics under ``pool/``: what this call changed, evictions since the last call, and the new sizes.
         """
         settings, step = self.settings, int(step)
         seen: Counter[str] = Counter()
         with self._writing() as db:
             if settings.max_age is not None:
-                oldest = step + 1 - settings.max_age  # the next step is the first that uses the remaining ones
+                oldest = step + 1 - settings.max_age  # step + 1 is the first step that can learn from the pool again
                 rows = db.execute("SELECT id FROM trajectories WHERE version < ?", (oldest,)).fetchall()
                 self._evict([key for (key,) in rows], "age")
             for group in groups:
@@ -149,7 +170,9 @@ class ExperiencePool:
                 bucket_index.save(db, row)
             self._log_replaced()
 
-            evicted: Counter[str] = Counter()  # evictions since the last call, from counters that a rewind restores too
+            # Evictions since the last call, by cause. They are the difference of two counters in the database, because
+            # other methods evict too, and because a rewind must restore the counts.
+            evicted: Counter[str] = Counter()
             for name in [name for name in self._counts if name.startswith("evicted/")]:
                 cause = name.removeprefix("evicted/")
                 evicted[cause] = self._counts[name] - self._counts[f"reported/{cause}"]
@@ -184,15 +207,30 @@ class ExperiencePool:
         attempts: int = 0,
         successes: int = 0,
     ) -> bool:
-        """Store one success from another source (a demonstration, another run). Returns whether it was stored.
+        """Store a successful trajectory from another source, such as a demonstration or another run.
 
-        ``attempts`` and ``successes`` are used if the task was never tried in this pool. The age of the trajectory
-        counts from ``version``; give it if the trajectory's own version counts the steps of another run.
+        Returns whether it was stored. It is not stored if its score is invalid or below ``success_threshold``, if
+        `admission.refusal` refuses it, if the pool contains its tokens already, if the task is at capacity and
+        ``select`` ranks it last, or if the pool contains a different task with the same id.
+
+        Args:
+            task: the task of the trajectory.
+            trajectory: the trajectory, with the sampled token ids and log-probs.
+            step: step of this run after which the trajectory is stored.
+            temperature: temperature at which it was sampled.
+            version: version from which its age counts; None = the trajectory's own. Must be given if another run
+                sampled the trajectory, because its own version counts the updates of that run.
+            attempts: number of members of the task's latest group elsewhere; used if this pool has no attempts of the
+                task.
+            successes: number of these members that succeeded.
+
+        Raises:
+            ValueError: the trajectory belongs to another task.
         """
         return self.add_all([Incoming(task, trajectory, step, temperature, version, attempts, successes)])[0]
 
     def add_all(self, incoming: Sequence[Incoming]) -> list[bool]:
-        """Call `add` for each item in one transaction: after a crash, either all of them are stored or none."""
+        """Store each item as `add` does, but all in one transaction. Returns for each whether it was stored."""
         for each in incoming:
             if (theirs := each.trajectory.task_id) != each.task.id:
                 raise ValueError(f"a trajectory of task {theirs!r} is not one of task {each.task.id!r}")
@@ -200,10 +238,11 @@ class ExperiencePool:
             return [self._add(each) for each in incoming]
 
     def update(self, tasks: Iterable[Task]) -> None:
-        """Compare the tasks of a run that begins with those of the pool.
+        """Replace the tasks in the pool that differ from the task in ``tasks`` with the same id.
 
-        If the pool holds another problem under the same id, that problem is replaced: its trajectories are evicted and
-        its state is reset. All other tasks stay as they are.
+        A run calls this when it starts. Two tasks differ if their prompts or payloads do. If a task is replaced, its
+        trajectories are evicted and its state is reset. Tasks that do not differ, and ids that are not in the pool, are
+        ignored.
         """
         with self._writing() as db:
             for task in tasks:
@@ -216,20 +255,21 @@ class ExperiencePool:
             self._log_replaced()
 
     def used(self, keys: Sequence[int]) -> None:
-        """Count one use of each trajectory. Keys that are no longer in the pool are ignored."""
+        """Add 1 to the count of uses of each trajectory. Keys that are no longer in the pool are ignored."""
         with self._writing() as db:
             db.executemany("UPDATE trajectories SET uses = uses + 1 WHERE id = ?", [(int(key),) for key in keys])
 
     def evict(self, keys: Sequence[int], cause: str) -> None:
-        """Remove trajectories, counted under ``cause``. Keys that are no longer in the pool are ignored."""
+        """Evict trajectories, and count them in the metric ``pool/evicted/CAUSE``. Keys not in the pool are ignored."""
         with self._writing():
             self._evict(keys, cause)
 
-    # --- planning -------------------------------------------------------------------------------
+    # --- methods that read tasks and trajectories -----------------------------------------------
     def buckets(self) -> dict[tuple[int, int], int]:
-        """Return the number of tasks that can be replayed in each bucket that has any.
+        """Return the number of tasks in each bucket: tasks with a stored trajectory that are not retired.
 
-        A bucket is (successes, attempts) of a task's latest fresh group.
+        A bucket (successes, attempts) contains the tasks whose latest fresh group had these numbers. Empty buckets are
+        left out.
         """
         with self._reading() as db:
             sizes = bucket_index.sizes(db)
@@ -239,10 +279,10 @@ class ExperiencePool:
     def draw(
         self, bucket: tuple[int, int] | None, count: int, random: np.random.Generator, exclude: Collection[str] = ()
     ) -> list[PoolTask]:
-        """Draw up to ``count`` tasks of a bucket, except those in ``exclude``, uniformly without replacement.
+        """Draw up to ``count`` tasks of a bucket uniformly without replacement. Task ids in ``exclude`` are not drawn.
 
-        ``bucket`` None draws from the retired tasks. A damaged task is logged, removed from its bucket and left out of
-        the result.
+        If ``bucket`` is None, retired tasks are drawn. A task whose data is damaged is logged and left out of the
+        result; unless the pool is read-only, its trajectories are evicted too.
         """
         number = bucket_index.RETIRED if bucket is None else bucket_index.bucket_id(bucket)
         drawn: list[PoolTask] = []
@@ -261,7 +301,7 @@ class ExperiencePool:
                     drawn.append(PoolTask(task, row.attempts, row.successes, row.step, row.live))
         if damaged and not self.read_only:
             with self._writing() as db:
-                for task_id in damaged:  # the next fresh group of the task stores the task again
+                for task_id in damaged:  # the row of the task stays, and its next fresh group writes its data again
                     self._evict(_keys_of(db, task_id), "damaged")
                     db.execute("DELETE FROM bodies WHERE id = ?", (task_id,))
                     row = bucket_index.get(db, task_id)
@@ -270,9 +310,10 @@ class ExperiencePool:
         return drawn
 
     def stored(self, task_ids: Sequence[str]) -> dict[str, list[Stored]]:
-        """Return the live trajectories of each task, oldest first; an empty list for a task without any.
+        """Return the stored trajectories of each task, oldest first; an empty list for a task without any.
 
-        A trajectory that is damaged, or that this run cannot train on, is evicted, logged and left out.
+        A trajectory that is damaged or that this run cannot train on is logged and left out. Unless the pool is
+        read-only, it is also evicted.
         """
         found: dict[str, list[Stored]] = {name: [] for name in task_ids}
         faulty: dict[int, str] = {}
@@ -297,28 +338,33 @@ class ExperiencePool:
         return found
 
     def retired(self, task_ids: Sequence[str]) -> set[str]:
-        """Return the ids of those tasks that are retired."""
+        """Return the ids in ``task_ids`` whose tasks are retired."""
         with self._reading() as db:
             query = "SELECT 1 FROM tasks WHERE name = ? AND retired"
             return {name for name in task_ids if db.execute(query, (name,)).fetchone()}
 
     def rates(self, task_ids: Sequence[str]) -> dict[str, float]:
-        """Return the solve rate of each task's latest fresh group. Tasks that were never tried are left out."""
+        """Return the solve rate of each task's latest fresh group. Tasks without attempts are left out."""
         with self._reading() as db:
             query = "SELECT 1.0 * successes / attempts FROM tasks WHERE name = ? AND attempts > 0"
             return {name: row[0] for name in task_ids if (row := db.execute(query, (name,)).fetchone())}
 
     # --- marks ----------------------------------------------------------------------------------
     def mark(self) -> int:
-        """Mark the present state and return the mark's number, which is on disk then and is never used twice."""
+        """Set a mark at the present state, to which `rewind` can return, and return its number.
+
+        The mark is on disk when this method returns. No number is ever used for another mark.
+        """
         with self._writing() as db:
             return marks.mark(db, self._run)
 
     def rewind(self, mark: int) -> None:
-        """Put all tasks, trajectories, positions and counts back to their state at ``mark``, and delete later marks.
+        """Restore all tasks, trajectories and counts to their state at ``mark``, and delete later marks.
+
+        ``mark`` itself remains, so that the pool can be rewound to it again.
 
         Raises:
-            UserError: there is no such mark, or another run has set a mark since.
+            UserError: there is no such mark, or another run has set a later mark, so that its changes would be lost.
         """
         with self._writing() as db:
             if self._run is not None and (other := marks.other_owner(db, mark, self._run)):
@@ -333,15 +379,15 @@ class ExperiencePool:
                 )
 
     def forget(self, mark: int) -> None:
-        """Drop the marks before ``mark``, and the data that is kept only for them."""
+        """Delete all marks before ``mark``, and the old data that only a rewind to them would need."""
         with self._writing() as db:
             marks.forget(db, schema.TRACKED, mark)
 
-    # --- the whole ------------------------------------------------------------------------------
+    # --- methods for the whole file -------------------------------------------------------------
     def stats(self) -> dict[str, Any]:
-        """Return sizes, tasks by bucket, evictions by cause, versions and marks, JSON-serialisable.
+        """Return a JSON-serialisable summary: sizes, tasks by bucket, evictions by cause, versions and marks.
 
-        The cost does not grow with the pool.
+        The summary comes from counters, so its cost does not grow with the pool.
         """
         with self._reading() as db:
             counts = Counter(dict(db.execute("SELECT name, value FROM counters")))
@@ -368,12 +414,15 @@ class ExperiencePool:
         }
 
     def verify(self, *, records: bool = True) -> list[str]:
-        """Read the whole pool and return its faults, one line each. ``records``: decode every record as well."""
+        """Check the whole file for damage, and return a line for each fault.
+
+        If ``records`` is true, every task and trajectory is decoded and checked as well.
+        """
         with self._reading() as db:
             return list(integrity.faults(db, records=records))
 
     def close(self) -> None:
-        """Close the file, so that another process can write it. No data is lost if this is not called."""
+        """Close the file and release the lock of the writer. No data is lost if a process ends without this call."""
         with self._guard:
             self._opened.close()
 
@@ -393,7 +442,10 @@ class ExperiencePool:
 
     @contextmanager
     def _writing(self) -> Iterator[sqlite3.Connection]:
-        """Run the block as one transaction. ``self._counts`` is read when it begins and written when it ends."""
+        """Run the block as one write transaction.
+
+        ``self._counts`` is read from the database at its start, and the changed counts are written at its end.
+        """
         if self.read_only:
             raise UserError(f"the experience pool {self.path} is open read-only; open it for writing")
         with self._guard, schema.explained(self.path), schema.transaction(self._db):
@@ -407,7 +459,7 @@ class ExperiencePool:
                     self._db.execute("UPDATE counters SET value = ? WHERE name = ?", (value, name))
 
     def _bind(self, tokenizer: str | None) -> None:
-        """Check that the pool's tokenizer is that of the run. If the pool has none, the run's is written into it."""
+        """Check that the pool's tokenizer is that of the run. If the pool has none, store that of the run in it."""
         if tokenizer is None:
             return
         with self._reading() as db:
@@ -427,11 +479,12 @@ class ExperiencePool:
             with self._writing() as db:
                 db.execute("INSERT INTO meta VALUES ('tokenizer', ?)", (tokenizer,))
 
-    # --- parts of a change: each is called inside `_writing` --------------------------------------
+    # --- parts of a write transaction; call them only inside `_writing` ---------------------------
     def _find_or_add(self, task: Task, step: int) -> tuple[TaskRow, bool]:
-        """Return the row of a task's id, and whether that row is of this very task.
+        """Return the row with the id of ``task``, and whether the pool's task with this id is the same task.
 
-        A task whose id is not in the pool is added.
+        Tasks are the same if their prompts and payloads are. If the pool has no task with this id, or its data is
+        missing or damaged, the given task is written and counts as the same.
         """
         row = bucket_index.find(self._db, task.id)
         if row is None:
@@ -443,17 +496,18 @@ class ExperiencePool:
         try:
             if body is not None:
                 return row, codec.is_same_task(body[0], task)
-        except codec.Damaged:  # the task is written again below; its trajectories are checked when they are read
+        except codec.Damaged:
+            # Write the task again below. Its trajectories have checksums of their own, so they may stay.
             pass
-        # INSERT OR REPLACE would delete the old row without firing the trigger that keeps it for a rewind.
+        # INSERT OR REPLACE would delete the old row without firing the trigger that saves it for a rewind (`marks`).
         write = "INSERT INTO bodies VALUES (?, ?) ON CONFLICT (id) DO UPDATE SET data = excluded.data"
         self._db.execute(write, (row.id, codec.encode_task(task)))
         return row, True
 
     def _replace(self, row: TaskRow, task: Task) -> None:
-        """Replace the task of ``row`` by another one with the same id.
+        """Replace the task of ``row`` by ``task``, a different task with the same id.
 
-        Evicts the trajectories of the old task and resets its state in ``row``, which the caller must save.
+        Evicts the trajectories of the old task, and resets its state in ``row``. The caller must save ``row``.
         """
         self._db.execute("UPDATE bodies SET data = ? WHERE id = ?", (codec.encode_task(task), row.id))
         removed = self._remove(_keys_of(self._db, row.id), "other_task")
@@ -470,7 +524,10 @@ class ExperiencePool:
             )
 
     def _add(self, incoming: Incoming) -> bool:
-        """Store one success from another source, unless the pool has another problem under the task's id."""
+        """Store a trajectory from another source, and return whether it was stored. `add` lists the reasons against it.
+
+        A different task with the same id is replaced if it has neither trajectories nor attempts.
+        """
         trajectory, temperature, score = incoming.trajectory, float(incoming.temperature), incoming.trajectory.score
         succeeded = score.valid and score.value >= self.settings.success_threshold
         if not succeeded or admission.refusal(trajectory, temperature, self._limits):
@@ -494,7 +551,11 @@ class ExperiencePool:
         temperature: float,
         version: int | None,
     ) -> Counter[str]:
-        """Store the trajectories that are admitted, and evict others for them. The caller must save ``row``."""
+        """Store those of the trajectories that are admitted, and evict the trajectories above the task's capacity.
+
+        Returns how many were ``admitted``, and how many were refused as ``refused/REASON``. ``version`` is the version
+        from which their age counts; None = each trajectory's own. The caller must save ``row``.
+        """
         stored = self._db.execute("SELECT id, entropy, digest FROM trajectories WHERE task = ?", (row.id,)).fetchall()
         known = {digest for _, _, digest in stored}
         new: list[tuple[Candidate, Trajectory]] = []
@@ -508,7 +569,7 @@ class ExperiencePool:
                 seen[f"refused/{reason}"] += 1
                 continue
             known.add(digest)
-            order = self._counts["next_key"] + len(new) + 1  # newer than all stored ones
+            order = self._counts["next_key"] + len(new) + 1  # above that of all stored candidates
             new.append((Candidate(order, admission.entropy(trajectory), digest), trajectory))
         candidates = [*(Candidate(*each) for each in stored), *(candidate for candidate, _ in new)]
         surplus = {candidate.order for candidate in admission.surplus(candidates, self.settings)}
@@ -539,7 +600,10 @@ class ExperiencePool:
             bucket_index.save(self._db, row)
 
     def _remove(self, keys: Sequence[int], cause: str) -> int:
-        """Delete trajectories of a task and return how many there were. The caller must save the task's row."""
+        """Delete trajectories of one task, and return how many were deleted.
+
+        The caller must subtract that number from ``live`` in the task's row and save the row.
+        """
         distinct = sorted(set(keys))
         for key in distinct:
             (size,) = self._db.execute("SELECT bytes FROM trajectories WHERE id = ?", (key,)).fetchone()

@@ -1,6 +1,6 @@
-"""The file of a pool: its tables, opening it, the lock of its writer, and clear errors for a bad file.
+"""The SQLite file of a pool: defines its tables, opens it, locks it for one writer, and explains errors of SQLite.
 
-Used by `gleanrl.experience.pool.pool` and, for reading, by `gleanrl.experience.pool.browse`.
+`gleanrl.experience.pool.pool` uses all of this, and `gleanrl.experience.pool.browse` uses it to read a pool.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from gleanrl.utils.errors import UserError
 
 try:
     import fcntl
-except ImportError:  # no such locks on this system; SQLite's own locks still protect the file
+except ImportError:
+    # Windows has no fcntl. There `writer_lock` does not exclude a second writer, but SQLite's own locks keep the
+    # transactions of two writers apart.
     fcntl = None
 
 _CUT = "its last page is cut off"
@@ -30,20 +32,20 @@ APPLICATION = 0x474C5250  # "GLRP"
 VERSION = 2
 
 TABLES = {
-    # the state of each task; bucket and position (bucket_index.py) are NULL for a task that cannot be drawn
+    # The state of each task. ``bucket`` and ``position`` (see bucket_index.py) are NULL if the task cannot be drawn.
     "tasks": (
         "id INTEGER PRIMARY KEY",
         "name TEXT NOT NULL UNIQUE",
-        "attempts INTEGER NOT NULL",  # valid members of its latest fresh group
-        "successes INTEGER NOT NULL",
-        "step INTEGER NOT NULL",
-        "streak INTEGER NOT NULL",  # number of its latest fresh groups, in a row, in which every valid member succeeded
-        "retired INTEGER NOT NULL",
-        "live INTEGER NOT NULL",  # number of its trajectories
+        "attempts INTEGER NOT NULL",  # number of valid fresh members of its latest group
+        "successes INTEGER NOT NULL",  # number of these members that succeeded
+        "step INTEGER NOT NULL",  # step of its latest group
+        "streak INTEGER NOT NULL",  # length of its current run of groups in which every valid fresh member succeeded
+        "retired INTEGER NOT NULL",  # 0 or 1
+        "live INTEGER NOT NULL",  # number of its stored trajectories
         "bucket INTEGER",
         "position INTEGER",
     ),
-    "bodies": ("id INTEGER PRIMARY KEY", "data BLOB NOT NULL"),  # the tasks themselves
+    "bodies": ("id INTEGER PRIMARY KEY", "data BLOB NOT NULL"),  # each task, encoded by `codec`
     "trajectories": (
         "id INTEGER PRIMARY KEY",
         "task INTEGER NOT NULL",
@@ -55,7 +57,8 @@ TABLES = {
         "uses INTEGER NOT NULL",
         "bytes INTEGER NOT NULL",
     ),
-    "blobs": ("id INTEGER PRIMARY KEY", "data BLOB NOT NULL"),  # records, apart so that counting uses is cheap
+    # Each trajectory, encoded by `codec`. The table is separate so that an update of ``uses`` does not copy the blob.
+    "blobs": ("id INTEGER PRIMARY KEY", "data BLOB NOT NULL"),
     "buckets": ("id INTEGER PRIMARY KEY", "size INTEGER NOT NULL"),
     "counters": ("id INTEGER PRIMARY KEY", "name TEXT NOT NULL UNIQUE", "value INTEGER NOT NULL"),
 }
@@ -71,7 +74,7 @@ TRACKED = {table: tuple(column.split()[0] for column in columns) for table, colu
 
 
 def statements() -> list[str]:
-    """Return the SQL statements that make an empty pool."""
+    """Return the SQL statements that create the tables, indexes and triggers of an empty pool."""
     made = [f"CREATE TABLE {table} ({', '.join(columns)})" for table, columns in TABLES.items()]
     made += [*INDEXES, "CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT)", *marks.CLOCK]
     for table, columns in TRACKED.items():
@@ -81,10 +84,13 @@ def statements() -> list[str]:
 
 # --- opening ------------------------------------------------------------------------------------
 def connect(path: Path, *, read_only: bool) -> sqlite3.Connection:
-    """Open the pool at ``path``. Unless ``read_only``, a missing pool is made; its folder must exist.
+    """Open the pool at ``path`` and check its schema. Unless ``read_only``, create the pool if it does not exist.
+
+    The folder of the file must exist.
 
     Raises:
-        UserError: there is no pool to read, the file cannot be opened, or it is no pool of this version.
+        UserError: with ``read_only``, there is no such file; or the file cannot be opened, is damaged, or is not a pool
+            of this version.
     """
     if read_only and not path.is_file():
         raise UserError(f"there is no experience pool at {path}")
@@ -95,7 +101,8 @@ def connect(path: Path, *, read_only: bool) -> sqlite3.Connection:
         for pragma in ("trusted_schema = OFF", "cell_size_check = ON", "cache_size = -16000"):
             db.execute(f"PRAGMA {pragma}")
 
-        # SQLite would read a cut-off last page as zeros, unless a write-ahead log restores it
+        # If the file ends within a page, because it was copied incompletely, SQLite would read the rest of that page as
+        # zeros. Only a write-ahead log that is not empty may still contain the whole page.
         log = path.with_name(path.name + "-wal")
         whole = path.stat().st_size % _pragma(db, "page_size") == 0
         if not whole and not (log.exists() and log.stat().st_size):
@@ -122,7 +129,7 @@ def connect(path: Path, *, read_only: bool) -> sqlite3.Connection:
             raise UserError(f"{path} has other tables or triggers than an experience pool; it is not used")
         if not read_only:
             db.execute("PRAGMA journal_mode = WAL")
-            db.execute("PRAGMA synchronous = FULL")  # a mark in a checkpoint must survive a power cut
+            db.execute("PRAGMA synchronous = FULL")  # a mark that a checkpoint refers to must survive a power failure
             db.execute("PRAGMA journal_size_limit = 67108864")
         opened.pop_all()
         return db
@@ -142,7 +149,11 @@ def _expected_schema() -> frozenset[tuple[str, str]]:
 
 @contextmanager
 def transaction(db: sqlite3.Connection, kind: str = "IMMEDIATE") -> Iterator[None]:
-    """Run the block as one transaction, undone on any error. ``DEFERRED`` gives a reader one unchanging view."""
+    """Run the block as one transaction, and roll it back if the block raises.
+
+    A writer uses the kind ``IMMEDIATE``, which acquires SQLite's write lock at once. A reader uses ``DEFERRED``, and
+    all its queries see the same state of the file.
+    """
     db.execute(f"BEGIN {kind}")
     try:
         yield
@@ -156,10 +167,13 @@ def transaction(db: sqlite3.Connection, kind: str = "IMMEDIATE") -> Iterator[Non
 
 @contextmanager
 def writer_lock(path: Path) -> Iterator[None]:
-    """Hold the lock of the pool's writer. If the process ends in any way, the system releases the lock.
+    """Hold the writer's lock of the pool while the block runs, so that no second writer opens the pool.
+
+    The lock is an flock on ``PATH.lock``. The operating system releases it when the process ends, even if it is killed.
 
     Raises:
-        UserError: another process, or another pool object of this process, holds the lock.
+        UserError: another process, or another pool object of this process, holds the lock, or the lock file cannot be
+            opened.
     """
     lock = path.with_name(path.name + ".lock")
     try:
@@ -183,7 +197,10 @@ def writer_lock(path: Path) -> Iterator[None]:
 
 @contextmanager
 def explained(path: Path) -> Iterator[None]:
-    """Raise SQLite's errors as a `UserError` of one line that says what to do. Programming errors pass unchanged."""
+    """Convert SQLite's errors in the block to a `UserError` that says in one line what to do.
+
+    Errors that indicate a bug, such as invalid SQL, are raised unchanged.
+    """
     try:
         yield
     except sqlite3.Error as error:

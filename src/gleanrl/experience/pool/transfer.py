@@ -1,10 +1,11 @@
-"""Moves trajectories between pools: from another pool or a run's rollouts, to parquet and back, bit for bit.
+"""Copies trajectories into a pool from another pool or a run's rollouts, and to parquet files and back.
 
-Called by `gleanrl pool seed`, `export` and `import`, and for ``replay.seed_from``.
+`gleanrl pool seed`, `export` and `import` use this module, and so does a run with ``replay.seed_from``. Token ids and
+log-probs are copied bit for bit.
 
-A parquet file has one row per trajectory. Its array columns hold what a trainer needs: token ids, mask and log-probs of
-the whole trajectory. Other columns hold the sizes of turns and segments. Log-probs of context tokens are null, because
-0 would mean probability 1.
+A parquet file has one row per trajectory. The columns ``tokens``, ``mask`` and ``logprobs`` hold arrays over all tokens
+of the trajectory, as a trainer needs them. Other columns hold the number of tokens of each turn and the number of turns
+of each segment. The log-probs of tokens that were not sampled are null, because 0 would mean probability 1.
 """
 
 from __future__ import annotations
@@ -32,36 +33,36 @@ from gleanrl.utils.errors import UserError
 log = logging.getLogger(__name__)
 
 FORMAT = b"1"
-ROWS = 256  # rows in a row group of a file, and in a piece of it read into memory
-BATCH = 1_000  # maximum number of successes stored in one transaction
-BATCH_TOKENS = 4_000_000  # tokens from which a smaller batch is stored, because batches wait in memory
-_NAMED = 5  # faulty rows named in the log; further ones are only counted
+ROWS = 256  # number of rows in a row group of a written file, and number of rows read at a time
+BATCH = 1_000  # largest number of trajectories stored in one transaction
+BATCH_TOKENS = 4_000_000  # a smaller batch is stored once it has this many tokens, to limit the memory that it takes
+_NAMED = 5  # number of invalid rows that are logged one by one; further ones are only counted
 _NUMBER, _TOKENIZER = b"gleanrl.pool", b"gleanrl.tokenizer"
 
 
 @dataclass
 class Moved:
-    """The result of an import or of seeding a pool."""
+    """How many trajectories an import or a seeding has stored in the pool, and how many it has left out."""
 
     stored: int = 0
-    left_out: Counter[str] = field(default_factory=Counter)  # number of trajectories by reason
+    left_out: Counter[str] = field(default_factory=Counter)  # number of trajectories for each reason
 
 
 class Intake:
-    """Puts successes into a pool, up to `BATCH` in one transaction, and counts in ``moved`` which were stored.
+    """Stores trajectories in a pool, up to `BATCH` in one transaction. ``moved`` counts those stored and left out.
 
-    Use as ``with Intake(pool) as intake``: all successes taken are in the pool when the block is left, also after an
-    error. If the process is killed, only whole batches are in the pool.
+    Used as ``with Intake(pool) as intake``. The exit of the block stores the last batch, even if the block raises. If
+    the process is killed, the last batch is lost, and the earlier ones are in the pool.
     """
 
     def __init__(self, pool: ExperiencePool) -> None:
         self.moved = Moved()
         self._pool = pool
         self._waiting: list[Incoming] = []
-        self._tokens = 0  # tokens of the waiting trajectories
+        self._tokens = 0  # number of tokens in the waiting trajectories
 
     def take(self, incoming: Incoming) -> None:
-        """Take one trajectory. A trajectory that is no success is only counted."""
+        """Accept one trajectory for storing. A trajectory whose score is not a success is counted and left out."""
         trajectory = incoming.trajectory
         if not trajectory.score.valid or trajectory.score.value < self._pool.settings.success_threshold:
             self.moved.left_out["no success"] += 1
@@ -78,7 +79,8 @@ class Intake:
         self._store()
 
     def _store(self) -> None:
-        batch, self._waiting, self._tokens = self._waiting, [], 0  # emptied first, so that a failure is not repeated
+        # Empty the batch first: if storing it fails, the exit of the ``with`` block must not try it again.
+        batch, self._waiting, self._tokens = self._waiting, [], 0
         stored = sum(self._pool.add_all(batch)) if batch else 0
         self.moved.stored += stored
         if stored < len(batch):
@@ -86,21 +88,21 @@ class Intake:
 
 
 def check_tokenizers(pool: Path, source: str | None, of: object, *, trust: bool) -> str | None:
-    """Check that token ids made by the tokenizer ``source`` may enter a pool.
+    """Check that trajectories from another source have the same tokenizer as the pool into which they are copied.
 
     A pool without a fingerprint and without trajectories accepts any tokenizer.
 
     Args:
-        pool: the pool's file, which need not exist.
-        source: fingerprint of the tokenizer; None = not known.
-        of: the origin of the tokens, named in errors.
-        trust: assume that a side without a fingerprint has the same tokenizer as the other.
+        pool: path of the pool's file, which need not exist.
+        source: fingerprint of the tokenizer of the other source; None = not known.
+        of: name of the other source for error messages, such as its path.
+        trust: if only one of the two fingerprints is known, assume that the tokenizers are the same.
 
     Returns:
         The fingerprint of the pool; None if it has none.
 
     Raises:
-        UserError: the tokenizers differ, or one of them is not known and ``trust`` is off.
+        UserError: the tokenizers differ, or one of them is not known and ``trust`` is false.
     """
     own, empty = None, True
     if pool.is_file():
@@ -121,14 +123,16 @@ def check_tokenizers(pool: Path, source: str | None, of: object, *, trust: bool)
 
 # --- from another pool or run -------------------------------------------------------------------
 def seed_from_pool(pool: ExperiencePool, source: Path, *, step: int = 0, trust: bool = False) -> Moved:
-    """Store every trajectory of the pool at ``source``, with its task's latest solve rate.
+    """Copy every trajectory of the pool at ``source`` into ``pool``, with the latest solve rate of its task there.
 
     Args:
+        pool: the pool that receives the trajectories.
+        source: path of the pool to copy from.
         step: step of this run from which the age of the trajectories counts.
-        trust: assume that a side without a fingerprint has the same tokenizer as the other.
+        trust: if only one of the pools has the fingerprint of its tokenizer, assume that both have the same tokenizer.
 
     Raises:
-        UserError: there is no pool at ``source``, or its tokens are (or may be) of another tokenizer.
+        UserError: there is no pool at ``source``, or its tokens are (or may be) from another tokenizer.
     """
     with browse.reading(source) as db, Intake(pool) as intake:
         check_tokenizers(pool.path, browse.tokenizer(db), source, trust=trust)
@@ -151,13 +155,15 @@ def seed_from_groups(
     whole: bool,
     step: int = 0,
 ) -> Moved:
-    """Store every success of groups of fresh trajectories, with the solve rate of its task's latest group.
+    """Store every success in groups of fresh trajectories, with the solve rate of the latest group of its task.
 
     Args:
-        read: returns the groups, oldest first. Called twice, because the rates must be known first.
-        tasks: tasks by id; a success on any other task is left out.
+        pool: the pool that receives the trajectories.
+        read: returns the groups, oldest first. It is called twice: first to compute the solve rates, then to store.
+        tasks: the tasks by id. A success on any other task is left out.
         temperature: sampling temperature of the trajectories.
-        whole: whether the groups are complete. If not, no rate is known.
+        whole: whether each group contains all of its members. If not, solve rates cannot be computed, and the tasks are
+            stored without attempts.
         step: step of this run from which the age of the trajectories counts.
     """
     threshold = pool.settings.success_threshold
@@ -184,10 +190,12 @@ def seed_from_groups(
 def export_parquet(source: Path, target: Path) -> tuple[int, list[str]]:
     """Write every trajectory of the pool at ``source`` to the parquet file ``target``.
 
-    Returns how many were written, and one line for each damaged trajectory.
+    An existing parquet file is replaced. Returns how many trajectories were written, and one line for each that could
+    not be written because it is damaged.
 
     Raises:
-        UserError: there is no pool, ``target`` exists and is no parquet file, the disk is full, or pyarrow is missing.
+        UserError: there is no pool at ``source``, ``target`` exists and is not a parquet file, the disk is full, or
+            pyarrow is not installed.
     """
     arrow, parquet = _pyarrow()
     if target.exists():
@@ -291,7 +299,9 @@ def _table(arrow: Any, rows: Sequence[Mapping[str, Any]], schema: Any) -> Any:
     columns = []
     for column in schema:
         cells = [row[column.name] for row in rows]
-        if column.name == "logprobs":  # from numpy with a mask of nulls, so that no value becomes a Python float
+        # Convert log-probs from numpy arrays, with a mask for the nulls. Python floats would be slow and take much
+        # memory.
+        if column.name == "logprobs":
             inner = [arrow.array(values, arrow.float32(), mask=absent) for values, absent in cells]
             offsets = np.cumsum([0, *map(len, inner)]).astype(np.int32)
             flat = arrow.concat_arrays(inner) if inner else arrow.array([], arrow.float32())
@@ -306,13 +316,14 @@ def _table(arrow: Any, rows: Sequence[Mapping[str, Any]], schema: Any) -> Any:
 
 # --- from parquet -------------------------------------------------------------------------------
 def import_parquet(pool: ExperiencePool, source: Path) -> Moved:
-    """Store every valid row, with its version, temperature and step. Uses and retirement start from zero.
+    """Store the trajectory of every valid row of the parquet file ``source`` in the pool, in the order of the file.
 
-    An invalid row (lengths that differ, a missing or invalid log-prob) is left out and named in the log. Rows are
-    stored in the order of the file. If a task has more than its capacity, ``select`` decides which ones stay.
+    Each keeps its version, temperature and step. Its count of uses starts at 0, and no task is retired. An invalid row,
+    for example one with arrays of different lengths or with a missing log-prob, is left out, and the first few are
+    logged. If a task gets more trajectories than its capacity, ``select`` decides which remain.
 
     Raises:
-        UserError: ``source`` was not written by `export_parquet`, or pyarrow is missing.
+        UserError: ``source`` was not written by `export_parquet`, it is damaged, or pyarrow is not installed.
     """
     with Intake(pool) as intake:
         for number, row in enumerate(_rows(source)):
@@ -328,10 +339,10 @@ def import_parquet(pool: ExperiencePool, source: Path) -> Moved:
 
 
 def parquet_tokenizer(source: Path) -> str | None:
-    """Return the fingerprint of the tokenizer in an exported file; None if the pool had none.
+    """Return the fingerprint of the tokenizer that an exported file contains; None if the exported pool had none.
 
     Raises:
-        UserError: as `import_parquet`.
+        UserError: the file was not written by `export_parquet`, or pyarrow is not installed.
     """
     found = _open_parquet(source).schema_arrow.metadata.get(_TOKENIZER)
     return None if found is None else found.decode("utf-8", "replace")
@@ -355,7 +366,10 @@ def _open_parquet(source: Path) -> Any:
 
 
 def _rows(source: Path) -> Iterator[dict[str, Any]]:
-    """Yield every row, with its arrays as arrow lists so that floats stay float32."""
+    """Yield every row as a dictionary by column name.
+
+    The values of ``tokens``, ``mask`` and ``logprobs`` are arrow arrays, so that log-probs remain float32.
+    """
     arrow, _ = _pyarrow()
     try:
         for batch in _open_parquet(source).iter_batches(batch_size=ROWS):
@@ -370,7 +384,10 @@ def _rows(source: Path) -> Iterator[dict[str, Any]]:
 
 
 def _from_row(row: Mapping[str, Any]) -> Incoming:
-    """Return the trajectory and task of a row. Raises `ValueError` or a similar error if the row is invalid."""
+    """Convert a row to a trajectory and its task.
+
+    If the row is invalid, raises `ValueError` or another error of the conversion; `import_parquet` lists them.
+    """
     sizes, sampled, versions = row["turn_tokens"], row["turn_sampled"], row["turn_version"]
     messages, described, info = (json.loads(row[name]) for name in ("messages", "task", "info"))
     tokens = row["tokens"].to_numpy(zero_copy_only=False)
@@ -406,7 +423,7 @@ def _from_row(row: Mapping[str, Any]) -> Incoming:
         raise ValueError(admission.DEFECTS[cause])
     prompt, payload = tuple(described["prompt"]), dict(described["payload"])
     task = Task(row["task_id"], prompt, payload, described.get("kind", ""))
-    codec.encode_trajectory(trajectory)  # raises if a record cannot hold it
+    codec.encode_trajectory(trajectory)  # raises now, and not within a transaction, if the pool cannot store it
     step, version, attempts, successes = (int(row[name]) for name in ("step", "version", "attempts", "successes"))
     temperature = float(row["temperature"])
     if not (0 < temperature < math.inf and 0 <= successes <= attempts < bucket_index.ATTEMPTS):
