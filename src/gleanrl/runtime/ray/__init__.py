@@ -1,6 +1,7 @@
-"""Runs jobs on Ray, and provides the reward agent as an actor for any training loop. Imported only where Ray is used.
+"""Runs jobs whose parts are Ray actors, and provides the reward agent as an actor for other training loops.
 
-`gleanrl.runtime.ray.run` trains and evaluates; `reward_actor` works on its own.
+`gleanrl.runtime.ray.run` is the runtime of `gleanrl train --runtime ray`. `reward_actor` can be used without it, in the
+training loop of another library. Nothing imports this package unless Ray is used.
 """
 
 from gleanrl.runtime.ray.rewards import CALLS, RewardActor, RewardHandle, reward_actor

@@ -1,7 +1,8 @@
-"""Actors of a run: what runs inside an actor, how the driver calls it, and how an actor that dies is replaced.
+"""The actors of a run: the code inside an actor, the driver's calls of it, and the replacement of actors that die.
 
-A service (a sampler, a learner, environments, a reward agent) lives in an `ActorServer`, inside a Ray actor. The driver
-holds an `ActorClient` for each, and an `ActorPool` for all of one kind:
+A `Service` (a sampler, a learner, environments or a reward agent) runs in an `ActorServer`, inside a Ray actor. The
+driver is the process that runs the job. It has an `ActorClient` for each actor, and an `ActorPool` for all actors of
+one kind:
 
     pool = ActorPool(cluster, "sampler", 2, SamplerService, arguments)
     await pool.start()
@@ -9,13 +10,14 @@ holds an `ActorClient` for each, and an `ActorPool` for all of one kind:
     await client.call("sample", number, prompt, params)  # batched: for thousands of small calls
     await client.ask("publish", [reference])  # a separate Ray call: for large values and references
 
-One Ray call costs about 0.6 ms of the driver's processor time, and a step makes thousands of small ones. Therefore
-`call` batches the calls of one turn of the event loop, and all answers come back over one Ray stream. The driver also
-notices an actor's death by the end of that stream, within milliseconds (Ray's own restarts take about two seconds to
-report a death).
+One Ray call costs about 0.6 ms of the driver's CPU time, and a step makes thousands of small calls. Therefore `call`
+sends all calls that are made in one iteration of the event loop by one Ray call, and all results return over one Ray
+stream. When an actor dies, its stream ends, by which the driver notices the death within milliseconds. With Ray's own
+restarts (``max_restarts``) a death is reported after about two seconds, so they are not used here.
 
-The same messages carry requests for the driver's device lock. A service that shares its device takes
-`ActorServer.device_lock`; the client then holds the run's `DeviceLock` until the service releases it or the actor dies.
+The same messages carry requests for the driver's `DeviceLock`. A service that shares its device with other actors
+acquires `ActorServer.device_lock`. The `ActorClient` then holds the `DeviceLock` on behalf of the service, until the
+service releases it or the actor dies.
 """
 
 from __future__ import annotations
@@ -39,23 +41,27 @@ from gleanrl.utils.notifier import Notifier
 from gleanrl.utils.text import first_line
 
 _CLOSE_S = 10.0  # seconds that an actor's service may take to close before the actor is killed
-_AFFINITY_SLACK = 16  # the actor that a key prefers may have this many episodes more than the least busy one
+_AFFINITY_SLACK = 16  # a key's preferred actor is used while it plays at most this many more episodes than the minimum
 
 
 class ActorDied(Exception):
-    """The actor died before it answered. The message names the actor and the reason."""
+    """Raised by a call if the actor died before it returned a result. The message names the actor and the reason."""
 
 
 class LearnerLost(ActorDied):
-    """The learner's actor died, so that what it learned since the last checkpoint is lost."""
+    """Raised if the learner's actor died. All updates since the last checkpoint are lost."""
 
 
 class ActorRaised(Exception):
-    """Stands for an exception that cannot be pickled: its type, message and traceback as text."""
+    """Replaces an exception that cannot be pickled. Its message has the exception's type, message and traceback."""
 
 
 def to_pickle(what: str, value: Any) -> bytes:
-    """Pickle one message. Messages are pickled separately, so that one that cannot be sent does not stop the others."""
+    """Pickle ``value`` with cloudpickle. ``what`` names it in the `UserError` that is raised if it cannot be pickled.
+
+    Each message is pickled separately instead of with its batch, so that one message that cannot be pickled does not
+    prevent the others from being sent.
+    """
     try:
         return import_ray().cloudpickle.dumps(value)
     except Exception as error:
@@ -70,90 +76,93 @@ def from_pickle(what: str, body: bytes) -> Any:
 
 
 def make_portable(error: Exception) -> Exception:
-    """Return an exception that can be pickled, with the traceback of the other process as a note."""
+    """Return ``error``, with its traceback added as a note, or an `ActorRaised` if ``error`` cannot be pickled."""
     place = "".join(traceback.format_exception(error))
     try:
         error.add_note(f"in another process:\n{place}")
         pickle.loads(pickle.dumps(error))
         return error
-    except Exception:  # pickling runs the exception class's own code, which may raise anything
+    except Exception:  # pickling runs code of the exception's class, which may raise any exception
         return ActorRaised(f"{type(error).__name__}: {error}\n{place}")
 
 
 # --- messages -------------------------------------------------------------------------------------
 class Started(NamedTuple):
-    """What an actor reports once its service has started."""
+    """The result of `ActorServer.start`, by which an actor reports that its service has started."""
 
-    pid: int
-    node: str  # Ray's id of the actor's node
-    clock: float  # value of `perf_counter` in the actor's process when it answered
+    pid: int  # id of the actor's process
+    node: str  # Ray's id of the node on which the actor runs
+    clock: float  # value of `perf_counter` in the actor's process when it returned this
 
 
 class Call(NamedTuple):
-    """A call of a service by the driver."""
+    """Message from the driver to an actor: call a method of its service."""
 
-    number: int  # 0 if no answer is expected
-    method: str
-    body: bytes  # the pickled arguments
+    number: int  # identifies the call in its `Answer`; 0 if the driver expects no answer
+    method: str  # name of the service's method
+    body: bytes  # the pickled tuple of arguments
 
 
 class Answer(NamedTuple):
-    """The answer to a call."""
+    """Message from an actor to the driver: the result of a `Call`."""
 
-    number: int
-    failed: bool
-    body: bytes  # the pickled result or exception
+    number: int  # number of the call
+    failed: bool  # whether the method raised an exception
+    body: bytes  # the pickled result, or the pickled exception if `failed`
 
 
 class LockRequest(NamedTuple):
-    """An actor's request about the driver's device lock: ``request`` is "acquire", "give_way" or "release"."""
+    """Message from an actor to the driver: a request to the driver's `DeviceLock` on behalf of the actor's service."""
 
-    hold: int
-    request: str
-    work: Any
+    hold: int  # number that identifies one hold of the lock, from "acquire" to "release"
+    request: str  # "acquire", "give_way" or "release"
+    work: Any  # kind of work, such as "train"; decides the priority
 
 
 class LockGranted(NamedTuple):
-    """The driver's answer to "acquire" or "give_way": the actor now holds the device, unless there was an error."""
+    """Message from the driver to an actor: answer to "acquire" or "give_way". The actor now holds the device.
+
+    If ``error`` is not empty, the lock raised an exception and the actor does not hold the device.
+    """
 
     hold: int
     error: bytes = b""  # the pickled exception
 
 
 class Span(NamedTuple):
-    """A span for the driver's timeline, with times of the actor's clock."""
+    """Message from an actor to the driver: a span for the run's timeline."""
 
     kind: str
-    start: float
+    start: float  # seconds, as read from `perf_counter` in the actor's process
     end: float
     tags: dict[str, Any]
 
 
 # --- inside the actor -----------------------------------------------------------------------------
 class Service:
-    """Base class of what an actor holds. The driver calls its coroutine methods.
+    """Base class of the object that runs inside an actor and whose coroutine methods the driver calls by name.
 
-    The actor makes its service by ``make(driver, *arguments)``. ``driver`` is the `ActorServer`, and the service may
-    use its `device_lock` and `record`.
+    The actor constructs its service as ``make(driver, *arguments)``. ``driver`` is the `ActorServer` in the same
+    process; the service may use its `device_lock` and `record`, which reach the driver.
     """
 
     async def start(self) -> None:
         """Prepare the service. Called once, before any other method."""
 
     async def handle(self, method: str, arguments: tuple[Any, ...]) -> Any:
-        """Run one of the driver's calls and return its result."""
+        """Run a call from the driver and return its result. By default, calls the method with this name."""
         return await getattr(self, method)(*arguments)
 
     async def close(self) -> None:
-        """Release what the service holds. Called once, as the last method, unless the actor is killed."""
+        """Release the service's resources. Called once, after all other methods, unless the actor is killed."""
 
 
 @dataclass(frozen=True)
 class RemoteHold:
-    """A `DeviceHold` inside an actor.
+    """The counterpart of a `DeviceHold` inside an actor.
 
-    Only the driver knows which work waits for the device. Therefore `wanted` is always true, and `give_way` returns at
-    once if no work waits.
+    Only the driver can see whether more urgent work waits for the device. Therefore `wanted` is always True here, and
+    the driver answers `give_way` at once if no such work waits.
     """
 
     server: ActorServer
@@ -166,10 +175,12 @@ class RemoteHold:
 
 
 class ActorServer:
-    """The class of every actor of a run. It runs on the actor's event loop and holds one service.
+    """The Ray actor class of all actors of a run. It contains one service and runs it on the actor's event loop.
 
     Args:
-        folder: the driver's working directory, to which relative paths refer; ignored if the node does not have it.
+        make: constructs the service, as ``make(self, *arguments)``.
+        folder: the driver's working directory. The actor changes to it, so that relative paths in the settings mean the
+            same files as in the driver. Ignored if the actor's node has no such directory.
     """
 
     def __init__(self, make: Callable[..., Service], arguments: tuple[Any, ...], folder: str) -> None:
@@ -185,14 +196,17 @@ class ActorServer:
 
     # --- called by the driver
     async def start(self) -> Started:
-        """Make and start the service. Its exceptions reach the driver."""
+        """Construct and start the service. An exception of the service is raised in the driver."""
         self._service = self._make(self, *self._arguments)
         self._arguments = ()
         await self._service.start()
         return Started(os.getpid(), import_ray().get_runtime_context().get_node_id(), perf_counter())
 
     async def receive(self, messages: list[Call | LockGranted]) -> None:
-        """Start the calls in their order, and resume the tasks that have been granted the device."""
+        """Start a task for each `Call`, in order, and resume the tasks for which the device was granted.
+
+        Returns without waiting for the calls; `messages` yields their results.
+        """
         for message in messages:
             if isinstance(message, LockGranted):
                 granted = self._granted.pop(message.hold)
@@ -206,7 +220,10 @@ class ActorServer:
                 task.add_done_callback(self._tasks.discard)
 
     async def messages(self) -> AsyncIterator[list[Answer | LockRequest | Span]]:
-        """Yield batches of messages to the driver. Spans are sent with the next answer or lock request."""
+        """Yield batches of messages to the driver. The driver reads this stream as long as the actor lives.
+
+        A span does not cause a batch. It is sent with the next answer or lock request.
+        """
         while True:
             batch: list[Answer | LockRequest | Span] = [await self._outbox.get()]
             while not self._outbox.empty():
@@ -215,7 +232,7 @@ class ActorServer:
             yield batch + spans
 
     async def ask(self, method: str, *arguments: Any) -> Any:
-        """Run one call, and return its result directly instead of over the stream."""
+        """Run one call of the service and return its result as the result of this Ray call, not over the stream."""
         try:
             return await self._service.handle(method, arguments)
         except Exception as error:
@@ -237,7 +254,7 @@ class ActorServer:
     # --- called by the service
     @asynccontextmanager
     async def device_lock(self, work: Any) -> AsyncIterator[RemoteHold]:
-        """Hold the driver's `DeviceLock` for ``work``."""
+        """Hold the driver's `DeviceLock` while the block runs, as ``DeviceLock(...)(work)`` does in the driver."""
         hold = RemoteHold(self, next(self._holds), work)
         try:
             await self.request_lock(LockRequest(hold.number, "acquire", work))
@@ -246,30 +263,36 @@ class ActorServer:
             self._outbox.put_nowait(LockRequest(hold.number, "release", work))
 
     async def request_lock(self, request: LockRequest) -> None:
-        """Send a request to the driver, and wait until the device is granted."""
+        """Send an "acquire" or "give_way" request to the driver and wait until it grants the device.
+
+        Raises the exception that the driver's lock raised.
+        """
         granted = self._granted[request.hold] = asyncio.get_running_loop().create_future()
         self._outbox.put_nowait(request)
         await granted
 
     def record(self, kind: str, start: float, end: float, **tags: Any) -> None:
-        """Record a span, as `Timeline.record` does. May be called from any thread."""
+        """Record a span in the driver's timeline; see `Timeline.record`. May be called from any thread."""
         self._spans.append(Span(kind, start, end, tags))
 
 
 # --- in the driver ----------------------------------------------------------------------------------
 class ActorClient:
-    """The driver's end of one actor: calls it, serves its lock requests, records its spans, and notices its death.
+    """The driver's interface to one actor. The constructor starts the actor.
 
-    Once the actor is gone, every call raises `ActorDied`, or `LearnerLost` if the actor is the learner.
+    It calls the actor's service, executes the service's requests to the device lock, records its spans in the timeline,
+    and detects the actor's death. After the death, every call raises `ActorDied`, or `LearnerLost` if the actor is the
+    learner.
 
     Args:
-        name: kind and index, such as "sampler 1"; the kind also names the actor's process ("ray::SamplerActor").
-        options: Ray's options of the actor.
+        name: kind and index, such as "sampler 1". The kind also names the actor's process ("ray::SamplerActor").
+        make, arguments: see `ActorServer`.
+        options: Ray's options for the actor, such as ``num_cpus``.
 
     Attributes:
-        load: number of episodes that the actor plays now; the code that uses the actor counts them.
-        death: the actor's name and the reason for its end; None while the actor is at work.
-        ended: set when the actor has died before it was closed.
+        load: number of episodes that the actor currently plays. The callers increase and decrease it.
+        death: the actor's name and why it died or was closed; None while the actor can be called.
+        ended: set when the actor has died (not when it was closed).
     """
 
     def __init__(
@@ -286,7 +309,7 @@ class ActorClient:
         self.started: Started | None = None
         self._cluster = cluster
         self._error = LearnerLost if name == "learner" else ActorDied
-        self._clock_offset = 0.0  # this process's `perf_counter` minus the actor's
+        self._clock_offset = 0.0  # seconds to add to the actor's times to get times of this process's `perf_counter`
         kind = type(f"{name.split()[0].title()}Actor", (ActorServer,), {})
         self._actor = import_ray().remote(kind).options(**options).remote(make, arguments, os.getcwd())
         self._outbox: asyncio.Queue[Call | LockGranted] = asyncio.Queue()
@@ -296,17 +319,20 @@ class ActorClient:
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
-        """Wait until the service has started. Raises the service's own exceptions."""
+        """Wait until the service has started. Raises an exception of the service, or `ActorDied`."""
         try:
             started = self.started = await self._actor.start.remote()
         except import_ray().exceptions.RayError as error:
             raise self._explain(error) from None
-        if started.node != import_ray().get_runtime_context().get_node_id():  # processes of one node share a clock
+        if started.node != import_ray().get_runtime_context().get_node_id():  # on one node, all processes share a clock
             self._clock_offset = perf_counter() - started.clock
         self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._write())]
 
     async def call(self, method: str, *arguments: Any) -> Any:
-        """Call the service by a message, which is cheap. Meant for small arguments without object references."""
+        """Call a method of the service by a message in a batch, and return its result.
+
+        This is much cheaper than `ask`. Use it for small arguments that contain no Ray object references.
+        """
         if self.death is not None:
             raise self._error(self.death)
         number = next(self._numbers)
@@ -319,7 +345,7 @@ class ActorClient:
             self._waiting.pop(number, None)
 
     async def play(self, method: str, *arguments: Any) -> Any:
-        """Call the service for an episode. Like `call`, but raises `EpisodeLost` if the actor dies."""
+        """Like `call`, for a call that belongs to an episode: raises `EpisodeLost` instead of `ActorDied`."""
         try:
             return await self.call(method, *arguments)
         except ActorDied as error:
@@ -327,18 +353,21 @@ class ActorClient:
             raise EpisodeLost(str(error)) from None
 
     def tell(self, method: str, *arguments: Any) -> None:
-        """Call the service without waiting for an answer. Does nothing if the actor is dead."""
+        """Call a method of the service without waiting for it; its result is discarded. No error if the actor died."""
         self._outbox.put_nowait(Call(0, method, to_pickle(f"the arguments of {method}", arguments)))
 
     async def ask(self, method: str, *arguments: Any) -> Any:
-        """Call the service by a separate Ray call, which can carry large values and object references."""
+        """Call a method of the service by a Ray call of its own, and return its result.
+
+        Use it for large arguments or results, and for arguments that contain Ray object references.
+        """
         try:
             return await self._actor.ask.remote(method, *arguments)
         except import_ray().exceptions.RayError as error:
             raise self._explain(error) from None
 
     def ask_blocking(self, method: str, *arguments: Any, timeout_s: float | None = None) -> Any:
-        """Call as `ask` does, from synchronous code. Also raises `ActorDied` if ``timeout_s`` passes."""
+        """Like `ask`, but blocks the calling thread. Raises `ActorDied` also if there is no answer in ``timeout_s``."""
         ray = import_ray()
         try:
             return ray.get(self._actor.ask.remote(method, *arguments), timeout=timeout_s)
@@ -348,7 +377,7 @@ class ActorClient:
             raise self._explain(error) from None
 
     async def close(self) -> None:
-        """Let the service close, then end the actor."""
+        """Close the service, waiting for at most `_CLOSE_S`, and kill the actor. Waiting calls raise `ActorDied`."""
         ray, alive = import_ray(), self.death is None
         for task in self._tasks:
             task.cancel()
@@ -364,12 +393,12 @@ class ActorClient:
             ray.kill(self._actor)
 
     def _explain(self, error: Exception) -> Exception:
-        """Return the exception that the actor's own code raised, or one that says why the actor is gone."""
+        """Convert an error of Ray to the exception that the service raised, or to an `ActorDied` with the reason."""
         reason = death_or_cause(error)
         return self._error(f"{self.name} {reason}") if isinstance(reason, str) else reason
 
     async def _write(self) -> None:
-        """Send all messages that were put into the outbox in one turn of the event loop by one Ray call."""
+        """Send the messages in the outbox. Those of one iteration of the event loop are sent by one Ray call."""
         while True:
             batch = [await self._outbox.get()]
             while not self._outbox.empty():
@@ -378,7 +407,7 @@ class ActorClient:
                 self._actor.receive.remote(batch)
 
     async def _read(self) -> None:
-        """Handle the actor's answers, spans and lock requests until the actor is gone."""
+        """Handle the messages of the actor until it dies, then end its waiting calls and set `ended`."""
         ray = import_ray()
         death = "ended"
         try:
@@ -387,7 +416,9 @@ class ActorClient:
                     if isinstance(message, Span):
                         if (timeline := self._cluster.timeline) is not None:
                             kind, start, end, tags = message
-                            with suppress(UserError):  # the disk is full: the run's own spans raise this as well
+                            # A full disk raises `UserError` here. It is not handled, because the spans that the driver
+                            # records itself raise the same error, which ends the run.
+                            with suppress(UserError):
                                 timeline.record(kind, start + self._clock_offset, end + self._clock_offset, **tags)
                     elif isinstance(message, LockRequest):
                         if message.request == "acquire":
@@ -409,11 +440,16 @@ class ActorClient:
         except ray.exceptions.RayError as error:
             death = str(death_or_cause(error))
         await self._end(f"{self.name} {death}")
-        ray.kill(self._actor)  # if only the stream failed, the actor still lives and holds its successor's resources
+        # If only the stream failed, the actor still lives and occupies the resources that its replacement needs.
+        ray.kill(self._actor)
         self.ended.set()
 
     async def _hold_device(self, acquire: LockRequest, requests: asyncio.Queue[str]) -> None:
-        """Hold the device for the actor until the actor releases it. The actor's death cancels this task."""
+        """Acquire the run's `DeviceLock` for the actor and hold it until the actor sends "release".
+
+        Runs as a task for each hold, which `_end` cancels if the actor dies. ``requests`` receives the actor's later
+        requests ("give_way" and "release") for this hold.
+        """
         try:
             async with self._cluster.device_lock(acquire.work) as held:
                 self._outbox.put_nowait(LockGranted(acquire.hold))
@@ -421,13 +457,15 @@ class ActorClient:
                     if held.wanted:
                         await held.give_way()
                     self._outbox.put_nowait(LockGranted(acquire.hold))
-        except Exception as error:  # e.g. the disk is full; the actor waits for an answer
+        except Exception as error:
+            # The lock writes to the timeline, which fails if the disk is full. The actor waits for an answer, so it
+            # must receive the error.
             self._outbox.put_nowait(LockGranted(acquire.hold, pickle.dumps(make_portable(error))))
             await requests.get()  # the actor's "release"
         del self._holds[acquire.hold]
 
     async def _end(self, death: str) -> None:
-        """Make the waiting calls raise an error, and release the device if the actor holds it."""
+        """Make all waiting calls raise an error with the message ``death``, and release the actor's device holds."""
         self.death = death
         waiting, self._waiting = self._waiting, {}
         for future in waiting.values():
@@ -441,18 +479,20 @@ class ActorClient:
 
 
 class ActorPool:
-    """Actors of one kind, started together. Each actor that dies is replaced, at most `ray.max_restarts` times.
+    """``size`` actors of one kind. An actor that dies is replaced, at most ``ray.max_restarts`` times per index.
 
-    A learner is not replaced: the whole run goes back to its last checkpoint instead.
+    A learner is not replaced by its pool. `gleanrl.runtime.ray.run` instead starts all actors again and resumes the run
+    from its last checkpoint.
 
     Args:
         kind: "sampler", "environment", "reward" or "learner".
-        make, arguments: used to make each actor's `Service`.
+        make, arguments: construct the `Service` of each actor.
 
     Attributes:
-        members: the actors at work, by index.
-        ready: called with each started actor before it gets work. Raises `ActorDied` if the actor died meanwhile.
-        changed: notified when an actor joins, or when the pool has failed.
+        members: the actors that can be called, by index (0 to ``size`` - 1).
+        ready: coroutine function that is called with each actor after its start and before it becomes a member. If it
+            raises `ActorDied`, the actor counts as dead.
+        changed: notified when an actor becomes a member, and when the pool has failed.
     """
 
     def __init__(
@@ -467,9 +507,9 @@ class ActorPool:
         self._failure: Exception | None = None
 
     async def start(self, started: Callable[[], None] = lambda: None) -> None:
-        """Start all actors and wait until each is ready. Calls ``started`` once for each.
+        """Start all actors and wait until all are members. Calls ``started`` once for each actor.
 
-        Raises the exceptions of their services. After an error, `close` ends the actors that were started.
+        Raises the exception of a service that cannot start. Also after an error, the caller must call `close`.
         """
         self._keepers = [asyncio.create_task(self._keep_at_work(index)) for index in range(self.size)]
         for ready in range(self.size):
@@ -480,9 +520,11 @@ class ActorPool:
             started()
 
     async def member(self, key: str | None = None) -> ActorClient:
-        """Return the least busy actor, or the one that ``key`` prefers if that one is not much busier.
+        """Return the actor that plays the fewest episodes.
 
-        Waits while all actors are being replaced. Raises `UserError` if an actor has died too often.
+        With ``key``, such as a task's id, return the actor to which the hash of ``key`` assigns it, unless that actor
+        plays over `_AFFINITY_SLACK` episodes more. Waits while all actors are being replaced. Raises `UserError` if an
+        actor has died more than ``ray.max_restarts`` times.
         """
         while True:
             if self._failure is not None:
@@ -498,7 +540,7 @@ class ActorPool:
             await self.changed.wait()
 
     async def call(self, method: str, *arguments: Any) -> Any:
-        """Call any actor. If the actor dies, the call is made again on another one."""
+        """Call the least busy actor by `ActorClient.call`. If it dies, repeat the call on another actor."""
         while True:
             try:
                 return await (await self.member()).call(method, *arguments)
@@ -512,7 +554,10 @@ class ActorPool:
             await asyncio.wait(self._keepers)
 
     async def _keep_at_work(self, index: int) -> None:
-        """Start an actor, and a new one each time it dies, until the pool is closed or actors died too often."""
+        """Start the actor ``index``, and start it again each time it dies. Runs as a task until the pool is closed.
+
+        Stores an exception in `_failure` if the service cannot start or the actor dies more often than is allowed.
+        """
         name = self.kind if self.size == 1 else f"{self.kind} {index}"
         restarts = 0 if self.kind == "learner" else self.cluster.settings.max_restarts
         deaths = 0
@@ -529,7 +574,9 @@ class ActorPool:
                     await client.ended.wait()
                     death = client.death
                 except LearnerLost as error:
-                    if self.kind != "learner":  # the actor is a sampler that waited for the learner's weights
+                    # A sampler raises this if the learner died while `ready` fetched its weights for the sampler. The
+                    # error then ends the whole run instead of replacing the sampler.
+                    if self.kind != "learner":
                         raise
                     death = str(error)
                 except ActorDied as error:

@@ -1,4 +1,7 @@
-"""Starts or joins Ray, reserves the resources of a run, and translates Ray's errors."""
+"""Starts Ray or connects to a Ray cluster, reserves the resources of a run, and translates Ray's errors.
+
+`open_cluster` is the entry point. It yields a `Cluster`, with whose options the actors of the run are started.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +23,14 @@ from gleanrl.utils.errors import UserError
 from gleanrl.utils.progress import Progress
 from gleanrl.utils.text import first_line
 
-CALLS = 10_000  # number of calls that an actor accepts at once; its service limits how many run at the same time
-_SOON_S = 5.0  # seconds of waiting for resources after which the user is informed
+CALLS = 10_000  # Ray's `max_concurrency` of each actor; high, because the services limit their concurrency themselves
+_SOON_S = 5.0  # seconds to wait for resources before a message informs the user that the run waits
 
 Resources = Mapping[str, float]
 
 
 def import_ray(what: str = "this") -> Any:
-    """Return the module ``ray``. Raises `UserError` if it is not installed."""
+    """Return the module ``ray``. If it is not installed, raise a `UserError` in which ``what`` needs Ray."""
     try:
         import ray  # pyright: ignore[reportMissingImports]
     except ModuleNotFoundError:
@@ -36,9 +39,9 @@ def import_ray(what: str = "this") -> Any:
 
 
 def death_or_cause(error: Exception) -> Exception | str:
-    """Return the exception that an actor's own code raised; or, if the actor is gone, a text that says why.
+    """Return the exception that the actor's code raised, or a text that states why the actor died.
 
-    The text begins with "died: ".
+    ``error`` is a ``RayError`` raised by a call of an actor. The text begins with "died: ".
     """
     errors = import_ray().exceptions
     if isinstance(error, errors.RayTaskError):
@@ -51,25 +54,27 @@ def death_or_cause(error: Exception) -> Exception | str:
 
 @dataclass
 class Cluster:
-    """The resources that a run holds, the objects that its actors share with the driver, and metrics of the actors.
+    """The reserved resources of a run, and the driver's objects that all its actors use.
 
     Attributes:
-        device_lock: the driver holds it for actors that share a device.
-        timeline: receives the actors' spans. If it is None, spans are dropped.
+        group: Ray's placement group, which reserves the resources.
+        nodes: number of nodes of the cluster.
+        device_lock: lock that colocated actors acquire before they use their common device.
+        timeline: timeline in which the spans of the actors are recorded; None = spans are discarded.
     """
 
     settings: RaySettings
     console: Progress
-    group: Any  # Ray's placement group
+    group: Any
     nodes: int
-    places: Mapping[str, tuple[int, Resources]]  # kind of actor -> index of its first bundle, resources of each actor
-    counts: Counter[str] = field(default_factory=Counter)  # number of events by name, since the last call of `metrics`
-    seconds: dict[str, float] = field(default_factory=dict)  # durations by metric, since the last call of `metrics`
+    places: Mapping[str, tuple[int, Resources]]  # kind of actor -> index of its first bundle, resources of one actor
+    counts: Counter[str] = field(default_factory=Counter)  # metric -> number of events since the last call of `metrics`
+    seconds: dict[str, float] = field(default_factory=dict)  # metric -> seconds spent since the last call of `metrics`
     device_lock: DeviceLock = field(default_factory=DeviceLock)
     timeline: Timeline | None = None
 
     def options(self, kind: str, index: int) -> dict[str, Any]:
-        """Return Ray's options for the actor ``index`` of a kind."""
+        """Return the options with which Ray starts the actor ``index`` of a kind: resources, placement, concurrency."""
         from ray.util.scheduling_strategies import (  # pyright: ignore[reportMissingImports]
             PlacementGroupSchedulingStrategy,
         )
@@ -86,7 +91,7 @@ class Cluster:
         }
 
     def metrics(self) -> dict[str, float]:
-        """Return the metrics since the last call."""
+        """Return counts of restarted actors and lost episodes, and durations, all since the last call."""
         metrics = {f"service/{name}": float(self.counts[name]) for name in ("actors_restarted", "episodes_lost")}
         metrics |= {f"time/{name}": seconds for name, seconds in self.seconds.items()}
         self.counts.clear()
@@ -101,13 +106,19 @@ _ON_DEVICE = ("learner", "sampler")
 def open_cluster(
     settings: RaySettings, console: Progress, kinds: Mapping[str, int], *, ranks: int = 1
 ) -> Iterator[Cluster]:
-    """Reserve the resources for ``kinds`` (number of actors of each kind) while the block runs, and yield the cluster.
+    """Reserve the resources of a run while the block runs, and yield the `Cluster`.
 
-    ``ranks`` is the number of the learner's processes, each of which takes a GPU if the cluster has any. If this
-    process has already started or joined Ray, that Ray is used and not shut down.
+    If this process is already connected to Ray, that connection is used and kept. Otherwise Ray is started, or the
+    cluster at ``ray.address`` is joined, and the connection ends with the block.
+
+    Args:
+        kinds: number of actors of each kind.
+        ranks: number of processes among which the learner is sharded. Each uses a GPU of its own if the cluster has
+            GPUs.
 
     Raises:
-        UserError: Ray is not installed, there is no such cluster, or the cluster cannot give the resources.
+        UserError: Ray is not installed, there is no cluster at ``ray.address``, or the cluster does not provide the
+            resources within ``ray.wait_s`` seconds.
     """
     ray = import_ray("the Ray runtime")
     _, bundles = place_actors(settings, kinds, gpus=False, ranks=ranks)
@@ -141,17 +152,22 @@ def open_cluster(
 
 @contextmanager
 def _connect(ray: Any, settings: RaySettings, cpus: float) -> Iterator[None]:
-    """Start a local Ray, or join the cluster at ``settings.address``; disconnect when the block ends."""
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # send usage statistics only if the user asks for it
+    """Start Ray on this machine, or join the cluster at ``settings.address``. Disconnect when the block ends.
+
+    ``cpus`` is the number of CPUs that the run reserves.
+    """
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # no usage statistics, unless the user has enabled them
     # Ray prints many lines about each worker's death. They are suppressed, because the run reports it in one line.
     logging.getLogger("ray").setLevel(logging.ERROR)
-    worker = importlib.import_module("ray._private.worker")  # private, so another version of Ray may lack its function
+    # The module is private, so another version of Ray may lack the function that is replaced below.
+    worker = importlib.import_module("ray._private.worker")
     quiet = {"log_to_driver": False, "configure_logging": False}
     printing = getattr(worker, "print_to_stdstream", None)
     try:
         worker.print_to_stdstream = lambda *_, **__: None  # type: ignore[attr-defined]
         if settings.address is None:
-            # Ray's CPUs only limit the number of actors. A machine with fewer cores can run them all, sharing its cores
+            # Ray uses the number of CPUs only to limit how many actors it starts. The run declares as many as it needs,
+            # so that its actors also start on a machine with fewer cores, which they then share.
             ray.init(num_cpus=max(os.cpu_count() or 1, math.ceil(cpus) + 1), include_dashboard=False, **quiet)
         elif settings.address.startswith("ray://"):
             raise UserError(
@@ -172,7 +188,17 @@ def _connect(ray: Any, settings: RaySettings, cpus: float) -> Iterator[None]:
 def place_actors(
     settings: RaySettings, kinds: Mapping[str, int], *, gpus: bool, ranks: int = 1
 ) -> tuple[dict[str, tuple[int, Resources]], list[dict[str, float]]]:
-    """Return `Cluster.places` and the resources of each bundle. Raises `UserError` if the learner gets too few GPUs."""
+    """Distribute the actors over the bundles of a placement group.
+
+    With ``placement = "colocated"``, learner and samplers share the first bundle. Every other actor has a bundle of its
+    own.
+
+    Returns:
+        `Cluster.places`, and the resources of each bundle.
+
+    Raises:
+        UserError: the learner would get fewer GPUs than it has ranks.
+    """
     colocated = settings.placement == "colocated"
     sharing = sum(kinds.get(kind, 0) for kind in _ON_DEVICE)
     default = 0.0
@@ -185,7 +211,7 @@ def place_actors(
         bundles.append(shared)
     for kind, count in kinds.items():
         cpus = getattr(settings, f"{kind}_cpus")
-        own = {"CPU": float(ranks if cpus is None else cpus)}  # only `learner_cpus` may be None
+        own = {"CPU": float(ranks if cpus is None else cpus)}  # only `learner_cpus` may be None: one CPU for each rank
         together = colocated and kind in _ON_DEVICE
         if kind in _ON_DEVICE:
             asked = getattr(settings, f"{kind}_gpus")
@@ -204,6 +230,6 @@ def place_actors(
     for bundle in bundles:
         for name in [name for name, amount in bundle.items() if not amount]:
             del bundle[name]
-        if not bundle:  # Ray accepts no empty bundle
+        if not bundle:  # Ray rejects empty bundles, so request a negligible share of a CPU
             bundle["CPU"] = 0.001
     return places, bundles

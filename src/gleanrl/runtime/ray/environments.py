@@ -1,4 +1,8 @@
-"""Runs environments in Ray actors. Each actor plays many episodes; if it dies, other actors play them again."""
+"""Runs environments in Ray actors.
+
+Each actor has an environment pool and serves many episodes at a time. If it dies, its episodes raise `EpisodeLost`, and
+the run starts them again on other actors.
+"""
 
 from __future__ import annotations
 
@@ -17,19 +21,23 @@ from gleanrl.utils.importing import loaded_files, restore_files
 
 
 class EnvironmentService(Service):
-    """Holds an environment pool inside an actor."""
+    """The service of an environment actor. It runs an `EnvironmentPool` and its open environments."""
 
     def __init__(self, _driver: Any, taskset: bytes, settings: EnvironmentSettings) -> None:
         files, body = pickle.loads(taskset)
         restore_files(files)
         self._pool = EnvironmentPool(pickle.loads(body), workers=settings.workers, timeout_s=settings.timeout_s)
-        self._open: dict[int, Environment] = {}  # environments in use, by number of the episode
+        self._open: dict[int, Environment] = {}  # number of the episode -> its environment
 
     async def start(self) -> None:
         await self._pool.__aenter__()
 
     async def handle(self, method: str, arguments: tuple[Any, ...]) -> Any:
-        """Run one call of `_Episode`. ``arguments`` are ``(number, task)`` for "begin", else ``(number, ...)``."""
+        """Run a call of an `_Episode`. The first of ``arguments`` is the number of the episode.
+
+        "begin" with ``(number, task)`` makes and resets an environment. "close" closes it. Any other ``method`` is a
+        method of the environment, which is called with the remaining arguments.
+        """
         number, *rest = arguments
         if method == "begin":
             environment = self._open[number] = self._pool.environment(*rest)
@@ -45,7 +53,10 @@ class EnvironmentService(Service):
 
 
 def pickle_taskset(taskset: Taskset) -> bytes:
-    """Pickle the taskset and the files that define it. Raises `UserError` if it cannot be pickled."""
+    """Pickle the taskset and the user's source files that define it, for the actors to import.
+
+    Raises `UserError` if the taskset cannot be pickled.
+    """
     try:
         return pickle.dumps((loaded_files(), pickle.dumps(taskset)))
     except (pickle.PicklingError, AttributeError, TypeError) as error:
@@ -57,14 +68,15 @@ def pickle_taskset(taskset: Taskset) -> bytes:
 
 @dataclass(frozen=True)
 class RayEnvironments:
-    """Gives all environment actors the interface of `gleanrl.environments.pool.EnvironmentPool`."""
+    """Makes environments that run in the environment actors. Replaces `gleanrl.environments.pool.EnvironmentPool`."""
 
     actors: ActorPool
 
     def environment(self, task: Task) -> Environment:
-        """Make the environment of an episode. Episodes of one task go to the same actor unless it is much busier.
+        """Make the environment of an episode of ``task``. Its methods raise `EpisodeLost` if the actor died.
 
-        The environment's methods raise `EpisodeLost` if the actor died.
+        All episodes of a task run on the same actor, which can reuse what it has cached for the task. If this actor is
+        much busier than the others, another one is used.
         """
         return _Episode(self.actors, task)
 

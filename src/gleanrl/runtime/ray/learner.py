@@ -1,4 +1,7 @@
-"""Runs the learner in a Ray actor: the service inside the actor, and the `Learner` that the driver uses."""
+"""Runs the learner in a Ray actor.
+
+`LearnerService` runs inside the actor. `RayLearner` is the `Learner` that the training loop uses in the driver.
+"""
 
 from __future__ import annotations
 
@@ -22,13 +25,13 @@ from gleanrl.runtime.ray.weights import WeightHandle, WeightSource
 from gleanrl.runtime.sharded import learner_ranks
 from gleanrl.utils.errors import UserError
 
-# `Ranks` ends its errors with this advice, which is removed because a run on Ray continues by itself
+# The end of the error messages of `Ranks`. It is removed here, because a run on Ray resumes automatically.
 _ADVICE = "; continue from the last checkpoint with --resume"
 _CHANGING = ("update", "replay_update", "load")
 
 
 class LearnerService(WeightSource):
-    """Holds the learner and the processes that it is spread over, inside an actor."""
+    """The service of the learner's actor. It runs the learner and starts the processes among which it is sharded."""
 
     def __init__(self, driver: ActorServer, plans: Plans, seed: int, training: bool) -> None:
         super().__init__()
@@ -47,12 +50,15 @@ class LearnerService(WeightSource):
         builder, lock = await self._plans.make_builder(self._driver)
         self._ranks = self._stack.enter_context(learner_ranks(builder.config))
         builder = replace(builder, ranks=self._ranks)
-        torch.manual_seed(self._seed)  # the local runtime does the same before it makes a learner
+        torch.manual_seed(self._seed)  # as in the local runtime, so that both runtimes compute the same
         timeline: Any = self._driver
         self._learner = builder.learner(lock, timeline, trains=self._training)
 
     async def handle(self, method: str, arguments: tuple[Any, ...]) -> Any:
-        """Run a call. Raises `LearnerLost` if one of the learner's ranks is gone, as if the actor had died."""
+        """Run a call from the driver. If one of the learner's ranks has died, raise `LearnerLost`.
+
+        The driver then restarts the run from its last checkpoint, as if the whole actor had died.
+        """
         try:
             return await super().handle(method, arguments)
         except UserError as error:
@@ -61,7 +67,11 @@ class LearnerService(WeightSource):
             raise
 
     async def learner(self, method: str, *arguments: Any) -> tuple[Any, int, int]:
-        """Call a method of the learner. Returns its result, the learner's step, and the number of its weights."""
+        """Call a method of the learner.
+
+        Returns:
+            The method's result, the learner's step, and the number of its weights (see `WeightSource`).
+        """
         if method in _CHANGING:
             await self.changing()
         call = getattr(self._learner, method)
@@ -82,9 +92,10 @@ class LearnerService(WeightSource):
 
 
 class RayLearner:
-    """Makes a learner actor usable as a `gleanrl.protocols.Learner`, with all methods that the local runtime calls.
+    """The driver's `gleanrl.protocols.Learner`, which calls the learner's actor.
 
-    Every call raises `LearnerLost` once the actor is gone.
+    It has all methods of `TorchLearner` that the local runtime calls. Every method raises `LearnerLost` if the actor
+    has died.
 
     Attributes:
         step: number of steps whose groups the learner has consumed.
@@ -112,7 +123,7 @@ class RayLearner:
         return self._take(*self._actor.ask_blocking("learner", "undo_step"))
 
     def weights(self) -> Any:
-        """Return a `WeightHandle`. The tensors stay with the learner until samplers fetch them."""
+        """Return a `WeightHandle` for the current weights. The tensors stay in the actor until samplers fetch them."""
         return self._weights
 
     def save(self, folder: Path) -> None:
@@ -125,7 +136,11 @@ class RayLearner:
         self._take(*self._actor.ask_blocking("learner", "export", folder.absolute()))
 
     def _take(self, result: Any, step: int, number: int) -> Any:
-        """Store the step and the number of the weights that a call returned, unless newer ones are known already."""
+        """Return ``result``, and store the step and the number of the weights that the call returned with it.
+
+        Calls overlap, so a call may return after a later one. The numbers that it returns are then outdated and are
+        ignored.
+        """
         if number >= self._weights.number:
             self.step = step
         if number > self._weights.number:

@@ -1,4 +1,4 @@
-"""Defines what sampler and learner actors receive to build their parts from."""
+"""Defines `Plans`, from which a sampler actor builds its samplers and a learner actor its learner."""
 
 from __future__ import annotations
 
@@ -17,17 +17,22 @@ from gleanrl.utils.progress import Silent
 
 @dataclass(frozen=True)
 class Plans:
-    """The settings and the model that an actor builds its parts from."""
+    """The settings and the model that the driver sends to each sampler and learner actor."""
 
     config: Config
     folder: RunFolder
-    model: list[Any]  # [reference] to the model, in a list so that Ray does not fetch it on the way
+    # One reference to the model in Ray's object store. It is in a list, because Ray replaces a reference that is itself
+    # an argument by its value.
+    model: list[Any]
     tokenizer: Any
-    colocated: bool  # the actor shares its device with others, and the driver's lock makes them take turns
-    gpus: float  # number of GPUs of the actor, or its share of one
+    colocated: bool  # whether the actor shares its device with other actors, which take turns by the driver's lock
+    gpus: float  # number of GPUs that the actor has, which may be a fraction of one
 
     async def make_builder(self, driver: ActorServer) -> tuple[Builder, Any]:
-        """Return a builder that has a copy of the model on this actor's device, and the lock of that device."""
+        """Return a builder whose model is on this actor's device, and the lock to acquire for work on the device.
+
+        Called inside the actor. A colocated actor uses the driver's lock, any other actor a lock of its own.
+        """
         config = self.config
         set_up_libraries(config)
         device = "cpu" if config.model.device == "auto" and not self.gpus else config.model.device

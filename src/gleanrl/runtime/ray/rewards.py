@@ -1,4 +1,11 @@
-"""Runs the reward agent as a Ray actor, so that one process sends all requests of a cluster to the reward service."""
+"""Runs the reward agent as a Ray actor, so that a single process sends all reward requests of a cluster.
+
+Its limits on concurrency and rate, its cache and its journal then apply to the whole cluster. Other training loops call
+`reward_actor`:
+
+    rewards = reward_actor("my_rewards.py:score", journal="rewards.sqlite")
+    scores = rewards.score_groups(groups)
+"""
 
 from __future__ import annotations
 
@@ -21,13 +28,14 @@ from gleanrl.types import Score, Task
 from gleanrl.utils.errors import UserError
 
 Lane = Literal["train", "eval"]
-_METRICS_S = 10.0  # seconds to wait for the reward agent's metrics; then a step is logged without them
+_METRICS_S = 10.0  # seconds to wait for the reward agent's metrics before a step is logged without them
 
 
 class RewardActor(Service):
-    """Holds a reward agent inside an actor. `reward_actor` starts it for any training loop; a run has it in a pool.
+    """A reward agent inside an actor. `reward_actor` starts it directly; a run on Ray starts it in an `ActorPool`.
 
-    The first call opens the agent. Therefore an actor that Ray restarts (``max_restarts``) continues with its journal.
+    Any first call opens the agent, not only `start`. If Ray restarts the actor (``max_restarts``), it does not call
+    `start` again, but the next call opens the agent with its journal.
     """
 
     def __init__(
@@ -42,14 +50,15 @@ class RewardActor(Service):
         self._opening: asyncio.Future[RewardAgent] | None = None
 
     async def start(self) -> None:
-        """Open the agent. Raises `UserError` if there is no such reward, or a setting has no meaning."""
+        """Open the agent. Raises `UserError` if the reward does not exist or a setting is not valid."""
         await self._agent()
 
     async def handle(self, method: str, arguments: tuple[Any, ...]) -> Any:
-        """Call a method of the agent.
+        """Call the agent and return the result.
 
-        "score_groups" with ``(groups, lane)`` returns the scores of all groups in their order. "score" with ``(task,
-        trajectory, lane)`` returns one score. "score_again", "finish" and "metrics" are the methods of `RewardAgent`.
+        "score_groups" takes ``(groups, lane)`` and returns a list of scores for each group, in the order of the groups.
+        "score" takes ``(task, trajectory, lane)`` and returns one score. "score_again", "finish" and "metrics" call the
+        methods of `RewardAgent` with these names.
         """
         agent = await self._agent()
         if method == "score_groups":
@@ -78,38 +87,38 @@ class RewardActor(Service):
 # --- for any training loop ----------------------------------------------------------------------------
 @dataclass(frozen=True)
 class RewardHandle:
-    """A `Reward` that calls a reward actor from any process of the cluster. It can be pickled and passed on.
+    """A `Reward` that calls a reward actor. It can be pickled and used in any process of the cluster.
+
+    Every method but `close` raises `UserError` if the agent raises one, or if the actor is dead.
 
     Attributes:
-        actor: Ray's own handle of a `RewardActor`.
-
-    Every call raises `UserError` if the agent does, or if the actor is dead.
+        actor: Ray's handle of a `RewardActor`.
     """
 
     actor: Any
 
     def score_groups(self, groups: Iterable[Sequence[Item]], *, lane: Lane = "train") -> list[list[Score]]:
-        """Return the scores of all groups, in their order. Blocks as `gleanrl.rewards.BlockingRewardAgent` does."""
+        """Return a list of scores for each group, in the order of the groups. Blocks until all are scored."""
         with _clear_errors():
             return import_ray().get(self.actor.handle.remote("score_groups", (list(groups), lane)))
 
     async def score(self, task: Task, trajectory: Answer, *, lane: Lane = "train") -> Score:
-        """Return the score of one trajectory. If scoring failed, the score is invalid and holds the reason."""
+        """Return the score of one trajectory. If scoring fails, the score is invalid and its explanation states why."""
         with _clear_errors():
             return await self.actor.handle.remote("score", (task, trajectory, lane))
 
     async def finish(self, task: Task, scores: Sequence[Score]) -> Sequence[Score]:
-        """Return the scores of a complete group after post-processing."""
+        """Apply the agent's post-processing to the scores of a complete group, and return the new scores."""
         with _clear_errors():
             return list(await self.actor.handle.remote("finish", (task, list(scores))))
 
     def metrics(self) -> Metrics:
-        """Return the metrics since the last call; docs/howto/rewards.md lists the names."""
+        """Return the agent's metrics since the last call. docs/howto/rewards.md lists their names."""
         with _clear_errors():
             return import_ray().get(self.actor.handle.remote("metrics", ()))
 
     def close(self) -> None:
-        """Close the agent and end the actor; does nothing if the actor is dead."""
+        """Close the agent and kill the actor. Does nothing if the actor is dead."""
         ray = import_ray()
         try:
             ray.get(self.actor.close.remote())
@@ -126,18 +135,20 @@ def reward_actor(
     options: Mapping[str, Any] | None = None,
     **overrides: Any,
 ) -> RewardHandle:
-    """Start a reward agent as an actor, and wait until it is open.
+    """Start a reward agent in a Ray actor, wait until it is ready, and return a handle that calls it.
 
     Args:
-        reward, settings, overrides: see `gleanrl.rewards.RewardAgent`; a reward that is not an import path is pickled.
-        journal: a file that the actor can reach on whichever node it runs.
-        options: Ray's options for the actor: ``name``, ``lifetime``, ``num_cpus``, ``max_restarts``, ...
+        reward, settings, overrides: see `gleanrl.rewards.RewardAgent`. A reward that is an object instead of an import
+            path is pickled and sent to the actor.
+        journal: path of the journal. It must be accessible on every node on which Ray may start the actor.
+        options: Ray's options for the actor, such as ``name``, ``lifetime``, ``num_cpus`` and ``max_restarts``.
 
     Raises:
-        UserError: Ray is not installed, there is no such reward, or a setting has no meaning.
+        UserError: Ray is not installed, the reward does not exist, or a setting is not valid.
     """
     ray = import_ray("a reward actor")
-    absolute = Path(journal).absolute() if journal is not None else None  # actors have another working directory
+    # An actor has another working directory, in which a relative path would denote another file.
+    absolute = Path(journal).absolute() if journal is not None else None
     remote = ray.remote(RewardActor).options(**{"max_concurrency": CALLS, **(options or {})})
     handle = RewardHandle(remote.remote(None, reward, settings, absolute, overrides))
     try:
@@ -151,7 +162,10 @@ def reward_actor(
 
 @contextmanager
 def _clear_errors() -> Iterator[None]:
-    """Raise the actor's errors as a `UserError` of one line, where possible."""
+    """Convert Ray's errors from the block: a `UserError` of the agent, and the actor's death, become a `UserError`.
+
+    Any other exception of the agent is raised as Ray's error, which contains the actor's traceback.
+    """
     try:
         yield
     except import_ray().exceptions.RayError as error:
@@ -168,9 +182,10 @@ def _clear_errors() -> Iterator[None]:
 # --- the reward agent of a run ------------------------------------------------------------------------
 @dataclass(frozen=True)
 class RayReward:
-    """A `Reward` that uses one lane of a run's reward actor.
+    """The `Reward` of a run on Ray: calls the run's reward actor in the lane "train" or "eval".
 
-    If the actor dies, the call is made again on its replacement. Scores in the journal are not requested again.
+    If the actor dies, the call is repeated on its replacement, which takes finished scores from the journal instead of
+    requesting them again.
     """
 
     actors: ActorPool
@@ -188,7 +203,10 @@ class RayReward:
 
 
 def make_reward_source(actors: ActorPool | None, cluster: Cluster) -> RewardSource:
-    """Return the reward of a run; if ``actors`` is None, its environments score. The metrics include the cluster's."""
+    """Return the rewards of a run on Ray. If ``actors`` is None, these are the environments' own scores.
+
+    The run logs ``metrics`` of the result with each step, so it also returns the metrics of ``cluster``.
+    """
     if actors is None:
         reward = EnvironmentReward()
         return RewardSource(reward, reward, cluster.metrics)
@@ -198,7 +216,7 @@ def make_reward_source(actors: ActorPool | None, cluster: Cluster) -> RewardSour
         for actor in actors.members.values():
             try:
                 collected |= actor.ask_blocking("metrics", timeout_s=_METRICS_S)
-            except ActorDied:  # the actor is being replaced
+            except ActorDied:  # the pool replaces the actor; the metrics of its last step are lost
                 continue
         return {**collected, **cluster.metrics()}
 

@@ -1,6 +1,8 @@
-"""Runs a job whose parts are Ray actors. They implement the same protocols as local parts, whose runtime connects them.
+"""Runs a job whose learner, samplers, environments and reward agent are Ray actors.
 
-`gleanrl train --runtime ray` calls `run_training`, `gleanrl evaluate --runtime ray` calls `run_evaluation`.
+`gleanrl train --runtime ray` calls `run_training`, `gleanrl evaluate --runtime ray` calls `run_evaluation`. The actors
+are wrapped in classes that implement the same protocols as the parts of a local run. `RayBuilder` therefore only makes
+other parts than `gleanrl.runtime.local.Builder`, and the code of the local runtime connects and runs them.
 """
 
 from __future__ import annotations
@@ -40,12 +42,13 @@ T = TypeVar("T")
 
 
 def run_training(config: Config, *, resume: bool, console: Progress, monitors: OpenMonitors) -> bool:
-    """Train as `gleanrl.runtime.local.run_training` does.
+    """Train on Ray; see `gleanrl.runtime.local.run_training` for the arguments and the result.
 
-    If the learner dies, the run continues from its last checkpoint with a new one, at most ``ray.max_restarts`` times.
+    If the learner dies, all actors are started again and the run resumes from its last checkpoint, at most
+    ``ray.max_restarts`` times.
 
     Raises:
-        UserError: a mistake that the user can fix.
+        UserError: a mistake that the user can fix, or actors died more often than ``ray.max_restarts`` allows.
     """
     validate.check(config)
     set_up_libraries(config)
@@ -74,10 +77,10 @@ def run_training(config: Config, *, resume: bool, console: Progress, monitors: O
 
 
 def run_evaluation(config: Config, checkpoint: Path | None, console: Progress) -> Metrics:
-    """Evaluate as `gleanrl.runtime.local.run_evaluation` does.
+    """Evaluate on Ray; see `gleanrl.runtime.local.run_evaluation` for the arguments and the result.
 
     Raises:
-        UserError: a mistake that the user can fix.
+        UserError: a mistake that the user can fix, or the learner's actor died.
     """
     set_up_libraries(config)
     make_scorer(config.reward)
@@ -91,7 +94,7 @@ def run_evaluation(config: Config, checkpoint: Path | None, console: Progress) -
 
 
 def count_actors(config: Config) -> dict[str, int]:
-    """Return the number of actors of each kind."""
+    """Return the number of actors of each kind that a run with this configuration starts."""
     counts = {"learner": 1, "sampler": config.ray.samplers}
     if config.ray.environments:
         counts["environment"] = config.ray.environments
@@ -109,7 +112,7 @@ async def _with_actors(
 
 @dataclass(frozen=True)
 class Actors:
-    """The actors of a run while they are at work."""
+    """The actor pools of a run. None for ``environments`` or ``rewards``: the run does not use actors for these."""
 
     learner: ActorPool
     samplers: SamplerPool
@@ -119,24 +122,28 @@ class Actors:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A model's configuration, without its weights."""
+    """Stands for the model in the driver's `Prepared`: it has the model's transformers configuration but no weights."""
 
     config: Any
 
 
 @dataclass(frozen=True)
 class RayBuilder(Builder):
-    """Makes a run's parts from actors. `start_actors` yields a copy of the builder in which ``actors`` is set."""
+    """A `Builder` whose learner, samplers, environments and rewards call Ray actors.
+
+    Construct it by `make`. The parts can be made only by the copy that `start_actors` yields, in which ``actors`` is
+    set.
+    """
 
     cluster: Cluster = field(kw_only=True)
-    model: list[Any] = field(kw_only=True)  # [reference] to the model in Ray's store
+    model: list[Any] = field(kw_only=True)  # one reference to the model in Ray's object store
     actors: Actors = field(default=None, kw_only=True)  # type: ignore[assignment]
 
     @classmethod
     def make(
         cls, config: Config, folder: RunFolder, prepared: Prepared, console: Progress, cluster: Cluster
     ) -> RayBuilder:
-        """Make a builder whose model is in Ray's object store instead of this process."""
+        """Make a builder, and move its model from this process to Ray's object store."""
         model = [import_ray().put(prepared.model.cpu())]
         absolute = RunFolder(folder.path.absolute())
         without_weights = replace(prepared, model=ModelShape(prepared.model.config))
@@ -144,7 +151,11 @@ class RayBuilder(Builder):
 
     @asynccontextmanager
     async def start_actors(self, lanes: tuple[Lane, ...], *, training: bool) -> AsyncIterator[RayBuilder]:
-        """Start all actors and yield a builder that uses them. The actors end with the block."""
+        """Start all actors and yield a builder that uses them. The actors are closed when the block ends.
+
+        ``lanes`` are the samplers that each sampler actor makes. With ``training`` False the learner cannot update, and
+        scores are not written to the journal.
+        """
         config, cluster, settings = self.config, self.cluster, self.config.ray
         colocated = settings.placement == "colocated"
         gpus = {kind: cluster.places[kind][1].get("GPU", 0) for kind in ("learner", "sampler")}
@@ -178,7 +189,7 @@ class RayBuilder(Builder):
 
     # --- parts, as `Builder` makes them -------------------------------------------------------------
     def learner(self, device_lock: DeviceLock | None, timeline: Timeline | None, *, trains: bool = True) -> Any:
-        del trains  # the learner's actor received it as an argument when it was started
+        del trains  # not needed: `start_actors` has passed ``training`` to the learner's actor
         self.cluster.timeline = timeline
         if device_lock is not None:
             self.cluster.device_lock = device_lock

@@ -1,4 +1,8 @@
-"""Samples in Ray actors. Episodes are spread over the actors, and all actors receive the published weights."""
+"""Runs samplers in Ray actors.
+
+`SamplerService` runs inside an actor. In the driver, `SamplerPool` publishes weights to all sampler actors, and
+`RaySampler` is the `Sampler` that the run uses: it distributes sessions over the actors.
+"""
 
 from __future__ import annotations
 
@@ -24,12 +28,12 @@ LANES: tuple[Lane, ...] = ("train", "evaluate")
 
 
 class SamplerService(WeightReceiver):
-    """Holds a sampler for training and one for evaluation inside an actor, as the local runtime does."""
+    """The service of a sampler actor. It has a sampler for each lane: one for training and one for evaluation."""
 
     def __init__(self, driver: ActorServer, plans: Plans, lanes: tuple[Lane, ...] = LANES) -> None:
         self._driver, self._plans, self._wanted = driver, plans, lanes
         self._lanes: dict[Lane, Sampler] = {}
-        # sessions by number, with their lane; includes sessions that wait for a row
+        # number of a session -> its lane, the stack that closes it, and the session itself, once the sampler opened it
         self._open: dict[int, tuple[Lane, AsyncExitStack, asyncio.Future[Session]]] = {}
 
     async def start(self) -> None:
@@ -46,19 +50,22 @@ class SamplerService(WeightReceiver):
         await opening
 
     async def sample(self, number: int, prompt: IntArray, params: SamplingParams) -> tuple[Completion, Metrics]:
-        """Return the completion, and the totals of the session's sampler."""
+        """Sample in the session ``number``. Returns the completion and the `Sampler.stats` of its sampler."""
         lane, _, opening = self._open[number]
         return await opening.result().sample(prompt, params), self._lanes[lane].stats()
 
     async def leave(self, number: int) -> None:
         if (found := self._open.pop(number, None)) is not None:
             _, stack, opening = found
-            opening.cancel()  # the episode may be given up while it waits for a row
+            opening.cancel()  # no effect on an open session; else the episode was cancelled while the session waited
             await asyncio.wait([opening])
             await stack.aclose()
 
     async def publish(self, lane: Lane, source: Stored | Broadcast, version: int) -> float:
-        """Receive weights and pass them to the sampler. Returns the seconds from their arrival until they are used."""
+        """Receive weights from ``source`` and publish them to the lane's sampler as ``version``.
+
+        Returns the seconds that the sampler took after the weights had arrived.
+        """
         weights = await self.receive(source)
         started = perf_counter()
         await self._lanes[lane].publish(weights, version)
@@ -77,7 +84,7 @@ class _Published:
 
 @dataclass(frozen=True)
 class _Group:
-    """A broadcast group whose members are connected."""
+    """The broadcast group of the last publication, which is used again if learner and sampler actors are the same."""
 
     learner: ActorClient
     members: list[ActorClient]
@@ -85,15 +92,18 @@ class _Group:
 
 
 class SamplerPool:
-    """The sampler actors, and the weights that each must have before it takes episodes.
+    """Publishes weights to the sampler actors, including actors that are started later.
 
     Args:
-        way: how weights are published; see `gleanrl.runtime.ray.weights`.
-        fall_back: if a broadcast fails for another reason than an actor's death, use Ray's object store from then on.
-        backend: the backend of broadcasts.
+        way: "memory" or "broadcast"; see `gleanrl.runtime.ray.weights`.
+        fall_back: whether a broadcast that fails, although no actor died, makes the pool use "memory" from then on. If
+            False, the error is raised.
+        backend: the torch.distributed backend of broadcasts.
 
     Attributes:
-        stats: the totals that each actor reported last. Actors that died are included, so that sums never shrink.
+        current: the weights that were published last, for each lane.
+        stats: the `Sampler.stats` that each actor returned last, for each lane. Entries of dead actors are kept, so
+            that the sums never decrease.
     """
 
     def __init__(self, actors: ActorPool, way: Way, *, fall_back: bool = True, backend: Backend = "gloo") -> None:
@@ -106,10 +116,13 @@ class SamplerPool:
         actors.ready = self._give_current
 
     async def publish(self, lane: Lane, weights: WeightHandle, version: int) -> None:
-        """Give weights to all actors at work. If an actor dies meanwhile, its replacement gets them when it starts.
+        """Publish weights to the samplers of ``lane`` in all actors, and wait until all use them.
+
+        If a sampler actor dies meanwhile, this is no error, because its replacement receives the weights when it
+        starts.
 
         Raises:
-            LearnerLost: the learner died before all actors had the weights.
+            LearnerLost: the learner died before all actors had received the weights.
         """
         self.current[lane] = _Published(weights, version)
         members: Sequence[ActorClient] = list(self.actors.members.values())
@@ -123,7 +136,7 @@ class SamplerPool:
                 offered = offered or perf_counter() - started
                 asked = (member.ask("publish", lane, source, version) for member in members)
                 for answer in await asyncio.gather(*asked, return_exceptions=True):
-                    if isinstance(answer, ActorDied):  # the actor's replacement will get the weights
+                    if isinstance(answer, ActorDied):  # the actor's replacement receives the weights by `_give_current`
                         continue
                     if isinstance(answer, BaseException):
                         raise answer
@@ -131,7 +144,8 @@ class SamplerPool:
         except LearnerLost:
             raise
         except Exception:
-            await weights.learner.ask("ping")  # if the learner's death made the sampler fail, this raises LearnerLost
+            # A sampler may have failed only because the learner died. In this case `ask` raises LearnerLost.
+            await weights.learner.ask("ping")
             raise
         seconds = self.actors.cluster.seconds
         spent = {"publish_s": perf_counter() - started, "publish_offer_s": offered, "publish_take_s": max(taken)}
@@ -141,11 +155,13 @@ class SamplerPool:
     async def _broadcast(
         self, members: list[ActorClient], lane: Lane, weights: WeightHandle, version: int
     ) -> tuple[float, list[float], list[ActorClient]]:
-        """Broadcast weights.
+        """Broadcast weights from the learner to ``members``.
+
+        A new broadcast group is formed unless the last one had the same members.
 
         Returns:
-            The seconds until the broadcast began, the seconds that each receiver took to use the weights, and the
-            members that do not have the weights.
+            The seconds until the broadcast began, the seconds that each sampler took after it had received the weights,
+            and the members that did not receive the weights because the broadcast failed.
         """
         started = perf_counter()
         learner, cluster = weights.learner, self.actors.cluster
@@ -161,7 +177,7 @@ class SamplerPool:
                 return await work
             except BaseException:
                 for each in (learner, *members):
-                    each.tell("abort")  # otherwise the other members would wait a minute for the one that failed
+                    each.tell("abort")  # otherwise the other members would wait until the timeout of one minute
                 raise
 
         work = [run_or_abort(learner.ask("broadcast", weights.number, keep))]
@@ -171,7 +187,8 @@ class SamplerPool:
         failures = [answer for answer in (sent, *answers) if isinstance(answer, BaseException)]
         if not failures:
             if keep:
-                # keep a reference to the copy that the learner makes now, for an actor that is restarted later
+                # The learner now copies the weights to Ray's object store, for actors that are restarted later. Ray
+                # deletes the copy if nothing refers to it, so the handle stores a reference to it.
                 weights.put()
             taken: list[Any] = answers
             return offered, taken, []
@@ -191,7 +208,10 @@ class SamplerPool:
         return offered, [0.0], without
 
     async def _give_current(self, actor: ActorClient) -> None:
-        """Give a newly started actor the weights that the others have, including any that are published meanwhile."""
+        """Publish the current weights of all lanes to an actor that was just started.
+
+        If other weights are published meanwhile, those are published to the actor too before it becomes a member.
+        """
         given: dict[Lane, _Published] = {}
         while True:
             missing: list[Lane] = [lane for lane, it in self.current.items() if given.get(lane) is not it]
@@ -205,13 +225,17 @@ class SamplerPool:
             except ActorDied:
                 raise
             except Exception:
-                await published.weights.learner.ask("ping")  # raises LearnerLost if the learner is gone
+                # The actor may have failed only because the learner died. In this case `ask` raises LearnerLost.
+                await published.weights.learner.ask("ping")
                 raise
 
 
 @dataclass
 class RaySampler:
-    """Makes all sampler actors act as one `gleanrl.protocols.Sampler`. Its owner starts and closes the pool."""
+    """The driver's `gleanrl.protocols.Sampler` for one lane, which samples in all sampler actors.
+
+    It neither starts nor closes the actors.
+    """
 
     samplers: SamplerPool
     lane: Lane
@@ -219,11 +243,11 @@ class RaySampler:
 
     @asynccontextmanager
     async def session(self, seed: int) -> AsyncIterator[Session]:
-        """Open a session on the least busy actor; see `Sampler.session`.
+        """Open a session on the actor that plays the fewest episodes; see `Sampler.session`.
 
         Raises:
             EpisodeLost: the actor died.
-            UserError: an actor died too often.
+            UserError: an actor has died more than ``ray.max_restarts`` times.
         """
         actor = await self.samplers.actors.member()
         session = _Session(self, actor, next(_SESSIONS))
@@ -241,7 +265,7 @@ class RaySampler:
         self.version = version
 
     def stats(self) -> Metrics:
-        """Return the sums of the totals that the actors reported last."""
+        """Return the sums over all actors of the totals that each returned with its last completion."""
         total: Counter[str] = Counter()
         for (_, lane), stats in self.samplers.stats.items():
             if lane == self.lane:
@@ -249,7 +273,7 @@ class RaySampler:
         return dict(total)
 
     async def close(self) -> None:
-        """Do nothing, because the pool closes the actors."""
+        """Do nothing. The `ActorPool` closes the actors."""
 
 
 _SESSIONS = count(1)

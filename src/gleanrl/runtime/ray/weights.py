@@ -1,13 +1,16 @@
-"""Moves published weights from the learner's actor to the sampler actors; the driver never holds the tensors.
+"""Transfers published weights from the learner's actor to the sampler actors, without passing through the driver.
 
-* Through Ray's object store (``ray.transfer = "memory"``): the learner puts the weights there once, all samplers of a
-  node map the same bytes without a copy, and Ray moves the weights between nodes.
-* By a broadcast between the processes (``"broadcast"``): NCCL between GPUs, gloo between CPUs. Afterwards the learner
-  also puts a copy into the store, for a sampler that is restarted later.
+The setting ``ray.transfer`` selects one of two ways:
 
-`WeightSource` is the learner's end, `WeightReceiver` is a sampler's end, and `WeightHandle` is what the driver passes
-on. The tests run broadcasts with gloo only, because NCCL needs a GPU for each process. The two differ in how a group is
-made, and in how a transfer that waits is aborted.
+* "memory": the learner writes the weights to Ray's object store once. All samplers on a node map the same memory
+  without a copy, and Ray copies the weights between nodes.
+* "broadcast": the learner and the samplers form a torch.distributed process group, with NCCL on GPUs and gloo on CPUs,
+  and the learner broadcasts each tensor. If actors may be restarted, the learner afterwards also copies the weights to
+  the object store, for samplers that start later.
+
+`WeightSource` is the base class of the learner's service, `WeightReceiver` of the sampler's service. The driver passes
+a `WeightHandle` from the learner to the samplers. The tests run broadcasts only with gloo, because NCCL needs a GPU for
+each process. NCCL and gloo differ only in how a group is made and in how a waiting transfer is aborted.
 """
 
 from __future__ import annotations
@@ -33,22 +36,25 @@ T = TypeVar("T")
 Way = Literal["memory", "broadcast"]
 Backend = Literal["nccl", "gloo"]
 Weights = Mapping[str, torch.Tensor]
-TIMEOUT = timedelta(seconds=60)  # limit for all members of a group to join, and for the transfer of a tensor
-_BUCKET = 32 << 20  # bytes; small tensors are sent together, because each broadcast waits for all members
+TIMEOUT = timedelta(seconds=60)  # limit for all members to join a group, and for each broadcast operation
+_BUCKET = 32 << 20  # bytes; smaller tensors are sent in one operation, because each operation waits for all members
 _BLOCKING = "TORCH_NCCL_BLOCKING_WAIT"
 
 
 # --- through Ray's store ------------------------------------------------------------------------------
 class _Bytes(NamedTuple):
-    """A tensor as numpy bytes, which Ray's store maps without a copy whatever the tensor's dtype (bfloat16, float8)."""
+    """A tensor as a numpy array of bytes.
 
-    dtype: str
+    Ray's object store maps numpy arrays without a copy, but numpy lacks dtypes such as bfloat16 and float8.
+    """
+
+    dtype: str  # name of the torch dtype, such as "bfloat16"
     shape: tuple[int, ...]
-    data: np.ndarray  # uint8, flat
+    data: np.ndarray  # uint8 [number of bytes]
 
 
 def to_bytes(weights: Weights) -> dict[str, _Bytes]:
-    """Convert tensors to bytes. Contiguous tensors on the CPU are not copied, others are."""
+    """Convert tensors to bytes. The result shares memory with contiguous tensors on the CPU; others are copied."""
     converted = {}
     for name, tensor in weights.items():
         plain = tensor.detach().cpu().contiguous()
@@ -58,7 +64,7 @@ def to_bytes(weights: Weights) -> dict[str, _Bytes]:
 
 
 def from_bytes(weights: Mapping[str, _Bytes]) -> dict[str, torch.Tensor]:
-    """Convert bytes to tensors. The tensors are views of the bytes and must not be written to."""
+    """Convert the result of `to_bytes` to tensors. They share memory with the bytes and must not be modified."""
     tensors = {}
     for name, (dtype_name, shape, data) in weights.items():
         dtype = getattr(torch, dtype_name)
@@ -66,20 +72,23 @@ def from_bytes(weights: Mapping[str, _Bytes]) -> dict[str, torch.Tensor]:
             tensors[name] = torch.empty(shape, dtype=dtype)
             continue
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # torch warns that the array is not writable
+            warnings.simplefilter("ignore", UserWarning)  # torch warns that the mapped array is read-only
             tensors[name] = torch.from_numpy(data).view(dtype).reshape(shape)
     return tensors
 
 
 class Stored(NamedTuple):
-    """Weights in Ray's store: ``[reference]``, in a list so that Ray passes the reference and not the weights."""
+    """Weights in Ray's object store, as the source for `WeightReceiver.receive`.
+
+    The reference is in a list, because Ray replaces a reference that is itself an argument by its value.
+    """
 
     reference: list[Any]
 
 
 # --- by a broadcast -----------------------------------------------------------------------------------
 class Entry(NamedTuple):
-    """Describes a tensor, so that its receiver can allocate it."""
+    """The name, dtype and shape of a tensor, which a receiver needs to allocate memory before the broadcast."""
 
     name: str
     dtype: torch.dtype
@@ -87,28 +96,30 @@ class Entry(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where a broadcast group meets, and the tensors that it sends. ``number`` distinguishes it from earlier groups."""
+    """Describes a broadcast group: where its members connect, and which tensors are broadcast."""
 
-    host: str
+    host: str  # address of the TCPStore that the learner opens
     port: int
-    world: int
+    world: int  # number of members, the learner included
     backend: Backend
-    number: int
-    entries: tuple[Entry, ...]
+    number: int  # number of the group, which distinguishes it from earlier groups of the run
+    entries: tuple[Entry, ...]  # the tensors, in the order in which they are sent
 
 
 class Broadcast(NamedTuple):
-    """Weights that a sampler receives by a broadcast, as ``rank`` of the group at ``place``."""
+    """Weights that a sampler receives as member ``rank`` of a broadcast group, as the source for `receive`."""
 
     place: Place
     rank: int
 
 
 class BroadcastGroup:
-    """One process's membership in a group of ``place.world`` processes; rank 0 sends. The first error ends the group.
+    """A process group that broadcasts weights from rank 0 (the learner) to the other ranks (the samplers).
+
+    Each member constructs its own instance. After an error, the group cannot be used again and a new one is needed.
 
     Args:
-        store: on the sender, the store that it has opened at ``place``; receivers pass None and connect to it.
+        store: on rank 0, the TCPStore that listens at ``place``. On other ranks None, which means to connect to it.
     """
 
     def __init__(self, place: Place, rank: int, store: Any = None) -> None:
@@ -117,7 +128,7 @@ class BroadcastGroup:
         self._group: Any = None
 
     def join(self) -> None:
-        """Wait until all members have joined. Raises `RuntimeError` if one does not."""
+        """Connect to the other members. Raises `RuntimeError` if not all members connect within `TIMEOUT`."""
         place = self.place
         self._store = self._store or TCPStore(place.host, place.port, place.world, False, TIMEOUT)
         prefixed = PrefixStore(f"weights-{place.number}", self._store)
@@ -126,7 +137,8 @@ class BroadcastGroup:
             return
         options = distributed.ProcessGroupNCCL.Options()
         options._timeout = TIMEOUT
-        # By default NCCL's watchdog ends the process on an error, so that a sampler's death would end the learner.
+        # By default NCCL's watchdog ends the process on an error, so the death of a sampler would end the learner.
+        # With this variable, the error is raised in `transfer` instead.
         before = os.environ.get(_BLOCKING)
         os.environ[_BLOCKING] = "1"
         try:
@@ -138,15 +150,18 @@ class BroadcastGroup:
                 os.environ[_BLOCKING] = before
 
     def transfer(self, weights: Weights | None = None) -> dict[str, torch.Tensor]:
-        """Send ``weights`` (on rank 0), or receive and return them (on the other ranks). First joins the group.
+        """Broadcast ``weights`` to all members (rank 0), or receive and return them (other ranks).
+
+        All members must call it. The first call joins the group. Rank 0 returns an empty dict.
 
         Raises:
-            RuntimeError: a member did not join, is gone, or received nothing for a minute.
+            RuntimeError: a member did not join or has died, or an operation took longer than `TIMEOUT`.
         """
         if self._group is None:
             self.join()
         group: Any = self._group
-        # a bucket holds consecutive tensors of one dtype, at most `_BUCKET` bytes in all; a larger tensor is alone
+        # A bucket is sent by one broadcast. It consists of consecutive tensors of one dtype with at most `_BUCKET`
+        # bytes together, or of a single larger tensor.
         buckets: list[list[Entry]] = []
         size = 0
         for entry in self.place.entries:
@@ -179,30 +194,33 @@ class BroadcastGroup:
             except RuntimeError:
                 with suppress(RuntimeError):
                     self.abort()
-                group = self._group = None  # without references, the group closes its connections
+                group = self._group = None  # dropping the last references makes the group close its connections
                 raise
         return received
 
     def abort(self) -> None:
-        """Abort a transfer that waits for other members; call it from any thread. Gloo notices a lost member itself."""
+        """Abort a `transfer` that waits for other members. May be called from any thread.
+
+        Does nothing with gloo, which raises an error by itself when the connection to a member is lost.
+        """
         if self.place.backend == "nccl" and self._group is not None:
             self._group.abort()
 
 
 # --- in the actors ------------------------------------------------------------------------------------
 class BroadcastService(Service):
-    """Base class of a service that takes part in broadcasts."""
+    """Base class of a service that is a member of broadcast groups. ``group`` is the present one, or None."""
 
     group: BroadcastGroup | None = None
 
     async def abort(self) -> None:
-        """Stop waiting for the group, because a member is gone."""
+        """Abort the running transfer, if there is one. The driver calls it when another member has failed."""
         if self.group is not None:
             self.group.abort()
 
 
 class WeightReceiver(BroadcastService):
-    """Receives published weights; base class of a sampler's service."""
+    """Base class of the sampler's service: receives published weights from Ray's object store or by a broadcast."""
 
     async def receive(self, source: Stored | Broadcast) -> Weights:
         if isinstance(source, Stored):
@@ -217,31 +235,41 @@ class WeightReceiver(BroadcastService):
 
 
 class WeightSource(BroadcastService):
-    """Sends a learner's weights to samplers; base class of the learner's service.
+    """Base class of the learner's service: sends the weights to Ray's object store or by a broadcast.
 
-    ``number`` counts changes of the weights. `changing` delays a change until all readers have finished.
+    The weights are read by threads while the learner's actor serves other calls. The learner therefore calls `changing`
+    before it modifies the weights, which waits until these threads have finished. ``number`` identifies a state of the
+    weights: it increases by 1 with each change.
     """
 
     def __init__(self) -> None:
         self.number = 0
         self._reads: set[asyncio.Future[Any]] = set()
-        self._stored: dict[int, asyncio.Future[Any]] = {}  # copies made after a broadcast, by number
+        # number of the weights -> reference to the copy in the object store that was made after their broadcast
+        self._stored: dict[int, asyncio.Future[Any]] = {}
 
     def weights(self) -> Weights:
-        """Return the current weights as whole tensors, not shards. Called on a thread."""
+        """Return the current weights as full tensors, not shards. Called on a thread other than the event loop's."""
         raise NotImplementedError
 
     async def ping(self) -> None:
-        """Return at once: an answer shows that the actor lives."""
+        """Do nothing. If the actor has died, the driver's call raises `LearnerLost`."""
 
     async def changing(self) -> None:
-        """Count a change of the weights and wait for all readers. Must be called before the weights change."""
+        """Increase ``number`` and wait until no thread reads the weights. Must be called before each change of them."""
         self.number += 1
         if self._reads:
             await asyncio.wait(self._reads)
 
     async def put(self, number: int) -> list[Any]:
-        """Put the weights with this number into Ray's store, unless they are there, and return ``[reference]``."""
+        """Write the weights to Ray's object store and return ``[reference]``.
+
+        If the weights with this ``number`` were broadcast before, the copy made then is used. Otherwise they must be
+        the current weights.
+
+        Raises:
+            RuntimeError: the weights have changed since ``number`` and no copy was made.
+        """
         stored = self._stored.pop(number, None)
         if stored is None:
             if number != self.number:
@@ -250,18 +278,25 @@ class WeightSource(BroadcastService):
         return [await stored]
 
     async def meet(self, port: int, world: int, backend: Backend, number: int) -> Place:
-        """Open a place where a broadcast group of ``world`` processes meets."""
+        """Start a TCPStore for a new broadcast group of ``world`` members, and return the group's `Place`.
+
+        ``port`` 0 selects a free port. ``number`` is the number of the group.
+        """
         weights = await self._read(dict)
         entries = tuple(Entry(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in weights.items())
         host = import_ray().util.get_node_ip_address()
-        self.group = None  # drop the old group, because its store may listen on the same port
+        self.group = None  # deletes the old group, whose store may listen on the same port
         store = await asyncio.to_thread(TCPStore, host, port, world, True, TIMEOUT, wait_for_workers=False)
         place = Place(host, store.port, world, backend, number, entries)
         self.group = BroadcastGroup(place, 0, store)
         return place
 
     async def broadcast(self, number: int, keep: bool) -> None:
-        """Send the weights to the group. ``keep``: then start to make a copy for `put`, without waiting for it."""
+        """Broadcast the current weights to the group that `meet` has created.
+
+        With ``keep``, then start to copy the weights to Ray's object store, from where a later `put` of the same
+        ``number`` takes them. Does not wait for the copy.
+        """
         assert self.group is not None
         try:
             await self._read(self.group.transfer)
@@ -272,7 +307,7 @@ class WeightSource(BroadcastService):
             self._stored[number] = self._read(lambda weights: import_ray().put(to_bytes(weights)))
 
     def _read(self, use: Callable[[Weights], T]) -> asyncio.Future[T]:
-        """Run ``use`` on the weights in a thread, and return a future of its result."""
+        """Call ``use`` with the weights on a thread, and return a future of its result. `changing` waits for it."""
         read = asyncio.ensure_future(asyncio.to_thread(lambda: use(self.weights())))
         self._reads.add(read)
         read.add_done_callback(self._reads.discard)
@@ -281,9 +316,10 @@ class WeightSource(BroadcastService):
 
 # --- in the driver ------------------------------------------------------------------------------------
 class WeightHandle:
-    """The learner's weights at one moment, in the driver.
+    """Refers to a state of the learner's weights without containing the tensors. The driver passes it to samplers.
 
-    Ray frees the stored copy once no handle refers to it.
+    The handle keeps the copy in Ray's object store alive, if there is one: Ray deletes the copy when the handle is
+    deleted.
     """
 
     def __init__(self, learner: ActorClient, number: int) -> None:
@@ -291,7 +327,10 @@ class WeightHandle:
         self._reference: asyncio.Future[list[Any]] | None = None
 
     def put(self) -> asyncio.Future[list[Any]]:
-        """Put the weights into Ray's store once; the result is ``[reference]``. Raises `LearnerLost`."""
+        """Make the learner write the weights to Ray's object store. Returns a future of ``[reference]``.
+
+        Further calls return the same future. Awaiting it raises `LearnerLost` if the learner has died.
+        """
         if self._reference is None:
             self._reference = asyncio.ensure_future(self.learner.ask("put", self.number))
         return self._reference
