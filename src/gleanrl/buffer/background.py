@@ -1,4 +1,8 @@
-"""Support for background threads: a queue of trajectories to write, and the random state of batches drawn ahead."""
+"""Helpers for the buffer's two background threads.
+
+`WriteQueue` belongs to the thread that writes trajectories (``add_trajectories(..., wait=False)``). `RandomStream`
+records the random state for the thread that draws batches in advance (`Sampler.iterate`).
+"""
 
 from __future__ import annotations
 
@@ -15,12 +19,12 @@ from gleanrl.buffer.trajectory import FlatTrajectory
 from gleanrl.utils.errors import UserError
 
 QUEUE_NBYTES = 256 << 20
-Add = Callable[[Sequence[FlatTrajectory]], list[int]]  # see `BufferWriter.add`
+Add = Callable[[Sequence[FlatTrajectory]], list[int]]  # stores trajectories and returns their ids (`BufferWriter.add`)
 
 
 @dataclass(frozen=True, slots=True)
 class Submission:
-    """The trajectories of one call of `WriteQueue.submit`."""
+    """The trajectories of one call of `WriteQueue.submit`, and the future that receives their ids."""
 
     trajectories: Sequence[FlatTrajectory]
     nbytes: int
@@ -28,27 +32,32 @@ class Submission:
 
 
 class WriteQueue:
-    """Adds trajectories in a thread, which commits all waiting trajectories together.
+    """A queue of trajectories, which a background thread writes to the buffer.
+
+    The thread commits all queued trajectories together, because every commit waits for the disk.
 
     Args:
-        add: function that stores trajectories and returns their ids.
-        queue_nbytes: bytes of trajectories that may wait. `submit` blocks while the queue has no room.
+        add: function that stores trajectories and returns their ids. Only the background thread calls it.
+        queue_nbytes: largest total size in bytes of the trajectories that are queued or being written. `submit` blocks
+            while its trajectories do not fit. Trajectories larger than this are accepted when the queue is empty.
     """
 
     def __init__(self, add: Add, queue_nbytes: int = QUEUE_NBYTES) -> None:
         self._add, self.queue_nbytes = add, queue_nbytes
         self._waiting: deque[Submission] = deque()
-        self._nbytes = 0  # bytes of trajectories that wait or are being written
+        self._nbytes = 0  # total size of the trajectories that are queued or being written
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._busy = self._closed = False
         self._error: BaseException | None = None
 
     def submit(self, trajectories: Sequence[FlatTrajectory]) -> Future[list[int]]:
-        """Return a future of the ids, which is done once the trajectories are on disk.
+        """Queue trajectories, and return a future of their ids. The future is done once the trajectories are on disk.
 
-        Raises the error of an earlier write if it was not raised yet, and `RuntimeError` if the buffer is closed or is
-        closed while this call waits for room.
+        Blocks while the queue is full. The tensors must not be modified until the future is done.
+
+        Raises the error of an earlier write if no call has raised it yet, and `RuntimeError` if the buffer is closed
+        before the trajectories could be queued.
         """
         nbytes = sum(trajectory.nbytes for trajectory in trajectories)
         own = Submission(list(trajectories), nbytes, Future())
@@ -69,23 +78,27 @@ class WriteQueue:
 
     @property
     def idle(self) -> bool:
-        """Whether no trajectory waits or is being written."""
+        """Whether no trajectory is queued or being written."""
         return not self._waiting and not self._busy
 
     def flush(self) -> None:
-        """Wait until all submitted trajectories are on disk. Raises the error of a failed write."""
+        """Block until all submitted trajectories are written. Raises the error of a failed write like `raise_error`."""
         with self._changed:
             self._changed.wait_for(lambda: self.idle)
             self.raise_error()
 
     def raise_error(self) -> None:
-        """Raise the error of a failed write if it was not raised yet."""
+        """Raise the error of the last failed write, unless an earlier call has already raised it."""
         error, self._error = self._error, None
         if error is not None:
             raise error
 
     def close(self, *, wait: bool) -> None:
-        """End the thread. With ``wait``, waiting trajectories are written first, else their futures are cancelled."""
+        """Stop the background thread, and raise the error of a failed write as `raise_error` does.
+
+        With ``wait``, the queued trajectories are written first. Otherwise they are discarded, and their futures are
+        cancelled.
+        """
         with self._changed:
             self._closed = True
             if not wait:
@@ -93,7 +106,8 @@ class WriteQueue:
                     own = self._waiting.popleft()
                     self._nbytes -= own.nbytes
                     own.done.cancel()
-                    own.done.set_running_or_notify_cancel()  # wakes callers of `concurrent.futures.wait`
+                    # `cancel` does not wake threads that block in `concurrent.futures.wait`, but this call does
+                    own.done.set_running_or_notify_cancel()
             self._changed.notify_all()
         if self._thread is not None:
             self._thread.join()
@@ -115,9 +129,10 @@ class WriteQueue:
                 self._nbytes -= sum(own.nbytes for own in batch)
 
     def _commit(self, batch: Sequence[Submission]) -> None:
-        """Commit submissions together.
+        """Write some submissions in one commit, and set the results of their futures.
 
-        If one is refused, each is committed separately, so that only the future of the refused one gets the error.
+        If the commit raises `UserError`, each submission is written in a commit of its own, so that only the future of
+        the invalid submission gets the error.
         """
         try:
             ids = self._add([trajectory for own in batch for trajectory in own.trajectories])
@@ -138,17 +153,17 @@ class WriteQueue:
 
 @dataclass(eq=False)
 class Ahead:
-    """A batch that was not handed out yet, with the states of the generator before and after it was drawn."""
+    """A batch that is drawn in advance and not yet yielded: the generator's states before and after the draw."""
 
-    before: Tensor  # state at `RandomStream.begin`
-    after: Tensor | None = None  # state right after the draw; None until the batch is drawn
+    before: Tensor  # state when `RandomStream.begin` was called
+    after: Tensor | None = None  # state directly after the draw; None until the batch is drawn
 
 
 class RandomStream:
-    """The state of a generator from which batches are drawn ahead.
+    """Records the states of a random generator from which batches are drawn in advance.
 
-    A checkpoint holds the state before the first batch that was drawn but not handed out, so that a resumed run gets
-    that batch.
+    A checkpoint must store the state before the first batch that was drawn but not yet yielded to the caller. Otherwise
+    a resumed run would skip this batch.
     """
 
     def __init__(self, generator: torch.Generator) -> None:
@@ -157,23 +172,23 @@ class RandomStream:
         self._lock = threading.Lock()
 
     def begin(self) -> Ahead:
-        """Register a batch that is about to be drawn ahead."""
+        """Register a batch that is about to be drawn in advance."""
         with self._lock:
             batch = Ahead(self._generator.get_state())
             self._ahead.append(batch)
             return batch
 
     def end(self, batch: Ahead) -> None:
-        """Unregister a batch that was handed out or discarded."""
+        """Unregister a batch that was yielded or discarded."""
         with self._lock:
             if batch in self._ahead:
                 self._ahead.remove(batch)
 
     def state(self) -> Tensor:
-        """Return the state to resume from.
+        """Return the generator state that a checkpoint should store: the state before the first batch not yet yielded.
 
-        If something else was drawn between two batches, no state repeats both draws. The generator's current state is
-        returned then.
+        If the generator was used for another draw after one of the batches, no single state reproduces all of them. In
+        this case the generator's current state is returned.
         """
         with self._lock:
             now = self._generator.get_state()
@@ -186,7 +201,7 @@ class RandomStream:
             return self._ahead[0].before
 
     def restore(self, state: Tensor) -> None:
-        """Continue from ``state``. Batches that were drawn ahead before are forgotten."""
+        """Set the generator to ``state``, and unregister all batches that were drawn in advance."""
         with self._lock:
             self._ahead.clear()
             self._generator.set_state(state)

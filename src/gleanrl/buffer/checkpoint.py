@@ -1,6 +1,8 @@
-"""Checkpoints of a buffer: its files as links, the random state, and priorities.
+"""Saves and loads checkpoints of a buffer.
 
-The checkpoints of any number of ranks can be loaded by any number of ranks, among which the rows are divided evenly.
+A checkpoint is a folder with hard links to the buffer's files, the state of the random generator, and the priorities.
+The number of ranks that load may differ from the number of ranks that saved. The rows of all checkpoints are then
+divided evenly among the ranks that load.
 """
 
 from __future__ import annotations
@@ -32,24 +34,28 @@ from gleanrl.utils.seeding import derive
 
 STATE = "state.json"
 PRIORITIES = "priorities.npz"
-PARTS = (Manifest.NAME, STATE, PRIORITIES)  # files of a checkpoint, besides the buffer's own
+PARTS = (Manifest.NAME, STATE, PRIORITIES)  # files that are not links to files of the buffer
 PRIORITY_KEYS = ("first", "highest", "weights")
-COMMIT_NBYTES = 64 << 20  # bytes of rows added in one commit, so that syncs take a small share of the time
+# Bytes of rows that are added in one commit. Each commit waits for the disk, so many small commits would be slow.
+COMMIT_NBYTES = 64 << 20
 
 
 class State(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The content of a checkpoint's file ``state.json``: the random state, and counts of its trajectories."""
+    """The content of a checkpoint's file ``state.json``: the random state, and counts of trajectories and rows."""
 
     seed: int
-    generator: str  # state of the random stream, base64
-    size: int
-    total_samples: int
-    trajectory_counter: int
-    rank: int | None = None  # rank whose random stream this is
+    generator: str  # state of the `torch.Generator`, in base64
+    size: int  # number of trajectories
+    total_samples: int  # number of rows
+    trajectory_counter: int  # id of the next trajectory
+    rank: int | None = None  # rank that saved the checkpoint; None if the file does not state it
 
 
 def save(sampler: Sampler, path: Path, *, seed: int, rank: int) -> None:
-    """Write a checkpoint, either completely or not at all. Raises `UserError` if the disk is full."""
+    """Write a checkpoint of ``sampler`` to the folder ``path``, either completely or not at all.
+
+    ``seed`` and ``rank`` are stored for `read_sampler_state`. Raises `UserError` if the disk is full.
+    """
     storage = sampler.storage
     with atomic.directory(path) as folder, storage.lock:
         storage.write_checkpoint(folder)
@@ -64,15 +70,15 @@ def save(sampler: Sampler, path: Path, *, seed: int, rank: int) -> None:
 
 
 def check_replaceable(path: Path, own: Path | None, *, as_rlinf: bool = False) -> None:
-    """Check that a checkpoint may be written to ``path``.
+    """Check that ``path`` is either missing, empty or an old checkpoint, so that a new checkpoint may replace it.
 
     Args:
-        path: folder of the checkpoint.
-        own: the buffer's folder; None if it is in memory.
-        as_rlinf: whether the checkpoint is a directory of RLinf.
+        path: folder of the new checkpoint.
+        own: folder of the buffer that is saved; None if the buffer is in memory.
+        as_rlinf: whether the checkpoint is written in RLinf's format. An old directory of RLinf may then be replaced.
 
     Raises:
-        UserError: ``path`` exists and is not a checkpoint, so its content would be lost.
+        UserError: ``path`` is something else, whose content would be lost.
     """
     if own is not None and path.resolve() == own.resolve():
         raise UserError(f"{path}: the buffer itself is in there; name another folder for its checkpoint")
@@ -88,7 +94,10 @@ def check_replaceable(path: Path, own: Path | None, *, as_rlinf: bool = False) -
 
 
 def shards(path: Path) -> list[Path]:
-    """Return the checkpoints in a folder: the folder itself, or those of all ranks in the order of their numbers.
+    """Return the folders of all checkpoints at ``path``.
+
+    If ``path`` is itself a checkpoint, it is the only one. Otherwise the checkpoints are the subfolders that the ranks
+    have saved, sorted by the number in their names.
 
     Raises:
         UserError: there is no checkpoint.
@@ -109,7 +118,7 @@ def _is_checkpoint(path: Path) -> bool:
 
 
 def open_reader(path: Path, *, pickles: bool = False) -> BufferReader | rlinf.RLinfReader:
-    """Open a buffer, a checkpoint or a directory of RLinf for reading."""
+    """Open a buffer, a checkpoint or a directory of RLinf for reading. ``pickles``: see `rlinf.Directory`."""
     return rlinf.RLinfReader(path, pickles=pickles) if rlinf.is_directory(path) else BufferReader(path)
 
 
@@ -122,10 +131,17 @@ def load(
     pickles: bool = False,
     before_commit: Callable[[], object] = bool,
 ) -> None:
-    """Replace the buffer's content by this rank's part of the checkpoints at ``paths``.
+    """Replace the content of a buffer by the trajectories that rank ``rank`` of ``ranks`` loads from checkpoints.
 
-    The content is replaced completely or not at all, even in a crash. ``before_commit`` is called when all files are in
-    place. If it raises an error, the buffer keeps its content.
+    The content is replaced completely or not at all, even if the process crashes.
+
+    Args:
+        writer: the buffer.
+        paths: the checkpoints, as returned by `shards`.
+        rank, ranks: see `trajectories_of_rank`.
+        pickles: see `rlinf.Directory`.
+        before_commit: called after all new files are written and before they replace the old content. If it raises an
+            error, the buffer keeps its old content.
     """
     if len(paths) == 1 and ranks == 1 and (paths[0] / Manifest.NAME).is_file():
         with closing(BufferReader(paths[0])) as source:
@@ -137,7 +153,7 @@ def load(
 
 
 def add_all(writer: BufferWriter, trajectories: Iterable[FlatTrajectory]) -> None:
-    """Add any number of trajectories, in commits of about `COMMIT_NBYTES`."""
+    """Add trajectories to a buffer in commits of about `COMMIT_NBYTES`, so that only one commit is held in memory."""
     batch: list[FlatTrajectory] = []
     nbytes = 0
     for trajectory in trajectories:
@@ -153,15 +169,19 @@ def add_all(writer: BufferWriter, trajectories: Iterable[FlatTrajectory]) -> Non
 def trajectories_of_rank(
     paths: Sequence[Path], *, rank: int, ranks: int, pickles: bool = False
 ) -> Iterator[FlatTrajectory]:
-    """Yield the trajectories of a rank. All checkpoints together are cut into parts with nearly equal numbers of rows.
+    """Yield the trajectories that rank ``rank`` of ``ranks`` loads.
+
+    The trajectories of all checkpoints, one checkpoint after the other, are cut into ``ranks`` consecutive parts with
+    nearly equal numbers of rows. A trajectory is never cut.
 
     Raises:
         UserError: a file is missing or damaged.
     """
-    counts: list[list[int]] = []  # rows of each trajectory
+    counts: list[list[int]] = []  # for each checkpoint, the number of rows of each trajectory
     for path in paths:
         with closing(open_reader(path, pickles=pickles)) as reader:
-            if isinstance(reader, BufferReader):  # a missing file of RLinf is an error only when it is read
+            # RLinf's index may list files that are missing, and only reading such a trajectory is an error
+            if isinstance(reader, BufferReader):
                 for why in reader.lost_files():
                     raise UserError(f"{why}; {SALVAGE}")
             records = reader.snapshot.records
@@ -170,7 +190,8 @@ def trajectories_of_rank(
     for path, own in zip(paths, counts, strict=True):
         mine = []
         for position, count in enumerate(own):
-            if (2 * before + count) * ranks // (2 * total) == rank:  # the trajectory's middle is in the part
+            # a trajectory belongs to the part that contains its middle row
+            if (2 * before + count) * ranks // (2 * total) == rank:
                 mine.append(position)
             before += count
         if mine:
@@ -185,28 +206,28 @@ def trajectories_of_rank(
 
 @dataclass(frozen=True)
 class SamplerState:
-    """The state, besides the trajectories, from which a rank continues."""
+    """The state of a rank's sampler after a checkpoint is loaded."""
 
     seed: int
-    generator: Tensor  # state of the random stream
-    priorities: list[dict[str, Any]] | None
+    generator: Tensor  # uint8, a state for `torch.Generator.set_state`
+    priorities: list[dict[str, Any]] | None  # for `Priorities.restore`; None: the priorities are reset
 
 
 def read_sampler_state(paths: Sequence[Path], *, seed: int, stream: int, rank: int, ranks: int) -> SamplerState:
-    """Return the random state and the priorities with which a rank continues.
+    """Return the random state and the priorities with which a rank continues after it has loaded checkpoints.
 
-    A rank continues its stream if as many ranks load as saved, and it loads the part that it saved. Otherwise it gets a
-    new stream, derived from the saved states. Priorities are restored if a single checkpoint is loaded as a whole, and
-    reset otherwise.
+    The random stream of the rank continues if the number of ranks is the same as when the checkpoints were saved, and
+    the rank loads the checkpoint that it saved. Otherwise the rank gets a new stream, whose seed is derived from the
+    saved states. Priorities are restored if there is a single checkpoint that is not divided, and reset otherwise.
 
     Args:
-        paths: the checkpoints, from `shards`.
-        seed: seed to use if the checkpoints have none.
-        stream: number of this rank's stream. Ranks that load the same part have different streams.
-        rank, ranks: number of the part to load, and number of parts.
+        paths: the checkpoints, as returned by `shards`.
+        seed: seed to use if the checkpoints store none.
+        stream: number of this rank's random stream. Several ranks may load the same part, but their streams differ.
+        rank, ranks: index of the part that is loaded, and number of parts.
 
     Raises:
-        UserError: a file is damaged.
+        UserError: a file is damaged, or ``rank`` is not between 0 and ``ranks`` - 1.
     """
     if not 0 <= rank < ranks:
         raise UserError(f"rank {rank} of {ranks}: ranks count from 0 to {ranks - 1}")
@@ -231,7 +252,8 @@ def read_sampler_state(paths: Sequence[Path], *, seed: int, stream: int, rank: i
     saved = seed_of(paths[0])
     seed = seed if saved is None else saved
     if ranks == 1 and not stream and not any(states):
-        start = seed  # with RLinf's own files, the first rank draws the same rows as RLinf
+        # RLinf's directories store no random state; with the plain seed, rank 0 draws the same rows as RLinf
+        start = seed
     else:
         saved_states = ["" if state is None else state.generator for state in states]
         start = derive(seed, "buffer", "of", ranks, rank, stream, *saved_states)
@@ -239,7 +261,7 @@ def read_sampler_state(paths: Sequence[Path], *, seed: int, stream: int, rank: i
 
 
 def seed_of(path: Path) -> int | None:
-    """Return the seed of a checkpoint, or None if it has none."""
+    """Return the seed that is stored in a checkpoint; None if it stores none."""
     if rlinf.is_directory(path):
         return rlinf.seed_of(path)
     state = read_state(path)
@@ -247,7 +269,7 @@ def seed_of(path: Path) -> int | None:
 
 
 def read_state(path: Path) -> State | None:
-    """Return the state in a checkpoint; None if ``path`` has no ``state.json``, as in a directory of RLinf.
+    """Return the content of a checkpoint's ``state.json``; None if the file is missing, as in a directory of RLinf.
 
     Raises `UserError` if the file is damaged.
     """

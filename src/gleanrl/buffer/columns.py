@@ -1,9 +1,10 @@
-"""Columns of rows in segment files, mapped so that each column is one array.
+"""Stores the columns of a table in segment files, which are mapped into memory such that each column is one array.
 
-Row r of a column is in segment ``r // capacity``. All segments of a column are mapped one after the other into one
-range of addresses, so a gather over many files is a single `torch.index_select`, as fast as over one tensor in memory.
-The range is used as a ring: a new segment takes the place of a dropped one. Python's `mmap` cannot map to a given
-address, so `AddressSpace` calls the C library.
+A *segment* is a file with ``capacity`` rows of every column. Row r is in segment ``r // capacity``. For each column,
+all segments are mapped one after the other into one range of addresses. A gather over many files is therefore a single
+`torch.index_select`, as fast as on one tensor in memory. The range is a ring buffer of *slots*, one for each segment: a
+new segment is mapped into the slot of a dropped one. Python's `mmap` cannot map a file to a given address, so
+`AddressSpace` calls the C library.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ from gleanrl.buffer.trajectory import FieldPath
 from gleanrl.utils.errors import UserError
 
 PAGE = mmap.PAGESIZE
-ADDRESSES = 16 << 30  # bytes of address space that a table starts with; fewer where the system limits them
-STEPS = 32  # number of steps in which disk space is reserved for a segment
-PROBES = 8  # rows that are checked to find out whether a gather would wait for the disk
+ADDRESSES = 16 << 30  # initial address space of a `Columns`, bytes; less where the system limits it
+STEPS = 32  # disk space for a segment is allocated in this many steps while the segment is filled
+PROBES = 8  # number of rows that a gather checks to find out whether its rows must be read from disk
 _FIXED = 0x10  # MAP_FIXED, which has this value on Linux and macOS
 _NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if os.uname().sysname == "Linux" else 0x40)
 _FAILED = ctypes.c_void_p(-1).value
@@ -37,7 +38,7 @@ _FAILED = ctypes.c_void_p(-1).value
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """The name, type and shape of one tensor of a row."""
+    """The path, dtype and shape of one tensor in a row."""
 
     path: FieldPath
     dtype: torch.dtype
@@ -56,7 +57,9 @@ class Field:
 
 
 class AddressSpace:
-    """A range of addresses without memory, into which parts of files are mapped for reading.
+    """A reserved range of virtual addresses, into which parts of files are mapped for reading.
+
+    The reservation itself occupies no memory.
 
     Args:
         nbytes: length of the range, a multiple of the page size.
@@ -64,13 +67,14 @@ class AddressSpace:
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
-        # where no file is mapped, reads return zeros and do not crash the process
+        # an anonymous mapping: where no file is mapped yet, reads return zeros instead of crashing the process
         self._base = _mmap(None, nbytes, mmap.PROT_READ, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE, -1, 0)
 
     def rows(self, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-        """Return a view of the whole range as rows of ``shape``.
+        """Return the whole range as a tensor ``[n, *shape]`` without a copy. Rows where no file is mapped are zeros.
 
-        Rows are valid where a file is mapped, until `close`. The tensor keeps the range alive.
+        The range is not unmapped while the tensor exists, unless `close` is called. After `close`, reading the tensor
+        crashes the process.
         """
         nbytes = dtype.itemsize * math.prod(shape)
         count = self.nbytes // nbytes
@@ -79,7 +83,10 @@ class AddressSpace:
         return torch.frombuffer(memory, dtype=dtype).view(count, *shape)
 
     def map(self, file: int, offset: int, at: int, nbytes: int) -> None:
-        """Map ``nbytes`` of a file from ``offset`` to byte ``at`` of the range. All are multiples of the page size."""
+        """Map ``nbytes`` of the open file ``file`` from its byte ``offset`` on to byte ``at`` of the range.
+
+        ``offset``, ``at`` and ``nbytes`` are multiples of the page size.
+        """
         _mmap(self._base + at, nbytes, mmap.PROT_READ, mmap.MAP_SHARED | _FIXED, file, offset)
 
     def unmap(self, at: int, nbytes: int) -> None:
@@ -87,7 +94,7 @@ class AddressSpace:
         _mmap(self._base + at, nbytes, mmap.PROT_READ, flags, -1, 0)
 
     def resident(self, at: int, nbytes: int) -> bool:
-        """Return whether these bytes are in memory. True if the system cannot find out."""
+        """Return whether these bytes of the range are cached in memory. True if the system cannot report it."""
         first, pages = self._pages(at, nbytes)
         seen = ctypes.create_string_buffer(pages)
         if _library().mincore(first, pages * PAGE, seen):
@@ -95,17 +102,17 @@ class AddressSpace:
         return all(page & 1 for page in seen.raw)
 
     def prefetch(self, at: int, nbytes: int) -> None:
-        """Start reading these bytes from disk, without waiting for them."""
+        """Start to read these bytes of the range from disk into memory, and return without waiting for them."""
         first, pages = self._pages(at, nbytes)
         _library().madvise(first, pages * PAGE, mmap.MADV_WILLNEED)
 
     def _pages(self, at: int, nbytes: int) -> tuple[int, int]:
-        """Return the address of the page in which byte ``at`` lies, and the number of pages that ``nbytes`` touch."""
+        """Return the address of the page that contains byte ``at``, and the number of pages that ``nbytes`` span."""
         first = at // PAGE * PAGE
         return self._base + first, -(-(at + nbytes - first) // PAGE)
 
     def close(self) -> None:
-        """Release the range. Tensors from `rows` must not be used afterwards."""
+        """Unmap and release the range. Reading a tensor from `rows` afterwards crashes the process."""
         if self._base:
             _library().munmap(ctypes.c_void_p(self._base), ctypes.c_size_t(self.nbytes))
             self._base = 0
@@ -116,41 +123,50 @@ class AddressSpace:
 
 
 class Columns:
-    """Rows of some fields, numbered from 0 and never renumbered. The oldest segments can be dropped.
+    """The columns of some fields in segment files.
 
-    A row is *published* once it may be read and belongs to the buffer. Rows that were written but not published are
-    overwritten by the next write after an error.
+    Rows are numbered from 0 in the order in which they are written. They keep their numbers when the oldest segments
+    are dropped. A written row is *published* once it belongs to the buffer and may be read. If an error occurs between
+    `write` and `publish`, the next write overwrites the rows.
 
     Args:
         files: the folder of the segments, or memory.
-        name: name of a segment's file, with ``{}`` in place of its number.
-        fields: the fields, with one column each.
-        capacity: rows in a segment, such that each column fills whole pages (`table.segment_rows`).
+        name: format of the segments' file names, with ``{}`` in place of the segment's number.
+        fields: the fields. Each has one column.
+        capacity: number of rows in a segment. `table.segment_rows` returns one such that each column fills whole pages.
     """
 
     def __init__(self, files: Files, name: str, fields: Sequence[Field], capacity: int) -> None:
         self._files, self._name, self._fields, self.capacity = files, name, tuple(fields), capacity
         self._widths = [field.nbytes for field in fields]
         self.segment_nbytes = capacity * sum(self._widths)
-        # offset of each column in a segment's file
+        # for each column, its byte offset in a segment's file
         self._offsets = [capacity * sum(self._widths[:i]) for i in range(len(self._widths))]
-        self._step = -(-capacity // STEPS)  # number of rows for which disk space is reserved at once
-        self.rows = 0  # published rows
-        self.end = 0  # end of the written rows, the unpublished ones included
+        self._step = -(-capacity // STEPS)  # number of rows for which disk space is allocated at once
+        self.rows = 0  # the row after the last published row
+        self.end = 0  # the row after the last written row, published or not
         self._use(*self._reserve_addresses(ADDRESSES // max(1, self.segment_nbytes)))
-        self._mapped = dict[int, int]()  # slot -> the segment mapped there, which may be a dropped one
-        self._first = 0  # first segment that is kept
-        self._dropped: dict[int, int] = {}  # dropped segment that is still mapped -> number of its drop
-        self._open: dict[int, int] = {}  # segment that is being filled -> file descriptor
-        self.lost: dict[int, str] = {}  # segment -> why it cannot be read
-        self._in_memory = [files.folder is None] * len(self._widths)  # for each column, whether it seems to be cached
-        self._faults = resource.getrusage(resource.RUSAGE_SELF).ru_majflt  # major page faults at the last gather
+        self._mapped = dict[int, int]()  # slot -> segment that is mapped there, also if it was dropped
+        self._first = 0  # oldest segment that was not dropped
+        self._dropped: dict[int, int] = {}  # dropped segment that is still mapped -> `drop`'s ``number``
+        self._open: dict[int, int] = {}  # segment that is not full yet -> file descriptor
+        self.lost: dict[int, str] = {}  # segment whose file is missing or too short -> error message
+        # for each column, whether the rows of the last checked gather were cached in memory
+        self._in_memory = [files.folder is None] * len(self._widths)
+        # number of major page faults (reads that waited for the disk) of this process at the last gather
+        self._faults = resource.getrusage(resource.RUSAGE_SELF).ru_majflt
 
     # --- writing ---------------------------------------------------------------------------------
     def write(self, columns: Sequence[Tensor]) -> set[int]:
-        """Write rows at ``end`` and return the descriptors to sync. The rows can be read once they are published.
+        """Write rows after the last written row, and return the descriptors of files that the caller must sync.
 
-        There must be address space for the rows (`fits`). Raises `OSError` if the disk is full.
+        The rows can be read after `publish`. The caller makes sure that there is address space for them (`fits`).
+
+        Args:
+            columns: for each field, a contiguous tensor ``[n, ...]``.
+
+        Raises:
+            OSError: the disk is full or fails.
         """
         touched = set[int]()
         first, count = self.end, len(columns[0])
@@ -179,20 +195,21 @@ class Columns:
         return touched
 
     def nbytes(self, rows: int) -> int:
-        """Return the bytes of disk space that the kept segments use when they are written up to row ``rows``."""
+        """Return the disk space in bytes that the kept segments occupy once all rows below ``rows`` are written."""
         segments, more = divmod(rows, self.capacity)
         return ((segments - self._first) * self.capacity + self._reserved(more)) * sum(self._widths)
 
     @property
     def segment_end(self) -> int:
-        """First row of the first segment that holds no published row."""
+        """The first row of the first segment without published rows."""
         return -(-self.rows // self.capacity) * self.capacity
 
     def publish(self, rows: int, *, skip_unreadable: bool = False) -> None:
-        """Publish all rows below ``rows``, and map their segments.
+        """Publish all rows below ``rows``: map their segments, so that they can be read.
 
         Raises:
-            OSError: a segment cannot be read. With ``skip_unreadable`` it is added to ``lost`` instead.
+            OSError: the file of a segment is missing or too short. With ``skip_unreadable`` no error is raised, and the
+                segment is added to ``lost``.
         """
         known = max([*self._mapped.values(), *self.lost], default=-1)
         for segment in range(max(self._first, known + 1), (rows - 1) // self.capacity + 1):
@@ -204,14 +221,14 @@ class Columns:
                 name = self._files.where(self._name.format(segment))
                 self.lost[segment] = f"{name}: {error.strerror or error}; its rows are lost"
         for segment in [own for own in self._open if (own + 1) * self.capacity <= rows]:
-            os.close(self._open.pop(segment))  # the segment is full
+            os.close(self._open.pop(segment))  # a full segment is never written again
         self.rows = self.end = max(self.rows, rows)
 
     def drop(self, rows: int, number: int, *, remove: bool) -> bool:
-        """Drop the segments that hold only rows below ``rows``, and return whether there were any.
+        """Drop the segments in which all rows are below ``rows``, and return whether there were any.
 
-        Dropped segments can be read until `release` is called with this drop's ``number``. With ``remove``, their files
-        are removed.
+        Other threads may be reading these segments, so they stay mapped until `release` is called with ``number`` or a
+        higher number. With ``remove``, their files are deleted at once.
         """
         self.rows = self.end = max(self.rows, rows)
         first, self._first = self._first, max(self._first, rows // self.capacity)
@@ -228,7 +245,10 @@ class Columns:
         return bool(gone)
 
     def release(self, number: int) -> bool:
-        """Unmap the segments of drops up to ``number``, and return whether any dropped segments are still mapped."""
+        """Unmap the segments that were dropped with numbers up to ``number``.
+
+        Returns whether any dropped segments are still mapped.
+        """
         for segment in [own for own, dropped in self._dropped.items() if dropped <= number]:
             slot = segment % self.slots
             for space, width in zip(self._spaces, self._widths, strict=True):
@@ -239,15 +259,17 @@ class Columns:
         return bool(self._dropped)
 
     def fits(self, rows: int) -> bool:
-        """Return whether there is address space for rows up to ``rows``, and for dropped rows that are still mapped."""
+        """Return whether the address space has room for all rows below ``rows`` and the dropped rows still mapped."""
         first = min(self._dropped, default=self._first)
         return (rows - 1) // self.capacity - first < self.slots
 
     def grow(self, rows: int) -> None:
-        """Move to a larger address space with room for rows up to ``rows``. No thread may be reading meanwhile.
+        """Map all segments into a larger address space, which has room for all rows below ``rows``.
+
+        The old address space is unmapped, so no other thread may be reading rows.
 
         Raises:
-            OSError: the system has no such address space.
+            OSError: the system does not provide so many addresses, or a segment cannot be mapped.
         """
         needed = (rows - 1) // self.capacity - self._first + 1
         old, slots, mapped = self._spaces, self.slots, self._mapped
@@ -264,24 +286,29 @@ class Columns:
             space.close()
 
     def kept_files(self) -> dict[str, bool]:
-        """Return the file names of the kept segments, each with whether more rows will be written to it."""
+        """Return the file names of the kept segments. The value is True for a segment to which rows will be added."""
         kept = [segment for segment in sorted(self._mapped.values()) if segment >= self._first]
         return {self._name.format(segment): (segment + 1) * self.capacity > self.rows for segment in kept}
 
     # --- reading ---------------------------------------------------------------------------------
     def gather(self, rows: Tensor, which: Sequence[int]) -> list[Tensor]:
-        """Return rows (int64 ``[n]``) of the columns ``which`` as new tensors ``[n, ...]``.
+        """Return rows of some columns, as a new tensor ``[n, ...]`` for each column.
+
+        Args:
+            rows: int64 ``[n]``, numbers of published rows.
+            which: indices of the columns in ``fields``.
 
         Raises:
-            UserError: the file of a row is lost.
+            UserError: the segment of a row is lost.
         """
         if self.lost:
             self._check_not_lost(rows)
-        slots = rows % (self.slots * self.capacity)  # also keeps a damaged row number inside the range
+        # the modulo also keeps a row number that is read from a damaged file inside the range of addresses
+        slots = rows % (self.slots * self.capacity)
         for i in which:
             if self._in_memory[i]:
                 continue
-            # a disk serves many requests at once, so all rows are requested before the first one is read
+            # a disk is fastest with many requests at once, so all rows are requested before the first is waited for
             space, width = self._spaces[i], self._widths[i]
             probes = slots[:: max(1, len(slots) // PROBES)].tolist()
             self._in_memory[i] = all(space.resident(slot * width, width) for slot in probes)
@@ -293,15 +320,18 @@ class Columns:
                     space.prefetch(begin, end + width - begin)
         found = [torch.index_select(self._views[i], 0, slots) for i in which]
         if (faults := resource.getrusage(resource.RUSAGE_SELF).ru_majflt) != self._faults:
-            self._faults = faults  # a thread of this process waited for the disk
+            # a thread of this process waited for the disk, so the next gather checks again which rows are cached
+            self._faults = faults
             self._in_memory = [self._files.folder is None] * len(self._widths)
         return found
 
     def slice(self, which: int, first: int, count: int) -> list[Tensor]:
-        """Return consecutive rows of a column, one view for each segment, valid until the next `release`.
+        """Return ``count`` consecutive rows of the column with index ``which``, without a copy.
+
+        The result has one tensor for each segment. The tensors are valid until the next call of `release` or `grow`.
 
         Raises:
-            UserError: the file of a row is lost.
+            UserError: the segment of a row is lost.
         """
         if self.lost:
             self._check_not_lost(torch.arange(first, first + count))
@@ -329,9 +359,9 @@ class Columns:
                 raise UserError(self.lost[segment])
 
     def _pieces(self, first: int, count: int) -> Iterator[tuple[int, int, int]]:
-        """Split ``count`` rows, from row ``first`` on, by segment.
+        """Split the ``count`` rows from row ``first`` on at the boundaries of segments.
 
-        Yields (segment, begin, end): rows ``first + begin`` to ``first + end`` (exclusive) lie in this segment.
+        Yields (segment, begin, end): the rows from ``first + begin`` to ``first + end - 1`` are in this segment.
         """
         begin = 0
         while begin < count:
@@ -341,13 +371,14 @@ class Columns:
             begin = end
 
     def _reserved(self, row: int) -> int:
-        """Return the number of rows for which a segment has disk space when it is written up to ``row``."""
+        """Return for how many rows of a segment disk space is allocated once its first ``row`` rows are written."""
         return min(self.capacity, -(-row // self._step) * self._step)
 
     def _open_and_map(self, segment: int) -> None:
         file = self._files.open(self._name.format(segment))
         try:
-            if os.fstat(file).st_size < self.segment_nbytes:  # reading past a file's end would kill the process
+            # reading a mapped page behind the end of its file would kill the process (SIGBUS)
+            if os.fstat(file).st_size < self.segment_nbytes:
                 raise OSError("the file is cut short")
             self._map(segment, file)
         finally:
@@ -361,9 +392,9 @@ class Columns:
         self._mapped[slot] = segment
 
     def _reserve_addresses(self, slots: int, least: int = 1) -> tuple[list[AddressSpace], int]:
-        """Reserve an address space for each column. Return the address spaces and the number of segments that fit.
+        """Reserve an address space for each column, with room for ``slots`` segments or as many as the system allows.
 
-        That number is ``slots``, or less if the system does not allow it. Raises `OSError` if it is below ``least``.
+        Returns the address spaces and the number of segments that fit. Raises `OSError` if fewer than ``least`` fit.
         """
         slots = max(least, slots)
         while True:
@@ -379,13 +410,13 @@ class Columns:
                 slots = max(least, slots // 2)
 
     def _use(self, spaces: list[AddressSpace], slots: int) -> None:
-        """Use address spaces with room for ``slots`` segments."""
+        """Make ``spaces`` the address spaces of the columns. They have room for ``slots`` segments."""
         self._spaces, self.slots = spaces, slots
         self._views = [space.rows(field.dtype, field.shape) for space, field in zip(spaces, self._fields, strict=True)]
 
 
 def octets(tensor: Tensor) -> memoryview:
-    """Return the bytes of a contiguous tensor without a copy."""
+    """Return the bytes of a contiguous CPU tensor as a `memoryview`, without a copy."""
     array: Any = tensor.reshape(-1).view(torch.uint8).numpy() if tensor.numel() else b""
     return memoryview(array)
 

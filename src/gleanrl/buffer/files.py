@@ -1,4 +1,7 @@
-"""The files of a buffer, in a folder or in memory. Both have file descriptors, so callers use them in the same way."""
+"""The files of a buffer by name, either in a folder or in memory.
+
+An open file is a file descriptor in both cases, so the rest of the buffer has no separate code for files in memory.
+"""
 
 from __future__ import annotations
 
@@ -13,17 +16,18 @@ from typing import Self
 from gleanrl.utils import atomic
 
 try:
-    from isal.isal_zlib import crc32  # as fast as memory, with the same checksums as zlib
+    from isal.isal_zlib import crc32  # computes the same checksums as zlib, but faster
 except ModuleNotFoundError:
     from zlib import crc32
 
 __all__ = ["Files", "crc32", "write_all"]
 
+# errors of `os.link` that mean that the file system cannot link the file, for example because it is on another disk
 NO_LINKS = {errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}
 
 
 class MemoryFile:
-    """A file without a name. It exists until the last reference to it is gone and its last descriptor is closed."""
+    """A file in memory. Its memory is freed once this object is deleted and all other descriptors of it are closed."""
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
@@ -33,32 +37,34 @@ class MemoryFile:
 
 
 class Files:
-    """Files by name. A file is never overwritten by another one, because a checkpoint may have a hard link to it.
+    """Creates, opens, replaces and removes the files of a buffer by name.
+
+    No method writes new content into an existing file, because a checkpoint may have a hard link to the same file.
 
     Args:
-        folder: folder of the files; None: in memory, until the process ends.
-        writable: whether files are opened for writing too.
+        folder: folder of the files; None: the files are in memory and are lost when the process ends.
+        writable: whether `open` opens files for writing as well as for reading.
     """
 
     def __init__(self, folder: Path | None, *, writable: bool) -> None:
         self.folder, self._mode = folder, os.O_RDWR if writable else os.O_RDONLY
-        self.prefix = ""  # put before each name to get the name on disk
+        self.prefix = ""  # begins the name of every file on disk; callers leave it out
         self._in_memory: dict[str, MemoryFile] = {}
 
     def with_prefix(self, prefix: str) -> Self:
-        """Return the files whose names on disk start with ``prefix``, to be used by names without it."""
+        """Return a `Files` of the same folder for the files whose names start with ``prefix``. Callers leave it out."""
         found = copy.copy(self)
         found.prefix = prefix
         return found
 
     def where(self, name: str) -> str:
-        """Return the file's path, for messages and links."""
+        """Return the path of a file on disk, or the full name of a file in memory."""
         return self.prefix + name if self.folder is None else f"{self.folder}/{self.prefix}{name}"
 
     def create(self, name: str, nbytes: int = 0) -> int:
-        """Create a sparse file of ``nbytes`` and return its descriptor.
+        """Create a file of ``nbytes`` zeros, without allocating disk space (see `reserve`), and return its descriptor.
 
-        Raises `FileExistsError` if the name is taken. After any other `OSError`, the file does not exist.
+        Raises `FileExistsError` if a file of this name exists. After any other `OSError`, the file does not exist.
         """
         path = self.where(name)
         if self.folder is not None:
@@ -83,7 +89,10 @@ class Files:
         return file
 
     def reserve(self, file: int, at: int, nbytes: int) -> None:
-        """Allocate disk space for a part of a file. Raises `OSError` if the disk is full, before data are written."""
+        """Allocate disk space for the ``nbytes`` of a file from offset ``at`` on. Raises `OSError` if the disk is full.
+
+        Without this, a full disk would be noticed only after a part of the data was written.
+        """
         if nbytes and self.folder is not None and hasattr(os, "posix_fallocate"):
             os.posix_fallocate(file, at, nbytes)
 
@@ -97,7 +106,7 @@ class Files:
         return os.dup(self._in_memory[path].descriptor)
 
     def replace(self, name: str, data: bytes) -> None:
-        """Replace the content of a file atomically. The new content is on disk when this returns."""
+        """Create the file ``name``, or replace it atomically. The data are on disk when this returns."""
         if self.folder is not None:
             atomic.write_bytes(self.where(name), data)
             return
@@ -122,22 +131,22 @@ class Files:
         return sorted(name.removeprefix(self.prefix) for name in found if name.startswith(self.prefix))
 
     def sync(self, files: Iterable[int]) -> None:
-        """Wait until the data of these descriptors are on disk and survive a power cut."""
+        """Block until all data that were written to these descriptors are on disk, where they survive a power cut."""
         if self.folder is not None:
             for file in files:
                 os.fdatasync(file) if hasattr(os, "fdatasync") else os.fsync(file)
 
     def take(self, source: Files, name: str, nbytes: int | None = None) -> None:
-        """Add the file ``name`` of ``source``, as a hard link where possible, else as a copy.
+        """Add the file ``name`` of ``source`` under the same name, as a hard link if possible and else as a copy.
 
-        With ``nbytes``, the file is a copy of the first ``nbytes``. A new link survives a power cut only once its
-        folder is synced. Raises `FileExistsError` if the name is taken.
+        With ``nbytes``, the new file is always a copy, of the first ``nbytes``. A hard link survives a power cut only
+        after the caller has synced this folder. Raises `FileExistsError` if a file of this name exists.
         """
         if nbytes is None and self.folder is not None and source.folder is not None:
             try:
                 os.link(source.where(name), self.where(name))
                 return
-            except OSError as error:  # another disk, or a file system without links
+            except OSError as error:
                 if error.errno not in NO_LINKS:
                     raise
         file, target = source.open(name), self.create(name)
@@ -147,8 +156,9 @@ class Files:
             at = 0
             while at < size:
                 try:
-                    at = os.lseek(file, at, os.SEEK_DATA)  # holes are skipped, because most of a new segment is a hole
-                except OSError:  # only a hole follows
+                    # holes of a sparse file are skipped, because a new segment consists mostly of one hole
+                    at = os.lseek(file, at, os.SEEK_DATA)
+                except OSError:  # there are no data behind `at`
                     break
                 end = min(size, os.lseek(file, at, os.SEEK_HOLE))
                 while at < end and (data := os.pread(file, min(1 << 22, end - at), at)):
@@ -167,7 +177,7 @@ class Files:
             os.close(file)
 
     def write_text(self, name: str, text: str) -> None:
-        """Create a file that holds ``text``, and sync it to disk. After an error the file does not exist."""
+        """Create a file with the content ``text``, and sync it to disk. If writing fails, the file is removed."""
         file = self.create(name)
         try:
             write_all(file, memoryview(text.encode()), 0)
@@ -180,7 +190,7 @@ class Files:
 
 
 def write_all(file: int, data: memoryview, at: int) -> None:
-    """Write all bytes at offset ``at``, with several system calls where one writes fewer bytes."""
+    """Write all of ``data`` to a file at offset ``at``, although one `os.pwrite` may write only a part of it."""
     while data:
         written = os.pwrite(file, data, at)
         data, at = data[written:], at + written

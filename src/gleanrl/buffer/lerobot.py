@@ -1,7 +1,8 @@
-"""Export to LeRobot data sets (version 3.0): Parquet files with a row for each chunk step, episode by episode.
+"""Exports trajectories as a LeRobot data set (format version 3.0).
 
-An episode is a run of chunk steps of one environment. It ends at the chunk step that is flagged as its end, or where
-the trajectory or a rollout epoch ends.
+The data set consists of Parquet files with one row, called a frame, for each chunk step. The frames of an episode are
+consecutive. An episode is a sequence of chunk steps of one environment. It ends where ``dones``, ``terminations`` or
+``truncations`` is set, and also at the end of each rollout epoch and of the trajectory.
 """
 
 from __future__ import annotations
@@ -20,12 +21,15 @@ from gleanrl.utils import atomic
 from gleanrl.utils.errors import UserError
 
 VERSION = "v3.0"
-FILE_NBYTES = 100 << 20  # approximate bytes of rows in a data file
-GROUP_NBYTES = 8 << 20  # approximate bytes of rows in a row group
-CHUNK = 1000  # largest number of files in a folder
+FILE_NBYTES = 100 << 20  # approximate size of the rows in a data file, before compression
+GROUP_NBYTES = 8 << 20  # approximate size of the rows in a Parquet row group, before compression
+CHUNK = 1000  # largest number of data files in a folder
+# names that LeRobot gives to some fields
 NAMES: dict[FieldPath, str] = {("actions",): "action", ("rewards",): "next.reward", ("dones",): "next.done"}
+# columns that every LeRobot data set has
 OWN_FEATURES = ("timestamp", "frame_index", "episode_index", "index", "task_index")
-_TASK_INDEX = {  # pandas metadata that makes the column of task texts the index, as LeRobot expects
+# pandas metadata of tasks.parquet: LeRobot expects the task texts to be the index of the data frame
+_TASK_INDEX = {
     "index_columns": ["task"],
     "column_indexes": [{"name": None, "field_name": None, "pandas_type": "unicode", "numpy_type": "object"}],
     "columns": [
@@ -38,18 +42,19 @@ Array = np.ndarray[Any, Any]
 
 
 def export(trajectories: Iterable[FlatTrajectory], out: Path, fields: Sequence[Field], *, fps: float = 1.0) -> str:
-    """Write a data set, either completely or not at all, and return a summary.
+    """Write a data set, either completely or not at all, and return its numbers of episodes and frames as text.
 
     Args:
         trajectories: the trajectories to write.
-        out: a new folder.
-        fields: the fields that all trajectories have. ``next_obs`` (the next row's observation) and empty fields are
-            left out. Floats of a type that Parquet does not have become float32.
-        fps: chunk steps per second, for the timestamps.
+        out: folder of the data set, which does not exist yet.
+        fields: the fields to write. Every trajectory must have them with this dtype and shape. Not written are fields
+            without elements and ``next_obs``, because the next frame has this observation. Floats of a dtype that NumPy
+            does not have, such as bfloat16, are converted to float32.
+        fps: chunk steps per second, from which the timestamps are computed.
 
     Raises:
-        UserError: pyarrow is missing, there are no trajectories, two fields would have the same name, the type of a
-            field cannot be stored, or the disk is full.
+        UserError: pyarrow is missing, there are no trajectories, a trajectory lacks a field, two fields would have the
+            same name, the dtype of a field cannot be stored, or the disk is full.
     """
     features: dict[str, Field] = {}
     for field in fields:
@@ -73,7 +78,11 @@ def export(trajectories: Iterable[FlatTrajectory], out: Path, fields: Sequence[F
 
 
 def _episodes(trajectory: FlatTrajectory, features: dict[str, Field]) -> Iterator[tuple[dict[str, Array], list[str]]]:
-    """Yield the columns ``[n, ...]`` of each episode, and the instruction of each step."""
+    """Yield (columns, tasks) for each episode of a trajectory.
+
+    ``columns`` has an array ``[n, ...]`` for each name in ``features``, and ``tasks`` the task description of each of
+    the n chunk steps ("" if the trajectory has none). Raises `UserError` if the trajectory lacks a field.
+    """
     columns: dict[str, Array] = {}
     for name, field in features.items():
         column = trajectory.columns.get(field.path)
@@ -90,7 +99,7 @@ def _episodes(trajectory: FlatTrajectory, features: dict[str, Field]) -> Iterato
 
 
 class _DataSet:
-    """Writes the files of a data set, episode by episode. Raises `UserError` if pyarrow is missing."""
+    """Writes the files of a data set, one episode at a time. Raises `UserError` when it is made without pyarrow."""
 
     def __init__(self, folder: Path, features: dict[str, Field], fps: float) -> None:
         try:
@@ -103,18 +112,18 @@ class _DataSet:
         self.episodes: list[dict[str, Any]] = []
         self.frames = 0
         self._tasks: dict[str, int] = {}
-        # statistics of each feature, elementwise: arrays of the feature's shape
+        # for each feature, elementwise statistics over all frames, as arrays of the feature's shape
         self._lowest: dict[str, Array] = {}
         self._highest: dict[str, Array] = {}
         self._sums: dict[str, Array] = {}
         self._squares: dict[str, Array] = {}
         self._writer: Any = None
-        self._group: list[Any] = []  # tables of the next row group
-        self._file = -1  # number of the open data file
-        self._written = 0  # bytes of rows in the open data file
+        self._group: list[Any] = []  # tables of episodes that are not written yet
+        self._file = -1  # number of the open data file; -1: none was opened yet
+        self._written = 0  # bytes of rows that were written to the open data file
 
     def add(self, columns: dict[str, Array], tasks: list[str]) -> None:
-        """Add the rows of an episode."""
+        """Append an episode: an array ``[n, ...]`` for each feature, and the task description of each step, n texts."""
         count, numbers = len(tasks), [self._tasks.setdefault(task, len(self._tasks)) for task in tasks]
         frame = np.arange(count, dtype=np.int64)
         own = {
@@ -158,7 +167,7 @@ class _DataSet:
         self.frames += count
 
     def close(self) -> None:
-        """Write the metadata. Raises `UserError` if there are no episodes."""
+        """Write the remaining rows and the metadata. Raises `UserError` if no episode was added."""
         self._close_file()
         if not self.episodes:
             raise UserError("there are no trajectories to export")
@@ -201,7 +210,11 @@ class _DataSet:
         (meta / "info.json").write_text(json.dumps(info, indent=1))
 
     def _column(self, values: Array) -> Any:
-        """Convert ``[n]`` and ``[n, 1]`` to numbers, ``[n, k]`` to lists of length k, other shapes to nested lists."""
+        """Convert an array to an Arrow column of n entries.
+
+        The entries are numbers for the shapes ``[n]`` and ``[n, 1]``, lists of fixed length for ``[n, k]``, and nested
+        lists for other shapes.
+        """
         flat = self._arrow.array(values.reshape(-1))
         shape = values.shape[1:]
         if shape in ((), (1,)):

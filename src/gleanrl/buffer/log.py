@@ -1,11 +1,11 @@
-"""The manifest and the append-only files of a buffer: the log of trajectories, and their texts.
+"""The manifest of a buffer and its append-only files: the log of trajectories, and the files of texts.
 
-The manifest says which files of a folder belong to the buffer, and which of their trajectories are kept. It is replaced
-atomically, so a reader never sees half of a change.
+The manifest (``buffer.json``) names the files that belong to the buffer, and states which trajectories are kept. It is
+replaced atomically, so a reader sees either the old or the new manifest.
 
-The log has one record of fixed length for each trajectory, appended once its rows and texts are safe on disk. A
-trajectory exists if and only if it has a record. The log is also the index: records are mapped and read in place, so
-they occupy no memory of the process, even for a million trajectories.
+The log has one record of fixed length for each trajectory. The record is appended after the trajectory's rows and texts
+are on disk, so a trajectory exists if and only if it has a record. The log is also the index of trajectories: it is
+mapped into memory and read in place. Even with a million trajectories, the process keeps no copy of it.
 """
 
 from __future__ import annotations
@@ -27,64 +27,67 @@ from gleanrl.utils.errors import UserError
 
 RECORD = np.dtype(
     [
-        ("crc", "<u4"),  # checksum of the rest of the record
+        ("crc", "<u4"),  # checksum of all other bytes of the record
         ("kind", "<u2"),  # unused
-        ("flags", "<u2"),
+        ("flags", "<u2"),  # a combination of SUCCESS, FAILURE and INTERVENED
         ("id", "<i8"),  # ids count up from 0 and are never used twice
-        ("row", "<i8"),  # first row in the table of the trajectory's schema
-        ("final", "<i8"),  # first row of its final observations, which the table numbers separately
-        ("text", "<i8"),  # offset of the trajectory's text
-        ("version_low", "<f8"),
-        ("version_high", "<f8"),
-        ("time", "<f8"),  # seconds since 1970
-        ("reward", "<f8"),  # sum of all rewards
+        ("row", "<i8"),  # the trajectory's first row in the table `schema`
+        ("final", "<i8"),  # the first of its final observations (see `table`), which have row numbers of their own
+        ("text", "<i8"),  # byte offset of the trajectory's text in the file of texts
+        ("version_low", "<f8"),  # lowest version of the weights that acted; -1 if versions are unknown
+        ("version_high", "<f8"),  # highest version of the weights that acted; -1 if versions are unknown
+        ("time", "<f8"),  # time at which the trajectory was added, seconds since 1970
+        ("reward", "<f8"),  # sum of all rewards of the trajectory
         ("text_nbytes", "<u4"),
         ("steps", "<u4"),  # T
         ("batch", "<u4"),  # B
         ("finals", "<u4"),  # number of final observations
-        ("episodes", "<u4"),  # number of ends of episodes
-        ("epochs", "<u4"),
-        ("data_crc", "<u4"),  # checksum of the trajectory's rows as they are stored
-        ("schema", "<u4"),
-        ("commit", "<i8"),  # id of the first trajectory that was written together with this one
-        ("text_crc", "<u4"),  # checksum of the trajectory's text and instructions
+        ("episodes", "<u4"),  # number of chunk steps at which an episode ends
+        ("epochs", "<u4"),  # number of rollout epochs with bootstrap entries; 0 if there are no such entries
+        ("data_crc", "<u4"),  # checksum of the bytes of the trajectory's rows on disk
+        ("schema", "<u4"),  # number of the table that has the rows
+        ("commit", "<i8"),  # id of the first trajectory of the commit in which this one was written
+        ("text_crc", "<u4"),  # checksum of the trajectory's text and task descriptions
         ("unused", "V12"),
     ]
 )
 assert RECORD.itemsize == 128
-SUCCESS, FAILURE, INTERVENED = 1, 2, 4  # flags; without SUCCESS and FAILURE, the outcome is unknown
+SUCCESS, FAILURE, INTERVENED = 1, 2, 4  # bits of `flags`; with neither SUCCESS nor FAILURE, the outcome is unknown
 LONGEST = 1 << 31  # largest number of records in a log
-CHECKED = 1 << 16  # records whose checksums are compared at once
-ADDRESSES = 256 << 20  # bytes of address space that a log starts with
+CHECKED = 1 << 16  # number of records whose checksums are verified at once
+ADDRESSES = 256 << 20  # initial address space of a log, bytes
+# advice at the end of error messages about damage
 SALVAGE = "`gleanrl buffer FOLDER merge OUT --skip-damaged` writes what is left to a new buffer"
 
 
-FORMAT = 1  # version of the format of the manifest and of all files that it names
+FORMAT = 1  # version of the file format, which covers the manifest and all files that it names
 Count = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Says which files of a folder belong to the buffer, and which of their rows and records are kept.
+    """The content of ``buffer.json``: the files that belong to a buffer, and which of their rows and records are kept.
 
-    A changed manifest is made with `msgspec.structs.replace`.
+    Instances are immutable. `msgspec.structs.replace` makes a changed copy.
     """
 
     NAME: ClassVar[str] = "buffer.json"
 
     format: Count = FORMAT
-    epoch: Count = 0  # number at the start of all file names; a new one when the whole content is replaced
+    epoch: Count = 0  # begins all file names; increases when the whole content is replaced
     log: str = "log-000000"
     texts: str = "texts-000000"
-    base: Count = 0  # id of the log's first record
-    first: Count = 0  # oldest id that is kept
-    rows: tuple[Count, ...]  # for each schema, the first row that is kept
-    finals: tuple[Count, ...]  # for each schema, the first final observation that is kept
-    known: Count = 0  # all records below this id were once in the log, so a missing one is damage
-    end: Count | None = None  # in a checkpoint: the id after its last trajectory; its linked files may hold more
+    base: Count = 0  # id of the first record in the log, which may be of a dropped trajectory
+    first: Count = 0  # id of the oldest trajectory that is kept
+    rows: tuple[Count, ...]  # for each table, the first row that is kept
+    finals: tuple[Count, ...]  # for each table, the first final observation that is kept
+    known: Count = 0  # all ids below this one were written to the log, so a missing record is damage
+    # Only in a checkpoint: the id after its last trajectory. The linked files may have further ones, which the buffer
+    # has added later.
+    end: Count | None = None
 
     @classmethod
     def read(cls, files: Files) -> Manifest | None:
-        """Return the folder's manifest; None if it has none. Raises `UserError` for a damaged or unknown format."""
+        """Return the manifest of a folder; None if it has none. Raises `UserError` for damage or another format."""
         try:
             found = msgspec.json.decode(files.read_text(cls.NAME), type=cls)
         except FileNotFoundError:
@@ -98,27 +101,29 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         return found
 
     def write(self, files: Files) -> None:
-        """Replace the folder's manifest atomically. The new one is on disk when this returns."""
+        """Write this manifest to a folder, replacing an old one atomically. It is on disk when this returns."""
         files.replace(self.NAME, msgspec.json.encode(self))
 
     @property
     def prefix(self) -> str:
-        """Prefix of the names of the buffer's files."""
+        """Prefix of the names of all files that the manifest names, for example ``000-``."""
         return f"{self.epoch:03d}-"
 
     def kept(self, table: int) -> tuple[int, int]:
-        """Return the first row and the first final observation of a table that are kept."""
+        """Return the first row and the first final observation that are kept in the table with number ``table``."""
         return (self.rows[table], self.finals[table]) if table < len(self.rows) else (0, 0)
 
 
 @dataclass(frozen=True, slots=True)
 class Damage:
-    """Where a log becomes unreadable."""
+    """The place from which on a log is unreadable, and the reason."""
 
-    record: int
-    nbytes: int  # bytes from that record to the end of the file, which a writer cuts off
+    record: int  # position in the log of the first unreadable record
+    nbytes: int  # bytes from that record to the end of the file; a writer truncates the file by this number
     why: str
-    good: int = 0  # number of intact records of later commits; if positive, the damage is not from a crash
+    # Number of records from there on that are known to have been complete on disk. If it is positive, the damage cannot
+    # come from a crash during an append.
+    good: int = 0
 
     def __str__(self) -> str:
         rest = f"{self.good} good record{'s' * (self.good > 1)}" if self.good else f"{self.nbytes} bytes"
@@ -126,17 +131,18 @@ class Damage:
 
 
 class Log:
-    """The records of a log file as an array.
+    """A log file, whose records are mapped into memory as an array.
 
     Args:
         files: the folder of the log, or memory.
         name: name of the file. If ``writable``, a missing file is created.
-        writable: whether records can be appended. A writer cuts off an incomplete record at the end.
-        limit: number of records to read at most, e.g. in a checkpoint that shares the file with a buffer.
-        least: number of records that the log is known to have had.
+        writable: whether records can be appended. Incomplete records at the end, which a crash leaves, are then removed
+            from the file.
+        limit: largest number of records to read. A checkpoint needs a limit, because a buffer may append to the file.
+        least: number of records that are known to have been written. If there are fewer, the log is damaged.
 
     Raises:
-        UserError: the log is ``writable``, and its damage is not what a crash leaves.
+        UserError: the log is ``writable`` and damaged in a way that a crash cannot cause.
     """
 
     def __init__(self, files: Files, name: str, *, writable: bool, limit: int = LONGEST, least: int = 0) -> None:
@@ -146,7 +152,7 @@ class Log:
         self._use(AddressSpace(ADDRESSES))
         self.count = 0
         self.damage: Damage | None = None
-        self.exposed = False  # whether readers may have seen records of a failed `append`
+        self.exposed = False  # whether other processes may have read records of an `append` that failed
         self.refresh()
         if writable and self.damage is not None:
             if self.damage.good:
@@ -158,11 +164,11 @@ class Log:
 
     @property
     def records(self) -> np.ndarray[Any, Any]:
-        """All records before any damage, as a read-only array of `RECORD`, valid until `close`."""
+        """All records before the first damaged one, as a read-only array of dtype `RECORD`, valid until `close`."""
         return self._all[: self.count]
 
     def refresh(self) -> int:
-        """Read the records that another process has appended, and return their number."""
+        """Read the records that another process has appended, return their number, and update ``damage``."""
         nbytes = min(os.fstat(self._file).st_size, self._limit * RECORD.itemsize)
         there = nbytes // RECORD.itemsize
         if there <= self.count and nbytes == self.count * RECORD.itemsize >= self._least * RECORD.itemsize:
@@ -174,7 +180,8 @@ class Log:
             good = self._intact(begin, min(begin + CHECKED, there))
             self.count = begin + (len(good) if good.all() else int(np.argmin(good)))
             if not good.all():
-                # intact records of later commits show that the damaged record was once complete
+                # A commit begins after the commit before it is on disk. So if there is an intact record of a later
+                # commit, the damaged record was once complete, and the damage does not come from a crash.
                 later = self.count + 1 + np.flatnonzero(self._intact(self.count + 1, there))
                 settled = int((self._all["commit"][later] > self._all["id"][later] - (later - self.count)).sum())
                 why = "a record's checksum does not match"
@@ -188,15 +195,15 @@ class Log:
         return self.count - before
 
     def all_intact(self) -> np.ndarray[Any, Any]:
-        """Return all intact records, including those after a damaged one."""
+        """Return a copy of all records with matching checksums, including those after a damaged record."""
         there = min(os.fstat(self._file).st_size, self._limit * RECORD.itemsize) // RECORD.itemsize
         self._map(there)
         return self._all[np.flatnonzero(self._intact(0, there))]
 
     def append(self, records: np.ndarray[Any, Any]) -> None:
-        """Append records, sync them to disk, and then make them visible in this process.
+        """Append records to the file, sync it to disk, and then add them to ``records``. Their checksums are filled in.
 
-        After an error the log is unchanged, but ``exposed`` says whether other processes may have seen the records.
+        After an error the log is unchanged, but ``exposed`` is True if other processes may have read the new records.
         """
         records = records.copy()
         lines: Any = records.view(np.uint8)
@@ -218,41 +225,42 @@ class Log:
         os.close(self._file)
 
     def _intact(self, first: int, end: int) -> np.ndarray[Any, Any]:
-        """Return bool ``[end - first]``: whether the checksum of each record matches."""
+        """Return bool ``[end - first]``: whether the checksum of each record from ``first`` to ``end - 1`` matches."""
         return np.array(_checksums(self._bytes[first:end].numpy().reshape(-1))) == self._all["crc"][first:end]
 
     def _map(self, count: int) -> None:
         if count > LONGEST:
             raise UserError(f"{self.name}: more than {LONGEST} records")
         pages = -(-count * RECORD.itemsize // PAGE) * PAGE
-        if pages > self._space.nbytes:  # arrays that were handed out keep the old space alive
+        if pages > self._space.nbytes:  # the old address space stays mapped while arrays from `records` refer to it
             self._use(AddressSpace(max(4 * self._space.nbytes, pages)))
         if pages > self._mapped:
             self._space.map(self._file, self._mapped, self._mapped, pages - self._mapped)
             self._mapped = pages
 
     def _use(self, space: AddressSpace) -> None:
-        """Use an address space in which nothing is mapped yet."""
+        """Make ``space``, in which nothing is mapped yet, the address space of the log."""
         self._space, self._mapped = space, 0
         self._bytes = space.rows(torch.uint8, (RECORD.itemsize,))
         self._all = self._bytes.numpy().view(RECORD).reshape(-1)
 
 
 def _checksums(lines: Any) -> list[int]:
-    """Return the checksum of each record, given an array of their bytes."""
+    """Return the checksum of each record. ``lines``: the bytes of all records, as a uint8 array."""
     data = memoryview(lines)
     return [crc32(data[start + 4 : start + RECORD.itemsize]) for start in range(0, len(data), RECORD.itemsize)]
 
 
 class Texts:
-    """Texts of trajectories by offset, and task descriptions by number, each stored once.
+    """The texts of trajectories and the task descriptions (instructions), in two append-only files.
 
-    They are in two append-only files. A text belongs to the buffer once a log record refers to it.
+    A trajectory's text (`reader.text_of`) is read by its byte offset and length, which are in the log record. A task
+    description is read by its number, which is in the trajectory's rows. Equal task descriptions are stored once.
 
     Args:
         files: the folder of the two files, or memory.
         name: name of the file of texts. The task descriptions are in ``instructions.jsonl``, one JSON string per line.
-        writable: whether texts can be added. Missing files are created.
+        writable: whether texts can be added. Missing files are then created.
     """
 
     INSTRUCTIONS = "instructions.jsonl"
@@ -262,16 +270,16 @@ class Texts:
         there = files.names() if writable else ()
         opened = [files.create(n) if writable and n not in there else files.open(n) for n in self.names]
         self._texts, self._lines = opened
-        self.end = os.fstat(self._texts).st_size  # bytes of the file of texts
+        self.end = os.fstat(self._texts).st_size  # size of the file of texts in bytes
         self._known: list[str | None] = []  # task descriptions by number; None if the line is damaged
-        self.instructions_nbytes = 0  # bytes of the lines in `_known`; both change only under `_lock`
+        self.instructions_nbytes = 0  # bytes of the lines in `_known`; `_lock` protects both
         self._lock = threading.Lock()
         self._read_more()
         if writable:
-            os.ftruncate(self._lines, self.instructions_nbytes)  # cuts off half a line that a crash left
+            os.ftruncate(self._lines, self.instructions_nbytes)  # a crash may have left an incomplete last line
         self._number = {text: number for number, text in enumerate(self._known) if text is not None}
         self._pending, self._fresh = bytearray(), list[str]()
-        self._last = ("", (0, 0))
+        self._last = ("", (0, 0))  # the text that was added last, and its offset and length
 
     @property
     def nbytes(self) -> int:
@@ -280,13 +288,13 @@ class Texts:
 
     @property
     def instructed(self) -> bool:
-        """Whether there is any task description."""
+        """Whether the buffer has any task description."""
         return bool(self._known) or os.fstat(self._lines).st_size > 0
 
     def add_text(self, text: str) -> tuple[int, int]:
-        """Queue a text for `commit`, and return its offset and length in bytes.
+        """Queue a text for `commit`, and return its offset in the file and its length, both in bytes.
 
-        A text that equals the one before it is stored only once.
+        A text that equals the text added before it is not stored again.
         """
         if text != self._last[0]:
             data = text.encode()
@@ -295,7 +303,7 @@ class Texts:
         return self._last[1]
 
     def add_instructions(self, instructions: Sequence[str]) -> list[int]:
-        """Queue new task descriptions for `commit`, and return the number of each description."""
+        """Queue the task descriptions that are not stored yet for `commit`, and return the numbers of all of them."""
         for text in dict.fromkeys(instructions):
             if text not in self._number:
                 self._number[text] = len(self._known) + len(self._fresh)
@@ -303,7 +311,7 @@ class Texts:
         return [self._number[text] for text in instructions]
 
     def commit(self) -> None:
-        """Write the queued texts and sync them to disk. Raises `OSError` if that fails."""
+        """Append the queued texts and task descriptions to the files, and sync these to disk. Raises `OSError`."""
         lines = "".join(json.dumps(text) + "\n" for text in self._fresh).encode()
         touched = set()
         if self._pending:
@@ -320,7 +328,7 @@ class Texts:
         self._pending, self._fresh = bytearray(), []
 
     def rollback(self) -> None:
-        """Forget the queued texts."""
+        """Discard the queued texts and task descriptions, after the write of their trajectories has failed."""
         for text in self._fresh:
             del self._number[text]
         self._pending, self._fresh, self._last = bytearray(), [], ("", (0, 0))
@@ -329,7 +337,7 @@ class Texts:
         return os.pread(self._texts, nbytes, at).decode(errors="replace")
 
     def instruction(self, number: int) -> str:
-        """Return a task description by number. Raises `UserError` if its line is damaged or missing."""
+        """Return the task description with this number. Raises `UserError` if its line is damaged or missing."""
         if number >= len(self._known):
             with self._lock:
                 if number >= len(self._known):  # another thread may have read more lines meanwhile
@@ -340,7 +348,7 @@ class Texts:
         return text
 
     def copy(self, name: str, begin: int) -> None:
-        """Copy the texts from offset ``begin`` on to the new file ``name``, and sync it to disk."""
+        """Copy all texts from byte offset ``begin`` on to the new file ``name``, and sync it to disk."""
         file = self._files.create(name)
         try:
             for at in range(begin, self.end, 1 << 22):
@@ -355,7 +363,7 @@ class Texts:
         os.close(self._lines)
 
     def _read_more(self) -> None:
-        """Read the task descriptions that another process has appended."""
+        """Read the complete lines of task descriptions that another process has appended."""
         data = os.pread(self._lines, os.fstat(self._lines).st_size - self.instructions_nbytes, self.instructions_nbytes)
         whole = data[: data.rfind(b"\n") + 1]
         for line in whole.split(b"\n")[:-1]:

@@ -1,4 +1,7 @@
-"""Prioritised sampling: a sum tree over rows (Schaul et al. 2016, "Prioritized Experience Replay")."""
+"""Priorities of rows for `Sampler.sample_prioritized` (Schaul et al. 2016, "Prioritized Experience Replay").
+
+Each table has a sum tree, from which rows are drawn in logarithmic time.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +19,10 @@ Ints = np.ndarray[Any, np.dtype[np.int64]]
 
 
 class SumTree:
-    """Weights by position. Positions are drawn with probabilities in proportion to their weights.
+    """A binary tree of weights, from which positions are drawn with probabilities in proportion to their weights.
 
-    Each operation handles many positions, one level of the tree at a time. With float64 sums, a draw from 2^30 rows is
-    exact to about 1e-7 of a weight.
+    All operations are vectorised: they process many positions together, one level of the tree after the other. Sums are
+    float64. With 2^30 positions, rounding shifts the limits between positions by about 1e-7 of a weight.
     """
 
     def __init__(self, capacity: int = 1024) -> None:
@@ -43,34 +46,35 @@ class SumTree:
             self._nodes[nodes] = self._nodes[2 * nodes] + self._nodes[2 * nodes + 1]
 
     def find(self, sums: Floats) -> Ints:
-        """Return the first position at which the running sum of weights exceeds each of ``sums`` (in [0, total))."""
+        """Return for each of ``sums``, in [0, total), the first position at which the cumulative weight exceeds it."""
         nodes = np.ones(len(sums), np.int64)
         left = sums.copy()
         while nodes[0] < self.capacity:
             nodes *= 2
             weight = self._nodes[nodes]
-            right = (left >= weight) & (self._nodes[nodes + 1] > 0)  # never into an empty part by rounding
+            # without the second condition, rounding errors could lead into a subtree of weight 0
+            right = (left >= weight) & (self._nodes[nodes + 1] > 0)
             left -= np.where(right, weight, 0.0)
             nodes += right
         return nodes - self.capacity
 
 
 class TablePriorities:
-    """Priorities of a table's rows, by row number.
+    """The priorities of the rows of one table.
 
     Args:
-        exponent: alpha. With 0 draws are uniform, with 1 in proportion to the priorities.
+        exponent: alpha in the paper. A row is drawn with a probability in proportion to priority ** alpha.
     """
 
     def __init__(self, exponent: float) -> None:
         self.exponent = exponent
-        self.first = self.end = 0  # rows first to end - 1 have a priority
-        self.highest = 1.0  # highest priority so far, which new rows get, so that each is drawn soon
+        self.first = self.end = 0  # the rows from `first` to `end` - 1 have a priority
+        self.highest = 1.0  # highest priority so far; new rows get it, so that each of them is drawn soon
         self.tree = SumTree()
-        self.base = 0  # row at position 0 of the tree
+        self.base = 0  # number of the row at position 0 of the tree
 
     def cover(self, first: int, end: int) -> None:
-        """Give each row from ``first`` to ``end`` - 1 a priority if it has none, and remove those of all other rows."""
+        """Add the rows from ``first`` to ``end`` - 1 that have no priority yet, and remove all other rows."""
         if first - self.base > max(self.tree.capacity // 2, end - first):
             kept = np.arange(max(first, self.first), self.end)
             weights = self.tree.at(kept - self.base)
@@ -89,9 +93,10 @@ class TablePriorities:
 
 
 class Priorities:
-    """Priorities of all tables, for any number of threads. All are reset when the buffer's content is replaced.
+    """The priorities of the rows of all tables. Any thread may call the methods.
 
-    Each call uses the newest snapshot, so that no thread removes rows which another thread has added.
+    All priorities are reset when the buffer's content is replaced. Every method uses the newest snapshot of the reader.
+    With an older snapshot, a thread would remove the priorities of rows which another thread has added since.
     """
 
     def __init__(self, exponent: float) -> None:
@@ -101,10 +106,11 @@ class Priorities:
         self._lock = threading.Lock()
 
     def draw(self, reader: Reader, drawn: Floats) -> tuple[Snapshot, Ints, Ints, Floats]:
-        """Draw a row for each of the uniform random numbers ``drawn`` in [0, 1).
+        """Draw a row for each of the uniform random numbers ``drawn``, ``[n]`` in [0, 1), with replacement.
 
         Returns:
-            The snapshot that was drawn from, and the table, row and probability of each draw, ``[n]`` each.
+            The snapshot from which the rows were drawn, and three arrays ``[n]``: the number of the table, the row in
+            this table, and the probability with which the row was drawn.
 
         Raises:
             UserError: there are no rows.
@@ -125,7 +131,13 @@ class Priorities:
             return now, tables, rows, weights / totals.sum()
 
     def update(self, reader: Reader, tables: Ints, rows: Ints, priorities: Floats) -> None:
-        """Set the priorities of ``rows``, which must be positive. Dropped rows are ignored."""
+        """Set the priorities of rows. Rows that were dropped are ignored.
+
+        Args:
+            reader: the reader of the rows.
+            tables, rows: ``[n]``, the number of the table and the row in this table.
+            priorities: ``[n]``, positive.
+        """
         with self._lock:
             self._cover(reader)
             for number, own in enumerate(self._own):
@@ -135,7 +147,7 @@ class Priorities:
                     own.highest = max(own.highest, float(priorities[mine].max()))
 
     def states(self, reader: Reader) -> list[dict[str, Any]]:
-        """Return each table's state for a checkpoint."""
+        """Return the state of each table's priorities, for a checkpoint."""
         with self._lock:
             self._cover(reader)
             found = []
@@ -158,7 +170,7 @@ class Priorities:
                 self._own.append(own)
 
     def _cover(self, reader: Reader) -> Snapshot:
-        """Give added rows a priority, forget dropped rows, and return the newest snapshot."""
+        """Add rows that are new in the newest snapshot, remove dropped rows, and return the snapshot."""
         now = reader.snapshot
         if self._epoch != now.epoch:
             self._own, self._epoch = [], now.epoch
