@@ -1,4 +1,9 @@
-"""Tools: a Python class whose typed methods a model calls, a sandboxed Python, and search in a local corpus."""
+"""The environment ``tools`` of the settings, in whose episodes the model calls tools.
+
+The tools are the typed methods of a user's class, a sandboxed Python interpreter, and search in a local corpus.
+`ToolTaskset` makes the tasks, and `ToolEnvironment` plays an episode. The expert of a user's class yields calls that it
+makes with `call`.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
-"""Plays an episode with tools: runs calls in order, answers wrong calls, and ends at a message without a call.
+"""The environment in which a model calls tools.
 
-`ToolTaskset` makes a `ToolEnvironment` for each episode, and plays a class's own expert through it with `play_expert`.
+`ToolEnvironment` runs the calls of each message in order. An invalid call gets an error text as its result. A message
+without a call is the final answer and ends the episode. `ToolTaskset` makes a `ToolEnvironment` for each episode, and
+uses `play_expert` for demonstrations by the expert of a user's class.
 """
 
 from __future__ import annotations
@@ -22,10 +24,12 @@ from gleanrl.utils.errors import UserError
 
 
 def bind_tools(holders: Sequence[Any]) -> dict[str, tuple[Tool, Any]]:
-    """Return the tools of ``holders`` (instances and functions) by name, each with the function to call.
+    """Return the tools of ``holders``, by name, each with the function that runs it.
+
+    A holder is a function, which is one tool, or an instance, whose typed public methods are tools.
 
     Raises:
-        UserError: two tools have the same name, or something is not a tool.
+        UserError: two tools have the same name, or a function or method cannot be a tool (see `tools_of`).
     """
     found: dict[str, tuple[Tool, Any]] = {}
     for holder in holders:
@@ -38,19 +42,27 @@ def bind_tools(holders: Sequence[Any]) -> dict[str, tuple[Tool, Any]]:
 
 
 class ToolEnvironment(Environment):
-    """One episode with tools.
+    """One episode in which the model calls tools.
+
+    Besides its tools, an instance among ``holders`` may have these members. All methods may be async.
+
+    - ``reset(**row)`` is called when the episode begins. If it returns a text, the text is appended to the last user
+      message of the prompt, or becomes a user message.
+    - ``done``: if this attribute is True after a call, the episode ends.
+    - ``get_reward()`` returns the reward of the episode so far, as a number or a `Score`. A ``get_reward(answer)`` is
+      instead called once, at the end of the episode, with the model's final answer without thinking. None means that
+      the reward does not apply to this episode.
+    - ``reward``: the reward of the episode so far, for an instance without ``get_reward``.
+    - ``close()`` releases the resources of the instance.
 
     Args:
-        holders: instances whose typed public methods are the tools, and functions. A holder's ``reset(**row)`` may
-            return a text that is appended to the task's last user message. If its attribute ``done`` is true after a
-            call, the episode ends. Its ``get_reward()`` or attribute ``reward`` is the reward so far; a
-            ``get_reward(answer)`` is called only once, at the end, with the final answer without thinking. Every holder
-            may have ``close()``. All methods may be async.
-        prompt: messages with which the episode opens.
-        row: arguments for ``reset``, which gets those that it has parameters for. If no holder gives a reward and the
-            row has an ``answer``, the final answer is compared with it.
-        max_calls: most calls in one message; further calls are not run.
-        max_output: most characters of a result.
+        holders: instances whose typed public methods are the tools, and functions, each of which is a tool. The first
+            instance with a reward decides the score.
+        prompt: messages with which the episode begins.
+        row: the task's data. ``reset`` gets the entries that it has parameters for. If no holder has a reward and there
+            is an entry ``answer``, the score is 1 if the final answer equals it (`same_answer`), else 0.
+        max_calls: maximum number of calls in one message; the calls after it get an error as their result.
+        max_output: maximum length of a result, in characters; the rest is cut off.
     """
 
     def __init__(
@@ -95,7 +107,7 @@ class ToolEnvironment(Environment):
                 text = self._error(f"not run: at most {self._max_calls} calls in one message")
             if entry.get("id"):
                 results.append(Message(role="tool", content=text, tool_call_id=str(entry["id"]), name=call.name))
-            else:  # a message with role "tool" would need the id of its call
+            else:  # the call has no id, without which a message with the role "tool" would be invalid
                 results.append(Message(role="user", content=text))
             if any(getattr(holder, "done", False) is True for holder in self._holders):
                 return Observation(tuple(results), done=True, score=await self._score(""))
@@ -105,7 +117,7 @@ class ToolEnvironment(Environment):
         await close_all(self._holders)
 
     async def _run(self, call: Call) -> str:
-        """Run a call and return its result as text for the model."""
+        """Run a call and return its result, or the error if it fails, as text for the model."""
         given = call.arguments
         if isinstance(given, str):
             try:
@@ -135,13 +147,16 @@ class ToolEnvironment(Environment):
         return self._shorten(f"Error: {text}")
 
     def _shorten(self, text: str) -> str:
-        """Cut the text to ``max_output``, and replace lone surrogates, which tokenizers cannot read."""
+        """Cut the text to ``max_output`` characters, and replace lone surrogates, which tokenizers cannot encode."""
         text = text.encode("utf-8", "replace").decode()
         more = len(text) - self._max_output
         return text if more <= 0 else f"{text[: self._max_output]}\n[{more} more characters left out]"
 
     async def _score(self, answer: str | None) -> Score | None:
-        """Return the score; None if only a `Reward` can give one. ``answer``: the final answer, None before the end."""
+        """Return the episode's present score, or None if the environment cannot score it and a `Reward` must.
+
+        ``answer`` is the model's final answer. It is None while the episode continues, and empty if a tool ended it.
+        """
         parts = {"tool_calls": float(self._calls), "tool_errors": float(self._errors)}
         value: Any = None
         for holder in self._holders:
@@ -167,7 +182,11 @@ class ToolEnvironment(Environment):
 
 
 def same_answer(said: str, expected: Any) -> bool:
-    """Return whether two answers are equal: as numbers if both are numbers, else as text, ignoring case and spaces."""
+    """Return whether the model's answer ``said`` equals ``expected``. Thinking in ``said`` is ignored.
+
+    If both are numbers, their values are compared, else their texts, in which case and the amount of white space do not
+    matter.
+    """
     text = answer_of(said).strip()
     try:
         return math.isclose(float(text.replace(",", "")), float(str(expected).replace(",", "")), rel_tol=1e-9)
@@ -184,12 +203,12 @@ async def close_all(holders: Sequence[Any]) -> None:
 
 
 async def _resolve(value: Any) -> Any:
-    """Return the value, awaited first if it is awaitable."""
+    """Return the value, or its result if it is awaitable, because a user's method may be async or not."""
     return await value if inspect.isawaitable(value) else value
 
 
 def select_arguments(function: Any, row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of the row that ``function`` has parameters for."""
+    """Return the entries of ``row`` that ``function`` has parameters for; all entries if it takes ``**kwargs``."""
     parameters = inspect.signature(function).parameters
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return dict(row)
@@ -203,12 +222,15 @@ whole message. Its ``yield`` returns the result of a single call, or a list of r
 
 
 def call(name: str, **arguments: Any) -> Call:
-    """Make a call of the tool ``name``, for an expert to yield."""
+    """Make a call of the tool ``name``, which an `Expert` yields."""
     return Call(name, arguments)
 
 
 async def play_expert(environment: ToolEnvironment, expert: Expert) -> tuple[tuple[Message, ...], Score]:
-    """Play an episode with the expert's calls, and return the conversation and its score."""
+    """Play an episode with the messages of ``expert``, and return the conversation and its score.
+
+    The score is 0 if the expert stops before the episode ends. The environment is closed in any case.
+    """
     answer: Any = None
     conversation: list[Message] = []
     try:
@@ -231,7 +253,7 @@ async def play_expert(environment: ToolEnvironment, expert: Expert) -> tuple[tup
             conversation += [message, *observation.messages]
             results = [result["content"] for result in observation.messages]
             answer = results[0] if isinstance(said, Call) else results
-    except StopIteration:  # the expert stopped before the episode ended, so this is no demonstration
+    except StopIteration:  # the expert stopped before the episode ended, so the conversation shows no solution
         return tuple(conversation), Score(0.0)
     finally:
         await environment.close()

@@ -1,14 +1,15 @@
 """Runs a model's Python code in a restricted process.
 
-With bubblewrap, the process is isolated: it has a file system, users, processes and a network of its own. Without
-bubblewrap, it only has resource limits. `PythonTool` and rewards that test programs use `PythonSandbox`:
+With the program bubblewrap, the process is isolated from the machine: Linux namespaces give it its own file system,
+users, processes and network. Without bubblewrap, the process only has resource limits. `PythonTool` uses
+`PythonSandbox`, and so can a reward that tests programs:
 
     sandbox = PythonSandbox(Limits(wall_s=2.0))
     ran = await sandbox.run("print(6 * 7)")
     print(ran.output, ran.error)
 
-``output`` and ``error`` come from the code's process, so the code can fake them or end its process early. It cannot
-fake the answer to another call, and ``ended`` and ``seconds`` are measured outside the process.
+The code's process itself reports ``output`` and ``error``, so the code can fake them. A reward must not trust them.
+Code cannot fake the result of another call. ``ended`` and ``seconds`` are measured outside the process.
 """
 
 from __future__ import annotations
@@ -40,24 +41,26 @@ from typing import Literal
 from gleanrl.utils.errors import UserError
 
 Isolation = Literal["auto", "bubblewrap", "none"]
-GRACE_S = 0.5  # seconds after the wall time in which the code can be interrupted before its process is killed
+# The process interrupts the code at the end of its wall time. If the code does not stop within this many seconds, the
+# process is killed.
+GRACE_S = 0.5
 _START_S = 30.0
 _MB = 1 << 20
-_CALLS = 100  # a session may use as much processor time as this many calls
+_CALLS = 100  # the processor time of a session is limited to that of this many calls
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Limits on what code may use. Raises ValueError for numbers out of range."""
+    """Limits on the resources that code may use. Raises ValueError for numbers out of range."""
 
-    wall_s: float = 10.0  # time of one call
-    cpu_s: int = 10  # processor time of one call; a session may use a hundred times as much over all its calls
+    wall_s: float = 10.0  # wall-clock seconds of one call
+    cpu_s: int = 10  # processor seconds of one call; all calls of a session together may use a hundred times as many
     memory_mb: int = 512  # address space of one process
-    disk_mb: int = 64  # size of the process's folder, which is kept in memory; without bubblewrap, of each file
+    disk_mb: int = 64  # with bubblewrap, size of the working folder, a tmpfs in memory; without it, size of each file
     processes: int = 1  # 1 = the code cannot fork, so that memory_mb limits all of its memory
-    threads: int = 16
-    output_chars: int = 10_000  # characters that a call may print; further ones are dropped and counted
+    threads: int = 16  # number of threads that the code may start; unlimited without bubblewrap
+    output_chars: int = 10_000  # characters that a call may print; further characters are dropped and counted
 
     def __post_init__(self) -> None:
         for name in self.__slots__:
@@ -71,15 +74,15 @@ class Limits:
 class Ran:
     """The result of a call."""
 
-    output: str  # printed text, and the value of a last expression
-    error: str | None = None  # a traceback, or why the process ended
+    output: str  # what the code printed and, if its last statement is an expression, the value of that
+    error: str | None = None  # a traceback, or why the process ended; None if the code succeeded
     left_out: int = 0  # number of characters of output that were dropped
-    ended: bool = False  # whether the process is gone; a session then starts again without its variables
-    seconds: float = 0.0
+    ended: bool = False  # whether the process has ended; the next call of a session then finds no variables
+    seconds: float = 0.0  # wall-clock time of the call
 
     @property
     def text(self) -> str:
-        """Output and error as one text for the model."""
+        """Output and error as one text, which the model gets as the result of the tool."""
         dropped = f"\n[{self.left_out} more characters left out]" if self.left_out else ""
         said = self.output + dropped
         if self.error is None:
@@ -88,18 +91,18 @@ class Ran:
 
 
 # --- the process that code runs in ------------------------------------------------------------------
-# These variables make runs repeatable and memory predictable. No variable is inherited, because this program's
-# environment may hold keys.
+# Environment variables of the process. They make its results repeatable and its memory predictable. It inherits no
+# variables, because those of this program may contain keys.
 _ENVIRONMENT = {"PYTHONHASHSEED": "0", "LC_ALL": "C.UTF-8", "MALLOC_ARENA_MAX": "1"} | dict.fromkeys(
     ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"
 )
 _PYTHON = os.path.realpath(sys.executable)
-_START = "import marshal, posix, sys; exec(marshal.loads(posix.read(int(sys.argv[1]), 1 << 20)))"  # see `_program`
+_START = "import marshal, posix, sys; exec(marshal.loads(posix.read(int(sys.argv[1]), 1 << 20)))"  # runs `_program`
 
 
 @cache
 def _program() -> bytes:
-    """Return `interpreter.py`, compiled. A new process reads this from its socket first."""
+    """Return the compiled `interpreter.py`. A new process reads it from its socket and executes it (`_START`)."""
     source = Path(__file__).with_name("interpreter.py").read_text(encoding="utf-8")
     return marshal.dumps(compile(source, "interpreter", "exec", dont_inherit=True))
 
@@ -111,7 +114,7 @@ def _packages() -> tuple[str, ...]:
 
 @cache
 def _bubblewrap(disk_mb: int) -> tuple[str, ...]:
-    """Return the bubblewrap command that precedes the interpreter's command, without the filter of system calls."""
+    """Return the arguments of a bubblewrap command. The caller appends the seccomp filter and the command to run."""
     command = [shutil.which("bwrap") or "bwrap", "--unshare-user", "--unshare-ipc", "--unshare-pid", "--unshare-net"]
     command += ["--unshare-uts", "--die-with-parent", "--cap-drop", "ALL"]
     for name, value in {**_ENVIRONMENT, "HOME": "/tmp", "TMPDIR": "/tmp"}.items():
@@ -129,9 +132,10 @@ def _bubblewrap(disk_mb: int) -> tuple[str, ...]:
     return (*command, "--dev", "/dev", "--chdir", "/tmp", "--remount-ro", "/dev", "--remount-ro", "/")
 
 
-# For each architecture: its number, the refused system calls, the numbers of fork and vfork, and the number of clone.
-# Refused are calls that use memory beyond any limit (memfd_create memfd_secret shmget msgget) and calls that could be
-# used to attack the kernel (unshare setns mount bpf userfaultfd io_uring_setup add_key keyctl ptrace).
+# The numbers that a seccomp filter needs, by architecture: the architecture's own number, the system calls that are
+# always refused, fork and vfork, and clone. The refused calls are, in this order, those whose memory no limit covers
+# (memfd_create memfd_secret shmget msgget) and those with which code could attack the kernel (unshare setns mount bpf
+# userfaultfd io_uring_setup add_key keyctl ptrace).
 _ARCHITECTURES = {
     "x86_64": (0xC000003E, (319, 447, 29, 68, 272, 308, 165, 321, 323, 425, 248, 250, 101), (57, 58), 56),
     "aarch64": (0xC00000B7, (279, 447, 194, 186, 97, 268, 40, 280, 282, 425, 217, 219, 117), (), 220),
@@ -142,10 +146,11 @@ _ALLOW, _KILL, _EPERM, _EAGAIN, _ENOSYS = 0x7FFF0000, 0x80000000, 0x00050001, 0x
 
 
 def seccomp_filter(*, forks: bool) -> bytes:
-    """Return a filter of system calls, as a classic BPF program.
+    """Return a seccomp filter, which refuses dangerous system calls, as a classic BPF program.
 
-    It is needed because the kernel does not apply the limit on processes to root, so that only a filter stops a fork
-    bomb of root. Raises OSError if the numbers of this machine's system calls are not known.
+    If ``forks`` is False, the filter also refuses to start processes. The limit on processes (RLIMIT_NPROC) is not
+    enough for this, because the kernel does not apply it to root. Raises OSError if the numbers of the system calls are
+    not known for this machine's architecture.
     """
     if platform.machine() not in _ARCHITECTURES:
         raise OSError(f"no filter of system calls for {platform.machine()}")
@@ -154,7 +159,8 @@ def seccomp_filter(*, forks: bool) -> bytes:
     code += [(_AT_LEAST, 0x40000000, 0, 1), (_RETURN, _ENOSYS, 0, 0)]  # refuse system calls of the x32 ABI
     for number in refused:
         code += [(_EQUAL, number, 0, 1), (_RETURN, _EPERM, 0, 0)]
-    code += [(_EQUAL, _CLONE3, 0, 1), (_RETURN, _ENOSYS, 0, 0)]  # the C library then falls back to clone
+    # The filter cannot see the flags of clone3, which are in memory. If clone3 is missing, the C library uses clone.
+    code += [(_EQUAL, _CLONE3, 0, 1), (_RETURN, _ENOSYS, 0, 0)]
     for number in () if forks else fork_calls:
         code += [(_EQUAL, number, 0, 1), (_RETURN, _EAGAIN, 0, 0)]
     code += [(_EQUAL, clone, 0, 3), (_LOAD, 16, 0, 0)]  # load the flags of clone
@@ -187,12 +193,15 @@ reached
 
 @cache
 def bubblewrap_missing() -> str:
-    """Return why code cannot be isolated on this machine; empty if it can be. The isolation is tested only once."""
+    """Return the reason why code cannot be isolated on this machine; an empty text if it can be isolated.
+
+    The first call runs code that tries to leave a sandbox. Later calls return the same result without a test.
+    """
     if sys.platform != "linux" or shutil.which("bwrap") is None:
         return "bubblewrap (bwrap) is not installed; apt-get install bubblewrap"
     sandbox = PythonSandbox(isolation="bubblewrap", _checked=True)
     try:
-        # Run in a thread, because the caller's thread may have a running event loop.
+        # `asyncio.run` needs a thread without a running event loop, and the caller's thread may have one.
         with socket.create_server(("127.0.0.1", 0)) as listening, ThreadPoolExecutor(1) as threads:
             code = _CHECK.replace("PORT", str(listening.getsockname()[1]))
             ran = threads.submit(asyncio.run, sandbox.run(code)).result()
@@ -205,7 +214,7 @@ def bubblewrap_missing() -> str:
 
 @cache
 def warn_unisolated(reason: str) -> None:
-    """Log a warning that code runs without isolation, once for each reason."""
+    """Log a warning that code runs without isolation, with the reason. The same reason is logged only once."""
     _log.warning("the Python tool runs code WITHOUT isolation, with limits only: %s", reason)
 
 
@@ -213,20 +222,22 @@ def warn_unisolated(reason: str) -> None:
 class PythonSandbox:
     """Runs Python code, each call in a new process. A `session` keeps one process for several calls.
 
-    The process for the next call is started ahead of time, while the model samples. It ends with the sandbox or the
-    event loop.
+    To save time, the process for the next call is started in advance and waits for its code, for example while the
+    model samples. It ends when the sandbox is deleted or the event loop is shut down.
 
     Args:
-        isolation: ``bubblewrap``, or ``none`` (a process with limits, for code that you trust). ``auto`` is bubblewrap
-            if this machine has it, else none, with a warning in the log.
-        packages: whether code may import the installed packages, not only Python's own library.
-        concurrency: number of calls that run at once; further calls wait. None = the number of processors.
+        isolation: "bubblewrap", or "none" for a process that only has limits, which is for code that you trust. "auto"
+            is "bubblewrap" if that works on this machine, otherwise "none", with a warning in the log.
+        packages: whether code may import the installed packages, and not only Python's standard library.
+        concurrency: maximum number of calls that run at the same time; further calls wait. None = the number of
+            processors.
 
     Raises:
         UserError: the requested isolation is not available on this machine.
     """
 
-    _next: tuple[asyncio.Task[Ran], asyncio.Future[str]] | None = None  # next call, and a future of its code
+    # The next call, whose process has been started, and the future through which it will get its code.
+    _next: tuple[asyncio.Task[Ran], asyncio.Future[str]] | None = None
 
     def __init__(
         self,
@@ -254,7 +265,7 @@ class PythonSandbox:
         self._turns = asyncio.Semaphore(concurrency or os.cpu_count() or 1)
 
     async def run(self, code: str) -> Ran:
-        """Run code in a process of its own. Errors of the code are in the result and are not raised.
+        """Run code in a separate process. Errors of the code are in the result and are not raised.
 
         Raises:
             OSError: no process could be started, so the code was not run.
@@ -270,12 +281,14 @@ class PythonSandbox:
     def _prepare_call(self) -> tuple[asyncio.Task[Ran], asyncio.Future[str]]:
         loop = asyncio.get_running_loop()
         given: asyncio.Future[str] = loop.create_future()
-        same = copy.copy(self)  # a task that referred to the sandbox itself would keep it alive
+        same = copy.copy(self)  # a task that refers to the sandbox itself would prevent its deletion
         same._next = None
         call = loop.create_task(same._call(given))
         owner = weakref.ref(self)
 
-        def forget(_: asyncio.Task[Ran]) -> None:  # the loop cancelled it at its end; a task keeps its loop alive
+        # When the loop is shut down, it cancels the task. The sandbox then drops the task, which would keep the loop
+        # alive.
+        def forget(_: asyncio.Task[Ran]) -> None:
             sandbox = owner()
             if sandbox is not None and sandbox._next is not None and sandbox._next[0] is call:
                 sandbox._next = None
@@ -284,13 +297,13 @@ class PythonSandbox:
         return call, given
 
     def __del__(self) -> None:
-        if self._next is not None:  # the process that waits for a call which does not come
+        if self._next is not None:  # cancel the call that waits for its code, which ends its process
             call, _ = self._next
-            with contextlib.suppress(RuntimeError):  # the loop is closed
+            with contextlib.suppress(RuntimeError):  # raised if the loop is closed, and the call is then cancelled
                 call.get_loop().call_soon_threadsafe(call.cancel)
 
     async def _call(self, given: asyncio.Future[str]) -> Ran:
-        """Start a process, wait for code, and run it. When this is cancelled, the process ends."""
+        """Start a process, wait until ``given`` has the code, and run the code. A cancelled call kills its process."""
         session = Session(self, calls=1)
         try:
             with contextlib.suppress(OSError):  # `Session.call` tries again to start a process
@@ -303,40 +316,45 @@ class PythonSandbox:
             await session.close()
 
     def session(self) -> Session:
-        """Return an interpreter that keeps its variables between calls. The caller must close it."""
+        """Return a session, whose calls share one process and its variables. The caller must close it."""
         return Session(self, calls=_CALLS)
 
 
 class _Nonsense(Exception):
-    """The process sent what `interpreter.py` does not send."""
+    """Raised if the process sends something that `interpreter.py` never sends."""
 
 
 class Session:
     """Runs calls in one process, so that they share variables. If the process ends, the next call starts another one.
 
-    Once the process has run code, nothing that it sends is trusted.
+    The code can make its process send anything. So all that is received from the process is checked, and a process that
+    sends invalid data is killed.
     """
 
     def __init__(self, sandbox: PythonSandbox, *, calls: int) -> None:
         self._sandbox = sandbox
         self._calls = calls
         self._process: asyncio.subprocess.Process | None = None
-        self._folder: str | None = None  # working folder of a process without bubblewrap, removed when it ends
+        self._folder: str | None = None  # temporary working folder; None with bubblewrap
         self._reader: asyncio.StreamReader
         self._writer: asyncio.StreamWriter | None = None
 
     @property
     def ended(self) -> bool:
-        """Whether the process ended by itself."""
+        """Whether the process has ended although `close` was not called."""
         return self._process is not None and self._process.returncode is not None
 
     async def run(self, code: str) -> Ran:
-        """Run code in the session's process. Errors are reported as by `PythonSandbox.run`."""
+        """Run code in the session's process. Returns and raises the same as `PythonSandbox.run`."""
         async with self._sandbox._turns:
             return await self.call(code)
 
     async def start(self) -> None:
-        """Start the process. Raises OSError if it cannot be started, or if its limits cannot be set."""
+        """Start the process, and wait until it can run code.
+
+        Raises:
+            OSError: the process cannot be started, or its limits cannot be set.
+        """
         limits, isolated = self._sandbox.limits, self._sandbox.isolation == "bubblewrap"
         if isolated and limits.processes > 1 and os.geteuid() == 0:
             raise OSError("processes = 1 is the most for root, to whom the kernel refuses no process")
@@ -349,7 +367,9 @@ class Session:
             "SIGPENDING": 1024,
         }
         kernel = tuple(int(part) for part in platform.release().split(".")[:2] if part.isdigit())
-        if isolated and kernel >= (5, 14):  # older kernels also count the user's processes outside the sandbox
+        # Kernels before 5.14 also count the user's processes outside the sandbox, so that even the first thread of the
+        # code could exceed the limit.
+        if isolated and kernel >= (5, 14):
             bounds["NPROC"] = limits.processes + limits.threads
         ours, theirs = socket.socketpair()
         command = [_PYTHON, "-P", "-s", "-S", "-B", "-c", _START, str(theirs.fileno())]
@@ -400,7 +420,7 @@ class Session:
             raise OSError(f"the sandbox did not start: {failed}")
 
     async def call(self, code: str) -> Ran:
-        """Run code. The caller must hold the sandbox's semaphore. Raises OSError if the process cannot be started."""
+        """Run code as `run` does. The caller must have acquired the sandbox's semaphore, which limits concurrency."""
         began = perf_counter()
         limits, nonce = self._sandbox.limits, secrets.token_hex(8)
         if self._process is None:
@@ -436,7 +456,11 @@ class Session:
         return Ran("".join(pieces), error, left_out, ended, perf_counter() - began)
 
     async def _frame(self, nonce: str, longest: int) -> tuple[str, int, int, str]:
-        """Read a frame and return its kind, the number of characters left out, the number of threads, and the body."""
+        """Read a frame, whose format is described in `interpreter.py`, and return it without its nonce and length.
+
+        Returns the kind, the number of characters of output that were dropped, the number of threads, and the body.
+        Raises `_Nonsense` if the frame is invalid, has another nonce, or its body has more than ``longest`` bytes.
+        """
         try:
             given, kind, *numbers = (await self._reader.readuntil(b"\n")).decode("ascii").split()
             left_out, threads, length = (int(number) for number in numbers)
@@ -447,9 +471,9 @@ class Session:
         return kind, left_out, threads, (await self._reader.readexactly(length)).decode("utf-8", "replace")
 
     async def close(self, patience_s: float = 0.0) -> str:
-        """End the process and all processes that it started, and return how it ended.
+        """Kill the process and all processes that it started. Returns a text that says how the process ended.
 
-        The process first gets ``patience_s`` seconds to end by itself.
+        It first waits up to ``patience_s`` seconds for the process to end by itself, so that the text tells its reason.
         """
         process, self._process = self._process, None
         folder, self._folder = self._folder, None
@@ -461,7 +485,7 @@ class Session:
             if patience_s:
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(process.wait(), patience_s)
-            with contextlib.suppress(OSError):  # the process leads a process group of its own
+            with contextlib.suppress(OSError):  # kill the process group, which the process leads
                 os.killpg(process.pid, signal.SIGKILL)
             code = await process.wait()
         if folder is not None:

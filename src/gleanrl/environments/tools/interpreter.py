@@ -1,15 +1,19 @@
-"""The program inside a sandbox: takes code from a socket, runs it, and sends what it prints as it is printed.
+"""The program of a sandbox's process: it receives code from a socket, runs it, and sends back what the code prints.
 
-`gleanrl.environments.tools.executor` sends this file, compiled, to a bare interpreter. It imports nothing of Glean RL,
-and only those modules of Python's library that are written in C, because `typing` alone would double the start time.
+`gleanrl.environments.tools.executor` compiles this file and sends it to a Python interpreter that has imported nothing.
+To start quickly, this file imports no module of Glean RL and almost only modules of Python's library that are written
+in C. Importing `typing` would double the start time.
 
-A frame to the executor is a line, ``nonce kind left_out threads length``, and a body. The kinds are:
+The program sends frames to the executor. A frame is a line ``nonce kind left_out threads length`` and a body of
+``length`` bytes. ``left_out`` is the number of dropped characters of output, and ``threads`` is the number of
+threads that the code has started and that still run. The kind determines the body:
 
-    s   sent once, before any code: empty, or why the sandbox cannot start
+    s   sent once, before any code: empty, or the reason why the sandbox cannot start
     o   a piece of output
-    d   the end of a call: its error, empty if there is none
+    d   the end of a call: its error; empty if there is none
 
-The nonce comes from the request, so that code cannot prepare the answer to a later request.
+The nonce is a random text from the request ("start" in the first frame). So code cannot send the result of a later
+request in advance.
 """
 
 import _ast
@@ -19,24 +23,30 @@ import marshal
 import posix
 import resource
 import sys
-from _thread import _count as other_threads  # counts also the threads that `threading` does not know
+from _thread import _count as other_threads  # also counts threads that were started without `threading`
 
-TYPE_CHECKING = False  # as in `typing`, without its import
+TYPE_CHECKING = False  # type checkers treat it like `typing.TYPE_CHECKING`
 if TYPE_CHECKING:
     from typing import Any
 
-MAX_ERROR = 4000  # most characters of a traceback
+MAX_ERROR = 4000  # maximum length of a call's error, in characters
 _SOURCE = "<code>"
 _CHANNEL = 3  # file descriptor of the socket
-_read, _write, _getpid, _exit = posix.read, posix.write, posix.getpid, posix._exit  # kept, as code may replace them
+_read, _write, _getpid, _exit = posix.read, posix.write, posix.getpid, posix._exit  # code may replace those in `posix`
 
 
 class OutOfTime(BaseException):
-    """Raised into code that runs too long. Not an Exception, so that ``except Exception`` does not catch it."""
+    """Raised in code that runs longer than its wall time.
+
+    It derives from BaseException, so that an ``except Exception`` in the code does not catch it.
+    """
 
 
 class Output(io.TextIOBase):
-    """Sends what is printed until the limit is reached, then only counts characters."""
+    """Standard output and standard error of the code.
+
+    Sends at most ``room`` characters to the executor. ``left_out`` counts the characters after them.
+    """
 
     encoding = "utf-8"  # type: ignore[assignment]
 
@@ -62,9 +72,10 @@ class Output(io.TextIOBase):
 
 
 def main() -> None:
-    """Set limits and descriptors, then run code until the executor closes the socket.
+    """Set resource limits and file descriptors, then run code until the executor closes the socket.
 
-    Arguments: the socket's descriptor, limits as ``name=value`` pairs, the isolation, then folders of packages.
+    The command-line arguments are the socket's descriptor, the limits as ``name=value,...``, the isolation, and the
+    folders of installed packages that code may import.
     """
     descriptor, bounds, isolation = int(sys.argv[1]), sys.argv[2], sys.argv[3]
     sys.path[:] = [path for path in sys.path if path.startswith(sys.base_prefix)] + sys.argv[4:]
@@ -84,7 +95,7 @@ def main() -> None:
             posix.dup2(descriptor, _CHANNEL)
         posix.closerange(_CHANNEL + 1, 1 << 12)
         output.descriptor = _CHANNEL
-        if isolation == "none":  # end with the parent process; bubblewrap does this by itself
+        if isolation == "none":  # let the kernel kill this process if its parent dies, as bubblewrap does
             import ctypes
 
             ctypes.CDLL(None).prctl(1, _signal.SIGKILL, 0, 0, 0)
@@ -105,13 +116,16 @@ def main() -> None:
 
             random.seed(0)  # so that the same code gives the same result
         error = _run(code, names, wall_s)
-        if _getpid() != own:  # this is a child process that the code forked
+        if _getpid() != own:  # this is a process that the code has forked, which must not handle requests
             _exit(0)
         output.send("d", error or "", other_threads())
 
 
 def _run(code: str, names: dict[str, object], wall_s: float) -> str | None:
-    """Run code and return None, or if it fails a traceback of the code's own lines."""
+    """Run code. Returns None if it succeeds, otherwise its error: usually a traceback with only the code's own lines.
+
+    If the last statement is an expression, its value is printed, as in an interactive session.
+    """
 
     def interrupt(*_: object) -> None:
         raise OutOfTime
@@ -143,7 +157,7 @@ def _run(code: str, names: dict[str, object], wall_s: float) -> str | None:
                 while frames is not None and frames.tb_frame.f_code.co_filename != _SOURCE:
                     frames = frames.tb_next
                 text = "".join(traceback.format_exception(type(error), error, frames, limit=-8, chain=False)).rstrip()
-        except BaseException:  # the error's own __str__ may fail, or memory may be used up
+        except BaseException:  # because the error's `__str__` failed, or no memory is left
             text = type(error).__name__
         return text if len(text) <= MAX_ERROR else f"{text[: MAX_ERROR // 2]}\n...\n{text[-MAX_ERROR // 2 :]}"
     finally:
@@ -152,7 +166,7 @@ def _run(code: str, names: dict[str, object], wall_s: float) -> str | None:
 
 
 def _exactly(size: int) -> bytes:
-    """Read exactly ``size`` bytes from the socket. Returns no bytes if the executor closed it."""
+    """Read exactly ``size`` bytes from the socket. Returns an empty value if the executor has closed it."""
     data = b""
     while len(data) < size:
         part = _read(_CHANNEL, min(size - len(data), 1 << 20))

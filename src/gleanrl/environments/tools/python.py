@@ -1,4 +1,4 @@
-"""A tool that runs Python code in a sandbox."""
+"""The tool ``python``, with which a model runs Python code in a sandbox."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _sandboxes: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[Any, PythonSandbox
 
 
 class PythonTool:
-    """Offers the tool ``python(code)`` in one episode.
+    """The tool ``python(code)`` of one episode.
 
     Args:
-        persistent: whether the calls of the episode share one interpreter and its variables; else each call has its
-            own.
+        persistent: whether the calls of the episode share one interpreter and its variables. Otherwise each call has a
+            new interpreter.
         isolation, packages, concurrency: see `gleanrl.environments.tools.executor.PythonSandbox`.
         limits: fields of `gleanrl.environments.tools.executor.Limits`.
     """
@@ -67,7 +67,11 @@ class PythonTool:
 
 
 async def check_python(options: Mapping[str, Any]) -> None:
-    """Try the tool once with these options. Raises `UserError` if it does not work on this machine."""
+    """Check options of `PythonTool` by running code with them.
+
+    Raises:
+        UserError: an option is unknown or has a wrong value, or the tool does not work on this machine.
+    """
     for key in options:
         if key not in _OPTIONS:
             hint = nearest(key, _OPTIONS) or f"; it takes {', '.join(_OPTIONS)}"

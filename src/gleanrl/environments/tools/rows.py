@@ -11,10 +11,12 @@ from gleanrl.utils.errors import UserError
 
 
 def read_rows(path: str) -> Iterator[dict[str, Any]]:
-    """Yield the rows one at a time.
+    """Yield the rows of the file ``path`` one at a time, each as a dict.
+
+    The suffix decides the format: ``.parquet``, ``.json`` (one list of objects), or else JSONL.
 
     Raises:
-        UserError: the file is missing, damaged or of another format, or a package to read it is not installed.
+        UserError: the file is missing, damaged or has another format, or the package that reads it is not installed.
     """
     file = Path(path).expanduser()
     try:

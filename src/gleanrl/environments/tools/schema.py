@@ -1,4 +1,4 @@
-"""Turns typed Python methods into tools: makes their schemas for the model, and checks the arguments it sends."""
+"""Makes tools from typed Python functions: their schemas for the model, and the validation of a call's arguments."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _PARAMETER = re.compile(r"^\s*(\w+)\s*(?:\([^)]*\))?:\s*(.*)$")
 
 
 class BadArguments(ValueError):
-    """A tool does not take these arguments. The message is shown to the model."""
+    """Raised if a call's arguments do not fit the tool. The message is shown to the model."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,13 @@ class Tool:
     arguments: type[BaseModel]
 
     def check_arguments(self, given: Any) -> dict[str, Any]:
-        """Return the keyword arguments for a call, converted to the hinted types. Raises `BadArguments`."""
+        """Validate the arguments that the model sent, and return them converted to the types of the hints.
+
+        Arguments that the model left out are not in the result, so that the function's defaults apply.
+
+        Raises:
+            BadArguments: an argument is missing, unknown or of a wrong type.
+        """
         if not isinstance(given, dict):
             raise BadArguments(f"{self.name} takes an object of arguments, not {json.dumps(given, default=str)[:80]}")
         try:
@@ -57,10 +63,14 @@ class Tool:
 
 @lru_cache(maxsize=256)
 def tools_of(source: Any) -> tuple[Tool, ...]:
-    """Return the tools of a class, which are its typed public methods, or a function as the only tool.
+    """Return the tools of ``source``, which is a class or a function.
+
+    The tools of a class are its public methods, except those in `RESERVED`. A function is a single tool. A tool's
+    description is the docstring, without its sections except Args, which describes the parameters.
 
     Raises:
-        UserError: a method lacks a docstring or a type hint, takes ``*args``, or has a type that JSON does not have.
+        UserError: a method or function lacks a docstring or a type hint, has a parameter that cannot be given by name
+            (such as ``*args``), or has a type that JSON does not have.
     """
     if not inspect.isclass(source):
         return (tool_of(source),)
@@ -75,7 +85,7 @@ def tools_of(source: Any) -> tuple[Tool, ...]:
 
 
 def tool_of(function: Callable[..., Any], *, method: bool = False) -> Tool:
-    """Return one function as a tool; see `tools_of`. ``method``: its first parameter is the instance."""
+    """Make a tool from one function; see `tools_of`. If ``method`` is True, its first parameter is the instance."""
     where = f"tool {function.__qualname__}"
     summary, described = _docstring(inspect.getdoc(function) or "")
     if not summary:
@@ -107,7 +117,7 @@ def tool_of(function: Callable[..., Any], *, method: bool = False) -> Tool:
 
 
 def _plain(schema: Any) -> Any:
-    """Return the schema without the titles that pydantic adds, because they only cost tokens."""
+    """Return a JSON schema without the titles that pydantic adds, which would only cost tokens of the prompt."""
     if isinstance(schema, list):
         return [_plain(entry) for entry in schema]
     if not isinstance(schema, dict):
@@ -116,7 +126,7 @@ def _plain(schema: Any) -> Any:
 
 
 def _docstring(text: str) -> tuple[str, dict[str, str]]:
-    """Split a Google-style docstring into the text before its sections and the descriptions in Args, by name."""
+    """Return the text of a Google-style docstring before its sections, and the descriptions in Args by parameter."""
     summary: list[str] = []
     described: dict[str, str] = {}
     section, last, indent = "", "", None

@@ -1,4 +1,4 @@
-"""A tool that searches a local corpus with BM25."""
+"""The tool ``search``, with which a model searches a local corpus by keywords (BM25)."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ class Document:
 
 
 class SearchTool:
-    """Offers the tool ``search(query, k)``.
+    """The tool ``search(query, k)``.
 
     Args:
-        corpus: a JSONL or parquet file with one document a row.
-        text, title, id: columns of the file. A row without an id gets its number as id.
-        k: number of results if the model does not give one.
-        most: largest number of results.
-        snippet_chars: most characters of each result, starting a little before the first word of the query in it.
+        corpus: a JSONL or parquet file with one document per row.
+        text, title, id: names of the file's columns. A document without an id gets its row number, from 0, as its id.
+        k: number of results if the model does not give a number.
+        most: maximum number of results, even if the model requests more.
+        snippet_chars: maximum length of the text of each result, in characters; see `snippet`.
 
     Raises:
         UserError: the file is missing or damaged, or a row has no text.
@@ -76,7 +76,10 @@ class SearchTool:
 
 @lru_cache(maxsize=8)
 def _load(path: str, size: int, modified: int, text: str, title: str, id: str) -> tuple[list[Document], Bm25]:
-    """Return the documents and their index. Documents are cached in memory; the index is cached on disk."""
+    """Return the documents of a corpus and their index. Both are cached in memory, and the index also on disk.
+
+    ``size`` and ``modified`` (time in nanoseconds) describe the file ``path``, so that a changed file is read again.
+    """
     documents = []
     for number, row in enumerate(read_rows(path)):
         if not isinstance(row.get(text), str):
@@ -94,7 +97,7 @@ def _load(path: str, size: int, modified: int, text: str, title: str, id: str) -
             return documents, index
     except FileNotFoundError:
         pass
-    except Exception as error:  # numpy raises many types of errors for a damaged file
+    except Exception as error:  # numpy raises errors of many types for a damaged file
         log.warning("%s is damaged (%s) and is made again", kept, error)
     index = Bm25()
     for document in documents:
@@ -105,7 +108,10 @@ def _load(path: str, size: int, modified: int, text: str, title: str, id: str) -
 
 
 def snippet(text: str, query: str, chars: int) -> str:
-    """Return at most ``chars`` characters of the text, starting a little before the first word of the query in it."""
+    """Return the part of the text, at most ``chars`` characters, that begins shortly before the first match.
+
+    A match is any word of ``query``. "..." marks a side on which text was left out.
+    """
     if len(text) <= chars:
         return text
     folded = text.casefold()

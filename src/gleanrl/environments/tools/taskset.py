@@ -1,4 +1,4 @@
-"""Makes tasks with tools, from a user's class or from a data file."""
+"""Makes the tasks of the environment ``tools`` from a user's class or from a data file."""
 
 from __future__ import annotations
 
@@ -37,25 +37,26 @@ _ERRORS = ("Error: ", "the call is not valid JSON", "there is no tool", "argumen
 class ToolTaskset(Taskset):
     """Makes tasks in whose episodes the model calls tools.
 
-    Args:
-        environment_factory: a class, or its import path (`package.module:Class` or `file.py:Class`). Each episode makes
-            an instance. Its typed public methods are tools, except `reset`, `get_reward`, `close`, `rows` and `expert`
-            (see `ToolEnvironment`).
-        tools: further tools: "python", "search", or functions and classes or their import paths.
-        data: a JSONL or parquet file with one task a row. None = use the class's ``rows(seed)``, a static method that
-            yields rows without end.
-        prompt: column with the text or the list of messages that opens the episode. It may be missing if ``reset``
-            returns the question.
-        python, search: options of `PythonTool` and of `SearchTool`.
-        max_calls: most calls in one message.
-        max_output: most characters of a result that are shown to the model.
+    Each row of the data is a task. The row's ``id`` is the id of the task; if it is missing or null, the id is a hash
+    of the row's content. The id decides the task's split. Different rows must not have the same id.
 
-    A row's ``id`` is its task's id. If it is missing or null, the id is a hash of the row's content. The id decides the
-    split. Different rows with the same id are refused.
+    Args:
+        environment_factory: a class, or its import path (`package.module:Class` or `file.py:Class`), which is called
+            without arguments for each episode. The typed public methods of the instance are tools, except `reset`,
+            `get_reward`, `close`, `rows` and `expert` (see `ToolEnvironment`).
+        tools: further tools: "python", "search", or functions and classes or their import paths.
+        data: a JSONL, JSON or parquet file with one task per row. None = use the static method ``rows(seed)`` of the
+            class, which yields rows without end.
+        prompt: name of the column with the text or the list of messages with which the episode begins. A row may lack
+            it if ``reset`` returns the question.
+        python: options of the tool "python"; see `PythonTool`.
+        search: options of the tool "search"; see `SearchTool`.
+        max_calls: maximum number of calls in one message.
+        max_output: maximum length of a result, in characters.
     """
 
     environment_factory: Any = None
-    named_tools: list[Any] = Field(default_factory=list, alias="tools")  # an alias, because `tools` is a method
+    named_tools: list[Any] = Field(default_factory=list, alias="tools")  # alias: `tools` is a method
     data: str | None = None
     prompt: str = "prompt"
     python: dict[str, Any] = Field(default_factory=dict)
@@ -68,7 +69,7 @@ class ToolTaskset(Taskset):
     phrases = _ERRORS
 
     def __post_init__(self) -> None:
-        """Check all options, so that a user's mistake is reported at once."""
+        """Check all options, so that wrong options are reported now and not in the first episode."""
         if self.environment_factory is None and not self.named_tools:
             raise UserError("environment.options: give `environment_factory`, a class with tools, or `tools`, or both")
         if self.data is None and not hasattr(self._class(), "rows"):
@@ -101,9 +102,10 @@ class ToolTaskset(Taskset):
         return self._environment(task, self._make_holders())
 
     def demonstrate(self, task: Task, *, seed: int, noise: float = 0.0) -> tuple[tuple[Message, ...], Score]:
-        """Play the class's own ``expert(**row)``, a generator; see `gleanrl.environments.tools.environment.Expert`.
+        """Let the method ``expert(**row)`` of the user's class play; see `Taskset.demonstrate`.
 
-        ``noise`` is unused, because the expert takes no random actions.
+        The method is a generator of the type `gleanrl.environments.tools.environment.Expert`. ``noise`` is not used,
+        because there is no list of valid calls from which a random one could be drawn.
         """
 
         async def play() -> tuple[tuple[Message, ...], Score]:
@@ -136,7 +138,7 @@ class ToolTaskset(Taskset):
         return load_object(factory) if isinstance(factory, str) else factory
 
     def _make_holders(self) -> list[Any]:
-        """Make the instances and functions for one episode, beginning with the instance of the user's class."""
+        """Return the instances and functions whose tools an episode offers. The user's class comes first."""
         holders = [] if self.environment_factory is None else [self._class()()]
         for tool in self.named_tools:
             if tool == "python":
@@ -149,9 +151,9 @@ class ToolTaskset(Taskset):
         return holders
 
     def _candidates(self) -> Iterator[tuple[str, tuple[str, dict[str, Any]]]]:
-        """Yield ``(fingerprint, (id, row))``. Raises `UserError` if rows with the same id differ."""
+        """Yield ``(fingerprint, (id, row))`` of each row. Raises `UserError` if two different rows have the same id."""
         rows = read_rows(self.data) if self.data is not None else self._class().rows(derive(self.seed, "tools"))
-        seen: dict[str, tuple[str, int]] = {}  # id -> the row's content and its number
+        seen: dict[str, tuple[str, int]] = {}  # id -> hash of the row's content, and the row's number
         for number, row in enumerate(rows, 1):
             kept = json.loads(json.dumps(row, default=str))
             own = kept.get("id")
