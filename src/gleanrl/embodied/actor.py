@@ -1,4 +1,4 @@
-"""The learning side: stores trajectories in the buffer and trains on its samples."""
+"""The learning side of an embodied run: stores trajectories in a buffer and trains SAC on samples of it."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ BUFFERS = "buffer"
 
 
 class ActorWorker:
-    """Trains SAC on samples of its buffer, and of a second buffer of demonstrations if there is one.
+    """Stores trajectories in its buffer, trains SAC on samples of the buffer, and publishes the policy's weights.
 
     Args:
-        sac: the learner.
-        buffer: trajectories of the policy.
-        demonstrations: trajectories of an expert; None = no demonstrations.
+        sac: the networks and optimizers.
+        buffer: contains the trajectories of the policy.
+        demonstrations: buffer of demonstrations, which fill a fixed share of each batch; None = no demonstrations.
         config: the configuration of the run.
     """
 
@@ -41,15 +41,15 @@ class ActorWorker:
         self.sac, self.buffer, self.demonstrations, self._config = sac, buffer, demonstrations, config
         share = config.demonstrations.share if demonstrations is not None else 0.0
         self.source = buffer if demonstrations is None else MixedReplayBuffer(buffer, demonstrations, share)
-        # numbers of chunk steps per batch: from the policy, and from demonstrations
+        # numbers of chunk steps in a batch that come from the policy and from the demonstrations
         self._own, self._shown = MixedReplayBuffer.divide(config.learner.batch, share)
-        self.step = 0  # number of trajectories that were learned from
-        self.progress: Sequence[Progress] | None = None  # state of the environments after the last trajectory
+        self.step = 0  # number of steps done, i.e. of calls of `learn`
+        self.progress: Sequence[Progress] | None = None  # states of the environments after the last trajectory
         self.published: deque[Weights] = deque(maxlen=config.schedule.lag + 1)
         self._publish()
 
     def check(self) -> None:
-        """Raise `UserError` if the demonstrations cannot fill their part of a batch."""
+        """Raise `UserError` if there are too few demonstrations to fill their share of a batch."""
         if self.demonstrations is not None and (there := self.demonstrations.window_samples) < self._shown:
             newest, batch = self._config.demonstrations.newest, self._config.learner.batch
             chosen = f"the newest {newest} trajectories" if newest else "the demonstrations"
@@ -59,9 +59,10 @@ class ActorWorker:
             )
 
     def learn(self, rollout: Rollout) -> dict[str, float]:
-        """Store a trajectory, make the updates that are due, publish the policy, and return the step's metrics.
+        """Make one step: store a trajectory, make the updates that are due, and publish the policy. Returns the step's
+        metrics.
 
-        No update is due during warm-up, nor before the buffer can fill its part of a batch.
+        No updates are due during warm-up, or before the buffer has as many chunk steps as a batch takes from it.
         """
         config, settings = self._config, self._config.learner
         self.buffer.add_trajectories([rollout.trajectory])
@@ -99,7 +100,7 @@ class ActorWorker:
 
     # --- checkpoints -------------------------------------------------------------------------------
     def save(self, folder: Path) -> None:
-        """Save everything that is needed to resume. Called between two steps."""
+        """Save all that `load` needs into ``folder``. Must not be called while `learn` is running."""
         progress = None
         if self.progress is not None:
             progress = []
@@ -108,13 +109,16 @@ class ActorWorker:
                 progress.append({"episode": own.episode, "actions": actions, "obs": obs})
         published = [{"version": own.version, "state": dict(own.state)} for own in self.published]
         state = {"sac": self.sac.state_dict(), "published": published, "progress": progress}
-        with (folder / STATE).open("wb") as stream:  # torch's own stream does not report a full disk
+        # When torch opens the file itself, it does not raise an error if the disk is full.
+        with (folder / STATE).open("wb") as stream:
             torch.save(state, stream)
         for name, buffer in self._buffers().items():
             buffer.save_checkpoint(folder / BUFFERS / name)
 
     def load(self, folder: Path, step: int) -> None:
-        """Load what `save` wrote after ``step`` steps. Raises `UserError` if a part is missing or damaged."""
+        """Load what `save` has written to ``folder`` after ``step`` steps. Raises `UserError` if a part is missing or
+        damaged.
+        """
         state = read_state(folder)
         self.sac.load_state_dict(state["sac"])
         self.published.clear()
@@ -134,11 +138,14 @@ class ActorWorker:
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    """Read the learner's part of a checkpoint. Raises `UserError` if the file is missing or damaged."""
+    """Return what `ActorWorker.save` has written to ``folder``, except for the buffers.
+
+    Raises `UserError` if the file is missing or damaged.
+    """
     path = folder / STATE
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError:
         raise UserError(f"{path}: missing; {folder} is no checkpoint of an embodied run") from None
-    except Exception as error:  # the unpickler may raise anything
+    except Exception as error:  # a damaged file may raise any error in torch's unpickler
         raise UserError(f"{path}: damaged; resume from an older checkpoint") from error

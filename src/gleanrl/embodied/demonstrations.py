@@ -1,4 +1,4 @@
-"""Demonstrations: chunk steps that are loaded from an earlier buffer or recorded from a scripted expert."""
+"""Provides demonstrations: chunk steps that are loaded from an earlier buffer or recorded from a scripted expert."""
 
 from __future__ import annotations
 
@@ -15,12 +15,15 @@ from gleanrl.embodied.rollout import RolloutWorker
 from gleanrl.utils.errors import UserError
 from gleanrl.utils.importing import load_object, nearest
 
-VERSION = -1  # version stored with demonstrations, because none of the run's weights acted in them
+VERSION = -1  # version of weights stored with demonstrations, which no policy of the run sampled
 Expert = Callable[[Floats], Floats]  # observations [B, D] -> actions [B, C * A] in [-1, 1]
 
 
 def load(buffer: TrajectoryReplayBuffer, path: Path) -> None:
-    """Fill ``buffer`` from ``path``: another buffer, a checkpoint, or a run's newest checkpoint or buffer.
+    """Load the content of another buffer into ``buffer``.
+
+    ``path`` is the folder of that buffer, of a buffer's checkpoint, or of a run. Of a run, the buffer in its newest
+    checkpoint is loaded or, if there is none, the buffer in the run folder.
 
     Raises:
         UserError: there is no such buffer or checkpoint, or it is damaged.
@@ -34,7 +37,9 @@ def load(buffer: TrajectoryReplayBuffer, path: Path) -> None:
 
 
 def record(buffer: TrajectoryReplayBuffer, worker: RolloutWorker, expert: Expert, chunk_steps: int) -> float:
-    """Record trajectories of an expert in ``buffer``, and return its mean return (NaN if no episode ended).
+    """Add trajectories of ``expert`` to ``buffer``, with at least ``chunk_steps`` chunk steps of each environment.
+
+    Returns the mean return of the episodes that ended, or NaN if none ended.
 
     Raises:
         UserError: the expert's actions have the wrong shape.
@@ -65,7 +70,7 @@ def pendulum(obs: Floats) -> Floats:
 
 
 def mountain_car(obs: Floats) -> Floats:
-    """Drive the car of ``MountainCarContinuous-v0`` up by always pushing in the direction of its speed."""
+    """Drive the car of ``MountainCarContinuous-v0`` up the hill by always pushing in its direction of motion."""
     return np.where(obs[:, 1:] >= 0, 1.0, -1.0).astype(np.float32)
 
 
@@ -73,7 +78,7 @@ EXPERTS: dict[str, Expert] = {"mountain_car": mountain_car, "pendulum": pendulum
 
 
 def find_expert(name: str) -> Expert:
-    """Return an expert by name or import path. Raises `UserError` if there is no such expert."""
+    """Return the expert with this name or import path. Raises `UserError` if there is no such expert."""
     if name in EXPERTS:
         return EXPERTS[name]
     if ":" in name:

@@ -1,4 +1,7 @@
-"""Gymnasium environments, stepped in action chunks. Imports no torch, since every environment process imports it."""
+"""Steps Gymnasium environments in action chunks.
+
+This module must not import torch: with ``vectorization = "async"``, every environment process imports it.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +21,13 @@ from gleanrl.utils.seeding import derive
 
 
 class Chunked(gymnasium.Wrapper[Floats, Floats, Any, Any]):
-    """Takes C actions in [-1, 1] at once. When an episode ends, it starts the next one, with its own seed.
+    """A wrapper that executes a chunk of C actions per step and starts a new episode itself when one ends.
 
-    The wrapper reports ends of episodes only in ``info``. To gymnasium's vector environment it never reports an end, so
-    that none of gymnasium's three autoreset modes applies.
+    Actions are in [-1, 1] and are scaled to the range of the wrapped environment's actions. Each episode has its own
+    seed.
+
+    The wrapper reports the end of an episode only in ``info``. As ``terminated`` and ``truncated`` it always returns
+    False, so that the autoreset of gymnasium's vector environment never resets it.
     """
 
     def __init__(self, env: gymnasium.Env[Any, Any], chunk: int) -> None:
@@ -36,12 +42,16 @@ class Chunked(gymnasium.Wrapper[Floats, Floats, Any, Any]):
         size = spaces.flatdim(env.observation_space)
         self.action_space = spaces.Box(-1.0, 1.0, (chunk * len(low),), np.float32)
         self.observation_space = spaces.Box(-np.inf, np.inf, (size,), np.float32)
-        self.begin_at: Progress | None = None  # state that the next reset restores
+        self.begin_at: Progress | None = None  # state to which the next `reset` restores the environment
         self._stream = self._episode = 0
         self._return, self._length = 0.0, 0
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Floats, dict[str, Any]]:
-        """Start episode 0 of the random stream ``seed``, or restore ``begin_at``."""
+        """Start episode 0 of the random stream ``seed`` (None = of the stream in use), or restore the state in
+        ``begin_at``.
+
+        A state is restored by starting its episode and executing the chunks that were executed in it before.
+        """
         at, self.begin_at = self.begin_at, None
         self._stream = self._stream if seed is None else seed
         self._episode = at.episode if at is not None else 0
@@ -49,7 +59,9 @@ class Chunked(gymnasium.Wrapper[Floats, Floats, Any, Any]):
         for actions in at.actions if at is not None else ():
             obs, _, _, _, info = self.step(actions)
             if info["ended"]:
-                break  # the environment is not deterministic
+                # The episode did not end here before, so the environment is not deterministic. `Environments.reset`
+                # notices that the observation differs.
+                break
         return obs, {}
 
     def step(self, action: Floats) -> tuple[Floats, float, bool, bool, dict[str, Any]]:
@@ -91,7 +103,7 @@ class Chunked(gymnasium.Wrapper[Floats, Floats, Any, Any]):
 
 
 class Environments:
-    """B environments of one kind.
+    """B copies of one Gymnasium environment that are stepped together.
 
     Args:
         id, options: arguments of `gymnasium.make`.
@@ -101,7 +113,7 @@ class Environments:
         vectorization: ``sync`` steps the environments one after the other, ``async`` steps each in its own process.
 
     Raises:
-        UserError: there is no such environment, a package is missing, or its actions are not bounded numbers.
+        UserError: there is no such environment, a package is missing, or its action space is not a bounded Box.
     """
 
     def __init__(
@@ -133,9 +145,10 @@ class Environments:
         self._obs = np.zeros((count, self.obs_size), np.float32)
 
     def reset(self, progress: Sequence[Progress] | None = None) -> Floats:
-        """Reset to the start of episode 0, or restore ``progress``, and return the observations ``[B, D]``.
+        """Reset each environment to the start of episode 0, or to its state in ``progress``. Returns observations ``[B,
+        D]``.
 
-        An environment that is not deterministic cannot be restored. It starts its next episode instead.
+        An environment that is not deterministic cannot be restored. It starts its next episode instead, with a warning.
         """
         if progress is not None:
             self._envs.set_attr("begin_at", list(progress))
@@ -155,7 +168,7 @@ class Environments:
         return self._obs
 
     def step(self, actions: Floats) -> ChunkStep:
-        """Execute action chunks ``[B, C * A]`` in [-1, 1], which are scaled to the range of each action."""
+        """Execute action chunks ``[B, C * A]`` in [-1, 1], which are scaled to the range of the actions."""
         self._obs, _, _, _, info = self._envs.step(actions)
         for i, ended in enumerate(info["ended"]):
             if ended:
@@ -174,7 +187,7 @@ class Environments:
         )
 
     def progress(self) -> list[Progress]:
-        """Return the state of each environment, for `reset`."""
+        """Return the state of each environment, from which `reset` can restore it."""
         return [
             Progress(episode, np.array(since, np.float32).reshape(-1, self.action_size), obs.copy())
             for episode, since, obs in zip(self._episodes, self._since, self._obs, strict=True)

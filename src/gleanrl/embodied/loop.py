@@ -1,4 +1,4 @@
-"""The loop of an embodied job: one task samples trajectories, and another one learns from them."""
+"""The training loop of an embodied run, in which one task samples trajectories and another learns from them."""
 
 from __future__ import annotations
 
@@ -17,19 +17,22 @@ R = TypeVar("R")
 
 @dataclass
 class Training:
-    """Trains up to ``steps``.
+    """Alternates or overlaps sampling and learning until the run has made ``steps`` steps.
 
-    Trajectory k is always sampled by the policy of step k - lag, so timing has no effect on a run. With lag 0, sampling
-    and learning alternate. With a larger lag, trajectories are sampled while the learner is working.
+    Trajectory k is sampled with the weights published after step k - lag (for k < lag with the initial ones), however
+    long sampling and learning take. So timing does not affect the results of a run. With lag 0, sampling and learning
+    alternate. With a larger lag, the worker samples while the learner is working.
 
     Args:
         worker: samples trajectories.
         actor: learns from them.
-        steps: number of the step at which training ends.
-        lag: see above.
+        steps: total number of steps of the run, including those before it was resumed.
+        lag: number of steps by which the sampling policy may be older than the learner's, as described above.
         sampled: called with each rollout as soon as it is complete.
-        step: called with the number of steps done, the step's metrics, and the times at which learning began and ended.
-        boundary: called in a thread before the first step and after each step, to save and evaluate.
+        step: called after each step with the number of steps done, the step's metrics, and the times at which learning
+            began and ended, in seconds of `time.perf_counter`.
+        boundary: called in a thread with the number of steps done, before the first step and after each one. It saves
+            checkpoints and evaluates.
     """
 
     worker: RolloutWorker
@@ -47,8 +50,10 @@ class Training:
         self.interrupted = True
 
     async def run(self) -> None:
-        """Train up to ``steps``, or until `interrupt`. Raises any error of the worker or the actor."""
-        # neither queue needs a limit: the sampler is never more than lag + 1 trajectories ahead
+        """Train until ``steps`` steps are done or `interrupt` has been called. Raises any error of the worker or the
+        actor.
+        """
+        # Neither queue needs a limit, because sampling is never more than lag + 1 trajectories ahead of learning.
         trajectories: asyncio.Queue[Rollout | Exception] = asyncio.Queue()
         policies: asyncio.Queue[Weights | None] = asyncio.Queue()  # None: stop sampling
         first, *later = self.actor.published
@@ -71,7 +76,8 @@ class Training:
         finally:
             stopping.set()
             policies.put_nowait(None)
-            await asyncio.wait([sampling, *self._thread_work])  # the caller closes the environments and buffers after
+            # The caller closes the environments and buffers when this method has returned, so no thread may use them.
+            await asyncio.wait([sampling, *self._thread_work])
 
     async def _sample(
         self,
@@ -79,7 +85,10 @@ class Training:
         policies: asyncio.Queue[Weights | None],
         stopping: asyncio.Event,
     ) -> None:
-        """Sample the trajectories that are still missing. An error goes to the learner in place of a trajectory."""
+        """Sample the remaining trajectories and put them into the queue ``trajectories``.
+
+        If that raises an error, the error is put into the queue, and `run` raises it.
+        """
         try:
             for number in range(self.actor.step, self.steps):
                 while self.worker.version < number - self.lag:
@@ -96,9 +105,9 @@ class Training:
             trajectories.put_nowait(error)
 
     async def _in_thread(self, function: Callable[[A], R], argument: A) -> R:
-        """Call a function in a thread and return its result.
+        """Call ``function`` in a thread and return its result.
 
-        If the caller is cancelled meanwhile, `run` still waits until the function has returned.
+        If the caller is cancelled before that, the function continues, and `run` does not end until it has returned.
         """
         self._thread_work = [asyncio.ensure_future(asyncio.to_thread(function, argument))]
         return await asyncio.shield(self._thread_work[0])

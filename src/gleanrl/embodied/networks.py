@@ -1,4 +1,4 @@
-"""The networks of SAC: a tanh Gaussian policy, and an ensemble of critics computed with batched products."""
+"""The networks of SAC: a tanh Gaussian policy, and an ensemble of critics that are evaluated together."""
 
 from __future__ import annotations
 
@@ -14,9 +14,11 @@ LOG_STD = (-20.0, 2.0)
 
 
 class Ensemble(nn.Module):
-    """``members`` perceptrons computed together: ``[N, D]`` or ``[members, N, D]`` -> ``[members, N, out]``.
+    """An ensemble of ``members`` multi-layer perceptrons with ReLU, evaluated with batched matrix products.
 
-    Weights are initialised as in `torch.nn.Linear`, from ``generator``.
+    The input is ``[N, D]``, the same for all members, or ``[members, N, D]``. The output is ``[members, N, out]``.
+    ``sizes`` are the widths of the input, of each hidden layer and of the output. Weights are initialised as in
+    `torch.nn.Linear`, from ``generator``. With ``layer_norm``, each hidden layer is normalised before its ReLU.
     """
 
     def __init__(
@@ -66,17 +68,19 @@ class Actor(nn.Module):
         mean, std = self(obs)
         before = mean + std * noise
         normal = -0.5 * noise.square() - std.log() - 0.5 * math.log(2 * math.pi)
-        # log(1 - tanh(u)^2), exact also for large |u|
+        # This equals log(1 - tanh(u)^2) for u = before, but does not become log(0) when |u| is large.
         squash = 2 * (math.log(2) - before - F.softplus(-2 * before))
         return torch.tanh(before), (normal - squash).sum(dim=-1)
 
     def mean(self, obs: Tensor) -> Tensor:
-        """Return the deterministic actions ``[N, A]`` that are used in an evaluation."""
+        """Return the deterministic actions ``[N, A]`` for observations ``[N, D]``. Evaluations use them."""
         return torch.tanh(self(obs)[0])
 
 
 class Critics(nn.Module):
-    """Critics that return values ``[critics, N]`` of observations and actions."""
+    """An ensemble of Q-functions, which returns values ``[critics, N]`` of observations ``[N, D]`` and actions ``[N,
+    A]``.
+    """
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""The sampling side: a policy acts in environments, to record trajectories or to be evaluated."""
+"""The sampling side of an embodied run. `RolloutWorker` records trajectories, and `evaluate` measures a policy."""
 
 from __future__ import annotations
 
@@ -25,36 +25,36 @@ Policy = Callable[[Tensor], tuple[Tensor, Tensor]]  # observations [B, D] -> act
 
 @dataclass(frozen=True)
 class Weights:
-    """A published policy."""
+    """The weights of a policy that the learner has published for sampling."""
 
-    version: int
+    version: int  # number of steps of the run before these weights were published
     state: Mapping[str, Tensor]  # state dict of an `Actor`, on the CPU
 
 
 @dataclass(frozen=True)
 class Rollout:
-    """A trajectory for the learner."""
+    """A trajectory of all environments, with the information about it that the learner and the metrics need."""
 
     number: int
     version: int  # version of the policy that acted
     trajectory: TensorTrajectory
-    progress: Sequence[Progress]  # state of the environments after the trajectory
+    progress: Sequence[Progress]  # states of the environments after the trajectory
     returns: tuple[float, ...] = ()  # returns of the episodes that ended in the trajectory
     lengths: tuple[int, ...] = ()  # lengths of these episodes, in environment steps
-    started: float = 0.0  # seconds, from `time.perf_counter`
-    ended: float = 0.0
+    started: float = 0.0  # when sampling began, in seconds of `time.perf_counter`
+    ended: float = 0.0  # when sampling ended, on the same clock
 
 
 class RolloutWorker:
-    """Steps environments with its own copy of the policy.
+    """Samples trajectories by stepping environments with its own copy of the policy.
 
     Args:
-        environments: used by this worker only.
-        actor: the policy's network; `load` sets its weights.
+        environments: the environments. No other worker may step them.
+        actor: the policy's network, into which `load` loads published weights.
         chunk_steps: T, the number of chunk steps in a trajectory.
         warmup: number of trajectories at the start whose actions are random.
         seed: seed of the random draws of all trajectories.
-        progress: state that the environments are restored to; None: the start of their first episodes.
+        progress: states to which the environments are restored; None: they start their first episodes.
     """
 
     def __init__(
@@ -73,12 +73,15 @@ class RolloutWorker:
         self._obs = environments.reset(progress)
 
     def load(self, weights: Weights) -> None:
-        """Use these weights from now on."""
+        """Load ``weights`` into the policy that samples the following trajectories."""
         self.actor.load_state_dict(weights.state)
         self.version = weights.version
 
     def collect(self, number: int) -> Rollout:
-        """Sample trajectory ``number``: T chunk steps of all environments, with a random stream of its own."""
+        """Sample trajectory ``number``: T chunk steps of all environments.
+
+        Its random draws depend only on the worker's seed and ``number``, so a resumed run repeats them.
+        """
         generator = torch.Generator().manual_seed(derive(self.seed, "rollout", number))
         width, at_random = self.actor.actions, number < self.warmup
 
@@ -92,7 +95,11 @@ class RolloutWorker:
 
     @torch.no_grad()
     def record(self, policy: Policy, number: int, version: int) -> Rollout:
-        """Sample trajectory ``number`` with any policy. The ``version`` of its weights is stored with each step."""
+        """Sample a trajectory of T chunk steps with ``policy`` instead of the worker's own.
+
+        ``version`` is stored with each chunk step as the version of the weights, and ``number`` is that of the
+        `Rollout`.
+        """
         environments, started = self.environments, perf_counter()
         shape = (self.chunk_steps, environments.count)
         obs, next_obs = (np.empty((*shape, environments.obs_size), np.float32) for _ in range(2))
@@ -134,12 +141,16 @@ class RolloutWorker:
 def evaluate(
     act: Callable[[Tensor], Tensor], environments: Environments, max_chunk_steps: int = 100_000
 ) -> dict[str, float]:
-    """Return ``eval/return`` with its 95 % interval and ``eval/length`` over the first episode of each environment.
+    """Return the mean return and the mean length of one episode per environment, as metrics.
+
+    The metrics are ``eval/return``, ``eval/length`` in environment steps and, if there are several environments, the
+    bounds of the return's 95 % confidence interval, ``eval/return_low`` and ``eval/return_high``.
 
     Args:
         act: function from observations [B, D] to actions [B, C * A] in [-1, 1].
         environments: the environments, which are reset first.
-        max_chunk_steps: limit of an episode. An episode that has not ended by then counts with its return so far.
+        max_chunk_steps: limit on the chunk steps of an episode. An episode that has not ended by then counts with its
+            return so far.
     """
     obs = environments.reset()
     returns, lengths = np.zeros(environments.count), np.zeros(environments.count, int)

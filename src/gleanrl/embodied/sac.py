@@ -21,20 +21,23 @@ FIELDS = ("curr_obs.states", "next_obs.states", "actions", "rewards", "terminati
 
 @dataclass(frozen=True)
 class Transitions:
-    """N chunk steps as one transition each."""
+    """A batch of N transitions, each of which is one chunk step."""
 
     obs: Tensor  # [N, D]
     actions: Tensor  # [N, C * A]
     rewards: Tensor  # [N]: sum of gamma^i * reward i over the executed steps i of the chunk
-    discounts: Tensor  # [N]: gamma to the power of the number of executed steps; 0 if the episode terminated
+    discounts: Tensor  # [N]: gamma^(number of executed steps), or 0 if the episode terminated
     next_obs: Tensor  # [N, D]
 
     @classmethod
     def of(cls, batch: Mapping[str, Any], gamma: float, device: torch.device) -> Transitions:
-        """Make transitions from a buffer's sample, ignoring rewards after the end of an episode inside a chunk."""
+        """Make float32 transitions on ``device`` from a batch of chunk steps that a buffer has returned.
+
+        Steps of a chunk after the end of its episode were not executed, so their rewards are ignored.
+        """
         rewards, terminated, truncated = (batch[name] for name in ("rewards", "terminations", "truncations"))
         ended = (terminated | truncated).long()
-        before = ended.cumsum(dim=1) - ended  # number of ends before each step of the chunk
+        before = ended.cumsum(dim=1) - ended  # number of episode ends before each step of the chunk
         acted = before == 0
         powers = gamma ** torch.arange(rewards.shape[1])
         steps = acted.sum(dim=1)
@@ -47,12 +50,15 @@ class Transitions:
 
 
 class SAC:
-    """Networks and optimizers of SAC.
+    """The networks and optimizers of SAC, and its update.
 
     Args:
         obs, actions: sizes of an observation (D) and of an action chunk (C * A).
         settings: settings of the learner.
         seed: seed of the initial weights.
+
+    Raises:
+        UserError: the device in ``settings`` cannot be used.
     """
 
     def __init__(self, obs: int, actions: int, settings: LearnerSettings, seed: int) -> None:
@@ -80,21 +86,22 @@ class SAC:
         }
 
     def update(self, transitions: Transitions, generator: torch.Generator) -> dict[str, Tensor]:
-        """Update critics, policy and temperature once, and return metrics: scalars without a gradient.
+        """Update the critics, the policy, the temperature and the target critics once.
 
-        ``generator`` draws on the CPU, so that the draws are the same on every device.
+        Returns metrics, which are scalar tensors without gradient. ``generator`` is on the CPU, so that the random
+        draws are the same for every device.
         """
         noise = torch.randn(2, *transitions.actions.shape, generator=generator).to(self.device)
         temperature = self.log_temperature.detach().exp()
         with torch.no_grad():
             next_actions, next_logprobs = self.actor.sample(transitions.next_obs, noise[0])
             next_values = self.target_critics(transitions.next_obs, next_actions)
-            if len(next_values) > 2:  # targets use two critics, drawn at random
+            if len(next_values) > 2:  # the minimum is taken over two critics, drawn at random as in REDQ and RLPD
                 next_values = next_values[torch.randperm(len(next_values), generator=generator)[:2].to(self.device)]
             soft = next_values.amin(dim=0) - temperature * next_logprobs
             targets = transitions.rewards + transitions.discounts * soft
         values = self.critics(transitions.obs, transitions.actions)
-        # half the mean squared error of each critic, summed over critics
+        # Half of each critic's mean squared error, summed over the critics.
         of_critics = 0.5 * (values - targets).square().mean(dim=1).sum()
         self._apply("critics", of_critics, self._of_critics)
 
@@ -103,7 +110,8 @@ class SAC:
         valued = valued.amin(dim=0) if len(valued) == 2 else valued.mean(dim=0)
         of_actor = (temperature * logprobs - valued).mean()
         self._apply("actor", of_actor, self._of_actor)
-        # this loss raises the temperature while the policy's entropy is below its target
+        # Minimising this loss raises the temperature while the policy's entropy is below its target, and lowers it
+        # while the entropy is above.
         of_temperature = -(self.log_temperature * (logprobs.detach() + self.target_entropy)).mean()
         self._apply("temperature", of_temperature, [self.log_temperature])
         with torch.no_grad():
@@ -124,7 +132,7 @@ class SAC:
         self._optimizers[name].step()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return everything that is needed to resume bit for bit."""
+        """Return all that a resumed run needs in order to continue exactly: networks, temperature and optimizers."""
         return {
             "actor": self.actor.state_dict(),
             "critics": self.critics.state_dict(),
@@ -134,7 +142,11 @@ class SAC:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from ``state`` with this learner's own settings. Raises `UserError` if network sizes differ."""
+        """Load ``state``. Hyperparameters of the optimizers, such as learning rates, keep the values of this object's
+        settings.
+
+        Raises `UserError` if the sizes of the networks differ.
+        """
         try:
             self.actor.load_state_dict(state["actor"])
             self.critics.load_state_dict(state["critics"])
@@ -144,5 +156,7 @@ class SAC:
         with torch.no_grad():
             self.log_temperature.copy_(state["log_temperature"])
         for name, optimizer in self._optimizers.items():
-            options = optimizer.state_dict()["param_groups"]  # from the settings, not from the checkpoint
+            # The hyperparameters come from the settings and not from the checkpoint, because a resumed run may change
+            # them.
+            options = optimizer.state_dict()["param_groups"]
             optimizer.load_state_dict({**state["optimizers"][name], "param_groups": options})

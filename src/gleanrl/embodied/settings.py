@@ -1,4 +1,4 @@
-"""Every setting of an embodied run, by section, with its default and its meaning."""
+"""Defines every setting of an embodied run, by section, with its default and its meaning."""
 
 from __future__ import annotations
 
@@ -42,7 +42,10 @@ class ScheduleSettings(Settings):
 
 
 class LearnerSettings(Settings):
-    """Soft actor-critic (Haarnoja et al. 2018) with automatic temperature, and options of RLPD (Ball et al. 2023)."""
+    """Settings of soft actor-critic (Haarnoja et al., 2018) with automatic temperature.
+
+    ``critics`` and ``layer_norm`` add what RLPD (Ball et al., 2023) changes in its critics.
+    """
 
     update_ratio: PositiveFloat = 1.0
     """Number of updates for each chunk step of each environment."""
@@ -81,7 +84,7 @@ class BufferSettings(Settings):
 
 
 class DemonstrationSettings(Settings):
-    """Demonstrated chunk steps, mixed into every batch as in RLPD."""
+    """The demonstrations, if any, that are mixed into every batch as in RLPD (Ball et al., 2023)."""
 
     path: str | None = None
     """Folder of a run, a buffer or a buffer's checkpoint. The buffer may be one of RLinf."""
@@ -138,7 +141,7 @@ class EmbodiedConfig(JobConfig):
 
     @property
     def rows_per_step(self) -> int:
-        """Chunk steps that a step of the run adds to the buffer."""
+        """Number of chunk steps that each step of the run adds to the buffer."""
         return self.schedule.chunk_steps * self.environment.count
 
     def plan(self) -> dict[str, str]:

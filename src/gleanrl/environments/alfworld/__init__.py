@@ -1,10 +1,11 @@
-"""ALFWorld: household tasks in text, on generated households or on the real games under ALFWORLD_DATA.
+"""The environment ``alfworld``: household tasks in text, in generated households or in ALFWorld's own games.
 
-`AlfworldTaskset` is the environment ``alfworld`` of the settings. `households` draws households, and `games` finds the
-game of a task. `engine` plays the game, on top of `pddl` and `text`. `episode` and `prompts` show it to a model, and
-`expert` solves it.
+`AlfworldTaskset` is the class behind the setting ``environment.name = "alfworld"``. `households` draws random
+households, and `games` returns the game of a task. `engine` runs a game, using `pddl` for its rules and `text` for its
+wording. `episode` and `prompts` present a game to a model, and `expert` solves it.
 
-Call results on generated households "ALFWorld engine, generated households", never ALFWorld scores.
+Results on generated households are not comparable with published ALFWorld scores. Report them as "ALFWorld engine,
+generated households".
 """
 
 from __future__ import annotations
@@ -35,38 +36,43 @@ __all__ = ["AlfworldEnvironment", "AlfworldTaskset"]
 
 EvalSplit = Literal["households", "seen", "unseen", "both"]
 EVAL_SPLITS: tuple[str, ...] = get_args(EvalSplit)
-_MAX_FRUITLESS_DRAWS = 3000  # after this many draws in a row without a new household, a layout counts as exhausted
-_ALIASES: dict[str, str] = {}  # ALFWorld's name of a goal, with and without "_in_recep" -> our name
+_MAX_FRUITLESS_DRAWS = 3000  # a layout counts as exhausted after this many draws in a row without a new household
+_ALIASES: dict[str, str] = {}  # ALFWorld's name of a goal, with and without "_in_recep" -> key in `GOALS`
 for _name, _goal in GOALS.items():
     _ALIASES[_goal.library] = _ALIASES[_goal.library.removesuffix("_in_recep")] = _name
 
 
 @pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config={"extra": "forbid"})
 class AlfworldTaskset(Taskset):
-    """Makes tasks from households. An expert that sees only text has solved each of them.
+    """Makes tasks from generated households or from ALFWorld's own games.
 
-    A hash of a household (without numbering and wording) decides its split, so a household is in the same split for all
-    seeds, options and runs.
+    A generated household becomes a task only if an expert that sees only the game's text has won it. A hash of the
+    household, which leaves out its numbering and wording, decides its split. So a household is in the same split for
+    all seeds, options and runs.
 
     Args:
-        goals: kinds of goals: put, heat, cool, clean, examine, put_two, or ALFWorld's names of them.
-        size: ``small`` = as large as ``receptacles`` and ``objects`` say; ``full`` = as large as in the real games.
-        receptacles, objects: numbers in a small household, each a number or a range; None = (5, 6) and (4, 6).
-        seed: another seed draws other households.
+        goals: kinds of goals: put, heat, cool, clean, examine, put_two, or ALFWorld's names of these kinds.
+        size: ``small`` = households with as many receptacles and objects as the next two options say; ``full`` =
+            households as large as those of ALFWorld's own games.
+        receptacles, objects: how many of them a small household has, each a number or a range (least, most). None = (5,
+            6) receptacles and (4, 6) objects.
+        seed: seed with which households are drawn.
         rooms: rooms to use, among kitchen, bathroom, bedroom, living_room. None = for small households the usual room
             of each goal (the kitchen; for examine the bedroom), for full households every room of each goal.
-        object_kinds: the only kinds of objects, such as "apple"; None = all kinds that the room usually has.
+        object_kinds: the only kinds of objects to use, such as "apple"; None = all kinds that the room usually has.
         same_kind: largest number of objects of one kind in a household; None = 2, or 3 in full households.
-        source: ``generated``, or ``alfworld_data`` for the games under ALFWORLD_DATA, for which the options of
-            households have no effect.
-        eval_split: the households that evaluation plays. Training never plays them. ``households`` = in any room
-            (with alfworld_data: valid_unseen). ``seen`` = in rooms whose layouts training plays too (valid_seen).
-            ``unseen`` = in rooms of other layouts (valid_unseen). ``both`` = seen and unseen in turn, reported as
-            separate kinds of tasks.
-        prompt: how a game is shown and answered: ``plain``, ``react`` or ``admissible`` (see `prompts`).
-        examples: number of games played by the expert that are shown before each game; None = 2 with react, else 0.
-        banner: whether to keep TextWorld's welcome line.
-        admissible_commands: whether to list the admissible commands in the ``info`` of every observation.
+        source: ``generated`` = random households. ``alfworld_data`` = the games in the folder that the environment
+            variable ALFWORLD_DATA names; the options that describe households then have no effect, except ``goals``.
+        eval_split: the households that evaluation plays. Training never plays them. ``households`` = in any room (with
+            alfworld_data: valid_unseen). ``seen`` = in rooms whose layouts training plays too (valid_seen). ``unseen``
+            = in rooms of other layouts (valid_unseen). ``both`` = seen and unseen in turn, reported as separate kinds
+            of tasks.
+        prompt: the format in which a model sees the game and answers: ``plain``, ``react`` or ``admissible`` (see
+            `prompts`).
+        examples: number of games played by the expert that the first message shows before the task's own game. Only
+            ``react`` allows any. None = 2 with ``react``, else 0.
+        banner: whether the first message begins with TextWorld's welcome line.
+        admissible_commands: whether the ``info`` of every observation lists the admissible commands.
     """
 
     goals: Sequence[str] = Field(default=("put",), min_length=1)
@@ -86,7 +92,7 @@ class AlfworldTaskset(Taskset):
 
     has_expert = True
     phrases = (NOTHING,)
-    named_by_content = True  # an id is a hash of the household, whatever the prompt format
+    named_by_content = True  # a task's id is a hash of its household and the same for every prompt format
 
     def __post_init__(self) -> None:
         for package in ("alfworld", "textworld", "fast_downward"):
@@ -98,10 +104,10 @@ class AlfworldTaskset(Taskset):
 
     @cached_property
     def layout(self) -> Layout:
-        """The layout from which households are drawn.
+        """The options that describe generated households, with their defaults filled in.
 
         Raises:
-            UserError: an option names something unknown, or the options exclude each other.
+            UserError: an option names something unknown, or two options contradict each other.
         """
         full = self.size == "full"
         ranges: dict[str, tuple[int, int]] = {}
@@ -113,7 +119,7 @@ class AlfworldTaskset(Taskset):
             low, high = ranges[name] = (value, value) if isinstance(value, int) else value
             if not 1 <= low <= high:
                 raise UserError(f"environment.options.{name} = {value!r}: a number, or least and most, as [4, 6]")
-        kinds: dict[str, str] = {}  # lower-case name -> name
+        kinds: dict[str, str] = {}  # lower-case name of a kind of object -> its name in alfworld
         for room in (*ROOMS.values(), *(FULL_ROOMS.values() if full else ())):
             kinds.update((kind.lower(), kind) for kind in room.objects)
         goals = tuple(dict.fromkeys(_ALIASES.get(name, name) for name in self.goals))
@@ -145,21 +151,29 @@ class AlfworldTaskset(Taskset):
 
     @cached_property
     def _drawn(self) -> dict[Split, tuple[list[Task], Iterator[Task]]]:
-        """Split -> its tasks made so far, and the iterator that makes more."""
+        """For each split, the tasks made so far and the iterator that makes more.
+
+        Copies for worker processes leave this out, because the iterators cannot be pickled.
+        """
         return {}
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name != "_drawn"}
 
     def tasks(self, split: Split, count: int) -> Sequence[Task]:
-        """Return the first ``count`` tasks of a split. No household occurs twice, and none is in two splits."""
+        """Return the first ``count`` tasks of a split. No household occurs twice, and none is in two splits.
+
+        Raises:
+            UserError: there are fewer tasks, or the files of ALFWorld's own games cannot be read.
+        """
         if split not in self._drawn:
             self._drawn[split] = ([], self._stream(split))
         tasks, stream = self._drawn[split]
         try:
             tasks += islice(stream, max(0, count - len(tasks)))
         except UserError:
-            del self._drawn[split]  # an iterator that raised cannot continue, so the next call starts over
+            # A generator that has raised cannot continue, so the next call makes a new one.
+            del self._drawn[split]
             raise
         if len(tasks) < count:
             generated = self.source == "generated"
@@ -171,20 +185,27 @@ class AlfworldTaskset(Taskset):
         return AlfworldEnvironment(task, banner=self.banner, admissible_commands=self.admissible_commands)
 
     def demonstrate(self, task: Task, *, seed: int, noise: float = 0.0) -> tuple[tuple[Message, ...], Score]:
-        """Return an expert's conversation in the task's prompt format, up to the command that wins the game.
+        """Let the expert play ``task``. Returns the conversation in the task's prompt format, and 1 as score if it has
+        won, else 0.
 
-        It has at most 100 commands, or four for each receptacle if that is more. The expert sees only text. ``noise``
-        is the chance that a random admissible command (not "help") takes the place of the expert's next one. The expert
-        reads the answer and continues from there.
+        The conversation ends with the command that wins the game. If the expert does not win, it ends after 100
+        commands, or four for each receptacle if that is more. The expert sees only text.
+
+        At each turn, with probability ``noise``, a random admissible command other than "help" replaces the expert's
+        command. The expert reads the game's answer to it and continues from there.
+
+        Raises:
+            NoExpert: the expert cannot read the goal of the task.
         """
         shown = Demonstration(task, seed, banner=self.banner).play(noise)
         return tuple(shown.messages), Score(float(shown.won))
 
     def _stream(self, split: Split) -> Iterator[Task]:
-        """Yield the tasks of a split, from each of its parts in turn. Generated households never end.
+        """Yield the tasks of a split. If it has two parts (seen and unseen households), they alternate.
 
-        Demonstrations of real games come from ``valid_seen`` if evaluation does not use it, otherwise from the last
-        training games. So a run trains on demonstrated games only if it asks for nearly all training games.
+        Of ALFWorld's own games, demonstrations use ``valid_seen`` if ``eval_split`` is "households". With any other
+        ``eval_split`` they use the training games, starting with the last ones, while training starts with the first.
+        So training plays a demonstrated game only if a run asks for nearly all of these games.
         """
         evaluated = {"households": ("unseen",), "both": ("seen", "unseen")}.get(self.eval_split, (self.eval_split,))
         real = self.source == "alfworld_data"
@@ -192,7 +213,7 @@ class AlfworldTaskset(Taskset):
             parts = tuple(f"valid_{part}" for part in evaluated) if split == "eval" else ("train",)
             if split == "warm_start" and self.eval_split == "households":
                 parts = ("valid_seen",)
-            last_first = split == "warm_start"  # a run trains on the first games
+            last_first = split == "warm_start"  # because training plays the first games
             streams = [real_tasks(part, self.layout.goals, last_first=last_first) for part in parts]
         else:
             parts = evaluated if split == "eval" else ("seen",)
@@ -206,7 +227,8 @@ class AlfworldTaskset(Taskset):
             for part, task in zip(parts, tasks, strict=True):
                 if task is None:
                     continue
-                payload = dict(task.payload)  # holds the prompt format, so that a task looks the same in every process
+                # The payload includes the prompt format, so that an environment in any process shows the task alike.
+                payload = dict(task.payload)
                 if self.prompt != "plain":
                     payload["prompt"] = self.prompt
                 if examples:
@@ -215,7 +237,11 @@ class AlfworldTaskset(Taskset):
                 yield replace(task, kind=kind, payload=payload)
 
     def _draw_households(self, split: Split, part: str) -> Iterator[Task]:
-        """Yield different solvable households of a split, in layouts of ``part``: seen, unseen or any."""
+        """Yield tasks of distinct, solvable households of ``split``, until many draws in a row give no new one.
+
+        ``part`` selects the layouts of their rooms: ``seen`` (training may play them), ``unseen`` (training never plays
+        them) or ``any``.
+        """
         keys: set[str] = set()
         fruitless = 0
         for index in count_from():

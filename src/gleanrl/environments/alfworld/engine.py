@@ -1,9 +1,14 @@
-"""Plays ALFWorld's games on bit sets, from the alfworld package's domain and grammar, with microseconds per step.
+"""Runs ALFWorld games whose states are integers with one bit per fact, so that a step takes microseconds.
 
-A `Game` is a problem with its text and holds no episode. The state of an episode is one integer. So any number of
-episodes of any games can interleave in one process, and all episodes of a game share what was computed for one of them.
-Feedback, win flag and admissible commands equal those of the stock engine (``textworld.start`` under alfworld's
-demangler), command for command.
+    game = Game(problem, task)
+    feedback, state, won = game.step(game.start, "go to cabinet 1")
+
+The rules come from the alfworld package's PDDL domain, and the texts from its grammar. A `Game` does not store the
+state of an episode; the caller does. So any number of episodes can be played in turn in one process, and all episodes
+of a game share its cached results.
+
+For every command, feedback, win flag and admissible commands equal those of the stock engine (``textworld.start`` with
+alfworld's demangler).
 """
 
 from __future__ import annotations
@@ -23,7 +28,7 @@ NOTHING = "Nothing happens."
 BANNER = "-= Welcome to TextWorld, ALFRED! =-\n\n"
 _GOAL = re.compile(r'(Your task is to: )((?:[^"\\]|\\.)*?)(\.?")')
 _PLACEHOLDER = "UNKNOWN GOAL"
-_MEMO_LIMIT = 4_000  # transitions cached per game, about 2 MB at most
+_MEMO_LIMIT = 4_000  # largest number of transitions cached per game, about 2 MB
 
 
 class Transition(NamedTuple):
@@ -33,11 +38,11 @@ class Transition(NamedTuple):
 
 
 class Game:
-    """One playable problem.
+    """A playable game, made from one PDDL problem.
 
     Args:
         problem: PDDL text of the household and its goal.
-        task: the goal in words, as the game shows it; empty if ``grammar_text`` holds it.
+        task: the goal in words, as the game's opening states it; empty = the goal in ``grammar_text``.
         domain_text, grammar_text: the PDDL domain and the ``.twl2`` grammar; empty = those of the alfworld package.
     """
 
@@ -55,13 +60,15 @@ class Game:
             action: tuple((name.lstrip("?"), kind) for name, kind in parameters)
             for action, parameters in rules.parameters.items()
         }
-        self.operators = len(self._world.operators)  # decides how much memory a game takes
+        self.operators = len(self._world.operators)  # a game's memory use is about proportional to this number
         names = demangle(self._world.objects)
         self._entities = {thing: Entity(thing, kind, names[thing]) for thing, kind in self._world.objects.items()}
         self.start: Bits = self._world.initial
         self.won = self._world.won
         self._commands: dict[str, list[Operator]] = defaultdict(list)
-        self._from: dict[Bits, list[tuple[str, Operator]]] = defaultdict(list)  # by the place where the agent must be
+        # Commands and their operators, by the bit of the location where the agent must be. So `admissible` needs to
+        # test only those of the agent's location.
+        self._from: dict[Bits, list[tuple[str, Operator]]] = defaultdict(list)
         places = sum(bit for atom, bit in self._world.bits.items() if atom[0] == "atlocation")
         for operator in self._world.operators:
             command = self._grammar.derive(self._grammar.templates[operator.name], self._scope(self.start, operator))
@@ -72,12 +79,15 @@ class Game:
         self.intro = self._grammar.derive("#intro#", self._scope(self.start)).replace(_PLACEHOLDER, self.task)
 
     def step(self, state: Bits, command: str) -> Transition:
-        """Play a command, which must be written exactly as in `admissible`; any other command changes nothing."""
+        """Return the result of ``command`` in ``state``.
+
+        A command that is not literally one of `admissible` does not change the state, and its feedback is `NOTHING`.
+        """
         known = self._memo.get((state, command))
         if known is not None:
             return known
         operators = self._commands.get(command)
-        if operators is None:  # not cached, because the number of wrong commands is unlimited
+        if operators is None:  # This result is not cached, because the number of wrong commands is unlimited.
             return Transition(NOTHING, state, self.won(state))
         operator = next((op for op in operators if op.applicable(state)), None)
         if operator is None:
@@ -93,7 +103,7 @@ class Game:
         return transition
 
     def admissible(self, state: Bits) -> tuple[str, ...]:
-        """Return all commands that have an effect in this state, sorted."""
+        """Return the commands that the game accepts in ``state``, sorted."""
         known = self._admissible.get(state)
         if known is None:
             found: set[str] = set()
@@ -111,14 +121,17 @@ class Game:
 
 
 def demangle(objects: Mapping[str, str]) -> dict[str, str]:
-    """Return object -> its name for the player: ``cabinet_bar_...`` is "cabinet 2", numbered as in alfworld."""
+    """Return the name that the player sees for each object, such as "cabinet 2" for ``cabinet_bar_...``.
+
+    ``objects`` maps each object's PDDL name to its type. The numbers are those of alfworld's own demangler.
+    """
     kinds = {}
     for thing in objects:
         if "_bar_" in thing:
             kinds[thing] = thing.split("_bar_", 1)[0] + ("basin" if "basin" in thing else "")
     left = Counter(kinds.values())
     names = {thing: thing for thing in objects if thing not in kinds}
-    for thing in sorted(kinds):  # in each kind, the first object gets the highest number
+    for thing in sorted(kinds):  # as in alfworld, the first object of a kind gets the highest number
         names[thing] = f"{kinds[thing]} {left[kinds[thing]]}"
         left[kinds[thing]] -= 1
     return names
@@ -126,7 +139,7 @@ def demangle(objects: Mapping[str, str]) -> dict[str, str]:
 
 @lru_cache(maxsize=1)
 def package_texts() -> tuple[str, str]:
-    """Return the PDDL domain and the grammar of the installed alfworld package."""
+    """Return the PDDL domain and the ``.twl2`` grammar of the installed alfworld package, as texts."""
     data = resources.files("alfworld") / "data"
     return (data / "alfred.pddl").read_text(), (data / "alfred.twl2").read_text()
 

@@ -1,7 +1,7 @@
-"""Plays a game in the prompt format of its task.
+"""Plays games in the prompt format of their tasks.
 
-A model plays in `AlfworldEnvironment`, the expert in `Demonstration`. `play_examples` writes games of the expert as
-text, for the format ``react``.
+In `AlfworldEnvironment` a model plays, and in `Demonstration` the expert. `play_examples` returns the text of games
+that the expert has played, which a ``react`` prompt contains as examples.
 """
 
 from __future__ import annotations
@@ -22,15 +22,18 @@ from gleanrl.types import Message, Score, Task
 from gleanrl.utils.errors import NoExpert
 from gleanrl.utils.seeding import derive
 
-EXPERT_STEPS = 100  # commands of the expert; houses with many receptacles allow more
-_EXAMPLE_COMMANDS = (4, 16)  # least and most commands in an example; a longer one teaches no more and costs context
+EXPERT_STEPS = 100  # limit on the expert's commands in households with up to 25 receptacles
+_EXAMPLE_COMMANDS = (4, 16)  # least and most commands in an example; longer ones teach no more and use up context
 
 
 class AlfworldEnvironment(Environment):
-    """One episode in one household. Takes commands, returns the game's answers, and scores 1 for reaching the goal.
+    """An environment that plays one game: messages are commands, and observations are the game's answers.
 
-    The observations' ``info`` holds ``won``, ``valid_action`` (whether the game accepted the last command; thoughts are
-    always valid) and, if requested, ``admissible_commands``.
+    The score is 1 if the goal has been reached, else 0. Except in the format ``plain``, its part ``valid_actions`` is
+    the share of the turns so far that the game accepted.
+
+    The ``info`` of an observation contains ``won``, ``valid_action`` (whether the game accepted the last command; true
+    for thoughts and after `reset`) and, if ``admissible_commands`` is set, the list of these commands.
     """
 
     def __init__(self, task: Task, *, banner: bool = False, admissible_commands: bool = False) -> None:
@@ -75,7 +78,7 @@ class AlfworldEnvironment(Environment):
 
 
 def open_episode(task: Task, game: Game, *, banner: bool) -> str:
-    """Return the first message of an episode."""
+    """Return the text of an episode's first message. ``banner`` keeps TextWorld's welcome line."""
     prompt = task.payload.get("prompt", "plain")
     offered = game.admissible(game.start) if prompt == "admissible" else ()
     text = game.intro if banner else game.intro.removeprefix(BANNER)
@@ -84,25 +87,30 @@ def open_episode(task: Task, game: Game, *, banner: bool) -> str:
 
 @dataclass
 class Demonstration:
-    """A game played by the expert, with its conversation so far and whether the expert has won."""
+    """A game played by the expert: the conversation so far, and whether the expert has won. `play` fills it in."""
 
     task: Task
     seed: int
     banner: bool = False
     messages: list[Message] = field(default_factory=list)
     commands: int = 0
-    last_answer: str = ""  # the game's last answer, which is not in ``messages``
+    last_answer: str = ""  # the game's answer to the last command; ``messages`` end with that command
     won: bool = False
 
     def play(self, noise: float = 0.0) -> Demonstration:
-        """Play up to the command that wins, or to a limit that is more than enough to search the whole house.
+        """Let the expert play until it has won, and return this object.
+
+        The expert stops after `EXPERT_STEPS` commands, or four for each receptacle if that is more, which is more than
+        enough to search the whole household. With probability ``noise``, a random admissible command replaces the
+        expert's next one.
 
         Raises:
             NoExpert: the goal can be read neither from the game's text nor from the task's payload.
         """
         task, payload = self.task, self.task.payload
         game, prompt = game_of(task), payload.get("prompt", "plain")
-        order = None  # the goal according to the payload, for games whose goal is worded freely
+        # The goal according to the payload, for goals that were worded by a person and match no template.
+        order = None
         if payload.get("target") and "goal" in payload:
             order = Order(payload["goal"], payload["target"], payload.get("destination") or "desklamp")
         expert = make_expert(game.intro, game.task, derive(self.seed, "alfworld", "expert", task.id), otherwise=order)
@@ -141,7 +149,11 @@ class Demonstration:
 
 @lru_cache(maxsize=64)
 def play_examples(prompt: str, goal: str, count: int) -> str:
-    """Return ``count`` games with this goal as text, the same for every task and run; empty if ``count`` is 0."""
+    """Return ``count`` games with a goal of the kind ``goal`` as one text, each played by the expert until it has won.
+
+    The text depends only on the arguments, so it is the same for every task and run. The games are generated households
+    of the split ``warm_start``, and each has another target object.
+    """
     layout = Layout(goals=(goal,), receptacles=(8, 10), objects=(6, 9))
     found: list[str] = []
     targets: set[str] = set()
@@ -161,6 +173,7 @@ def play_examples(prompt: str, goal: str, count: int) -> str:
         if shown.won and fitting and not game.won(game.start):
             targets.add(household.target)
             lines = [f"Example {len(found) + 1}:", game.intro.removeprefix(BANNER)]
-            lines += [message["content"] for message in shown.messages[1:]]  # the first message is the opening
+            # The first message also contains the instructions, so `game.intro` replaces it.
+            lines += [message["content"] for message in shown.messages[1:]]
             found.append("\n".join([*lines, shown.last_answer]))
     return ""

@@ -1,6 +1,8 @@
-"""An expert that sees only text. It searches for the object, takes it, processes it and delivers it.
+"""A scripted expert for ALFWorld games that sees only the game's text.
 
-The expert reacts to the answers that it reads, so it recovers from random commands in between.
+It searches the household for an object of the required kind, takes it, processes it if the goal says so (heat, cool,
+clean) and brings it to its destination. The expert chooses each command from what it has read so far, so it can
+continue after random commands.
 """
 
 from __future__ import annotations
@@ -17,7 +19,11 @@ _TOOL = {kind: goal.tool.lower() for kind, goal in GOALS.items() if goal.tool}
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """A goal as read from its text: the kind of goal, the object, and where to bring it (for examine, the lamp)."""
+    """The content of a goal's text, in lower case.
+
+    ``kind`` is a key of `GOALS`, ``target`` the kind of object, and ``destination`` the kind of receptacle that it is
+    brought to. For the goal ``examine``, ``destination`` is the kind of lamp to switch on.
+    """
 
     kind: str
     target: str
@@ -25,7 +31,10 @@ class Order:
 
 
 def read_order(task: str) -> Order | None:
-    """Read a goal that is worded by one of the real games' templates. Returns None if it is worded freely."""
+    """Parse the text of a goal. Returns None if it matches none of alfworld's templates.
+
+    Some of ALFWorld's own games state the goal in a person's words, which match no template.
+    """
     for kind, goal in GOALS.items():
         for template in goal_library()[goal.library]["templates"]:
             pattern = re.escape(template).replace(r"\{obj\}", "([a-z]+)")
@@ -38,7 +47,11 @@ def read_order(task: str) -> Order | None:
 
 @dataclass
 class Expert:
-    """Plays one game (see `make_expert`). `observe` reads every command and answer, `act` returns the next command."""
+    """An expert in the course of one game, made by `make_expert`.
+
+    Alternately call `act`, which returns the next command, and `observe` with the command that was played and the
+    game's answer.
+    """
 
     order: Order
     receptacles: list[str]
@@ -47,19 +60,22 @@ class Expert:
     holding: str = ""
     closed: set[str] = field(default_factory=set)
     contents: dict[str, list[str]] = field(default_factory=dict)
-    state: dict[str, str] = field(default_factory=dict)  # object -> how it was processed last
+    state: dict[str, str] = field(
+        default_factory=dict
+    )  # object -> the goal's process, such as "heat", if done; "" if undone since
     refused: set[tuple[str, str]] = field(default_factory=set)  # (object, receptacle that did not accept it)
     goal_place: str = ""
 
-    # --- what the expert knows ----------------------------------------------------------------
+    # --- reading the game's answers -------------------------------------------------------------
     def observe(self, command: str, answer: str) -> None:
-        """Learn from the answer to a command, which may be the expert's own or a random one."""
+        """Update the expert's knowledge from the game's ``answer`` to ``command``, which may be a random one."""
         if answer.startswith("Nothing happens"):
             moved = re.fullmatch(rf"move ({_THING}) to ({_THING})", command)
             if moved and moved[2] == self.here and moved[1] == self.holding:
                 self.refused.add((moved[1], moved[2]))
             destination = command.removeprefix("go to ")
-            # The command fails if the expert is already there, as two receptacles may share a place.
+            # "go to" fails if the expert already stands where the receptacle is, since two receptacles may share a
+            # location. The expert can then use the receptacle.
             if destination in self.receptacles:
                 self.here = destination
             return
@@ -94,10 +110,11 @@ class Expert:
             elif {process, self.order.kind} == {"heat", "cool"}:  # heating undoes cooling, and cooling undoes heating
                 self.state[thing] = ""
 
-    # --- what the expert does -------------------------------------------------------------------
+    # --- choosing commands ----------------------------------------------------------------------
     def act(self) -> str:
-        """Return the next command."""
-        if self.holding and not self._wanted(self.holding):  # put it down, here if possible
+        """Return the next command, chosen from what the expert has read so far."""
+        # A random command may have taken an object that the goal does not need. Put it down, here if possible.
+        if self.holding and not self._wanted(self.holding):
             places = [self.here, *self.receptacles] if self.here else self.receptacles
             place = next((p for p in places if (self.holding, p) not in self.refused), "")
             return (self._reach(place) or f"move {self.holding} to {place}") if place else "inventory"
@@ -129,12 +146,17 @@ class Expert:
         return thing.split()[0] == self.order.target
 
     def ready(self, thing: str) -> bool:
-        """Return whether a thing is processed as ordered and only needs to be delivered."""
+        """Return whether ``thing`` needs no further processing before it is delivered.
+
+        That is so if it has been heated, cooled or cleaned as the goal says, or if the goal asks for none of these.
+        """
         return self.order.kind not in _TOOL or self.state.get(thing) == self.order.kind
 
     @property
     def tool(self) -> str:
-        """The first receptacle that can process an object as ordered; empty if there is none."""
+        """The receptacle that can heat, cool or clean as the goal asks. Empty if there is none, or the goal asks for
+        none.
+        """
         return next((r for r in self.receptacles if r.split()[0] == _TOOL.get(self.order.kind)), "")
 
     def _search(self) -> str:
@@ -145,16 +167,17 @@ class Expert:
         return self._reach(place) or f"examine {place}"
 
     def _reach(self, place: str) -> str:
-        """Return the next command to reach and open ``place``; empty if the expert is there and the place is open."""
+        """Return the next command that is needed to stand at ``place`` with it open. Empty if none is needed."""
         if self.here != place:
             return f"go to {place}"
         return f"open {place}" if place in self.closed else ""
 
 
 def make_expert(intro: str, task: str, seed: int, *, otherwise: Order | None = None) -> Expert | None:
-    """Make an expert for the game that opens with ``intro``.
+    """Return an expert for the game whose opening text is ``intro`` and whose goal is stated by ``task``.
 
-    If the goal in ``task`` is worded freely, the expert follows ``otherwise``. Returns None if that is None too.
+    It searches the receptacles in a random order given by ``seed``, those that can hold the target first. If ``task``
+    matches none of alfworld's templates, the goal is ``otherwise``. Returns None if that is None too.
     """
     order = read_order(task) or otherwise
     if order is None:
@@ -167,5 +190,5 @@ def make_expert(intro: str, task: str, seed: int, *, otherwise: Order | None = N
     for receptacle, objects in thor().VAL_RECEPTACLE_OBJECTS.items():
         if order.target in {kind.lower() for kind in objects}:
             fitting.add(receptacle.lower())
-    receptacles.sort(key=lambda receptacle: receptacle.split()[0] not in fitting)  # unlikely places last
+    receptacles.sort(key=lambda receptacle: receptacle.split()[0] not in fitting)  # the others are searched last
     return Expert(order, receptacles, rng)

@@ -1,4 +1,8 @@
-"""Finds the game of a task. Tasks of generated households hold PDDL; other tasks name a file under ALFWORLD_DATA."""
+"""Makes tasks from generated households and from ALFWorld's own game files, and returns the game of a task.
+
+The payload of a task contains either the PDDL problem of a generated household, or the path of a game file in the
+folder that the environment variable ALFWORLD_DATA names.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +25,7 @@ GAME, TRAJECTORY = "game.tw-pddl", "traj_data.json"
 
 
 def household_task(household: Household) -> Task:
-    """Make the task of a generated household. Its id is a hash of the problem and its wording."""
+    """Make the task of a generated household. Its id contains a hash of the PDDL problem and of the goal in words."""
     payload = {
         "problem": household.pddl(),
         "task": household.task(),
@@ -35,12 +39,16 @@ def household_task(household: Household) -> Task:
 
 
 def game_of(task: Task) -> Game:
-    """Return the game of a task. Episodes of one task share one game while it is cached."""
+    """Return the game of ``task``, from a cache if it is there. Episodes of the same task can share a game.
+
+    Raises:
+        UserError: the task is not an alfworld task, or its game file is missing, damaged or outside ALFWORLD_DATA.
+    """
     payload = task.payload
     if "file" in payload:
         file = Path(payload["file"])
-        # A task may come from a client of an environment service, which must not read files outside the folder. Links
-        # in the folder are followed, because the owner of the folder made them.
+        # The task may come from a client of an environment service. The client must not be able to read files outside
+        # the folder. Symbolic links in the folder are followed, because the folder's owner made them.
         if file.is_absolute() or ".." in file.parts:
             raise UserError(f"a task names the file {payload['file']!r}, which is not in the folder of ALFWORLD_DATA")
         path = data_root() / file
@@ -57,7 +65,11 @@ def game_of(task: Task) -> Game:
 
 
 class GameCache:
-    """Caches the games used last, up to a total number of ground operators, each of which takes about a kilobyte."""
+    """A thread-safe cache that keeps the most recently used games.
+
+    Its capacity is a total number of ground operators, because a game takes about a kilobyte of memory for each of its
+    operators. The game used last is kept even if it exceeds the capacity alone.
+    """
 
     def __init__(self, operators: int) -> None:
         self._room = operators
@@ -80,7 +92,10 @@ _CACHE = GameCache(operators=200_000)
 
 
 def read_game(path: Path) -> dict[str, Any]:
-    """Read a ``game.tw-pddl`` file: JSON with the keys pddl_domain, pddl_problem, grammar and solvable."""
+    """Read a ``game.tw-pddl`` file: JSON with the keys pddl_domain, pddl_problem, grammar and solvable.
+
+    Raises `UserError` if the file cannot be read or lacks one of the first three keys.
+    """
     data = _read_json(path, "ALFWorld game")
     missing = [key for key in ("pddl_domain", "pddl_problem", "grammar") if key not in data]
     if missing:
@@ -98,7 +113,7 @@ def _read_json(path: Path, what: str) -> dict[str, Any]:
 
 
 def data_root() -> Path:
-    """Return the folder that the environment variable ALFWORLD_DATA names."""
+    """Return the folder that the environment variable ALFWORLD_DATA names. Raises `UserError` if there is none."""
     value = os.environ.get("ALFWORLD_DATA", "")
     if not value or not Path(value).is_dir():
         state = f"{value} is not a folder" if value else "it is not set"
@@ -110,11 +125,14 @@ def data_root() -> Path:
 
 
 def real_tasks(folder: str, goals: tuple[str, ...], *, last_first: bool = False) -> Iterator[Task]:
-    """Yield the tasks of a folder of ALFWORLD_DATA that have these goals and that alfworld's own loader would play.
+    """Yield the tasks of ALFWorld's own games in ``folder`` (valid_unseen, valid_seen or train) that have one of
+    ``goals``.
 
-    This leaves out games with movable receptacles or slicing, games that are not known to be solvable, and folders
-    without a trajectory or a game. A problem in several folders belongs to the first of valid_unseen, valid_seen,
-    train. The order is random but fixed, so that the first games have all kinds of goals; ``last_first`` reverses it.
+    Only games that alfworld's own loader would play are used. Games with movable receptacles or slicing, games that are
+    not marked as solvable, and folders without a trajectory or a game are left out. If a problem is in several folders,
+    only the first of valid_unseen, valid_seen and train yields it.
+
+    The order is random but fixed, so that the first games include all kinds of goals. ``last_first`` reverses it.
 
     Raises:
         UserError: ALFWORLD_DATA or the folder is missing, or a file in it cannot be read.
@@ -138,13 +156,16 @@ def real_tasks(folder: str, goals: tuple[str, ...], *, last_first: bool = False)
             parameters = trajectory.get("pddl_params", {})
             target = parameters.get("object_target", "")
             place = parameters.get("parent_target", "") or parameters.get("toggle_target", "")
-            if target and place:  # kept, because a freely worded goal may not name them
+            if target and place:  # the expert needs them if the goal's text, written by a person, does not name them
                 payload |= {"target": target.lower(), "destination": place.lower()}
             yield Task(id=f"alfworld-{goal}-{digest}", payload=payload, kind=goal)
 
 
 def _game_files(folder: Path) -> list[Path]:
-    """Return the games that the text engine can play, in an order that does not depend on their goals."""
+    """Return the playable games below ``folder``, in a fixed order that does not depend on their goals.
+
+    They are sorted by a hash, because the names of their folders begin with the kind of goal.
+    """
     games = []
     for trajectory in folder.rglob(TRAJECTORY):
         path = trajectory.with_name(GAME)

@@ -1,8 +1,9 @@
-"""Draws random households like ALFWorld's: a room with furniture, objects and a goal, written as PDDL.
+"""Draws random households like those of ALFWorld: a room with furniture, objects and a goal, written as a PDDL problem.
 
-`draw` makes a `Household` from a `Layout` and a seed, and `split_of` returns its split. Constants of the alfworld
-package define which objects fit where, which can be heated, cooled, cleaned or cut, and the text and PDDL of the goals.
-The tables in `rooms` add what a room usually has and where people usually keep things.
+`draw` makes a `Household` from a `Layout` and a seed, and `split_of` returns its split. The alfworld package's
+constants define which objects fit into which furniture, which objects can be heated, cooled, cleaned or cut, and how
+goals are worded and written in PDDL. The tables in `rooms` define what each room may contain and where its objects are
+usually found.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ from gleanrl.utils.seeding import derive
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """A kind of goal."""
+    """A kind of goal, such as heating an object and putting it somewhere."""
 
-    library: str  # name in alfworld's goal library
-    rooms: tuple[str, ...]  # rooms in which it can be reached; the first is the usual one
+    library: str  # this kind's name in alfworld's goal library
+    rooms: tuple[str, ...]  # rooms in which the goal is possible; the first is the usual one
     tool: str = ""  # receptacle that processes the object; empty = none is needed
-    needs: str = ""  # property that the object must have; empty = any object will do
-    targets: int = 1  # number of objects to bring
+    needs: str = ""  # property that the object must have, as alfworld names it; empty = none
+    targets: int = 1  # number of objects that the goal asks for
 
 
 GOALS: dict[str, Goal] = {
@@ -45,7 +46,7 @@ LAMP_STANDS = ("Desk", "SideTable", "Dresser", "CoffeeTable", "Shelf")
 
 @lru_cache(maxsize=1)
 def thor() -> Any:
-    """Return alfworld's constants, which define what objects fit where and what can be done with them."""
+    """Return alfworld's module of constants, which define which objects fit where and what can be done with them."""
     from alfworld.gen import constants
 
     return constants
@@ -60,7 +61,12 @@ def goal_library() -> dict[str, dict[str, Any]]:
 
 @dataclass(frozen=True, slots=True)
 class Household:
-    """A room with furniture, each piece with the kinds of the objects in it, and a goal."""
+    """A room with its furniture and objects, and a goal.
+
+    ``furniture`` has, for each piece, its kind and the kinds of the objects in it. ``target`` is the kind of object
+    that the goal asks for, ``destination`` the kind of furniture to bring it to, and ``wording`` the index of the
+    goal's template.
+    """
 
     room: str
     goal: str
@@ -71,24 +77,29 @@ class Household:
 
     @property
     def key(self) -> str:
-        """Hash that is equal for households that differ only in numbering and wording. It decides the split."""
+        """Hash of the goal and of the furniture with its objects, regardless of numbering and wording. It decides the
+        split.
+        """
         inside = sorted((kind, sorted(objects)) for kind, objects in self.furniture)
         text = repr((self.goal, self.target, self.destination, inside))
         return hashlib.blake2b(text.encode(), digest_size=12).hexdigest()
 
     @property
     def layout_key(self) -> str:
-        """Hash that is equal for rooms of one kind with the same furniture. Objects and goal do not matter."""
+        """Hash of the kind of room and of the kinds and numbers of its furniture. Objects and goal do not affect it."""
         text = repr((self.room, sorted(kind for kind, _ in self.furniture)))
         return hashlib.blake2b(text.encode(), digest_size=12).hexdigest()
 
     def task(self) -> str:
-        """Return the goal in the words of the real games."""
+        """Return the goal in words, in one of the wordings of the real games."""
         template = goal_library()[GOALS[self.goal].library]["templates"][self.wording]
         return template.format(obj=self.target.lower(), recep=self.destination.lower(), toggle=LAMP.lower())
 
     def pddl(self) -> str:
-        """Return the problem as PDDL. Objects are named as in the real games, so that text shows "cabinet 2"."""
+        """Return the household and its goal as a PDDL problem.
+
+        Objects are named as in the real games, so that the engine can show names such as "cabinet 2" to the player.
+        """
         numbers: Counter[str] = Counter()
 
         def name(kind: str) -> str:
@@ -141,9 +152,14 @@ class Household:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """What to draw: kinds of goals, rooms (None = a goal's usual room), and how many receptacles and objects.
+    """The choices and ranges from which `draw` draws a household.
 
-    With ``full``, there are as many of both as in the real games, and ``rooms=None`` means every room of a goal.
+    ``goals`` are the kinds of goals, and ``rooms`` the rooms (None = the usual room of the goal). ``receptacles`` and
+    ``objects`` are the least and the largest number of each, ``object_kinds`` the allowed kinds (None = all), and
+    ``same_kind`` is the largest number of objects of one kind.
+
+    With ``full``, the numbers of receptacles and objects are drawn as in the real games, regardless of these two
+    ranges, and ``rooms=None`` means every room in which the goal is possible.
     """
 
     goals: tuple[str, ...] = ("put",)
@@ -166,7 +182,7 @@ class Layout:
 
 
 class _Room:
-    """A household that is being drawn: its furniture, and the kinds of the objects put into each piece so far."""
+    """A room that is being filled: its furniture, and for each piece the kinds of the objects put into it so far."""
 
     def __init__(self, rng: random.Random, furniture: Sequence[str]) -> None:
         self._rng = rng
@@ -174,12 +190,16 @@ class _Room:
         self.inside: list[list[str]] = [[] for _ in self.furniture]
 
     def holders(self, kind: str) -> list[str]:
-        """Return the kinds of furniture in this room that can hold an object of this kind."""
+        """Return the kinds of furniture in this room into which an object of this kind can be put."""
         fits = thor().VAL_RECEPTACLE_OBJECTS
         return [r for r in sorted(set(self.furniture)) if kind in fits.get(r, ())]
 
     def place(self, kind: str, forbidden: str = "") -> None:
-        """Put an object into a piece of furniture: mostly a usual one, rarely another, and never ``forbidden``."""
+        """Put an object of ``kind`` into a random piece of furniture that it fits into, usually one of its usual places
+        (`USUAL`).
+
+        Furniture of the kind ``forbidden`` is never chosen.
+        """
         count, usual, holders = Counter(self.furniture), USUAL.get(kind, {}), self.holders(kind)
         weights = []
         for furniture in self.furniture:
@@ -189,7 +209,11 @@ class _Room:
 
 
 def draw(layout: Layout, seed: int) -> Household | None:
-    """Draw a household. Returns None if the seed gives none, for example if no furniture can hold its target."""
+    """Draw a household. The result depends only on the arguments.
+
+    Returns None if the draw fails, for example because the goal's object fits into no furniture that was drawn. The
+    caller then tries another seed.
+    """
     rng = random.Random(seed)
     goal = rng.choice(layout.goals)
     wanted = GOALS[goal]
@@ -199,7 +223,7 @@ def draw(layout: Layout, seed: int) -> Household | None:
     if layout.full:
         kinds = tuple(kind for kind in kinds if rng.random() * SCENES < FULL_ROOMS[name].objects[kind])
 
-    choices: dict[str, list[str]] = {}  # kind of object that suits the goal -> kinds of furniture to bring it to
+    choices: dict[str, list[str]] = {}  # each kind of object that suits the goal -> its possible destinations
     for kind in kinds:
         holders = room.holders(kind)
         if wanted.needs and kind not in thor().VAL_ACTION_OBJECTS[wanted.needs]:
@@ -223,7 +247,7 @@ def draw(layout: Layout, seed: int) -> Household | None:
     for _ in range(wanted.targets):
         room.place(target, forbidden=destination)
     count = Counter({target: wanted.targets})
-    if layout.full:  # as in the real games, one or more objects of every kind that some furniture here can hold
+    if layout.full:  # as in the real games, there is at least one object of every kind that fits into some furniture
         for kind in kinds:
             if room.holders(kind):
                 for _ in range(rng.randint(1, layout.same_kind) - count[kind]):
@@ -261,16 +285,19 @@ def _draw_furniture(rng: random.Random, layout: Layout, room: str) -> list[str]:
 
 # --- splits ----------------------------------------------------------------------------------------------
 SHARES: dict[Split, float] = {"train": 0.6, "eval": 0.2, "warm_start": 0.2}
-SEEN_LAYOUTS = 0.8  # share of layouts that training may play
+SEEN_LAYOUTS = 0.8  # share of layouts that training may play if evaluation separates seen from unseen layouts
 
 
 def layout_seen(key: str) -> bool:
-    """Return whether training may play rooms with this `Household.layout_key`. A hash decides, not the run's seed."""
+    """Return whether training may play rooms with this `Household.layout_key`.
+
+    Only the key decides, so the answer is the same in every run.
+    """
     return derive(0, "alfworld", "layout", key) / 2**63 < SEEN_LAYOUTS
 
 
 def split_of(key: str) -> Split:
-    """Return the split of a household with this `Household.key`. A hash decides, not the run's seed."""
+    """Return the split of households with this `Household.key`. Only the key decides, so runs do not differ."""
     point, reached = derive(0, "alfworld", "split", key) / 2**63, 0.0
     for split, share in SHARES.items():
         reached += share

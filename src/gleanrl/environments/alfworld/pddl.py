@@ -1,8 +1,12 @@
-"""Grounds a PDDL problem into operators on bit sets, so that a step takes microseconds.
+"""Compiles a PDDL problem into ground actions on integers, so that a step takes microseconds.
 
-Fast Downward's own front end, which the stock engine uses too, reads and normalises the domain: it splits disjunctions
-and pulls quantifiers out. What remains for each action is a conjunction of literals, which is joined here against the
-facts that never change. A state is one Python integer with a bit for each ground fluent.
+A fluent is a fact that actions can change; all other facts are static. A state is one Python integer with one bit for
+each ground fluent.
+
+Fast Downward's front end, which the stock engine uses too, parses and normalises the domain. It splits disjunctions and
+moves quantifiers out, which leaves one conjunction of literals as the precondition of each action. `World` finds the
+objects that satisfy the static literals of a precondition by joining them, and turns its fluent literals into bit
+masks.
 """
 
 from __future__ import annotations
@@ -32,7 +36,11 @@ class Literal:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """Typed variables, and the literals that must hold: an action's precondition or the body of a derived fact."""
+    """A conjunction of literals over typed variables.
+
+    It is the precondition of an action, the condition of an effect, or the body of a rule that derives the fact
+    ``head``. ``parameters`` are the variables and their types.
+    """
 
     head: Literal | None
     parameters: tuple[tuple[str, str], ...]
@@ -41,7 +49,10 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class Schema:
-    """A normalised action; the first ``external`` parameters are those of the original action."""
+    """A normalised action that is not yet ground. Each of its effects has a condition and a literal.
+
+    The first ``external`` parameters are those of the action in the domain's text. Normalisation added the others.
+    """
 
     name: str
     external: int
@@ -51,7 +62,10 @@ class Schema:
 
 @dataclass(frozen=True, slots=True)
 class Operator:
-    """A ground action. It needs all bits of ``holds`` set and of ``lacks`` unset. Adding has priority over deleting."""
+    """A ground action, which is applicable in states with all bits of ``holds`` set and no bit of ``lacks`` set.
+
+    Applying it clears the bits ``deletes`` and then sets the bits ``adds``, so a bit in both is set afterwards.
+    """
 
     name: str
     arguments: tuple[str, ...]
@@ -73,7 +87,7 @@ class Operator:
 
 
 class Domain:
-    """A parsed and normalised PDDL domain. Make it with `read_domain`, which caches by text."""
+    """A parsed and normalised PDDL domain. Use `read_domain` to make one, which caches domains by their text."""
 
     def __init__(self, text: str) -> None:
         _, pddl, lisp, parsing = _import_front_end()
@@ -98,7 +112,11 @@ class Domain:
         }
 
     def problem(self, text: str) -> tuple[dict[str, str], list[Atom], tuple[Literal, ...], tuple[Rule, ...]]:
-        """Parse a problem into object -> type, initial facts, goal literals, and rules for the goal's derived facts."""
+        """Parse the text of a problem.
+
+        Returns the type of each object, the initial facts, the literals of the goal, and the rules that derive the
+        facts which normalisation has introduced into the goal.
+        """
         _, _, lisp, parsing = _import_front_end()
         parsed = lisp.parse_nested_list(text.split("\n"))
         fields = list(parsing.parse_task_pddl(parsed, self._type_dict, self._predicate_dict))
@@ -117,7 +135,7 @@ class Domain:
         return typed, facts, _literals(task.goal), rules
 
     def _normalize(self, goal: Any, actions: list[Any], axioms: list[Any]) -> Any:
-        """Return these parts as a task normalised by Fast Downward."""
+        """Return a Fast Downward task of this domain with ``goal``, ``actions`` and ``axioms``, after normalisation."""
         normalize, pddl, _, _ = _import_front_end()
         fields = (self._requirements, self._types, list(self._constants), list(self._predicates), self._functions)
         task = pddl.Task(self._name, "game", *fields, [], goal, actions, axioms, False)
@@ -131,11 +149,14 @@ def read_domain(text: str) -> Domain:
 
 
 class World:
-    """A grounded problem.
+    """A grounded problem: its objects, operators, initial state and the test for its goal.
 
-    ``observed`` names the predicates that the game's text depends on. Among them, ``not_p`` means the same as in the
-    stock engine: an action has made the fact ``p`` false. A fact that was never true is not ``not_p``. Fluents that
-    nothing reads are left out of the state, so that states without a visible difference are equal.
+    ``observed`` names the predicates that the game's text depends on. A predicate ``not_p`` among them means the same
+    as in the stock engine: its fact becomes true when an action deletes the fact of ``p`` with the same arguments, and
+    false when an action adds that fact. It is false if the fact of ``p`` was never true.
+
+    The state has no bits for fluents that neither actions, goal nor text read. So states that differ only in such
+    fluents are equal and share their cached transitions.
     """
 
     def __init__(self, rules: Domain, problem: str, observed: Iterable[str]) -> None:
@@ -184,7 +205,9 @@ class World:
             adds, deletes, changes = self._masks(plain, holds, lacks)
             branches = tuple((h, n, *self._masks([effect], 0, 0)[:2]) for h, n, effect in conditional)
             if not changes and not branches:
-                continue  # like Fast Downward, drop an operator that changes nothing, such as "go to" the present place
+                # Like Fast Downward, drop an operator that cannot change any state in which it is applicable, such as
+                # "go to" the agent's own location.
+                continue
             arguments = tuple(binding[name] for name in names)
             key = (arguments, holds, lacks, adds, deletes, branches)
             if key not in seen:
@@ -192,7 +215,12 @@ class World:
                 yield Operator(schema.name, arguments, holds, lacks, adds, deletes, branches)
 
     def _masks(self, effects: list[tuple[Atom, bool]], holds: Bits, lacks: Bits) -> tuple[Bits, Bits, bool]:
-        """Return the bits to set and to clear, and whether they can change a state that meets the precondition."""
+        """Return the mask of the bits to set, the mask of the bits to clear, and whether the effects can change
+        anything.
+
+        That is judged for states in which the operator is applicable: ``holds`` and ``lacks`` are the masks of its
+        precondition. Each effect is a fact and whether it is negated.
+        """
         added = {atom for atom, negated in effects if not negated}
         adds = deletes = 0
         changes = False
@@ -213,7 +241,11 @@ class World:
     def _groundings(
         self, rule: Rule, given: dict[str, str] | None = None
     ) -> Iterator[tuple[dict[str, str], Bits, Bits]]:
-        """Yield each binding for which the static part of a rule's body holds, with the bits of its fluent part."""
+        """Yield each binding of a rule's variables that satisfies the static literals of the rule's body.
+
+        Each binding comes with the masks of the fluents that must be true and that must be false. ``given`` contains
+        variables that are already bound.
+        """
         joins, checks, fluent = [], [], []
         for literal in rule.body:
             if literal.predicate in self.fluents:
@@ -321,8 +353,9 @@ def _literal(literal: Any) -> Literal:
 
 
 def _import_front_end() -> tuple[Any, Any, Any, Any]:
-    """Import Fast Downward's modules ``normalize``, ``pddl``, ``lisp_parser`` and ``parsing_functions``."""
-    argv, sys.argv = sys.argv, ["translate", "domain", "task"]  # Fast Downward reads sys.argv on import
+    """Return the modules ``normalize``, ``pddl``, ``lisp_parser`` and ``parsing_functions`` of Fast Downward."""
+    # Fast Downward parses sys.argv as its own command line when it is imported.
+    argv, sys.argv = sys.argv, ["translate", "domain", "task"]
     try:
         from fast_downward.translate import normalize, pddl  # type: ignore[import-untyped]
         from fast_downward.translate.pddl_parser import lisp_parser, parsing_functions  # type: ignore[import-untyped]

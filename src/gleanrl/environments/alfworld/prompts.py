@@ -1,11 +1,12 @@
-"""Shows a game to a model and reads the model's answers, in one of three common formats.
+"""Presents a game to a model and parses the model's answers, in one of three common prompt formats.
 
-``plain``: the model sees the game's text and answers with a command. ``react``: thoughts and commands take turns (Yao
-et al., 2023). "think: ..." is answered with "OK." and takes a turn, only the first line of an answer is read, and
-examples stand before the game. ``admissible``: every observation lists the commands that would have an effect, and an
-answer is ``<think>...</think><action>...</action>`` (as in the ALFWorld of verl-agent; Feng et al., 2025).
+* ``plain``: the model sees the game's text and answers with a command.
+* ``react`` (Yao et al., 2023): each answer is a command or a thought. A thought, "think: ...", takes a turn and gets
+  the observation "OK.". Only the first line of an answer is read, and examples stand before the game.
+* ``admissible``: every observation lists the admissible commands, and an answer has the form
+  ``<think>...</think><action>...</action>`` (as in the ALFWorld environment of verl-agent; Feng et al., 2025).
 
-In all formats, the answer to a text that is not a command of the game is the engine's "Nothing happens.".
+In all formats, the observation after a text that is not an admissible command is the engine's "Nothing happens.".
 """
 
 from __future__ import annotations
@@ -26,16 +27,20 @@ _STATES = {"heat": "hot", "cool": "cold", "clean": "clean"}
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """A model's answer: a command or a thought. Neither is set if the answer does not have the right format."""
+    """A parsed answer of a model, which is a command or a thought.
+
+    If the answer does not have the right format, ``command`` is empty and ``thought`` is False.
+    """
 
     command: str = ""
     thought: bool = False
 
 
 def read(prompt: str, content: str) -> Said:
-    """Read a model's answer in the format ``prompt``. Commands become lower case, as in the games.
+    """Parse ``content``, a model's answer in the prompt format ``prompt``. Commands become lower case, as in the games.
 
-    The thinking of a reasoning model is removed first, except in ``admissible``, whose format includes it.
+    The thinking of a reasoning model is removed first, except in ``admissible``, where only the text between the action
+    tags is read.
     """
     if prompt == "plain":
         return Said(answer_of(content).strip().lower())
@@ -48,7 +53,10 @@ def read(prompt: str, content: str) -> Said:
 
 
 def write_opening(prompt: str, text: str, examples: str, admissible: Sequence[str]) -> str:
-    """Return the first message: how to answer (except in ``plain``), the examples if any, and the game's opening."""
+    """Return the text of an episode's first message, which ends with the game's opening ``text``.
+
+    Except in ``plain``, instructions on how to answer precede it, and the examples if there are any.
+    """
     if prompt == "plain":
         return text
     parts = [_INSTRUCTIONS[prompt]]
@@ -58,21 +66,25 @@ def write_opening(prompt: str, text: str, examples: str, admissible: Sequence[st
 
 
 def show_answer(prompt: str, text: str, admissible: Sequence[str]) -> str:
-    """Return the game's answer as the model sees it."""
+    """Return the game's answer ``text`` as the model sees it: in the format ``admissible``, with a list of the
+    commands.
+    """
     if prompt != "admissible":
         return text
     return "\n".join([text, "", "Possible actions:", *(f"- {command}" for command in admissible if command != "help")])
 
 
 def write_command(prompt: str, command: str, thought: str = "") -> str:
-    """Format a command as a model would say it. The thought is included only in the format ``admissible``."""
+    """Return the answer of a model that gives ``command``, in the format ``prompt``. Only ``admissible`` includes
+    ``thought``.
+    """
     if prompt == "admissible":
         return f"<think>{thought}</think>\n<action>{command}</action>"
     return f"> {command}" if prompt == "react" else command
 
 
 def write_thought(thought: str) -> str:
-    """Format a thought that the model says in a turn without a command (format ``react``)."""
+    """Return the answer of a model that states a thought and gives no command, in the format ``react``."""
     return f"> {_THINK} {thought}"
 
 
@@ -90,13 +102,16 @@ _INSTRUCTIONS = {
 
 @dataclass
 class Narrator:
-    """Explains an expert's commands, based on the expert's own state."""
+    """Words the thoughts that accompany an expert's commands in demonstrations, based on the expert's state."""
 
     expert: Expert
     stage: str = ""
 
     def thoughts(self, command: str) -> Iterator[str]:
-        """Yield the thoughts before ``command``: a plan before the first one, later a reason when the stage changes."""
+        """Yield the thoughts that precede ``command`` in the format ``react``.
+
+        They are a plan before the first command, and later a reason whenever a new stage of the game begins.
+        """
         stage, text = self.explain(command)
         if not self.stage:
             yield self._plan()
@@ -119,7 +134,9 @@ class Narrator:
         return f"This is about a {order.target}. I {', then '.join(steps)}."
 
     def explain(self, command: str) -> tuple[str, str]:
-        """Return the stage of the game to which a command belongs, and the reason for the command."""
+        """Return the stage of the game that ``command`` belongs to, such as "search" or "deliver", and the reason for
+        the command.
+        """
         expert, order = self.expert, self.expert.order
         verb, holding = command.split()[0], expert.holding
         place = command.rpartition(" from ")[2].rpartition(" to ")[2].removeprefix("open ").removeprefix("examine ")

@@ -1,4 +1,6 @@
-"""Tables of furniture and objects: small rooms for quick training, and full rooms as large as in the real games."""
+"""Tables of furniture and objects for `households`: small rooms for quick training, and full rooms as in the real
+games.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +11,11 @@ Likely = dict[str, float]
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """What a kind of room has."""
+    """The furniture and objects that may be in a small room of one kind."""
 
     always: tuple[str, ...]  # furniture that every room has
-    maybe: dict[str, tuple[float, int]]  # further furniture -> weight in the draw, largest number
-    objects: tuple[str, ...]  # kinds of objects
+    maybe: dict[str, tuple[float, int]]  # further furniture -> (weight in the draw, largest number)
+    objects: tuple[str, ...]  # kinds of objects that the room may contain
 
 
 ROOMS: dict[str, Room] = {
@@ -128,15 +130,15 @@ RARELY = 0.05
 
 @dataclass(frozen=True, slots=True)
 class FullRoom:
-    """What a kind of room has in the real games.
+    """The furniture and objects that rooms of one kind have in the real games.
 
-    The number of each kind of furniture is drawn independently of the others, so that far more rooms are possible than
-    the real games have.
+    The number of each kind of furniture is drawn independently of the others, so far more rooms are possible than the
+    real games have.
     """
 
     receptacles: tuple[int, int]  # least and largest number of pieces of furniture
-    furniture: dict[str, tuple[int, ...]]  # kind -> its number in each of the real rooms
-    objects: dict[str, int]  # kind -> number of scenes, of 30, in which it is found
+    furniture: dict[str, tuple[int, ...]]  # kind -> its number in each room of the real games
+    objects: dict[str, int]  # kind -> number of AI2-THOR scenes, out of `SCENES`, that contain it
 
 
 FULL_ROOMS: dict[str, FullRoom] = {

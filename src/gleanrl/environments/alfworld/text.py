@@ -1,7 +1,8 @@
-"""Writes the game's text: evaluates its context-sensitive grammar, parsed by TextWorld, on a bit-set state.
+"""Writes the texts of a game by expanding its grammar, whose productions depend on the state of the game.
 
-TextWorld's own evaluator copies and parses during evaluation, which takes milliseconds per sentence. Here, the parsed
-productions are compiled once into closures with the same meaning, which the fidelity test checks.
+TextWorld parses the grammar. TextWorld's own evaluator also parses and copies during evaluation, which takes
+milliseconds per sentence. This module instead compiles each production once into a Python closure. A test compares the
+texts with those of TextWorld.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class Entity:
 
 
 class Facts:
-    """Finds the facts of one world in any state, by predicate and by known arguments. Results are sorted."""
+    """Looks up the facts of a world that are true in a given state, by predicate and argument, in sorted order."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -42,7 +43,11 @@ class Facts:
             self._fluent.setdefault(atom[0], []).append((atom, bit))
 
     def rows(self, predicate: str, position: int, value: str) -> list[tuple[Atom, Bits]]:
-        """Return (atom, bit) for atoms with ``value`` as argument ``position`` (0 = all). Static atoms have bit 0."""
+        """Return the atoms of ``predicate`` whose argument number ``position``, counted from 1, is ``value``, with
+        their bits.
+
+        Position 0 returns all atoms of the predicate. Static atoms, which are always true, have bit 0.
+        """
         key = (predicate, position, value)
         found = self._rows.get(key)
         if found is None:
@@ -53,7 +58,10 @@ class Facts:
     def match(
         self, query: tuple[tuple[str, tuple[tuple[str, str], ...]], ...], state: Bits, mapping: Mapped
     ) -> Iterator[Mapped]:
-        """Yield the extensions of ``mapping`` for which all of ``query`` holds; no object fills two placeholders."""
+        """Yield each extension of ``mapping`` that makes all conditions in ``query`` true in ``state``.
+
+        ``mapping`` assigns objects to placeholders. No object is assigned to two placeholders.
+        """
         if not query:
             yield mapping
             return
@@ -101,7 +109,11 @@ Query = tuple[tuple[str, tuple[tuple[str, str], ...]], ...]
 
 
 class Grammar:
-    """A parsed ``.twl2`` grammar: productions by symbol, and the templates of each action's command and feedback."""
+    """A ``.twl2`` grammar, parsed by TextWorld and compiled when it is used.
+
+    ``templates`` and ``feedback`` map each action to the grammar text from which its command and its feedback are
+    derived.
+    """
 
     def __init__(self, domain_text: str, grammar_text: str) -> None:
         from textworld.envs.pddl.logic import GameLogic
@@ -191,7 +203,9 @@ class Grammar:
 
 
 def _read_query(condition: str | None) -> Query:
-    """Read ``p(a:agent) & q(r:receptacle)`` as predicates with typed placeholders."""
+    """Parse a condition such as ``p(a:agent) & q(r:receptacle)`` into predicates and their (placeholder, type)
+    arguments.
+    """
     atoms = []
     for text in (condition or "").split("&"):
         if not text.strip():

@@ -1,1 +1,1 @@
-"""TextWorld games."""
+"""The environment ``textworld``: generated TextWorld games. See `gleanrl.environments.textworld.taskset`."""

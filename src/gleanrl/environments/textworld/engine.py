@@ -1,9 +1,11 @@
-"""Plays compiled TextWorld games, and plays each command in each state at most once.
+"""Runs compiled TextWorld games, and runs each command at most once in each state of a game.
 
-A game is deterministic, so its states form a tree of commands. The tree keeps the answer to each command and a snapshot
-of the interpreter (about 1 kB). So episodes that begin with the same commands share these states, and a few
-interpreters serve any number of episodes. Feedback, score and admissible commands equal those of TextWorld's own
-environment; a test compares them command by command.
+A game is deterministic, so its states form a tree whose edges are commands. A `State` is a node of this tree. It keeps
+the game's answer and a snapshot of the interpreter (about 1 kB), from which any command can be played. So episodes that
+begin with the same commands share states, and a few interpreters serve any number of episodes.
+
+Feedback, score and admissible commands equal those of TextWorld's own environment. A test compares them after every
+command.
 """
 
 from __future__ import annotations
@@ -21,8 +23,9 @@ from typing import Any
 
 import numpy as np
 
-_INTERPRETERS = 32  # interpreters that stay loaded, one per game, 1.8 MB each
-_STATES = 50_000  # limit on states in a process, about 4 kB each; the games played least recently are dropped first
+_INTERPRETERS = 32  # largest number of loaded interpreters, one per game, 1.8 MB each
+# Largest number of states in a process, of about 4 kB each. Beyond it, `load` drops the games used least recently.
+_STATES = 50_000
 
 _EVENT = re.compile(r"\[([^]]+)\]\n?")  # what `tw-trace-actions` prints, e.g. [going north - succeeded]
 _TAG = re.compile(r"<(score|moves)>\n\s*(-?\d+).*?</\1>", re.DOTALL)  # what `tw-extra-infos score` prints
@@ -32,44 +35,50 @@ _END = re.compile(r"\*\*\* (The End|You lost!) \*\*\*")
 
 @dataclass(slots=True, eq=False)
 class State:
-    """A point in a game: the answer to the last command, and whether that ended the game."""
+    """A state of a game after a sequence of commands, with the game's answer to the last of them."""
 
     game: Game
     parent: State | None
-    events: tuple[str, ...]  # events in the game's logic that led from the parent to this state
+    events: tuple[str, ...]  # events of the game's logic between the parent and this state
     text: str
     score: int
     won: bool
     over: bool
     snapshot: _Snapshot
     children: dict[str, State] = field(default_factory=dict)
-    world: _World | None = None  # see `Game.world_of`
+    world: _World | None = None  # cached by `Game.world_of`
 
     def step(self, command: str) -> State:
-        """Return the state after ``command``. The game is played only for the first call with a command."""
+        """Return the state after ``command``. The interpreter runs only the first time, and later calls share the
+        result.
+        """
         if command not in self.children:
             self.children[command] = self.game.play(self, command)
         return self.children[command]
 
     def admissible(self) -> list[str]:
-        """Return the commands that have an effect in this state, sorted."""
+        """Return TextWorld's admissible commands in this state, sorted."""
         return self.game.world_of(self).commands
 
     def policy(self) -> list[str]:
-        """Return commands that win the game from this state; empty if it cannot be won any more."""
+        """Return commands that win the game from this state. Empty if the game can no longer be won."""
         events: list[str] = []
         state: State | None = self
         while state is not None:
             events[:0] = state.events
             state = state.parent
-        progression = self.game.make_progression(track_quests=True)  # made here, because only experts need it
+        # Only experts call this, so the progress of the quests is computed here and not for every state.
+        progression = self.game.make_progression(track_quests=True)
         self.game.apply(progression, events)
         return self.game.words.gen_commands_from_actions(progression.winning_policy or ())
 
 
 @dataclass(slots=True, eq=False)
 class _World:
-    """A state of the game's logic and the commands that are valid in it. Game states with the same facts share it."""
+    """A state of TextWorld's logical model of a game, and the commands that are valid in it.
+
+    All `State` objects with the same logical facts share one world.
+    """
 
     progression: Any  # textworld's GameProgression
     commands: list[str]
@@ -78,7 +87,11 @@ class _World:
 
 @dataclass(frozen=True, slots=True)
 class _Snapshot:
-    """The interpreter's memory, as the difference from the game's first state, with its stack and registers."""
+    """A saved state of the interpreter.
+
+    ``memory`` is the bitwise difference from the memory in the game's first state. ``memory`` and ``stack`` are
+    compressed.
+    """
 
     memory: bytes
     stack: bytes
@@ -92,7 +105,7 @@ class _Interpreter:
 
 
 class Game:
-    """One compiled game, with the tree of its states that this process has played."""
+    """A compiled game, with the tree of the states that this process has reached in it."""
 
     def __init__(self, file: Path) -> None:
         from textworld.generator.game import Game as Description
@@ -116,7 +129,7 @@ class Game:
         return self._record(interpreter, None, text)
 
     def play(self, state: State, command: str) -> State:
-        """Play ``command`` in ``state`` with an interpreter and return the state after it."""
+        """Run ``command`` in ``state`` on an interpreter, and return the new state."""
         interpreter = _get_interpreter(self)
         if interpreter.at is not state:
             snapshot = state.snapshot
@@ -127,7 +140,7 @@ class Game:
         return self._record(interpreter, state, text)
 
     def _record(self, interpreter: _Interpreter, parent: State | None, raw: str) -> State:
-        """Return the interpreter's present state as a `State`; ``raw`` is the text that it has printed last."""
+        """Return a new `State` for the present state of ``interpreter``. ``raw`` is the text that it printed last."""
         memory, stack, *registers = interpreter.engine.get_state()
         if self._origin is None:
             self._origin = memory
@@ -135,7 +148,8 @@ class Game:
         events = []
         for event in _EVENT.findall(raw):
             name = event.removesuffix(" - succeeded")
-            if name != event and "(" not in name and ")" not in name:  # an event in brackets is part of another one
+            # Parentheses in its name mark an event as a part of another event.
+            if name != event and "(" not in name and ")" not in name:
                 events.append(name)
         score = {tag: int(value) for tag, value in _TAG.findall(raw)}.get("score")
         if score is None:
@@ -155,7 +169,10 @@ class Game:
         return interpreter.at
 
     def world_of(self, state: State) -> _World:
-        """Return the world of ``state``, computed once, because finding the valid actions takes as long as playing."""
+        """Return the world of ``state``.
+
+        The result is cached, because finding the valid commands takes as long as running a command.
+        """
         if state.world is not None:
             return state.world
         if state.parent is None:
@@ -182,7 +199,7 @@ class Game:
                 progression.update(action)
 
     def _share(self, progression: Any) -> _World:
-        """Return the one world that has the facts of ``progression``."""
+        """Return the world with the facts of ``progression``. It is made the first time that these facts occur."""
         facts = frozenset(progression.state.facts)
         if facts not in self._worlds:
             commands = sorted(set(self.words.gen_commands_from_actions(progression.valid_actions)))
@@ -190,38 +207,43 @@ class Game:
         return self._worlds[facts]
 
 
-_interpreters: OrderedDict[Path, _Interpreter] = OrderedDict()  # by game file, the most recently used last
+_interpreters: OrderedDict[Path, _Interpreter] = OrderedDict()  # by game file, the most recently used one last
 _games: OrderedDict[Path, Game] = OrderedDict()
 
 
 def load(file: Path) -> Game:
-    """Return the game of a ``.z8`` file, with all of its states that this process still holds."""
+    """Return the game of a ``.z8`` file, with the states that this process has reached in it so far.
+
+    Games are cached. If all games together have too many states, those used least recently are dropped.
+    """
     game = _games.pop(file, None) or Game(file)
     _games[file] = game
     while len(_games) > 1 and sum(g.states for g in _games.values()) > _STATES:
-        _games.popitem(last=False)  # live episodes hold a reference, so that their game stays usable
+        # Running episodes of the dropped game keep their own reference to it and can continue.
+        _games.popitem(last=False)
     return game
 
 
 def _get_interpreter(game: Game) -> _Interpreter:
-    """Return an interpreter that has loaded ``game``. It may be in any of the game's states."""
+    """Return an interpreter that has loaded ``game``, in any of the game's states."""
     interpreter = _interpreters.pop(game.file, None)
     if interpreter is None:
         import jericho
 
         while len(_interpreters) >= _INTERPRETERS:
             _interpreters.popitem(last=False)
-        with warnings.catch_warnings():  # jericho warns about every game that is not on its list of classic games
+        with warnings.catch_warnings():  # because jericho warns about every game that is not on its own list of games
             warnings.simplefilter("ignore", jericho.UnsupportedGameWarning)
             interpreter = _Interpreter(jericho.FrotzEnv(str(game.file), seed=1))
     elif interpreter.at is not None and interpreter.at.game is not game:
-        interpreter.at = None  # the game was dropped and loaded again, so the old state is not in its tree
+        # The game was dropped and loaded again since, so the interpreter's state is not in the tree of ``game``.
+        interpreter.at = None
     _interpreters[game.file] = interpreter
     return interpreter
 
 
 def readable(raw: str) -> str:
-    """Return the game's answer without banner, trace marks, status line, closing menu and empty lines."""
+    """Return the text that the player reads: ``raw`` without banner, trace marks, status line, menu and empty lines."""
     text = _TAG.sub("", _EVENT.sub("", raw))
     text = text[text.index("-= ") :] if "$$$$$$$" in text else text
     end = _END.search(text)

@@ -1,4 +1,7 @@
-"""Makes TextWorld games. A recipe and a seed determine a game, which is compiled once and kept on disk."""
+"""Generates TextWorld games and compiles them.
+
+A `Recipe` and a seed determine a game. Its compiled file is cached on disk, so that each game is compiled once.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +21,16 @@ from gleanrl.utils import atomic
 from gleanrl.utils.cache import cache_dir
 from gleanrl.utils.errors import UserError
 
-_VERSION = 1  # version of `_make_coin_collector`; raise it if a change makes another game from the same seed
+_VERSION = 1  # version of `_make_coin_collector`; increase it after a change that makes other games from the same seeds
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """What kind of game to make. ``quest_length`` is the length of the shortest list of commands that wins a quest."""
+    """The parameters from which games are generated.
+
+    ``quest_length`` is the length of the shortest list of commands that wins a quest. With ``goal="detailed"`` the
+    objective of a game describes every step, with "brief" only the last one.
+    """
 
     game: Literal["coin_collector", "custom"]
     rooms: int
@@ -35,7 +42,7 @@ class Recipe:
 
     @property
     def key(self) -> str:
-        """Name of the cache folder. It depends on the recipe and on the version of textworld."""
+        """Name of the cache folder of the recipe's games. It depends on the recipe and on the version of textworld."""
         import textworld
 
         text = json.dumps([asdict(self), textworld.__version__, _VERSION], sort_keys=True)
@@ -43,10 +50,14 @@ class Recipe:
 
 
 def compiled(recipe: Recipe, seed: int, mark: str) -> Path:
-    """Return the path of a game's playable ``.z8`` file, next to its ``.json``. Compiles the game if they do not exist.
+    """Return the path of a game's playable ``.z8`` file. The game's ``.json`` description is next to it.
+
+    The game is generated and compiled if the file does not exist. ``mark`` is the fingerprint (`content`) that it must
+    have.
 
     Raises:
-        UserError: the game made from the seed does not have the `content` ``mark``, because textworld changed.
+        UserError: the generated game has another fingerprint, because the installed version of textworld generates
+            other games, or it cannot be generated or compiled.
     """
     file = _file(recipe, seed, mark)
     if not file.exists():
@@ -57,10 +68,14 @@ def compiled(recipe: Recipe, seed: int, mark: str) -> Path:
 def prepare(
     games: Sequence[tuple[Recipe, int, str]], workers: int, progress: Callable[[int, int], None] | None = None
 ) -> None:
-    """Compile the ``games`` (recipe, seed, mark) that are not on disk. Calls ``progress(done, total)`` after each."""
+    """Compile those of ``games`` (recipe, seed, mark) that are not on disk, ``workers`` at a time.
+
+    Calls ``progress(done, total)`` after each.
+    """
     missing = [game for game in games if not _file(*game).exists()]
     done = len(games) - len(missing)
-    # Making a game is not thread-safe, so it runs in this thread. Compiling runs two other programs, in parallel.
+    # Generating games is not thread-safe, so only this thread does it. The other threads run the compiler, which
+    # consists of two external programs.
     with ThreadPoolExecutor(max(1, workers)) as threads:
         running = [threads.submit(_compile, *game, make(game[0], game[1])) for game in missing]
         for future in as_completed(running):
@@ -71,7 +86,11 @@ def prepare(
 
 
 class Contents:
-    """Content fingerprints of a recipe's games, by seed. Cached on disk, because making a split needs many of them."""
+    """Maps each seed to the content fingerprint (`content`) of the game that the recipe makes from it.
+
+    `save` stores the fingerprints on disk, because choosing the tasks of a split takes many of them, and computing one
+    requires generating the game.
+    """
 
     def __init__(self, recipe: Recipe) -> None:
         self._recipe = recipe
@@ -87,18 +106,18 @@ class Contents:
 
     def save(self) -> None:
         if self._new:
-            # Read the file again, because another process may have written it.
+            # Read the file again, because another process may have added fingerprints to it.
             atomic.write_text(self._file, json.dumps({**self._read(), **self._new}))
 
     def _read(self) -> dict[str, str]:
         try:
             return json.loads(self._file.read_bytes())
-        except (OSError, ValueError):  # the file does not exist or is damaged, but its content can be computed again
+        except (OSError, ValueError):  # If the file does not exist or is damaged, its content is computed again.
             return {}
 
 
 def make(recipe: Recipe, seed: int) -> Any:
-    """Make the `textworld.Game` of a recipe and a seed. It is the same in every process.
+    """Generate the `textworld.Game` of a recipe and a seed, which is the same in every process.
 
     Raises:
         UserError: textworld cannot make a game from this recipe.
@@ -124,7 +143,11 @@ def make(recipe: Recipe, seed: int) -> Any:
 
 
 def content(game: Any) -> str:
-    """Return a `fingerprint` of the problem: of the world, its names and the goal, but not of the texts."""
+    """Return the `fingerprint` of a game: of the facts of its world, the names of its objects, and the goals of its
+    quests.
+
+    Descriptions do not affect it, so two games that differ only in wording have the same fingerprint.
+    """
 
     def read(proposition: Any) -> str:
         names = (game.infos[v.name].name or v.name if v.name in game.infos else v.name for v in proposition.arguments)
@@ -137,10 +160,10 @@ def content(game: Any) -> str:
 
 
 def _make_coin_collector(options: Any) -> Any:
-    """Make a game with a chain of rooms from the player to a coin, and further rooms that lead nowhere.
+    """Make a game with a chain of rooms from the player to a coin, and further rooms off the way.
 
-    TextWorld's own function for this challenge compiles a game to find the actions that win it. This function finds the
-    actions in the game's logic, in milliseconds.
+    TextWorld's own function for this kind of game compiles each game to find the actions that win it. This function
+    finds them in the game's logic, which takes milliseconds.
     """
     import textworld
     from textworld.challenges.tw_coin_collector import coin_collector
@@ -148,7 +171,7 @@ def _make_coin_collector(options: Any) -> Any:
     from textworld.generator.inform7 import Inform7Game
 
     options.kb = _knowledge(coin_collector.KB_PATH)
-    options.grammar.allowed_variables_numbering = True  # there may be more rooms than room names
+    options.grammar.allowed_variables_numbering = True  # because there may be more rooms than room names
     rng = options.rngs["map"]
     opposite = {"north": "south", "south": "north", "east": "west", "west": "east"}
     maker: Any = textworld.GameMaker(options)
@@ -178,7 +201,7 @@ def _make_coin_collector(options: Any) -> Any:
 
     game = maker.build()
     words, progression = Inform7Game(game), GameProgression(game, track_quests=False)
-    actions = []  # the actions of the game's logic that the commands stand for, played from the start
+    actions = []  # the logical action of each command, found by playing the commands from the start
     for command in commands:
         valid = progression.valid_actions
         actions.append(valid[words.gen_commands_from_actions(valid).index(command)])
@@ -190,7 +213,7 @@ def _make_coin_collector(options: Any) -> Any:
 
 @lru_cache(maxsize=2)
 def _knowledge(path: str | None) -> Any:
-    """Load a knowledge base. Cached, because parsing takes half a second and making games does not change it."""
+    """Load a knowledge base. Cached, because parsing takes half a second and generating games does not change it."""
     from textworld.generator.data import KnowledgeBase
 
     return KnowledgeBase.load(path) if path else KnowledgeBase.load()
@@ -218,5 +241,6 @@ def _compile(recipe: Recipe, seed: int, mark: str, game: Any) -> None:
             made = Path(compile_game(game, options))
         except (OSError, CouldNotCompileGameError) as error:
             raise UserError(f"textworld could not compile a game in {folder}: {error}") from error
-        os.replace(made.with_suffix(".json"), file.with_suffix(".json"))  # before the .z8, which needs it
+        # The .json file comes first, because a process that finds the .z8 file expects both.
+        os.replace(made.with_suffix(".json"), file.with_suffix(".json"))
         os.replace(made, file)
