@@ -1,4 +1,8 @@
-"""Samplers, which generate tokens; see `gleanrl.protocols.Sampler`."""
+"""Samplers, which generate the model's tokens. The interface is `gleanrl.protocols.Sampler`.
+
+This module lists the built-in samplers by name, and checks the name in a configuration. It imports none of them,
+because some import torch or vLLM.
+"""
 
 import sys
 from importlib.util import find_spec
@@ -18,10 +22,11 @@ SAMPLERS = {
 
 
 def check(name: str) -> None:
-    """Check that ``sampler.name`` is available.
+    """Check that ``sampler.name = name`` can be used.
 
     Raises:
-        UserError: if there is no such name or import path, or vLLM is not installed.
+        UserError: if ``name`` is neither a built-in sampler nor the import path of an object, or vLLM is needed and not
+            installed.
     """
     if name in SAMPLERS:
         if name == "vllm" and "vllm" not in sys.modules and find_spec("vllm") is None:
@@ -34,7 +39,11 @@ def check(name: str) -> None:
 
 
 def answer_limit(prompt: IntArray, params: SamplingParams, max_context: int) -> int:
-    """Return the maximum length of an answer to ``prompt``. Raises `ValueError` if the context leaves no room."""
+    """Return the largest number of tokens that may be sampled after ``prompt``.
+
+    Raises `ValueError` if ``prompt`` is empty, or if ``params`` or the context of ``max_context`` tokens leave no room
+    for a sampled token.
+    """
     limit = min(params.max_tokens, max_context - prompt.size)
     if prompt.size < 1 or limit < 1:
         raise ValueError(

@@ -1,12 +1,13 @@
-"""Checks that another engine computes with the published weights, by comparing its log-probs of a short prompt.
+"""Checks that an engine such as vLLM samples with the published weights, by its log-probs of a short test prompt.
 
-External engines keep weights in layouts of their own (fused, packed, captured). An update that misses one of these
-copies still reports success. Comparing computed log-probs is the only proof that all copies were updated.
+Such an engine keeps weights in its own layouts (fused, packed, captured in CUDA graphs). If new weights do not reach
+one of these copies, the engine still reports success. Only a comparison of computed log-probs proves that all copies
+were updated.
 
-In half precision an engine's rounding error exceeds the effect of one update. Therefore its log-probs must also be
-nearer to those of the new weights than to those of the old weights, as soon as the two differ by more than the engine's
-rounding. In addition, the code that writes weights first invalidates the old ones
-(`gleanrl.samplers.vllm.forget_weights`).
+In half precision the engine's rounding errors are larger than the effect of one update, so log-probs of the old weights
+could pass the comparison. Two measures prevent this. The code that loads weights first sets the old ones to NaN
+(`gleanrl.samplers.vllm.forget_weights`). And the log-probs must be nearer to those of the new weights than to those of
+the old weights, as soon as the two differ by clearly more than the engine's rounding.
 """
 
 from __future__ import annotations
@@ -24,15 +25,19 @@ from torch.func import functional_call
 
 from gleanrl.utils.errors import UserError
 
-PROMPT, ANSWER = 64, 4  # tokens
-TOLERANCE = {"float32": 1e-3, "float16": 0.05, "bfloat16": 0.2}  # share of the log-probs' spread, at least of 1 nat
-# If an update moved the prompt's log-probs by this many times an engine's rounding, a correct engine cannot be nearer
-# to the old log-probs, whatever the direction of its rounding.
+PROMPT, ANSWER = 64, 4  # length of the test prompt, and of vLLM's completion of it, in tokens
+# Largest error allowed, by dtype, as a share of the standard deviation of the log-probs (of 1 nat if that is smaller).
+TOLERANCE = {"float32": 1e-3, "float16": 0.05, "bfloat16": 0.2}
+# If the new weights' log-probs of the prompt are this many times the engine's rounding error away from the old ones, an
+# engine with the new weights cannot be nearer to the old log-probs, whatever the direction of its rounding error.
 CERTAIN = 2.0
 
 
 def check_fit(expected: Mapping[str, torch.Tensor], weights: Mapping[str, Any]) -> None:
-    """Check names and shapes of published weights. Raises `ValueError` if one is missing or has another shape."""
+    """Check that ``weights`` contains every name of ``expected``, with a tensor of the same shape.
+
+    Raises `ValueError` if a weight is missing or has another shape. Further weights are allowed.
+    """
     for name, tensor in expected.items():
         if name not in weights:
             raise ValueError(f"published weights lack {name!r}")
@@ -43,20 +48,21 @@ def check_fit(expected: Mapping[str, torch.Tensor], weights: Mapping[str, Any]) 
 
 @dataclass(frozen=True)
 class Reference:
-    """The logits of given weights for the test prompt and an answer."""
+    """The correct logits of a model for the test prompt and a completion, together n tokens."""
 
-    tokens: torch.Tensor  # int64[n]
-    logits: torch.Tensor  # float32[n - 1, vocabulary]
+    tokens: torch.Tensor  # int64[n], ids of the prompt and of the completion
+    logits: torch.Tensor  # float32[n - 1, vocabulary], logits that predict the second and all later tokens
 
     def logprobs(self, temperature: float = 1.0) -> np.ndarray:
-        """Return float64[n - 1], the log-probs of all tokens but the first."""
+        """Return float64[n - 1], the log-probs at ``temperature`` of all tokens but the first."""
         scaled = (self.logits / temperature).log_softmax(-1)
         return scaled.gather(-1, self.tokens[1:, None])[:, 0].double().numpy()
 
     def distance(self, found: Sequence[float], temperature: float = 1.0) -> tuple[float, float]:
-        """Return the largest error of the last tokens' log-probs, in nats and as a share of the log-probs' spread.
+        """Return the largest error of ``found``, the engine's log-probs at ``temperature`` of the last tokens.
 
-        If the spread is below one nat, as for a policy that is certain of its answer, the share is of one nat.
+        The first number is the error in nats. The second is the error divided by the standard deviation of the correct
+        log-probs, or by 1 nat if the deviation is smaller, as for a policy that is certain of its completion.
         """
         expected = self.logprobs(temperature)[-len(found) :]
         off = float(np.abs(np.array(found) - expected).max())
@@ -64,14 +70,17 @@ class Reference:
 
 
 class Canary:
-    """Compares an engine with the published weights. Holds the model's modules, but no weights of its own.
+    """Compares the log-probs of an engine with those that a model computes with the published weights.
+
+    The object has a copy of the model's modules without their weights, and runs them with the published tensors. So it
+    takes almost no memory.
 
     Args:
-        model: a Hugging Face causal LM; the names and shapes of its parameters are kept. Later changes to it
-            (adapters, sharding) have no effect here.
+        model: a Hugging Face causal LM with the names and shapes of the weights that will be published. It may be
+            changed afterwards (adapters, sharding) without an effect on this object.
         dtype: the engine's compute dtype (a torch dtype or its name), which determines the tolerance.
-        name: the engine's name, for messages.
-        max_context: the engine's context in tokens, which limits the length of the test prompt.
+        name: the engine's name in error messages.
+        max_context: the engine's context in tokens. The test prompt has at most half this length.
     """
 
     def __init__(self, model: Any, dtype: torch.dtype | str, name: str, max_context: int = 4 * PROMPT) -> None:
@@ -81,10 +90,15 @@ class Canary:
         vocabulary = int(model.config.get_text_config().vocab_size)
         length = max(2, min(PROMPT, max_context // 2))
         self.prompt: list[int] = np.random.default_rng(0).integers(vocabulary, size=length).tolist()
-        self._held: np.ndarray | None = None  # the prompt's log-probs under the weights that the engine last had
+        # The correct log-probs of the prompt under the engine's previous weights; None before the first comparison.
+        self._held: np.ndarray | None = None
 
     def check_fit(self, weights: Mapping[str, Any]) -> None:
-        """Check names and shapes. Raises `ValueError` if a weight is missing, unknown or has another shape."""
+        """Check the names and shapes of ``weights``.
+
+        Raises `ValueError` if a weight of the model is missing or has another shape, or if the model has no weight of a
+        name.
+        """
         expected = dict(self._modules.named_parameters())
         check_fit(expected, weights)
         if unknown := sorted(set(weights) - set(expected)):
@@ -92,9 +106,10 @@ class Canary:
 
     @torch.no_grad()
     def reference(self, weights: Mapping[str, Any], answer: Sequence[int] = ()) -> Reference:
-        """Compute the logits of published ``weights`` for the prompt and the engine's answer to it.
+        """Compute the logits of ``weights`` for the test prompt and ``answer``, the engine's completion of it.
 
-        Runs on the device of the model's buffers. Weights elsewhere (with Ray: in its store) are copied layer by layer.
+        The forward pass runs on the device of the model's buffers. Weights on another device (with Ray they are in the
+        object store, in main memory) are copied to it one layer at a time.
         """
         tokens = torch.tensor([*self.prompt, *answer])
         some = next(iter(weights.values()))
@@ -108,14 +123,20 @@ class Canary:
         return Reference(tokens, output.logits[0].float().cpu())
 
     def remember(self, reference: Reference) -> None:
-        """Remember the log-probs of the weights that the engine has before the first comparison."""
+        """Store the correct log-probs of the weights that the engine has before the first comparison.
+
+        With these, the first comparison can also find that the engine still uses its initial weights.
+        """
         self._held = reference.logprobs()[: len(self.prompt) - 1]
 
     def compare(self, reference: Reference, found: Sequence[float], when: str) -> None:
-        """Compare the engine's log-probs, of all tokens but the first, with those of the weights.
+        """Compare ``found``, the engine's log-probs of all tokens but the first, with the correct ones.
+
+        ``when`` is the part of the error message that says when they were compared, such as "after an update".
 
         Raises:
-            UserError: if the log-probs differ. Its message says ``when`` they do.
+            UserError: if the log-probs differ by more than the tolerance, or are nearer to those of the previous
+                weights (see `compare_with_held`).
         """
         off, share = reference.distance(found)
         if not share <= self.tolerance:
@@ -126,12 +147,14 @@ class Canary:
         self.compare_with_held(reference, found[: len(self.prompt) - 1], when)
 
     def compare_with_held(self, reference: Reference, found: Sequence[float], when: str) -> None:
-        """Check that the engine's log-probs of the prompt are nearer to these weights' than to its last weights'.
+        """Check that ``found``, the engine's log-probs of the prompt, are not those of its previous weights.
 
-        Nothing is checked if the log-probs of the two differ by less than the engine's rounding.
+        If the correct log-probs of the new and the previous weights differ by less than `CERTAIN` times the engine's
+        rounding error, nothing can be decided. Then the method returns, and the next comparison is still with the same
+        previous weights, from which the weights will have moved further.
 
         Raises:
-            UserError: if they are nearer to those of the last weights.
+            UserError: if ``found`` is nearer to the log-probs of the previous weights than to those of the new ones.
         """
         now = reference.logprobs()[: len(self.prompt) - 1]
         if self._held is not None:
@@ -151,7 +174,7 @@ class Canary:
 
 
 def _layers(modules: nn.Module) -> dict[str, nn.Module]:
-    """Return the repeated layers, which hold most of a model's weights, by name."""
+    """Return the modules in the outermost `ModuleList`s by name: a model's layers, which have most of its weights."""
     lists = {name: part for name, part in modules.named_modules() if isinstance(part, nn.ModuleList)}
     outer = {name: part for name, part in lists.items() if not any(name.startswith(f"{other}.") for other in lists)}
     return {f"{name}.{key}": layer for name, part in outer.items() for key, layer in part.named_children()}
@@ -159,8 +182,12 @@ def _layers(modules: nn.Module) -> dict[str, nn.Module]:
 
 @contextmanager
 def _one_layer_at_a_time(layers: Sequence[nn.Module], device: torch.device) -> Iterator[None]:
-    """Keep each layer's weights on ``device`` only while it computes."""
-    elsewhere: list[tuple[dict[str, Any], dict[str, Any]]] = []  # a module's parameters, and their former values
+    """Move the weights of each of ``layers`` to ``device`` for the time in which the layer computes.
+
+    So only one layer's weights need memory on ``device`` at a time.
+    """
+    # For each module whose parameters were moved: its dict of parameters, and the dict's entries before.
+    elsewhere: list[tuple[dict[str, Any], dict[str, Any]]] = []
 
     def fetch(layer: nn.Module, _: Any) -> None:
         for module in layer.modules():

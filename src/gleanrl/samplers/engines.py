@@ -1,8 +1,9 @@
-"""Engines, which compute next-token logits with a copy of the weights, and the choice of one for a model.
+"""Engines of the transformers sampler, which compute next-token logits with their own copy of the weights.
 
-`FusedEngine` computes the Llama family (Llama, Mistral, Qwen2, Qwen3) without the model's modules, in few large
-operations per layer. For a model of a million parameters the modules' overhead is most of a decoding step;
-`benchmarks/sampler.py` measures the saving. `ModuleEngine` runs any other Hugging Face decoder.
+`choose_engine` selects one for a model. `FusedEngine` computes models of the Llama family (Llama, Mistral, Qwen2,
+Qwen3) without calling their modules, in few large operations per layer. In a model of a million parameters, most of the
+time of a decoding step is the overhead of module calls; `benchmarks/sampler.py` measures the saving. `ModuleEngine`
+calls the model itself, and works for other Hugging Face decoders.
 """
 
 from __future__ import annotations
@@ -24,36 +25,42 @@ from gleanrl.samplers.kv_cache import Feed, KeyValueStore
 from gleanrl.utils.errors import UserError
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-_FIXED_ROPE = ("default", "linear", "llama3", "yarn")  # frequencies that do not depend on the length
-_PROBE = ((2, 3), (2, 1), (1, 1))  # tokens of two rows in three feeds: ragged starts, then a decoding step
-_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.2, torch.float16: 0.05}  # share of the logits' spread
+_FIXED_ROPE = ("default", "linear", "llama3", "yarn")  # types whose frequencies do not depend on the sequence length
+# Number of tokens that two rows get in each of three feeds. The rows differ in length, and the last feed has one token
+# for each row, like a decoding step.
+_PROBE = ((2, 3), (2, 1), (1, 1))
+# Largest error of the probe's logits, as a share of their standard deviation.
+_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.2, torch.float16: 0.05}
 
 
 class CannotServe(Exception):
-    """This engine cannot compute that model exactly; the message says why."""
+    """Raised if an engine cannot compute a model exactly. The message gives the reason."""
 
 
 class Engine(Protocol):
-    """Computes logits with its own copy of the weights. It holds no conversations; those are in the store."""
+    """Computes logits with its own copy of a model's weights. Keys and values are kept in a `KeyValueStore`."""
 
     @property
     def targets(self) -> Mapping[str, torch.Tensor]:
-        """Return the tensors (or views) that published weights are copied into, by Hugging Face parameter name."""
+        """The engine's weights by Hugging Face parameter name. New weights are copied into these tensors or views."""
         ...
 
     @property
     def device(self) -> torch.device: ...
 
     def logits(self, feed: Feed, store: KeyValueStore) -> torch.Tensor:
-        """Append ``feed`` to ``store``; return float32 ``[B, vocabulary]`` after the last token of each row."""
+        """Compute the tokens of ``feed``, append their keys and values to ``store``, and return next-token logits.
+
+        The result is float32 ``[B, vocabulary]``: the logits after the last token of each of the feed's B rows.
+        """
         ...
 
 
 def copy_weights(targets: Mapping[str, torch.Tensor], weights: Mapping[str, Any]) -> None:
-    """Copy ``weights`` into ``targets``, converting dtype and device.
+    """Copy ``weights`` into the tensors ``targets`` of the same names; convert their dtype and device.
 
     Raises:
-        ValueError: if a weight is missing or has another shape; nothing is copied then.
+        ValueError: if a weight is missing or has another shape. Nothing is copied then.
     """
     check_fit(targets, weights)
     with torch.no_grad():
@@ -62,10 +69,11 @@ def copy_weights(targets: Mapping[str, torch.Tensor], weights: Mapping[str, Any]
 
 
 def choose_engine(model: PreTrainedModel, max_context: int, dtype: torch.dtype) -> Engine:
-    """Return the fastest engine that computes ``model`` exactly up to ``max_context`` positions.
+    """Make the fastest engine that computes ``model`` exactly, with a copy of its weights in ``dtype``.
 
     Raises:
-        UserError: if no engine does; the message says why.
+        UserError: if no engine computes the model exactly for contexts of ``max_context`` tokens, for example because
+            its attention window is shorter. The message gives the reason.
     """
     config = model.config.get_text_config()
     own = getattr(config, "max_position_embeddings", None)
@@ -94,10 +102,12 @@ def choose_engine(model: PreTrainedModel, max_context: int, dtype: torch.dtype) 
 
 @torch.inference_mode()
 def probe(engine: Engine, model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Check that two short conversations, fed in pieces, give the same logits as the model's own full pass.
+    """Compare the logits of ``engine`` with those of ``model`` on two short sequences of random tokens.
+
+    The engine gets the sequences in several feeds, and so uses its cache. The model computes each in one pass.
 
     Raises:
-        CannotServe: if the logits differ, or the engine fails on this model.
+        CannotServe: if the logits differ by more than rounding in ``dtype``, or the engine raises an error.
     """
     vocabulary = int(model.config.get_text_config().vocab_size)
     random = np.random.default_rng(0)
@@ -128,7 +138,10 @@ def probe(engine: Engine, model: PreTrainedModel, dtype: torch.dtype) -> None:
 # --- the Llama family -------------------------------------------------------------------------------
 @dataclass(slots=True)
 class _Layer:
-    """Weights of one decoder layer. ``qkv`` and ``gate_up`` hold several stacked projections."""
+    """Weights of one decoder layer. ``qkv`` and ``gate_up`` are the weights of several projections, concatenated.
+
+    A weight is None if the model does not have it.
+    """
 
     input_norm: torch.Tensor
     qkv: torch.Tensor
@@ -143,14 +156,15 @@ class _Layer:
 
 
 class FusedEngine:
-    """Computes the forward pass without the model's code, on its own copy of the weights.
+    """Computes models of the Llama family without calling their modules.
 
-    Tokens stay packed, so that padding costs nothing outside attention. Projections that share an input are one matrix
-    product. Grouped query heads are folded into the query axis, so that keys are never repeated. The last layer
-    computes only the tokens whose logits are needed.
+    It is fast for four reasons. Tokens are packed, so that no padding is computed except in attention. Projections with
+    the same input are one matrix product. With grouped-query attention, the query heads of a group become further
+    queries of one head, so that keys and values are not repeated. The last layer computes only the last token of each
+    row, because no other logits are needed.
 
     Raises:
-        CannotServe: if the model is of another family, or has a weight or a setting that this pass does not support.
+        CannotServe: if the model is of another family, or has a weight or a setting that this class does not support.
     """
 
     def __init__(self, model: PreTrainedModel, max_context: int, dtype: torch.dtype) -> None:
@@ -172,7 +186,7 @@ class FusedEngine:
         self._sin = (angles.sin() * rope.attention_scaling).to(dtype)[:, None]
 
         weights = dict(model.named_parameters())
-        targets: dict[str, torch.Tensor] = {}  # each parameter's part of the fused tensors
+        targets: dict[str, torch.Tensor] = {}  # for each parameter, the view of its part of a concatenated weight
 
         def fused(*names: str) -> torch.Tensor:
             sizes = [weights[name].shape[0] for name in names]
@@ -211,11 +225,12 @@ class FusedEngine:
         copy_weights(targets, weights)
 
     def logits(self, feed: Feed, store: KeyValueStore) -> torch.Tensor:
-        """See `Engine.logits`. In shapes, N is tokens, B rows, T the most tokens of a row and E key positions."""
+        """See `Engine.logits`. Letters in shapes are those of `Feed`; "hidden" is the width of the model."""
         heads, kv_heads, dim = self._heads, self._kv_heads, self._dim
         x = F.embedding(feed.tokens, self._embedding)  # [N, hidden]
         cos, sin = self._cos[feed.positions], self._sin[feed.positions]
-        mask = feed.mask.to(x.dtype)[:, None].repeat_interleave(heads // kv_heads, 2)  # [B, 1, T * folded, E]
+        # [B, 1, T * (heads / kv_heads), E], because the query heads of a group become further queries
+        mask = feed.mask.to(x.dtype)[:, None].repeat_interleave(heads // kv_heads, 2)
         for index, layer in enumerate(self._layers):
             projected = F.linear(self._rms(x, layer.input_norm), layer.qkv, layer.qkv_bias).view(x.shape[0], -1, dim)
             rotated, values = projected.split([heads + kv_heads, kv_heads], 1)
@@ -226,7 +241,7 @@ class FusedEngine:
             rotated = torch.cat([left * cos - right * sin, right * cos + left * sin], -1)
             queries, keys = rotated.split([heads, kv_heads], 1)  # [N, heads, dim], [N, kv_heads, dim]
             keys, values = store.append(index, feed, keys, values)  # [B, kv_heads, E, dim]
-            if index == len(self._layers) - 1:  # only the last query of each row is needed
+            if index == len(self._layers) - 1:  # in the last layer, only the last token of each row is needed
                 x = x[feed.last]
                 stacked = queries[feed.last].view(feed.size, kv_heads, -1, dim)
                 last = mask[:, :, -stacked.shape[2] :]
@@ -249,10 +264,13 @@ class FusedEngine:
 
 # --- any other decoder ------------------------------------------------------------------------------
 class ModuleEngine:
-    """Runs a copy of the model itself over a cache whose rows differ in length, with explicit positions and a 4-D mask.
+    """Calls a copy of the model, with explicit positions and a 4-D mask, because rows of the cache differ in length.
 
-    It is slower than a fused engine for tiny models, but exact for every model that takes positions, a 4-D mask and a
-    cache.
+    It is exact for every model whose ``forward`` accepts positions, a 4-D mask and a cache. For tiny models it is
+    slower than `FusedEngine`.
+
+    Raises:
+        CannotServe: if ``forward`` does not accept these arguments.
     """
 
     def __init__(self, model: PreTrainedModel, max_context: int, dtype: torch.dtype) -> None:
@@ -280,12 +298,12 @@ class ModuleEngine:
             use_cache=True,
             **self._last_only,
         )
-        # Rows are aligned right, so every row's last token is in the last column.
+        # Rows are padded on the left, so the last token of every row is in the last column.
         return output.logits[:, -1].float()
 
 
 class _RaggedLayer(CacheLayerMixin):
-    """One layer's view of the store during one forward pass."""
+    """Presents one layer of a `KeyValueStore` to a model as a cache layer of transformers, for one forward pass."""
 
     is_sliding = False
 

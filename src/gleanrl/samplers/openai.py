@@ -1,8 +1,11 @@
-"""Samples from a server with OpenAI's completions API and token ids: vLLM, SGLang and others.
+"""Samples from a server with OpenAI's completions API, such as a vLLM server.
 
-Text is never requested and never tokenised again. A server must therefore return token ids and their log-probs at the
-sampling temperature, which is checked before the first episode. A vLLM server on a machine that shares a folder with
-this one can take new weights (`gleanrl.samplers.vllm.WorkerExtension`); any other server is for evaluation only.
+Prompts and completions are exchanged as token ids, because text might be tokenised differently. The server must return
+the ids of the sampled tokens and their log-probs at the sampling temperature. This is checked before the first episode.
+
+To train, the server must accept new weights. A vLLM server can do so with
+`gleanrl.samplers.vllm.WorkerExtension`, if it shares a folder with this machine. Any other server can be used for
+evaluation only.
 """
 
 from __future__ import annotations
@@ -30,8 +33,8 @@ from gleanrl.utils.retry import Fatal, Retryable, RetryPolicy
 from gleanrl.utils.text import nearest
 
 RETRIES = RetryPolicy(attempts=4, backoff_s=2.0)
-TESTED = 16  # number of tokens sampled to compare weights
-TEST_TEMPERATURE = 0.7
+TESTED = 16  # number of tokens that the server samples when its weights are compared
+TEST_TEMPERATURE = 0.7  # not 1, to notice a server that returns log-probs at temperature 1 whatever is requested
 WHOLE = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
 """Options to sample from the whole distribution. Without them a server applies the model's generation config."""
 EXACT = {"ignore_eos": True, "skip_special_tokens": False, "add_special_tokens": False}
@@ -42,32 +45,41 @@ Update = Literal["none", "vllm"]
 class _Answer:
     tokens: list[int]
     logprobs: list[float]
-    finish: Literal["stop", "length"]  # stop: the last token is a stop token
-    prompt: list[float] | None = None  # log-probs of the prompt from its second token on, if requested and known
+    finish: Literal["stop", "length"]  # "stop": the last token is a stop token
+    # Log-probs of the prompt's tokens from the second on. None if they were not requested, or the server returns none.
+    prompt: list[float] | None = None
 
 
 class OpenAISampler:
-    """Satisfies `gleanrl.protocols.Sampler` with a server's ``/completions``.
+    """Implements `gleanrl.protocols.Sampler` with requests to the endpoint ``/completions`` of a server.
+
+    The first session or publication raises `UserError` if the server cannot be reached, does not return token ids and
+    log-probs, or serves other weights.
 
     Args:
-        model: the served model as a Hugging Face causal LM; the server's log-probs are compared with its own.
-        max_rows: maximum number of open sessions; further ones wait in the order in which they came.
-        max_context: maximum length of prompt and answer together, in tokens.
-        deterministic, device_lock, timeline: have no effect, because the server schedules its own work.
-        inflight: whether new weights are loaded while sessions are open. If not, `publish` waits until all have closed.
-        dtype: the server's compute dtype, which determines the tolerance of the comparison.
-        base_url: address of the API, e.g. ``http://localhost:8000/v1``.
+        model: the served model as a Hugging Face causal LM. The server's log-probs of a test prompt are compared with
+            those of this model.
+        max_rows: largest number of open sessions. Further sessions wait in the order in which they were requested.
+        max_context: largest length of prompt and completion together, in tokens.
+        deterministic, device_lock, timeline: ignored, because the server schedules its own work.
+        inflight: whether `publish` sends new weights while sessions are open. If False, it waits until all sessions
+            have closed.
+        dtype: the run's compute dtype. The server is assumed to compute in it too, which determines by how much its
+            log-probs may differ.
+        base_url: address of the API, for example ``http://localhost:8000/v1``.
         served_model: the model's name on the server.
-        update: how new weights reach the server. ``vllm``: through a file in ``folder``; the server runs with
-            ``VLLM_SERVER_DEV_MODE=1`` and ``--worker-extension-cls gleanrl.samplers.vllm.WorkerExtension``.
-        folder: a folder that both machines can access; None for a temporary folder of this machine.
-        extra: additional fields of each request's body.
-        server_dtype: "float32", "bfloat16" or "float16" if the server computes in another dtype than the run.
-        connection: ``api_key_env``, ``headers``, ``timeout_s``, ``connections`` of `gleanrl.utils.http.HttpClient`.
+        update: "none" if the weights on the server never change, or "vllm" to write new weights to a file in
+            ``folder``, which the server then reads. For this, start vLLM with ``VLLM_SERVER_DEV_MODE=1`` and
+            ``--worker-extension-cls gleanrl.samplers.vllm.WorkerExtension``.
+        folder: folder for that file, which this machine and the server can access. None = the system's folder for
+            temporary files, which suits a server on the same machine.
+        extra: additional fields of the body of each request.
+        server_dtype: "float32", "bfloat16" or "float16", if the server computes in another dtype than the run.
+        connection: the options ``api_key_env``, ``headers``, ``timeout_s`` and ``connections`` of
+            `gleanrl.utils.http.HttpClient`.
 
     Raises:
-        UserError: if an option is invalid. The first session or publication raises it if the server cannot be reached,
-            does not return what is needed, or serves other weights.
+        UserError: if an option is invalid, or aiohttp is not installed.
     """
 
     def __init__(
@@ -101,28 +113,29 @@ class OpenAISampler:
             raise UserError(f"sampler.options.server_dtype = {server_dtype!r}: float32, float16 or bfloat16")
         if update not in ("none", "vllm"):
             raise UserError(f"sampler.options.update = {update!r}: none or vllm")
-        from gleanrl.samplers.canary import Canary  # imports torch
+        from gleanrl.samplers.canary import Canary  # imported here, because it imports torch
 
         self._client = HttpClient(base_url, setting="sampler.options.base_url", **connection)
         root = base_url.rstrip("/").removesuffix("/v1")
         self._admin = HttpClient(root, setting="sampler.options.base_url", **connection)
         self._body = {"model": served_model, "logprobs": 1, "return_token_ids": True, **WHOLE, **EXACT, **(extra or {})}
-        # made now, because the learner may change the model later (adapters, sharding)
+        # The canary is made now, because the learner may later add adapters to the model or shard it.
         self._canary = Canary(model, server_dtype or dtype or "float32", self._client.url, max_context)
-        self._initial: Mapping[str, Any] = dict(model.named_parameters())  # compared with until published
+        # Weights with which the server is compared in the first session, unless weights are published before.
+        self._initial: Mapping[str, Any] = dict(model.named_parameters())
         self._canary.remember(self._canary.reference(self._initial))
         self._max_context, self._inflight = max_context, inflight
         self._update, self._folder = update, folder
         self._version = 0
         self._stats = {"prompt_tokens": 0.0, "sampled_tokens": 0.0, "reused_tokens": 0.0, "requests": 0.0}
         self._rows = max_rows
-        self._line: list[object] = []  # waiting sessions, in the order in which they came
-        self._open = 0
+        self._line: list[object] = []  # one object for each waiting session, in the order in which they were requested
+        self._open = 0  # number of open sessions
         self._draining = self._closed = False
         self._changed = Notifier()
         self._publishing = asyncio.Lock()
         self._comparing = asyncio.Lock()
-        self._compared = False  # whether the server was compared with the model's weights or published ones
+        self._compared = False  # whether the server's weights have been compared with the model's or published ones
         self._format_checked = False
 
     @property
@@ -130,7 +143,10 @@ class OpenAISampler:
         return self._version
 
     def stats(self) -> dict[str, float]:
-        """Return running totals: requests, prompt tokens, prompt tokens in the server's cache, sampled tokens."""
+        """Return totals since the start: requests, prompt tokens, sampled tokens and reused tokens.
+
+        Reused tokens are prompt tokens that the server found in its prefix cache.
+        """
         return dict(self._stats)
 
     # --- sessions -------------------------------------------------------------------------------
@@ -159,10 +175,12 @@ class OpenAISampler:
     async def _ask(
         self, prompt: Sequence[int], limit: int, temperature: float, seed: int, stop: Sequence[int], **more: Any
     ) -> _Answer:
-        """Send one request and return the server's answer; ``more`` holds further fields of the request.
+        """Request one completion of ``prompt`` with at most ``limit`` tokens, and return the server's answer.
+
+        ``stop`` holds the ids of the stop tokens, and ``more`` further fields of the request's body.
 
         Raises:
-            UserError: if the server did not answer, or its answer is incomplete or invalid.
+            UserError: if the server does not answer, or its answer is incomplete or invalid.
         """
         body = {"prompt": list(prompt), "max_tokens": limit, "temperature": temperature, "seed": seed, **more}
         answer = await self._post({**self._body, **body, "stop_token_ids": list(stop)}, "/completions")
@@ -171,7 +189,7 @@ class OpenAISampler:
             choice = answer["choices"][0]
             given, finish = choice.get("logprobs") or {}, choice["finish_reason"]
             tokens, logprobs = choice.get("token_ids"), given.get("token_logprobs")
-            if tokens is None:  # vLLM's --return-tokens-as-token-ids
+            if tokens is None:  # vLLM with --return-tokens-as-token-ids returns token ids as text
                 tokens = [int(text.removeprefix("token_id:")) for text in given["tokens"]]
         except (KeyError, IndexError, TypeError, AttributeError, ValueError):
             choice, tokens, logprobs, finish = {}, None, None, None
@@ -188,7 +206,7 @@ class OpenAISampler:
             raise UserError(f"{url} ended a completion with {finish!r}")
         if finish == "stop" and tokens[-1] not in stop:
             raise UserError(f"{url} stopped at a token that is no stop token, or does not return it")
-        try:  # vLLM's format
+        try:  # prompt log-probs in vLLM's format; other servers return none
             rest = zip(choice["prompt_logprobs"][1:], prompt[1:], strict=True)
             before = [float(position[str(token)]["logprob"]) for position, token in rest]
         except (KeyError, TypeError, ValueError):
@@ -210,10 +228,13 @@ class OpenAISampler:
             raise UserError(f"sampler.options.base_url, tried {RETRIES.attempts} times: {error}") from None
 
     async def _compare(self, weights: Mapping[str, Any]) -> None:
-        """Check that the server computes with these weights, at the sampling temperature. Call under `_comparing`.
+        """Check that the server samples with ``weights`` and returns log-probs at the sampling temperature.
+
+        The caller must hold the lock `_comparing`.
 
         Raises:
-            UserError: if the server does not return what is needed, or its log-probs differ.
+            UserError: if the server leaves out stop tokens, does not return token ids and log-probs, or its log-probs
+                of a test prompt differ from those under ``weights``.
         """
         canary, url = self._canary, self._client.url
         if not self._format_checked:
@@ -226,7 +247,7 @@ class OpenAISampler:
         answer = await self._ask(canary.prompt, TESTED, TEST_TEMPERATURE, 0, (), prompt_logprobs=0)
         reference = await asyncio.to_thread(canary.reference, weights, answer.tokens)
         if reference.distance(answer.logprobs, TEST_TEMPERATURE)[1] <= canary.tolerance:
-            if answer.prompt is not None:  # the prompt's log-probs are always at temperature 1
+            if answer.prompt is not None:  # servers compute the log-probs of a prompt at temperature 1
                 canary.compare_with_held(reference, answer.prompt, when)
             self._compared, self._initial = True, {}
             return
@@ -245,11 +266,11 @@ class OpenAISampler:
 
     # --- publication ----------------------------------------------------------------------------
     async def publish(self, weights: Mapping[str, Any], version: int) -> None:
-        """See `Sampler.publish`. ``weights`` must not change before this returns.
+        """See `Sampler.publish`. The caller must not change ``weights`` before this method returns.
 
         Raises:
-            ValueError: if a weight is missing or has another shape; the old weights stay in use.
-            UserError: if the server does not take the weights, or does not compute with them.
+            ValueError: if a weight is missing, unknown or has another shape. The old weights then stay in use.
+            UserError: if the server does not load the weights, or its log-probs differ from those under the weights.
         """
         async with self._publishing:
             self._check_open()
@@ -269,7 +290,14 @@ class OpenAISampler:
                 self._changed.notify()
 
     async def _send(self, weights: Mapping[str, Any]) -> None:
-        """Send weights to the server. Running requests pause, and then compute their contexts again."""
+        """Make a vLLM server load ``weights`` from a file.
+
+        Running requests are paused meanwhile. Then they continue with the new weights, which compute the keys and
+        values of their contexts again.
+
+        Raises:
+            UserError: if a worker of the server has not loaded the file, or the server keeps cached prefixes.
+        """
         with tempfile.TemporaryDirectory(dir=self._folder, prefix="gleanrl-weights-") as folder:
             path, mark = Path(folder) / "model.safetensors", uuid4().hex
             await asyncio.to_thread(_write, path, weights, mark)
@@ -289,7 +317,7 @@ class OpenAISampler:
                 await self._post({}, "/resume", self._admin)
 
     async def close(self) -> None:
-        """End all sessions. Closing twice is harmless; the server keeps running."""
+        """Close the sampler and its connections. The server keeps running. A second call does nothing."""
         self._closed = True
         self._changed.notify()
         await self._client.aclose()
@@ -305,7 +333,7 @@ class _Session:
 
     def __init__(self, sampler: OpenAISampler, seed: int) -> None:
         self._sampler = sampler
-        self._random = np.random.Generator(np.random.Philox(seed))  # used by this session only
+        self._random = np.random.Generator(np.random.Philox(seed))  # draws a seed for each request of this session
 
     async def sample(self, prompt: IntArray, params: SamplingParams) -> Completion:
         """See `Session.sample`."""
@@ -321,6 +349,6 @@ class _Session:
 def _write(path: Path, weights: Mapping[str, Any], mark: str) -> None:
     from safetensors.torch import save_file
 
-    # copies, because tensors that share memory cannot be written
+    # Tensors are copied, because safetensors refuses to write tensors that share memory.
     tensors = {name: weight.detach().to("cpu", copy=True).contiguous() for name, weight in weights.items()}
     save_file(tensors, path, {"mark": mark})

@@ -1,4 +1,4 @@
-"""A sampler whose answers are a function of the prompt, for exact and fast tests of loops without a model."""
+"""A sampler without a model, whose completions are computed by a function. It makes tests of loops exact and fast."""
 
 from __future__ import annotations
 
@@ -19,18 +19,20 @@ the same in every run. Tokens after a stop token or beyond ``max_tokens`` are cu
 
 
 class ScriptedSampler:
-    """Implements `gleanrl.protocols.Sampler` with a script, under the same rules as a real sampler.
+    """Implements `gleanrl.protocols.Sampler` with a script, and otherwise behaves like a real sampler.
 
-    Answers carry the version, the stop token is part of the answer, and `publish` waits for open sessions unless
-    ``inflight``.
+    A completion includes its stop token and has the version of the present weights. `publish` waits until open sessions
+    have closed, unless ``inflight`` is True. For assertions, the attribute ``calls`` lists ``(prompt, params,
+    version)`` of each completion, and ``published`` lists ``(version, weights)`` of each publication, both in order.
 
     Args:
-        script: see `Script`.
-        logprob: the log-prob of every answered token.
-        delay: seconds that an answer takes, or a function of the session's seed and the turn that returns the seconds.
-        altered: the value of `Completion.altered`, if answers are not drawn from the policy.
-
-    ``calls`` lists each ``(prompt, params, version)`` in order, and ``published`` each ``(version, weights)``.
+        script: a function that returns the tokens of a completion; see `Script`.
+        version: version of the weights before the first publication.
+        inflight: whether `publish` returns at once although sessions are open.
+        logprob: log-prob of every sampled token.
+        delay: seconds that each completion takes, or a function of the session's seed and the number of the turn
+            (from 0) that returns the seconds.
+        altered: value of `Completion.altered` in every completion.
     """
 
     def __init__(

