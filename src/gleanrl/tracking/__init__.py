@@ -1,1 +1,4 @@
-"""Monitors and the report of a run. Both only read what the run has written or logged."""
+"""Monitors, which write or show the metrics of a run, and the report, which is made from a run's folder.
+
+Neither changes the run: a monitor only receives metrics, and the report only reads files.
+"""

@@ -1,4 +1,7 @@
-"""Monitors of a run: files, the console and experiment trackers, behind one protocol."""
+"""Monitors, which receive the metrics of a run and write them to a file, the console or an experiment tracker.
+
+Each implements the protocol `gleanrl.protocols.Monitor`. `load_monitors` makes the monitors of a run from its settings.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,10 @@ BUILT_IN = {
 
 
 class Monitors:
-    """Several monitors as one. A monitor that fails is reported once in a warning, and never stops the run."""
+    """Passes metrics on to several monitors.
+
+    An error of a monitor never stops the run. The first error of each monitor is logged as a warning.
+    """
 
     def __init__(self, monitors: Sequence[Monitor]) -> None:
         self._monitors = tuple(monitors)
@@ -60,14 +66,21 @@ class Monitors:
 
 
 def check(settings: MonitorSettings) -> None:
-    """Check that the monitors in ``settings.use`` exist. Raises `UserError` as `load_monitors` does."""
+    """Check that the monitors in ``settings.use`` exist and that their packages are installed, without making them.
+
+    Raises:
+        UserError: a name is unknown, or a package is not installed.
+    """
     for name in settings.use:
         if name != "console":
             _find_class(name)
 
 
 def load_monitors(settings: MonitorSettings, info: RunInfo, *, console: Console | None = None) -> Monitors:
-    """Make the monitors in ``settings.use``. The name "console" stands for ``console``, which also shows the bars.
+    """Make the monitors in ``settings.use``.
+
+    ``console`` is used as the monitor "console". The caller passes it because it also shows the run's progress bars;
+    None = make a new one.
 
     Raises:
         UserError: a name is unknown, a package is not installed, or a tracker fails to start.

@@ -1,4 +1,4 @@
-"""Shows a run on the terminal with progress bars, or in a log with plain lines."""
+"""Shows the progress and the metrics of a run: as progress bars on a terminal, and as plain lines in a log file."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ SHOWN = {
 }
 """Metrics that a line of the console shows if the step has them, and their names in that line."""
 
-MANY_CUT = 0.5  # share of a step's turns; if more are cut off, the user is warned
+MANY_CUT = 0.5  # if more than this share of a step's turns are cut off, a warning is printed, once in a run
 MORE_ROOM = "by context.max_tokens_per_turn or a full context (model.max_context)"
 
 
 class Console:
-    """A `Progress` and a `Monitor` on one terminal or log.
+    """Shows progress and metrics on one terminal or in one log. It is both a `Progress` and a `Monitor`.
 
     Args:
-        console: where to write; default: standard error, as a terminal if it is one.
-        interval_s: seconds between two plain lines of one stage.
+        console: where to write; None = standard error. Progress bars are shown only if this is a terminal.
+        interval_s: without progress bars, the minimum number of seconds between two lines about the same stage.
         clock: returns monotonic seconds; tests replace it.
     """
 
@@ -49,7 +49,7 @@ class Console:
     ) -> None:
         self._console = console or rich.console.Console(stderr=True)
         self.clock, self.interval_s = clock, interval_s
-        self.bars: RichProgress | None = None  # only on a terminal, and only while a stage is open
+        self.bars: RichProgress | None = None  # None in a log, and while no stage is open
         self._stages: list[_Stage] = []
         self._warned_of_cuts = False
 
@@ -65,8 +65,8 @@ class Console:
     def stage(self, name: str, total: int | None = None, *, done: int = 0) -> Iterator[Stage]:
         """Show a stage until the block ends, and then print how long it took.
 
-        ``done`` is the number of parts that were finished before, in a resumed run. They are shown as done but do not
-        count for the speed.
+        ``total`` is the number of its parts; None = not known. ``done`` is the number of parts that were finished
+        before the run was resumed. They are shown as done, but do not count in the estimate of the remaining time.
         """
         if self.terminal and self.bars is None:
             self.bars = RichProgress(
@@ -100,7 +100,8 @@ class Console:
         if not fields:
             return
         if self._stages:
-            self._stages[0].show(fields)  # the first stage is training's; a background evaluation adds another
+            # The first stage is that of the training. A background evaluation may have opened another one.
+            self._stages[0].show(fields)
         if not self.terminal or any(name.startswith("eval/") for name in metrics):
             self.print(f"step {step}: {describe(fields)}")
 
@@ -121,7 +122,7 @@ class Console:
 
 
 class _Stage:
-    """A stage on the console: a bar on a terminal, or plain lines at intervals."""
+    """A stage on the console: a progress bar on a terminal, or lines at intervals in a log."""
 
     def __init__(self, console: Console, name: str, total: int | None, done: int, bar: TaskID | None) -> None:
         self.bar, self.started = bar, console.clock()
@@ -148,13 +149,16 @@ class _Stage:
             bars.update(self.bar, completed=self._done, fields=escape(describe(self._fields)))
 
     def describe(self, about: str) -> str:
-        """Return a line: name, parts done, ``about``, and the fields."""
+        """Return a line with the stage's name, the number of finished parts, the text ``about``, and the fields."""
         count = f"{self._done}/{self._total}" if self._total else str(self._done)
         return f"{self._name}: {count}{about}{f' · {describe(self._fields)}' if self._fields else ''}"
 
 
 def describe(fields: dict[str, Any]) -> str:
-    """Format fields as ``reward 0.531 · tokens/s 5,210``: three significant digits, whole numbers from 1000 on."""
+    """Format fields as ``reward 0.531 · tokens/s 5,210``.
+
+    Numbers have three significant digits, and from 1000 on they are rounded to whole numbers.
+    """
     texts = []
     for name, value in fields.items():
         if not isinstance(value, str):

@@ -1,4 +1,4 @@
-"""Writes metrics.jsonl: the metrics of a run, one JSON object per line, for all tools that show or plot them."""
+"""Writes the metrics of a run to the file metrics.jsonl, which the report and other tools read."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from gleanrl.utils import atomic
 
 
 class FileMonitor:
-    """Appends ``{"step": 3, "time": Unix seconds, "reward/mean": 0.5, ...}`` for each step.
+    """Appends a JSON object such as ``{"step": 3, "time": Unix seconds, "reward/mean": 0.5, ...}`` for each `log`.
 
     Every line is flushed, so that a killed run keeps every step that it logged. NaN and infinities are written as null,
-    which readers treat as missing. On resume, lines after the resumed step are removed first, so that no step is
-    repeated.
+    which readers treat as missing. When a run is resumed, the lines after the resumed step are removed, because the run
+    repeats these steps. A new run begins with an empty file.
     """
 
     def __init__(self, info: RunInfo) -> None:

@@ -1,4 +1,4 @@
-"""Logs to MLflow, on the server that ``MLFLOW_TRACKING_URI`` names."""
+"""Logs the metrics of a run to MLflow, on the server that the environment variable ``MLFLOW_TRACKING_URI`` names."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _PARAMETER_LENGTH = 6000
 
 
 class MlflowMonitor:
-    """Logs to one MLflow run, whose id is kept on resume. The configuration is logged once, as parameters."""
+    """Logs to one MLflow run, which a resumed run continues. The configuration is logged once, as parameters."""
 
     def __init__(self, info: RunInfo) -> None:
         self._client = MlflowClient()

@@ -1,4 +1,4 @@
-"""Writes TensorBoard event files under ``events/``, without torch or TensorFlow."""
+"""Writes TensorBoard event files to the folder ``events/`` of the run, without torch or TensorFlow."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from gleanrl.runtime.run_folder import RunInfo
 
 
 class TensorboardMonitor:
-    """Writes one scalar for each metric.
+    """Writes each metric as a TensorBoard scalar.
 
-    On resume an event makes TensorBoard discard the steps after the resumed one.
+    When a run is resumed, it repeats the steps after the resumed step. It first writes an event that makes TensorBoard
+    discard the earlier values of these steps.
     """
 
     def __init__(self, info: RunInfo) -> None:

@@ -1,4 +1,4 @@
-"""Logs to Trackio, the local-first tracker of Hugging Face."""
+"""Logs the metrics of a run to Trackio, the local-first experiment tracker of Hugging Face."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from gleanrl.runtime.run_folder import RunInfo
 
 
 class TrackioMonitor:
-    """Logs to one Trackio run. Trackio identifies a run by its name, so the name holds an id that is kept on resume."""
+    """Logs to one Trackio run, which a resumed run continues.
+
+    Trackio identifies a run by its name. So the name contains an id, which is stored in the run folder.
+    """
 
     def __init__(self, info: RunInfo) -> None:
         name = f"{info.name}-{info.remembered_id('trackio')}"

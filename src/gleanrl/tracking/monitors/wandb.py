@@ -1,4 +1,7 @@
-"""Logs to Weights & Biases. ``WANDB_MODE=offline`` keeps everything in the run folder."""
+"""Logs the metrics of a run to Weights & Biases.
+
+With the environment variable ``WANDB_MODE=offline``, all data stay in the run folder.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,11 @@ from gleanrl.runtime.run_folder import RunInfo
 
 
 class WandbMonitor:
-    """Logs to one W&B run, whose id is kept on resume. ``step`` is a metric, because W&B's counter cannot go back."""
+    """Logs to one W&B run, which a resumed run continues.
+
+    The step is logged as a metric ``step``, which is the x-axis of all others. W&B's own step counter is not used,
+    because it cannot decrease, and a resumed run repeats the steps after its checkpoint.
+    """
 
     def __init__(self, info: RunInfo) -> None:
         info.folder.path.mkdir(parents=True, exist_ok=True)

@@ -1,6 +1,7 @@
-"""Makes the report of a run: one self-contained HTML file, and a table for the terminal.
+"""Makes the report of a run: `build` writes a self-contained HTML page, and `show` prints a table on the terminal.
 
-Both read only the run folder, so they work for a running, finished or crashed run, on any machine.
+Both read only the run folder. So they work on any machine that has this folder, and for runs that are in progress, have
+finished or have crashed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Converts metrics to curves: steps, values and, if the run has one, an interval."""
+"""Converts the metrics of a run to the curves that the report's page draws."""
 
 from __future__ import annotations
 
@@ -32,10 +32,12 @@ FIRST = (
 
 
 def curves(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """Return ``{"name", "steps", "times", "values"}``, with ``"low", "high"`` if known, of every metric, in order.
+    """Return the curve of every metric: first those of `FIRST`, in this order, then the others by name.
 
-    ``times`` are seconds since the first row. ``x_low`` and ``x_high`` become the interval of ``x``. The histograms of
-    staleness are left out; `gleanrl.tracking.report.staleness` draws them.
+    A curve is ``{"name", "steps", "times", "values"}``, where ``times`` are seconds since the first row. If there are
+    metrics ``x_low`` and ``x_high``, they have no curve: they become ``"low"`` and ``"high"``, the confidence interval,
+    in the curve of ``x``. The histograms of staleness are left out, because `gleanrl.tracking.report.staleness` reads
+    them.
     """
     origin = rows[0].time if rows else 0.0
     names = {name for row in rows for name in row.metrics if not name.startswith((GROUPS, TOKENS))}
@@ -55,7 +57,11 @@ def curves(rows: Sequence[Row]) -> list[dict[str, Any]]:
 
 
 def thin(table: Sequence[Sequence[float | None]]) -> list[list[float | None]]:
-    """Return the columns of the table. A table of more than `MAX_POINTS` rows is reduced to the means of equal bins."""
+    """Return the columns of ``table``, whose rows are reduced to at most `MAX_POINTS`.
+
+    If there are more rows, they are divided into bins of the same number of rows, and each bin becomes its mean. Values
+    that are None do not count for the mean; a bin without other values becomes None.
+    """
     size = -(-len(table) // MAX_POINTS)
     columns: list[list[float | None]] = []
     for column in zip(*table, strict=True):

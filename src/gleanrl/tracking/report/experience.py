@@ -1,4 +1,8 @@
-"""Data of the experience pool for the page: its growth from the metrics, and replay counts from its file."""
+"""Collects data about experience replay for the report's page.
+
+The metrics show how the experience pool grew and how many tokens were replayed. The pool's file shows how often each
+trajectory was replayed.
+"""
 
 from __future__ import annotations
 
@@ -28,9 +32,10 @@ _BUCKET = re.compile(r"pool/bucket/(\d+)_of_(\d+)")
 def experience(folder: RunFolder, rows: Sequence[Row], config: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return ``{"buckets", "share", "extra_share", "pool", "problem"}`` of a run with replay, None for any other run.
 
-    ``share`` and ``extra_share`` are curves: the tokens replayed in groups and in extra updates, as shares of the
-    trained tokens; None if the run has no such tokens. ``pool`` is None if the file cannot be read; ``problem`` then
-    says why.
+    ``buckets`` is the result of `buckets`. ``share`` and ``extra_share`` are curves: the share of the trained tokens
+    that belong to replayed members of groups, and the share that belong to the extra updates on replayed trajectories.
+    They are None if the run has no such tokens. ``pool`` describes the trajectories in the pool's file. If the file
+    cannot be read, ``pool`` is None and ``problem`` is the error message.
     """
     replaying = [row for row in rows if "replay/on" in row.metrics]
     if not config.get("replay", {}).get("enabled") and not replaying:
@@ -62,10 +67,11 @@ def experience(folder: RunFolder, rows: Sequence[Row], config: Mapping[str, Any]
 
 
 def buckets(rows: Sequence[Row]) -> dict[str, Any]:
-    """Return ``{"labels", "steps", "values"}``: replayable tasks by the solve rate of their latest fresh group.
+    """Count the replayable tasks by their solve rate in each step. Returns ``{"labels", "steps", "values"}``.
 
-    ``values`` has one list for each label, with one number per step. The hardest tasks come first, and before them the
-    tasks that have no fresh group yet.
+    A task's solve rate is that of its latest fresh group, and each label stands for one rate or a range of rates.
+    ``values`` has a list for each label, with the number of tasks in each step. The labels are sorted by solve rate,
+    lowest first. Before them comes the label of tasks that have no fresh group yet.
     """
     counts: dict[str, tuple[int, int]] = {}  # metric -> successes, attempts
     for row in rows:
@@ -99,7 +105,7 @@ def _rate(successes: int, attempts: int) -> float:
 
 
 def _band(rate: float) -> str:
-    """Return the label of the range that a solve rate falls into; 0 and 1 are ranges of their own."""
+    """Return the label of the range that contains a solve rate. The rates 0 and 1 have separate labels."""
     if rate in (0, 1):
         return f"{100 * rate:.0f} %"
     inner = MAX_RATES - 2
@@ -108,7 +114,11 @@ def _band(rate: float) -> str:
 
 
 def _read_pool(folder: RunFolder) -> dict[str, Any]:
-    """Return the number of trajectories, a histogram of their uses, and the most used ones."""
+    """Return the number of trajectories in the pool, a histogram of their uses, and the most used trajectories.
+
+    The uses of a trajectory are the number of times that it was replayed. Raises `UserError` or `sqlite3.Error` if the
+    pool cannot be read.
+    """
     most: list[dict[str, Any]] = []
     with browse.reading(folder.pool_path()) as db:
         now, uses = browse.newest_step(db), browse.values(db, "uses")

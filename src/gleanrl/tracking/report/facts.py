@@ -1,6 +1,6 @@
-"""Summarises a run in a few numbers: the improvement, its confidence interval, and the time it took.
+"""Computes the key figures of a run: its improvement, the confidence intervals, and the time that it took.
 
-The page and the terminal show the same facts.
+Both forms of the report, the page and the table on the terminal, show these figures.
 """
 
 from __future__ import annotations
@@ -27,10 +27,12 @@ BASELINES = "eval/baseline/"
 
 
 def facts(rows: Sequence[Row], config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``headline`` (before, after, change), ``evaluation`` (table rows), ``baselines`` and totals of a run.
+    """Return the key figures of a run as JSON values.
 
-    A value is None or empty while the run lacks the metrics that it needs. The measures of ``evaluation`` are pass@1
-    and greedy success, then pass@k for other k, then pass@1 and greedy success by kind of task.
+    ``evaluation`` compares the first and the last evaluation. It has an entry for each measure: pass@1 and greedy
+    success, then pass@k for other k, then pass@1 and greedy success by kind of task. ``headline`` is its first entry.
+    ``baselines`` are the results of the baseline policies. The other figures are settings and totals of the run. A
+    figure is None or empty as long as the metrics for it have not been logged.
     """
     series: dict[str, list[float]] = defaultdict(list)
     for row in rows:
@@ -77,7 +79,11 @@ def facts(rows: Sequence[Row], config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _compare(rows: Sequence[Row], name: str) -> dict[str, Any]:
-    """Return a measure at the first and at the last evaluation that has it, and its mean over the last ones."""
+    """Compare the first and the last evaluation that contain the measure ``name``.
+
+    Returns both values with their intervals, their difference, and the mean of the last `LATE` evaluations. ``after``
+    and ``change`` are None if there is only one evaluation. ``late_mean`` is None unless there are more than `LATE`.
+    """
     points = [row for row in rows if name in row.metrics]
     late = points[-LATE:] if len(points) > LATE else points[-1:]
     first, last = points[0], points[-1]
@@ -97,7 +103,7 @@ def _compare(rows: Sequence[Row], name: str) -> dict[str, Any]:
 
 
 def _find_baselines(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """Return the newest result of each baseline policy on the held-out tasks, weakest policy first."""
+    """Return the latest result of each baseline policy on the held-out tasks, lowest result first."""
     found: dict[str, dict[str, Any]] = {}
     for row in rows:
         for name in row.metrics:
@@ -108,6 +114,6 @@ def _find_baselines(rows: Sequence[Row]) -> list[dict[str, Any]]:
 
 
 def _read_value(row: Row, name: str) -> dict[str, float | None]:
-    """Return a metric and the two ends of its interval, which are None if it has no interval."""
+    """Return a metric and both ends of its confidence interval, which are None if no interval was logged."""
     metrics = row.metrics
     return {"value": metrics[name], "low": metrics.get(f"{name}_low"), "high": metrics.get(f"{name}_high")}

@@ -1,4 +1,4 @@
-"""Reduces a run's timeline to a few steps that fit on a page."""
+"""Selects a few steps from a run's timeline, which the report's page draws as Gantt charts."""
 
 from __future__ import annotations
 
@@ -33,12 +33,14 @@ Span = tuple[float, float, str]
 def windows(spans: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return at most `MAX_WINDOWS` sections of the timeline, each with a lane for every kind of work.
 
-    A step ends with the last of its ``train`` spans, which carry the step's number. A run without such spans is divided
-    into equal parts.
-    A window is ``{"label", "start", "seconds", "idle", "reward_wait", "lanes"}``, a lane is
-    ``{"kind", "rows", "busy", "spans": [[row, start, end, label]]}``,
-    with times in seconds from the window's start. ``idle`` is the time without work on the device, in seconds;
-    ``reward_wait`` is the part of it in which training rewards were pending.
+    A window is one step. It ends with the step's last span of the kind "train". If no span of this kind has a step
+    number, the timeline is divided into windows of equal length.
+
+    A window is ``{"label", "start", "seconds", "idle", "reward_wait", "lanes"}``. ``start`` is a time of the
+    timeline, in seconds. ``idle`` is the number of seconds in which the device does no work, and ``reward_wait`` is the
+    part of them in which rewards are being computed. A lane is ``{"kind", "rows", "busy", "spans"}``, where ``busy`` is
+    the number of seconds that its spans cover. A span is ``[row, start, end, label]``, in seconds from the window's
+    start.
     """
     work = sorted(spans, key=lambda span: span["start"])
     if not work:
@@ -50,7 +52,7 @@ def windows(spans: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     first, last = work[0]["start"], max(span["end"] for span in work)
     cuts: list[tuple[str, float, float]] = []
     for step, end in ends.items():
-        # spans count steps from 0, labels from 1
+        # Spans count the steps from 0, and labels count them from 1.
         cuts.append((f"step {step + 1}", cuts[-1][2] if cuts else first, end))
     if not ends and last > first:
         length = (last - first) / MAX_WINDOWS
@@ -60,7 +62,7 @@ def windows(spans: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def spread(items: Sequence[Any], count: int) -> list[Any]:
-    """Return ``count`` of the items, evenly spaced, including the first and the last."""
+    """Return ``count`` evenly spaced items, among them the first and the last; all items if there are fewer."""
     if len(items) <= count:
         return list(items)
     return [items[round(index * (len(items) - 1) / (count - 1))] for index in range(count)]
@@ -71,7 +73,7 @@ def _make_window(label: str, start: float, end: float, work: Sequence[dict[str, 
     lanes: defaultdict[str, list[Span]] = defaultdict(list)
     for span in work:
         if span["end"] > start and span["start"] < end:
-            # kinds of waiting are distinguished by what waits
+            # Each part that waits, such as training, has a separate lane for its waiting.
             kind = f"{span['who']} waits" if span["kind"] == "wait" and "who" in span else span["kind"]
             tags = [f"{key} {value}" for key, value in span.items() if key not in {"kind", "start", "end", "step"}]
             lanes[kind].append((max(span["start"], start) - start, min(span["end"], end) - start, ", ".join(tags)))
@@ -89,13 +91,17 @@ def _make_window(label: str, start: float, end: float, work: Sequence[dict[str, 
 
 
 def _rank(kind: str) -> tuple[bool, int, str]:
-    """Return a sort key: work in the order of a step, then unknown kinds, then waiting."""
+    """Return a sort key of a lane: kinds of work in the order `ORDER`, then other kinds by name, then waiting."""
     waiting = kind == "wait" or kind.endswith(" waits")
     return waiting, ORDER.index(kind) if kind in ORDER else len(ORDER), kind
 
 
 def _make_lane(kind: str, spans: list[Span], length: float) -> dict[str, Any]:
-    """Arrange spans in rows, so that overlapping ones are visible. Neighbours without a visible gap are merged."""
+    """Make a lane whose rows show overlapping spans one below the other.
+
+    Each span gets the first row that is free at its start, or the last row if `MAX_ROWS` rows are occupied. Spans of a
+    row are merged if the gap between them would be too small to be seen.
+    """
     rows: list[list[Span]] = []
     for span in spans:
         row = next((row for row in rows if row[-1][1] <= span[0]), None)

@@ -1,4 +1,4 @@
-"""Builds the report's HTML file from a run's data and the page's style and script."""
+"""Builds the report's HTML file from the data of a run, a style sheet and scripts."""
 
 from __future__ import annotations
 
@@ -38,10 +38,11 @@ SCRIPTS = (
 def build(run: RunFolder | Path | str) -> Path:
     """Write ``report.html`` into the run folder and return its path.
 
-    The file holds its data, style and script, and needs no network.
+    The file contains its data, style and scripts, so it can be opened without a network. ``run`` may be
+    the path of the run folder.
 
     Raises:
-        UserError: there is no run, its config.toml is broken, or the disk is full.
+        UserError: there is no such run, its config.toml cannot be read, or the disk is full.
     """
     folder = RunFolder.existing(run.path if isinstance(run, RunFolder) else run)
     rows, config = folder.read_metrics(), folder.read_config()
@@ -61,7 +62,7 @@ def build(run: RunFolder | Path | str) -> Path:
     parts = {
         "title": html.escape(f"{folder.name} · Glean RL"),
         "style": (assets / "report.css").read_text(encoding="utf-8"),
-        # escaped so that no content of a trajectory can end the script element
+        # Escaped, because the text of a trajectory may contain "</script>", which would end the script element.
         "payload": text.replace("</", "<\\/").replace("<!--", "<\\u0021--"),
         "script": "\n".join((assets / script).read_text(encoding="utf-8") for script in SCRIPTS),
     }
@@ -71,7 +72,11 @@ def build(run: RunFolder | Path | str) -> Path:
 
 
 def _finite(value: Any) -> Any:
-    """Replace NaN by null, because JSON has none, and unpaired surrogates, because UTF-8 cannot encode them."""
+    """Return ``value`` as JSON values that can be written to a UTF-8 file.
+
+    NaN and infinities become None, because JSON does not have them, and unpaired surrogates are replaced, because UTF-8
+    cannot encode them. Values of other types become text.
+    """
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, str):

@@ -1,4 +1,7 @@
-"""Selects trajectories for the page, spread over the run, with the text of every token if there is a tokenizer."""
+"""Selects trajectories from all parts of a run for the report's page.
+
+The page also shows the text of each token if the run folder contains a tokenizer.
+"""
 
 from __future__ import annotations
 
@@ -25,10 +28,10 @@ MAX_BYTES = 2_500_000
 
 
 def sample_rollouts(folder: RunFolder, limit: int = MAX_BYTES) -> dict[str, Any]:
-    """Return whole groups of evenly spaced steps, up to ``limit`` bytes.
+    """Return complete groups of evenly spaced steps, up to ``limit`` bytes of JSON.
 
-    The result is ``{"trajectories": [...], "tokens": {id: text}, "steps": number of steps with rollouts}``.
-    A turn is ``{"role", "text", "ids", "logprobs" or None, "version"}``.
+    The result is ``{"trajectories", "tokens", "steps"}``: the trajectories as `convert_record` returns them, the text
+    of each token id in them, and the number of steps that have rollout files.
     """
     every = folder.rollout_steps()
     by_step = []
@@ -40,7 +43,8 @@ def sample_rollouts(folder: RunFolder, limit: int = MAX_BYTES) -> dict[str, Any]
         by_step.append(groups.values())
     taken: list[dict[str, Any]] = []
     size = 0
-    # the first group of every step, then the second of every step, ...
+    # Take the first group of every step, then the second of every step and so on, so that all steps are represented if
+    # the limit is reached.
     for group in (group for layer in zip_longest(*by_step) for group in layer if group is not None):
         size += len(json.dumps(group))
         if size > limit:
@@ -52,7 +56,11 @@ def sample_rollouts(folder: RunFolder, limit: int = MAX_BYTES) -> dict[str, Any]
 
 
 def convert_record(record: RolloutRecord) -> dict[str, Any]:
-    """Return a trajectory of the rollout files as the page's JSON values."""
+    """Return a trajectory of the rollout files as JSON values for the page.
+
+    Its segments are lists of turns. A turn is ``{"role", "text", "ids", "logprobs", "version"}``; ``logprobs`` is None
+    if the turn was not sampled.
+    """
     trajectory, score = record.trajectory, record.trajectory.score
     segments = []
     for segment in trajectory.segments:
@@ -93,19 +101,19 @@ def convert_record(record: RolloutRecord) -> dict[str, Any]:
 
 
 def _decode_tokens(tokenizer: Path, ids: Iterable[int]) -> dict[int, str]:
-    """Return each token id's text as it appears inside a sentence; empty if there is no readable ``tokenizer.json``.
+    """Return the text of each token id as it appears inside a sentence, with a space before it if it has one.
 
-    The token is decoded twice in a row and the first text removed, because many decoders drop the space
-    before the first token of a text.
+    Many decoders drop the space before the first token of a text. So the token is decoded twice in a row, and the text
+    of the first is removed. The result is empty if the folder has no readable ``tokenizer.json``.
     """
     path = tokenizer / "tokenizer.json"
     if not path.exists():
         return {}
-    from tokenizers import Tokenizer  # imported here, because only runs with a tokenizer need the package
+    from tokenizers import Tokenizer  # only runs with a tokenizer need this package
 
     try:
         decoder = Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises bare Exception for a damaged file
+    except Exception as error:  # the library raises an error of the class Exception for a damaged file
         log.warning("%s cannot be read (%s); the report shows messages without their tokens", path, error)
         return {}
     texts = {}

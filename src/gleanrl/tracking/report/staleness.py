@@ -1,4 +1,4 @@
-"""Histograms of the trained trajectories' ages for the page: one of the run, and one of each step."""
+"""Computes how old the trained data were, in steps, for the report's page: in the whole run and in each step."""
 
 from __future__ import annotations
 
@@ -20,11 +20,13 @@ MAX_AGES = 16
 
 
 def staleness(rows: Sequence[Row], config: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return ``{"bound", "labels", "groups", "tokens", "steps", "by_step"}``; None if no data can be older than age 0.
+    """Return the histograms of the ages as ``{"bound", "labels", "groups", "tokens", "steps", "by_step"}``.
 
-    ``groups`` and ``tokens`` are totals of the run, with one number for each label, youngest first. ``by_step`` has for
-    each label a list with the number of groups in each step. ``bound`` is None if the configuration does not contain
-    it.
+    A label is an age or a range of ages, youngest first. ``groups`` and ``tokens`` are the numbers of trained groups
+    and tokens in the run, one number for each label. ``by_step`` has for each label a list with the number of groups in
+    each step. ``bound`` is the staleness bound of the schedule, or None if the configuration does not contain it.
+
+    Returns None if no ages were logged, or if all ages and the bound are 0.
     """
     counted = [row for row in rows if any(name.startswith(GROUPS) for name in row.metrics)]
     groups = [_read_ages(row, GROUPS) for row in counted]
@@ -32,7 +34,7 @@ def staleness(rows: Sequence[Row], config: Mapping[str, Any]) -> dict[str, Any] 
     oldest = max((age for ages in (*groups, *tokens) for age in ages), default=0)
     bound = None
     if "schedule" in config:
-        with suppress(TypeError, ValidationError, UserError):  # if the section is invalid, no bound is shown
+        with suppress(TypeError, ValidationError, UserError):  # if the section is invalid, the bound stays None
             bound = Schedule.from_settings(ScheduleSettings(**config["schedule"])).staleness
     if not counted or not (oldest or bound):
         return None
@@ -62,6 +64,6 @@ def staleness(rows: Sequence[Row], config: Mapping[str, Any]) -> dict[str, Any] 
 
 
 def _read_ages(row: Row, prefix: str) -> dict[int, float]:
-    """Return the counts of a histogram's metrics, by age."""
+    """Return the histogram, count by age, that consists of the metrics whose names are ``prefix`` and an age."""
     found = {name[len(prefix) :]: value for name, value in row.metrics.items() if name.startswith(prefix)}
     return {int(age): value for age, value in found.items() if age.isdecimal()}

@@ -1,4 +1,4 @@
-"""Prints a run's summary on the terminal: its improvement with intervals, and its cost."""
+"""Prints the key figures of a run on the terminal: its improvement with confidence intervals, and its cost."""
 
 from __future__ import annotations
 
@@ -17,10 +17,12 @@ from gleanrl.tracking.report.facts import facts
 
 
 def show(run: RunFolder | Path | str, console: rich.console.Console | None = None) -> None:
-    """Print the evaluation before and after with intervals, the baselines, times and tokens.
+    """Print the results of the first and the last evaluation, the baselines, and the run's times and tokens.
+
+    ``run`` may be the path of the run folder. ``console`` is where to print; None = standard output.
 
     Raises:
-        UserError: there is no run, or its config.toml is broken.
+        UserError: there is no such run, or its config.toml cannot be read.
     """
     folder = RunFolder.existing(run.path if isinstance(run, RunFolder) else run)
     found = facts(folder.read_metrics(), folder.read_config())
