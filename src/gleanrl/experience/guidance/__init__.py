@@ -1,1 +1,1 @@
-"""In-context experience: retrieved texts in the prompt."""
+"""Guidance: retrieves texts about past successes and inserts them into the prompt of some rollouts."""

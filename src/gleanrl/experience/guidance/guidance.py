@@ -1,10 +1,16 @@
-"""Guidance: some members of a group are shown what worked on similar tasks.
+"""Guidance: inserts a text about successes on similar tasks into the prompt of some members of each group.
 
-Guidance has three parts, which a `Guide` makes and which are invisible to the training loop. A curriculum marks in each
-plan which fresh members are guided: the last ones, so that groups stay in order. A player puts the text into the
-opening of exactly those episodes. Before a batch is made, members whose guidance is to be discarded get the opening
-that they would have had without guidance. Their log-probs remain those under the guided prompt, so they are off-policy
-and are treated as replayed members of their group: clipped in the same way, and not part of the baseline.
+A `Guide` adds guidance to a run in three places. The training loop itself does not change.
+
+1. `GuidedCurriculum` wraps the curriculum, and marks in the payload of each planned task which fresh members are
+guided.
+   These are the last ones of the group.
+2. `GuidedPlayer` replaces the player. For the marked members it retrieves a text and inserts it into the last user
+   message before the first sampled turn (the messages before that turn are the *opening* of the episode).
+3. `Guide.strip` prepares finished groups for training. With the mode ``keep``, the text stays in the prompt. With
+   ``discard``, the opening is replaced by the one without the text. The log-probs of such a member remain those under
+   the guided prompt, so the member is off-policy. It becomes a replayed member of its group: its ratio is clipped like
+   theirs, and its score does not enter the baseline.
 """
 
 from __future__ import annotations
@@ -35,15 +41,18 @@ from gleanrl.utils.seeding import derive
 
 log = logging.getLogger(__name__)
 
-MARK = "gleanrl.guidance"  # key in a task's payload under which a plan marks a group for the player
-GUIDANCE_FILE = "guidance.jsonl"  # file in the run folder with the texts that BM25 searches
-LEAST_BASELINE = 2  # on-policy members that a group needs for a baseline
+MARK = "gleanrl.guidance"  # key in a task's payload under which the curriculum stores a `Marked` for the player
+GUIDANCE_FILE = "guidance.jsonl"  # file in the run folder in which `Bm25Retriever` stores its texts
+LEAST_BASELINE = 2  # smallest number of on-policy members from which a group's baseline can be computed
 
 Mode = Literal["keep", "discard"]
 
 
 class Marked(TypedDict):
-    """Which members of a group are guided (``start`` to ``stop``), and whether training keeps the text (``mode``)."""
+    """Says which members of a group are guided: those with an index from ``start`` up to, but not including, ``stop``.
+
+    ``mode`` says whether training keeps the text in the prompt.
+    """
 
     start: int
     stop: int
@@ -51,7 +60,11 @@ class Marked(TypedDict):
 
 
 def load_retriever(settings: GuidanceSettings, folder: Path | None) -> Retriever:
-    """Return the retriever that the settings name. bm25 keeps its texts in ``folder``. Raises `UserError`."""
+    """Create the retriever that the settings name. The retriever bm25 stores its texts in ``folder`` (None: in memory).
+
+    Raises:
+        UserError: there is no such retriever, or it does not accept the options.
+    """
     make, options = _find_retriever(settings), dict(settings.options)
     try:
         if settings.retriever == "bm25":
@@ -64,10 +77,10 @@ def load_retriever(settings: GuidanceSettings, folder: Path | None) -> Retriever
 
 
 def check(settings: GuidanceSettings) -> None:
-    """Check that the retriever named in ``settings`` exists and takes the options given there, without making it.
+    """Check that the retriever named in ``settings`` exists and accepts the options given there, without creating it.
 
     Raises:
-        UserError: no such retriever, or an option that it does not take or lacks.
+        UserError: there is no such retriever, it does not accept an option, or a required option is missing.
     """
     make = _find_retriever(settings)
     try:
@@ -85,17 +98,18 @@ def _find_retriever(settings: GuidanceSettings) -> Any:
 
 @dataclass
 class _SharedText:
-    """The text of one group, shared by all of its guided members."""
+    """The retrieved text of one group. All guided members of the group use the same text, which is retrieved once."""
 
-    members: int  # number of members whose episodes are not over
-    text: asyncio.Future[str | None] | None = None
+    members: int  # number of guided members whose episodes have not ended
+    text: asyncio.Future[str | None] | None = None  # None until the first member starts the retrieval
 
 
 class Guide:
-    """Adds guidance to a run: wraps its curriculum and its player, and prepares groups for training.
+    """Adds guidance to a run: wraps its curriculum and its player, and prepares its groups for training.
 
-    If the retriever fails or finds nothing, the group gets no guidance and the failure is counted, but the run
-    continues. ``success_threshold``: trajectories with at least this score are stored in the retriever.
+    If the retriever fails or finds nothing, this is counted, the members of the group are played without guidance, and
+    the run continues. A trajectory counts as a success if its score is at least ``success_threshold``; only successes
+    are given to the retriever.
     """
 
     def __init__(
@@ -111,7 +125,7 @@ class Guide:
         self.seed, self.success_threshold = seed, success_threshold
         self.counts: Counter[str] = Counter()  # failures by kind since the last step
         self._renderer = renderer
-        self._texts: dict[str, _SharedText] = {}  # texts by the group's id
+        self._texts: dict[str, _SharedText] = {}  # text of each group that is being played, by the group's id
         self._failing = False
 
     def curriculum(self, inner: Curriculum) -> GuidedCurriculum:
@@ -121,10 +135,10 @@ class Guide:
         return GuidedPlayer(**{f.name: getattr(player, f.name) for f in fields(player)}, guide=self)
 
     def strip(self, groups: Sequence[Group]) -> list[Group]:
-        """Return the groups in the form for training: without marks, and without guidance that is to be discarded.
+        """Return the groups as training needs them: without marks, and without texts that are to be discarded.
 
-        Members whose guidance is discarded are off-policy, so they become replayed members. The order of all members
-        does not change.
+        A member whose text is discarded is off-policy afterwards, so it becomes a replayed member. The order of the
+        members does not change, because the guided members are the last fresh ones.
         """
         stripped: list[Group] = []
         for group in groups:
@@ -140,7 +154,10 @@ class Guide:
 
     @contextmanager
     def share_text(self, group: str, members: int) -> Iterator[_SharedText]:
-        """Give access to the text that a group's guided members share. Each member enters once, for its episode."""
+        """Yield the shared text of the group with the id ``group``. Each guided member uses this once, for its episode.
+
+        ``members`` is the number of guided members of the group. The text is forgotten when the last of them leaves.
+        """
         shared = self._texts.setdefault(group, _SharedText(members))
         try:
             yield shared
@@ -150,10 +167,11 @@ class Guide:
                 del self._texts[group]
 
     async def find_text(self, task: Task, room: int, tools: Tools) -> str | None:
-        """Find the text that a group is shown; None if there is none.
+        """Retrieve the text for a group. Returns None if retrieval fails, finds nothing, or finds only texts too long.
 
-        ``task.prompt`` holds the messages that the group's first episode opens with. ``room``: tokens of the model's
-        context.
+        ``task.prompt`` must hold the whole opening of an episode, because the retriever searches by it. ``room`` is the
+        length of the model's context in tokens. The last texts are left out until the opening with the others fits into
+        the share ``prompt_share`` of it.
         """
         try:
             async with asyncio.timeout(self.settings.timeout_s):
@@ -176,7 +194,7 @@ class Guide:
 
     def report_failure(self, error: Exception) -> None:
         self.counts["failed"] += 1
-        if not self._failing:  # a service that is down is logged once
+        if not self._failing:  # log only the first of several failures in a row, for example while a service is down
             log.warning("no guidance: %s: %s", type(error).__name__, error)
         self._failing = True
 
@@ -184,16 +202,19 @@ class Guide:
 # --- playing ----------------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GuidedPlayer(Player):
-    """Plays marked members with experience in their opening, and all others as `Player` does.
+    """Plays marked members with the retrieved text in their opening, and all other members as `Player` does.
 
-    The info of a guided trajectory holds ``guided`` (keep or discard) and ``unguided``: the original message, without
-    the text that was put into it.
+    In the info of a guided trajectory, ``guided`` is the mode ("keep" or "discard"), and ``unguided`` is the user
+    message as it was before the text was inserted.
     """
 
     guide: Guide
 
     async def play(self, task: Task, *, trajectory_id: str, seed: int, temperature: float | None = None) -> Trajectory:
-        """Play an episode as `Player.play` does. The number at the end of ``trajectory_id`` is its member."""
+        """Play an episode as `Player.play` does.
+
+        ``trajectory_id`` must have the form "GROUP.MEMBER". The mark of the group says whether this member is guided.
+        """
         mark: Marked | None = task.payload.get(MARK)
         task = unmark(task)
         group, _, member = trajectory_id.rpartition(".")
@@ -208,9 +229,12 @@ class GuidedPlayer(Player):
                 return made[-1]
 
             player = replace(self, environment=environment)
-            bare = replace(task, prompt=())  # the environment opens with the prompt, text included
+            # `GuidedEnvironment` returns the prompt, with the text, as part of its first observation. So the player
+            # must not add the prompt again.
+            bare = replace(task, prompt=())
             played = await Player.play(player, bare, trajectory_id=trajectory_id, seed=seed, temperature=temperature)
-        # A lost episode is started again in a new environment, so the trajectory comes from the last one.
+        # If the player lost an episode, it has started it again in a new environment. So the last environment is the
+        # one that the trajectory comes from.
         if not made or made[-1].unguided is None:
             return played
         return replace(played, info={**played.info, "guided": mark["mode"], "unguided": made[-1].unguided})
@@ -218,14 +242,14 @@ class GuidedPlayer(Player):
 
 @dataclass
 class GuidedEnvironment(Environment):
-    """Wraps an environment and puts experience into its opening."""
+    """Wraps an environment, and inserts the group's text into the opening that `reset` returns."""
 
     inner: Environment
     guide: Guide
     shared: _SharedText
-    task: Task
-    room: int  # tokens of the model's context
-    unguided: str | None = field(default=None, init=False)
+    task: Task  # without the mark
+    room: int  # length of the model's context in tokens
+    unguided: str | None = field(default=None, init=False)  # original user message; None = no text was inserted
 
     async def reset(self) -> Observation:
         observation = await self.inner.reset()
@@ -235,7 +259,8 @@ class GuidedEnvironment(Environment):
             if self.shared.text is None:
                 find = self.guide.find_text(replace(self.task, prompt=opening), self.room, observation.tools)
                 self.shared.text = asyncio.ensure_future(find)
-            text = await asyncio.shield(self.shared.text)  # not cancelled with this member: others wait for it too
+            # Other members wait for the same retrieval, so it must not be cancelled if this member is cancelled.
+            text = await asyncio.shield(self.shared.text)
             if text is not None:
                 opening = tuple(insert(self.guide.settings.template, opening, text))
                 self.unguided = asked
@@ -251,12 +276,12 @@ class GuidedEnvironment(Environment):
         await self.inner.close()
 
 
-# --- planning and remembering -----------------------------------------------------------------------
+# --- planning, and storing successes -----------------------------------------------------------------
 class GuidedCurriculum:
-    """Wraps another curriculum, such as the replay curriculum, and marks its plans.
+    """Wraps another curriculum, such as `ReplayCurriculum`, and marks in its specs which members are guided.
 
-    The inner curriculum sees neither the marks nor members whose guidance is discarded, because such members do not
-    show how the policy does without guidance.
+    When it observes groups, it passes them to the inner curriculum without the marks and without members whose text is
+    discarded. The scores of such members do not measure how well the policy solves the task without the text.
     """
 
     def __init__(self, inner: Curriculum, guide: Guide) -> None:
@@ -280,11 +305,14 @@ class GuidedCurriculum:
         return specs
 
     def observe(self, groups: Sequence[Group]) -> Metrics:
-        """Store each group's shortest success. Returns the inner curriculum's metrics and ``guidance/...``."""
+        """Give each group's shortest success to the retriever, and let the inner curriculum observe the groups.
+
+        Returns the metrics of the inner curriculum, and ``guidance/...``.
+        """
         guide = self._guide
-        unmarked: list[Group] = []  # groups without marks and without members whose guidance is discarded
+        unmarked: list[Group] = []  # groups without marks and without members whose text is discarded
         guided: list[Trajectory] = []
-        unguided: list[Trajectory] = []  # unguided members of groups that have guided ones
+        unguided: list[Trajectory] = []  # unguided members of those groups that also have guided members
         guided_groups = 0
         for group in groups:
             task = unmark(group.spec.task)
@@ -330,25 +358,28 @@ class GuidedCurriculum:
 
 # --- pure functions -----------------------------------------------------------------------------------
 def insert(template: str, messages: Sequence[Message], experience: str) -> list[Message]:
-    """Put ``experience`` into the last user message as ``template`` says. Raises ValueError without such a message."""
+    """Return the messages with ``template``, filled with ``experience``, in place of the last user message.
+
+    ``{prompt}`` in the template stands for that message. Raises `ValueError` if there is no user message.
+    """
     prompt = next((m["content"] for m in reversed(messages) if m["role"] == "user"), "")
-    before, _, after = template.partition("{prompt}")  # not str.format: texts may contain braces
+    before, _, after = template.partition("{prompt}")  # str.format would fail on braces in texts
     before, after = (part.replace("{experience}", experience) for part in (before, after))
     return with_prompt(messages, before + prompt + after)
 
 
 def unmark(task: Task) -> Task:
-    """Return the task without its mark."""
+    """Return the task without the mark in its payload."""
     if MARK not in task.payload:
         return task
     return replace(task, payload={key: value for key, value in task.payload.items() if key != MARK})
 
 
 def strip_trajectory(trajectory: Trajectory, renderer: Renderer) -> Trajectory:
-    """Return the trajectory with its opening replaced, in every segment, by the one that it has without guidance.
+    """Replace the opening of a guided trajectory, in every segment, by the opening without the inserted text.
 
-    Sampled turns keep their token ids and log-probs, which are those under the guided prompt. Raises ValueError if a
-    segment does not begin with the opening.
+    Sampled turns keep their token ids and their log-probs, which remain those under the guided prompt. Raises
+    `ValueError` if a segment does not begin with the opening.
     """
     opening = opening_turns(trajectory)
     if not opening:

@@ -1,4 +1,7 @@
-"""Retrieval of experience for guidance: what is stored of a success, and how it is found for a similar task."""
+"""Retrievers for guidance: they store past successes as texts, and find texts about tasks similar to a given one.
+
+`Retriever` is the interface, and `Bm25Retriever` the default.
+"""
 
 from __future__ import annotations
 
@@ -23,22 +26,29 @@ OBSERVATION_CHARS = 200  # characters kept of each observation in a compact tran
 
 
 class Retriever(ABC):
-    """Finds past experience by similarity of tasks. If `add` or `retrieve` raises, the run continues without it."""
+    """Stores past successes, and finds texts about those whose tasks are similar to a given task.
+
+    If `add` or `retrieve` raises, the run counts the failure and continues. If `retrieve` raises, the group is played
+    without guidance.
+    """
 
     @abstractmethod
     def add(self, task: Task, trajectory: Trajectory) -> None:
-        """Store a successful trajectory. Returns at once; slow work continues in the background."""
+        """Store a successful trajectory. This must not block; slow work must continue in the background."""
 
     @abstractmethod
     async def retrieve(self, task: Task, k: int) -> list[str]:
-        """Return at most ``k`` texts, the most useful first. ``task.prompt`` holds the episode's whole opening."""
+        """Return at most ``k`` texts, the most useful first.
+
+        ``task.prompt`` contains all messages before the episode's first sampled turn, also those of the environment.
+        """
 
     def mark(self) -> int:
-        """Return a number that identifies the present state. A checkpoint stores it for `rewind`."""
+        """Return a number that identifies the present state. A checkpoint stores it, and `rewind` gets it on resume."""
         return 0
 
     def rewind(self, mark: int) -> None:  # noqa: B027 - a retriever may keep nothing
-        """Forget the experience that was added after ``mark``."""
+        """Forget the successes that were added after `mark` returned the number ``mark``."""
 
     def metrics(self) -> Metrics:
         return {}
@@ -47,10 +57,10 @@ class Retriever(ABC):
         """Release resources. Called once, at the end of the run."""
 
 
-# --- what is stored of a success ------------------------------------------------------------------
+# --- a success as text ----------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True)
 class ExperienceText:
-    """A success as text: ``prompt`` is compared with those of other tasks, and ``text`` is shown to later episodes."""
+    """A success as text: the retriever searches by ``prompt``, and guidance inserts ``text`` into later episodes."""
 
     task_id: str
     prompt: str
@@ -63,7 +73,11 @@ Summarise = Callable[[Task, Trajectory], str]
 def experience_text(
     task: Task, trajectory: Trajectory, *, max_chars: int = 1500, summarise: Summarise | None = None
 ) -> ExperienceText:
-    """Return the text of a success: the episode's opening with a compact transcript, or a summary by ``summarise``."""
+    """Convert a successful trajectory to an `ExperienceText`.
+
+    Its text is what ``summarise`` returns or, if that is None, the opening of the episode and a transcript (`compact`).
+    A text longer than ``max_chars`` characters is cut off.
+    """
     messages = conversation(trajectory)
     prompt = description(messages[: len(opening_turns(trajectory))]) or description(task.prompt)
     text = summarise(task, trajectory) if summarise else f"{prompt}\n{compact(trajectory)}"
@@ -71,12 +85,15 @@ def experience_text(
 
 
 def description(messages: Sequence[Message]) -> str:
-    """Return a task's messages, except system messages, as one text."""
+    """Join the contents of all messages except system messages."""
     return "\n".join(message["content"].strip() for message in messages if message["role"] != "system")
 
 
 def compact(trajectory: Trajectory) -> str:
-    """Return a transcript with one line for each action (after ``>``) and each observation, without thinking."""
+    """Return a transcript of the episode after its opening, with one line for each action and each observation.
+
+    Lines with an action begin with ``>``. The model's thinking is left out, and long observations are cut off.
+    """
     lines = []
     for message in conversation(trajectory)[len(opening_turns(trajectory)) :]:
         own = message["role"] == "assistant"
@@ -85,19 +102,19 @@ def compact(trajectory: Trajectory) -> str:
     return "\n".join(lines)
 
 
-# --- the default ----------------------------------------------------------------------------------
+# --- the default retriever ------------------------------------------------------------------------
 class Bm25Retriever(Retriever):
-    """Stores the newest success of each task, and finds those of tasks with a similar prompt (BM25).
+    """Stores the newest success of each task, and ranks them by the BM25 similarity of the tasks' openings.
 
     Args:
-        path: a JSONL file to which each success is appended; successes already in it are read. None: successes are kept
-            in memory only, and any rewind forgets all of them.
-        same_task: whether a task may also be shown its own success.
-        summarise: makes the text that is shown of a success, instead of its compact transcript.
-        max_chars: maximum length of a text, in characters.
+        path: a JSONL file to which each success is appended. Successes that it contains already are loaded. None:
+            successes are kept in memory only, and `rewind` forgets all of them.
+        same_task: whether the search for a task may also find the success on this task itself.
+        summarise: returns the text about a success, in place of the default of `experience_text`.
+        max_chars: largest length of a text, in characters.
 
     Raises:
-        UserError: the file is not one of experiences.
+        UserError: the file contains a line that this class has not written.
     """
 
     def __init__(
@@ -133,7 +150,7 @@ class Bm25Retriever(Retriever):
         return [self._texts[number] for number, _ in self._index.search(description(task.prompt), k, without)]
 
     def mark(self) -> int:
-        """Sync the file to the disk and return its size in bytes."""
+        """Write the file to the disk (fsync) and return its size in bytes; 0 without a file."""
         if self._path is None:
             return 0
         with self._path.open("ab") as file:
@@ -141,17 +158,23 @@ class Bm25Retriever(Retriever):
             return file.tell()
 
     def rewind(self, mark: int) -> None:
-        """Forget the successes added after ``mark``. Raises `UserError` if the file is now shorter than that."""
+        """Truncate the file to ``mark`` bytes, and forget the successes that were added after it had that size.
+
+        Raises `UserError` if the file is shorter than ``mark``, so that successes are missing.
+        """
         size = 0 if self._path is None else self._path.stat().st_size
         if size < mark:
             raise UserError(f"{self._path} has {size} bytes but the checkpoint was made at {mark}: restore the file")
         self._read(mark)
 
     def _read(self, end: int) -> None:
-        """Read the file up to ``end`` into an empty index. Cuts the rest off, and a last line that a crash tore."""
+        """Load the first ``end`` bytes of the file into a new index, and truncate the file after them.
+
+        If a crash has left an incomplete last line, that line is removed too.
+        """
         self._index = Bm25()
         self._texts: list[str] = []
-        self._numbers: dict[str, int] = {}  # number of each task's text, by the task's id
+        self._numbers: dict[str, int] = {}  # task id -> number of its text, in ``_texts`` and in the index
         if self._path is None:
             return
         with self._path.open("r+b") as file:
@@ -170,7 +193,7 @@ class Bm25Retriever(Retriever):
             file.truncate(whole)
 
     def _store(self, found: ExperienceText) -> bool:
-        """Add or replace the text of a task. Returns whether this changed anything."""
+        """Add the text of a task, or replace its earlier text. Returns False if it had the same text already."""
         number = self._numbers.get(found.task_id)
         if number is not None:
             new = self._texts[number] != found.text

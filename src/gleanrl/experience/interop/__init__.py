@@ -1,1 +1,1 @@
-"""Exchange of experience with the formats and services of other systems."""
+"""Interfaces to other systems: tensor batches of verl and AgentEvolver, and the ReMe memory service."""

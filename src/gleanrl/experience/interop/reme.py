@@ -1,8 +1,10 @@
-"""Experience from a ReMe service, which summarises trajectories with a language model of its own.
+"""A retriever for guidance that uses a ReMe service, which summarises trajectories with its own language model.
 
-Compatible with the task memory of github.com/modelscope/ReMe: ``POST /retrieve_task_memory`` with workspace_id, query
-and top_k, answered by ``answer`` and ``metadata.memory_list``; ``POST /summary_task_memory`` with workspace_id and
-trajectories of messages and score.
+The client speaks the task memory API of github.com/modelscope/ReMe:
+
+* ``POST /retrieve_task_memory`` sends ``workspace_id``, ``query`` and ``top_k``. The service returns ``answer`` and
+  ``metadata.memory_list``.
+* ``POST /summary_task_memory`` sends ``workspace_id`` and ``trajectories``, each with ``messages`` and ``score``.
 """
 
 from __future__ import annotations
@@ -23,30 +25,35 @@ from gleanrl.utils.retry import Fatal, Retryable
 
 log = logging.getLogger(__name__)
 
-PATIENCE = 3  # failures in a row before the service is left alone for a while
-BATCH = 8  # trajectories sent in one summary request
+PATIENCE = 3  # number of failed retrievals in a row after which no retrieval is requested for ``rest_s`` seconds
+BATCH = 8  # largest number of trajectories in one summary request
 
 
 class ServiceError(Exception):
-    """Raised when the service does not answer as it should. The message is one line."""
+    """Raised if a request to the service fails or its response is invalid. The message is one line."""
 
 
 class ReMeRetriever(Retriever):
-    """A retriever that asks a ReMe service, and sends it successes in the background, each once.
+    """Retrieves texts from a ReMe service, and sends successes to it in the background, without retries.
 
-    After ``PATIENCE`` failures in a row the service is not asked again for ``rest_s`` seconds, so that a hanging
-    service does not cost ``timeout_s`` in every group. Successes that the service does not take are counted as lost.
+    After ``PATIENCE`` failed retrievals in a row, `retrieve` raises immediately for ``rest_s`` seconds. Otherwise every
+    group would wait ``timeout_s`` for a service that does not respond. Successes that cannot be sent are counted as
+    lost.
 
     Args:
         url: address of the service, e.g. ``http://localhost:8002``.
-        workspace: name of the workspace; the service keeps the experience of different workspaces apart.
-        timeout_s: limit of one retrieval in seconds; ``summary_timeout_s`` is that of one summary.
-        waiting: maximum number of successes that wait to be sent; beyond it the oldest are lost.
-        headers: sent with each request; ``"env:NAME"`` reads a key from an environment variable.
-        retrieve_path, summary_path: the two endpoints.
+        workspace: name of the workspace. The service stores the experience of each workspace separately.
+        timeout_s: time limit of one retrieval, in seconds.
+        summary_timeout_s: time limit of one summary request, in seconds.
+        rest_s: seconds without retrievals after ``PATIENCE`` failures in a row.
+        waiting: largest number of successes in the queue to be sent. If it is exceeded, the oldest is lost.
+        headers: headers sent with each request. The value ``"env:NAME"`` stands for the value of the environment
+            variable NAME.
+        retrieve_path: endpoint for retrievals.
+        summary_path: endpoint for summaries.
 
     Raises:
-        UserError: ``url`` is no address, the configuration contains a secret key, or aiohttp is not installed.
+        UserError: ``url`` is not a valid address, the configuration contains a secret key, or aiohttp is not installed.
     """
 
     def __init__(
@@ -75,7 +82,7 @@ class ReMeRetriever(Retriever):
         self._counts: Counter[str] = Counter()
 
     def metrics(self) -> Metrics:
-        """Return the running totals of successes sent and lost, and the number that wait."""
+        """Return the total numbers of successes sent and lost so far, and the number waiting in the queue."""
         return {
             "reme_sent": float(self._counts["sent"]),
             "reme_lost": float(self._counts["lost"]),
@@ -91,9 +98,9 @@ class ReMeRetriever(Retriever):
         self._send_waiting()
 
     async def retrieve(self, task: Task, k: int) -> list[str]:
-        """Return the service's answer about the task as one text, or its memories if the answer has no text.
+        """Return the service's answer to the task's opening as one text, or up to ``k`` memories if it has no answer.
 
-        Raises `ServiceError` if the service does not answer as it should.
+        Raises `ServiceError` if the request fails, or without a request after ``PATIENCE`` failures in a row.
         """
         self._send_waiting()
         if monotonic() < self._rests_until:
@@ -112,7 +119,7 @@ class ReMeRetriever(Retriever):
         return texts
 
     async def close(self) -> None:
-        """Wait up to ``timeout_s`` for the successes still to be sent, then count the rest as lost."""
+        """Send the queue, count what is not sent within ``timeout_s`` seconds as lost, and close the connections."""
         if self._sending is not None:
             await asyncio.wait([self._sending], timeout=self._timeout_s)
             self._sending.cancel()
@@ -126,7 +133,7 @@ class ReMeRetriever(Retriever):
         if self._waiting and (self._sending is None or self._sending.done()):
             try:
                 self._sending = asyncio.get_running_loop().create_task(self._send())
-            except RuntimeError:  # no event loop runs; a later call with a loop sends them
+            except RuntimeError:  # no event loop is running; a later call within a loop sends the queue
                 return
 
     async def _send(self) -> None:
@@ -144,7 +151,7 @@ class ReMeRetriever(Retriever):
 
 
 async def _post(client: HttpClient, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
-    """Post a request and return the answer. Raises `ServiceError` if there is none, or if it reports a failure."""
+    """Send a POST request and return the JSON response. Raises `ServiceError` if it fails or reports a failure."""
     try:
         answer = await client.request("POST", path, body)
     except (Retryable, Fatal) as error:
@@ -155,9 +162,10 @@ async def _post(client: HttpClient, path: str, body: Mapping[str, Any]) -> dict[
 
 
 def _read_texts(answer: Mapping[str, Any], k: int) -> list[str]:
-    """Return the text that the service made of its memories. Without one, return up to ``k`` memories.
+    """Return the texts in the response to a retrieval.
 
-    Each memory begins with the situation in which it is to be used, followed by its content.
+    If the service has written an answer from its memories, that is the only text. Otherwise there is one text for each
+    of the first ``k`` memories: the situation in which to use the memory, and then its content.
     """
     text = answer.get("answer")
     if isinstance(text, str) and text.strip():

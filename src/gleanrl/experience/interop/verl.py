@@ -1,10 +1,14 @@
-"""Converts groups to and from the tensor dictionary that verl and AgentEvolver train on.
+"""Converts groups to and from the dictionary of tensors on which verl and AgentEvolver train.
 
-Each row of the dictionary holds one sequence: a left-padded prompt of width P and a right-padded response of width R.
-The response starts with the first sampled token and includes the environment's texts between sampled ones; masks tell
-the two apart. Here the values are numpy arrays, which `torch.from_numpy` turns into tensors without a copy.
+With `from_verl`, their rollouts can enter an `ExperiencePool`. With `to_verl`, groups with replayed members can be
+trained on in their loops. docs/howto/verl.md shows both.
 
-Sources: verl's agent loop and `DataProto`, AgentEvolver's environment manager and heterogeneous actor.
+Each row of a batch holds one sequence: a left-padded prompt of width P and a right-padded response of width R. The
+response starts with the first sampled token. It includes the tokens of the environment's texts between sampled ones,
+and masks distinguish the two. In this module the values are numpy arrays; `torch.from_numpy` converts them to tensors
+without a copy.
+
+Sources of the format: verl's agent loop and `DataProto`, AgentEvolver's environment manager and heterogeneous actor.
 """
 
 from __future__ import annotations
@@ -48,22 +52,22 @@ _RESPONSE = frozenset(
 _KNOWN = _WHOLE | _RESPONSE | {"group_ids", "trajectory_ids", "segment_ids", "scores", "valid"}
 
 
-# --- from groups ----------------------------------------------------------------------------------
+# --- groups to a batch ----------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """A segment, and its place in the groups."""
+    """A segment of a trajectory, which becomes one row of the batch."""
 
     trajectory: Trajectory
     replayed: bool
-    guided: bool  # whether it was sampled with guidance that training leaves out
-    group: int
-    index: int  # position of the trajectory among all of the batch
-    part: int  # position of the segment in its trajectory
-    offset: int  # position of the segment's first token in its trajectory
+    guided: bool  # whether it was sampled with a text in its prompt that training discards (`DISCARDED`)
+    group: int  # index of its group
+    index: int  # index of its trajectory among the trajectories of all groups
+    part: int  # index of the segment in its trajectory
+    offset: int  # index of the segment's first token among the tokens of its trajectory
     tokens: IntArray
     mask: BoolArray
     behaviour: FloatArray
-    prompt: int  # tokens before the first sampled one
+    prompt: int  # number of tokens before the first sampled one
 
 
 def to_verl(
@@ -77,36 +81,64 @@ def to_verl(
     returns: PerTrajectory | None = None,
     keep_all: bool = False,
 ) -> dict[str, Array]:
-    """Return one row for each segment: N rows, a prompt of width P and a response of width R. No token is cut off.
+    """Convert groups to a batch of N rows, one for each segment of each trajectory. No token is cut off.
 
-    int64 [N, P]: ``prompts``. int64 [N, R]: ``responses``, ``response_mask`` (1 = sampled; environment text and padding
-    are 0). int64 [N, P + R]: ``input_ids``, ``attention_mask``, ``position_ids`` (0 on the left padding, the last
-    position on the right), ``loss_mask`` (0, then the response mask), ``exp_mask`` (1 on the whole response of a
-    replayed trajectory, on prompt and response where `info["guided"]` is "discard"), ``turn_ids`` (-1 on padding),
-    ``versions`` (-1 where not sampled).
-    float32 [N, R], 0 where nothing is trained: ``recorded_old_log_probs`` and ``rollout_log_probs`` (as sampled; the
-    same values under both names), ``old_log_probs`` (the denominator of the ratio), ``token_level_rewards`` (the
-    score, on the last trained token of every row), and ``advantages`` and ``returns`` if they are given.
-    [N]: ``group_ids`` (position in ``groups``), ``trajectory_ids``, ``segment_ids`` int64; ``scores``
-    float64, because float32 is not exact; ``valid`` int64, 0 where the score is invalid. There, rewards and ``scores``
-    are 0. No array contains NaN.
+    The batch has the following arrays, where P is the width of a prompt and R that of a response. No array contains
+    NaN.
+
+    int64 [N, P]:
+
+    * ``prompts``: token ids.
+
+    int64 [N, R]:
+
+    * ``responses``: token ids.
+    * ``response_mask``: 1 on sampled tokens, 0 on the environment's texts and on padding.
+
+    int64 [N, P + R]:
+
+    * ``input_ids``: prompts and responses together.
+    * ``attention_mask``: 0 on padding.
+    * ``position_ids``: 0 on the left padding; the last position is repeated on the right padding.
+    * ``loss_mask``: 0 on the prompt, and ``response_mask`` on the response.
+    * ``exp_mask``: 1 on the response of a replayed trajectory. 1 on prompt and response of a guided trajectory whose
+      text training discards (``info["guided"]`` is "discard"). 0 elsewhere and on padding.
+    * ``turn_ids``: index of the turn in its segment; -1 on padding.
+    * ``versions``: version of the weights that sampled the token; -1 on tokens that were not sampled.
+
+    float32 [N, R], 0 on tokens that are not sampled:
+
+    * ``recorded_old_log_probs`` and ``rollout_log_probs``: both contain the log-probs as sampled.
+    * ``old_log_probs``: the denominator of the ratio, see the argument ``old_logprobs``.
+    * ``token_level_rewards``: the score on the last sampled token of the row, 0 on all others. Each row of a trajectory
+      has the whole score.
+    * ``advantages`` and ``returns``, if they are given.
+
+    [N]:
+
+    * ``group_ids`` (index in ``groups``), ``trajectory_ids`` and ``segment_ids``: int64.
+    * ``valid``: int64, 0 if the score of the trajectory is invalid. Its rewards and ``scores`` are then 0.
+    * ``scores``: the score as float64, because float32 could not represent it exactly.
 
     Args:
-        pad_token: token id of the padding; it may also occur in texts, because masks mark the padding.
-        max_prompt: P; None = the longest prompt of the batch.
-        max_response: R; None = the longest response of the batch.
-        old_logprobs: replace the sampled log-probs of fresh trajectories. One item for each trajectory of all groups,
-            in order: float32 [its tokens, segment after segment], or one number for all of its trained tokens.
-            Off-policy trajectories (replayed, guided) keep their recorded ones.
-        advantages: one item for each trajectory, as in ``old_logprobs``.
-        returns: one item for each trajectory, as in ``old_logprobs``.
-        keep_all: also keep rows without any token to train on: those of invalid trajectories, and segments without a
-            sampled token. Then `from_verl` gives back every group. Drop them if the other loop computes baselines
-            itself.
+        groups: the groups to convert.
+        pad_token: token id of the padding. It may also occur in texts, because ``attention_mask`` marks the padding.
+        max_prompt: P; None = the length of the longest prompt in the batch.
+        max_response: R; None = the length of the longest response in the batch.
+        old_logprobs: replaces the sampled log-probs of fresh trajectories in ``old_log_probs``. It has one item for
+            each trajectory of all groups, in order: a float32 array over all tokens of the trajectory, segment after
+            segment, or one number for all of its sampled tokens. Off-policy trajectories (replayed, or guided with a
+            discarded text) keep the recorded log-probs.
+        advantages: one item for each trajectory, in the format of ``old_logprobs``.
+        returns: one item for each trajectory, in the format of ``old_logprobs``.
+        keep_all: also keep rows that contain nothing to train on, which are those of trajectories with an invalid score
+            and of segments without a sampled token. `from_verl` can then restore every group. Leave this off if the
+            other loop computes baselines, because the rows of invalid trajectories have the score 0 there.
 
     Raises:
-        UserError: a prompt is longer than ``max_prompt``, or a response than ``max_response``.
-        ValueError: an array does not fit its trajectory, or a segment starts with a sampled token.
+        UserError: a prompt is longer than ``max_prompt``, or a response is longer than ``max_response``.
+        ValueError: an argument has the wrong length, an array does not fit its trajectory, or a segment starts with a
+            sampled token.
     """
     rows: list[_Row] = []
     count = 0  # number of trajectories
@@ -199,9 +231,10 @@ def _width(rows: Sequence[_Row], what: str, sizes: Sequence[int], limit: int | N
 
 
 def _select_tokens(name: str, value: float | Array, row: _Row) -> FloatArray:
-    """Return float32 [tokens of the row], 0 where not trained.
+    """Return the part of ``value`` for the tokens of ``row``: float32 [tokens of the row], 0 on tokens not sampled.
 
-    ``value`` is one number for all tokens, or holds one number per token of the trajectory.
+    ``value`` is one number for all tokens, or an array with one number for each token of the trajectory. ``name`` is
+    the name of the argument for the error message.
     """
     values = np.asarray(value, np.float32)
     if values.ndim:
@@ -215,7 +248,7 @@ def _select_tokens(name: str, value: float | Array, row: _Row) -> FloatArray:
     return np.where(row.mask, values, np.float32(0))
 
 
-# --- to groups ------------------------------------------------------------------------------------
+# --- a batch to groups ----------------------------------------------------------------------------
 def from_verl(
     batch: Mapping[str, Any],
     tasks: Sequence[Task] | Mapping[int, Task],
@@ -225,37 +258,40 @@ def from_verl(
     decode: Callable[[list[int]], str] | None = None,
     version: int = 0,
 ) -> list[Group]:
-    """Return the groups of a dictionary of arrays, of CPU tensors, or of a TensorDict.
+    """Convert a batch of verl or AgentEvolver to groups. Token ids and log-probs are kept bit for bit.
 
-    Token ids and log-probs are kept bit for bit. Required are ``responses``, ``input_ids``, ``attention_mask``,
-    ``group_ids``, ``loss_mask`` or ``response_mask``, log-probs and rewards, with the shapes that `to_verl` gives them.
-    Unknown keys are ignored. Rows may be in any order.
+    ``batch`` is a dictionary of numpy arrays or CPU tensors, or a TensorDict. Its rows may be in any order. It must
+    have the keys ``responses``, ``input_ids``, ``attention_mask`` and ``group_ids``, one of the masks ``loss_mask`` and
+    ``response_mask``, log-probs, and scores, with the shapes that `to_verl` describes. Unknown keys are ignored. The
+    groups are read as follows:
 
-    * Sampled tokens: those in ``loss_mask``. ``response_mask`` is used only if there is no ``loss_mask``, because
-      AgentEvolver's ``response_mask`` covers environment text too.
-    * Log-probs as sampled: ``recorded_old_log_probs`` for a replayed row; for others ``rollout_log_probs``, or else
-      ``old_log_probs``.
-    * Replayed rows: ``exp_mask`` is 1 on a trained token. If it is 1 on the prompt too, the row was guided and its
-      experience discarded. Such a row becomes a fresh trajectory with `info["guided"] = "discard"`, which a pool does
-      not admit.
-    * Scores: ``scores``, else the row's sum of ``token_level_scores``, ``rm_scores`` or ``token_level_rewards``;
-      invalid where ``valid`` is 0.
-    * Turns: ``turn_ids``, else the runs of the mask. Turns without tokens are not in the dictionary and are lost.
-    * Trajectories: rows with equal ``trajectory_ids`` are one trajectory, in the order of ``segment_ids``. Without
-      these keys each row is one.
+    * A token was sampled if ``loss_mask`` is 1. ``response_mask`` is used only if there is no ``loss_mask``, because
+      AgentEvolver's ``response_mask`` includes the environment's texts.
+    * A row is replayed if ``exp_mask`` is 1 on a sampled token and 0 on the whole prompt. If it is 1 on the prompt too,
+      the row was guided, and its text was discarded. Such a row becomes a fresh trajectory whose ``info["guided"]`` is
+      "discard", which a pool does not admit.
+    * The log-probs as sampled are ``recorded_old_log_probs`` for a replayed row. For other rows they are
+      ``rollout_log_probs``, or ``old_log_probs`` if that key is missing.
+    * The score of a row is ``scores``. Without this key, it is the row's sum of the first of ``token_level_scores``,
+      ``rm_scores`` and ``token_level_rewards`` that the batch has. The score is invalid if ``valid`` is 0.
+    * Turns are separated by ``turn_ids`` and at each change of the mask. Turns without tokens cannot be restored.
+    * Rows with equal ``trajectory_ids`` are the segments of one trajectory, in the order of ``segment_ids``. Without
+      these keys, each row is a trajectory.
 
     Args:
-        tasks: the tasks by group id. A group's ticket is its id.
-        ids: a name for each row's trajectory (AgentEvolver's ``rollout_ids``). None: names are made of ``prefix``, task
-            and number.
-        decode: converts the token ids of a turn to its text. None: messages are empty. Sampled turns are the
-            assistant's, all others the user's.
-        version: version of the weights that sampled, if there is no key ``versions``.
+        batch: the batch to convert.
+        tasks: the task of each group id. The ticket of a group is its group id.
+        ids: for each row, the id of its trajectory (AgentEvolver's ``rollout_ids``). None: an id consists of
+            ``prefix``, the id of the task and the number of the trajectory.
+        prefix: beginning of the ids of trajectories if ``ids`` is None.
+        decode: converts the token ids of a turn to its text. None: messages are empty. A sampled turn gets the role
+            "assistant", and any other the role "user".
+        version: version of the weights that sampled the batch; used if there is no key ``versions``.
 
     Raises:
-        UserError: a key is missing, shapes or paddings are wrong, a group has no task, rows of one trajectory disagree
-            or occur twice, or a trained token has no log-prob. If all recorded log-probs of a replayed row are zeros,
-            they count as missing.
+        UserError: a key is missing, a shape or the padding is wrong, a group has no task, rows of one trajectory
+            disagree or occur twice, or a sampled token has no log-prob. If all recorded log-probs of a replayed row are
+            0, they count as missing.
     """
     table = _Table(batch)
     if ids is not None and len(ids) != table.rows:
@@ -295,7 +331,7 @@ def from_verl(
 
 
 class _Head(NamedTuple):
-    """The values that all rows of one trajectory have in common."""
+    """The values that must be equal in all rows of one trajectory."""
 
     group: int
     replayed: bool
@@ -305,7 +341,7 @@ class _Head(NamedTuple):
 
 
 class _Table:
-    """The checked arrays of a batch, with methods that read its rows."""
+    """The arrays of a batch. The constructor checks keys, shapes and padding, and the methods read single rows."""
 
     def __init__(self, batch: Mapping[str, Any]) -> None:
         keys = set(batch.keys())  # a TensorDict does not support `in`
@@ -329,7 +365,7 @@ class _Table:
                 )
         if not np.array_equal(tokens[:, width:], responses):
             raise UserError("input_ids do not end with the responses")
-        self._tokens, self._real = tokens, self.given["attention_mask"].astype(bool)  # both [N, P + R], as those below
+        self._tokens, self._real = tokens, self.given["attention_mask"].astype(bool)  # both [N, P + R]
         if "loss_mask" in self.given:
             self._trained = self.given["loss_mask"].astype(bool)
         else:
@@ -355,7 +391,7 @@ class _Table:
                 raise UserError(f"row {int(where.argmax())} of the batch {what}")
 
     def _need(self, *names: str) -> Array:
-        """Return the array of the first of these keys that the batch has. Raises `UserError` if it has none."""
+        """Return the array of the first key in ``names`` that the batch has. Raises `UserError` if it has none."""
         for name in names:
             if name in self.given:
                 return self.given[name]
@@ -374,7 +410,7 @@ class _Table:
     def read_segment(
         self, row: int, replayed: bool, decode: Callable[[list[int]], str] | None, version: int
     ) -> Segment:
-        """Return the turns of a row. A turn begins where the mask or the number of the turn changes."""
+        """Return the turns of a row, without its padding. A turn begins where the mask or ``turn_ids`` changes."""
         real, trained = self._real[row], self._trained[row]
         logprobs = np.zeros(trained.size, np.float32)
         if trained.any():
