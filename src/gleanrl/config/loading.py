@@ -58,7 +58,8 @@ def load(source: str, overrides: Overrides = ()) -> Config:
 def load_job(source: str, overrides: Overrides = ()) -> JobConfig:
     """Return the checked configuration of any kind of job. The file's top-level key ``job`` selects the kind.
 
-    A file without that key trains a language model. Arguments and errors are those of `load`.
+    A file without that key trains a language model. Arguments and errors are those of `load`, except that every kind is
+    accepted.
     """
     name, data = _read(source)
     data.setdefault("run", {}).setdefault("name", name)
@@ -127,11 +128,10 @@ def _validate(data: dict[str, Any], source: str, overrides: Overrides) -> JobCon
 
 
 def _check(config: JobConfig) -> JobConfig:
-    """Check the rules that involve several sections, and return the configuration with defaults that depend on the
-    model.
+    """Return ``config`` with the defaults that depend on its model, and check the rules that involve several sections.
 
-    These are the defaults of ``learner.lr`` and ``context.max_tokens_per_turn`` for any model but the tiny one. The
-    configuration of another kind of job is returned unchanged.
+    The defaults are those of ``learner.lr`` and ``context.max_tokens_per_turn``, which differ for models other than the
+    tiny one. The configuration of another kind of job is returned unchanged.
     """
     if not isinstance(config, Config):
         return config
@@ -188,10 +188,9 @@ def _explain(error: ValidationError, source: str, model: type[JobConfig]) -> str
 
 
 def _nearest_key(name: str, model: type[JobConfig]) -> str:
-    """Return the end of an error message about a key whose last part is ``name`` and which does not exist in its
-    section.
+    """Return a hint that ends the error message about an unknown key. ``name`` is the last part of that key.
 
-    The hint lists the settings of other sections with the most similar name or, if there are none, all sections.
+    The hint lists the keys of any section whose last part is most similar or, if none is similar, all sections.
     """
     keys = [key for key, _ in fields(model)]
     near = difflib.get_close_matches(name, {key.rpartition(".")[2] for key in keys}, 1)

@@ -43,8 +43,10 @@ class EnvironmentSettings(Settings):
 
 
 class TaskSettings(Settings):
-    """The order in which training plays its tasks. It combines with `replay`, which takes some of the tasks from the
-    pool.
+    """The order in which training plays its tasks.
+
+    Every order can be combined with `replay`, which takes some tasks of each batch from the pool of stored
+    trajectories.
     """
 
     order: str = "shuffled"
@@ -304,8 +306,9 @@ class ReplaySettings(Settings):
 
 
 class GuidanceSettings(Settings):
-    """Guidance: the prompts of some rollouts contain text about experience from similar tasks. See
-    docs/howto/guidance.md.
+    """Guidance, which puts text about experience from similar tasks into the prompts of some rollouts.
+
+    See docs/howto/guidance.md.
     """
 
     enabled: bool = False

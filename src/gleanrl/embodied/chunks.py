@@ -25,7 +25,7 @@ class ChunkStep:
     obs: Floats  # [B, D]: input of the next action, which is the first observation of a new episode after an end
     rewards: Floats  # [B, C]
     terminations: Flags  # [B, C]: the episode ended in this step, in a terminal state
-    truncations: Flags  # [B, C]: the episode was cut off in this step, e.g. by a time limit; targets bootstrap
+    truncations: Flags  # [B, C]: the episode was cut off in this step, e.g. by a time limit, so targets bootstrap
     returns: tuple[float, ...]  # returns of the episodes that ended, in the order of the environments
     lengths: tuple[int, ...]  # lengths of these episodes, in environment steps
 
@@ -34,10 +34,10 @@ class ChunkStep:
 class Progress:
     """The state of one environment, in a form from which it can be restored.
 
-    To restore it, the environment starts the episode and executes the action chunks again. ``obs`` is compared
-    afterwards.
+    To restore it, the environment starts the episode and executes the action chunks again. The observation that results
+    is compared with ``obs``.
     """
 
     episode: int  # number of the episode, counted from 0
     actions: Floats  # [number of chunks executed in the episode so far, C * A]
-    obs: Floats  # [D]
+    obs: Floats  # [D]: observation in this state

@@ -15,7 +15,7 @@ from gleanrl.embodied.rollout import RolloutWorker
 from gleanrl.utils.errors import UserError
 from gleanrl.utils.importing import load_object, nearest
 
-VERSION = -1  # version of weights stored with demonstrations, which no policy of the run sampled
+VERSION = -1  # stored with demonstrations as the version of the weights, because no policy of the run sampled them
 Expert = Callable[[Floats], Floats]  # observations [B, D] -> actions [B, C * A] in [-1, 1]
 
 
@@ -62,7 +62,9 @@ def record(buffer: TrajectoryReplayBuffer, worker: RolloutWorker, expert: Expert
 def pendulum(obs: Floats) -> Floats:
     """Swing the pendulum of ``Pendulum-v1`` up by pumping energy, and balance it upright."""
     cosine, sine, speed = obs[:, 0], obs[:, 1], obs[:, 2]
-    energy = speed**2 / 6 + 5 * (cosine - 1)  # m = l = 1, inertia 1/3, g / 2 * l = 5; 0 when upright at rest
+    # The energy is 0 when the pendulum stands upright at rest. Mass and length are 1, the moment of inertia is 1/3 and
+    # gravity is 10.
+    energy = speed**2 / 6 + 5 * (cosine - 1)
     pump = np.where(energy < 0, 2.0, -2.0) * np.where(speed >= 0, 1.0, -1.0)
     hold = -10 * np.arctan2(sine, cosine) - 2.5 * speed
     torque = np.where((cosine > 0.9) & (np.abs(speed) < 3), hold, pump)

@@ -1,6 +1,7 @@
 """Steps Gymnasium environments in action chunks.
 
-This module must not import torch: with ``vectorization = "async"``, every environment process imports it.
+This module must not import torch, which takes seconds: with ``vectorization = "async"``, every environment process
+imports the module.
 """
 
 from __future__ import annotations
@@ -59,8 +60,8 @@ class Chunked(gymnasium.Wrapper[Floats, Floats, Any, Any]):
         for actions in at.actions if at is not None else ():
             obs, _, _, _, info = self.step(actions)
             if info["ended"]:
-                # The episode did not end here before, so the environment is not deterministic. `Environments.reset`
-                # notices that the observation differs.
+                # The original episode did not end here, so the environment is not deterministic. `Environments.reset`
+                # notices that because the observation differs.
                 break
         return obs, {}
 
@@ -145,10 +146,10 @@ class Environments:
         self._obs = np.zeros((count, self.obs_size), np.float32)
 
     def reset(self, progress: Sequence[Progress] | None = None) -> Floats:
-        """Reset each environment to the start of episode 0, or to its state in ``progress``. Returns observations ``[B,
-        D]``.
+        """Reset each environment to the start of episode 0, or to its state in ``progress``.
 
-        An environment that is not deterministic cannot be restored. It starts its next episode instead, with a warning.
+        Returns the observations ``[B, D]``. An environment that is not deterministic cannot be restored. It starts its
+        next episode instead, with a warning.
         """
         if progress is not None:
             self._envs.set_attr("begin_at", list(progress))

@@ -97,8 +97,8 @@ class RolloutWorker:
     def record(self, policy: Policy, number: int, version: int) -> Rollout:
         """Sample a trajectory of T chunk steps with ``policy`` instead of the worker's own.
 
-        ``version`` is stored with each chunk step as the version of the weights, and ``number`` is that of the
-        `Rollout`.
+        ``version`` is stored with each chunk step as the version of the policy's weights. ``number`` becomes the
+        `Rollout.number`.
         """
         environments, started = self.environments, perf_counter()
         shape = (self.chunk_steps, environments.count)

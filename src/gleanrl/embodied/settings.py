@@ -44,7 +44,7 @@ class ScheduleSettings(Settings):
 class LearnerSettings(Settings):
     """Settings of soft actor-critic (Haarnoja et al., 2018) with automatic temperature.
 
-    ``critics`` and ``layer_norm`` add what RLPD (Ball et al., 2023) changes in its critics.
+    The options ``critics`` and ``layer_norm`` are those of RLPD (Ball et al., 2023).
     """
 
     update_ratio: PositiveFloat = 1.0

@@ -24,7 +24,7 @@ from gleanrl.rollout.thinking import answer_of
 from gleanrl.types import Message, Score, Task
 from gleanrl.utils.seeding import derive
 
-_MAX_DEMONSTRATION = 200  # largest number of commands in a demonstration; only a large ``noise`` leads to it
+_MAX_DEMONSTRATION = 200  # largest number of commands in a demonstration, reached only if ``noise`` is large
 _COMMAND_CHARACTERS = 120
 # Commands of the interpreter that do not belong to the game, and TextWorld's debugging commands. They are not run; the
 # model gets the answer for an unknown verb.
@@ -51,9 +51,9 @@ class TextworldTaskset(Taskset):
     objects: int = Field(default=6, ge=1, le=200)
     quest_length: int = Field(default=4, ge=1, le=100)
     quests: int = Field(default=1, ge=1, le=10)
-    goal: Literal["brief", "detailed", "none"] = "brief"  # first message shows the goal, each step to it, or none
+    goal: Literal["brief", "detailed", "none"] = "brief"  # first message: the goal, each step to it, or nothing
     theme: Literal["house", "basic"] = "house"
-    admissible_commands: bool = True  # whether each observation lists them
+    admissible_commands: bool = True  # whether each observation lists the admissible commands
     seed: int = 0
 
     has_expert = True
