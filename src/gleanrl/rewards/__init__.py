@@ -24,7 +24,9 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name == "RewardAgent":  # imported on first use, because it imports many other modules
+    # The agents are imported on first use. Their modules import many others, which code that only defines a reward
+    # does not need.
+    if name == "RewardAgent":
         from gleanrl.rewards.agent import RewardAgent
 
         return RewardAgent

@@ -1,7 +1,8 @@
-"""Turns rewards as users write them into a `Scorer` that the agent calls.
+"""Adapts the rewards that users write to the interface `Scorer`, which the reward agent calls.
 
-`load_reward` takes a function, a class or an object, with Glean RL's own signature or with that of verl or TRL, or its
-name. Rewards that need no adapter (judge, http, math, model, weighted) are `Scorer` classes themselves.
+`load_reward` accepts a function, a class, an object, or the import path of one of these. The reward may have Glean RL's
+own signature, verl's or TRL's. The built-in rewards judge, http, math, model, pooling and weighted are subclasses of
+`Scorer` and need no adapter.
 """
 
 from __future__ import annotations
@@ -46,21 +47,24 @@ Style = Literal["gleanrl", "verl", "trl"]
 def load_reward(
     reward: Any, *, options: Mapping[str, Any] | None = None, settings: RewardSettings | None = None
 ) -> Scorer:
-    """Return the scorer of a reward, which is given as an object or by its name.
+    """Return a `Scorer` that calls ``reward``.
+
+    A reward is a function ``fn(request)``, or a class or an instance with a method ``compute_score(request)``. It
+    returns a number, a `Score`, or a mapping with the key ``score``. A class or instance may also have a method
+    ``post_process_scores(list[Score]) -> list``, a text ``version`` (`Scorer.version`) and, if it is async, an int
+    ``slots``, the maximum number of its concurrent calls. Functions and methods may be sync or async.
 
     Args:
-        reward: a name in `BUILT_IN`, ``package.module:name`` or ``file.py:name`` (after the prefix ``verl:`` or
-            ``trl:`` if the reward has that library's signature), or the object itself (marked by `verl` or `trl`). The
-            object is a `Scorer`, a function ``fn(request)``, or a class or an instance with ``compute_score(request)``
-            and optionally ``post_process_scores(list[Score]) -> list``, ``version``, and ``slots`` (maximum number of
-            concurrent calls). Its methods may be sync or async. It returns a number, a `Score`, or a mapping with
-            ``score``.
-        options: keyword arguments for the class, or additional ones for the function.
-        settings: where a sync reward runs (``isolation``, ``workers``, ``timeout_s``), and limits for a scorer that
-            enforces its own. A scorer that was already loaded with settings keeps those.
+        reward: the reward itself (a `Scorer` is returned as it is), or its name. A name is a key of `BUILT_IN`,
+            ``package.module:name`` or ``file.py:name``. If the reward has the signature of verl or TRL, pass the object
+            through `verl` or `trl`, or write the prefix ``verl:`` or ``trl:`` before its name.
+        options: keyword arguments for the constructor of a class, or additional keyword arguments for a function.
+        settings: passed to `Scorer.configure`. A sync reward runs in threads or processes as ``isolation``, ``workers``
+            and ``timeout_s`` define. A `RewardAdapter` that was configured before keeps its first settings.
 
     Raises:
-        UserError: there is no such reward, it cannot score, or its options do not fit.
+        UserError: no reward has this name, the object cannot be called and has no ``compute_score``, or an option is
+            unknown or missing.
     """
     scorer = reward if isinstance(reward, Scorer) else _RewardSpec.of(reward, dict(options or {})).make()
     if settings is not None:
@@ -69,13 +73,14 @@ def load_reward(
 
 
 def check_reward(reward: Any, *, options: Mapping[str, Any] | None = None) -> None:
-    """Check a reward and its options without making an instance of a class, which may take minutes.
+    """Check a reward and its options without creating an instance of a class, which may take minutes.
 
-    A class may check its options itself, in a classmethod ``check(**options)``.
+    If the reward is a class with a classmethod ``check(**options)``, this method is called too. It raises `UserError`
+    if an option is invalid.
 
     Raises:
-        UserError: `load_reward` would refuse the reward, as far as that shows without an instance, or the options hold
-            a secret key.
+        UserError: there is an error that `load_reward` would raise and that can be found without an instance, or the
+            options contain a secret key in plain text.
     """
     spec = _RewardSpec.of(reward, dict(options or {}))
     found, name = spec.find()
@@ -91,18 +96,24 @@ def check_reward(reward: Any, *, options: Mapping[str, Any] | None = None) -> No
 
 
 def verl(reward: Callable[..., Any] | type) -> Any:
-    """Mark an object as a reward with verl's signature. For a name, use the prefix ``verl:`` instead."""
+    """Mark a function, class or object as a reward with verl's signature (`VerlAdapter`), for `load_reward`.
+
+    If the reward is given by its name, write the prefix ``verl:`` before the name instead.
+    """
     return _RewardSpec(reward, "verl")
 
 
 def trl(reward: Callable[..., Any]) -> Any:
-    """Mark an object as a reward with TRL's signature. For a name, use the prefix ``trl:`` instead."""
+    """Mark a function as a reward with TRL's signature (`TrlAdapter`), for `load_reward`.
+
+    If the reward is given by its name, write the prefix ``trl:`` before the name instead.
+    """
     return _RewardSpec(reward, "trl")
 
 
 @contextmanager
 def named_errors(name: str) -> Iterator[None]:
-    """Put ``name`` before the message of a `UserError` that is raised in the block."""
+    """Add the prefix ``name: `` to the message of a `UserError` that is raised in the ``with`` block."""
     try:
         yield
     except UserError as error:
@@ -111,7 +122,10 @@ def named_errors(name: str) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _RewardSpec:
-    """The reward, signature and options from which a scorer is made, in this process or in a worker process."""
+    """A reward (object or name), its signature and its options.
+
+    `make` creates the scorer from them: in this process, or in a worker process, to which the spec is pickled.
+    """
 
     reward: Any
     style: Style = "gleanrl"
@@ -128,7 +142,7 @@ class _RewardSpec:
         return cls(reward, "gleanrl", options)
 
     def find(self) -> tuple[Any, str]:
-        """Return the reward object, and its name for messages. Raises `UserError` if there is no such object."""
+        """Return the reward object and its name for error messages. Raises `UserError` if no object has this name."""
         if not isinstance(self.reward, str):
             return self.reward, getattr(self.reward, "__qualname__", type(self.reward).__qualname__)
         if ":" in self.reward:
@@ -148,11 +162,14 @@ class _RewardSpec:
 
 
 class RewardAdapter(Scorer):
-    """Makes a user's function, class or object a `Scorer`: calls it and reads the score in its result.
+    """A `Scorer` that calls a user's function or object and converts its result to a `Score`.
 
-    An async reward runs on the event loop. A sync one runs in threads, or in processes that can be killed
-    (``isolation = "process"``), where the adapter is made again from ``spec``. Subclasses override what differs
-    between the signatures: `call_reward`, `read`, `post_process` and the two constants.
+    An async reward runs on the event loop. A sync reward runs in a thread or, if ``isolation = "process"``, in a worker
+    process, which is killed if a call exceeds its time limit. Each worker process creates its own copy of the adapter
+    from ``spec``.
+
+    This class calls rewards with Glean RL's signature. Subclasses for other signatures override `call_reward`, `read`,
+    `post_process`, `arguments` and `finishers`.
     """
 
     arguments = 1
@@ -184,7 +201,9 @@ class RewardAdapter(Scorer):
         self.finisher = next((own for own in self.finishers if getattr(found, own, None) is not None), "")
         self.post_processes = bool(self.finisher)
         version = getattr(found, "version", None)
-        if not isinstance(version, str):  # make a version that changes with the reward's file and its options
+        if not isinstance(version, str):
+            # This version changes whenever the reward's source file or its options change, so that a score that was
+            # cached before the change is not used.
             target = found if inspect.isclass(found) or inspect.isroutine(found) else type(found)
             try:
                 source = Path(inspect.getsourcefile(target) or "").read_bytes()
@@ -239,9 +258,10 @@ class RewardAdapter(Scorer):
                 await returned
 
     async def _execute(self, read: Callable[[Any], Any], method: Callable[..., Any], *args: Any) -> Any:
-        """Call ``method`` of this adapter where the reward runs, and return its result as converted by ``read``.
+        """Call ``method`` of this adapter and return ``read(result)``.
 
-        The reward's secret keys are removed from the messages of errors.
+        The call runs on the event loop, in a thread or in a worker process, as configured. If the message of an error
+        contains a secret key of the reward, an error with the redacted message is raised instead.
         """
         if not self._configured:
             self.configure(RewardSettings())
@@ -263,23 +283,32 @@ class RewardAdapter(Scorer):
             raise Fatal(text, cause=cause_of(error)) from None
 
     def call_reward(self, request: Request) -> Any:
-        """Call the reward and return its result, or an awaitable of the result."""
+        """Call the reward with a request. Returns the reward's result unchanged, or an awaitable of it."""
         return self._call(request)
 
     def read(self, returned: Any) -> Score:
-        """Convert the reward's result to a score. Raises `Fatal` if the result holds none."""
+        """Convert the reward's result to a `Score`. Raises `Fatal` if the result contains no score."""
         return as_score(returned)
 
     def post_process(self, task: Task, scores: Sequence[Score]) -> Any:
-        """Call the reward's own post-processing and return its result, or an awaitable of the result."""
+        """Call the reward's method that post-processes the scores of a group.
+
+        Returns the method's result unchanged, or an awaitable of it.
+        """
         if self.finisher == "finish":
             return self.reward.finish(task, scores)
         return self.reward.post_process_scores(list(scores))
 
 
 class VerlAdapter(RewardAdapter):
-    """verl's signature: ``compute_score(data_source, solution_str, ground_truth, extra_info)``, which returns a number,
-    a mapping, or ``(score, prompt, explanation)``; and ``post_process_scores(list[float]) -> list[float]``."""
+    """Calls a reward with verl's signature ``compute_score(data_source, solution_str, ground_truth, extra_info)``.
+
+    The reward returns a number, a mapping with the key ``score``, or a tuple ``(score, prompt, explanation)``. It may
+    also have a method ``post_process_scores(list[float]) -> list[float]``.
+
+    The payload of each task is a row of a dataset in verl's format: ``data_source``, ``reward_model.ground_truth`` and
+    optionally ``extra_info``. ``solution_str`` is the text of all messages from the first assistant message on.
+    """
 
     arguments = 4
     finishers = ("post_process_scores",)
@@ -310,20 +339,23 @@ class VerlAdapter(RewardAdapter):
         return self.reward.post_process_scores([score.value for score in scores])
 
     async def finish(self, task: Task, scores: Sequence[Score]) -> Sequence[Score]:
-        """Post-process only the valid scores, because verl's signature cannot express invalid ones."""
+        """Post-process only the valid scores, because a list of floats, as verl passes it, cannot mark invalid ones."""
         finished = iter(await super().finish(task, [score for score in scores if score.valid]))
         return [next(finished) if score.valid else score for score in scores]
 
 
 class TrlAdapter(RewardAdapter):
-    """TRL's signature: ``fn(prompts, completions, completion_ids, **columns) -> list[float | None]``.
+    """Calls a reward function with TRL's signature.
 
-    The function is called with one row. ``completion_ids`` is None, and the columns are the task's payload. If the
-    payload has a ``prompt`` that is a text, prompt and completion are texts, as in TRL. Otherwise they are messages. A
-    score of None means that the reward does not apply.
+    The signature is ``fn(prompts, completions, completion_ids, **columns) -> list[float | None]``. Each call scores a
+    batch of one row, so ``prompts``, ``completions`` and the columns are lists with one item. The columns are the
+    entries of the task's payload. ``completion_ids`` is None. If the payload has a text ``prompt``, the prompt and the
+    completion are texts (TRL's standard format). Otherwise they are lists of messages (TRL's conversational format). If
+    the function returns None as a score, the reward does not apply to the trajectory.
     """
 
-    arguments = -1  # not known: the columns depend on the tasks
+    # The columns depend on the tasks. -1 therefore means that missing arguments cannot be found before the first call.
+    arguments = -1
     finishers = ()
 
     def call_reward(self, request: Request) -> Any:
@@ -349,15 +381,16 @@ _ADAPTERS: Mapping[str, type[RewardAdapter]] = {"gleanrl": RewardAdapter, "verl"
 
 
 def split_at_first_answer(messages: Sequence[Message]) -> tuple[list[Message], list[Message]]:
-    """Return the messages before the assistant's first answer, and those from this answer on."""
+    """Return two lists: the messages before the first assistant message, and the messages from it on."""
     first = next((i for i, message in enumerate(messages) if message["role"] == "assistant"), len(messages))
     return list(messages[:first]), list(messages[first:])
 
 
 def check_options(name: str, target: Callable[..., Any], options: Iterable[str], *, given: int = 0) -> None:
-    """Raise `UserError` for the first option that a class or function does not take, or that it needs and lacks.
+    """Raise `UserError` if ``target``, a class or function, does not accept an option or needs one that is missing.
 
-    ``given``: how many of its first parameters are not options. -1: not known, so missing options are not checked.
+    ``given`` is the number of leading parameters that are not options. -1 means that this number is unknown; missing
+    options are then not reported.
     """
     try:
         parameters = inspect.signature(target).parameters.values()
@@ -367,7 +400,9 @@ def check_options(name: str, target: Callable[..., Any], options: Iterable[str],
     known = [parameter.name for parameter in named]
     takes_any = False
     for parameter in parameters:
-        if parameter.kind is parameter.VAR_KEYWORD:  # takes any name, unless its type is `Unpack` of a `TypedDict`
+        if parameter.kind is parameter.VAR_KEYWORD:
+            # ``**kwargs`` accept any option, unless they are annotated with `Unpack` of a `TypedDict`. In this case the
+            # options are the keys of the `TypedDict`.
             try:
                 hint = get_type_hints(target.__init__ if isinstance(target, type) else target).get(parameter.name)
             except (NameError, TypeError):

@@ -1,19 +1,23 @@
-"""The reward agent: scores trajectories by any reward, thousands at once, each request on its own.
+"""The reward agent, which computes the scores of thousands of trajectories concurrently with any reward.
 
-The training loop, its evaluation and users' scripts call `RewardAgent.score` or `RewardAgent.score_groups`. A request
-takes these steps:
+The training loop, its evaluation and users' scripts call `RewardAgent.score` or `RewardAgent.score_groups`. Each
+request passes through these steps:
 
-1. `RewardAgent.score` (or that of a `RewardLane`) makes a `Request` of the trajectory.
-2. `RewardAgent._submit` answers from the cache, joins an identical request that is under way, or starts a task.
-3. `RewardAgent._run` is that task. It reads and writes the journal, makes attempts with waits between them, and keeps
-   the error budget. A request that fails gets ``Score.failed(reason)``, which the batch leaves out. It is never zero.
-4. `RewardAgent._attempt` makes one attempt: it waits for slots and rates, calls the `Scorer` under the time limit, and
-   counts costs. The scorer of a user's reward is a `gleanrl.rewards.adapter.RewardAdapter`, which calls the user's
-   function on the event loop, in a thread or in a worker process, and reads the score in its result.
+1. `RewardAgent.score` or `RewardLane.score` creates a `Request` from the trajectory.
+2. `RewardAgent._submit` takes the score from the cache, or joins an identical request that is in flight, or starts an
+   asyncio task.
+3. `RewardAgent._run` is that task. It reads and writes the journal, makes attempts, waits between them, and reports
+   every result to the `ErrorBudget`. If the request fails, its score is ``Score.failed(reason)`` and never 0; the
+   trajectory is then left out of the training batch.
+4. `RewardAgent._attempt` makes one attempt. It waits for a slot and for the rate limits, calls the `Scorer` with a time
+   limit, and counts the tokens that the attempt used. The scorer of a user's reward is a
+   `gleanrl.rewards.adapter.RewardAdapter`, which calls the user's function on the event loop, in a thread or in a
+   worker process, and converts its result to a `Score`.
 
-With ``reward.name = "environment"`` there is no agent: `gleanrl.rewards.request.EnvironmentReward` answers at once.
+With ``reward.name = "environment"`` a run has no agent: `gleanrl.rewards.request.EnvironmentReward` returns the score
+that the environment gave.
 
-Requests are independent of each other, so one that hangs or fails does not affect the others.
+Requests are independent of each other, so a request that hangs or fails does not affect the others.
 """
 
 from __future__ import annotations
@@ -62,7 +66,7 @@ _LONG_WAIT_S = 60.0
 
 
 class _Job(Permit):
-    """A request under way, with the futures of all callers that wait for its score."""
+    """A request in flight, with the futures of all callers that wait for its score."""
 
     __slots__ = ("key", "number", "request", "task", "waiters")
 
@@ -74,7 +78,7 @@ class _Job(Permit):
 
     def settle(self, outcome: Score | Exception) -> None:
         for waiter in self.waiters:
-            if waiter.done():  # cancelled in this turn of the loop
+            if waiter.done():  # its caller was cancelled in this iteration of the event loop
                 continue
             if isinstance(outcome, Score):
                 waiter.set_result(outcome)
@@ -84,7 +88,10 @@ class _Job(Permit):
 
 @dataclass(frozen=True, slots=True)
 class RewardLane:
-    """A `Reward` with slots of its own, for training or for evaluation."""
+    """A `gleanrl.protocols.Reward` that sends requests through one lane of an agent, for training or for evaluation.
+
+    Each lane has its own slots, so that the requests of training and of evaluation do not wait for each other's slots.
+    """
 
     agent: RewardAgent
     name: LaneName
@@ -99,20 +106,23 @@ class RewardLane:
 
 
 class RewardAgent:
-    """Scores trajectories by any reward, thousands at once.
+    """Scores thousands of trajectories concurrently with any reward.
 
-    The agent is itself the `Reward` for training; `lane` returns the one for evaluation. A request that fails does not
-    raise: its score is invalid and says why. All callers that wait get `UserError` when the service is down
-    (`RewardSettings.max_failed_fraction`, ``down_after_s``) or the configuration is wrong::
+    The agent implements `gleanrl.protocols.Reward` for training; `lane` returns an implementation for evaluation. If a
+    request fails, no error is raised: the returned score is invalid and its explanation is the reason. If the
+    configuration is wrong or the service counts as down (``max_failed_fraction`` and ``down_after_s`` of
+    `RewardSettings`), `UserError` is raised in all callers that wait for a score, and the agent accepts no further
+    requests::
 
         async with RewardAgent("judge", options={...}, max_concurrency=500) as agent:
             async for index, scores in agent.score_groups(groups):
                 ...
 
     Args:
-        reward: any reward that `gleanrl.rewards.adapter.load_reward` takes; None: the one that the settings name.
-        settings: limits and all other settings. ``overrides`` replace single settings by name.
-        journal: a file in which finished rewards survive a crash; None: they are kept in memory only.
+        reward: any reward that `gleanrl.rewards.adapter.load_reward` accepts; None = the reward that the settings name.
+        settings: limits and all other settings; None = the defaults.
+        journal: path of a file that stores finished scores, so that they survive a crash; None = no file.
+        overrides: values that replace single settings, by the name of the setting.
 
     Raises:
         UserError: there is no such reward, or a setting is invalid.
@@ -153,13 +163,13 @@ class RewardAgent:
         self._budget = ErrorBudget(settings.max_failed_fraction, settings.failed_window, settings.down_after_s)
         self._recent_times = RecentQuantile(1.0 - settings.hedge_share) if settings.hedge_share else None
         self._mean_completion_tokens = 0.0
-        self._wait_logged_until = float("-inf")  # loop time
+        self._wait_logged_until = float("-inf")  # event loop time until which no further long wait is logged
         self._journal_path = Path(journal) if journal is not None else None
         self._journal: Journal | None = None
         self._cache: OrderedDict[str, Score] = OrderedDict()
         self._jobs: set[_Job] = set()
         self._jobs_by_key: dict[str, _Job] = {}
-        self._tasks: set[asyncio.Task[None]] = set()  # also those of cancelled jobs, which end a little later
+        self._tasks: set[asyncio.Task[None]] = set()  # running tasks, including those of cancelled jobs
         self._submitted = 0
         self._stopped: str | None = "the reward agent is not open: use `async with`"
 
@@ -174,7 +184,7 @@ class RewardAgent:
         await self.aclose()
 
     async def aclose(self) -> None:
-        """Cancel requests under way and release all resources. Callers that still wait get `UserError`."""
+        """Cancel the requests in flight and release all resources. Callers that still wait get `UserError`."""
         self._stop("the reward agent was closed")
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._scorer.aclose()
@@ -184,18 +194,25 @@ class RewardAgent:
 
     # --- scoring ----------------------------------------------------------------------------------
     async def score(self, task: Task, trajectory: Answer) -> Score:
-        """Return the score of a trajectory, a response or the messages of a conversation, in the lane of training.
+        """Return the score of a trajectory, of a response (a text) or of the messages of a conversation.
 
-        If no score can be had, an invalid one with the reason is returned.
+        The request uses the lane for training. If it fails, the returned score is invalid and its explanation is the
+        reason.
+
+        Raises:
+            UserError: the service is down, the configuration is wrong, or the agent is not open.
         """
         return await self._submit(Request.of(task, trajectory), "train")
 
     async def score_again(self, task: Task, trajectory: Answer) -> Score:
-        """Score as `score` does, but neither read nor write the cache and the journal."""
+        """Compute a new score as `score` does, without reading or writing the cache and the journal."""
         return await self._submit(replace(Request.of(task, trajectory), nonce=uuid.uuid4().hex), "train")
 
     async def finish(self, task: Task, scores: Sequence[Score]) -> list[Score]:
-        """Post-process the scores of a complete group. If that fails, all its scores become invalid."""
+        """Return the scores of a complete group as the reward post-processes them.
+
+        If the post-processing fails, all scores of the group become invalid.
+        """
         if not self._scorer.post_processes:
             return list(scores)
         try:
@@ -209,23 +226,27 @@ class RewardAgent:
             return [self._fail("finish", reason) if score.valid else score for score in scores]
 
     def lane(self, name: LaneName) -> RewardLane:
-        """Return a lane, which has slots of its own and shares reward, cache, journal and rates with the agent."""
+        """Return a lane, which has its own slots and shares the agent's reward, cache, journal and rate limits."""
         return RewardLane(self, name)
 
     async def score_groups(
         self, groups: Iterable[Sequence[Item]] | AsyncIterable[Sequence[Item]], *, lane: LaneName = "train"
     ) -> AsyncIterator[tuple[int, list[Score]]]:
-        """Yield ``(index, scores)`` of each group, as soon as the group is complete and post-processed.
+        """Yield ``(index, scores)`` of each group as soon as all its scores are computed and post-processed.
 
-        A group holds pairs of a task and what is scored: a response, the messages of a conversation, or a `Trajectory`.
-        Groups are taken from ``groups`` only when there is room for them, so ``groups`` may be endless. The first error
-        of ``groups`` or of a group ends the iteration and cancels all other requests.
+        A group is a sequence of pairs of a task and an answer. The answer is a response, the messages of a
+        conversation, or a `Trajectory`. ``index`` is the position of the group in ``groups``.
+
+        ``groups`` may be endless: the next group is taken from it only while the unfinished groups have fewer members
+        than twice the number of the lane's slots. The first error that ``groups`` or the scoring of a group raises ends
+        the iteration and cancels all other requests of this call.
         """
         loop = asyncio.get_running_loop()
-        room = 2 * self._limiter.lanes[lane].slots  # so that slots never wait for the next group
-        results: asyncio.Queue[tuple[int, list[Score]] | Exception | None] = asyncio.Queue()  # None: no more groups
-        sizes: dict[int, int] = {}  # members of each group taken and not yet delivered, by index
-        members = 0  # sum of these sizes
+        # Twice the number of slots, so that no slot is idle while the next group is taken.
+        room = 2 * self._limiter.lanes[lane].slots
+        results: asyncio.Queue[tuple[int, list[Score]] | Exception | None] = asyncio.Queue()  # None = no more groups
+        sizes: dict[int, int] = {}  # number of members of each group that is taken but not yet yielded, by index
+        members = 0  # sum of ``sizes``
         delivered = asyncio.Event()
         tasks: set[asyncio.Task[None]] = set()
 
@@ -280,15 +301,16 @@ class RewardAgent:
             await asyncio.gather(*left, return_exceptions=True)
 
     def metrics(self) -> Metrics:
-        """Return the metrics since the last call. docs/howto/rewards.md lists their names."""
+        """Return the metrics of the time since the last call. docs/howto/rewards.md lists their names."""
         statistics, self._statistics = self._statistics, Statistics()
         return statistics.metrics(self._limiter.queued, self._limiter.in_flight)
 
     # --- one request ------------------------------------------------------------------------------
     def _submit(self, request: Request, lane: LaneName) -> asyncio.Future[Score]:
-        """Return a future of the score: from the cache, from an identical request under way, or from a new job.
+        """Return a future of the score.
 
-        A job is cancelled once all futures that wait for it are cancelled.
+        The score comes from the cache, from an identical request in flight, or from a new job. A job is cancelled when
+        all futures that wait for it are cancelled.
         """
         if self._stopped is not None:
             raise UserError(self._stopped)
@@ -324,7 +346,7 @@ class RewardAgent:
         return waiter
 
     async def _run(self, job: _Job) -> None:
-        """Score the job's request, with retries, and give the result to all that wait for it."""
+        """Score the job's request, with retries, and pass the score or the error to all callers that wait for it."""
         CURRENT_PERMIT.set(job)
         loop, budget, journal, key = asyncio.get_running_loop(), self._budget, self._journal, job.key
         retries = Retries(self._retry_policy)
@@ -363,16 +385,21 @@ class RewardAgent:
             except UserError as down:
                 outcome = down
         finally:
-            job.task = None  # breaks a reference cycle: the task's context refers to the job
+            # The task's context refers to the job (`CURRENT_PERMIT`). Without this line, job and task would form a
+            # reference cycle, which only the garbage collector could free.
+            job.task = None
         self._forget(job)
         job.settle(outcome)
         if isinstance(outcome, UserError):
             self._stop(str(outcome))
 
     async def _attempt(self, job: _Job, sent: asyncio.Future[float] | None = None) -> Score:
-        """Call the scorer once, within the limits. ``sent`` gets the loop time at which the call began."""
+        """Wait for a slot and for the rate limits, then call the scorer once with the time limit.
+
+        ``sent``: a future whose result becomes the event loop time at which the call of the scorer begins.
+        """
         loop, limiter = asyncio.get_running_loop(), self._limiter
-        tokens = 0.0  # an estimate, corrected by what the service reports
+        tokens = 0.0  # estimated number, which `_charge` replaces by the number that the service reports
         if limiter.counts_tokens:
             characters = sum(len(message["content"] or "") for message in job.request.messages)
             tokens = characters / _CHARACTERS_PER_TOKEN + self._mean_completion_tokens
@@ -398,9 +425,11 @@ class RewardAgent:
         return score
 
     async def _hedge(self, job: _Job) -> Score:
-        """Make an attempt, and a second one at the same time if the first takes longer than most others did.
+        """Make an attempt, and start a second one if the first takes longer than most recent attempts (hedging).
 
-        Returns the first result, and cancels the other attempt. Raises the last error if both fail.
+        "Longer than most" means longer than the quantile ``1 - hedge_share`` of recent durations. The first score is
+        returned and the other attempt is cancelled. If both attempts fail, the error of the one that failed last is
+        raised.
         """
         assert self._recent_times is not None
         loop = asyncio.get_running_loop()
@@ -431,11 +460,13 @@ class RewardAgent:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     def _wait_before_retry(self, job: _Job, retries: Retries, error: Exception) -> float:
-        """Count a failed attempt. Returns the seconds until the next one.
+        """Count a failed attempt and return the number of seconds to wait before the next one.
+
+        Must be called inside the ``except`` block of the attempt.
 
         Raises:
-            Exception: ``error`` itself, if there is no further attempt.
-            UserError: the service is down.
+            Exception: ``error`` itself, if no further attempt is allowed.
+            UserError: the service counts as down.
         """
         if isinstance(error, UserError | NotApplicable):
             raise error
@@ -453,21 +484,24 @@ class RewardAgent:
         return seconds
 
     def _fail(self, cause: str, reason: str) -> Score:
-        """Count a failed request, and return its score."""
+        """Count a failed request under its cause, and return an invalid score with the reason."""
         self._statistics.failed[cause] += 1
         if cause == "timeout":
             self._statistics.counts["timeouts"] += 1
         return Score.failed(reason)
 
     def _charge(self, cost: Mapping[str, float], estimated: float) -> bool:
-        """Count the tokens that an attempt used, instead of the estimated ones. Returns whether any were reported."""
+        """Count the tokens that the service reported for an attempt, and correct the rate limiter's estimate.
+
+        Returns False if ``cost`` reports no tokens. The estimate then remains.
+        """
         used = self._statistics.add_cost(cost)
         if used and self._limiter.counts_tokens:
             self._limiter.correct(used - estimated)
         return used > 0
 
     def _leave(self, job: _Job, waiter: asyncio.Future[Score]) -> None:
-        """Remove a waiter that has its score or was cancelled. Cancels the job if that was the last waiter."""
+        """Remove ``waiter`` from the job. If it was cancelled and no other caller waits, cancel the job."""
         job.waiters.discard(waiter)
         if waiter.cancelled() and not job.waiters and job in self._jobs and job.task is not None:
             self._forget(job)
@@ -479,7 +513,7 @@ class RewardAgent:
             del self._jobs_by_key[job.key]
 
     def _stop(self, why: str) -> None:
-        """Accept no further request, and raise `UserError` in all callers that wait."""
+        """Reject all further requests, and raise `UserError` with the message ``why`` in all callers that wait."""
         self._stopped = self._stopped or why
         jobs, self._jobs = self._jobs, set()
         self._jobs_by_key.clear()

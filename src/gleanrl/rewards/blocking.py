@@ -1,4 +1,4 @@
-"""The reward agent for synchronous code, such as TRL, verl or a script. Its event loop runs in a separate thread."""
+"""A reward agent for synchronous code, such as TRL, verl or a script. Its event loop runs in a separate thread."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ _TEARDOWN_S = 5.0
 
 
 class BlockingRewardAgent:
-    """A `RewardAgent` that any thread may call, many at once.
+    """A `RewardAgent` with blocking methods, which several threads may call at the same time.
 
-    It is open from its construction until `close`, the end of its ``with`` block or the end of the interpreter.
-    Unfinished requests are then cancelled, and their callers get `UserError`.
+    The agent is open from its construction until `close` is called, its ``with`` block ends or the interpreter exits.
+    Requests that are unfinished at that time are cancelled, and their callers get `UserError`.
 
     Args:
         reward, settings, journal, overrides: see `gleanrl.rewards.RewardAgent`.
@@ -50,7 +50,7 @@ class BlockingRewardAgent:
         **overrides: Any,
     ) -> None:
         self._process = os.getpid()
-        self._lock = threading.Lock()  # prevents submitting to the loop after it was asked to stop
+        self._lock = threading.Lock()  # held while a coroutine is submitted, so that none is submitted after `close`
         self._closed, self._agent_closed = False, threading.Event()
         self._failure: BaseException | None = None
         opened: Future[tuple[RewardAgent, asyncio.AbstractEventLoop, asyncio.Event]] = Future()
@@ -79,7 +79,9 @@ class BlockingRewardAgent:
         self._thread.start()
         try:
             self._agent, self._loop, self._stop = opened.result()
-        except BaseException:  # Ctrl-C while the agent opens
+        except BaseException:
+            # After Ctrl-C the thread may still open the agent. No caller could close it, so it is stopped once it is
+            # open. If opening has failed, the callback does nothing.
             opened.add_done_callback(_stop_when_opened)
             raise
         _open_agents.add(self)
@@ -91,19 +93,18 @@ class BlockingRewardAgent:
         self.close()
 
     def close(self) -> None:
-        """Cancel unfinished requests and release all resources; closing twice is harmless.
+        """Cancel unfinished requests and release all resources. May be called more than once.
 
-        Raises:
-            UserError: the journal could not be closed.
+        If releasing a resource fails, for example in the reward's own ``close`` method, that error is raised.
         """
         if os.getpid() != self._process:
-            return  # a forked process does not own the agent
+            return  # in a forked child process the agent's thread does not run, so there is nothing to close
         with self._lock:
             self._closed = True
             if not self._agent_closed.is_set():
                 self._loop.call_soon_threadsafe(self._stop.set)
         if threading.current_thread() is self._thread:
-            return  # called from a future's callback: the loop cannot wait for itself
+            return  # a future's callback has called this method in the agent's thread, which cannot wait for itself
         self._agent_closed.wait()
         self._thread.join(_TEARDOWN_S)
         failure, self._failure = self._failure, None
@@ -111,12 +112,14 @@ class BlockingRewardAgent:
             raise failure
 
     def score_groups(self, groups: Iterable[Sequence[Item]], *, lane: LaneName = "train") -> list[list[Score]]:
-        """Return the scores of all groups, in the order of ``groups``. Each complete group is post-processed.
+        """Wait until all groups are scored and post-processed. Returns their scores in the order of ``groups``.
 
-        A group holds pairs of a task and an answer: a response, the messages of a conversation, or a `Trajectory`.
+        A group is a sequence of pairs of a task and an answer. The answer is a response, the messages of a
+        conversation, or a `Trajectory`.
 
         Raises:
             UserError: the service is down, the configuration is wrong, or the agent was closed.
+            RuntimeError: a reward or a future's callback called this method in the agent's own thread.
         """
         groups = list(groups)
 
@@ -134,15 +137,16 @@ class BlockingRewardAgent:
             raise
 
     def submit(self, task: Task, answer: Answer, *, lane: LaneName = "train") -> Future[Score]:
-        """Request one score and return its future at once. Cancelling the future cancels the request.
+        """Request one score, without post-processing, and return its future at once.
 
-        The future may raise `UserError`. ``answer`` is as in `score_groups`. A single score is not post-processed. In a
+        ``answer`` is a response, the messages of a conversation, or a `Trajectory`. If the future is cancelled, the
+        request is cancelled too. The future raises `UserError` in the cases in which `score_groups` does. In a
         coroutine, write ``await asyncio.wrap_future(agent.submit(task, answer))``.
         """
         return self._start(lambda: self._agent.lane(lane).score(task, answer))
 
     def metrics(self) -> Metrics:
-        """Return the metrics since the last call; docs/howto/rewards.md lists the names."""
+        """Return the metrics of the time since the last call. docs/howto/rewards.md lists their names."""
 
         async def drain() -> Metrics:
             return self._agent.metrics()
@@ -154,7 +158,10 @@ class BlockingRewardAgent:
         return self._agent.metrics()
 
     def _start(self, work: Callable[[], Coroutine[Any, Any, T]]) -> Future[T]:
-        """Run ``work`` on the agent's loop."""
+        """Start the coroutine that ``work`` returns on the agent's event loop, and return its future.
+
+        Raises `UserError` if the agent is closed, or was opened by the parent of this process.
+        """
         if os.getpid() != self._process:
             raise UserError("the reward agent was opened before this process was forked: open one in each process")
 
@@ -162,7 +169,7 @@ class BlockingRewardAgent:
             try:
                 return await work()
             except asyncio.CancelledError:
-                if self._closed and not future.cancelled():  # cancelled because the loop ends
+                if self._closed and not future.cancelled():  # cancelled because the event loop ends, not by the caller
                     raise UserError(_CLOSED) from None
                 raise
 
@@ -190,6 +197,7 @@ def _close_all() -> None:
             log.warning("closing a reward agent at exit: %s", error)
 
 
-# Agents must close before the executors that they use. Executors shut down before `atexit` runs, so that
-# `threading._register_atexit` is needed. It is private to CPython; elsewhere `atexit` takes its place.
+# Agents must be closed before the executors that they use are shut down. `concurrent.futures` shuts its executors down
+# before the callbacks of `atexit` run. `threading._register_atexit` registers a callback that runs earlier than both.
+# This function is private to CPython, so other interpreters use `atexit`.
 getattr(threading, "_register_atexit", atexit.register)(_close_all)

@@ -32,19 +32,23 @@ MAX_UNFINISHED = 4096
 class Weighted(Scorer):
     """The weighted sum of several rewards, which are called its parts.
 
-    Parts are scored concurrently. `Score.parts` holds the value of each part under its name, and the part's own logged
-    values under ``name/...``; token costs are summed. A part that has its score is not scored again when another part
-    makes the agent retry, nor by a resumed run. The settings' workers, isolation and timeout apply to each part.
+    All parts are scored concurrently. `Score.parts` contains the value of each part under the part's name, and the
+    values that the part itself reports under ``name/...``. Token counts are added up over the parts. When one part
+    fails and the agent retries the request, the parts that already have a score are not scored again. With a journal,
+    neither does a resumed run score them again. The settings ``workers``, ``isolation`` and ``timeout_s`` apply to each
+    part separately.
 
     Args:
-        parts: the rewards by name. Each is a table
-            ``{reward = "module:name", weight = 0.5, options = {...}, clip = [0, 1]}`` in which only ``reward`` is
-            required, or a reward as `gleanrl.rewards.adapter.load_reward` takes it. The part named ``environment`` is
-            the environment's own score.
-        on_failure: ``fail``: if one part fails, there is no score. ``renormalise``: a part that fails (`ATTEMPTS` times
-            if the error is transient) is left out, and the sum of the rest is multiplied by the total of all absolute
-            weights over the total of the remaining ones; ``left_out`` in the parts counts the missing parts. If all
-            parts fail, there is no score.
+        parts: the rewards by name. Each is either a reward that `gleanrl.rewards.adapter.load_reward` accepts, or a
+            table ``{reward = "module:name", weight = 0.5, options = {...}, clip = [0, 1]}`` in which only ``reward`` is
+            required. The default weight is 1, and a weight of 0 means that the part is only logged. ``clip`` is the
+            range to which the part's value is clipped before it is weighted. A table named ``environment`` needs no
+            ``reward``; it is the environment's own score.
+        on_failure: what happens if a part fails. ``fail``: the request fails. ``renormalise``: the part is left out of
+            the sum, after `ATTEMPTS` attempts if its error is retryable. The sum of the other parts is then multiplied
+            by the total of all absolute weights divided by the total of the absolute weights of these parts, and
+            ``left_out`` in `Score.parts` is the number of missing parts. The request fails if no part with a weight
+            other than 0 has a score. A part with weight 0 is left out in both cases.
 
     Raises:
         UserError: a part cannot be loaded, or a value is invalid.
@@ -58,7 +62,7 @@ class Weighted(Scorer):
             with named_errors(f"parts.{name}"):
                 self._parts.append(Part(name, optional=on_failure == "renormalise" or not table["weight"], **table))
         self._total_weight = sum(abs(part.weight) for part in self._parts)
-        self._unfinished: OrderedDict[str, _Unfinished] = OrderedDict()  # requests that wait for their next attempt
+        self._unfinished: OrderedDict[str, _Unfinished] = OrderedDict()  # requests between two attempts, oldest first
         self._journal: Journal | None = None
         self._outage_s = RewardSettings().down_after_s
         self.version = version_of([on_failure, [[p.name, p.weight, p.clip, p.scorer.version] for p in self._parts]])
@@ -87,12 +91,12 @@ class Weighted(Scorer):
     async def __call__(self, request: Request) -> Score:
         """Score the parts that have no score yet, concurrently, and return the sum.
 
-        The first required part that fails for good cancels the others. Retryable errors are raised once all other parts
-        have ended.
+        If a required part fails with an error that is not retryable, the other parts are cancelled. If parts fail with
+        retryable errors, all other parts are awaited, and then the error that asks for the longest wait is raised.
         """
         try:
             key = request.key("parts")
-        except TypeError:  # the payload is not JSON
+        except TypeError:  # the task's payload is not JSON-serialisable
             key = None
         name = f"{request.trajectory_id} {key}"
         unfinished = self._unfinished.pop(name, None) or _Unfinished()
@@ -107,8 +111,11 @@ class Weighted(Scorer):
             if unfinished.retryable:
                 raise max(unfinished.retryable, key=wait_asked_for)
             return self._sum(unfinished.scores, unfinished.unreported_cost)
-        except BaseException as error:  # includes cancellation by a timeout; finished parts are kept
-            if isinstance(error, Fatal):  # the request has failed; if it comes again, failures count from zero
+        except BaseException as error:
+            # The scores of finished parts are kept for the next attempt, also if this attempt was cancelled.
+            if isinstance(error, Fatal):
+                # The agent does not retry this request. If a caller makes it again, the parts that were left out get
+                # all their attempts again.
                 unfinished.failures.clear()
                 unfinished.scores = {name: score for name, score in unfinished.scores.items() if score.valid}
             if isinstance(error, Retryable | Fatal):
@@ -121,9 +128,11 @@ class Weighted(Scorer):
             raise
 
     async def _score_part(self, part: Part, request: Request, key: str | None, unfinished: _Unfinished) -> None:
-        """Score one part, or take its score from the journal.
+        """Score one part, or read its score from the journal, and store the score in ``unfinished``.
 
-        Raises `Fatal` or `NotApplicable` if a required part fails for good; keeps a retryable error in ``unfinished``.
+        A retryable error is stored in ``unfinished`` and not raised, because it would cancel the other parts. If an
+        optional part fails, its score becomes invalid. If a required part fails with an error that is not retryable,
+        `Fatal` or `NotApplicable` is raised.
         """
         journal_key = None
         if self._journal is not None and key is not None and not part.is_environment:
@@ -141,7 +150,9 @@ class Weighted(Scorer):
             retries = is_retryable(error)
             if retries and part.optional:
                 if part.weight and part.unreachable_since is not None:
-                    # the agent does not count these attempts and waits for longer
+                    # While a service is unreachable, the agent does not count attempts but retries the request for up
+                    # to `down_after_s` seconds. The part is left out after half of this time, before the agent gives up
+                    # the whole request.
                     unreachable_s = asyncio.get_running_loop().time() - part.unreachable_since
                     retries = unreachable_s < self._outage_s / 2
                 elif wait_asked_for(error) > self._outage_s:
@@ -164,7 +175,11 @@ class Weighted(Scorer):
             await self._journal.put(journal_key, score)
 
     def _sum(self, scores: Mapping[str, Score], cost: Mapping[str, float]) -> Score:
-        """Return the weighted sum of the valid scores; ``cost`` holds used tokens that are not reported yet."""
+        """Return the weighted sum of ``scores`` (by part; invalid ones are left out).
+
+        ``cost`` are token counts to add to `Score.parts`. Raises `Fatal` if no part with a weight other than 0 has a
+        valid score, or if the sum is not finite.
+        """
         valid = [part for part in self._parts if scores[part.name].valid]
         weight = sum(abs(part.weight) for part in valid)
         if not weight:
@@ -191,7 +206,10 @@ class Weighted(Scorer):
         return Score(total, parts=logged, explanation="\n".join(lines) or None)
 
     async def finish(self, task: Task, scores: Sequence[Score]) -> Sequence[Score]:
-        """Let the parts that process whole groups post-process their scores, and sum again."""
+        """Post-process the scores of a group with each part that supports it, and compute the sums again.
+
+        A score becomes invalid if the post-processing makes the score of a required part invalid.
+        """
         members: list[dict[str, Score]] = []
         for score in scores:
             by_name = {}
@@ -222,14 +240,15 @@ class Weighted(Scorer):
 
 
 class Part:
-    """One reward of a sum, called within limits of its own.
+    """One reward of a weighted sum, which is called with its own slots and its own time limit.
 
     Attributes:
-        weight: may be negative (a penalty). With weight 0 the part is only logged.
-        clip: bounds of its value before it is weighted.
-        optional: whether the part is left out if it fails.
-        timeout_s: limit of one call; None: the reward has a limit of its own.
-        unreachable_since: loop time since which a service that answered before has been unreachable.
+        weight: factor of the part's value, negative for a penalty. A part with weight 0 is only logged.
+        clip: lowest and highest value, to which the part's value is clipped before it is weighted; None = not clipped.
+        optional: whether the part is left out of the sum if it fails. If False, the whole request fails.
+        timeout_s: time limit of one call in seconds; None = the part sets no limit, because its reward does.
+        unreachable_since: event loop time since which the part's service has been unreachable; None if it is reachable
+            or has never answered.
     """
 
     def __init__(
@@ -256,7 +275,10 @@ class Part:
             self._limiter = RateLimiter(lanes, slots=slots)
 
     async def score(self, request: Request) -> Score:
-        """Return a valid score. The time limit starts once the part has a slot."""
+        """Wait for a slot, then score the request within the time limit. The returned score is always valid.
+
+        Raises `NotApplicable` or `Fatal` if the reward returns an invalid score.
+        """
         lane = None
         try:
             if self._limiter is not None:
@@ -282,12 +304,12 @@ class Part:
 
 @dataclass(slots=True)
 class _Unfinished:
-    """The state of a request whose parts are not all scored."""
+    """What is kept of a request between two attempts, until all its parts have a score."""
 
     scores: dict[str, Score] = field(default_factory=dict)  # by part; invalid if the part is left out
     failures: Counter[str] = field(default_factory=Counter)  # failed attempts of optional parts, by part
     retryable: list[Retryable] = field(default_factory=list)  # errors of the current attempt
-    unreported_cost: dict[str, float] = field(default_factory=dict)
+    unreported_cost: dict[str, float] = field(default_factory=dict)  # token counts that the agent has not received yet
 
     def add_cost(self, parts: Mapping[str, float]) -> None:
         for name, value in parts.items():
@@ -300,7 +322,10 @@ def _reason(part: Part, error: object) -> str:
 
 
 def _read_parts(parts: Mapping[str, Any], on_failure: str) -> dict[str, dict[str, Any]]:
-    """Return ``reward``, ``options``, ``weight`` and ``clip`` of each part. Raises `UserError` if they are invalid."""
+    """Return a table with ``reward``, ``options``, ``weight`` and ``clip`` for each part, by the part's name.
+
+    Defaults are filled in. Raises `UserError` if a name or a value is invalid.
+    """
     if on_failure not in ("fail", "renormalise"):
         raise UserError(f"on_failure = {on_failure!r}: fail or renormalise")
     if not isinstance(parts, Mapping):

@@ -1,4 +1,4 @@
-"""Runs rewards that would block the event loop, in threads or in processes that can be killed.
+"""Runs sync rewards, which would block the event loop, in threads or in worker processes that can be killed.
 
 Used by `gleanrl.rewards.adapter` and `gleanrl.rewards.math`.
 """
@@ -27,11 +27,14 @@ MAX_HUNG_THREADS = 256
 
 
 class Threads(Executor):
-    """Daemon threads, started as they are needed. The caller bounds how many calls run at once.
+    """An executor with daemon threads. A thread is started whenever a call finds none idle.
 
-    A thread cannot be killed, so a cancelled call continues in its thread, and another thread takes its place. When
-    `MAX_HUNG_THREADS` threads hang in this way, no call is made until one of them ends. A `ThreadPoolExecutor` would
-    neither replace nor limit such threads, and would keep the interpreter from exiting.
+    The executor does not limit the number of concurrent calls; its caller must. A thread cannot be killed, so a
+    cancelled call continues in its thread and the next call gets another thread. While `MAX_HUNG_THREADS` threads hang
+    in cancelled calls, `call` raises `Retryable`.
+
+    `ThreadPoolExecutor` is not used, because it neither replaces hung threads nor limits their number, and because the
+    interpreter cannot exit while one of its threads hangs.
     """
 
     def __init__(self) -> None:
@@ -45,7 +48,8 @@ class Threads(Executor):
         """Call ``function(*args)`` in a thread and return its result.
 
         Raises:
-            Retryable: too many calls hang. This one does not count as an attempt.
+            Retryable: too many cancelled calls hang in their threads, or the system cannot start another thread. The
+                cause is `NO_THREAD`, by which retries recognise that the call was not made.
         """
         if self.hung >= MAX_HUNG_THREADS:
             raise Retryable(
@@ -97,7 +101,10 @@ class Threads(Executor):
         return future
 
     def shutdown(self, wait: bool = False, *, cancel_futures: bool = False) -> None:
-        """Let each thread end once no call waits for it. Does not wait for the threads."""
+        """Make all threads end after the calls that are queued now, without waiting for them.
+
+        Both arguments are ignored. Queued calls are not cancelled.
+        """
         with self._lock:
             for _ in range(self._threads):
                 self._calls.put(None)
@@ -119,12 +126,14 @@ class Threads(Executor):
 
 
 class Processes(ProcessPool):
-    """Worker processes that run methods of an object, which each process makes for itself. One that hangs is killed.
+    """A pool of worker processes. Each process creates an object with ``make`` and runs calls of the object's methods.
+
+    A process in which a call exceeds its time limit is killed.
 
     Args:
-        make: makes the object in each process; must be picklable.
-        count: maximum number of processes; they start when they are needed.
-        timeout_s: limit of a call in seconds, counted from when a process starts it.
+        make: creates the object in each process; must be picklable.
+        count: maximum number of processes, which are started when they are needed.
+        timeout_s: time limit of a call in seconds, counted from the time at which a process starts the call.
 
     Raises:
         UserError: ``make`` cannot be pickled.
@@ -143,8 +152,9 @@ class Processes(ProcessPool):
         """Run a method of the object in a worker process and return its result.
 
         Raises:
-            Retryable, Fatal, UserError: the error that the method raised, or `Fatal` in place of any other error. Also
-                `Retryable` if the call took too long or its process died.
+            Retryable: the method raised a retryable error, the call took too long, or its process died.
+            Fatal: the method raised any other error, except `UserError`.
+            UserError: the method raised it.
         """
         try:
             return await super().call("run", method, *args)
@@ -158,7 +168,7 @@ class Processes(ProcessPool):
 
 
 class _ServedObject(Served):
-    """Makes the object inside a worker process and calls its methods."""
+    """Runs inside a worker process: creates the object and calls its methods."""
 
     def __init__(self, make: Callable[[], Any]) -> None:
         self._object = make()

@@ -1,6 +1,7 @@
-"""A reward behind plain HTTP: one POST for each trajectory, answered with a number.
+"""A reward that an HTTP service computes: `HttpReward` POSTs each trajectory and reads a number from the answer.
 
-Judges and pooling servers use the helpers of this module too.
+The other rewards that call a service, `Judge` and `PoolingServer`, use the base class and the functions of this module
+too.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ EXPLANATION = 2000
 
 
 class ServiceScorer(Scorer):
-    """A scorer that sends requests with an `HttpClient`. Nothing is connected before the first request."""
+    """Base class of scorers that call a service with an `HttpClient`. The first request opens the first connection."""
 
     def __init__(self, client: HttpClient) -> None:
         self._client = client
@@ -36,22 +37,24 @@ class ServiceScorer(Scorer):
 
 
 class HttpReward(ServiceScorer):
-    """A reward behind a service of your own.
+    """A reward that your own HTTP service computes.
 
-    It POSTs ``{"task_id", "payload", "messages", "response", "trajectory_id", "environment_score"}`` (the last is null
-    if the environment gave no score) and expects ``{"score": number}``, and optionally
-    ``"explanation"`` (text), ``"parts"`` (numbers by name) and ``"usage"`` (``prompt_tokens``, ``completion_tokens``).
+    The body of each POST request is a JSON object with the keys ``task_id``, ``payload``, ``messages``, ``response``,
+    ``trajectory_id`` and ``environment_score`` (null if the environment gave no score). The service answers with
+    ``{"score": number}``. The answer may also contain ``"explanation"`` (a text), ``"parts"`` (numbers by name, which
+    are logged) and ``"usage"`` (the token counts ``prompt_tokens`` and ``completion_tokens``).
 
     Args:
-        url: where to POST.
-        score: where the score is in the answer, as a path: ``score``, ``result.value``, ``data.0.score``.
-        version: change this text when the service scores differently, so that old scores in caches and journals are not
-            used.
-        fields: additional fields of each request's body; ``"env:NAME"`` reads a text from an environment variable.
+        url: address of the service.
+        score: path of the score in the answer, such as ``score``, ``result.value`` or ``data.0.score``.
+        version: a label of the way in which the service scores. Change it when the service scores differently, so that
+            old scores in caches and journals are not used.
+        fields: additional fields of each request's body. A text ``"env:NAME"`` is replaced by the value of the
+            environment variable NAME.
         connection: ``api_key_env``, ``headers``, ``timeout_s``, ``connections`` of `gleanrl.utils.http.HttpClient`.
 
     Raises:
-        UserError: a value above is invalid, or the environment variable is not set.
+        UserError: an argument is invalid, or an environment variable is not set.
     """
 
     def __init__(
@@ -70,7 +73,7 @@ class HttpReward(ServiceScorer):
         self.version = version_of([url, score, version, dict(fields or {})])
 
     async def __call__(self, request: Request) -> Score:
-        """Score a request. Raises `Retryable` or `Fatal` if there is no score."""
+        """Return the score that the service gives. Raises `Retryable` or `Fatal` if it gives none."""
         body = {
             **self._fields,
             "task_id": request.task.id,
@@ -108,10 +111,10 @@ class HttpReward(ServiceScorer):
 
 
 def idempotency_key(request: Request, version: str) -> str | None:
-    """Return a key that is the same in every attempt of a request and after every restart.
+    """Return the key by which a service recognises further attempts of a request, also after the run was restarted.
 
-    None if the task's payload is not JSON. The second of two hedged requests has a key of its own, because the service
-    is meant to work on both.
+    Returns None if the task's payload is not JSON-serialisable. The second of two hedged requests gets another key,
+    because with the same key a service may wait for the first request instead of computing the score twice.
     """
     try:
         key = request.key(version)
@@ -121,7 +124,10 @@ def idempotency_key(request: Request, version: str) -> str | None:
 
 
 def read_cost(answer: Any) -> dict[str, float]:
-    """Return the token counts in a service's ``usage``, named ``cost/prompt_tokens`` and ``cost/completion_tokens``."""
+    """Return the token counts in the ``usage`` of a service's answer; empty if the answer has none.
+
+    Their names are ``cost/prompt_tokens`` and ``cost/completion_tokens``.
+    """
     usage = answer.get("usage") if isinstance(answer, dict) else None
     cost = {}
     if isinstance(usage, dict):
@@ -132,7 +138,10 @@ def read_cost(answer: Any) -> dict[str, float]:
 
 
 def version_of(settings: Any) -> str:
-    """Return 16 hex digits that change with a scorer's ``settings``. Raises `UserError` if these are not JSON."""
+    """Return a hash of a scorer's ``settings``, 16 hex digits, to be used as `Scorer.version`.
+
+    Raises `UserError` if the settings are not JSON-serialisable.
+    """
     try:
         text = json.dumps(settings, sort_keys=True)
     except TypeError as error:

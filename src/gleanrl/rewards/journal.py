@@ -1,7 +1,8 @@
-"""Keeps finished rewards on disk, so that a resumed run does not pay for them again.
+"""The journal stores scores on disk, so that a resumed run does not compute and pay for them again.
 
-The journal is an SQLite file in WAL mode. `Journal.put` returns once its row is committed and synced; rows that arrive
-during a commit share the next one. It holds keys (hashes) and scores, but no conversations.
+It is an SQLite file in WAL mode, which contains keys (hashes of requests) and scores, but no conversations.
+`Journal.put` returns when its score is committed and synced to disk. Scores that arrive during a commit are written
+together by the next commit.
 """
 
 from __future__ import annotations
@@ -21,16 +22,16 @@ from gleanrl.utils.errors import UserError
 
 log = logging.getLogger(__name__)
 
-_APPLICATION = 0x676C724B  # "glrK", in the file's header
+_APPLICATION = 0x676C724B  # "glrK" in ASCII, SQLite's application_id in the file's header
 _SCHEMA = "CREATE TABLE IF NOT EXISTS rewards (key BLOB PRIMARY KEY, score BLOB NOT NULL) WITHOUT ROWID"
-_BUSY_S = 30.0  # maximum wait while another process writes
+_BUSY_S = 30.0  # maximum number of seconds to wait while another process writes to the file
 
 
 class Journal:
-    """Stores scores by `Request.key`.
+    """Stores scores under the keys that `Request.key` returns.
 
-    A damaged file is moved aside with a warning, and a new one is started. Raises `UserError` if the file belongs to
-    another program or cannot be written.
+    A damaged file is renamed with a warning, and a new file is started. Raises `UserError` if the file is another
+    program's database or cannot be opened.
     """
 
     def __init__(self, path: Path) -> None:
@@ -40,7 +41,7 @@ class Journal:
             try:
                 self._database = self._open()
             except sqlite3.OperationalError:
-                raise  # locked, no permission, disk full: the file itself may be intact
+                raise  # the file is locked, not permitted, or the disk is full; it is not necessarily damaged
             except sqlite3.DatabaseError as error:
                 names = (self.path.with_name(f"{self.path.name}.damaged-{number}") for number in count(1))
                 aside = next(name for name in names if not name.exists())
@@ -51,7 +52,7 @@ class Journal:
                 text = "the reward journal %s is damaged (%s); moved to %s, and the rewards in it are requested again"
                 log.warning(text, self.path, " ".join(str(error).split()), aside.name)
                 self._database = self._open()
-            # reads on the event loop need a connection of their own, or they would wait for commits
+            # `get` reads on the event loop. With the connection that writes it would block the loop during a commit.
             self._reader = sqlite3.connect(self.path, timeout=_BUSY_S)
         except (OSError, sqlite3.OperationalError) as error:
             raise UserError(f"the reward journal {self.path} cannot be opened: {error}") from None
@@ -60,7 +61,10 @@ class Journal:
         self._writing: asyncio.Task[None] | None = None
 
     def _open(self) -> sqlite3.Connection:
-        """Open the file and check its content."""
+        """Open the file, check that it is an undamaged journal, and create the table if it is missing.
+
+        Raises `UserError` if the file is another program's database, `sqlite3.DatabaseError` if it is damaged.
+        """
         database = sqlite3.connect(self.path, timeout=_BUSY_S, check_same_thread=False)
         try:
             (application,) = database.execute("PRAGMA application_id").fetchone()
@@ -81,7 +85,7 @@ class Journal:
             raise
 
     def get(self, key: str) -> Score | None:
-        """Return the score under ``key``, exactly as it was put. Raises `UserError` if the file cannot be read."""
+        """Return the score stored under ``key``, or None. Raises `UserError` if the file cannot be read."""
         try:
             row = self._reader.execute("SELECT score FROM rewards WHERE key = ?", (bytes.fromhex(key),)).fetchone()
             return None if row is None else serialize.decode(row[0], Score)
@@ -89,12 +93,18 @@ class Journal:
             raise UserError(f"the reward journal {self.path} cannot be read: {error}; a restart repairs it") from None
 
     async def put(self, key: str, score: Score) -> None:
-        """Store a valid score; it is on disk when this returns. Raises `UserError` if it cannot be written."""
+        """Store a valid score under ``key`` and return when it is on disk. A score already stored there is kept.
+
+        Raises:
+            UserError: the file cannot be written.
+            ValueError: the score is invalid. A later attempt may give a valid one, so only valid scores are stored.
+        """
         if not score.valid:
             raise ValueError("only a valid score is final; another may be tried again")
         loop = asyncio.get_running_loop()
         done: asyncio.Future[None] = loop.create_future()
-        parts = {name: float(part) for name, part in score.parts.items()}  # a bool would not be read back
+        # A reward may return bools as parts. The decoder would reject them, because it expects floats.
+        parts = {name: float(part) for name, part in score.parts.items()}
         score = replace(score, value=float(score.value), parts=parts)
         self._pending.append((bytes.fromhex(key), serialize.encode(score), done))
         if self._writing is None:
@@ -102,7 +112,7 @@ class Journal:
         await done
 
     async def aclose(self) -> None:
-        """Write pending scores and close the file."""
+        """Wait until all pending scores are written, and close the file."""
         if self._writing is not None:
             await self._writing
         self._thread.shutdown()
@@ -110,7 +120,7 @@ class Journal:
         self._database.close()
 
     async def _write(self) -> None:
-        """Commit pending scores until none are left. Scores that arrive during a commit share the next one."""
+        """Write all pending scores in one commit, and repeat this until no score has arrived during a commit."""
         loop = asyncio.get_running_loop()
         try:
             while self._pending:

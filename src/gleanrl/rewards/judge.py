@@ -1,7 +1,7 @@
-"""Scores with a language model as judge, behind any OpenAI-compatible endpoint.
+"""The LLM judge: a language model behind an OpenAI-compatible API scores the trajectories.
 
-Most servers support structured output (OpenAI, vLLM, SGLang, llama.cpp). For others a regular expression finds the
-score in the judge's text.
+By default the judge answers with structured output, which most servers support (OpenAI, vLLM, SGLang, llama.cpp). For
+other servers, a regular expression can extract the score from the judge's text.
 """
 
 from __future__ import annotations
@@ -50,37 +50,41 @@ SCHEMA = {
     },
 }
 FIELDS = ("task", "conversation", "response", "low", "high", "payload")
-REMEMBERED = 4096  # requests whose unreadable answer is remembered until they are retried
+REMEMBERED = 4096  # largest number of requests that are remembered because their first answer had no score
+# Fields of the request's body that ``extra`` must not set, because the judge sets them.
 _OWN = frozenset({"model", "messages", "response_format", "temperature", "max_tokens", "stream", "n"})
 _FENCED = re.compile(r"^```(?:json)?\s*(.*?)\s*```$", re.DOTALL)
 
 
 class Judge(ServiceScorer):
-    """A reward given by a language model. The reward agent does retries, limits and caching.
+    """A reward that a language model gives. The reward agent limits, retries and caches the requests.
 
     Args:
         base_url: address of the API, e.g. ``https://api.openai.com/v1`` or ``http://localhost:8000/v1``.
-        model: the judge's name at the API.
-        template: the user message. Fields: ``{task}`` (the task's prompt), ``{conversation}`` (the whole conversation),
-            ``{response}`` (the last assistant message), ``{low}`` and ``{high}`` (the scale), and any value in the
-            task's payload by its path, ``{payload.reward_model.ground_truth}``. Double all other braces.
-        system: a system message before it.
-        parse: how the score is found. ``json``: a number "score" in structured output (``response_format``).
-            ``regex:...``: the last match in the judge's text, its group "score" or its first group. Otherwise an import
-            path (or a function) of text -> score, which returns None if the text has no score.
-        scale: the judge's lowest and highest score, which become 0 and 1. A score outside the scale is invalid.
-        temperature: None leaves the temperature to the server, which some models require.
-        max_tokens: limit of the judge's answer; None leaves the limit to the server.
-        extra: additional fields of the request's body, e.g. ``{"reasoning_effort": "low"}``; ``"env:NAME"`` reads a
-            text from an environment variable.
+        model: the name under which the API serves the judge.
+        template: the user message. It may contain the fields ``{task}`` (the task's prompt), ``{conversation}`` (the
+            whole conversation), ``{response}`` (the last assistant message), ``{low}`` and ``{high}`` (the scale), and
+            any value of the task's payload by its path, such as ``{payload.reward_model.ground_truth}``. All other
+            braces must be doubled.
+        system: a system message before the user message; None = no system message.
+        parse: how the score is extracted from the judge's text. ``json``: structured output is requested
+            (``response_format``), and its number "score" is read. ``regex:PATTERN``: the last match of the pattern
+            gives the score, in the group named "score" or else in the first group. Otherwise a function or its import
+            path: it takes the text and returns the score, or None if the text has none.
+        scale: the lowest and the highest score that the judge may give, which are mapped to 0 and 1. A score outside
+            the scale is treated like a missing score.
+        temperature: sampling temperature; None leaves it to the server, as some models require.
+        max_tokens: maximum number of tokens of the judge's answer; None leaves it to the server.
+        extra: additional fields of the request's body, e.g. ``{"reasoning_effort": "low"}``. A text ``"env:NAME"`` is
+            replaced by the value of the environment variable NAME.
         connection: ``api_key_env``, ``headers``, ``timeout_s``, ``connections`` of `gleanrl.utils.http.HttpClient`.
 
-    An answer without a score raises `Retryable` the first time and `Fatal` the second; it never counts as 0. Tokens
-    are reported as ``cost/prompt_tokens`` and ``cost/completion_tokens`` in `Score.parts`, or with the error if an
-    answer has no score. ``judge`` in `Score.parts` is the score on the judge's own scale.
+    An answer without a score never counts as 0: the first such answer to a request raises `Retryable`, the second
+    raises `Fatal`. `Score.parts` contains the score on the judge's own scale as ``judge``, and the numbers of tokens as
+    ``cost/prompt_tokens`` and ``cost/completion_tokens``. If there is no score, the error contains these numbers.
 
     Raises:
-        UserError: a value above is invalid, or the environment variable is not set.
+        UserError: an argument is invalid, or an environment variable is not set.
     """
 
     def __init__(
@@ -120,17 +124,18 @@ class Judge(ServiceScorer):
         if max_tokens is not None:
             body["max_tokens"] = max_tokens
         self._body = {**body, **self._client.hide_keys(extra or {})}
-        self._unread: OrderedDict[str, None] = OrderedDict()  # requests whose first answer was unreadable
+        self._unread: OrderedDict[str, None] = OrderedDict()  # requests whose first answer had no score
         self.version = version_of([body, self._messages, template, [self._low, self._high], parser_version])
         """Changes with everything that affects a score: model, template, parser, scale and the request's fields."""
 
     async def __call__(self, request: Request) -> Score:
-        """Score a request. Raises `Retryable` or `Fatal` if there is no score."""
+        """Return the score that the judge gives. Raises `Retryable` or `Fatal` if it gives none."""
         prompt = {"role": "user", "content": self._prompt(request)}
         name = f"{request.trajectory_id} {version_of(prompt)}"
         key = idempotency_key(request, self.version)
         if key is not None and name in self._unread:
-            key += "-2"  # an unreadable answer counts as an answer, so the retry is a new request
+            # The service has answered the first request. With the same key it might return the same answer again.
+            key += "-2"
         body = {**self._body, "messages": [*self._messages, prompt]}
         answer = await self._client.request("POST", "/chat/completions", body, idempotency_key=key)
         second = name in self._unread
@@ -155,11 +160,15 @@ class Judge(ServiceScorer):
         )
 
     def _prompt(self, request: Request) -> str:
-        """Fill in the template."""
+        """Return the user message, in which the fields of the template are replaced by their values.
+
+        Raises `UserError` if the task's payload has no value for a field.
+        """
         text = []
         for literal, name, *_ in Formatter().parse(self._template):
             text.append(literal)
-            if name == "task":  # if the environment gives the prompt, the first user message
+            if name == "task":
+                # If the task has no prompt, the environment gives it as the first user message.
                 prompt = request.task.prompt or [m for m in request.messages if m["role"] == "user"][:1]
                 text.append("\n\n".join(message["content"] or "" for message in prompt))
             elif name == "conversation":
@@ -189,9 +198,9 @@ class Judge(ServiceScorer):
         """Return the judge's text, and the score on the judge's own scale.
 
         Raises:
-            Retryable: the answer is no chat completion.
-            Fatal: the judge refuses.
-            _NoScore: the text holds no score on the scale.
+            Retryable: the answer is not a chat completion.
+            Fatal: the judge refuses to answer.
+            _NoScore: the text contains no score, or one outside the scale.
         """
         quote = self._client.quote
         try:
@@ -207,7 +216,7 @@ class Judge(ServiceScorer):
         cut = "; the answer was cut short, raise max_tokens" if finish == "length" else ""
         try:
             found = self._parser(text)
-        except Exception as error:  # a user's parser may raise anything
+        except Exception as error:  # a user's parser may raise any error if the text has no score
             why = f"{type(error).__name__}: {error}; the judge wrote: {text}"
             raise _NoScore(f"no score{cut}: {quote(why)}") from None
         score = None if isinstance(found, bool) else finite(found)
@@ -242,7 +251,11 @@ def _check_template(template: str) -> None:
 
 
 def _make_parser(parse: str | Parser) -> tuple[Parser, str]:
-    """Return a parser, and a text that changes with what it does: its name, and for a function its source too."""
+    """Return the parser that the option ``parse`` describes, and a text that identifies it in `Judge.version`.
+
+    The text contains the source of a function, so that it changes when the function changes. Raises `UserError` if
+    ``parse`` is invalid.
+    """
     if parse == "json":
         return _parse_json, "json"
     if isinstance(parse, str) and parse.startswith("regex:"):
@@ -269,13 +282,14 @@ def _make_parser(parse: str | Parser) -> tuple[Parser, str]:
 
 def _parse_by_pattern(pattern: re.Pattern[str], text: str) -> float | None:
     found: str | None = None
-    for match in pattern.finditer(text):  # the last match gives the score
+    for match in pattern.finditer(text):  # keep the last match: the judge may mention other scores while it reasons
         found = match["score" if "score" in pattern.groupindex else 1]
     return None if found is None else float(found)
 
 
 def _parse_json(text: str) -> float | None:
     text = text.strip()
-    fenced = _FENCED.match(text)  # some servers treat response_format as a hint only
+    # Some servers do not enforce `response_format`, so the model may put its JSON into a Markdown code block.
+    fenced = _FENCED.match(text)
     answer = json.loads(fenced[1] if fenced else text)
     return answer.get("score") if isinstance(answer, dict) else None

@@ -1,11 +1,12 @@
-"""Limits the requests in flight, and the requests and tokens per minute.
+"""Limits the number of requests in flight, and the number of requests and tokens per minute.
 
-Training and evaluation have lanes of their own. Each lane has its own slots; shared resources (rates, worker threads)
-are divided by weighted fair queueing, so that neither lane delays the other. All times follow the event loop's clock,
-and nothing polls: a request is woken when a slot becomes free, or when a rate allows it.
+Training and evaluation have separate lanes. Each lane has its own slots. Resources that the lanes share (rate limits,
+worker threads) are divided by weighted fair queueing, so that the requests of one lane cannot crowd out the other's.
+All times are times of the event loop's clock. Nothing polls: a waiting request is woken when a slot becomes free or the
+rate limits allow it.
 
-Existing libraries for leaky buckets are not used, because they cannot return a reservation that was too large, and do
-not run in virtual time.
+Existing libraries for leaky buckets are not used. They cannot give back tokens that were estimated but not used, and
+they do not follow the virtual clock of `gleanrl.simulate`.
 """
 
 from __future__ import annotations
@@ -24,54 +25,63 @@ _TIMER_SLACK_S = 1e-6
 
 
 class LeakyBucket:
-    """Allows at most ``per_minute`` units in any 60 seconds, spread out rather than in bursts.
+    """A rate limit: at most ``per_minute`` units in any 60 seconds, spread over the time rather than in one burst.
 
-    Amounts up to ``burst`` pass at once, so units that come one at a time never exceed the rate in any window. A
-    larger amount passes when the bucket is empty, and delays later ones until it has leaked out.
+    Every amount taken fills the bucket, and the bucket leaks at a constant rate. An amount may be taken while the
+    bucket then contains at most ``burst`` units. An amount larger than ``burst`` may be taken when the bucket is empty;
+    the next amount waits until enough of it has leaked out.
+
+    ``unit`` is the smallest amount: 1 for requests, 0 for numbers of tokens, which are not whole because they are
+    estimates.
     """
 
     def __init__(self, per_minute: float, *, unit: float) -> None:
         self.burst = max(unit, per_minute / 20)
-        # burst + the amount leaked in 60 s stays just below per_minute + unit: at most per_minute whole units pass
+        # At most burst + the amount leaked in 60 s can be taken in 60 s. The rate keeps this sum just below
+        # per_minute + unit, so that at most per_minute whole units are taken.
         self._per_s = max(per_minute + unit - self.burst, unit / 2) / 60 * (1 - 1e-4)
-        self._empty_at = float("-inf")  # loop time at which the whole content has leaked out
+        self._empty_at = float("-inf")  # event loop time at which the whole content has leaked out
 
     def ready_at(self, amount: float) -> float:
-        """Return the loop time from which ``amount`` may be taken."""
+        """Return the event loop time from which ``amount`` may be taken."""
         return self._empty_at + (min(amount, self.burst) - self.burst) / self._per_s
 
     def take(self, amount: float, now: float) -> None:
         self._empty_at = max(self._empty_at, now) + amount / self._per_s
 
     def correct(self, difference: float) -> None:
-        """Correct the amount taken by ``difference`` (negative: less was used)."""
+        """Add ``difference`` to an amount that was taken; negative if less was used than taken."""
         self._empty_at += difference / self._per_s
 
 
 @dataclass(slots=True, eq=False)
 class Lane:
-    """Requests of one kind, with slots of their own and a share of the resources that all lanes use."""
+    """The requests of training or of evaluation, with their own slots and a share of the resources of all lanes."""
 
     name: str
     slots: int
     share: float
     in_flight: int = 0
-    waiting: OrderedDict[asyncio.Future[Lane], float] = field(default_factory=OrderedDict)  # request -> its tokens
-    finish_tag: float = 0.0  # weighted fair queueing: grows by 1 / share per request; the lowest goes next
+    # The queue. A key is the future that `RateLimiter.acquire` awaits, its value is the request's estimated tokens.
+    waiting: OrderedDict[asyncio.Future[Lane], float] = field(default_factory=OrderedDict)
+    # Weighted fair queueing: the tag grows by 1 / share with each admitted request, and the lane with the lowest tag
+    # is the next one.
+    finish_tag: float = 0.0
 
 
 class Permit:
-    """The lanes through which one request may pass a rate limiter. It passes through the first lane with room.
+    """The lanes in which one request waits at a rate limiter. The lane that admits the request first is the one used.
 
-    A request gets a second lane when an identical request is made in that lane, so that it passes through the shorter
-    of the two queues.
+    A request gets a second lane when an identical request is made in that lane. It then waits in the queues of both
+    lanes, and its place in the other queue is removed when one of them admits it.
     """
 
     __slots__ = ("lanes", "pending")
 
     def __init__(self, lane: str) -> None:
         self.lanes = (lane,)
-        self.pending: tuple[tuple[RateLimiter, asyncio.Future[Lane], float], ...] = ()  # waiting places, with tokens
+        # For each limiter at which the request waits: the limiter, the awaited future, and the estimated tokens.
+        self.pending: tuple[tuple[RateLimiter, asyncio.Future[Lane], float], ...] = ()
 
     def add_lane(self, lane: str) -> None:
         if lane not in self.lanes:
@@ -88,13 +98,13 @@ Used by rewards with a limiter of their own: the parts of a sum, and a reward mo
 
 
 class RateLimiter:
-    """Lets requests through as slots and rates allow.
+    """Admits requests as the slots and the rate limits allow.
 
     Args:
-        lanes: slots of each lane, and its share of the common resources. While only one lane has requests, it gets all
-            of these resources.
-        slots: slots over all lanes (worker threads or processes); None = no limit.
-        requests_per_minute, tokens_per_minute: rates over all lanes; None = no limit.
+        lanes: for each lane, by name, the number of its slots and its share (a fraction) of the resources that all
+            lanes use. While only one lane has requests, it gets all of these resources.
+        slots: total number of slots of all lanes, such as worker threads or processes; None = no limit.
+        requests_per_minute, tokens_per_minute: rate limits of all lanes together; None = no limit.
     """
 
     def __init__(
@@ -115,7 +125,10 @@ class RateLimiter:
         self._virtual_time = 0.0  # finish tag of the lane that went last
 
     async def acquire(self, permit: Permit, tokens: float = 0.0) -> Lane:
-        """Wait for a slot and for the rates. Returns the lane that let the request through, for `release`."""
+        """Wait until slots and rate limits admit the request. Returns the lane to be passed to `release`.
+
+        ``tokens``: estimated number of tokens that the request will use.
+        """
         waiter: asyncio.Future[Lane] = asyncio.get_running_loop().create_future()
         entry = (self, waiter, tokens)
         permit.pending = (*permit.pending, entry)
@@ -123,10 +136,11 @@ class RateLimiter:
         for name in permit.lanes:
             self.queue(name, waiter, tokens)
         try:
-            return await waiter  # returns at once if there was room
+            return await waiter  # the future is already done if there was room
         except asyncio.CancelledError:
             if not waiter.cancelled():
-                self.release(waiter.result())  # admitted and cancelled in the same turn of the loop
+                # The request was admitted and then cancelled in the same iteration of the event loop.
+                self.release(waiter.result())
             raise
         finally:
             self.queued -= 1
@@ -136,29 +150,30 @@ class RateLimiter:
                 self._pump()
 
     def queue(self, name: str, waiter: asyncio.Future[Lane], tokens: float) -> None:
-        """Add a waiter to the lane ``name``."""
+        """Add a request to the queue of lane ``name``. ``waiter`` is the future that the request awaits."""
         lane = self.lanes[name]
         if waiter.done():
             return
         if not lane.waiting:
-            lane.finish_tag = max(lane.finish_tag, self._virtual_time)  # an idle lane gains no priority
+            # The tag of an idle lane does not grow. Without this line, the lane would overtake all others afterwards.
+            lane.finish_tag = max(lane.finish_tag, self._virtual_time)
         lane.waiting[waiter] = tokens
         self._pump()
 
     def release(self, lane: Lane) -> None:
-        """Free the slot of a request that has ended."""
+        """Free the slot of a request that has ended. ``lane`` is the lane that `acquire` returned."""
         lane.in_flight -= 1
         self.in_flight -= 1
         self._pump()
 
     def correct(self, tokens: float) -> None:
-        """Correct the tokens of an admitted request by ``tokens`` (negative: it used fewer)."""
+        """Add ``tokens`` to the estimate of an admitted request; negative if it used fewer tokens than estimated."""
         if self._tokens is not None and tokens:
             self._tokens.correct(tokens)
             self._pump()
 
     def _pump(self) -> None:
-        """Admit all requests that may go now, and set the timer for the next."""
+        """Admit all requests that slots and rate limits allow now, and set a timer for the next one."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -171,7 +186,7 @@ class RateLimiter:
             if lane is None:
                 return
             waiter, tokens = next(iter(lane.waiting.items()))
-            if waiter.done():  # cancelled, or admitted through another lane, in this turn of the loop
+            if waiter.done():  # cancelled, or admitted through another lane, in this iteration of the event loop
                 del lane.waiting[waiter]
                 continue
             loop = waiter.get_loop()
@@ -197,11 +212,11 @@ class RateLimiter:
 
 @asynccontextmanager
 async def time_limit(seconds: float | None) -> AsyncIterator[None]:
-    """Limit the duration of a reward's call; None = no limit.
+    """Limit the duration of a reward's call, in seconds; None = no limit.
 
     Raises:
-        Retryable: the call took longer, or ran into a timeout of its own.
-        Fatal: the call cancelled itself.
+        Retryable: the call took longer than the limit, or raised `TimeoutError` itself.
+        Fatal: the call raised `CancelledError` although its task was not cancelled.
     """
     limit = Timeout(seconds)
     try:

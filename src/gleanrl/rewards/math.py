@@ -1,8 +1,9 @@
 """Scores answers to mathematical problems with `math-verify`, by value: 1/2, 0.5 and \\frac{2}{4} are the same answer.
 
-A model's text can keep a computer algebra system busy forever. Answers are therefore read and compared in processes of
-their own, with a limit of processor time (so that a busy machine makes no answer wrong) and of memory. If an answer
-hangs where Python cannot interrupt it, its process is killed.
+A computer algebra system may compute without end on the text of a model. Worker processes therefore parse and compare
+the answers, with limits of processor time and of memory. Processor time is limited rather than wall time, so that no
+answer counts as wrong because the machine is busy. If an answer hangs in code that Python cannot interrupt, its process
+is killed.
 """
 
 from __future__ import annotations
@@ -32,37 +33,40 @@ from gleanrl.utils.retry import Fatal, Retryable
 Extract = Literal["auto", "boxed", "tags", "last_number"]
 Compare = Literal["math", "text"]
 
-GOLD = ("reward_model.ground_truth", "answer", "ground_truth", "solution")
-LONGEST = 20_000  # characters of a response that are read, from its end
-KILL_S = 30.0  # a process is killed after this wall time in seconds plus four times ``timeout_s``
+GOLD = ("reward_model.ground_truth", "answer", "ground_truth", "solution")  # default paths of the right answer
+LONGEST = 20_000  # only this many characters at the end of a response are searched for the answer
+KILL_S = 30.0  # a process is killed if a call takes this many seconds of wall time plus four times ``timeout_s``
 MEMORY = 2 << 30  # bytes that a process may allocate in addition to those it starts with
-_SIGN = r"(?:(?<![\w.)\]}%])[-\u2212])?"  # a minus after a word, a number or a bracket is a subtraction
+_SIGN = r"(?:(?<![\w.)\]}%])[-\u2212])?"  # a minus after a word, a number or a bracket is a subtraction, not a sign
 _NUMBER = re.compile(rf"{_SIGN}(?:\d{{1,3}}(?:,\d{{3}})+|\d+)(?:\.\d+)?(?:/\d+)?|{_SIGN}\.\d+")
 _TAGS = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 
 
 class MathReward(Scorer):
-    """Scores whether the last message gives the task's answer.
+    """Scores whether the last assistant message gives the right answer to the task.
 
-    `Score.parts` has ``correct``, ``extracted`` (an answer was found), ``formatted`` (it is where ``extract`` expects
-    it) and ``timed_out`` (it could not be compared in time, and counts as wrong). Thinking is ignored
-    (`rollout.thinking.answer_of`), so an answer in a truncated thought does not count. If the task's own answer cannot
-    be read, there is no score.
+    The score is ``(1 - format_weight) * correct + format_weight * formatted``. `Score.parts` contains four values, each
+    0 or 1: ``correct``, ``extracted`` (an answer was found), ``formatted`` (the answer is where ``extract`` expects it)
+    and ``timed_out`` (parsing and comparing exceeded a limit of time or memory, so the answer counts as wrong).
+    Thinking is removed from the message (`rollout.thinking.answer_of`), so an answer in a truncated thought does not
+    count.
 
     Args:
         answer: path of the right answer in the task's payload, e.g. ``extra_info.answer``; None = the first that exists
-            of ``reward_model.ground_truth``, ``answer``, ``ground_truth``, ``solution``. The answer is a number, a text
-            (its ``\\boxed{}`` or the text after ``####`` if it has one), or a list of right answers.
-        extract: which part of the message is its answer. ``auto``: the last ``\\boxed{}``, else what `math-verify`
-            finds. ``boxed``: only the last ``\\boxed{}``. ``tags``: the text in the last ``<answer></answer>``.
-            ``last_number``: the text after ``####``, else the last number.
-        compare: ``math``, or ``text`` for words and letters (case and spaces are ignored).
-        format_weight: share of the score given for ``formatted`` alone.
-        timeout_s: limit for reading and comparing an answer, in seconds of processor time.
+            of ``reward_model.ground_truth``, ``answer``, ``ground_truth``, ``solution``. The right answer is a number,
+            a text, or a list of alternatives. If a text contains ``\\boxed{}`` or ``####``, the right answer is the
+            content of the box or the text after ``####``.
+        extract: which part of the message is its answer. ``auto``: the last ``\\boxed{}``, else the expression that
+            `math-verify` finds. ``boxed``: only the last ``\\boxed{}``. ``tags``: the text in the last
+            ``<answer></answer>``. ``last_number``: the first number after ``####``, else the last number.
+        compare: ``math`` compares by mathematical value, ``text`` compares words and letters without regard to case
+            and spaces.
+        format_weight: weight of ``formatted`` in the score, from 0 to 1.
+        timeout_s: limit for parsing and comparing an answer, in seconds of processor time.
 
     Raises:
-        UserError: `math-verify` is not installed, or a value is invalid.
+        UserError: `math-verify` is not installed, or an argument is invalid.
     """
 
     own_timeout = True
@@ -96,14 +100,19 @@ class MathReward(Scorer):
 
     @classmethod
     def check(cls, **options: Any) -> None:
-        cls(**options)  # starts no process
+        cls(**options)  # the constructor checks the options and starts no process
 
     def configure(self, settings: RewardSettings) -> None:
-        """Use as many processes as the settings have workers, but no more than the machine has cores."""
+        """Use ``settings.workers`` processes, but at most one per core, because each keeps a core busy."""
         self.slots = self._workers = min(settings.workers, os.cpu_count() or 1)
 
     async def __call__(self, request: Request) -> Score:
-        """Score an answer. Raises `Fatal` if the task's answer is unreadable, `UserError` if the task has none."""
+        """Score the answer of a request.
+
+        Raises:
+            Fatal: the task's right answer cannot be parsed.
+            UserError: the task's payload contains no right answer.
+        """
         task, found = request.task, None
         for path in self._paths:
             found = task.payload
@@ -141,38 +150,41 @@ class MathReward(Scorer):
 # --- in a process of its own ------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True)
 class Graded:
-    """The result of reading and comparing one answer."""
+    """The result of parsing and comparing one answer. `MathReward` explains the first four fields."""
 
     correct: bool = False
     extracted: bool = False
     formatted: bool = False
     timed_out: bool = False
-    read: str = ""  # the answer as extracted
-    unreadable: str | None = None  # the right answer, if it could not be parsed
+    read: str = ""  # the answer as extracted from the message
+    unreadable: str | None = None  # the right answer if it could not be parsed, else None
 
 
-class _TooLong(BaseException):  # not an Exception, so that code which catches every Exception does not catch it
+class _TooLong(BaseException):  # not an `Exception`, because the libraries that run in the block may catch those
     pass
 
 
 class Grader:
-    """Reads and compares answers, in the main thread of its process."""
+    """Parses and compares answers. Runs in the main thread of a worker process, because it uses a signal handler."""
 
     def __init__(self, extract: Extract, compare: Compare, timeout_s: float) -> None:
         self._extract: Extract = extract
         self._compare, self._timeout_s = compare, timeout_s
         for name in ("math_verify.parser", "math_verify.grader"):
-            logging.getLogger(name).setLevel(logging.CRITICAL)  # else each answer warns that timeouts are off
+            # math-verify would log a warning for each answer, because its own timeouts are switched off.
+            logging.getLogger(name).setLevel(logging.CRITICAL)
         if compare == "math":
-            _parse("$1$")  # imports packages, which takes about a second, before the time limit of an answer runs
-        with contextlib.suppress(OSError, ValueError):  # no such file, or a lower limit is set already
+            # The first call imports packages, which takes about a second and must not count for the first answer.
+            _parse("$1$")
+        with contextlib.suppress(OSError, ValueError):  # /proc does not exist, or a lower limit is already set
             used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
             resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY, resource.RLIM_INFINITY))
 
     def grade(self, response: str, gold: list[str]) -> Graded:
-        """Compare the answer in a response with the right answers.
+        """Extract the answer of ``response`` and compare it with each right answer in ``gold``.
 
-        If a right answer has a ``\\boxed{}`` or a text after ``####``, only that is compared.
+        If a right answer contains ``\\boxed{}`` or ``####``, only the content of the box or the text after ``####`` is
+        compared.
         """
         answer, formatted = extract_answer(response, self._extract)
         rights = []
@@ -205,7 +217,7 @@ class Grader:
 
 
 def extract_answer(response: str, extract: Extract) -> tuple[str | None, bool]:
-    """Return the message's answer, and whether it is where ``extract`` expects it."""
+    """Return the answer in ``response`` (None if there is none), and whether it is where ``extract`` expects it."""
     if extract == "tags":
         found = _TAGS.findall(response)
         if not found:
@@ -223,7 +235,7 @@ def extract_answer(response: str, extract: Extract) -> tuple[str | None, bool]:
 
 
 def find_boxed(text: str) -> str | None:
-    """Return the content of the last complete ``\\boxed{}``, or None."""
+    """Return the content of the last ``\\boxed{}`` whose braces are closed, or None if there is none."""
     for begin in reversed(list(_BOX.finditer(text))):
         depth = 1
         for index in range(begin.end(), len(text)):
@@ -234,7 +246,11 @@ def find_boxed(text: str) -> str | None:
 
 
 def _plain(text: str) -> str:
-    """Strip dollars, a full stop, one pair of brackets, or the bracket of ``B)`` from around words."""
+    """Normalise an answer for a comparison as text.
+
+    The result is in lower case and without ``\\text{}``, enclosing dollar signs, a final full stop, one pair of
+    enclosing brackets or the bracket of ``B)``, and repeated spaces.
+    """
     inside = re.sub(r"\\text\s*\{([^{}]*)\}", r"\1", text).strip("$ \t\r\n").removesuffix(".").strip("$ \t\r\n")
     if inside.endswith(")") and "(" not in inside.removeprefix("("):
         inside = inside.removeprefix("(").removesuffix(")")
@@ -242,13 +258,13 @@ def _plain(text: str) -> str:
 
 
 def _parse_answer(answer: str) -> list[Any]:
-    """Parse an answer as mathematics; empty if that fails."""
+    """Parse an answer as mathematics with `math-verify`. Returns an empty list if that fails."""
     whole = f"${answer}$" if "$" not in answer and not answer.startswith(r"\(") else answer
     return _parse(whole) or _parse(answer)
 
 
 def _parse(text: str) -> list[Any]:
-    """Find mathematics in a text; empty if there is none."""
+    """Extract the mathematical expressions from a text with `math-verify`. Returns an empty list if there are none."""
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse
 
     configurations: Any = (LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig())
@@ -257,7 +273,10 @@ def _parse(text: str) -> list[Any]:
 
 @contextlib.contextmanager
 def _processor_time(seconds: float) -> Iterator[None]:
-    """Raise `_TooLong` in the block after this much processor time, and again if some code there swallows it."""
+    """Raise `_TooLong` in the ``with`` block after ``seconds`` of processor time.
+
+    It is raised again every 0.5 seconds, in case that code in the block catches and ignores it.
+    """
 
     def raises(*_: Any) -> None:
         raise _TooLong

@@ -1,4 +1,4 @@
-"""Scores with reward models: a sequence-classification model in this process, or a pooling server."""
+"""Reward models: `RewardModel` runs a sequence-classification model in this process, `PoolingServer` calls vLLM."""
 
 from __future__ import annotations
 
@@ -34,26 +34,30 @@ class _Waiting:
 
 
 class RewardModel(Scorer):
-    """Scores with a Hugging Face sequence-classification model with one label, on a device and a thread of its own.
+    """Scores with a Hugging Face sequence-classification model that has one label. The model runs in its own thread.
 
-    Requests that arrive while one round is computed form the next round, divided into batches of about equal lengths.
-    A single request starts at once. Training and evaluation have separate rounds, whose batches take turns in
-    proportion to the shares of both.
-    A score does not depend on the rest of its batch, except for rounding.
+    Requests are computed in rounds. All requests that arrive during one round form the next round. A round is sorted by
+    length and divided into batches, so that little padding is needed. A request that arrives while no round is computed
+    starts at once. Training and evaluation have separate rounds, whose batches alternate in proportion to the shares
+    of training and evaluation (``eval_share``). The score of a conversation does not depend on the other conversations
+    in its batch, except for rounding errors.
 
     Args:
         model: a directory or an id on the Hugging Face hub.
-        device: ``auto`` is a GPU if there is one.
-        dtype: ``auto`` is bfloat16 on a GPU, float32 on a CPU.
-        tokens_per_batch: padded tokens per forward pass.
-        max_length: maximum tokens of a conversation; None is the model's own limit.
-        too_long: handling of longer conversations. ``fail``: no score; ``truncate``: their beginning is left out.
-        activation: ``sigmoid`` maps the model's output to 0..1.
-        chat_template: replaces the tokenizer's own.
-        trust_remote_code: allow code in the model's folder to run.
+        device: a device of torch. ``auto`` = the GPU if there is one, else the CPU.
+        dtype: data type of the weights. ``auto`` = float32 on a CPU, bfloat16 on any other device.
+        tokens_per_batch: maximum number of tokens per forward pass, padding included. A longer conversation is computed
+            alone.
+        max_length: maximum number of tokens of a conversation; None = the model's limit, which always applies.
+        too_long: what happens to a longer conversation. ``fail``: it gets no score. ``truncate``: tokens at its
+            beginning are removed.
+        activation: ``sigmoid`` maps the model's output to the range from 0 to 1; ``none`` leaves it as it is.
+        chat_template: a chat template that replaces the tokenizer's; None = the tokenizer's.
+        trust_remote_code: whether Python code in the model's repository may run.
 
     Raises:
-        UserError: there is no such model, it has several labels, or there is no chat template.
+        UserError: the model cannot be loaded, has more than one label or has no chat template, or an argument is
+            invalid.
     """
 
     def __init__(
@@ -100,9 +104,10 @@ class RewardModel(Scorer):
         self._waiting: list[_Waiting] = []
         self._serving: asyncio.Task[None] | None = None
         self.configure(RewardSettings())
-        # a lane's value grows by 1 / share with each row; the lane with the lowest value goes next
+        # Weighted fair queueing: a lane's value grows by 1 / share with each conversation that is computed, and the
+        # next batch is taken from the lane with the lowest value.
         self._turns = dict.fromkeys(self._shares, 0.0)
-        self._turn = 0.0  # value of the lane that went last
+        self._turn = 0.0  # value that the lane of the last batch had when the batch was taken
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="gleanrl-reward-model")
         self.version = version_of([model, dtype, self._max_length, too_long, activation, self._tokenizer.chat_template])
         self.batches: list[int] = []
@@ -118,7 +123,7 @@ class RewardModel(Scorer):
         activation: str = "none",
         **_: Any,
     ) -> None:
-        """Check the options as far as possible without the model. Raises `UserError` if one is invalid."""
+        """Check those options that can be checked without loading the model. Raises `UserError` if one is invalid."""
         if not isinstance(model, str) or not model:
             raise UserError("model: give a directory or an id")
         if activation not in ("none", "sigmoid") or too_long not in ("fail", "truncate"):
@@ -136,22 +141,23 @@ class RewardModel(Scorer):
         waiting = _Waiting([_plain_message(m) for m in request.messages], permit, loop.create_future())
         self._waiting.append(waiting)
         if self._serving is None or self._serving.done():
-            self._serving = loop.create_task(self._serve())  # further requests of this turn of the loop join the round
+            # The task starts in the next iteration of the event loop, so all requests made until then join its round.
+            self._serving = loop.create_task(self._serve())
         return Score(await waiting.future)
 
     async def aclose(self) -> None:
-        """Cancel all requests. Does not wait for a batch that runs."""
+        """Cancel all requests. Does not wait until a batch that is being computed ends."""
         waiting, self._waiting = self._waiting, []
         for one in waiting:
             one.future.cancel()
         self._thread.shutdown(wait=False)
 
     async def _serve(self) -> None:
-        """Compute batches until no request waits."""
+        """Compute batches until no request waits any more."""
         loop = asyncio.get_running_loop()
         rounds: dict[str, list[_Waiting]] = {name: [] for name in self._shares}
         while True:
-            self._waiting = [one for one in self._waiting if not one.future.done()]  # some were cancelled or computed
+            self._waiting = [one for one in self._waiting if not one.future.done()]  # drop computed and cancelled ones
             for name, left in rounds.items():
                 left = [one for one in left if not one.future.done()]
                 rounds[name] = left or [one for one in self._waiting if name in one.permit.lanes]
@@ -159,7 +165,8 @@ class RewardModel(Scorer):
             if not lanes:
                 return
             for name in rounds.keys() - lanes:
-                self._turns[name] = max(self._turns[name], self._turn)  # an idle lane gains no priority
+                # The value of an idle lane does not grow. Without this line, the lane would overtake all others later.
+                self._turns[name] = max(self._turns[name], self._turn)
             lane = min(lanes, key=lambda name: self._turns[name])
             self._turn = self._turns[lane]
             try:
@@ -177,7 +184,11 @@ class RewardModel(Scorer):
 
     # --- in the thread ----------------------------------------------------------------------------
     def _compute_batch(self, round_: Sequence[_Waiting]) -> list[tuple[_Waiting, float | Fatal]]:
-        """Compute the requests of a round that fit into one batch. Returns each request done, with its outcome."""
+        """Encode the requests of a round, and compute the longest of them that fit into one batch.
+
+        Returns pairs of a finished request and its score or error. Requests that are not among them remain in the
+        round. Runs in the model's thread.
+        """
         outcomes: list[tuple[_Waiting, float | Fatal]] = []
         encoded: list[tuple[list[int], _Waiting]] = []
         for one in round_:
@@ -192,11 +203,11 @@ class RewardModel(Scorer):
                         raise Fatal(text, cause="too_long")
                     one.tokens = tokens[-self._max_length :]
                 encoded.append((one.tokens, one))
-            except Exception as error:  # only this conversation cannot be encoded
+            except Exception as error:  # concerns only this conversation, so the others are still computed
                 outcomes.append((one, _as_fatal(error)))
         if not encoded:
             return outcomes
-        # the largest first, so that a batch too large for memory fails at once
+        # The longest conversations come first, so that memory runs out in the first batch of a round or in none.
         encoded.sort(key=lambda pair: len(pair[0]), reverse=True)
         rows = max(1, self._tokens_per_batch // len(encoded[0][0]))
         batch = [pair for pair in encoded if not pair[1].future.done()][:rows]
@@ -205,7 +216,10 @@ class RewardModel(Scorer):
         return outcomes
 
     def _compute(self, rows: list[list[int]]) -> list[float | Fatal]:
-        """Return the model's outputs. A batch that does not fit into memory is halved and computed in two parts."""
+        """Return the model's output, or an error, for each row of token ids.
+
+        A batch that does not fit into memory is divided into two halves, which are computed one after the other.
+        """
         import torch
 
         if not rows:
@@ -218,7 +232,7 @@ class RewardModel(Scorer):
                 return [Fatal(f"{len(rows[0])} tokens do not fit into memory: {error}", cause="memory")]
             half = len(rows) // 2
             return [*self._compute(rows[:half]), *self._compute(rows[half:])]
-        except Exception as error:  # concerns this batch only
+        except Exception as error:  # concerns only this batch, so the other batches are still computed
             return [_as_fatal(error)] * len(rows)
         self.batches.append(len(rows))
         values: list[float | Fatal] = []
@@ -228,10 +242,11 @@ class RewardModel(Scorer):
         return values
 
     def _forward(self, rows: list[list[int]]) -> torch.Tensor:
-        """Return the model's outputs, float32[rows]."""
+        """Return the model's output for each row of token ids as float32[rows], on the CPU."""
         import torch
 
-        # The model takes its score at the last token that is not padding, so padding must differ from content.
+        # The model reads the score at the last token of a row that is not the padding token. If its configuration has
+        # no padding token, a token that occurs in none of the rows is used.
         config = self._model.config.get_text_config()
         own = config.pad_token_id
         used = {token for row in rows for token in row}
@@ -254,16 +269,20 @@ def _as_fatal(error: Exception) -> Fatal:
 
 
 class PoolingServer(ServiceScorer):
-    """Scores with a reward model behind vLLM's ``/classify`` or ``/pooling``.
+    """Scores with a reward model on a vLLM server, through its endpoint ``/classify`` or ``/pooling``.
 
-    Both take a conversation and use the model's own chat template.
+    Both endpoints accept a conversation and apply the model's own chat template to it.
 
     Args:
-        base_url: address of the server, without ``/v1``: ``http://localhost:8000``.
+        base_url: address of the server, without ``/v1``, e.g. ``http://localhost:8000``.
         model: the model's name on the server.
-        endpoint: ``classify`` for models with one label, ``pooling`` for others that return one number.
+        endpoint: ``classify`` for classification models with one label, ``pooling`` for other models that return one
+            number.
         extra: additional fields of the request's body, e.g. ``{"use_activation": false}``.
         connection: ``api_key_env``, ``headers``, ``timeout_s``, ``connections`` of `gleanrl.utils.http.HttpClient`.
+
+    Raises:
+        UserError: an argument is invalid, or an environment variable is not set.
     """
 
     def __init__(
@@ -282,7 +301,7 @@ class PoolingServer(ServiceScorer):
         self.version = version_of([{**(extra or {}), "model": model}, endpoint])
 
     async def __call__(self, request: Request) -> Score:
-        """Score a request. Raises `Retryable` or `Fatal` if there is no score."""
+        """Return the score that the server gives. Raises `Retryable` or `Fatal` if it gives none."""
         messages = [_plain_message(message) for message in request.messages]
         body = {**self._body, "messages": messages}
         key = idempotency_key(request, self.version)
@@ -304,7 +323,7 @@ class PoolingServer(ServiceScorer):
 
 
 def _plain_message(message: Message) -> Message:
-    """Return the fields of a message that chat templates support."""
+    """Return a copy of a message with only the fields that chat templates support: role, content and tool calls."""
     plain: Message = {"role": message["role"], "content": message["content"] or ""}
     if calls := message.get("tool_calls"):
         plain["tool_calls"] = calls

@@ -1,7 +1,7 @@
-"""The request that is scored (`Request`), the reward that scores it (`Scorer`), and the conversion to `Score`.
+"""Defines `Request` (a trajectory to be scored) and `Scorer` (a reward), and converts results of rewards to `Score`.
 
-The agent makes a `Request` of each trajectory and calls a `Scorer` with it. A finite number is a score. Any other
-result of a reward is a failure with a reason, never 0.
+The reward agent creates a `Request` from each trajectory and calls a `Scorer` with it. If the result is a finite
+number, it is the score. Any other result is a failure with a reason; it is never turned into a score of 0.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _CANONICAL = json.JSONEncoder(sort_keys=True, separators=(",", ":"), default=to_
 
 
 class NotApplicable(Fatal):
-    """The reward has nothing to say about this trajectory: its score is invalid, but nothing has failed."""
+    """Raised by a reward that does not apply to a trajectory. The score is invalid but does not count as a failure."""
 
     def __init__(self, message: str = "the reward does not apply", *, cause: str = "not_applicable") -> None:
         super().__init__(message, cause=cause)
@@ -51,11 +51,12 @@ class Request:
 
     Attributes:
         task: the task that the trajectory tried to solve.
-        messages: the conversation as it was played.
-        trajectory_id: empty if a text is scored rather than a trajectory.
-        own: the score that the environment gave; may be invalid.
-        info: the trajectory's ``info``.
-        nonce: if not empty, a part of the key, so that neither cache nor journal answers the request.
+        messages: the conversation as it was played, including the task's prompt.
+        trajectory_id: id of the trajectory; empty if a response or a list of messages is scored instead.
+        own: the score that the environment gave; invalid if it gave none.
+        info: the ``info`` of the trajectory.
+        nonce: empty, or a unique text that becomes a part of the key, so that the request cannot be answered from the
+            cache or the journal.
     """
 
     task: Task
@@ -67,9 +68,11 @@ class Request:
 
     @classmethod
     def of(cls, task: Task, answer: Answer) -> Request:
-        """Return the request that scores an answer to a task.
+        """Return a request for a response (text), the messages of a conversation, or a trajectory.
 
-        A message that a rewritten context repeats is included once. Experience that was shown to the agent is left out.
+        A text is appended to the task's prompt; a list of messages must contain the prompt. Of a trajectory, messages
+        that are repeated in a rewritten context are included once, and experience that was inserted into the prompt is
+        left out.
         """
         if isinstance(answer, Trajectory):
             return cls(task, tuple(conversation(answer)), answer.id, answer.score, answer.info)
@@ -86,10 +89,10 @@ class Request:
         return ""
 
     def key(self, version: str) -> str:
-        """Return a hash of this request and of the ``version`` of the reward: 32 hex digits, the same in every process.
+        """Return a hash of this request and of the reward's ``version``, as 32 hex digits.
 
-        It covers task, conversation and the environment's own score. Raises `TypeError` if the task's payload is not
-        JSON.
+        Equal requests have the same key in every process. The hash covers the task's id and payload, the messages and
+        the score that the environment gave. Raises `TypeError` if the payload is not JSON-serialisable.
         """
         own = self.own.value if self.own.valid else None
         hashed = [version, self.task.id, self.task.payload, self.messages, own]
@@ -100,16 +103,18 @@ class Request:
 
 
 class Scorer:
-    """The form of a reward that the agent calls. `gleanrl.rewards.adapter.load_reward` makes it of a user's reward.
+    """The interface of a reward to the agent. `gleanrl.rewards.adapter.load_reward` adapts ordinary rewards to it.
 
-    Subclass it for a reward that controls its own concurrency, time or retries. All methods except ``__call__`` have
-    defaults. A classmethod ``check(**options)``, if there is one, raises `UserError` for invalid options.
+    Subclass it for a reward that controls its own concurrency or time limits. Only ``__call__`` must be implemented. A
+    subclass may have a classmethod ``check(**options)``, which is called before a run starts and raises `UserError` if
+    an option is invalid.
 
     Attributes:
-        version: part of the key of cache and journal; scores that were stored under another version are not used.
-        slots: maximum number of concurrent calls; None: no limit.
-        own_timeout: whether the scorer limits the time of its calls itself, so that the agent does not.
-        post_processes: whether `finish` may change scores.
+        version: a label of the way in which the reward scores. It is a part of the keys in cache and journal, so scores
+            that were stored under another version are not used.
+        slots: maximum number of concurrent calls; None = no limit.
+        own_timeout: True if the scorer limits the duration of its calls itself. The agent then sets no time limit.
+        post_processes: True if `finish` may change scores. If False, the agent does not call it.
     """
 
     version: str = ""
@@ -121,27 +126,32 @@ class Scorer:
         """Return the score of a request.
 
         Raises:
-            Retryable, Fatal, NotApplicable: there is no score.
-            UserError: the configuration is wrong.
+            Retryable: the call failed, but another attempt may succeed.
+            Fatal: the call failed, and another attempt cannot succeed.
+            NotApplicable: the reward does not apply to the trajectory.
+            UserError: the configuration is wrong. The agent stops.
         """
         raise NotImplementedError
 
     async def finish(self, task: Task, scores: Sequence[Score]) -> Sequence[Score]:
-        """Post-process a complete group."""
+        """Return the scores of a complete group after post-processing, in the same order."""
         return scores
 
     def configure(self, settings: RewardSettings) -> None:
         """Apply the limits of ``settings``. Called before the first request is scored."""
 
     def use_journal(self, journal: Journal | None) -> None:
-        """Use ``journal`` to store the finished parts of a request whose score is not complete yet."""
+        """Use ``journal`` to store the scores of single parts before the whole score is complete; None = no journal.
+
+        Only rewards with several parts need it. The agent itself stores complete scores.
+        """
 
     async def aclose(self) -> None:
         """Release connections, threads and processes."""
 
 
 class EnvironmentReward:
-    """The default reward, a `gleanrl.protocols.Reward` without an agent: keeps each trajectory's own score."""
+    """The default `gleanrl.protocols.Reward`, which needs no agent: it keeps the scores that the environment gave."""
 
     async def score(self, task: Task, trajectory: Trajectory) -> Score:
         return trajectory.score
@@ -151,16 +161,17 @@ class EnvironmentReward:
 
 
 async def own_score(request: Request) -> Score:
-    """Return the environment's score. This reward function is used in sums of rewards."""
+    """Return the score that the environment gave, for use as a part of a weighted sum of rewards."""
     return request.own
 
 
 # --- what a reward returns --------------------------------------------------------------------------
 def as_score(returned: Any) -> Score:
-    """Convert a `Score`, a number, or a mapping with ``score`` to a `Score` of plain floats.
+    """Convert the result of a reward to a `Score` whose numbers are plain floats.
 
-    Other numbers of the mapping become parts, and ``explanation`` the explanation. Raises `Fatal` with cause
-    ``not_a_number`` for everything else.
+    The result is a `Score`, a number, or a mapping with the key ``score``. All other numbers of a mapping become
+    `Score.parts`, and its entry ``explanation`` becomes `Score.explanation`. Raises `Fatal` with the cause
+    ``not_a_number`` for any other result.
     """
     if isinstance(returned, Score):
         if type(returned.value) is float and not returned.parts and returned.explanation is None:
@@ -184,13 +195,13 @@ def as_score(returned: Any) -> Score:
 
 
 def number(value: Any) -> float:
-    """Convert a bool, an int, a float, or the only element of an array or tensor to a finite float.
+    """Convert a bool, an int, a float, or an array or tensor with one element to a finite float.
 
-    Raises `Fatal` with cause ``not_a_number`` for anything else.
+    Raises `Fatal` with the cause ``not_a_number`` for anything else.
     """
     single = value
     if hasattr(value, "item"):
-        with suppress(ValueError, RuntimeError, TypeError):  # more than one element
+        with suppress(ValueError, RuntimeError, TypeError):  # the array or tensor does not have exactly one element
             single = value.item()
     if (read := finite(single)) is None:
         raise Fatal(f"the reward is {shorten(repr(value), 80)}, not a finite number", cause="not_a_number")
@@ -206,9 +217,10 @@ def finite(value: Any) -> float | None:
 
 
 def merge_post_processed(scores: Sequence[Score], returned: Any) -> list[Score]:
-    """Return a group's scores after post-processing. Invalid scores stay invalid, and non-numbers become invalid.
+    """Return the group's ``scores`` with the values that its post-processing ``returned``.
 
-    Raises `Fatal` if the number of returned values differs from the number of scores.
+    An invalid score stays invalid. A valid score becomes invalid if the returned value is not a finite number. Raises
+    `Fatal` if ``returned`` is not a list or has another length than ``scores``.
     """
     if not isinstance(returned, Sequence | tuple) and not hasattr(returned, "tolist"):
         raise Fatal(f"post-processing returned {shorten(repr(returned), 80)}, not a list", cause="finish")
@@ -227,5 +239,5 @@ def merge_post_processed(scores: Sequence[Score], returned: Any) -> list[Score]:
 
 
 def shorten(text: str, limit: int = MAX_EXPLANATION) -> str:
-    """Cut a text to at most ``limit`` characters."""
+    """Cut a text to at most ``limit`` characters. The text then ends with three dots."""
     return text if len(text) <= limit else f"{text[: limit - 3]}..."

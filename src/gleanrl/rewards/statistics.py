@@ -15,13 +15,15 @@ from gleanrl.utils.errors import UserError
 PROMPT_TOKENS, COMPLETION_TOKENS = "cost/prompt_tokens", "cost/completion_tokens"  # names in `Score.parts`
 log = logging.getLogger(__name__)
 
-_DOWN_REQUESTS = 4  # failed requests before a service counts as down, because one bad request is not an outage
-_WARN_AFTER_S = 10.0  # seconds of only failures after which the user is warned
+# A service counts as down only if the calls of at least this many different requests fail, because calls of a single
+# request may fail for a reason that lies in the request.
+_DOWN_REQUESTS = 4
+_WARN_AFTER_S = 10.0  # seconds without a successful call after which a warning is logged
 _QUANTILES = (50, 95, 99)
 
 
 class Reservoir:
-    """A uniform sample of at most ``size`` of all added values (algorithm R)."""
+    """A uniform random sample of at most ``size`` of all added values (algorithm R of reservoir sampling)."""
 
     def __init__(self, size: int = 2048) -> None:
         self._size = size
@@ -45,13 +47,16 @@ class Reservoir:
 
 
 class RecentQuantile:
-    """A quantile of the latest values, for hedging. It is computed again after every ``least`` values."""
+    """A quantile of the latest ``size`` values, by which the agent decides when to hedge a request.
+
+    It is available after ``least`` values, and computed again after every further ``least`` values.
+    """
 
     def __init__(self, quantile: float, *, least: int = 32, size: int = 1024) -> None:
         self._quantile, self._least = quantile, least
         self._values: deque[float] = deque(maxlen=size)
         self._added = 0
-        self.value: float | None = None  # None = too few values
+        self.value: float | None = None  # None = fewer than ``least`` values were added
 
     def add(self, value: float) -> None:
         self._values.append(value)
@@ -61,14 +66,16 @@ class RecentQuantile:
 
 
 class Statistics:
-    """Statistics of one interval, in bounded memory. The agent starts a new interval at each call of `metrics`.
+    """Counts and durations of the reward agent's requests since the last call of `RewardAgent.metrics`.
+
+    The memory used does not grow with the number of requests.
 
     Attributes:
-        counts: numbers of events, by their names in `metrics`.
-        failed: failed requests by cause.
-        total: seconds from submission to score.
-        answer: seconds of one attempt that returned a score.
-        most_queued, most_in_flight: the largest numbers of requests at the same time.
+        counts: number of events, by the event's name in `metrics`.
+        failed: number of failed requests by cause.
+        total: seconds from the submission of a request to its score, including retries.
+        answer: seconds of single attempts that returned a score, without the waits for slots and rate limits.
+        most_queued, most_in_flight: the largest number of requests that were queued or in flight at the same time.
     """
 
     def __init__(self) -> None:
@@ -79,7 +86,10 @@ class Statistics:
         self.most_queued = self.most_in_flight = 0
 
     def add_cost(self, cost: Mapping[str, float]) -> float:
-        """Add the tokens that an attempt used. Returns their number. ``cost`` has the keys of `Score.parts`."""
+        """Count the tokens that an attempt used, and return their number.
+
+        ``cost`` holds them under the keys `PROMPT_TOKENS` and `COMPLETION_TOKENS`, as `Score.parts` does.
+        """
         prompt, completion = cost.get(PROMPT_TOKENS, 0.0), cost.get(COMPLETION_TOKENS, 0.0)
         if prompt or completion:
             self._tokens["prompt"] += round(prompt)
@@ -87,9 +97,9 @@ class Statistics:
         return prompt + completion
 
     def metrics(self, queued: int, in_flight: int) -> Metrics:
-        """Return ``time/...`` for durations and ``service/...`` for requests.
+        """Return the metrics: durations and queue lengths as ``time/...``, numbers of requests as ``service/...``.
 
-        A resumed run sends fewer requests than an uninterrupted one, so neither is reproducible bit for bit.
+        Neither is reproducible, because a resumed run sends fewer requests than an uninterrupted one.
         """
         names = ("scored", "retries", "timeouts", "unreachable", "hedged", "cache_hits", "journal_hits")
         return {
@@ -109,8 +119,10 @@ class ErrorBudget:
     """Decides when a service counts as down.
 
     Args:
-        max_failed_fraction: share of the last ``window`` requests (at least 32) that may fail.
-        down_after_s: seconds in which calls of several requests fail and none is answered.
+        max_failed_fraction: the service counts as down if more than this share of the last ``window`` requests failed.
+            The share is checked once 32 requests have ended.
+        down_after_s: the service also counts as down if no call was answered for this many seconds, and the calls that
+            failed meanwhile belong to at least four requests.
     """
 
     def __init__(self, max_failed_fraction: float, window: int, down_after_s: float) -> None:
@@ -120,7 +132,7 @@ class ErrorBudget:
         self._failing_since: float | None = None
         self._failing: set[int] = set()
         self._warned = False
-        self.answered = False  # whether any call was answered so far
+        self.answered = False  # whether any call has been answered since the agent was created
 
     def succeeded(self) -> None:
         """Record that a call was answered."""
@@ -129,7 +141,10 @@ class ErrorBudget:
         self._failing.clear()
 
     def attempt_failed(self, request: int, error: BaseException, now: float) -> None:
-        """Record that a call of a request failed at ``now`` (seconds). Raises `UserError` if the service is down."""
+        """Record that a call of the request with number ``request`` failed at the event loop time ``now``.
+
+        Raises `UserError` if the service counts as down.
+        """
         since = self._failing_since = now if self._failing_since is None else self._failing_since
         if len(self._failing) < _DOWN_REQUESTS:
             self._failing.add(request)
@@ -146,7 +161,7 @@ class ErrorBudget:
             log.warning("the reward has only failed for %.0f s; the last error: %s", seconds, error)
 
     def ended(self, failed: bool, reason: str = "") -> None:
-        """Record the end of a request. Raises `UserError` if too large a share of the last ones failed."""
+        """Record that a request has ended. Raises `UserError` if too large a share of the last requests failed."""
         if len(self._last) == self._last.maxlen:
             self._failed -= self._last[0]
         self._last.append(failed)
