@@ -28,8 +28,8 @@ class Plan:
         self.curriculum = curriculum
         self._batch = batch
         self._waiting: deque[GroupSpec] = deque()  # planned groups that have no ticket yet
-        self._resumed: dict[int, GroupSpec] = {}  # ticket number -> its group in the loaded checkpoint
-        self._started: dict[int, GroupSpec] = {}  # ticket number -> its group, since the ticket has started
+        self._resumed: dict[int, GroupSpec] = {}  # the groups of the loaded checkpoint, by ticket number
+        self._started: dict[int, GroupSpec] = {}  # the groups of tickets that have started, by ticket number
         self._dropped: list[tuple[str, Group]] = []  # (reason, group) of the groups dropped since the last step
 
     async def next(self, ticket: Ticket) -> GroupSpec:

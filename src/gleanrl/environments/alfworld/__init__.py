@@ -54,8 +54,8 @@ class AlfworldTaskset(Taskset):
         goals: kinds of goals: put, heat, cool, clean, examine, put_two, or ALFWorld's names of these kinds.
         size: ``small`` = households with as many receptacles and objects as the next two options say; ``full`` =
             households as large as those of ALFWorld's own games.
-        receptacles, objects: how many of them a small household has, each a number or a range (least, most). None = (5,
-            6) receptacles and (4, 6) objects.
+        receptacles, objects: how many of them a small household has, each a number or a range (least, most). None = 5
+            to 6 receptacles and 4 to 6 objects.
         seed: seed with which households are drawn.
         rooms: rooms to use, among kitchen, bathroom, bedroom, living_room. None = for small households the usual room
             of each goal (the kitchen; for examine the bedroom), for full households every room of each goal.

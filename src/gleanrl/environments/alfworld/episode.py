@@ -30,7 +30,7 @@ class AlfworldEnvironment(Environment):
     """An environment that plays one game: messages are commands, and observations are the game's answers.
 
     The score is 1 if the goal has been reached, else 0. Except in the format ``plain``, its part ``valid_actions`` is
-    the share of the turns so far that the game accepted.
+    the share of the turns so far that were thoughts or commands that the game accepted.
 
     The ``info`` of an observation contains ``won``, ``valid_action`` (whether the game accepted the last command; true
     for thoughts and after `reset`) and, if ``admissible_commands`` is set, the list of these commands.
