@@ -2,9 +2,8 @@
 
 A `Guide` adds guidance to a run in three places. The training loop itself does not change.
 
-1. `GuidedCurriculum` wraps the curriculum, and marks in the payload of each planned task which fresh members are
-guided.
-   These are the last ones of the group.
+1. `GuidedCurriculum` wraps the curriculum. In the payload of each planned task, it marks which fresh members of the
+   group are guided. These are always the last fresh ones.
 2. `GuidedPlayer` replaces the player. For the marked members it retrieves a text and inserts it into the last user
    message before the first sampled turn (the messages before that turn are the *opening* of the episode).
 3. `Guide.strip` prepares finished groups for training. With the mode ``keep``, the text stays in the prompt. With

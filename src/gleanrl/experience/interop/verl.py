@@ -274,7 +274,7 @@ def from_verl(
       ``rollout_log_probs``, or ``old_log_probs`` if that key is missing.
     * The score of a row is ``scores``. Without this key, it is the row's sum of the first of ``token_level_scores``,
       ``rm_scores`` and ``token_level_rewards`` that the batch has. The score is invalid if ``valid`` is 0.
-    * Turns are separated by ``turn_ids`` and at each change of the mask. Turns without tokens cannot be restored.
+    * A new turn begins where ``turn_ids`` or the mask changes. Turns without tokens cannot be restored.
     * Rows with equal ``trajectory_ids`` are the segments of one trajectory, in the order of ``segment_ids``. Without
       these keys, each row is a trajectory.
 

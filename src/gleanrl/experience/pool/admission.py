@@ -10,7 +10,8 @@ import numpy as np
 from gleanrl.config.settings import ReplaySettings
 from gleanrl.types import Trajectory
 
-ROUNDING = 1e-3  # largest log-prob that is accepted, because float32 rounding in an engine can exceed 0 slightly
+# Log-probs up to this value are accepted, because float32 rounding in an inference engine can give values above 0.
+ROUNDING = 1e-3
 
 DEFECTS = {
     "nothing_sampled": "nothing of it was sampled",

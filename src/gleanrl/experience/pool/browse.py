@@ -67,7 +67,7 @@ class Difficulty:
     """Counts over all tasks whose latest fresh group had ``successes`` out of ``attempts``."""
 
     successes: int
-    attempts: int  # 0 = not known: the trajectories came from another source, and no group was observed
+    attempts: int  # 0 = unknown: the trajectories came from another source, and no group was observed
     tasks: int  # number of these tasks
     replayable: int  # number of them that are not retired and have a stored trajectory
     retired: int  # number of them that are retired

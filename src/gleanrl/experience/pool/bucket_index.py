@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 
 RETIRED = -1
-ATTEMPTS = 1_000_000  # factor of the attempts in the id of a bucket; must be larger than the successes of any group
+ATTEMPTS = 1_000_000  # a bucket's id is attempts * ATTEMPTS + successes, so every group must have fewer successes
 
 
 @dataclass(slots=True)

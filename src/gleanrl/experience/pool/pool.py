@@ -59,7 +59,7 @@ class PoolTask:
     """A task and its state in the pool."""
 
     task: Task
-    attempts: int  # number of valid fresh members of its latest group; 0 = not known, as no group was observed
+    attempts: int  # number of valid fresh members of its latest group; 0 = unknown, because no group was observed
     successes: int  # number of these members that succeeded
     step: int  # step of its latest group
     live: int  # number of its stored trajectories
@@ -138,9 +138,9 @@ class ExperiencePool:
         """Update the pool with the groups of ``step``: store successes, update solve rates and retire tasks.
 
         Only fresh members with a valid score count; a group without any changes nothing. The successes of a group are
-        stored if its solve rate is strictly between ``min_rate`` and ``max_rate`` and `admission.refusal` accepts them.
-        Trajectories that are older than ``max_age`` versions at the next step are evicted. ``temperature`` is the
-        sampling temperature of the groups. All changes are one transaction.
+        stored if its solve rate is strictly between ``min_rate`` and ``max_rate`` and `admission.refusal` does not
+        refuse them. Trajectories that are older than ``max_age`` versions at the next step are evicted. ``temperature``
+        is the sampling temperature of the groups. All changes are one transaction.
 
         Returns metrics under ``pool/``: what this call changed, evictions since the last call, and the new sizes.
         """

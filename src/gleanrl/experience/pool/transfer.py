@@ -236,7 +236,7 @@ def _schema(arrow: Any) -> Any:
         [
             ("key", whole),
             ("task_id", text),
-            ("task", text),  # JSON: prompt and payload
+            ("task", text),  # JSON: prompt, payload and kind
             ("attempts", whole),
             ("successes", whole),
             ("trajectory_id", text),

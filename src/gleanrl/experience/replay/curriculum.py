@@ -43,8 +43,8 @@ class _State:
     batches: int = 0  # number of whole batches proposed
     batch: int = 0  # number of groups in a whole batch, which is the largest proposal so far
     in_batch: list[str] = field(default_factory=list)  # ids of the tasks in the latest whole batch and its replacements
-    owed: float = 0.0  # share of a pool task, below 1, that earlier proposals of single groups have not used
-    probes_owed: float = 0.0  # share of a probe, at most 1, that earlier proposals have not used
+    owed: float = 0.0  # fraction of a replayed task, below 1, carried over from proposals of single groups
+    probes_owed: float = 0.0  # fraction of a probe, at most 1, carried over from earlier proposals
     steps: int = 0  # number of calls of `observe`, which is the number of finished steps
     solved: float = 0.0  # number of solved fresh rollouts; earlier steps have less weight (`_MEMORY`)
     tried: float = 0.0  # number of all valid fresh rollouts, weighted in the same way

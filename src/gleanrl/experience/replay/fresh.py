@@ -14,7 +14,7 @@ from gleanrl.protocols import Curriculum
 from gleanrl.types import GroupSpec
 
 # For a batch of n groups, `FreshPicks.take` requests at most max(16 n, 64) further specs from the inner curriculum.
-# Without a limit it would search for long if nearly all tasks are retired.
+# If nearly all tasks are retired, a search without a limit would take long.
 _BATCHES, _LEAST = 16, 64
 
 
@@ -35,7 +35,7 @@ class FreshPicks:
         self._repeated: list[int] = []  # specs that were skipped because the batch contains their tasks already
         self._next = 0  # position in ``waiting`` of the first spec that was not examined yet
         self._seen: set[str] = set()  # ids of the tasks of all examined specs
-        self._repeats = 0  # how many specs, up to the last examined one, repeat in a row a task that was seen before
+        self._repeats = 0  # number of specs examined since the last one whose task had not been seen before
 
     @property
     def specs(self) -> list[GroupSpec]:
@@ -60,9 +60,9 @@ class FreshPicks:
         """Pick ``count`` specs of tasks that are neither retired nor in ``taken``, and add these tasks to ``taken``.
 
         Returns how many of the ``count`` specs were not found. The search stops at the limit of further proposals, or
-        earlier if the inner curriculum only repeats tasks. It is taken to have no other task once ``2 n + 1`` specs in
-        a row repeat a task, where ``n`` is the number of distinct tasks seen. If the inner curriculum proposes each
-        task once per epoch, that many repeats prove it.
+        earlier if the inner curriculum only repeats tasks. The search assumes that no other task exists once ``2 n +
+        1`` specs in a row repeat a task, where ``n`` is the number of distinct tasks seen. If the inner curriculum
+        proposes each task once per epoch, that many repeats prove it.
         """
         while count > 0:
             retired = self._pool.retired([spec.task.id for spec in self._waiting[self._next :]])
