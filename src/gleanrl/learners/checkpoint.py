@@ -128,7 +128,7 @@ def read(folder: Path, tensors: Mapping[str, Tensor], optimizers: Optimizers, *,
                 continue
             name, _, kind = key.removeprefix(prefix).rpartition("/")
             parameter, dtype = parameters[name].detach(), info.properties.dtype
-            if info.size == parameter.shape:  # a moment, for example, which is sharded like its parameter
+            if info.size == parameter.shape:  # a moment of AdamW, which is sharded like its parameter
                 value = torch.empty_like(parameter, dtype=dtype)
             else:
                 value = torch.empty(info.size, dtype=dtype)

@@ -1,7 +1,7 @@
 """The critic of PPO, a value function with its own optimizer.
 
-It predicts, before each trained token, the return from there on. `LocalEngine` makes a `Critic` if the advantage
-estimator needs values.
+It predicts, at the position before each trained token, the return of the remaining trajectory. `LocalEngine` makes a
+`Critic` if the advantage estimator needs values.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ class Critic:
     trains. With ``"shared"`` they are the policy's own, recorded by `capture`. Then the gradient of the value loss,
     times ``critic.coefficient``, also flows into the policy's weights, which the policy's optimizer updates.
 
-    The weights of a new head are 0, so all first values are 0. ``place`` puts a module on its device or shards it; an
-    engine passes `Placement.place`.
+    The weights of a new head are 0, so every value is 0 until the first update. ``place`` puts a module on its device
+    or shards it; an engine passes `Placement.place`.
     """
 
     def __init__(

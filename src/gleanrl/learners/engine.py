@@ -283,7 +283,7 @@ class LocalEngine:
         if settings.activation_checkpointing:
             given = {"use_reentrant": False}
             for body in filter(None, (self.model, self.critic and self.critic.body)):
-                if hasattr(body, "activation_checkpointing_enable"):  # newer versions of transformers renamed it
+                if hasattr(body, "activation_checkpointing_enable"):  # the name of the method in newer transformers
                     body.activation_checkpointing_enable(activation_checkpointing_kwargs=given)
                 else:
                     body.gradient_checkpointing_enable(gradient_checkpointing_kwargs=given)

@@ -178,7 +178,7 @@ def _inside(targets: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
 def _blocks(hidden: Tensor, weight: Tensor) -> tuple[list[slice], list[slice]]:
     """Return the slices of rows and the slices of the vocabulary that cut the logits into blocks.
 
-    The slices of the vocabulary have equal widths (up to one), because products with a narrow last slice would be slow.
+    The widths of the vocabulary's slices differ by at most 1, because products with a narrow last slice would be slow.
     """
     height, width = BLOCKS.get(hidden.device.type, BLOCK)
     size = weight.shape[0]

@@ -20,8 +20,8 @@ from torch.autograd.function import once_differentiable
 from gleanrl.algorithms.microbatch import row_layout
 from gleanrl.learners.fused_head import head_logprobs
 
-# From this number of logits on, they are computed in blocks and not stored. At this size that saves 0.5 GiB (logits and
-# their gradient in float32) and takes a fifth more time.
+# If there are at least this many logits, they are computed in blocks and not stored. At this size that saves 0.5 GiB
+# (logits and their gradient in float32) and takes a fifth more time.
 LARGE = 1 << 26
 PROBE_LOGIT = 1e4  # the probe's largest logit; far above any soft cap
 # Largest difference allowed between the probe's logits and the head's output, as a share of the largest logit. It is
@@ -59,8 +59,9 @@ def trained_logprobs(
     """
     layout = row_layout(places, owners, next(model.parameters()).dtype)
     head: Any = model.get_output_embeddings()  # type: ignore[operator]
-    # `head_logprobs` multiplies by the head's weight itself. A subclass of Linear or a wrapped weight (quantised, with
-    # adapters, sharded) may compute something else, or have only a part of the weight in this process.
+    # `head_logprobs` does not call the head, but multiplies by its weight. This is not possible if the head is a
+    # subclass of Linear, which may compute something else (with quantised weights or adapters), or if its weight is
+    # sharded, so that this process has only a part of it.
     linear = type(head) is nn.Linear and type(head.weight) is nn.Parameter and "forward" not in vars(head)
     if linear and index.numel() * head.out_features >= LARGE and _PLAIN.get(model, True):
         hidden = _hidden_states(model, head, index, input_ids=tokens, **layout)
@@ -115,7 +116,8 @@ def _hidden_states(model: Any, head: nn.Linear, index: Tensor, **inputs: Tensor)
             if plain:
                 largest = expected.double().abs().amax(-1)
                 apart = (logits.double() - expected.double()).abs().amax(-1)
-                reached = largest[0, -1] > PROBE_LOGIT / 2  # False for a head of zeros, for which all logits are 0
+                # False for a head of zeros: all its logits are 0, so that a scale or a soft cap would have no effect.
+                reached = largest[0, -1] > PROBE_LOGIT / 2
                 plain = bool(reached & (apart <= PROBE_TOLERANCE * largest).all())
         _PLAIN[model] = plain
     return states[0] if _PLAIN[model] else None

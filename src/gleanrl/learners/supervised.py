@@ -23,7 +23,7 @@ from gleanrl.utils.seeding import derive
 
 WARMUP_STEPS = 20
 LOWEST_RATE = 0.1  # learning rate at the end of the cosine decay, as a share of ``lr``
-TOKENS_PER_MICROBATCH = 16384  # including padding
+TOKENS_PER_MICROBATCH = 16384  # largest number of tokens in a micro-batch, including padding
 
 
 def fine_tune(

@@ -96,8 +96,8 @@ class Canary:
     def check_fit(self, weights: Mapping[str, Any]) -> None:
         """Check the names and shapes of ``weights``.
 
-        Raises `ValueError` if a weight of the model is missing or has another shape, or if the model has no weight of a
-        name.
+        Raises `ValueError` if a weight of the model is missing or has another shape, or if ``weights`` contains a name
+        that the model does not have.
         """
         expected = dict(self._modules.named_parameters())
         check_fit(expected, weights)

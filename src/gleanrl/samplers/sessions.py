@@ -142,8 +142,8 @@ class SessionSampler:
         max_rows: largest number of open sessions. Further sessions wait in the order in which they were requested.
         max_context: largest length of prompt and completion together, in tokens.
         deterministic: whether to start a burst only when every open session waits for a completion. The composition of
-            batches, and with it every rounding error, then does not depend on timing. No episode may wait for another
-            session, because a burst would never start.
+            batches, and with it every rounding error, then does not depend on timing. No episode may wait for the
+            result of another session, because no burst would ever start then.
         inflight: whether `publish` loads new weights between two bursts, so that incomplete requests continue with
             them. If False, it waits until all open sessions have closed, and no session opens meanwhile.
         device_lock: each burst runs inside ``async with device_lock("sample")``. None = the sampler does not wait for
@@ -425,7 +425,7 @@ class _Session:
     def __init__(self, sampler: SessionSampler, ordinal: int, seed: int, max_context: int) -> None:
         self._sampler = sampler
         self.row = Row(ordinal, max_context)
-        self.random = np.random.Generator(np.random.Philox(seed))  # used by this session only
+        self.random = np.random.Generator(np.random.Philox(seed))  # draws the random numbers for this session's tokens
         self.request: Request | None = None
 
     async def sample(self, prompt: IntArray, params: SamplingParams) -> Completion:

@@ -1,6 +1,6 @@
 """Shards a model over processes by FSDP2 and tensor parallelism, and divides the micro-batches among the processes.
 
-Gradients are summed over processes and not averaged, as FSDP2 does by default. The engine then divides the sum by the
+By default, FSDP2 averages gradients over processes. Here they are summed, and the engine divides the sum by the
 denominator of the whole mini-batch, exactly as it does in one process.
 """
 
