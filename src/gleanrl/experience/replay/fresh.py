@@ -60,8 +60,8 @@ class FreshPicks:
         """Pick ``count`` specs of tasks that are neither retired nor in ``taken``, and add these tasks to ``taken``.
 
         Returns how many of the ``count`` specs were not found. The search stops at the limit of further proposals, or
-        earlier if the inner curriculum only repeats tasks. The search assumes that no other task exists once ``2 n +
-        1`` specs in a row repeat a task, where ``n`` is the number of distinct tasks seen. If the inner curriculum
+        earlier if the inner curriculum only repeats tasks. The search assumes that no other task exists once more than
+        ``2 n`` specs in a row repeat a task, where ``n`` is the number of distinct tasks seen. If the inner curriculum
         proposes each task once per epoch, that many repeats prove it.
         """
         while count > 0:
