@@ -1,1 +1,1 @@
-"""The command line. Each verb has a file of its own."""
+"""The command line `gleanrl`. Each of its commands (`train`, `evaluate`, ...) is a module of this package."""

@@ -20,38 +20,40 @@ if TYPE_CHECKING:
     from gleanrl.buffer.reader import Reader
 
 FORMATS = ("rlinf", "safetensors", "lerobot")
-VALUES = 4  # a field is shown by this many of its first values
-_PICKLES = "read RLinf's .pkl files too; they can run any code when they are read: only files of your own"
+VALUES = 4  # number of values that `view` prints of each field
+_PICKLES = "also read RLinf's .pkl files; a pickle can run any code when it is read, so use it only for trusted files"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    where = "a buffer's folder, a checkpoint, a folder with those of all ranks, or RLinf's directory"
+    where = "folder of a buffer, of a checkpoint, of the checkpoints of all ranks, or of an RLinf buffer"
     parser.add_argument("path", metavar="PATH", type=Path, help=where)
     parser.add_argument("--pickles", action="store_true", help=_PICKLES)
     parser.set_defaults(command=guarded(_stats))
-    actions = parser.add_subparsers(metavar="ACTION", description="without one: stats")
+    actions = parser.add_subparsers(metavar="ACTION", description="what to do with the buffer (default: stats)")
 
     def action(name: str, command: Command, text: str) -> argparse.ArgumentParser:
         made = actions.add_parser(name, help=text, description=text)
         made.set_defaults(command=guarded(command))
         return made
 
-    action("stats", _stats, "how much there is of what, and its fields")
-    action("verify", _verify, "read everything; exit status 1 and a line for each fault where something is damaged")
-    viewed = action("view", _view, "one trajectory: fields, episodes, returns, instructions, a few values")
-    viewed.add_argument("number", type=natural, metavar="N", help="its id")
-    merged = action("merge", _merge, "write all trajectories to a new buffer, in order")
-    merged.add_argument("out", type=Path, metavar="OUT", help="the new buffer's folder")
-    merged.add_argument("more", type=Path, nargs="*", metavar="PATH", help="and those of these, behind them")
-    cut = action("split", _split, "write N checkpoints with about the same number of rows, as ranks would load them")
-    cut.add_argument("out", type=Path, metavar="OUT", help="a new folder for them")
-    cut.add_argument("parts", type=natural, metavar="N", help="how many")
-    exported = action("export", _export, "write all trajectories in a format of others")
+    action("stats", _stats, "print the numbers of trajectories, rows and episodes, the size, and the fields")
+    action("verify", _verify, "read all data; print a line for each fault, and exit with status 1 if there is one")
+    viewed = action("view", _view, "print one trajectory: fields, some values, episodes, returns and instructions")
+    viewed.add_argument("number", type=natural, metavar="N", help="id of the trajectory")
+    merged = action("merge", _merge, "write the trajectories of several buffers to a new buffer, in order")
+    merged.add_argument("out", type=Path, metavar="OUT", help="folder of the new buffer")
+    merged.add_argument("more", type=Path, nargs="*", metavar="PATH", help="further buffers to append")
+    cut = action("split", _split, "write N checkpoints with about the same number of rows each, one for each rank")
+    cut.add_argument("out", type=Path, metavar="OUT", help="new folder for the checkpoints")
+    cut.add_argument("parts", type=natural, metavar="N", help="number of checkpoints")
+    exported = action("export", _export, "write all trajectories in another file format")
     exported.add_argument("format", choices=FORMATS, metavar="FORMAT", help=f"one of {', '.join(FORMATS)}")
-    exported.add_argument("out", type=Path, metavar="OUT", help="a new folder")
-    exported.add_argument("--fps", type=positive_float, default=1.0, help="lerobot: chunk steps a second (default 1)")
+    exported.add_argument("out", type=Path, metavar="OUT", help="new folder for the files")
+    exported.add_argument("--fps", type=positive_float, default=1.0, help="lerobot: chunk steps per second (default 1)")
     for writing in (merged, exported):
-        writing.add_argument("--skip-damaged", action="store_true", help="leave out what cannot be read, and say so")
+        writing.add_argument(
+            "--skip-damaged", action="store_true", help="leave out damaged trajectories and name them on standard error"
+        )
 
 
 # --- inspecting ---------------------------------------------------------------------------------
@@ -89,7 +91,7 @@ def _stats(args: argparse.Namespace) -> int:
             for line in store.lost_files():
                 print(f"damaged: {safe(line)}")
 
-        counts: dict[Schema, int] = {}  # number of trajectories by their fields
+        counts: dict[Schema, int] = {}  # number of trajectories that have these fields
         for store in stores:
             now = store.snapshot
             for own in now.tables:
@@ -160,7 +162,10 @@ def _view(args: argparse.Namespace) -> int:
 
 
 def _describe_values(column: Tensor) -> tuple[str, str, str]:
-    """Return the lowest, the highest and the first few values of a column as text, empty where it has no such value."""
+    """Return the lowest value, the highest value and the first `VALUES` values of a column as text.
+
+    A text is empty if the column is empty or its dtype has no such value (complex numbers have no lowest one).
+    """
     from gleanrl.buffer.trajectory import to_numpy
 
     try:
@@ -224,7 +229,7 @@ def _split(args: argparse.Namespace) -> int:
 # --- opening ------------------------------------------------------------------------------------
 @contextmanager
 def _opened(args: argparse.Namespace) -> Iterator[list[Reader]]:
-    """Open the buffers and checkpoints at the path."""
+    """Open all buffers and checkpoints at ``args.path`` for reading, and close them when the block ends."""
     from gleanrl.buffer import checkpoint
 
     with ExitStack() as stack:

@@ -1,4 +1,4 @@
-"""Helpers that several verbs share: the options of a job, quiet pipes, printable text, tables and argument types."""
+"""Helpers of several commands: the options of a job, closed pipes, escaped text, tables and argument types."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 Command = Callable[[argparse.Namespace], int]
 
-INTERRUPTED = 130  # the shell's exit status for SIGINT
-RUN_HELP = "a run's folder, or its name under runs/"
+INTERRUPTED = 130  # exit status that shells use for a process ended by SIGINT (128 + 2)
+RUN_HELP = "folder of a run, or its name under runs/"
 _RUNTIMES = {
     "language model": {"check": "config.validate", "run": "runtime.local"},
     "embodied": {"check": "runtime.embodied", "run": "runtime.embodied"},
@@ -29,15 +29,17 @@ _RUNTIMES = {
 
 
 def preset_names() -> list[str]:
-    """Return the names of the presets, without importing the configuration."""
+    """Return the names of the presets. Does not import `gleanrl.config`, so that --help stays fast."""
     folder = Path(__file__).parents[1] / "config" / "presets"
     return sorted(path.stem for path in folder.glob("*.toml"))
 
 
 def add_job_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of a verb that runs a job: its settings, and whether it runs in this process or on Ray."""
-    parser.add_argument("--runtime", choices=("local", "ray"), help="where the parts of the run live (--ray.enabled)")
-    parser.add_argument("--ray-address", metavar="ADDRESS", help="join this Ray cluster (--ray.address)")
+    """Add the options of a command that runs a job: the runtime, and any settings as ``--section.key VALUE``."""
+    parser.add_argument(
+        "--runtime", choices=("local", "ray"), help="run in this process, or in Ray actors (sets --ray.enabled)"
+    )
+    parser.add_argument("--ray-address", metavar="ADDRESS", help="join this Ray cluster (sets --ray.address)")
     parser.set_defaults(takes_settings=True)
     parser.epilog = (
         "Any setting can be given as --section.key VALUE, for example --learner.lr 1e-4; `gleanrl settings` lists them."
@@ -45,9 +47,9 @@ def add_job_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def load_config(args: argparse.Namespace, source: str) -> Any:
-    """Load the configuration of a job with the settings of the command line.
+    """Load the configuration of a job from ``source``, a preset or a TOML file, and apply ``args.overrides``.
 
-    Appends the settings that --runtime and --ray-address stand for to ``args.overrides``.
+    The settings that --runtime and --ray-address stand for are appended to ``args.overrides`` first.
     """
     with interrupts_end_the_process():
         from gleanrl.config.loading import load_job
@@ -60,7 +62,11 @@ def load_config(args: argparse.Namespace, source: str) -> Any:
 
 
 def import_runtime(config: Any, what: Literal["check", "run"]) -> Any:
-    """Import the module that checks or runs the job that ``config`` describes."""
+    """Import and return the module that checks or runs a job of the kind and with the runtime that ``config`` selects.
+
+    A module to "check" has the functions ``check`` and ``warnings``; one to "run" has ``run_training`` and
+    ``run_evaluation``.
+    """
     module = _RUNTIMES[config.kind][what]
     if module == "runtime.local" and config.ray.enabled:
         module = "runtime.ray.run"
@@ -70,7 +76,10 @@ def import_runtime(config: Any, what: Literal["check", "run"]) -> Any:
 
 @contextmanager
 def interrupts_end_the_process() -> Iterator[None]:
-    """Let Ctrl-C end the process during imports, when libraries' C code would turn the interrupt into other errors."""
+    """Make Ctrl-C end the process at once while the block imports modules.
+
+    A KeyboardInterrupt that is raised inside the C code of an imported library may appear as an unrelated error.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -87,7 +96,11 @@ def interrupts_end_the_process() -> Iterator[None]:
 
 
 def guarded(command: Command) -> Command:
-    """Make a command end quietly if its reader closes the pipe (`| head`), and escape text that cannot be encoded."""
+    """Wrap a command that prints results.
+
+    The command ends without an error if standard output is a pipe that is closed (``| head``). Characters that the
+    encoding of standard output lacks are printed as escape sequences.
+    """
 
     def run(args: argparse.Namespace) -> int:
         if isinstance(sys.stdout, io.TextIOWrapper):
@@ -102,7 +115,7 @@ def guarded(command: Command) -> Command:
 
 @contextmanager
 def quiet_pipe() -> Iterator[None]:
-    """End printing without an error if the reader of standard output closes the pipe."""
+    """End the block without an error if standard output is a pipe whose reader has closed it."""
     try:
         yield
         sys.stdout.flush()
@@ -111,7 +124,10 @@ def quiet_pipe() -> Iterator[None]:
 
 
 def safe(text: str, *, lines: bool = False) -> str:
-    """Escape the control characters in the text of a stored episode, which a terminal would execute."""
+    """Escape the control characters in ``text``, except line feeds if ``lines`` is True.
+
+    Text of stored episodes comes from models and environments. Printed unescaped, it could control the terminal.
+    """
     return "".join(
         c if c.isprintable() or (lines and c == "\n") else c.encode("unicode_escape", "surrogatepass").decode()
         for c in text
@@ -119,7 +135,7 @@ def safe(text: str, *, lines: bool = False) -> str:
 
 
 def table(headings: Sequence[str], rows: Sequence[Sequence[object]], left: int = 0) -> None:
-    """Print columns aligned to the right, except the last ``left`` columns, which are aligned to the left."""
+    """Print a table. Columns are aligned to the right, except the last ``left`` columns, which are left-aligned."""
     cells = [[str(cell) for cell in row] for row in (headings, *rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     for row in cells:
@@ -131,7 +147,7 @@ def table(headings: Sequence[str], rows: Sequence[Sequence[object]], left: int =
 
 
 def spread(values: npt.NDArray[Any], form: str = "g") -> str:
-    """Format the smallest, largest and median value, or one number if all values are equal."""
+    """Format the range and the median of values, as in "1 to 9, median 4", or one number if all values are equal."""
     import numpy as np
 
     low, middle, high = np.quantile(values, [0.0, 0.5, 1.0]).tolist()
@@ -139,21 +155,21 @@ def spread(values: npt.NDArray[Any], form: str = "g") -> str:
 
 
 def natural(text: str) -> int:
-    """Parse an argument of 0 or more."""
+    """Parse an integer of at least 0 (an argparse type)."""
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of 0 or more")
     return int(text)
 
 
 def positive(text: str) -> int:
-    """Parse an argument of 1 or more."""
+    """Parse an integer of at least 1 (an argparse type)."""
     if (number := natural(text)) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of 1 or more")
     return number
 
 
 def positive_float(text: str) -> float:
-    """Parse a finite argument above 0."""
+    """Parse a finite number above 0 (an argparse type)."""
     try:
         number = float(text)
     except ValueError:

@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _doctor(args: argparse.Namespace) -> int:
-    """Print one line per finding. Returns 0 if training can work here, 1 if something essential is missing."""
+    """Print a line for each check. Return the exit status: 0 if training can run here, 1 if there is a problem."""
     from gleanrl.environments.tools.executor import bubblewrap_missing
 
     problems: list[str] = []

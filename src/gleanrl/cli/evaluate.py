@@ -12,7 +12,7 @@ from gleanrl.utils.errors import UserError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    evaluated = f"{RUN_HELP}; one of its checkpoints (RUN/checkpoints/step-N); or what `train` takes"
+    evaluated = f"{RUN_HELP}; a checkpoint of a run (RUN/checkpoints/step-N); a preset; or a TOML file"
     parser.add_argument("config", metavar="RUN_OR_PRESET_OR_TOML", help=evaluated)
     add_job_arguments(parser)
     parser.set_defaults(command=_evaluate)

@@ -1,7 +1,8 @@
 """The command line: `gleanrl train | evaluate | report | pool | buffer | settings | simulate | serve-env | doctor`.
 
-Each verb has a module of the same name, whose `add_arguments` also sets the function that runs the verb. Arguments that
-match no option are settings (``--section.key value``), if the verb takes settings.
+Each command has a module of the same name in this package. The module's ``add_arguments`` adds the options of the
+command to a parser and sets the function that executes it. If the command accepts settings, arguments that match none
+of its options are parsed as settings (``--section.key value``).
 """
 
 from __future__ import annotations
@@ -22,22 +23,27 @@ VERBS: Mapping[str, str] = {
     "train": "train a preset or a TOML configuration",
     "evaluate": "evaluate a run's newest checkpoint or any model",
     "report": "make the HTML report of a run",
-    "pool": "look into, check, trim, export or seed an experience pool",
-    "buffer": "look into, check, merge, split or export a trajectory buffer",
-    "settings": "show what can be set, with defaults and meanings",
-    "simulate": "show what each schedule would cost, before renting a GPU",
+    "pool": "inspect, verify, prune, export or fill an experience pool",
+    "buffer": "inspect, verify, merge, split or export a trajectory buffer",
+    "settings": "list all settings with their defaults and meanings",
+    "simulate": "predict the time per step of each training schedule",
     "serve-env": "serve an environment over HTTP",
-    "doctor": "check this machine and the extras",
+    "doctor": "check whether this machine can train, and which extras are installed",
 }
 _USER_CAN_FIX = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command and return its exit status. A user's mistake prints one line on standard error; the status is 2."""
-    # Make idle threads of the tensor library sleep: spinning costs a factor of ten if another process needs the core.
-    # This must be set before the library is loaded.
+    """Run a command and return its exit status.
+
+    An error that the user can fix (a wrong setting, a full disk) is reported in one line on standard error, with exit
+    status 2. Any other exception is a bug and is raised.
+    """
+    # By default, idle OpenMP threads of torch spin. If another process needs the core, this makes training about ten
+    # times slower. The variable must be set before torch is imported.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    if os.environ.get("WORLD_SIZE", "1") != "1":  # report a lost connection in one line, not in a C++ stack
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        # On a lost connection between ranks, torch would print a C++ stack trace. We report the error in one line.
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     warnings.showwarning = _show_warning
     words = list(sys.argv[1:] if argv is None else argv)
@@ -62,7 +68,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def make_parser(verb: str | None = None) -> argparse.ArgumentParser:
-    """Make the command line's parser. With ``verb``, only that verb has options, which saves the others' imports."""
+    """Make the parser of the command line.
+
+    With ``verb``, the name of a command, only this command gets its options. The modules of the other commands are then
+    not imported, which makes the start faster.
+    """
     parser = argparse.ArgumentParser(prog="gleanrl", description="RL post-training for LLM agents.")
     parser.add_argument("--version", action="version", version=f"gleanrl {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
@@ -75,7 +85,10 @@ def make_parser(verb: str | None = None) -> argparse.ArgumentParser:
 
 
 def parse_overrides(rest: Sequence[str]) -> list[tuple[str, str]]:
-    """Parse ``--section.key value`` and ``--section.key=value`` into pairs."""
+    """Parse arguments ``--section.key value`` or ``--section.key=value`` into pairs (key, value).
+
+    Raises `UserError` for any other argument.
+    """
     pairs: list[tuple[str, str]] = []
     words = list(rest)
     while words:
@@ -92,7 +105,10 @@ def parse_overrides(rest: Sequence[str]) -> list[tuple[str, str]]:
 
 
 def _show_warning(message: Warning | str, category: type[Warning], *_: object) -> None:
-    """Print a warning in one line without its place in the code, because it is for the user."""
+    """Print a warning in one line on standard error. Replaces `warnings.showwarning`.
+
+    The file and line of the warning are left out, because they do not help a user of the command line.
+    """
     print(f"gleanrl: warning: {message}", file=sys.stderr)
 
 

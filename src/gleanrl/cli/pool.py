@@ -1,4 +1,4 @@
-"""`gleanrl pool RUN ...`: inspects, checks and trims an experience pool, and imports and exports experience."""
+"""`gleanrl pool RUN ...`: inspects, verifies and prunes an experience pool, exports it, and fills it."""
 
 from __future__ import annotations
 
@@ -19,56 +19,66 @@ if TYPE_CHECKING:
     from gleanrl.experience.pool.transfer import Moved
     from gleanrl.types import Turn
 
-WIDTH = 100  # width of a line of tokens
+WIDTH = 100  # maximum number of characters in a line of token ids
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (
-        "Actions that write take the run's [replay] settings, or --replay.key VALUE, for example "
-        "--replay.capacity_per_task 32. They need the pool to themselves; the others work while a trainer runs."
+        "Actions that write to the pool (prune, import, seed) use the run's [replay] settings. Options --replay.key "
+        "VALUE replace these, for example --replay.capacity_per_task 32. The actions fail while a run uses the pool; "
+        "all other actions also work then."
     )
-    parser.add_argument("run", metavar="RUN", help=f"{RUN_HELP}, or a pool's .sqlite file")
+    parser.add_argument("run", metavar="RUN", help=f"{RUN_HELP}, or the .sqlite file of a pool")
     parser.set_defaults(command=guarded(_stats))
-    actions = parser.add_subparsers(metavar="ACTION", description="without one: how many tasks, how hard, how old")
+    actions = parser.add_subparsers(
+        metavar="ACTION",
+        description="what to do with the pool (default: print the numbers, difficulties and ages of its contents)",
+    )
 
     def action(name: str, command: Command, text: str, *, writes: bool = False) -> argparse.ArgumentParser:
         made = actions.add_parser(name, help=text, description=text)
         made.set_defaults(command=guarded(command), takes_settings=writes)
         return made
 
-    listed = action("list", _list, "the trajectories, newest first")
-    listed.add_argument("--task", metavar="ID", help="only those of one task")
-    listed.add_argument("--limit", type=natural, default=50, metavar="N", help="at most so many (default 50, 0 = all)")
-    shown = action("show", _show, "one trajectory, turn by turn, with token ids and log-probs of what was sampled")
-    shown.add_argument("key", type=int, metavar="KEY", help="its number in the list")
-    action("verify", _verify, "check the file, its counts and every record; exit status 1 where something is wrong")
-    pruned = action("prune", _prune, "evict trajectories", writes=True)
-    pruned.add_argument("--max-age", type=natural, metavar="N", help="those sampled more than N versions ago")
-    pruned.add_argument("--keep", type=natural, metavar="N", help="all but N of each task, as replay.select ranks them")
-    pruned.add_argument("--retired", action="store_true", help="those of retired tasks")
-    exported = action("export", _export, "write all trajectories to a parquet file, bit for bit")
+    listed = action("list", _list, "list the trajectories, newest first")
+    listed.add_argument("--task", metavar="ID", help="list only the trajectories of this task")
+    listed.add_argument("--limit", type=natural, default=50, metavar="N", help="maximum number (default 50, 0 = all)")
+    shown = action("show", _show, "print one trajectory, turn by turn, with token ids and log-probs")
+    shown.add_argument("key", type=int, metavar="KEY", help="key of the trajectory, which `list` prints")
+    action("verify", _verify, "check the file, its counts and all records; exit with status 1 if there is a fault")
+    pruned = action("prune", _prune, "evict the trajectories that any of the options selects", writes=True)
+    pruned.add_argument("--max-age", type=natural, metavar="N", help="trajectories sampled more than N versions ago")
+    pruned.add_argument(
+        "--keep", type=natural, metavar="N", help="of each task, all but the N that replay.select ranks first"
+    )
+    pruned.add_argument("--retired", action="store_true", help="the trajectories of retired tasks")
+    exported = action("export", _export, "write all trajectories to a parquet file, without loss")
     exported.add_argument("file", type=Path, metavar="FILE.parquet")
-    imported = action("import", _import, "store the trajectories of an exported parquet file", writes=True)
+    imported = action("import", _import, "store the trajectories of an exported parquet file in the pool", writes=True)
     imported.add_argument("file", type=Path, metavar="FILE.parquet")
-    text = "store another run's successes, or demonstrations; their age counts from now"
+    text = "store successes of another run or demonstrations, as if they had been sampled at the pool's newest step"
     seeded = action("seed", _seed, text, writes=True)
     source = seeded.add_mutually_exclusive_group(required=True)
-    source.add_argument("--rollouts", metavar="RUN", help="the fresh successes in the rollout files of a run")
-    source.add_argument("--pool", metavar="RUN", help="the trajectories of another pool")
-    text = "demonstrations of the run's own training tasks; see docs/howto/pool.md for what their weight means"
+    source.add_argument("--rollouts", metavar="RUN", help="store the fresh successes in the rollout files of this run")
+    source.add_argument("--pool", metavar="RUN", help="store the trajectories of this run's pool, or of a .sqlite file")
+    text = "store N expert demonstrations of the run's training tasks; docs/howto/pool.md explains their log-probs"
     source.add_argument("--demonstrations", type=positive, metavar="N", help=text)
     for taking in (imported, seeded):
         taking.add_argument(
-            "--trust-tokenizer", action="store_true", help="where one side does not say its tokenizer, it is the same"
+            "--trust-tokenizer",
+            action="store_true",
+            help="if the tokenizer of the pool or of the source is not known, assume that it is the other's",
         )
 
 
 # --- opening ------------------------------------------------------------------------------------
 def find_pool(name: str) -> Path:
-    """Return the pool's file for a run's folder, its name under runs/, or the file itself (which may not exist yet).
+    """Return the path of a pool's file. The file may not exist.
+
+    ``name`` is the path of a .sqlite file, the folder of a run, or the name of a run under runs/.
 
     Raises:
-        UserError: there is no such run.
+        UserError: ``name`` is not a .sqlite file and there is no run of this name.
     """
     from gleanrl.runtime.run_folder import RunFolder
 
@@ -87,7 +97,11 @@ def _run_path(name: str) -> Path:
 
 
 def _settings(name: str, overrides: Sequence[tuple[str, str]]) -> ReplaySettings:
-    """Return the run's [replay] section, or the defaults for a .sqlite file, with the command line's overrides."""
+    """Return the settings of the pool: the run's [replay] section, in which ``overrides`` replace values.
+
+    If ``name`` is a .sqlite file, or the run has no config.toml, the defaults take the place of the run's section.
+    Raises `UserError` for an override outside of [replay].
+    """
     from gleanrl.config.loading import load, load_defaults
 
     for key, _ in overrides:
@@ -101,7 +115,11 @@ def _settings(name: str, overrides: Sequence[tuple[str, str]]) -> ReplaySettings
 
 @contextmanager
 def _opened(args: argparse.Namespace, *, tokenizer: str | None = None, make: bool = False) -> Iterator[ExperiencePool]:
-    """Open the pool for writing. ``make`` creates a missing .sqlite file."""
+    """Open the pool for writing while the block runs.
+
+    ``tokenizer`` is the fingerprint that the pool must have or, if it has none yet, gets. With ``make``, a .sqlite file
+    that does not exist is created.
+    """
     from gleanrl.experience import ExperiencePool
 
     may_be_new = make and Path(args.run).suffix == ".sqlite"
@@ -116,7 +134,7 @@ def _opened(args: argparse.Namespace, *, tokenizer: str | None = None, make: boo
 
 
 def _existing(args: argparse.Namespace) -> Path:
-    """Return the path of the pool's file. Raises `UserError` if the file does not exist."""
+    """Return the path of the pool's file. Raises `UserError` if there is no such file."""
     path = find_pool(args.run)
     if not path.is_file():
         cause = "" if Path(args.run).suffix == ".sqlite" else "; the run was made without replay.enabled = true"
@@ -308,7 +326,11 @@ def _seed(args: argparse.Namespace) -> int:
 
 
 def _agree_on_tokenizer(args: argparse.Namespace, theirs: str | None, of: object) -> str | None:
-    """Check that the tokens of the source ``of`` may enter the pool; return the fingerprint to open the pool with."""
+    """Check that the pool may store token ids of the source ``of``, whose tokenizer has the fingerprint ``theirs``.
+
+    Returns the tokenizer fingerprint with which to open the pool; None if neither side has one. Raises `UserError` if
+    the tokenizers differ.
+    """
     from gleanrl.experience.pool import transfer
 
     return transfer.check_tokenizers(find_pool(args.run), theirs, of, trust=args.trust_tokenizer) or theirs

@@ -1,4 +1,4 @@
-"""`gleanrl report RUN`: makes the HTML report of a running, finished or crashed run."""
+"""`gleanrl report RUN`: writes an HTML report on a running, finished or crashed run and prints its path."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`gleanrl serve-env NAME_OR_TOML`: serves any environment over HTTP."""
+"""`gleanrl serve-env NAME_OR_TOML`: serves an environment over HTTP, for trainers that run elsewhere."""
 
 from __future__ import annotations
 
@@ -16,24 +16,37 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (
         "Settings are given as --environment.key VALUE, for example --environment.options.rooms 8, or --run.seed 3."
     )
-    parser.add_argument("environment", metavar="NAME_OR_TOML", help="a name, package.module:Class, or a configuration")
+    parser.add_argument(
+        "environment",
+        metavar="NAME_OR_TOML",
+        help="name of an environment, import path of one (package.module:Class), or a TOML configuration",
+    )
     parser.add_argument(
         "--host", default="127.0.0.1", help="address to listen on (default %(default)s: this machine only)"
     )
-    parser.add_argument("--port", type=_port, default=8765, help="default %(default)s; 0 = any that is free")
     parser.add_argument(
-        "--workers", type=natural, metavar="N", help="processes that play the episodes (default: cores)"
+        "--port", type=_port, default=8765, help="port to listen on (default %(default)s; 0 = any free)"
     )
     parser.add_argument(
-        "--max-instances", type=positive, default=1024, metavar="N", help="live episodes (default 1024)"
+        "--workers",
+        type=natural,
+        metavar="N",
+        help="number of worker processes that run the episodes (default: one for each core)",
     )
-    text = "an episode without a request for so long expires (default 1800)"
+    parser.add_argument(
+        "--max-instances",
+        type=positive,
+        default=1024,
+        metavar="N",
+        help="maximum number of open episodes (default 1024)",
+    )
+    text = "close an episode after S seconds without a request (default 1800)"
     parser.add_argument("--idle-timeout-s", type=positive_float, default=1800.0, metavar="S", help=text)
-    text = "for a list of tasks, a demonstration or preparations (default 600)"
+    text = "limit in seconds for listing or preparing tasks and for a demonstration (default 600)"
     parser.add_argument("--taskset-timeout-s", type=positive_float, default=600.0, metavar="S", help=text)
-    text = "of server and workers together; above, no episode begins (default: 80%% of what is there)"
+    text = "refuse new episodes while server and workers together use more memory (default: 80%% of the machine's)"
     parser.add_argument("--max-memory", type=positive_float, metavar="MIB", help=text)
-    text = "ask for the token that this environment variable holds; needed where others can reach the address"
+    text = "require the token in the environment variable NAME; needed if other machines can reach the address"
     parser.add_argument("--token", metavar="env:NAME", help=text)
     parser.set_defaults(command=_serve, takes_settings=True)
 

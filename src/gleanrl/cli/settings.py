@@ -1,4 +1,4 @@
-"""`gleanrl settings [NAME]`: prints every setting with its default and meaning."""
+"""`gleanrl settings [NAME]`: prints all settings with their defaults, or explains the settings that match NAME."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ WIDTH = 100
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "name", nargs="?", metavar="NAME", help="a section (learner), a key (learner.lr) or a part of keys (clip)"
+        "name",
+        nargs="?",
+        metavar="NAME",
+        help="explain a section (learner), a key (learner.lr), or all keys that contain NAME (clip)",
     )
     parser.add_argument("--job", choices=("embodied",), help="show the settings of an embodied run")
     parser.set_defaults(command=guarded(_settings))
@@ -45,7 +48,7 @@ def _settings(args: argparse.Namespace) -> int:
 
 
 def _shown(value: Any) -> str:
-    """Format a default value as TOML. None, which TOML cannot express, becomes ``none``."""
+    """Format a default value as TOML. TOML has no null value, so None is written as ``none``."""
     if value is None:
         return "none"
     if isinstance(value, bool):
@@ -58,7 +61,7 @@ def _shown(value: Any) -> str:
 
 
 def _kind(annotation: Any) -> str:
-    """Describe a type in words: ``"sync" or "pipelined"``, ``number``, ``table``."""
+    """Describe a type annotation for users, for example as ``"sync" or "pipelined"``, ``number`` or ``table``."""
     origin, inner = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         return _kind(inner[0])

@@ -1,4 +1,7 @@
-"""`gleanrl simulate`: predicts the cost of each schedule for given step times and a given reward service."""
+"""`gleanrl simulate`: predicts the time per step of each training schedule.
+
+The options state how long generating, training and rewards take. No GPU and no model are needed.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,8 @@ if TYPE_CHECKING:
 
 BEST: Preset = "pipelined_one_step_off"
 VERL: Mapping[str, Any] = {
-    "call": 4.0,  # four calls of update_actor took 129.1 s and one took 117.2 s, so each further call costs 4 s
+    # In the PR, four calls of update_actor take 129.1 s and a single call 117.2 s, so each further call costs 4 s.
+    "call": 4.0,
     "bursts": 1,
     "microbatches": 1,
     "passes": "generated",
@@ -36,20 +40,27 @@ PUBLISHED: Mapping[Preset, float] = {"pipelined": -12.30, "one_step_off": -25.16
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (
-        "Unless an option says otherwise, times are seconds of the device for a whole batch. The real training loop "
-        "runs on a virtual clock; nothing is computed."
+        "Unless an option states otherwise, times are seconds that the device works for a whole batch. The simulation "
+        "runs the real training loop on a virtual clock, with stand-ins for sampler, learner and rewards."
     )
     add_options(parser, Workload)
     add_options(parser.add_argument_group("a cluster (docs/concepts/scale.md)"), Cluster)
-    parser.add_argument("--schedules", metavar="NAMES", help=f"of {', '.join(PRESETS)}; comma between (default all)")
-    parser.add_argument("--published", action="store_true", help="verl PR 2854's way, next to what it measured")
-    parser.add_argument("--improve", action="store_true", help=f"what better settings reach, of {BEST}")
-    parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
+    text = f"schedules to simulate, separated by commas (default: all): {', '.join(PRESETS)}"
+    parser.add_argument("--schedules", metavar="NAMES", help=text)
+    text = "simulate the setup of verl PR 2854, and print the speed-ups published there for comparison"
+    parser.add_argument("--published", action="store_true", help=text)
+    text = f"also simulate {BEST} with settings that make it faster"
+    parser.add_argument("--improve", action="store_true", help=text)
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     parser.set_defaults(command=_simulate)
 
 
 def add_options(parser: Any, model: type[Workload | Cluster]) -> None:
-    """Add an option for each field. The field's description is the option's help; its type gives the placeholder."""
+    """Add an option for each field of ``model``.
+
+    The option's help is the field's description. Its placeholder (metavar) is the text in the field's annotation, or
+    the values of a Literal.
+    """
     for name, field in model.model_fields.items():
         default = field.default
         if isinstance(default, bool):
@@ -63,7 +74,7 @@ def add_options(parser: Any, model: type[Workload | Cluster]) -> None:
 
 
 def make_model(model: type[Any], values: Mapping[str, Any]) -> Any:
-    """Make ``model`` from values as a user types them. Raises `UserError` for the first invalid one."""
+    """Construct ``model`` from option values, which are text. Raises `UserError` for the first invalid value."""
     try:
         return model(**values)
     except ValidationError as error:
@@ -72,7 +83,7 @@ def make_model(model: type[Any], values: Mapping[str, Any]) -> Any:
 
 
 def improvements(base: Workload) -> Iterator[tuple[str, Workload]]:
-    """Yield settings that make a workload faster, each in addition to those before it."""
+    """Yield names and workloads of increasing speed. Each workload has the improvements of the previous ones too."""
     better = base.model_copy(
         update={
             "bursts": 20,
@@ -92,7 +103,7 @@ def improvements(base: Workload) -> Iterator[tuple[str, Workload]]:
 
 
 def _add_places(base: Workload) -> Workload:
-    """Return the workload with enough places that the device is the bottleneck."""
+    """Double ``concurrency`` until the reward service is busy for at most 80 % of the device's time per step."""
     while base.service_s > 0.8 * base.device_s > 0:
         base = base.model_copy(update={"concurrency": 2 * base.concurrency})
     return base
@@ -123,7 +134,7 @@ def _simulate(args: argparse.Namespace) -> int:
         print(f"evaluation: every {base.evaluate_every} steps, {base.evaluation}, included in the step times")
     lines = _table(base, presets, args.published, improve)
     for line in lines if cluster is None else _cluster_table(base, presets, cluster):
-        print(line, flush=True)  # printed as soon as its schedule is done
+        print(line, flush=True)  # simulating a schedule takes seconds, so show each line as soon as it is known
     return 0
 
 
@@ -150,7 +161,7 @@ def _report(
 
 
 def _row(outcome: Outcome, sync: Outcome, bound_s: float) -> dict[str, Any]:
-    """Convert an outcome to JSON values."""
+    """Convert an outcome to JSON values, and add its difference to ``sync`` and to the lower bound in percent."""
     row = asdict(outcome)
     of = outcome.cluster
     if of is None:

@@ -1,4 +1,4 @@
-"""`gleanrl train PRESET_OR_TOML`: trains, or continues a run with --resume."""
+"""`gleanrl train PRESET_OR_TOML`: trains a model, or continues an interrupted run with --resume."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ from gleanrl.cli.common import INTERRUPTED, add_job_arguments, import_runtime, l
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("config", metavar="PRESET_OR_TOML", help=f"{', '.join(preset_names())}, or a file.toml")
-    parser.add_argument("--resume", action="store_true", help="continue the run in the run folder")
-    parser.add_argument("--dry-run", action="store_true", help="print the resolved configuration and the plan only")
+    text = f"a preset ({', '.join(preset_names())}) or the path of a TOML file"
+    parser.add_argument("config", metavar="PRESET_OR_TOML", help=text)
+    parser.add_argument("--resume", action="store_true", help="continue the run in the run folder from its checkpoint")
+    text = "print the configuration with defaults filled in, and a summary of the run, without training"
+    parser.add_argument("--dry-run", action="store_true", help=text)
     add_job_arguments(parser)
     parser.set_defaults(command=_train)
 
