@@ -1,1 +1,1 @@
-"""Simulates the training loop on a virtual clock."""
+"""Simulates the training loop on a virtual clock, to predict the cost of a schedule; see `simulation.simulate`."""

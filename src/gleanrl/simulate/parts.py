@@ -1,6 +1,7 @@
-"""The parts of a simulated run: sampler, reward service, learner and evaluator. Their work only takes virtual time.
+"""The simulated parts of a run: sampler, reward service, learner and evaluator.
 
-`gleanrl.simulate.simulation` puts them into the real training loop.
+They have the interfaces of the real parts but compute nothing: their work only takes virtual time.
+`gleanrl.simulate.simulation` passes them to the real training loop.
 """
 
 from __future__ import annotations
@@ -21,11 +22,17 @@ from gleanrl.simulate.workload import OVERHEADS, Cluster, Overhead, Workload
 from gleanrl.types import Group, Score, StopReason, Task, Trajectory, Turn
 from gleanrl.utils.notifier import Notifier
 
-_TICK = 1e-6  # seconds of delay per rank in priority, so that simultaneous requests are served in order of priority
+# A request for a device is delayed by this many seconds, times the position of its work in the order of priority. So if
+# several requests are made at the same virtual time, the most urgent one is the first.
+_TICK = 1e-6
 
 
 class Device:
-    """A device on which kinds of work take turns. Counts how long it was idle while rewards were pending."""
+    """A simulated device, which does one piece of work at a time.
+
+    It measures how long it was busy, and how long it was idle while rewards were pending. ``order`` returns the kinds
+    of work, most urgent first.
+    """
 
     def __init__(self, order: Callable[[], Sequence[Work]], clock: Callable[[], float]) -> None:
         self._lock = DeviceLock(order=order, clock=clock)
@@ -37,14 +44,18 @@ class Device:
 
     @asynccontextmanager
     async def held(self, kind: Work, *, again: bool = False) -> AsyncIterator[None]:
-        """Hold the device; only `busy` counts as work. ``again``: the same work has just released the device."""
+        """Acquire the device, and hold it until the block ends. Only `busy` counts as time in which it works.
+
+        Set ``again`` if the caller has released the device at this moment to let more urgent work run. The request is
+        then made without the delay of `_TICK`, because otherwise less urgent work that waits would get the device.
+        """
         if not again:
             await asyncio.sleep(_TICK * (1 + self._order().index(kind)))
         async with self._lock(kind):
             yield
 
     async def busy(self, seconds: float) -> None:
-        """Let the device work for ``seconds``; the caller holds the device."""
+        """Let the device work for ``seconds``. The caller must hold the device."""
         self.read_times()
         self._working = True
         try:
@@ -54,7 +65,7 @@ class Device:
             self._working = False
 
     async def work(self, kind: Work, seconds: float, pieces: int = 1) -> None:
-        """Work in equal pieces, between which work of higher priority may run."""
+        """Work for ``seconds`` in equal pieces. The device is released after each, so that more urgent work can run."""
         for piece in range(pieces if seconds > 0 else 0):
             async with self.held(kind, again=piece > 0):
                 await self.busy(seconds / pieces)
@@ -64,7 +75,7 @@ class Device:
         self._pending_rewards += change
 
     def read_times(self) -> tuple[float, float]:
-        """Return the seconds busy, and the seconds idle while training rewards were pending, until now."""
+        """Return two totals until now: seconds busy, and seconds idle while rewards for training were pending."""
         now = self._clock()
         if self._working:
             self._busy_s += now - self._since
@@ -75,38 +86,41 @@ class Device:
 
 
 class Core:
-    """A processor core that handles one event after the other."""
+    """A simulated processor core, which handles one event after the other."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._free_at = 0.0
 
     async def work(self, seconds: float) -> None:
-        """Wait for earlier events, then for ``seconds``."""
+        """Handle an event that takes ``seconds``, after all earlier events."""
         if seconds > 0:
             self._free_at = max(self._free_at, self._clock()) + seconds
             await asyncio.sleep(self._free_at - self._clock())
 
 
 class Machines:
-    """The processes that handle events: driver, players, reward agent, and the transfer of weights."""
+    """The parts of a cluster that need processor time or the network, and no device.
+
+    These are the driver with the experience pool, the player processes, the reward agent and the transfer of weights.
+    """
 
     def __init__(self, cluster: Cluster, workload: Workload, clock: Callable[[], float]) -> None:
         self.cluster, self.workload, self.clock = cluster, workload, clock
-        self.at_work: dict[Overhead, float] = dict.fromkeys(OVERHEADS, 0.0)  # seconds of work of each part until now
-        self.drained_s = 0.0  # seconds that publications waited for sampling to end
-        driver = Core(clock)  # the pool works in the driver's process
+        self.at_work: dict[Overhead, float] = dict.fromkeys(OVERHEADS, 0.0)  # seconds that each part worked
+        self.drained_s = 0.0  # seconds that publications of weights waited for sampling to end
+        driver = Core(clock)  # also used by the experience pool, which works in the driver's process
         self._cores: dict[Overhead, Core] = {"driver": driver, "pool": driver, "agent": Core(clock)}
         self._players = [Core(clock) for _ in range(cluster.players)]
         self._played = 0
 
     async def work(self, part: Overhead, seconds: float) -> None:
-        """Do the work of the driver, the pool or the reward agent on an event."""
+        """Let ``part`` (the driver, the pool or the reward agent) handle an event that takes ``seconds``."""
         await self._cores[part].work(seconds)
         self.at_work[part] += seconds
 
     async def receive(self, trajectories: int) -> None:
-        """Do the driver's work on trajectories, after the players' work on them."""
+        """Handle ``trajectories`` that have been sampled: first in the player processes, if any, then in the driver."""
         if self._players:
             await asyncio.gather(*(self._play() for _ in range(trajectories)))
         await self.work("driver", trajectories * self.cluster.trajectory_s)
@@ -117,7 +131,7 @@ class Machines:
         self.at_work["players"] += self.cluster.episode_s / len(self._players)
 
     async def transfer(self) -> None:
-        """Wait for a publication of weights."""
+        """Wait while published weights are sent to the samplers."""
         if self.cluster.transfer_s:
             await asyncio.sleep(self.cluster.transfer_s)
             self.at_work["transfer"] += self.cluster.transfer_s
@@ -125,17 +139,18 @@ class Machines:
 
 @dataclass(frozen=True, slots=True)
 class Burst:
-    """The burst in which a trajectory ended."""
+    """A burst: trajectories that one engine generates together and that end at the same time."""
 
-    number: int
-    size: int
-    turn: Turn  # the answer, the same in each trajectory of the burst
+    number: int  # counted from 1
+    size: int  # number of trajectories
+    turn: Turn  # the sampled message, which all trajectories of the burst share
 
 
 class Sampler:
-    """Answers requests in order of arrival, on engines that have one device each.
+    """The simulated sampler. It generates the requested trajectories in order of arrival, in bursts.
 
-    A single engine generates a batch in ``Workload.g`` seconds.
+    It consists of engines with one device each, which generate bursts independently. A single engine takes
+    ``Workload.g`` seconds for a batch. If ``inflight`` is True, weights may change while trajectories are sampled.
     """
 
     version = 0
@@ -143,19 +158,19 @@ class Sampler:
     def __init__(self, devices: Sequence[Device], learner: Learner, machines: Machines, *, inflight: bool) -> None:
         self._devices, self._learner, self._machines, self._inflight = devices, learner, machines, inflight
         self._workload, self._cluster = machines.workload, machines.cluster
-        self._queue: deque[tuple[int, asyncio.Future[Burst]]] = deque()  # waiting requests: ticket and result
-        self._idle = list(range(len(devices)))  # engines without a worker
-        self._workers: dict[int, asyncio.Task[None]] = {}
-        self._generating = 0  # number of engines that generate
+        self._queue: deque[tuple[int, asyncio.Future[Burst]]] = deque()  # waiting requests: ticket, result
+        self._idle = list(range(len(devices)))  # engines that have no running worker
+        self._workers: dict[int, asyncio.Task[None]] = {}  # engine -> task that generates its bursts
+        self._generating = 0  # number of engines that are generating a burst
         self._sampling = 0  # number of trajectories that were requested and have not ended
         self._bursts = 0
-        self._draining = False  # a publication waits for sampling to end
-        self._paused = False  # engines stand still while weights arrive
-        self._paused_s = 0.0
+        self._draining = False  # True while a publication waits for sampling to end; new requests then wait
+        self._paused = False  # True while the engines pause because weights are sent to them
+        self._paused_s = 0.0  # total seconds of these pauses
         self._changed = Notifier()
 
     async def sample(self, ticket: int) -> Burst:
-        """Sample one trajectory."""
+        """Sample one trajectory of the group with this ticket number. Returns the burst in which it was generated."""
         while self._draining:
             await self._changed.wait()
         self._sampling += 1
@@ -172,7 +187,11 @@ class Sampler:
                 self._changed.notify()
 
     async def publish(self, weights: Mapping[str, Any], version: int) -> None:
-        """Take new weights. Waits until sampling with the old ones has ended, unless weights may change in flight."""
+        """Replace the weights, and return when the sampler uses the new ones.
+
+        Unless weights may change in flight, this first waits until all requested trajectories have ended, and new
+        requests wait meanwhile. Unless `Cluster.overlap` is set, the engines pause while the weights are sent.
+        """
         clock, machines = self._machines.clock, self._machines
         await machines.work("pool", self._cluster.pool_s(self._workload))
         if self._cluster.overlap:
@@ -202,7 +221,11 @@ class Sampler:
         self._idle.append(engine)
 
     async def _run_burst(self, engine: int) -> None:
-        """Answer this engine's equal share of the waiting requests, at most the size of the largest burst."""
+        """Generate a burst for waiting requests.
+
+        The requests are divided equally among the engines that are not generating. A burst has at most the size
+        `Cluster.burst`.
+        """
         version, paused_s = self.version, self._paused_s
         free = len(self._devices) - self._generating
         size = min(self._cluster.burst(self._workload), -(-len(self._queue) // free))
@@ -210,7 +233,7 @@ class Sampler:
         self._generating += 1
         try:
             await self._devices[engine].busy(self._cluster.burst_s(self._workload, size))
-            while self._paused_s > paused_s or self._paused:  # add the time for which the engine paused
+            while self._paused_s > paused_s or self._paused:  # pauses during the burst make it longer
                 owed, paused_s = self._paused_s - paused_s, self._paused_s
                 await (asyncio.sleep(owed) if owed else self._changed.wait())
         finally:
@@ -227,7 +250,10 @@ class Sampler:
 
 @dataclass(frozen=True, slots=True)
 class Player:
-    """Plays an episode as one answer of the sampler; ``info`` names the burst in which it ended."""
+    """The simulated player. An episode is one request to the sampler.
+
+    The entry "burst" of a trajectory's ``info`` is the burst in which it was generated.
+    """
 
     sampler: Sampler
     machines: Machines
@@ -239,9 +265,11 @@ class Player:
 
 
 class Service:
-    """The `Reward` of a simulation: a request waits for one of ``concurrency`` places and then takes its latency.
+    """The simulated reward service, a `Reward`.
 
-    ``whole``: the schedule trains on whole batches.
+    It computes up to ``Workload.concurrency`` rewards at the same time, and each takes a random latency. ``whole`` is
+    True if the schedule trains on whole batches, not on chunks. With the service "verl", an evaluation then waits in
+    the same queue as the training rewards.
     """
 
     def __init__(self, device: Device, machines: Machines, *, whole: bool) -> None:
@@ -249,7 +277,8 @@ class Service:
         self._evaluation_in_line = self._workload.service == "verl" and whole
         self._random = random.Random(f"latency/{self._workload.seed}")
         self._places = {lane: asyncio.Semaphore(self._workload.concurrency) for lane in ("train", "evaluate")}
-        self._line: dict[Any, int] = {}  # for each call, in order of arrival: its requests without an answer
+        # Calls in order of arrival, each with the number of its requests that have no answer yet.
+        self._line: dict[Any, int] = {}
         self._next = Notifier()
         self.times: dict[int, tuple[float, float]] = {}
         """For each version that sampled: the time in seconds of the first request and of the last answer."""
@@ -271,13 +300,18 @@ class Service:
         return scores
 
     async def evaluate(self, step: int) -> None:
-        """Answer the requests of an evaluation."""
+        """Request the rewards of the evaluation after ``step``, and wait for all of them."""
         count = self._workload.evaluation_samples
         call = ("evaluation", step) if self._evaluation_in_line else None
         await asyncio.gather(*(self._answer("evaluate", call, count) for _ in range(count)))
 
     async def _answer(self, lane: str, call: Any, size: int) -> None:
-        """Answer a request. If it belongs to a ``call`` of ``size`` requests, it first waits for all earlier calls."""
+        """Wait until one reward has been computed.
+
+        ``lane`` is "train" or "evaluate"; each has its own places. ``call`` identifies a call of ``size`` requests to
+        which this request belongs. All requests of earlier calls are then answered first. None = the request does not
+        wait for other calls.
+        """
         if call is not None:
             self._line.setdefault(call, size)
             while next(iter(self._line)) != call:
@@ -293,22 +327,25 @@ class Service:
 
 
 class Learner:
-    """Trains on a batch, after the log-prob passes over it."""
+    """The simulated learner, which computes log-prob passes and optimizer updates on a device."""
 
     def __init__(self, workload: Workload, device: Device) -> None:
         self._workload, self._device = workload, device
         self._pass_s = workload.logprobs + workload.reference
-        self._passes: dict[int, asyncio.Task[None]] = {}  # log-prob passes by ticket
+        self._passes: dict[int, asyncio.Task[None]] = {}  # ticket -> pass over its group
         self._calls_of_step = 0
         self.calls = 0
 
     def start_passes(self, tickets: set[int], share: float) -> None:
-        """Compute log-probs of newly generated trajectories, a ``share`` of a batch."""
+        """Start the log-prob passes over newly generated trajectories, which are the fraction ``share`` of a batch.
+
+        ``tickets`` are the ticket numbers of their groups. Returns without waiting.
+        """
         started = asyncio.create_task(self._work(self._pass_s * share, share))
         self._passes |= dict.fromkeys(tickets, started)
 
     async def prepare(self, groups: Sequence[Group]) -> Sequence[Group]:
-        """Wait until the groups' log-probs are known, and return the groups as the batch of a call."""
+        """Wait for the log-prob passes over ``groups``, and return the groups. Called as `Run.make_batch`."""
         if self._workload.passes == "generated":
             await asyncio.gather(*{self._passes.pop(group.ticket) for group in groups})
         else:
@@ -336,7 +373,7 @@ class Learner:
 
 
 class Evaluator:
-    """Generates on all samplers, then waits for the rewards."""
+    """The simulated evaluator. It generates trajectories on all samplers, and then waits for their rewards."""
 
     def __init__(self, devices: Sequence[Device], service: Service, machines: Machines) -> None:
         self._devices, self._service, self._machines = devices, service, machines
@@ -366,7 +403,7 @@ class Evaluator:
             if self._workload.evaluation == "background":
                 pieces = self._workload.bursts
                 await asyncio.gather(*(device.work("evaluate", seconds, pieces) for device in self._devices))
-            else:  # the devices stay held until the rewards arrive
+            else:  # hold the devices until the rewards arrive, because an inline evaluation pauses all other work
                 for device in self._devices:
                     await held.enter_async_context(device.held("evaluate"))
                 await asyncio.gather(*(device.busy(seconds) for device in self._devices))

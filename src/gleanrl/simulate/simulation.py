@@ -1,7 +1,8 @@
 """Predicts the cost of a schedule without a GPU, with the real training loop on a virtual clock.
 
-`gleanrl.train`, the staleness controller, the chunks and the device lock run as they are. Only the work is simulated:
-generating, log-prob passes, training and rewards take the seconds of a `Workload` and compute nothing.
+The loop in `gleanrl.train`, `StalenessController`, `GroupQueue` and `DeviceLock` are the real ones. Only the work is
+simulated: generating, log-prob passes, training and rewards take the seconds of a `Workload` and compute nothing. The
+command `gleanrl simulate` calls `simulate` for each schedule:
 
     simulate(Workload(latency="constant:60"), "one_step_off").step_s
 """
@@ -32,48 +33,53 @@ from gleanrl.types import Group, Task
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Result of a simulated schedule in its steady state: means over the counted steps, evaluations included."""
+    """Result of a simulated schedule.
+
+    The numbers are means over the last `Workload.counted` steps, in which the run is in a steady state. Evaluations
+    count as part of the steps.
+    """
 
     schedule: Preset
-    step_s: float
-    idle_share: float  # share of the time in which the device is idle
-    reward_wait_s: float  # seconds per step in which the device is idle while rewards are pending
-    staleness_mean: float  # in steps, as is the maximum
-    staleness_max: float
+    step_s: float  # seconds per step
+    idle_share: float  # share of the time in which the learner's device is idle
+    reward_wait_s: float  # seconds per step in which this device is idle while rewards are pending
+    staleness_mean: float  # age of the trained groups, in steps
+    staleness_max: float  # age of the oldest trained group, in steps
     calls: float  # calls of the learner per step
-    reward_s: float  # seconds from the request for a batch's first reward to the last answer
-    cluster: ClusterOutcome | None = None
+    reward_s: float  # seconds from the first request for a reward to the last answer, of the samples of one version
+    cluster: ClusterOutcome | None = None  # None if no cluster was given
 
 
 @dataclass(frozen=True, slots=True)
 class ClusterOutcome:
-    """The load on the parts of a cluster."""
+    """Throughput of a simulated cluster, and the load on its parts. Means over the same steps as in `Outcome`."""
 
     groups_per_s: float
-    tokens_per_s: float  # sampled tokens; 0 if `Cluster.tokens` is not given
-    sampler_idle_share: float
+    tokens_per_s: float  # sampled tokens per second; 0 if `Cluster.tokens` is 0
+    sampler_idle_share: float  # share of the time in which a sampler's device is idle, averaged over the samplers
     drain_share: float  # share of the time that the learner waits for sampling to end before it publishes
     at_work: Mapping[Overhead, float]  # share of the time in which each part is busy
 
     @property
     def first(self) -> Overhead:
-        """Return the part that saturates first if everything grows in proportion."""
+        """The part with the highest load, which saturates first if the load on all parts grows by the same factor."""
         return max(OVERHEADS, key=lambda name: self.at_work[name])
 
     @property
     def headroom(self) -> float:
-        """Return how many times faster steps could become until `first` saturates; infinite if events cost nothing."""
+        """The factor by which steps could become faster until `first` saturates; infinite if events cost nothing."""
         share = self.at_work[self.first]
         return 1 / share if share else math.inf
 
 
 def simulate(workload: Workload, preset: Preset, cluster: Cluster | None = None) -> Outcome:
-    """Simulate a schedule. The result is deterministic. Cannot be called inside a running event loop.
+    """Simulate a run with the schedule ``preset``. The result is deterministic.
 
-    Without a ``cluster``, sampler and learner share one device, and events cost nothing.
+    Without a ``cluster``, sampler and learner share one device, and events cost nothing. The function starts an event
+    loop, so it cannot be called from a coroutine.
     """
     collecting = gc.isenabled()
-    gc.disable()  # the loop makes no reference cycles, and collecting would take a quarter of the time
+    gc.disable()  # the simulation makes no reference cycles, and garbage collection would take a quarter of its time
     try:
         return virtual_time.run(_simulate(workload, preset, cluster))
     finally:
@@ -92,7 +98,9 @@ async def _simulate(workload: Workload, preset: Preset, cluster: Cluster | None)
     )
     clock = asyncio.get_running_loop().time
     schedule = Schedule.from_settings(settings)
-    total_steps = workload.steps + schedule.staleness + 1  # the run stops early: in its last steps less work overlaps
+    # In the last steps of a run less work overlaps, because no further groups are sampled. So the run gets more steps,
+    # and is interrupted after ``workload.steps``.
+    total_steps = workload.steps + schedule.staleness + 1
     controller = StalenessController(schedule, total_steps)
     machines = Machines(cluster or Cluster(), workload, clock)
 
@@ -101,7 +109,7 @@ async def _simulate(workload: Workload, preset: Preset, cluster: Cluster | None)
     def order_with_evaluation_first() -> Sequence[Work]:
         return "evaluate", *(work for work in training_order() if work != "evaluate")
 
-    if workload.evaluation == "inline":  # an inline evaluation has priority, because the loop waits for it
+    if workload.evaluation == "inline":  # the training loop waits for an inline evaluation, so it has priority
         order = order_with_evaluation_first
     device = Device(order, clock)
     samplers = [device]
@@ -141,12 +149,12 @@ class _NoCheckpoints:
 
 
 class _Observer:
-    """Reads all counters at the end of each step, and ends the run after ``workload.steps`` steps."""
+    """The simulated `Observer`. It reads all counters after each step, and interrupts the run after the last one."""
 
     def __init__(self, device: Device, samplers: Sequence[Device], learner: Learner, machines: Machines) -> None:
         self._device, self._samplers, self._learner, self._machines = device, samplers, learner, machines
         self._workload = machines.workload
-        self._readings: list[dict[str, float]] = []  # for each step: counters at its end, and ages of its groups
+        self._readings: list[dict[str, float]] = []  # for each step: counters at its end, ages
         self.interrupt: Callable[[], None] = lambda: None
 
     def log(self, step: int, metrics: Metrics) -> None:

@@ -1,7 +1,7 @@
-"""An event loop with a virtual clock: hours of waiting take no time, and every run has the same result.
+"""An event loop with a virtual clock, on which hours of waiting take no real time and every run has the same result.
 
-Concurrent code that is hard to test against a real clock (schedules, rate limits, retries) runs unchanged,
-because `asyncio.sleep`, timeouts and ``loop.time`` all follow the loop's own clock.
+Code that uses `asyncio.sleep`, asyncio's timeouts or ``loop.time`` runs on it unchanged, because all of them use the
+loop's clock. So it also serves to test code that is hard to test with a real clock, such as rate limits and retries.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 class Deadlock(RuntimeError):
-    """No task can ever continue: every task waits, no timer is set and no callback is due."""
+    """Raised if no task can ever continue, because every task waits, no timer is set and no callback is due."""
 
 
 class _JumpingSelector(selectors.DefaultSelector):
@@ -31,10 +31,10 @@ class _JumpingSelector(selectors.DefaultSelector):
 
 
 class VirtualTimeLoop(asyncio.SelectorEventLoop):
-    """Stops time while anything can run, then jumps to the next timer. Starts at 0 seconds.
+    """An event loop whose time stands still while callbacks run, and then jumps to the next timer. It starts at 0 s.
 
-    Work given to threads runs at once and takes no time. Sockets are polled and never waited for, so
-    real network traffic does not work.
+    `run_in_executor` runs the function immediately in the calling thread, which takes no virtual time. The loop never
+    waits for sockets, so network traffic does not work.
     """
 
     def __init__(self) -> None:
@@ -54,6 +54,10 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
 
 
 def run(main: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine as `asyncio.run` does, in virtual time. Raises `Deadlock` where a real loop would hang."""
+    """Run a coroutine as `asyncio.run` does, in virtual time.
+
+    Raises:
+        Deadlock: on a real event loop the coroutine would wait forever.
+    """
     with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
         return runner.run(main)

@@ -1,7 +1,7 @@
-"""Settings of `gleanrl simulate`: a training step, and the cluster on which it runs.
+"""Settings of `gleanrl simulate`: the work of a training step (`Workload`) and the cluster that does it (`Cluster`).
 
-Each field is an option of the command line, and its docstring is the option's help. Unless a field says otherwise,
-times are seconds that one device takes for a whole batch.
+Each field is an option of the command line, and the docstring under the field is the option's help text. A time is the
+number of seconds that one device takes for a whole batch, unless the field's docstring defines it otherwise.
 """
 
 from __future__ import annotations
@@ -27,13 +27,17 @@ FORMS = "constant:SECONDS, uniform:LOW:HIGH, exponential:MEAN, lognormal:MEDIAN:
 class Latency:
     """The distribution of the time that one reward takes, in seconds."""
 
-    name: str
+    name: str  # the text from which the distribution was read
     mean: float
-    draw: Callable[[random.Random], float]
+    draw: Callable[[random.Random], float]  # draws a time with the given generator
 
     @classmethod
     def parse(cls, text: str) -> Latency:
-        """Read one of `FORMS`. Raises `UserError` for anything else."""
+        """Read a distribution from a text in one of the `FORMS`, such as "uniform:1:40".
+
+        Raises:
+            UserError: the text has another form, or the file that it names contains no valid times.
+        """
         kind, *words = text.split(":")
         try:
             numbers = [float(word) for word in words]
@@ -70,7 +74,7 @@ class Latency:
         return cls(text, sum(measured) / len(measured), lambda r: r.choice(measured))
 
 
-# The text of an annotation is the option's placeholder in the help.
+# The text in each annotation is the placeholder of the option's value in the command's help.
 Seconds = Annotated[float, Field(ge=0, lt=1e9), "SECONDS"]
 Micros = Annotated[float, Field(ge=0, lt=1e9), "MICROSECONDS"]
 Gigabytes = Annotated[float, Field(ge=0, lt=1e9), "GB"]
@@ -164,27 +168,34 @@ class Workload(Settings):
 
     @property
     def counted(self) -> int:
-        """Number of last steps over which results are averaged.
+        """Number of steps at the end of the simulation over which results are averaged.
 
-        It is at most three quarters of all steps. It is a multiple of ``evaluate_every``, and even, because a schedule
-        that is one step off may take two steps in one round trip.
+        It is at most three quarters of all steps, because the first steps are not in a steady state. It is a multiple
+        of ``evaluate_every``, so that the evaluations have their share in the mean. It is also even, because the times
+        of a one-step-off schedule may repeat every two steps.
         """
         most = self.steps - self.steps // 4
         return most - most % math.lcm(2, self.evaluate_every or 1)
 
     @property
     def device_s(self) -> float:
-        """Seconds of device work per step, with one call of the learner."""
+        """Seconds of device work per step, evaluations included, if the learner is called once in each step."""
         return self.g + self.logprobs + self.reference + self.train + self.evaluation_g * self.evaluations
 
     @property
     def service_s(self) -> float:
-        """Seconds per step for which the reward service is busy if all its places are taken (Little's law)."""
+        """Seconds that the reward service takes for the rewards of a step if it is always fully used.
+
+        By Little's law, this is the number of rewards times the mean latency, divided by ``concurrency``.
+        """
         return self.samples * self.latency.mean / self.concurrency
 
     @property
     def bound_s(self) -> float:
-        """Lower bound on the seconds of a step in any schedule; random latencies may make steps slightly shorter."""
+        """Lower bound on the mean seconds of a step in any schedule.
+
+        It uses the mean latency, so steps may be slightly shorter if the random latencies are.
+        """
         return max(self.device_s, self.service_s)
 
 
@@ -194,9 +205,9 @@ OVERHEADS: tuple[Overhead, ...] = get_args(Overhead)
 
 
 class Cluster(Settings):
-    """Samplers and learners, the network between them, and what each event costs the processes that handle it.
+    """The cluster of a simulation: its samplers and learners, the network, and the processor time of each event.
 
-    By default there is one device, and events cost nothing.
+    By default, there is one device, and events take no time.
     """
 
     samplers: Count = 1
@@ -256,7 +267,11 @@ class Cluster(Settings):
 
     @property
     def engines(self) -> int:
-        """Number of samplers that work independently; on shared devices all samplers work as one."""
+        """Number of engines that generate independently.
+
+        It is the number of samplers if they have their own devices. Samplers that share the learners' devices are
+        simulated as one fast engine.
+        """
         return self.samplers if self.placement == "disaggregated" else 1
 
     def burst(self, workload: Workload) -> int:
@@ -266,16 +281,16 @@ class Cluster(Settings):
         return -(-workload.samples // (workload.bursts * self.engines))
 
     def burst_s(self, workload: Workload, count: int) -> float:
-        """Return the seconds in which an engine generates ``count`` trajectories at once."""
+        """Return the seconds that an engine takes for a burst of ``count`` trajectories."""
         work = self.floor * self.burst(workload) + (1 - self.floor) * count
         return workload.g * work / workload.samples * self.engines / self.samplers
 
     def learning(self, workload: Workload) -> Workload:
-        """Return the workload with the times that all learners take together."""
+        """Return the workload with the times of training and log-prob passes that all learners together take."""
         if self.learners == 1:
             return workload
         rate = self.learners * self.efficiency
-        # a ring sends 2 (n - 1) / n of the bytes over each link
+        # A ring all-reduce among n learners sends 2 (n - 1) / n of the bytes over each link.
         reduce_s = 2 * (self.learners - 1) / self.learners * self.gradients / self.network
         return workload.model_copy(
             update={
@@ -287,7 +302,7 @@ class Cluster(Settings):
 
     @property
     def transfer_s(self) -> float:
-        """Seconds from the first byte of a publication to the last."""
+        """Seconds that it takes to send a publication's weights to all samplers."""
         if self.placement == "colocated" or self.broadcast == "chain":
             rounds = 1
         elif self.broadcast == "star":
@@ -298,20 +313,20 @@ class Cluster(Settings):
 
     @property
     def episode_s(self) -> float:
-        """Processor seconds for a trajectory's turns, of the driver or of a player."""
+        """Processor seconds for the turns of a trajectory, in a player process or, if there are none, in the driver."""
         return 1e-6 * self.turns * self.driver_turn
 
     @property
     def trajectory_s(self) -> float:
-        """Seconds that the driver spends on a trajectory. Its turns count only if there are no player processes."""
+        """Processor seconds of the driver for a trajectory. They include the turns if there are no player processes."""
         return 1e-6 * self.driver_trajectory + (0.0 if self.players else self.episode_s)
 
     def pool_s(self, workload: Workload) -> float:
-        """Return the seconds for which the pool works in a step."""
+        """Return the processor seconds of the experience pool per step."""
         return 1e-6 * (workload.samples * self.pool_add + self.replayed * self.pool_sample)
 
     def demand(self, workload: Workload) -> Mapping[str, float]:
-        """Return the seconds per step for which each part works, waiting not included."""
+        """Return the seconds per step for which each part of the cluster works, without the time for which it waits."""
         scored = workload.samples + workload.evaluation_samples * workload.evaluations
         learning = self.learning(workload)
         samplers = (workload.g + workload.evaluation_g * workload.evaluations) / self.samplers
@@ -328,6 +343,9 @@ class Cluster(Settings):
         return work
 
     def bound_s(self, workload: Workload) -> float:
-        """Return a lower bound on the seconds of a step; random latencies may make steps slightly shorter."""
+        """Return a lower bound on the mean seconds of a step, which is the load of the busiest part.
+
+        It uses the mean latency, so steps may be slightly shorter if the random latencies are.
+        """
         demand = self.demand(workload)
         return max(*demand.values(), demand["driver"] + demand["pool"])  # the pool works in the driver's process
