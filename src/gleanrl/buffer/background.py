@@ -37,7 +37,7 @@ class WriteQueue:
     The thread commits all queued trajectories together, because every commit waits for the disk.
 
     Args:
-        add: function that stores trajectories and returns their ids. Only the background thread calls it.
+        add: function that stores trajectories and returns their ids. It is called in the background thread.
         queue_nbytes: largest total size in bytes of the trajectories that are queued or being written. `submit` blocks
             while its trajectories do not fit. Trajectories larger than this are accepted when the queue is empty.
     """

@@ -286,7 +286,7 @@ class Columns:
             space.close()
 
     def kept_files(self) -> dict[str, bool]:
-        """Return the file names of the kept segments. The value is True for a segment to which rows will be added."""
+        """Return a dict with the file name of each kept segment, and whether rows will still be added to the file."""
         kept = [segment for segment in sorted(self._mapped.values()) if segment >= self._first]
         return {self._name.format(segment): (segment + 1) * self.capacity > self.rows for segment in kept}
 
@@ -320,7 +320,7 @@ class Columns:
                     space.prefetch(begin, end + width - begin)
         found = [torch.index_select(self._views[i], 0, slots) for i in which]
         if (faults := resource.getrusage(resource.RUSAGE_SELF).ru_majflt) != self._faults:
-            # a thread of this process waited for the disk, so the next gather checks again which rows are cached
+            # a thread of this process waited for the disk, so the next gather checks again whether its rows are cached
             self._faults = faults
             self._in_memory = [self._files.folder is None] * len(self._widths)
         return found

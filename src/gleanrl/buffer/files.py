@@ -48,11 +48,14 @@ class Files:
 
     def __init__(self, folder: Path | None, *, writable: bool) -> None:
         self.folder, self._mode = folder, os.O_RDWR if writable else os.O_RDONLY
-        self.prefix = ""  # begins the name of every file on disk; callers leave it out
+        self.prefix = ""  # the name of every file on disk begins with it; callers pass names without it
         self._in_memory: dict[str, MemoryFile] = {}
 
     def with_prefix(self, prefix: str) -> Self:
-        """Return a `Files` of the same folder for the files whose names start with ``prefix``. Callers leave it out."""
+        """Return a `Files` for those files of this folder whose names start with ``prefix``.
+
+        Its methods take and return names without the prefix.
+        """
         found = copy.copy(self)
         found.prefix = prefix
         return found
@@ -91,7 +94,7 @@ class Files:
     def reserve(self, file: int, at: int, nbytes: int) -> None:
         """Allocate disk space for the ``nbytes`` of a file from offset ``at`` on. Raises `OSError` if the disk is full.
 
-        Without this, a full disk would be noticed only after a part of the data was written.
+        Otherwise a full disk would be noticed only after a part of the data was written.
         """
         if nbytes and self.folder is not None and hasattr(os, "posix_fallocate"):
             os.posix_fallocate(file, at, nbytes)
@@ -190,7 +193,7 @@ class Files:
 
 
 def write_all(file: int, data: memoryview, at: int) -> None:
-    """Write all of ``data`` to a file at offset ``at``, although one `os.pwrite` may write only a part of it."""
+    """Write all of ``data`` to a file at offset ``at``. `os.pwrite` is repeated, because it may write only a part."""
     while data:
         written = os.pwrite(file, data, at)
         data, at = data[written:], at + written

@@ -47,9 +47,9 @@ def export(trajectories: Iterable[FlatTrajectory], out: Path, fields: Sequence[F
     Args:
         trajectories: the trajectories to write.
         out: folder of the data set, which does not exist yet.
-        fields: the fields to write. Every trajectory must have them with this dtype and shape. Not written are fields
-            without elements and ``next_obs``, because the next frame has this observation. Floats of a dtype that NumPy
-            does not have, such as bfloat16, are converted to float32.
+        fields: the fields to write, which every trajectory must have with this dtype and shape. ``next_obs`` is left
+            out, because it is the observation of the next frame, and so are fields without elements. Floats of a dtype
+            that NumPy does not have, such as bfloat16, are converted to float32.
         fps: chunk steps per second, from which the timestamps are computed.
 
     Raises:
@@ -99,7 +99,7 @@ def _episodes(trajectory: FlatTrajectory, features: dict[str, Field]) -> Iterato
 
 
 class _DataSet:
-    """Writes the files of a data set, one episode at a time. Raises `UserError` when it is made without pyarrow."""
+    """Writes the files of a data set, one episode at a time. Raises `UserError` if pyarrow is not installed."""
 
     def __init__(self, folder: Path, features: dict[str, Field], fps: float) -> None:
         try:
@@ -123,7 +123,7 @@ class _DataSet:
         self._written = 0  # bytes of rows that were written to the open data file
 
     def add(self, columns: dict[str, Array], tasks: list[str]) -> None:
-        """Append an episode: an array ``[n, ...]`` for each feature, and the task description of each step, n texts."""
+        """Append an episode: an array ``[n, ...]`` for each feature, and the task descriptions of its n steps."""
         count, numbers = len(tasks), [self._tasks.setdefault(task, len(self._tasks)) for task in tasks]
         frame = np.arange(count, dtype=np.int64)
         own = {

@@ -73,7 +73,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     NAME: ClassVar[str] = "buffer.json"
 
     format: Count = FORMAT
-    epoch: Count = 0  # begins all file names; increases when the whole content is replaced
+    epoch: Count = 0  # number with which all file names begin; increases when the whole content is replaced
     log: str = "log-000000"
     texts: str = "texts-000000"
     base: Count = 0  # id of the first record in the log, which may be of a dropped trajectory
@@ -81,8 +81,8 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     rows: tuple[Count, ...]  # for each table, the first row that is kept
     finals: tuple[Count, ...]  # for each table, the first final observation that is kept
     known: Count = 0  # all ids below this one were written to the log, so a missing record is damage
-    # Only in a checkpoint: the id after its last trajectory. The linked files may have further ones, which the buffer
-    # has added later.
+    # Only in a checkpoint: the id after its last trajectory. The linked files may contain further trajectories,
+    # which the buffer has added later.
     end: Count | None = None
 
     @classmethod
@@ -303,7 +303,7 @@ class Texts:
         return self._last[1]
 
     def add_instructions(self, instructions: Sequence[str]) -> list[int]:
-        """Queue the task descriptions that are not stored yet for `commit`, and return the numbers of all of them."""
+        """Return the number of each task description. Those that are not stored yet are queued for `commit`."""
         for text in dict.fromkeys(instructions):
             if text not in self._number:
                 self._number[text] = len(self._known) + len(self._fresh)
@@ -311,7 +311,7 @@ class Texts:
         return [self._number[text] for text in instructions]
 
     def commit(self) -> None:
-        """Append the queued texts and task descriptions to the files, and sync these to disk. Raises `OSError`."""
+        """Write the queued texts and task descriptions to disk, and sync them. Raises `OSError` if that fails."""
         lines = "".join(json.dumps(text) + "\n" for text in self._fresh).encode()
         touched = set()
         if self._pending:

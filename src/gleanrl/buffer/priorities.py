@@ -74,7 +74,7 @@ class TablePriorities:
         self.base = 0  # number of the row at position 0 of the tree
 
     def cover(self, first: int, end: int) -> None:
-        """Add the rows from ``first`` to ``end`` - 1 that have no priority yet, and remove all other rows."""
+        """Keep priorities of only the rows from ``first`` to ``end`` - 1. New rows get the highest priority so far."""
         if first - self.base > max(self.tree.capacity // 2, end - first):
             kept = np.arange(max(first, self.first), self.end)
             weights = self.tree.at(kept - self.base)
@@ -157,7 +157,7 @@ class Priorities:
             return found
 
     def restore(self, reader: Reader, states: Sequence[dict[str, Any]]) -> None:
-        """Restore the priorities from a checkpoint that holds the same rows."""
+        """Restore the priorities from a checkpoint that has the same rows."""
         with self._lock:
             self._own, self._epoch = [], reader.snapshot.epoch
             for state in states:

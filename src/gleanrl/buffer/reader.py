@@ -1,8 +1,11 @@
-"""Reading trajectories: the interface between storage and sampling, and the reader of a buffer's folder.
+"""Reading of trajectories: `Reader`, the interface between storage and sampling, and `BufferReader`.
 
-A `Reader` has a state that other threads and processes change. A `Snapshot` is that state at one moment: trajectories
-by id, and their rows by table. A table holds the rows of all trajectories of one schema. `BufferReader` reads our own
-files, which one process writes and any number of others read at the same time. `rlinf.RLinfReader` reads RLinf's.
+While a `Reader` is open, other threads and processes may add and drop trajectories. A `Snapshot` describes which
+trajectories there are at one moment: a log record for each trajectory, and their rows in tables. A table holds the rows
+of all trajectories with the same schema (the same fields with the same dtypes and shapes).
+
+`BufferReader` reads the native format. One process may write a folder while any number of processes read it.
+`rlinf.RLinfReader` reads the directories of RLinf.
 """
 
 from __future__ import annotations
@@ -31,11 +34,11 @@ from gleanrl.utils.errors import UserError
 
 
 class Instructions(Protocol):
-    """Task descriptions by number."""
+    """Returns task descriptions by their numbers."""
 
     @property
     def instructed(self) -> bool | None:
-        """Whether there is any task description; None if the files read so far have none and others may have."""
+        """Whether there is any task description; None if this is unknown until further files are read."""
         ...
 
     def instruction(self, number: int) -> str: ...
@@ -45,23 +48,23 @@ class Instructions(Protocol):
 class Snapshot:
     """The trajectories that a reader has at one moment.
 
-    ``tables`` and the memory under ``records`` may grow later, but the rows and records of this snapshot do not change
-    while it is held (`Reader.held`).
+    Tables and log may grow later, but the rows and records of this snapshot do not change inside the context
+    (`Reader.held`) that yielded it.
     """
 
     epoch: int  # changes when the whole content is replaced; row numbers and ids are valid within one epoch
-    first_id: int
-    next_id: int
-    tables: tuple[RowSource, ...]  # indexes of the tables may contain further trajectories, not in this snapshot
+    first_id: int  # id of the oldest trajectory
+    next_id: int  # id after that of the newest trajectory
+    tables: tuple[RowSource, ...]  # may also contain newer trajectories, which are not part of this snapshot
     spans: tuple[tuple[int, int], ...]  # for each table: the first row that is kept, and the row after the last
-    records: np.ndarray[Any, Any]  # a `log.RECORD` for each trajectory, in the order of ids
+    records: np.ndarray[Any, Any]  # [n] of dtype `log.RECORD`: a record for each trajectory, in the order of ids
     texts: Instructions
 
     def count_rows(self) -> int:
         return sum(end - first for first, end in self.spans)
 
     def position(self, number: int) -> int:
-        """Return a trajectory's position in ``records``. Raises `UserError` if there is no such trajectory."""
+        """Return the position in ``records`` of the trajectory with this id. Raises `UserError` if there is none."""
         if self.first_id == self.next_id:
             raise UserError(f"no trajectory {number}: the buffer is empty")
         if not self.first_id <= number < self.next_id:
@@ -70,12 +73,12 @@ class Snapshot:
 
 
 class Reader(ABC):
-    """Reads a set of trajectories by id.
+    """Interface for reading a set of trajectories, each of which has an id.
 
     Attributes:
-        folder: folder of the trajectories; None: in memory.
-        snapshot: the newest state. Its rows and records may be read only inside `held`.
-        lock: while a thread holds this lock, ``snapshot`` does not change.
+        folder: folder of the trajectories; None: they are in memory.
+        snapshot: the newest snapshot. Its rows and records may be read only inside `held`.
+        lock: while a thread holds this lock, no other thread changes ``snapshot``.
     """
 
     folder: Path | None
@@ -89,11 +92,13 @@ class Reader(ABC):
 
     @abstractmethod
     def refresh(self) -> bool:
-        """Update ``snapshot`` to what another process has written, and return whether it has changed."""
+        """Update ``snapshot`` to the changes that another process has written, and return whether there were any."""
 
     @abstractmethod
     def held(self) -> AbstractContextManager[Snapshot]:
-        """Yield the newest snapshot. It can be read inside the context even if the buffer is changed or closed.
+        """Yield the newest snapshot, and keep all its rows readable until the context is left.
+
+        Other threads may meanwhile drop trajectories or call `close`.
 
         Raises:
             RuntimeError: the buffer is closed.
@@ -101,11 +106,11 @@ class Reader(ABC):
 
     @abstractmethod
     def full_records(self) -> np.ndarray[Any, Any]:
-        """Return the records of all trajectories with all values filled in. This may read each file."""
+        """Return the records of all trajectories with all their fields filled in. This may open every file."""
 
     @abstractmethod
     def trajectory(self, number: int, *, verify: bool = False) -> FlatTrajectory:
-        """Return a whole trajectory. With ``verify``, its checksums are compared.
+        """Return the whole trajectory with id ``number``. With ``verify``, the checksums of its data are verified.
 
         Raises:
             UserError: the trajectory does not exist, cannot be read, or is damaged.
@@ -113,25 +118,25 @@ class Reader(ABC):
 
     @abstractmethod
     def checked(self, *, salvage: bool = False) -> Iterator[FlatTrajectory | UserError]:
-        """Yield for each trajectory of the buffer the trajectory itself if its checksums match, else an error.
+        """Read all trajectories and verify their checksums. For a damaged one, a `UserError` is yielded, not raised.
 
-        With ``salvage``, trajectories after a damaged record of the log are included. After that, only `close` may be
-        called.
+        With ``salvage``, trajectories after a damaged record of the log are read too. After that, `close` is the only
+        method that may be called.
         """
 
     @abstractmethod
     def lost_files(self) -> list[str]:
-        """Return a line of text for each file that is missing or too short."""
+        """Return an error message for each file that is missing or too short."""
 
     @abstractmethod
     def write_checkpoint(self, folder: Path) -> None:
-        """Write the present content to an empty folder, as a buffer that can be read."""
+        """Write all present trajectories to an empty folder, which `BufferReader` can open."""
 
     @abstractmethod
     def close(self) -> None: ...
 
     def verified_all(self) -> Iterator[FlatTrajectory]:
-        """Yield all trajectories. Raises `UserError` at the first damage."""
+        """Yield all trajectories with verified checksums. Raises `UserError` for the first missing or damaged one."""
         for why in self.lost_files():
             raise UserError(f"{why}; {SALVAGE}")
         for found in self.checked():
@@ -140,7 +145,7 @@ class Reader(ABC):
             yield found
 
     def damage(self) -> Iterator[str]:
-        """Yield a line of text for each damaged trajectory."""
+        """Yield an error message for each damaged trajectory."""
         for found in self.checked():
             if isinstance(found, UserError):
                 yield str(found)
@@ -148,14 +153,14 @@ class Reader(ABC):
 
 @dataclass
 class OpenFiles:
-    """The open files of one manifest."""
+    """The open files that one manifest names."""
 
     manifest: Manifest
     files: Files
     log: Log
     texts: Texts
     tables: list[Table] = field(default_factory=list)
-    seen: int = 0  # number of log records whose rows the tables have published
+    seen: int = 0  # number of log records whose rows are published in `tables`
 
     def close(self) -> None:
         for table in self.tables:
@@ -165,11 +170,11 @@ class OpenFiles:
 
 
 class BufferReader(Reader):
-    """Reads the trajectories in a folder, or in memory.
+    """Reads the trajectories of a buffer or of a checkpoint in the native format.
 
     Args:
-        folder: folder of the buffer; None: in memory.
-        writable: True if the instance is a `BufferWriter`.
+        folder: folder of the buffer; None: the buffer is in memory.
+        writable: whether the files are opened for writing too. Only `BufferWriter` sets it.
 
     Raises:
         UserError: the folder is not a buffer, or the buffer is damaged.
@@ -178,16 +183,19 @@ class BufferReader(Reader):
     def __init__(self, folder: Path | None, *, writable: bool = False) -> None:
         self.folder, self._writable = folder, writable
         self.lock = threading.RLock()
-        self._exclusive = self._closed = False  # new calls of `held` wait if `_exclusive`, and fail if `_closed`
-        self._holders = Counter[int]()  # number of holders by the value of `_drops` when they began
-        self._drops = 0
+        # `held` blocks while `_exclusive` is True, and raises `RuntimeError` once `_closed` is True
+        self._exclusive = self._closed = False
+        self._holders = Counter[int]()  # value of `_drops` -> number of threads that entered `held` at this value
+        self._drops = 0  # number of times that segments were dropped
         self._changed = threading.Condition()
-        self.unmap_pending = False  # whether a dropped segment is still mapped
+        self.unmap_pending = False  # whether a dropped segment stays mapped because a thread may be reading it
         if folder is not None and not folder.is_dir():
             raise UserError(f"{folder}: no such buffer")
         self._all = Files(folder, writable=writable)
-        self._manifest_file = -1  # the manifest stays open, so that its inode number is not given to another file
-        self._manifest_read: Manifest | None = None  # content of `_manifest_file`
+        # A new manifest is recognised by its inode number. The old file stays open, so that the file system cannot give
+        # its number to the new one.
+        self._manifest_file = -1
+        self._manifest_read: Manifest | None = None  # the decoded content of `_manifest_file`
         self._open_newest(self._current_manifest())
 
     @property
@@ -200,14 +208,14 @@ class BufferReader(Reader):
         return sum(table.nbytes for table in opened.tables) + opened.log.count * RECORD.itemsize + opened.texts.nbytes
 
     def record(self, number: int) -> np.void:
-        """Return a trajectory's log record. Raises `UserError` if there is no such trajectory."""
+        """Return the log record of the trajectory with id ``number``. Raises `UserError` if there is none."""
         now = self.snapshot
         return now.records[now.position(number)]
 
     def full_records(self) -> np.ndarray[Any, Any]:
         return self.snapshot.records
 
-    # --- while others write ----------------------------------------------------------------------
+    # --- while other processes write -------------------------------------------------------------
     def refresh(self) -> bool:
         if self._writable or self._closed:
             return False
@@ -219,7 +227,7 @@ class BufferReader(Reader):
                 try:
                     opened = self._opened
                     dropped, opened.manifest = manifest != opened.manifest, manifest
-                    # after an earlier error, the log may have more records than the tables have published
+                    # if an earlier refresh failed after it had read the log, the rows of some records are unpublished
                     changed = opened.log.refresh() > 0 or opened.seen < opened.log.count or dropped
                     if changed:
                         self._notice()
@@ -253,7 +261,7 @@ class BufferReader(Reader):
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:
-        """Wait until no thread is inside `held`, and let new callers wait, so that all files may be replaced.
+        """Block new calls of `held` and wait until no thread is inside `held`, so that all files may be replaced.
 
         The caller must hold ``lock``. Contexts may be nested.
         """
@@ -313,9 +321,10 @@ class BufferReader(Reader):
         return lost
 
     def write_checkpoint(self, folder: Path) -> None:
-        """Write the present content to an empty folder, as hard links, which takes almost no time.
+        """Write all present trajectories to an empty folder as hard links to the buffer's files.
 
-        Segments only grow, and are removed but never overwritten, so the content of a link does not change.
+        On the same disk this takes milliseconds for any size, otherwise the files are copied. The links stay valid,
+        because the buffer only appends to its files or removes them, and never changes written rows.
         """
         with self.lock:
             self._check_open()
@@ -367,7 +376,7 @@ class BufferReader(Reader):
 
     # --- opening files ---------------------------------------------------------------------------
     def _current_manifest(self) -> Manifest:
-        """Return the manifest on disk. A writer creates it if it is missing."""
+        """Return the manifest on disk. If it is missing, a writer creates it and a reader raises `UserError`."""
         manifest = Manifest.read(self._all)
         if manifest is None:
             if not self._writable:
@@ -377,7 +386,7 @@ class BufferReader(Reader):
         return manifest
 
     def _newest_manifest(self) -> Manifest:
-        """Return the manifest on disk, or the present one if there is no file. Decodes the file only if it is new."""
+        """Return the manifest on disk, or that of the open files if it is missing. A file is decoded only once."""
         if self.folder is None:
             return Manifest.read(self._all) or self.manifest
         try:
@@ -388,7 +397,8 @@ class BufferReader(Reader):
                 self._manifest_file, self._manifest_read = -1, None
                 file = self._all.open(Manifest.NAME)
                 try:
-                    self._manifest_read = Manifest.read(self._all)  # content of the opened file, or of a newer one
+                    # if the file was replaced meanwhile, this reads the newer one, which the next call reads again
+                    self._manifest_read = Manifest.read(self._all)
                 except BaseException:
                     os.close(file)
                     raise
@@ -398,11 +408,11 @@ class BufferReader(Reader):
         return self._manifest_read or self.manifest
 
     def _is_replaced_by(self, manifest: Manifest) -> bool:
-        """Return whether ``manifest`` names other files than those that are open."""
+        """Return whether ``manifest`` names other files than the open ones, so that all files must be reopened."""
         return (manifest.epoch, manifest.log) != (self.manifest.epoch, self.manifest.log)
 
     def _open_newest(self, manifest: Manifest) -> None:
-        """Open the files of ``manifest``, or of a newer manifest if the writer replaces the files meanwhile."""
+        """Open the files of ``manifest``, or of a newer manifest if the writer has replaced the files meanwhile."""
         try:
             self._open(manifest)
         except (OSError, UserError):
@@ -415,7 +425,8 @@ class BufferReader(Reader):
         files = self._all.with_prefix(manifest.prefix)
         needed = {manifest.log, manifest.texts, Texts.INSTRUCTIONS}
         there = set(files.names())
-        if (missing := sorted(needed - there)) and (not self._writable or there - needed):  # else the buffer is new
+        # a writer creates missing files, but only if there are no others, because the buffer is new then
+        if (missing := sorted(needed - there)) and (not self._writable or there - needed):
             raise UserError(f"{files.where(missing[0])}: missing; without it the others cannot be read")
         limit = LONGEST if manifest.end is None else manifest.end - manifest.base
         least = max(manifest.known, manifest.end or 0) - manifest.base
@@ -428,7 +439,7 @@ class BufferReader(Reader):
             raise
 
     def _reopen(self, manifest: Manifest) -> None:
-        """Close the open files and open those of ``manifest``. After an error, the old files stay open."""
+        """Open the files of ``manifest``, and then close the old files. After an error, the old files stay open."""
         with self.exclusive():
             before, snapshot = self._opened, self.snapshot
             try:
@@ -440,14 +451,14 @@ class BufferReader(Reader):
 
     # --- following the log -----------------------------------------------------------------------
     def _notice(self) -> None:
-        """Update tables and indexes to the records of the log."""
+        """Update the tables, their indexes and ``snapshot`` to all records of the log."""
         try:
             self._notice_records()
         except OSError as error:
             manifest = self._newest_manifest()
-            if self._is_replaced_by(manifest):  # the rows are in other files, which the caller opens
+            if self._is_replaced_by(manifest):  # the writer has replaced all files, and the caller opens the new ones
                 raise
-            if manifest != self.manifest:  # the segment was dropped after the manifest was read
+            if manifest != self.manifest:  # the writer has dropped the missing segment since the manifest was read
                 self._opened.manifest = manifest
                 self._notice()
                 return
@@ -462,7 +473,7 @@ class BufferReader(Reader):
         opened = self._opened
         count = opened.log.count
         fresh = opened.log.records[opened.seen : count]
-        with self._changed:  # so that no thread enters `held` between the two updates
+        with self._changed:  # no thread may enter `held` before the tables and the snapshot are both updated
             self._publish_rows(fresh, skip_unreadable=skip_unreadable)
             for table in opened.tables:
                 table.index.append(fresh, np.flatnonzero(fresh["schema"] == table.number))
@@ -475,7 +486,7 @@ class BufferReader(Reader):
         for table in opened.tables:
             first = manifest.kept(table.number)[0]
             spans.append((first, max(table.index.end, first)))
-        # a reader may have read the manifest of a drop before it has read the log
+        # the manifest may already name a first trajectory whose log record this process has not read yet
         next_id = max(manifest.base + opened.seen, manifest.first)
         records = opened.log.records[manifest.first - manifest.base : next_id - manifest.base]
         self.snapshot = Snapshot(
@@ -483,7 +494,7 @@ class BufferReader(Reader):
         )
 
     def _publish_rows(self, records: np.ndarray[Any, Any], *, skip_unreadable: bool) -> None:
-        """Map the rows of these records. Raises `OSError` if a file cannot be read."""
+        """Publish the rows of these log records, and open their tables if needed. For errors see `Columns.publish`."""
         opened = self._opened
         known = max(int((records["schema"] + 1).max(initial=0)), len(opened.manifest.rows))
         for number in range(len(opened.tables), known):
@@ -500,7 +511,7 @@ class BufferReader(Reader):
                     part.publish(end, skip_unreadable=skip_unreadable)
 
     def _drop_segments(self) -> None:
-        """Drop the segments that hold no trajectory the manifest keeps, and unmap them as soon as possible."""
+        """Drop the segments that have no trajectory kept by the manifest, and unmap them once no thread reads them."""
         with self._changed:
             self._publish_snapshot()
             number, dropped = self._drops + 1, False
@@ -512,16 +523,19 @@ class BufferReader(Reader):
                 self._unmap()
 
     def _unmap(self) -> None:
-        """Unmap the dropped segments that no thread inside `held` can read."""
+        """Unmap the dropped segments that no thread can be reading.
+
+        These are the segments that were dropped before the first of the threads now inside `held` has entered it.
+        """
         oldest = min(self._holders, default=self._drops)
         left = [part.release(oldest) for table in self._opened.tables for part in table.parts]
         self.unmap_pending = any(left)
 
     def _make_fit(self, table: Table, ends: Sequence[int]) -> None:
-        """Give a table enough address space for rows and final observations up to ``ends``.
+        """Enlarge the address spaces of a table if they are too small for rows and final observations below ``ends``.
 
         Raises:
-            UserError: the system has no such address space.
+            UserError: the system does not provide so many addresses.
         """
         for part, end in zip(table.parts, ends, strict=True):
             if not part.fits(end):
@@ -534,7 +548,10 @@ class BufferReader(Reader):
 
 
 def text_of(trajectory: FlatTrajectory) -> str:
-    """Return the values of a trajectory that do not fit into a record of fixed length, as JSON."""
+    """Return as JSON the values of a trajectory that are neither in its rows nor in its log record.
+
+    These are ``model_weights_id``, ``max_episode_length`` and the bootstrap entries.
+    """
     bootstrap = []
     for path, tensor in trajectory.bootstrap.items():
         data = tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
@@ -544,5 +561,5 @@ def text_of(trajectory: FlatTrajectory) -> str:
 
 
 def text_checksum(text: str, instructions: Sequence[str]) -> int:
-    """Return the checksum of a trajectory's text and of the instructions of its rows."""
+    """Return the checksum of a trajectory's text (from `text_of`) and of its task descriptions."""
     return crc32("\0".join([text, *dict.fromkeys(instructions)]).encode())

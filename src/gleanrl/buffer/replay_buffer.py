@@ -1,10 +1,14 @@
-"""The trajectory replay buffer: ``[T, B, ...]`` trajectories on disk, sampled at memory speed.
+"""The public classes of the replay buffer, which stores trajectories of tensors ``[T, B, ...]`` on disk.
 
 ```python
 with TrajectoryReplayBuffer("buffer", seed=0) as buffer:
     buffer.add_trajectories([TensorTrajectory(actions=..., rewards=..., curr_obs={"image": ...})])
     batch = buffer.sample(256)  # batch["actions"] is [256, ...]
 ```
+
+A *chunk step* is one decision of the policy in one environment: a chunk of C consecutive actions. The buffer stores
+each chunk step as one *row*, so a trajectory of T chunk steps in B environments has T * B rows. The files are mapped
+into memory, so rows that the operating system has cached are read as fast as tensors in memory.
 """
 
 from __future__ import annotations
@@ -36,27 +40,32 @@ from gleanrl.utils.seeding import derive
 class TrajectoryReplayBuffer(Sampler):
     """A replay buffer of trajectories. One process writes a folder, and others may read it at the same time.
 
-    The methods that draw and read batches are in `Sampler`.
+    The methods that draw and read batches are inherited from `Sampler`.
 
     Args:
-        path: the buffer's folder. Trajectories survive a crash once `add_trajectories` has returned. None: in memory.
-            With ``read_only`` it may also be a checkpoint, or a directory of RLinf, which is sampled in place.
-        seed: seed of the random draws. Each rank has its own random stream.
-        sample_window_size: number of newest trajectories to sample from; 0: all.
-        auto_save: False keeps all trajectories in memory until `save_checkpoint`.
-        max_rows, max_bytes, max_age: limits on rows (T * B of each trajectory), bytes of files, and seconds. The oldest
-            trajectories are dropped, in whole segments (see ``segment_bytes``). The newest trajectory is always kept.
-        segment_bytes: approximate size of a file, at most a quarter of ``max_bytes`` and ``max_rows``.
-        priority_exponent: None: no priorities. Otherwise each chunk step has a priority for `sample_prioritized`, which
-            draws uniformly with exponent 0 and in proportion to priorities with 1.
-        read_only: read a folder that another process may be writing. Each sample sees all earlier additions.
-        rank: number of the random stream, by default the rank of ``torch.distributed`` or of the variable ``RANK``.
-        trajectory_format: format of `save_checkpoint`: ``native``, or ``pt`` as RLinf writes it.
-        auto_save_path: RLinf's name for ``path``.
-        cache_size: number of files of an RLinf directory that are open at once (0: the default). Our own files have no
-            such limit.
+        path: folder of the buffer, which is created if it is missing. A trajectory survives a crash once
+            `add_trajectories` has returned its id. None: the buffer is in memory. With ``read_only``, the folder may
+            also be a checkpoint, or a directory of RLinf, which is sampled without conversion.
+        seed: seed of the random draws. Each rank derives its own random stream from it.
+        sample_window_size: number of the newest trajectories from which `sample` draws; 0: all.
+        auto_save: False keeps all trajectories in memory even if ``path`` is given. `save_checkpoint` writes them.
+        max_rows, max_bytes, max_age: limits on the number of rows, the total size of the files in bytes, and the age of
+            a trajectory in seconds. They are applied when trajectories are added. The oldest trajectories are dropped
+            then, where possible all trajectories of a file together. ``max_rows`` never drops the newest trajectory.
+        segment_bytes: approximate size in bytes of a file with rows. A smaller size is used if a file would take more
+            than a quarter of ``max_bytes`` or ``max_rows``.
+        priority_exponent: enables `sample_prioritized`, which draws each chunk step in proportion to
+            priority ** ``priority_exponent``. None: the buffer keeps no priorities.
+        read_only: open the buffer only for reading. Another process may be writing it. Each sample includes all
+            trajectories that were added before.
+        rank: number of this process's random stream. By default it is the rank in ``torch.distributed``, or if that is
+            not initialised the environment variable ``RANK``, or 0.
+        trajectory_format: format of `save_checkpoint`: ``native``, or ``pt`` for a directory that RLinf can read.
+        auto_save_path: RLinf's name for ``path``. It is used if ``path`` is not given.
+        cache_size: largest number of files of an RLinf directory that are mapped at once; 0: a default. It has no
+            effect on buffers in the native format, whose files are always mapped.
         pickles: also read ``.pkl`` files of an RLinf directory. They can run any code when they are read.
-        enable_cache: accepted for callers of RLinf, without effect, because rows are read in place without a cache.
+        enable_cache: has no effect, because rows are read from mapped files without a cache. RLinf's callers pass it.
 
     Raises:
         UserError: another process writes to the folder, the folder is not a buffer, or an argument is invalid.
@@ -113,16 +122,18 @@ class TrajectoryReplayBuffer(Sampler):
 
     # --- adding ----------------------------------------------------------------------------------
     def add_trajectories(self, trajectories: Sequence[Any], *, wait: bool = True) -> list[int] | Future[list[int]]:
-        """Store trajectories and return their ids once they are on disk. The next `sample` may draw them.
+        """Store trajectories, and return their ids once they are on disk. The next `sample` may draw from them.
 
         Args:
-            trajectories: `TensorTrajectory`, or objects with its attributes such as RLinf's ``Trajectory``.
-            wait: False queues a copy and returns a future of the ids. The call waits while the queue is full. The error
-                of a failed write is raised by the future and also by the next call.
+            trajectories: instances of `TensorTrajectory`, or objects with the same attributes such as RLinf's
+                ``Trajectory``.
+            wait: False copies the trajectories, queues them for a background thread, and returns a future of the ids.
+                The call blocks while the queue is full. If writing fails, the future raises the error, and so does the
+                next call.
 
         Raises:
-            UserError: a field's shape does not fit, or ``max_bytes`` has no room.
-            OSError: the disk is full or fails. No trajectory was added then.
+            UserError: the shape of a field does not fit the others, or ``max_bytes`` is too small for the trajectories.
+            OSError: the disk is full or fails. None of the trajectories is added then.
         """
         flat = [FlatTrajectory.flatten(TensorTrajectory.of(own), copy=not wait) for own in trajectories]
         if not wait:
@@ -141,27 +152,27 @@ class TrajectoryReplayBuffer(Sampler):
         """Return the storage as a writer. Raises `UserError` if it is read-only."""
         if isinstance(self.storage, BufferWriter):
             return self.storage
-        with self.storage.held():  # raises an error if the buffer is closed
+        with self.storage.held():  # raises `RuntimeError` if the buffer is closed
             pass
         why = "the buffer was opened with read_only=True; load it into another buffer to write"
         raise UserError(f"{self.path}: {why}")
 
     def flush(self) -> None:
-        """Wait until all queued trajectories are on disk. Raises the error of a failed write."""
+        """Block until all queued trajectories are on disk. Raises the error of a failed write."""
         self.write_queue.flush()
 
     def trajectory(self, number: int) -> TensorTrajectory:
-        """Return a whole trajectory as it was added. Raises `UserError` if there is no such trajectory."""
+        """Return the trajectory with id ``number`` as it was added. Raises `UserError` if there is none."""
         with self._held():
             return self.storage.trajectory(number).unflatten()
 
     # --- checkpoints -----------------------------------------------------------------------------
     def save_checkpoint(self, save_path: str | os.PathLike[str]) -> None:
-        """Write all trajectories and the random state to a folder, either completely or not at all.
+        """Write all trajectories, the random state and the priorities to a folder, either completely or not at all.
 
-        On the same disk, the files are hard links to those of the buffer. So saving takes milliseconds for any size,
-        and later evictions do not change the checkpoint. With ``trajectory_format="pt"``, the checkpoint is a directory
-        as RLinf writes it.
+        On the same disk, the files are hard links to those of the buffer. Saving therefore takes milliseconds for any
+        size, and trajectories that the buffer drops later stay in the checkpoint. With ``trajectory_format="pt"``, the
+        checkpoint is a directory of RLinf, which has the trajectories and the seed, but no random state or priorities.
 
         Raises:
             UserError: the folder exists and is not a checkpoint, the disk is full, or a trajectory is damaged.
@@ -175,7 +186,8 @@ class TrajectoryReplayBuffer(Sampler):
         else:
             checkpoint.save(self, target, seed=self.seed, rank=self.rank)
         for left in atomic.left_behind(target):
-            shutil.rmtree(left, ignore_errors=True)  # links in it would keep removed files on the disk
+            # hard links in the folder of an interrupted save would keep files on disk that the buffer has removed
+            shutil.rmtree(left, ignore_errors=True)
 
     def load_checkpoint(
         self,
@@ -187,17 +199,19 @@ class TrajectoryReplayBuffer(Sampler):
         pickles: bool = False,
         before_commit: Callable[[], object] = bool,
     ) -> None:
-        """Replace the content by that of a checkpoint, either completely or not at all, even in a crash.
+        """Replace the content of the buffer by a checkpoint, completely or not at all, even if the process crashes.
 
-        If as many ranks load as saved, and this ``rank`` loads the part that it saved, its random stream continues.
-        Otherwise each rank gets a new stream.
+        The random stream of this rank continues if the checkpoint was saved by the same number of ranks and this rank
+        loads the part that it saved. Otherwise the rank gets a new stream.
 
         Args:
-            load_path: a checkpoint, our own or RLinf's, or a folder with the checkpoints of all ranks.
-            is_distributed: load only the part of this rank. All parts have about the same number of rows.
-            local_rank, world_size: number of this rank, and number of ranks.
+            load_path: a checkpoint in the native format, a directory of RLinf, or a folder with one checkpoint for each
+                rank.
+            is_distributed: load only this rank's part of the trajectories. All parts have nearly the same size.
+            local_rank, world_size: index of the part to load, and number of parts. Used if ``is_distributed`` is True.
             pickles: also read RLinf's ``.pkl`` files. They can run any code when they are read.
-            before_commit: called when all files are in place. If it raises an error, the buffer keeps its content.
+            before_commit: called after all new files are written and before they replace the old content. If it raises
+                an error, the buffer keeps its old content.
 
         Raises:
             UserError: there is no checkpoint, it is damaged, or the disk is full.
@@ -214,7 +228,7 @@ class TrajectoryReplayBuffer(Sampler):
         self.seed = state.seed
 
     def verify(self) -> list[str]:
-        """Read all data and return a line of text for each damaged trajectory or file."""
+        """Read all data, and return an error message for each damaged trajectory or file."""
         with self._held():
             return list(self.storage.damage())
 
@@ -237,7 +251,7 @@ class TrajectoryReplayBuffer(Sampler):
 
     @property
     def trajectory_counter(self) -> int:
-        """Number of trajectories added so far, including dropped ones. It is also the id of the next trajectory."""
+        """Number of all trajectories added so far, including dropped ones. It is also the id of the next trajectory."""
         with self._held() as now:
             return now.next_id
 
@@ -246,11 +260,15 @@ class TrajectoryReplayBuffer(Sampler):
         return len(self) >= min_size
 
     async def is_ready_async(self, min_size: int) -> bool:
-        """Return the result of `is_ready`."""
+        """Return the same as `is_ready`. RLinf's buffer has this method."""
         return self.is_ready(min_size)
 
     def get_stats(self) -> dict[str, float]:
-        """Return the numbers of kept trajectories, rows, bytes, episodes, successes, failures and interventions."""
+        """Return the numbers of kept trajectories, rows, bytes and ends of episodes.
+
+        ``successes`` and ``failures`` are the numbers of trajectories that were added with this ``success``, and
+        ``intervened`` is the number of trajectories in which a human acted.
+        """
         with self._held() as now:
             records = self.storage.full_records()
             flags, episodes = records["flags"].copy(), int(records["episodes"].sum())
@@ -265,17 +283,20 @@ class TrajectoryReplayBuffer(Sampler):
         }
 
     def clear(self) -> None:
-        """Drop all trajectories. The ids of later ones continue from the present id."""
+        """Drop all trajectories. Their ids are not used again: trajectories that are added later get higher ids."""
         self.write_queue.flush()
         writer = self._writer()
-        with writer.lock:  # while another thread opens new files, the snapshot is incomplete
+        with writer.lock:  # without it, another thread that is opening new files could have an incomplete snapshot
             writer.drop(writer.snapshot.next_id)
 
     def clear_cache(self) -> None:
-        """Do nothing, because rows are read in place without a cache. For callers of RLinf's buffer."""
+        """Do nothing, because rows are read from mapped files without a cache. RLinf's buffer has this method."""
 
     def close(self, wait: bool = True) -> None:
-        """Release files and memory. With ``wait``, queued trajectories are written first, else they are cancelled."""
+        """Close all files. Raises the error of a failed write.
+
+        With ``wait``, queued trajectories are written first. Otherwise their futures are cancelled.
+        """
         try:
             self.write_queue.close(wait=wait)
         finally:
@@ -289,15 +310,17 @@ class TrajectoryReplayBuffer(Sampler):
 
 
 class MixedReplayBuffer:
-    """Draws batches of which a share comes from demonstrations. In RLPD (Ball et al. 2023) that is one half.
+    """Draws batches in which a fixed share of the chunk steps comes from demonstrations.
+
+    RLPD (Ball et al. 2023) trains on such batches with a share of one half.
 
     Args:
-        online: trajectories of the policy.
-        demonstrations: trajectories of an expert.
-        share: share of demonstrations in a batch, rounded to whole chunk steps.
+        online: buffer with trajectories of the policy.
+        demonstrations: buffer with trajectories of an expert.
+        share: share of demonstrations in each batch, from 0 to 1. It is rounded to a whole number of chunk steps.
     """
 
-    ONLINE, DEMONSTRATIONS = "online", "demonstrations"  # folders of a checkpoint
+    ONLINE, DEMONSTRATIONS = "online", "demonstrations"  # names of the two folders of a checkpoint
 
     def __init__(
         self, online: TrajectoryReplayBuffer, demonstrations: TrajectoryReplayBuffer, share: float = 0.5
@@ -308,12 +331,15 @@ class MixedReplayBuffer:
 
     @staticmethod
     def divide(num_chunks: int, share: float) -> tuple[int, int]:
-        """Return the numbers of chunk steps in a batch that come from the policy and from demonstrations."""
+        """Return how many of ``num_chunks`` chunk steps come from ``online`` and how many from ``demonstrations``."""
         shown = round(num_chunks * share)
         return num_chunks - shown, shown
 
     def sample(self, num_chunks: int, **how: Any) -> Batch:
-        """Draw a batch like `TrajectoryReplayBuffer.sample`, with ``demonstration`` bool ``[num_chunks]`` added."""
+        """Draw a batch as `TrajectoryReplayBuffer.sample` does, which also takes the arguments ``how``.
+
+        ``demonstration``, bool ``[num_chunks]``, is added to the batch. It is True for chunk steps of demonstrations.
+        """
         counts = self.divide(num_chunks, self.share)
         batches, demonstration = [], []
         for buffer, count, shown in zip((self.online, self.demonstrations), counts, (False, True), strict=True):
@@ -327,19 +353,19 @@ class MixedReplayBuffer:
         return {**batch, "demonstration": torch.cat(demonstration)}
 
     def save_checkpoint(self, save_path: str | os.PathLike[str]) -> None:
-        """Save both buffers."""
+        """Save a checkpoint of both buffers, in two subfolders of ``save_path``."""
         self.online.save_checkpoint(Path(save_path) / self.ONLINE)
         self.demonstrations.save_checkpoint(Path(save_path) / self.DEMONSTRATIONS)
 
     def load_checkpoint(self, load_path: str | os.PathLike[str], **how: Any) -> None:
-        """Load both buffers, or neither. Raises `UserError` if one is missing or damaged."""
+        """Load both buffers, or neither. Raises `UserError` if the checkpoint of one is missing or damaged."""
         shown = Path(load_path) / self.DEMONSTRATIONS
         load_shown = partial(self.demonstrations.load_checkpoint, shown, **how)
         self.online.load_checkpoint(Path(load_path) / self.ONLINE, **how, before_commit=load_shown)
 
 
 def _joined(first: Batch, second: Batch) -> Batch:
-    """Concatenate the fields that both batches have. A missing instruction becomes empty."""
+    """Concatenate the fields that both batches have. Rows of a batch without task descriptions get empty ones."""
     joined: Batch = {}
     if INSTRUCTIONS in first or INSTRUCTIONS in second:
         first, second = ({INSTRUCTIONS: [""] * len(own["indices"]), **own} for own in (first, second))

@@ -1,9 +1,11 @@
-"""RLinf's replay buffer directories: sampling without conversion, and export.
+"""Reads and writes the replay buffer directories of RLinf, an RL framework for embodied agents.
 
-A directory holds ``metadata.json``, ``trajectory_index.json`` (``trajector_index.json`` in old versions) and a file for
-each trajectory, ``trajectory_{id}_{model_weights_id}.pt``. In other versions the file name holds a uuid. Rows are
-gathered from the memory-mapped files. One table holds the rows of all trajectories in the order of RLinf's index, so
-that with the same seed and window, the same rows are drawn as in RLinf.
+A directory contains ``metadata.json``, ``trajectory_index.json`` (in old versions ``trajector_index.json``) and a file
+``trajectory_{id}_{model_weights_id}.pt`` for each trajectory. In some versions of RLinf the file names contain a uuid.
+
+`RLinfReader` maps these files into memory and samples from them without conversion. One table has the rows of all
+trajectories in the order of RLinf's index. With the same seed and window, the buffer therefore draws the same rows as
+RLinf's own buffer. `export` writes trajectories as such a directory.
 """
 
 from __future__ import annotations
@@ -46,7 +48,9 @@ from gleanrl.utils.errors import UserError
 
 METADATA = "metadata.json"
 INDEXES = ("trajectory_index.json", "trajector_index.json")
-OPEN_FILES = 1024  # files mapped at once; a mapping costs address space and a few kB, opening a file a millisecond
+# Largest number of files that are mapped at once. A mapped file occupies address space and a few kB of memory, while
+# opening a file takes about a millisecond.
+OPEN_FILES = 1024
 
 
 def is_directory(path: Path) -> bool:
@@ -55,7 +59,7 @@ def is_directory(path: Path) -> bool:
 
 
 def is_part(name: str) -> bool:
-    """Return whether a directory of RLinf may contain a file of this name."""
+    """Return whether a file with this name may be a part of a directory of RLinf."""
     return name in (METADATA, *INDEXES) or (name.startswith("trajectory_") and name.endswith(".pt"))
 
 
@@ -65,22 +69,22 @@ def seed_of(path: Path) -> int | None:
 
 
 class Directory:
-    """The trajectories of a directory in the order of its index.
+    """The index and the files of a directory of RLinf.
 
-    RLinf's checkpoints may list trajectories that they do not contain, so a missing file is an error only when it is
-    read.
+    Trajectories are identified by their position in the index. RLinf's checkpoints may list trajectories that they do
+    not contain, so a missing file is an error only when it is read.
 
     Args:
         path: the directory.
         pickles: also read ``.pkl`` files. A pickle can run any code when it is read.
 
     Attributes:
-        entries: for each trajectory, its key and value in the index.
-        counts: number of rows of each trajectory.
-        files: name of each trajectory's file; None if it is missing.
-        sizes: size of each file in bytes, by name.
-        index: path of the index.
-        stamp: time, size and inode of the index, which change when it is written.
+        entries: for each trajectory, its key and its value in the index.
+        counts: for each trajectory, its number of rows.
+        files: for each trajectory, the name of its file; None if the file is missing.
+        sizes: size of each file in bytes, by file name.
+        index: path of the index file.
+        stamp: modification time, size and inode number of the index file. They show whether RLinf has rewritten it.
 
     Raises:
         UserError: ``path`` is not a directory of RLinf, its index is damaged, or it has pickles that are not allowed.
@@ -119,7 +123,7 @@ class Directory:
             self.files.append(name)
 
     def shapes(self) -> np.ndarray[Any, Any]:
-        """Return T and B of each trajectory as int64 ``[2, n]``, from the index or, if it lacks them, from the file."""
+        """Return T and B of each trajectory, int64 ``[2, n]``. Files are read only where the index lacks the values."""
         found = np.zeros((2, len(self.counts)), np.int64)
         for position, ((_, entry), count) in enumerate(zip(self.entries, self.counts, strict=True)):
             steps, batch = [*entry.get("shape", ()), 0, 0][:2]
@@ -130,14 +134,14 @@ class Directory:
         return found
 
     def file(self, position: int) -> str:
-        """Return the path of a trajectory's file, or the path that a missing file would have, for messages."""
+        """Return the path of a trajectory's file. If the file is missing, the path is the one that RLinf would use."""
         key, entry = self.entries[position]
         return str(self.path / (self.files[position] or f"trajectory_{key}_{entry.get('model_weights_id', '')}.pt"))
 
     def trajectory(self, position: int) -> FlatTrajectory:
-        """Map a trajectory's file. Raises `UserError` if it is missing or damaged.
+        """Load a trajectory, whose tensors are mapped from its file. Raises `UserError` if it is missing or damaged.
 
-        Like RLinf, this leaves out values other than tensors ``[T, B, ...]``, but it keeps instructions.
+        Fields that are not tensors ``[T, B, ...]`` are left out, as RLinf does. Task descriptions are kept.
         """
         if self.files[position] is None:
             raise UserError(f"{self.file(position)}: missing; the index lists it")
@@ -162,16 +166,19 @@ class Directory:
             if isinstance(value := given.get(name), Mapping):
                 values[name] = _only_tensors(value)
         if (prev_values := values.get("prev_values")) is not None:
-            # in RLinf's checkpoints of buffers in memory, [T + E, B, ...] is stored as [(T + E) * B, ...]
+            # if RLinf's buffer is in memory, its checkpoints store [T + E, B, ...] flattened to [(T + E) * B, ...]
             steps, batch = [*entry.get("shape", ()), 0, 0][:2]
             more = prev_values.shape[0] - steps * batch
-            flat = batch > 1 or prev_values.dim() == 2  # [T + E, 1, 1] of one environment is not flattened
+            flat = batch > 1 or prev_values.dim() == 2  # with B = 1, [T + E, 1, 1] was not flattened
             if flat and batch and more > 0 and more % batch == 0 and steps % (more // batch) == 0:
                 values["prev_values"] = prev_values.reshape(-1, batch, *prev_values.shape[1:])
         return FlatTrajectory.flatten(TensorTrajectory.of(values))
 
     def check(self, position: int) -> None:
-        """Read a whole file. Raises `UserError` if the checksums that torch wrote do not match."""
+        """Read a trajectory's whole file, and verify the checksums that `torch.save` has written.
+
+        Raises `UserError` if they do not match. Files with pickles (``.pkl``) have no checksums and are not read.
+        """
         file = Path(self.file(position))
         if file.suffix == ".pt":
             try:
@@ -185,19 +192,19 @@ class Directory:
 
 @dataclass
 class MappedTrajectory:
-    """A trajectory whose tensors are mapped from its file."""
+    """A trajectory whose tensors are mapped from its file, and what `MappedTable` has computed for it."""
 
     trajectory: FlatTrajectory
-    instructions: Tensor  # int32 [T * B]: number of each row's instruction; -1 = none
-    columns: dict[FieldPath, Tensor] = field(default_factory=dict)  # [T * B, ...]: columns that were read before
+    instructions: Tensor  # int32 [T * B]: number of each row's task description; -1: none
+    columns: dict[FieldPath, Tensor] = field(default_factory=dict)  # [T * B, ...]: cached columns that were read before
 
 
 class MappedTable:
-    """A table of the rows of all trajectories in a directory, and their task descriptions by number.
+    """The table of all rows of a directory (a `table.RowSource`). It also numbers the task descriptions.
 
     Args:
         directory: the directory.
-        open_files: number of files that are mapped at once. The least recently used file is closed first.
+        open_files: largest number of files that are mapped at once. The least recently used file is closed first.
     """
 
     number = 0
@@ -211,19 +218,20 @@ class MappedTable:
         self._lock = threading.Lock()
         self._schema: Schema | None = None
         self._texts: list[str] = []
-        self._numbers: dict[str, int] = {}  # number of each text
-        self.full_records: np.ndarray[Any, Any] | None = None  # see `RLinfReader.full_records`
+        self._numbers: dict[str, int] = {}  # task description -> its number
+        self.full_records: np.ndarray[Any, Any] | None = None  # cached result of `RLinfReader.full_records`
 
     @property
     def schema(self) -> Schema:
-        """The fields that all trajectories have, with the type and shape of the first trajectory.
+        """The fields that all trajectories have, with the dtypes and shapes of the first trajectory.
 
-        Files of the same size and shape are assumed to have the same fields, so that the first sample need not open
-        every file. `read` raises an error if that is wrong.
+        Opening every file would make the first sample slow. So only one file is opened among those with the same size
+        in bytes and the same shape in the index, which are assumed to have the same fields. If this is wrong, `read`
+        raises an error.
         """
         if self._schema is None:
             directory = self.directory
-            alike: dict[Any, int] = {}  # shape and size -> the first such trajectory
+            alike: dict[Any, int] = {}  # (shape, size) -> position of the first such trajectory
             for position, name in enumerate(directory.files):
                 if name is not None:
                     shape = str(directory.entries[position][1].get("shape"))
@@ -233,7 +241,7 @@ class MappedTable:
                 try:
                     columns = self.mapped(position).trajectory.columns
                 except UserError:
-                    continue  # the same error is raised when the rows are read
+                    continue  # `read` raises the same error once a row of this trajectory is drawn
                 own = {path: Field.of(path, column) for path, column in columns.items()}
                 shared = own if shared is None else {path: shared[path] for path in shared if path in own}
             self._schema = Schema(tuple(sorted((shared or {}).values(), key=lambda field: field.path)))
@@ -247,7 +255,7 @@ class MappedTable:
         return self._texts[number]
 
     def mapped(self, position: int) -> MappedTrajectory:
-        """Return a trajectory by its position in the index. Raises `UserError` if its file cannot be read."""
+        """Return the trajectory at a position in the index. Raises `UserError` if its file cannot be read."""
         with self._lock:
             if position in self._open:
                 self._open.move_to_end(position)
@@ -269,7 +277,7 @@ class MappedTable:
             return found
 
     def read(self, rows: Tensor, paths: Collection[FieldPath]) -> dict[FieldPath, Tensor]:
-        """Return fields of rows, as in `table.RowSource`. Rows are gathered file by file, then put back in order."""
+        """Return fields of rows as `table.RowSource.read` specifies. Rows of the same file are read together."""
         fields = {field.path: field for field in self.schema.fields}
         fields |= {path: Field(path, torch.int32, ()) for path in (LEFT, INSTRUCTION)}
         positions = torch.bucketize(rows.contiguous(), self._ends, right=True)
@@ -303,11 +311,11 @@ class MappedTable:
 
 
 class RLinfReader(Reader):
-    """Reads a directory of RLinf. Trajectories are numbered from 0 in the order of its index.
+    """Reads a directory of RLinf. The ids of trajectories are their positions in RLinf's index.
 
     Args:
         folder: the directory.
-        open_files: number of files that are mapped at once.
+        open_files: largest number of files that are mapped at once.
         pickles: see `Directory`.
     """
 
@@ -324,11 +332,12 @@ class RLinfReader(Reader):
         records = np.zeros(len(counts), RECORD)
         records["id"], records["row"] = np.arange(len(counts)), np.cumsum(counts) - counts
         records["steps"], records["batch"] = directory.shapes()
-        # the index does not have these values, so they are set such that every trajectory may match a condition
+        # The index lacks these values. They are set such that conditions on interventions and versions exclude no
+        # trajectory as a whole, and are checked for each row instead. Whether a trajectory succeeded stays unknown.
         records["flags"] = INTERVENED
         records["version_low"], records["version_high"] = -np.inf, np.inf
         table.index.append(records, np.arange(len(counts)))
-        # threads that are sampling keep the snapshot that they began with
+        # threads that are sampling at this moment continue with the old table and snapshot
         self._table = table
         self.snapshot = Snapshot(epoch, 0, len(counts), (table,), ((0, table.rows),), records, table)
 
@@ -338,7 +347,7 @@ class RLinfReader(Reader):
         return sum(directory.sizes[name] for name in directory.files if name is not None)
 
     def refresh(self) -> bool:
-        """Update ``snapshot`` if RLinf has written its index. While the index is incomplete, the old one is used."""
+        """Update ``snapshot`` if RLinf has rewritten its index. If the new index is incomplete, nothing changes."""
         if not self.lock.acquire(blocking=False):
             return False  # another thread is refreshing
         try:
@@ -361,7 +370,10 @@ class RLinfReader(Reader):
         yield self.snapshot
 
     def full_records(self) -> np.ndarray[Any, Any]:
-        """Return all records with values from the files. If a file cannot be read, its values stay unknown."""
+        """Return all records with values that are computed from the files.
+
+        For a file that cannot be read, ``flags`` is 0 and the versions are -1.
+        """
         table = self._table
         if table.full_records is None:
             records = self.snapshot.records.copy()
@@ -397,7 +409,7 @@ class RLinfReader(Reader):
         return [f"{directory.file(position)}: missing" for position in missing]
 
     def write_checkpoint(self, folder: Path) -> None:
-        """Copy all rows to an empty folder, as a buffer in our own format."""
+        """Copy all trajectories to an empty folder, as a checkpoint in the native format."""
         table = self._table
         with self.held(), closing(BufferWriter(folder)) as writer:
             for position in range(len(table.directory.files)):
@@ -411,12 +423,12 @@ class RLinfReader(Reader):
 
 
 def export(path: Path, trajectories: Iterable[FlatTrajectory], *, seed: int) -> int:
-    """Write trajectories as a directory of RLinf, either completely or not at all, and return their number."""
+    """Write trajectories as a directory that RLinf can read, completely or not at all, and return their number."""
     index: dict[str, dict[str, Any]] = {}
     rows_total = 0
     with atomic.directory(path) as folder:
         for number, flat in enumerate(trajectories):
-            weights = flat.model_weights_id.replace("/", "_")  # becomes part of a file's name
+            weights = flat.model_weights_id.replace("/", "_")  # a file name must not contain a slash
             torch.save(_saved(flat.unflatten(), weights), folder / f"trajectory_{number}_{weights}.pt")
             shape_of = (flat.columns.get(("prev_logprobs",)), flat.columns.get(("rewards",)))
             column = next((own for own in shape_of if own is not None), next(iter(flat.columns.values())))

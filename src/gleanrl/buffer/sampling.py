@@ -1,7 +1,9 @@
-"""Sampling: which rows may be drawn, which are drawn, and how they are read into batches.
+"""Sampling of batches: finds the rows that may be drawn, draws some of them, and reads their fields.
 
-Rows are drawn uniformly with replacement from the newest trajectories (the window). Draws under conditions are exactly
-uniform too. A *position* numbers the rows of the window over all tables. `RowRanges` translate it to a table's row.
+Rows are drawn uniformly with replacement from the newest trajectories, which are called the *window*. Under conditions
+(`Only`), the draw is uniform over the rows of the window that meet the conditions. For drawing, the rows of the window
+are numbered consecutively over all tables. Such a number is called a *position*, and `RowRanges` translate it to a row
+of a table.
 """
 
 from __future__ import annotations
@@ -26,24 +28,25 @@ from gleanrl.buffer.table import INSTRUCTION, LEFT, Index, RowRanges, Schema
 from gleanrl.buffer.trajectory import FLAGS, INSTRUCTIONS, FieldPath, put
 from gleanrl.utils.errors import UserError
 
-Batch = dict[str, Any]  # tensors [n, ...] by name; observations are nested; task_descriptions is a list of str
-RowFilter = Callable[[int, Tensor], Tensor]  # number of a table, its rows [n] -> bool [n]
-Pieces = list[tuple[int, Tensor, Tensor]]  # (number of a table, places in the batch, rows of the table) for each table
-TABLE_BIT = 48  # an index has the table's number in the bits from this one on, and the row in the lower bits
-ROUNDS = 8  # rounds of drawing before all rows are examined, if too many drawn rows are rejected
-SCANNED = 1 << 16  # rows examined at once
-RECORDS = 1 << 16  # records examined at once
-REMEMBERED = 8  # number of conditions for which matching trajectories are remembered
+Batch = dict[str, Any]  # tensors [n, ...] by field name; observations are nested dicts; task_descriptions: list of str
+RowFilter = Callable[[int, Tensor], Tensor]  # (number of a table, rows int64 [n]) -> bool [n], which may be drawn
+Pieces = list[tuple[int, Tensor, Tensor]]  # for each table: its number, places in the batch [n], rows of the table [n]
+TABLE_BIT = 48  # an entry of ``indices`` is (number of the table << TABLE_BIT) + row
+ROUNDS = 8  # rounds of rejection sampling; if they yield too few rows, all rows are examined
+SCANNED = 1 << 16  # number of rows that are examined at once
+RECORDS = 1 << 16  # number of records that are examined at once
+REMEMBERED = 8  # number of different conditions for which the matching trajectories are cached
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Only:
-    """Conditions on the rows to sample. None: no condition.
+    """Conditions that sampled chunk steps must meet. None: no condition.
 
     Attributes:
-        success: only trajectories that were added with this ``success``.
-        intervened: only chunk steps in which a human acted (True), or did not act (False).
-        versions: lowest and highest version of the weights that acted, both included.
+        success: the chunk step's trajectory was added with this value of ``success``.
+        intervened: True: a human acted in the chunk step. False: only the policy acted.
+        versions: lowest and highest allowed version of the weights that acted, both included. Chunk steps without
+            versions do not meet the condition.
     """
 
     success: bool | None = None
@@ -55,7 +58,10 @@ class Only:
             object.__setattr__(self, "versions", tuple(self.versions))
 
     def may_match(self, records: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        """Return bool ``[n]``: whether the trajectory of each record may hold a row that meets the conditions."""
+        """Return bool ``[n]``: whether the trajectory of each record may have rows that meet the conditions.
+
+        Where it is False, no row does. Where it is True, `row_filter` decides for each row.
+        """
         found = np.ones(len(records), bool)
         if self.success is not None:
             found &= (records["flags"] & (SUCCESS if self.success else FAILURE)) > 0
@@ -67,7 +73,7 @@ class Only:
         return found
 
     def row_filter(self, now: Snapshot) -> RowFilter | None:
-        """Return the conditions on single rows as a function; None if there are only conditions on trajectories."""
+        """Return a function that checks the conditions for single rows; None if `may_match` already decides for all."""
         if self.intervened is None and self.versions is None:
             return None
 
@@ -88,13 +94,13 @@ class Only:
 
 
 class Sampler:
-    """Draws rows of the newest trajectories and reads them. `TrajectoryReplayBuffer` adds the methods that write.
+    """Draws batches of rows. `TrajectoryReplayBuffer` is a subclass that also adds trajectories.
 
     Args:
         storage: reader of the trajectories.
-        window: number of newest trajectories to sample from; 0: all.
-        generator: random generator of all draws.
-        priority_exponent: exponent of the priorities for `sample_prioritized`; None: no priorities.
+        window: number of the newest trajectories to sample from; 0: all.
+        generator: random generator for all draws.
+        priority_exponent: exponent of the priorities in `sample_prioritized`; None: no priorities are kept.
     """
 
     def __init__(
@@ -107,14 +113,14 @@ class Sampler:
 
     @contextmanager
     def _held(self) -> Iterator[Snapshot]:
-        """Yield the newest snapshot, which is the only state that a sample uses."""
+        """Yield the newest snapshot. All reads of one sample must use it, so that the sample is consistent."""
         self.storage.refresh()
         with self.storage.held() as now:
             yield now
 
     @property
     def window_samples(self) -> int:
-        """Number of chunk steps (rows) that `sample` draws from."""
+        """Number of chunk steps (rows) from which `sample` draws without conditions."""
         with self._held() as now:
             return _total(self.windows.ranges(now, self.window, None))
 
@@ -127,16 +133,16 @@ class Sampler:
         allow_short: bool = False,
         indices: bool = False,
     ) -> Batch:
-        """Draw chunk steps uniformly with replacement from the window, as ``[num_chunks, ...]``.
+        """Draw chunk steps uniformly with replacement from the window. The batch has tensors ``[num_chunks, ...]``.
 
         Args:
-            num_chunks: number of chunk steps.
-            only: conditions on the chunk steps.
-            fields: names such as ``actions``, ``curr_obs.image``, ``curr_obs`` (all of it) or ``task_descriptions``. By
-                default all fields that all trajectories of the window have.
-            allow_short: if ``num_chunks`` exceeds the rows in the window, return as many as there are rows. By default
-                this is an error.
-            indices: add ``indices`` int64 ``[num_chunks]``, which `read` accepts.
+            num_chunks: number of chunk steps to draw.
+            only: conditions that the chunk steps must meet.
+            fields: fields to read, such as ``actions``, ``curr_obs.image``, ``curr_obs`` (all its fields) or
+                ``task_descriptions``. By default, all fields that all trajectories of the window have.
+            allow_short: what to do if fewer than ``num_chunks`` rows may be drawn. True draws as many chunk steps as
+                there are such rows. False raises an error.
+            indices: whether to add ``indices`` int64 ``[num_chunks]``, with which `read` returns the same rows again.
 
         Raises:
             UserError: there are too few rows, no row meets the conditions, or a field is missing.
@@ -165,7 +171,11 @@ class Sampler:
     def sample_slices(
         self, num_slices: int, length: int, *, only: Only | None = None, fields: Collection[str] | None = None
     ) -> Batch:
-        """Draw runs of ``length`` chunk steps uniformly, as ``[num_slices, length, ...]``. Each is inside one episode.
+        """Draw slices of ``length`` consecutive chunk steps, as tensors ``[num_slices, length, ...]``.
+
+        The first chunk step of each slice is drawn uniformly with replacement from those after which the episode (and
+        the rollout epoch) has enough chunk steps, so a slice never crosses the end of an episode. Only the first chunk
+        step must meet the conditions ``only``.
 
         Raises:
             UserError: no episode is long enough, or the buffer is empty.
@@ -195,16 +205,21 @@ class Sampler:
             return batch
 
     def sample_n_step(self, num_chunks: int, n: int, gamma: float, *, only: Only | None = None) -> Batch:
-        """Draw chunk steps as `sample` does, with the return over up to ``n`` chunk steps of the same episode.
+        """Draw chunk steps as `sample` does, and add the n-step return of each.
 
-        ``num_chunks`` may exceed the number of rows. In the batch
+        The return covers ``n`` chunk steps, the drawn one and those that follow it, or fewer if the episode or the
+        rollout epoch ends before. Only the drawn chunk step must meet the conditions ``only``. Unlike in `sample`,
+        ``num_chunks`` may exceed the number of rows. The batch has all shared fields, with these changes:
 
-        * ``next_obs`` is the observation after the last of these chunk steps,
-        * ``n_step_rewards`` float32 ``[num_chunks]`` is the sum of gamma^i * r_i over these chunk steps i = 0, 1, ...,
-          where r_i is the sum of the rewards in chunk step i up to the end of the episode,
-        * ``n_step_discounts`` float32 ``[num_chunks]`` is the factor for the value of ``next_obs``: gamma to the power
-          of the number of chunk steps, or 0 if the episode terminated. Without the field ``terminations``, an episode
-          that is done and not truncated has terminated.
+        * ``next_obs`` is the observation after the last of the covered chunk steps.
+        * ``n_step_rewards``, float32 ``[num_chunks]``, is the sum of gamma^i * r_i over the covered chunk steps
+          i = 0, 1, ..., where r_i is the sum of the rewards in chunk step i up to the end of the episode.
+        * ``n_step_discounts``, float32 ``[num_chunks]``, is the factor for the value of ``next_obs``: gamma to the
+          power of the number of covered chunk steps, or 0 if the episode terminated. If there is no field
+          ``terminations``, an episode that is done and not truncated counts as terminated.
+
+        Raises:
+            UserError: the buffer is empty, no row meets the conditions, or ``rewards`` or ``next_obs`` is missing.
         """
         _check_positive("num_chunks", num_chunks)
         _check_positive("n", n)
@@ -229,7 +244,7 @@ class Sampler:
                 ends = {path[0]: flag.reshape(len(runs), -1).ne(0) for path, flag in flags.items()}
                 shape = (len(runs), own.shape[2])
                 if ends and shape[1] > 1 and all(flag.shape == shape for flag in ends.values()):
-                    # rewards and flags after the end of the episode, in the last chunk, are ignored
+                    # if an episode ends inside a chunk, the rewards and flags of the chunk's later actions are ignored
                     ended = torch.stack(list(ends.values())).any(dim=0).long()
                     acted = ended.cumsum(dim=1) == ended
                     ends = {name: flag & acted for name, flag in ends.items()}
@@ -247,13 +262,16 @@ class Sampler:
             return {**batch, "n_step_rewards": rewards, "n_step_discounts": discounts}
 
     def sample_prioritized(self, num_chunks: int, beta: float = 0.4, *, fields: Collection[str] | None = None) -> Batch:
-        """Draw chunk steps in proportion to priority ** exponent, from all kept trajectories and not only the window.
+        """Draw chunk steps with probabilities in proportion to priority ** exponent.
 
-        Adds ``indices`` int64 ``[num_chunks]`` for `update_priorities`, and ``weights`` float32 ``[num_chunks]``:
-        (rows * probability) ** -beta, divided by the largest weight of the batch.
+        The draw is with replacement from all trajectories of the buffer, not only from the window. The batch also has
+
+        * ``indices``, int64 ``[num_chunks]``, which `update_priorities` and `read` accept, and
+        * ``weights``, float32 ``[num_chunks]``, the importance weights: (number of rows * probability) ** -``beta``,
+          divided by the largest weight in the batch.
 
         Raises:
-            UserError: the buffer is empty, or has no priorities.
+            UserError: the buffer is empty, or was made without ``priority_exponent``.
         """
         _check_positive("num_chunks", num_chunks)
         with self._held():
@@ -271,7 +289,10 @@ class Sampler:
             return batch
 
     def update_priorities(self, indices: Tensor, priorities: Tensor) -> None:
-        """Set the priorities (positive and finite) of the rows with these indices. Dropped rows are ignored."""
+        """Set the priorities of the rows with these ``indices`` (see `sample_prioritized`).
+
+        Rows that were dropped since are ignored. Raises `UserError` if a priority is not positive and finite.
+        """
         values = priorities.detach().double().cpu().numpy().reshape(-1)
         if not (np.isfinite(values).all() and (values > 0).all()):
             raise UserError("priorities are positive and finite")
@@ -286,7 +307,10 @@ class Sampler:
         return self.priorities
 
     def read(self, indices: Tensor, fields: Collection[str] | None = None) -> Batch:
-        """Return the rows with these ``indices`` as a batch, like `sample`. Raises `UserError` if one was dropped."""
+        """Return the rows with these ``indices`` (see `sample`) as a batch, in the same order.
+
+        Raises `UserError` if one of the rows was dropped since.
+        """
         with self._held() as now:
             found: Pieces = []
             for table, (first, end) in zip(now.tables, now.spans, strict=True):
@@ -308,17 +332,18 @@ class Sampler:
         device: torch.device | str | None = None,
         **how: Any,
     ) -> Generator[Batch]:
-        """Yield samples that a thread draws in advance. An error of the thread is raised after the finished batches.
+        """Yield batches of `sample`, which a background thread draws in advance.
 
-        A checkpoint holds the random state before the first batch that was not handed out. So a resumed run gets that
-        batch, unless something else was sampled in between.
+        If the thread raises an error, the batches that it has finished are yielded first. A checkpoint stores the
+        random state before the first batch that was not yielded yet. A resumed run therefore continues with this batch,
+        unless the buffer was sampled in another way in between.
 
         Args:
             num_chunks, how: arguments of `sample`.
-            batches: number of batches; None: no end.
-            prefetch: largest number of batches drawn in advance.
-            pin_memory: put batches into page-locked memory; by default if there is a GPU.
-            device: device to which batches are moved; None: they stay on the CPU.
+            batches: number of batches to yield; None: no limit.
+            prefetch: largest number of batches that are drawn in advance.
+            pin_memory: whether batches are copied to page-locked memory; None: only if there is a GPU.
+            device: device to which the tensors are moved; None: they stay on the CPU.
         """
         pin = torch.cuda.is_available() if pin_memory is None else pin_memory
         ready: queue.SimpleQueue[tuple[Ahead, Batch] | BaseException | None] = queue.SimpleQueue()
@@ -361,7 +386,7 @@ class Sampler:
 
 
 def _map_tensors(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Return a nested batch with ``change`` applied to each tensor. Lists are not changed."""
+    """Return a batch with ``change`` applied to each tensor, also in nested dicts. Other values stay as they are."""
     if isinstance(batch, dict):
         return {name: _map_tensors(value, change) for name, value in batch.items()}
     return change(batch) if isinstance(batch, Tensor) else batch
@@ -369,20 +394,20 @@ def _map_tensors(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 # --- which rows may be drawn -------------------------------------------------------------------------
 class Windows:
-    """Finds the rows of a window.
+    """Finds the rows of the window that may meet some conditions.
 
-    For each condition, the trajectories that may meet it are remembered, so that only new records are examined.
+    For each `Only`, the trajectories that may match are cached, so that each call examines only new log records.
     """
 
     def __init__(self) -> None:
-        # for each condition: an index of matching trajectories for each table, and the next id to examine
+        # conditions -> (for each table, an index of the trajectories that may match; the first id not examined yet)
         self.indexes: dict[Only, tuple[list[Index], int]] = {}
         self._epoch = -1
         self._last: tuple[Hashable, list[RowRanges]] = ((), [])
         self._lock = threading.Lock()
 
     def ranges(self, now: Snapshot, window: int, only: Only | None) -> list[RowRanges]:
-        """Return the rows of the newest ``window`` trajectories (0: all) that may meet the conditions."""
+        """Return the rows of those of the newest ``window`` trajectories (0: all) that may meet the conditions."""
         since = max(now.first_id, now.next_id - window) if window else now.first_id
         key = (now.epoch, since, now.next_id, only)
         known, found = self._last
@@ -425,7 +450,7 @@ def _total(ranges: Sequence[RowRanges]) -> int:
 
 
 def pieces(positions: Tensor, ranges: Sequence[RowRanges]) -> Pieces:
-    """Split positions by table, and translate them to rows of the tables."""
+    """Group positions by table, and translate them to rows of the tables."""
     if len(ranges) == 1:
         return [(ranges[0].table, torch.arange(len(positions)), ranges[0].at(positions))]
     found, before = [], 0
@@ -445,9 +470,10 @@ def draw(
     *,
     at_most_all: bool = False,
 ) -> Tensor:
-    """Draw positions int64 ``[count]`` uniformly with replacement from those whose rows ``accept`` accepts.
+    """Draw ``count`` positions (int64) uniformly with replacement from those whose rows ``accept`` accepts.
 
-    With ``at_most_all``, ``count`` is limited to the number of accepted positions.
+    If ``accept`` is None, all positions are accepted. With ``at_most_all``, fewer than ``count`` positions are drawn if
+    fewer are accepted: as many as there are accepted ones.
 
     Raises:
         UserError: no row is accepted.
@@ -467,7 +493,7 @@ def draw(
         found = torch.cat([found, accepted(torch.randint(total, (2 * count,), generator=generator))])
         if len(found) >= count:
             break
-    else:  # few rows are accepted, so all are examined
+    else:  # few rows are accepted, or none, so all rows are examined
         parts = [torch.empty(0, dtype=torch.int64)]
         for begin in range(0, total, SCANNED):
             parts.append(accepted(torch.arange(begin, min(begin + SCANNED, total))))
@@ -476,7 +502,8 @@ def draw(
             raise UserError("no row of the buffer meets the conditions")
         found = every[torch.randint(len(every), (count,), generator=generator)]
         return found[: len(every)] if at_most_all else found
-    if at_most_all and len(found.unique()) < count:  # `count` different rows would be enough
+    # if `count` different positions were drawn, there are enough accepted ones; otherwise they must be counted
+    if at_most_all and len(found.unique()) < count:
         there, begin, length = 0, 0, 4 * count
         while there < count and begin < total:
             there += len(accepted(torch.arange(begin, min(begin + length, total))))
@@ -486,9 +513,9 @@ def draw(
 
 
 def _runs(now: Snapshot, table: int, rows: Tensor, left: Tensor) -> Tensor:
-    """Return the run of ``left`` rows of the same environment from each row on, as int64 ``[n, left.max()]``.
+    """Return for each row the rows of ``left`` consecutive chunk steps of its environment, starting with itself.
 
-    In shorter runs, the last row is repeated.
+    The result is int64 ``[n, left.max()]``. Where ``left`` is smaller than the maximum, the last row is repeated.
     """
     ids = now.tables[table].index.holding(rows.numpy())
     batch = torch.from_numpy(now.records["batch"][ids - now.first_id].astype(np.int64))
@@ -496,11 +523,12 @@ def _runs(now: Snapshot, table: int, rows: Tensor, left: Tensor) -> Tensor:
     return rows[:, None] + batch[:, None] * torch.minimum(steps, left[:, None] - 1)
 
 
-# --- what is in them ---------------------------------------------------------------------------------
+# --- reading the drawn rows --------------------------------------------------------------------------
 def _read(now: Snapshot, found: Pieces, count: int, fields: Collection[str] | None, tables: Collection[int]) -> Batch:
-    """Read rows of one or several tables into one batch.
+    """Read the drawn rows, ``found``, into a batch of ``count`` rows.
 
-    Without ``fields``, the batch has the fields that all of ``tables`` have, whichever rows were drawn.
+    Without ``fields``, the batch has the fields that all of ``tables`` have. These are all tables from which rows could
+    have been drawn, so the fields of the batch do not depend on which rows were drawn.
     """
     paths = _fields(tuple([now.tables[number].schema for number in tables]), None if fields is None else tuple(fields))
     asked, there = fields is not None and INSTRUCTIONS in fields, now.texts.instructed
@@ -527,7 +555,10 @@ def _read(now: Snapshot, found: Pieces, count: int, fields: Collection[str] | No
 
 @lru_cache(maxsize=256)
 def _fields(schemas: tuple[Schema, ...], fields: tuple[str, ...] | None) -> tuple[FieldPath, ...]:
-    """Return the paths of the fields to read. Raises `UserError` if a named field is missing in a table."""
+    """Return the paths of the fields to read: those that ``fields`` names, or by default all that the schemas share.
+
+    Raises `UserError` if a named field is missing in a schema, or if its dtypes or shapes differ.
+    """
     by_path = [{field.path: field for field in schema.fields} for schema in schemas]
     shared = [path for path in schemas[0].paths if all(path in own for own in by_path)]
     chosen = shared if fields is None else list[FieldPath]()

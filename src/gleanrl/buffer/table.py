@@ -1,9 +1,13 @@
-"""The rows of one schema: how a row is laid out on disk, where trajectories begin, and how rows are read.
+"""Tables: the rows of all trajectories that have the same schema (the same fields with the same dtypes and shapes).
 
-Fields of up to `PACKED_NBYTES` are packed into one record, because one gather is faster than ten. A larger field has
-its own column. A large field of ``next_obs`` usually equals the current observation of the following step, which is B
-rows later. Then it is not stored again, and the record holds the number of that row. Where the two differ, at the ends
-of episodes and trajectories, the observation is stored in a second set of columns, the *final observations*.
+This module defines how a row is stored (`Schema`), how rows are written and read (`Table`), and which rows belong to
+which trajectory (`Index`).
+
+The fields of a row that have up to `PACKED_NBYTES` are packed into one record, because a gather of one record is faster
+than a gather for each field. Every larger field has a column of its own. A large field of ``next_obs`` usually equals
+the current observation of the next step in the same environment, which is B rows later. In this case it is not stored a
+second time, and the record contains the number of that row instead. At the ends of episodes and trajectories the two
+differ. There the next observation is stored in a second set of columns, the *final observations*.
 """
 
 from __future__ import annotations
@@ -25,26 +29,28 @@ from gleanrl.buffer.trajectory import FieldPath, TrajectoryBlock, steps_left
 from gleanrl.utils.errors import UserError
 
 SEGMENT_NBYTES = 128 << 20
-PACKED_NBYTES = 1024  # a larger field has its own column
-# fields that the buffer adds to each record
-NEXT = ("#next",)  # int64: r = next observation is the current one of row r; -1 - f = it is final observation f
-LEFT = ("#left",)  # int32: chunk steps to the end of the episode or rollout epoch, this one included
-INSTRUCTION = ("#instruction",)  # int32: number of the task description, -1 = none
+PACKED_NBYTES = 1024  # a field with more bytes in each row has its own column
+# Fields that the buffer adds to each record. In NEXT, an int64, a number r >= 0 means that the next observation equals
+# the current observation of row r, and -1 - f means that it is final observation f.
+NEXT = ("#next",)
+LEFT = ("#left",)  # int32: number of chunk steps up to the end of the episode or rollout epoch, counting this one
+INSTRUCTION = ("#instruction",)  # int32: number of the row's task description; -1: none
 SCHEMA_FILE = "schema-{:03d}.json"
 
 
 class Schema:
-    """The fields of a row in a fixed order, and where each is stored. Equal fields have equal layouts.
+    """The fields of a row, and where each field is stored. Schemas with equal fields have the same layout.
 
     Args:
         fields: the fields, sorted by path.
 
     Attributes:
-        deduplicated: large fields of ``next_obs`` that are looked up among the current observations.
-        large: other large fields, which have their own column.
-        packed: small fields and their offset in the record. The widest types come first, so that all are aligned.
+        deduplicated: large fields of ``next_obs``, which are usually read from the column of the current observation.
+        large: all other large fields, each of which has its own column.
+        packed: path of a small field -> the field and its byte offset in the record. The widest dtypes come first, so
+            that every field is aligned.
         record_nbytes: bytes of a record, a multiple of 16.
-        row_nbytes: bytes of a row in all columns.
+        row_nbytes: bytes of a row in all columns, without its final observation.
     """
 
     def __init__(self, fields: tuple[Field, ...]) -> None:
@@ -73,7 +79,7 @@ class Schema:
         self.record_nbytes = -(-offset // 16) * 16
         self.row_nbytes = self.record_nbytes + sum(field.nbytes for field in large)
 
-        # type, shape, strides and offset of each packed field, for `torch.as_strided_copy`
+        # path of a packed field -> dtype, shape, strides and offset in elements, for `torch.as_strided_copy`
         self._strided: dict[FieldPath, tuple[torch.dtype, tuple[int, ...], tuple[int, ...], int]] = {}
         for path, (field, offset) in self.packed.items():
             inside = [math.prod(field.shape[i + 1 :]) for i in range(len(field.shape))]
@@ -82,7 +88,7 @@ class Schema:
 
     @staticmethod
     def of(columns: Mapping[FieldPath, Tensor]) -> Schema:
-        """Return the schema of a trajectory's columns."""
+        """Return the schema of a trajectory's columns ``[n, ...]``."""
         return _schema(tuple(Field.of(path, columns[path]) for path in sorted(columns)))
 
     def __eq__(self, other: object) -> bool:
@@ -92,7 +98,7 @@ class Schema:
         return self._hash
 
     def pack(self, columns: Mapping[FieldPath, Tensor], count: int) -> Tensor:
-        """Pack the small columns into records uint8 ``[count, record_nbytes]``."""
+        """Pack the small fields of ``count`` rows into records, uint8 ``[count, record_nbytes]``."""
         record = torch.zeros(count, self.record_nbytes, dtype=torch.uint8)
         for path, (field, offset) in self.packed.items():
             if field.nbytes:
@@ -101,7 +107,7 @@ class Schema:
         return record
 
     def unpack(self, record: Tensor, paths: Iterable[FieldPath]) -> dict[FieldPath, Tensor]:
-        """Return the fields ``paths`` of records as contiguous columns ``[n, ...]``."""
+        """Return the fields ``paths`` of records (uint8 ``[n, record_nbytes]``) as contiguous tensors ``[n, ...]``."""
         found, views, count = {}, dict[torch.dtype, Tensor](), record.shape[0]
         for path in paths:
             dtype, shape, strides, at = self._strided[path]
@@ -117,7 +123,7 @@ _schema = lru_cache(maxsize=256)(Schema)
 def segment_rows(target_nbytes: int, widths: Iterable[int]) -> int:
     """Return the number of rows for a segment of about ``target_nbytes`` in which each column fills whole pages.
 
-    ``widths``: bytes of a row in each column.
+    ``widths``: for each column, the bytes of a row.
     """
     widths = list(widths)
     whole = math.lcm(*(PAGE // math.gcd(width, PAGE) for width in widths))
@@ -125,14 +131,19 @@ def segment_rows(target_nbytes: int, widths: Iterable[int]) -> int:
 
 
 def current(path: FieldPath) -> FieldPath:
-    """Return the path of the current observation's field for the path of a field of ``next_obs``."""
+    """Return the path of the field of ``curr_obs`` that corresponds to a field of ``next_obs``."""
     return ("curr_obs", *path[1:])
 
 
 def followed(columns: Mapping[FieldPath, Tensor], shape: tuple[int, int, int], deduplicated: Iterable[Field]) -> Tensor:
-    """Return bool ``[n, T, B]``: whether the next observation equals the current one of the next step bit for bit.
+    """Return bool ``[n, T, B]``: whether each step's next observation equals the next step's current observation.
 
-    ``shape``: n, T and B.
+    The fields ``deduplicated`` are compared bit for bit. The result is False for the last step, T - 1.
+
+    Args:
+        columns: the columns ``[n * T * B, ...]`` of n trajectories.
+        shape: n, T and B.
+        deduplicated: fields of ``next_obs`` (see `Schema`).
     """
     found = torch.ones(shape, dtype=torch.bool)
     found[:, -1] = False
@@ -143,7 +154,7 @@ def followed(columns: Mapping[FieldPath, Tensor], shape: tuple[int, int, int], d
 
 
 def words(column: Tensor) -> Tensor:
-    """Return a contiguous column's bytes as ``[n, m]`` integers as wide as possible, which torch copies faster."""
+    """View a contiguous column as integers ``[n, m]`` of the widest possible dtype, which torch copies fastest."""
     flat = column.reshape(column.shape[0], -1).view(torch.uint8)
     width = math.gcd(flat.shape[1], 8)
     return flat.view({8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}[width])
@@ -151,11 +162,11 @@ def words(column: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class RowRanges:
-    """``total`` rows of one table, either consecutive or in several runs of consecutive rows.
+    """``total`` rows of one table: the rows from ``first`` on, or the rows of some trajectories of an `Index`.
 
-    Without ``starts``, these are the rows from ``first`` on. With it, ``starts`` (int64) holds the first row of each
-    run, and ``begins`` (int64) holds, for each run, the number of rows in all runs before it in the index. ``first``
-    then equals ``begins[0]``.
+    In the first case ``starts`` and ``begins`` are None. In the second case they are int64 with an entry for each
+    trajectory: ``starts`` is its first row, and ``begins`` the number of rows of all trajectories before it in the
+    index. ``first`` then equals ``begins[0]``.
     """
 
     table: int
@@ -165,7 +176,7 @@ class RowRanges:
     begins: Tensor | None = None
 
     def at(self, positions: Tensor) -> Tensor:
-        """Return the rows at positions from 0 to ``total`` - 1."""
+        """Translate positions (int64, from 0 to ``total`` - 1) to rows of the table."""
         found = positions + self.first if self.first else positions
         if self.starts is None or self.begins is None:
             return found
@@ -174,14 +185,14 @@ class RowRanges:
 
 
 class Index:
-    """The first rows of some trajectories of a table, in order of ids. Appending takes constant time on average."""
+    """The ids and first rows of some trajectories of a table, sorted by id. An append takes amortised constant time."""
 
     def __init__(self) -> None:
-        # for each trajectory: its id, its first row, the number of rows of all trajectories before it
+        # [3, capacity]: for each trajectory its id, its first row, and the number of rows of all trajectories before it
         self._all, self._count, self._rows = np.zeros((3, 1024), np.int64), 0, 0
 
     def append(self, records: np.ndarray[Any, Any], where: np.ndarray[Any, Any]) -> None:
-        """Append the trajectories of the `log.RECORD` entries at positions ``where``."""
+        """Append the trajectories whose log records are ``records[where]``."""
         count = self._count + len(where)
         if count > self._all.shape[1]:
             grown = np.zeros((3, max(count, 2 * self._count)), np.int64)
@@ -194,14 +205,14 @@ class Index:
 
     @property
     def end(self) -> int:
-        """The row after the last trajectory; 0 if there is none."""
+        """The row after the last row of the newest trajectory; 0 if there is no trajectory."""
         if not self._count:
             return 0
         row, before = self._all[1:, self._count - 1].tolist()
         return row + self._rows - before
 
     def find(self, since: int) -> tuple[int, int] | None:
-        """Return id and first row of the first trajectory with an id of at least ``since``; None if there is none."""
+        """Return id and first row of the oldest trajectory with an id of at least ``since``; None if there is none."""
         at = int(np.searchsorted(self._all[0, : self._count], since))
         if at == self._count:
             return None
@@ -209,7 +220,7 @@ class Index:
         return number, row
 
     def holding(self, rows: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        """Return the ids of the trajectories that hold these rows."""
+        """Return for each of ``rows`` the id of the trajectory to which it belongs."""
         return self._all[0, np.searchsorted(self._all[1, : self._count], rows, side="right") - 1]
 
     def ranges(self, table: int, since: int, end: int) -> RowRanges | None:
@@ -223,7 +234,7 @@ class Index:
 
 
 class RowSource(Protocol):
-    """A table that can be read: rows of one schema, numbered from 0."""
+    """Interface for reading a table: rows of one schema, numbered from 0."""
 
     number: int
     index: Index
@@ -232,23 +243,26 @@ class RowSource(Protocol):
     def schema(self) -> Schema: ...
 
     def read(self, rows: Tensor, paths: Collection[FieldPath]) -> dict[FieldPath, Tensor]:
-        """Return fields ``[n, ...]`` of rows (int64 ``[n]``) as new tensors. Raises `UserError` for a lost row."""
+        """Return the fields ``paths`` of the rows (int64 ``[n]``) as new tensors ``[n, ...]``.
+
+        Raises `UserError` if the file of a row is missing or too short.
+        """
         ...
 
 
 class Description(msgspec.Struct, forbid_unknown_fields=True):
     """The content of a table's schema file."""
 
-    fields: list[tuple[tuple[str, ...], str, tuple[int, ...]]]
-    capacity: tuple[int, int]
+    fields: list[tuple[tuple[str, ...], str, tuple[int, ...]]]  # path, name of the dtype and shape of each field
+    capacity: tuple[int, int]  # see `Table`
 
 
 class Table:
-    """Rows of one schema, numbered from 0 and never renumbered.
+    """The rows of all trajectories of one schema. Rows are numbered from 0 and keep their numbers.
 
     Args:
         files: the folder of the table's segments, or memory.
-        number: number of the schema, which is part of the file names.
+        number: number of the table, which is part of its file names.
         schema: the schema of the rows.
         capacity: number of rows in a segment of the columns, and in a segment of the final observations.
     """
@@ -266,7 +280,7 @@ class Table:
 
     @classmethod
     def create(cls, files: Files, number: int, schema: Schema, segment_nbytes: int) -> Table:
-        """Make an empty table and write its schema file. Raises `OSError` if the file cannot be written."""
+        """Create an empty table and write its schema file. Raises `OSError` if the file cannot be written."""
         rows = segment_rows(segment_nbytes, [schema.record_nbytes, *(field.nbytes for field in schema.large)])
         finals = 1
         if schema.deduplicated:
@@ -279,7 +293,7 @@ class Table:
 
     @classmethod
     def open(cls, files: Files, number: int) -> Table:
-        """Open a table by its schema file.
+        """Open the table with this number by its schema file.
 
         Raises:
             FileNotFoundError: the schema file is missing.
@@ -299,15 +313,15 @@ class Table:
             raise UserError(f"{files.where(name)}: damaged ({error})") from None
 
     def write(self, block: TrajectoryBlock, instructions: Tensor, touched: set[int]) -> dict[str, Any]:
-        """Append trajectories. Readers see them only after `Columns.publish` was called for each of ``parts``.
+        """Append the rows of trajectories. They can be read after `Columns.publish` was called for all ``parts``.
 
         Args:
             block: the trajectories.
-            instructions: int32 ``[n * T * B]``, numbers of the task descriptions.
-            touched: descriptors of files that must be synced. Those of the written files are added.
+            instructions: int32 ``[n * T * B]``, for each row the number of its task description, or -1.
+            touched: set to which the descriptors of the written files are added, because the caller must sync them.
 
         Returns:
-            The fields of `log.RECORD` that say where the trajectories are stored.
+            The fields of `log.RECORD` that state where the trajectories are stored, and their checksums.
         """
         row, final, n = self.columns.end, self.final_columns.end, len(block.members)
         packed = {**block.columns, LEFT: steps_left(block.cuts).reshape(-1), INSTRUCTION: instructions}
@@ -340,7 +354,10 @@ class Table:
         }
 
     def read(self, rows: Tensor, paths: Collection[FieldPath]) -> dict[FieldPath, Tensor]:
-        """Return fields ``[n, ...]`` of rows (int64 ``[n]``) as new tensors. Raises `UserError` for a lost row."""
+        """Return the fields ``paths`` of the rows (int64 ``[n]``) as new tensors ``[n, ...]``.
+
+        Raises `UserError` if the file of a row is missing or too short.
+        """
         deduplicated = [path for path in paths if path in self._deduplicated]
         small = [path for path in (*paths, *([NEXT] if deduplicated else [])) if path in self.schema.packed]
         large = [path for path in paths if path in self._large]
@@ -365,7 +382,12 @@ class Table:
         return found
 
     def stored_checksum(self, row: int, count: int, final: int, finals: int) -> int:
-        """Return the checksum of a trajectory's bytes on disk."""
+        """Return the checksum of a trajectory's rows as they are on disk. `write` returned the one to compare it with.
+
+        Args:
+            row, count: first row of the trajectory, and number of its rows.
+            final, finals: its first final observation, and number of its final observations.
+        """
         pieces = list[Tensor]()
         for i in range(1 + len(self._large)):
             pieces += self.columns.slice(i, row, count)
@@ -378,11 +400,11 @@ class Table:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of disk space of the table's segments."""
+        """Disk space that the table's segments occupy, in bytes."""
         return sum(part.nbytes(part.rows) for part in self.parts)
 
     def kept_files(self) -> dict[str, bool]:
-        """Return the file names of the kept segments, each with whether more rows will be written to it."""
+        """Return a dict with the file name of each kept segment, and whether rows will still be added to the file."""
         return self.columns.kept_files() | self.final_columns.kept_files()
 
     def close(self) -> None:

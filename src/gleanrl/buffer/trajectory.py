@@ -1,9 +1,12 @@
-"""Trajectories as tensors ``[T, B, ...]``, and the same data flattened to rows.
+"""Trajectories as tensors ``[T, B, ...]``, and the same data as rows ``[T * B, ...]``.
 
-Callers add and receive `TensorTrajectory` objects. Inside the buffer a trajectory is a `FlatTrajectory`: one column
-``[T * B, ...]`` for each field, where row ``t * B + b`` is chunk step t of environment b. Bootstrap entries (the state
-before or after each rollout epoch) are not chunk steps, so they are stored separately from the columns.
-`TrajectoryBlock` joins small trajectories of the same shape, so that they are written with one call.
+Callers add and receive `TensorTrajectory` objects. Inside the buffer, a trajectory is a `FlatTrajectory`: one column
+``[T * B, ...]`` for each field, where row ``t * B + b`` is chunk step t of environment b. `TrajectoryBlock` joins small
+trajectories of the same shape, so that they are written with one call.
+
+A trajectory may consist of E *rollout epochs*: E rollouts of T / E chunk steps each, one after the other. Some fields
+then have an additional entry for each epoch, for the state before its first or after its last step. Such *bootstrap
+entries* are not chunk steps, so they are stored separately from the columns.
 """
 
 from __future__ import annotations
@@ -18,47 +21,51 @@ from torch import Tensor
 
 from gleanrl.utils.errors import UserError
 
-FieldPath = tuple[str, ...]  # keys from the outer to the inner mapping, such as ("curr_obs", "image")
+FieldPath = tuple[str, ...]  # keys of nested mappings from the outer to the inner one, e.g. ("curr_obs", "image")
 
 FLAGS = ("dones", "terminations", "truncations")
 TENSORS = ("actions", "intervene_flags", "rewards", *FLAGS, "prev_logprobs", "prev_values", "versions")
 NESTED = ("forward_inputs", "curr_obs", "next_obs")
+# fields that may have bootstrap entries
 MAY_BOOTSTRAP = (*FLAGS, "prev_values")
 INSTRUCTIONS = "task_descriptions"
-BLOCK_NBYTES = 1 << 20  # largest block, in bytes; a larger trajectory is written alone, without a copy
+BLOCK_NBYTES = 1 << 20  # largest size of a block of several trajectories; a larger trajectory is written alone
 
 
 @dataclass(frozen=True, kw_only=True)
 class TensorTrajectory:
-    """T chunk steps of C actions each in B environments, which may hold many episodes. The field names are RLinf's.
+    """T chunk steps in each of B environments. A chunk step executes C actions of A dimensions.
 
-    ``dones``, ``terminations`` and ``truncations`` are ``[T, B, C]``, or ``[T + E, B, C]`` if each of E rollout epochs
-    begins with an entry for the state before it. ``prev_values`` is ``[T, B, ...]``, or ``[T + E, B, ...]`` if each
-    epoch ends with the value after its last step. All other tensors are ``[T, B, ...]``. None and ``{}`` mean that a
-    field is absent. ``task_descriptions`` has one instruction for each environment, or one for each step and
-    environment. If it is absent, the task descriptions in ``curr_obs`` are used.
+    The steps of an environment may belong to several episodes. The names of the fields are those of RLinf. A field that
+    is None or ``{}`` is absent.
+
+    ``dones``, ``terminations`` and ``truncations`` are ``[T, B, C]``. They are ``[T + E, B, C]`` if each of E rollout
+    epochs begins with an entry for the state before its first step. ``prev_values`` is ``[T, B, ...]``, or
+    ``[T + E, B, ...]`` if each epoch ends with the value of the state after its last step. All other tensors are
+    ``[T, B, ...]``. ``task_descriptions`` has one text for each environment, or one for each step and environment. If
+    it is absent, the entry ``task_descriptions`` of ``curr_obs`` is used.
     """
 
     max_episode_length: int = 0
     model_weights_id: str = ""
     actions: Tensor | None = None  # [T, B, C * A]
-    intervene_flags: Tensor | None = None  # [T, B, C * A], bool: whether a human acted
+    intervene_flags: Tensor | None = None  # bool [T, B, C * A]: whether a human chose the action
     rewards: Tensor | None = None  # [T, B, C]
     terminations: Tensor | None = None
     truncations: Tensor | None = None
     dones: Tensor | None = None
-    prev_logprobs: Tensor | None = None  # [T, B, ...]
+    prev_logprobs: Tensor | None = None  # [T, B, ...]: behaviour log-probs of the actions
     prev_values: Tensor | None = None
     versions: Tensor | None = None  # [T, B, ...]: version of the weights that acted
-    forward_inputs: Mapping[str, Any] = field(default_factory=dict)  # nested, [T, B, ...]
+    forward_inputs: Mapping[str, Any] = field(default_factory=dict)  # the policy's inputs, nested, [T, B, ...]
     curr_obs: Mapping[str, Any] = field(default_factory=dict)
     next_obs: Mapping[str, Any] = field(default_factory=dict)
     task_descriptions: Sequence[str] | Sequence[Sequence[str]] | None = None  # [B] or [T][B]
-    success: bool | None = None  # None: unknown
+    success: bool | None = None  # whether the task was solved; None: unknown
 
     @classmethod
     def of(cls, trajectory: Any) -> TensorTrajectory:
-        """Make a trajectory from a mapping or an object with the same field names, such as RLinf's ``Trajectory``."""
+        """Convert a mapping or an object with fields of the same names, such as RLinf's ``Trajectory``."""
         if isinstance(trajectory, cls):
             return trajectory
         get = trajectory.get if isinstance(trajectory, Mapping) else lambda name: getattr(trajectory, name, None)
@@ -68,14 +75,14 @@ class TensorTrajectory:
 
 @dataclass(frozen=True)
 class FlatTrajectory:
-    """A trajectory as columns of T * B rows."""
+    """A trajectory as columns with T * B rows. Row ``t * B + b`` is chunk step t of environment b."""
 
     steps: int  # T
     batch: int  # B
-    epochs: int  # E if fields have bootstrap entries, else 0
+    epochs: int  # E if any field has bootstrap entries, else 0
     columns: dict[FieldPath, Tensor]  # [T * B, ...], contiguous, on the CPU
-    bootstrap: dict[FieldPath, Tensor]  # [E, B, ...]
-    instructions: tuple[str, ...]  # one for each row, or ()
+    bootstrap: dict[FieldPath, Tensor]  # [E, B, ...]: the bootstrap entries of the fields that have any
+    instructions: tuple[str, ...]  # task description of each row; () if there are none
     model_weights_id: str
     max_episode_length: int
     success: bool | None
@@ -87,15 +94,15 @@ class FlatTrajectory:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all columns."""
+        """Total bytes of all columns."""
         return sum(column.nbytes for column in self.columns.values())
 
     @classmethod
     def flatten(cls, trajectory: TensorTrajectory, *, copy: bool = False) -> FlatTrajectory:
-        """Flatten a trajectory. With ``copy`` no memory is shared with its tensors.
+        """Convert a trajectory to rows, which share memory with its tensors where possible, but never with ``copy``.
 
         Raises:
-            UserError: a value is not a tensor, or its shape does not fit the shapes of the others.
+            UserError: a value is not a tensor, its shape does not fit the others, or the trajectory has no tensors.
         """
         values: list[tuple[FieldPath, Any]] = [((name,), getattr(trajectory, name)) for name in TENSORS]
         for name in NESTED:
@@ -111,7 +118,8 @@ class FlatTrajectory:
             if tensor.dim() < 2:
                 shape = list(tensor.shape)
                 raise UserError(f"{'.'.join(path)}: a trajectory's tensors are [T, B, ...], this one is {shape}")
-            # called only where needed, because for a small trajectory both calls cost as much as all other work
+            # `detach` and `cpu` are called only where needed: for a small trajectory, the two calls would take as long
+            # as the rest of this method
             if tensor.requires_grad:
                 tensor = tensor.detach()
             if not tensor.is_cpu:
@@ -120,7 +128,7 @@ class FlatTrajectory:
         if not tensors:
             raise UserError("a trajectory without any tensor")
 
-        # T is taken from a field that cannot have bootstrap entries, if there is one
+        # T is the length of a field that cannot have bootstrap entries, if there is such a field
         plain = [tensor for path, tensor in tensors.items() if path[0] not in MAY_BOOTSTRAP]
         steps, batch = (plain or list(tensors.values()))[0].shape[:2]
         if not steps * batch:
@@ -168,7 +176,7 @@ class FlatTrajectory:
         )
 
     def unflatten(self) -> TensorTrajectory:
-        """Return the trajectory that was passed to `flatten`, with all its fields."""
+        """Convert back to the trajectory that was passed to `flatten`."""
         found: dict[str, Any] = {}
         for path, column in self.columns.items():
             tensor = column.reshape(self.steps, self.batch, *column.shape[1:])
@@ -192,16 +200,16 @@ class FlatTrajectory:
 
 
 class TrajectoryBlock:
-    """n trajectories with the same T, B and fields, as one block of rows. A single trajectory is not copied.
+    """The rows of n trajectories (*members*) with the same T, B and fields. A single member is not copied.
 
     Attributes:
-        columns: ``[n * T * B, ...]``, one trajectory after the other.
+        columns: the columns ``[n * T * B, ...]``, one member after the other.
         shape: n, T, B.
         rows_each: number of rows of each member, T * B.
-        count: number of rows of all members.
+        count: number of rows of all members, n * T * B.
         ends: bool ``[n, T, B]``: whether an episode ends in this chunk step.
-        cuts: bool ``[n, T, B]``: whether an episode or a rollout epoch ends in this chunk step. After a rollout epoch,
-            environments may have been reset.
+        cuts: bool ``[n, T, B]``: whether an episode or a rollout epoch ends in this chunk step. The environments may
+            be reset between two rollout epochs, so the next step may not continue the episode.
     """
 
     def __init__(self, members: Sequence[FlatTrajectory]) -> None:
@@ -226,7 +234,7 @@ class TrajectoryBlock:
 
 
 def join_blocks(trajectories: Sequence[FlatTrajectory]) -> Iterator[TrajectoryBlock]:
-    """Yield all trajectories in order, in blocks. Small successive ones of the same shape and fields share a block."""
+    """Yield blocks with all trajectories in order. Consecutive small ones of equal shape and fields share a block."""
     members: list[FlatTrajectory] = []
     nbytes, layout = 0, None
     for trajectory in trajectories:
@@ -242,9 +250,13 @@ def join_blocks(trajectories: Sequence[FlatTrajectory]) -> Iterator[TrajectoryBl
 
 
 def steps_left(ends: Tensor) -> Tensor:
-    """Return int32 ``[..., T, B]``: number of steps from each step to the next True of ``ends`` or to the last step.
+    """Return int32 ``[..., T, B]``: for each step the number of steps up to the next one where ``ends`` is True.
 
-    The first and the last of these steps are both counted.
+    The step itself and the step where ``ends`` is True are both counted. If ``ends`` is False for all remaining steps,
+    the steps up to T - 1 are counted.
+
+    Args:
+        ends: bool ``[..., T, B]``.
     """
     steps = ends.shape[-2]
     at = torch.arange(steps, dtype=torch.int32)[:, None]
@@ -253,7 +265,7 @@ def steps_left(ends: Tensor) -> Tensor:
 
 
 def leaves(path: FieldPath, value: Any) -> Iterator[tuple[FieldPath, Any]]:
-    """Yield the values of a nested mapping with their paths."""
+    """Yield (path, value) for each value in a nested mapping. All paths in the result begin with ``path``."""
     if isinstance(value, Mapping):
         for key, part in value.items():
             yield from leaves((*path, key), part)
@@ -262,18 +274,19 @@ def leaves(path: FieldPath, value: Any) -> Iterator[tuple[FieldPath, Any]]:
 
 
 def put(tree: dict[str, Any], path: FieldPath, value: Any) -> None:
-    """Set a value in a nested dict."""
+    """Set the value at ``path`` in a nested dict. Missing inner dicts are created."""
     for name in path[:-1]:
         tree = tree.setdefault(name, {})
     tree[path[-1]] = value
 
 
 def quoted(path: FieldPath) -> str:
-    """Return a field's name for a message, such that the key ``a.b`` differs from the key ``b`` inside ``a``."""
+    """Return a field's name for an error message. It differs between the key ``a.b`` and the key ``b`` in ``a``."""
     return path[0] + "".join(f"[{name!r}]" for name in path[1:])
 
 
-_WIDER = {  # tensor types that NumPy does not have -> the types to which they are converted
+# tensor dtypes that NumPy does not have -> the dtypes to which `to_numpy` converts them
+_WIDER = {
     torch.bfloat16: torch.float32,
     torch.complex32: torch.complex64,
     **{own: torch.float32 for name, own in vars(torch).items() if name.startswith("float8_")},
@@ -281,7 +294,7 @@ _WIDER = {  # tensor types that NumPy does not have -> the types to which they a
 
 
 def numpy_dtype(dtype: torch.dtype) -> np.dtype[Any]:
-    """Return the type to which `to_numpy` converts. Raises `UserError` if there is none, as for quantised numbers."""
+    """Return the dtype to which `to_numpy` converts. Raises `UserError` if there is none, as for quantised tensors."""
     try:
         return torch.empty(0, dtype=_WIDER.get(dtype, dtype)).numpy().dtype
     except (TypeError, NotImplementedError, RuntimeError):
@@ -289,6 +302,6 @@ def numpy_dtype(dtype: torch.dtype) -> np.dtype[Any]:
 
 
 def to_numpy(column: Tensor) -> np.ndarray[Any, Any]:
-    """Return a tensor as an array. Floats of a type that NumPy lacks become float32, complex32 becomes complex64."""
+    """Convert a CPU tensor to an array. Floats that NumPy lacks become float32, and complex32 becomes complex64."""
     numpy_dtype(column.dtype)
     return column.to(_WIDER.get(column.dtype, column.dtype)).numpy()

@@ -1,4 +1,7 @@
-"""Merges, splits and exports buffers for ``gleanrl buffer``. Each result is written completely or not at all."""
+"""Merges, splits and exports buffers. The command ``gleanrl buffer`` calls these functions.
+
+Each function writes its result to a new folder, either completely or not at all.
+"""
 
 from __future__ import annotations
 
@@ -19,14 +22,14 @@ from gleanrl.buffer.writer import BufferWriter
 from gleanrl.utils import atomic
 from gleanrl.utils.errors import UserError
 
-Done = Callable[[], object]  # called after each trajectory or part
+Done = Callable[[], object]  # called after each trajectory or part, to show the progress
 FORMATS = ("rlinf", "safetensors", "lerobot")
-LEAST_SEGMENT = 1 << 20  # smallest size in bytes for the files of a split buffer
-RANK = "rank-{}"  # name of the folder of a rank's checkpoint
+LEAST_SEGMENT = 1 << 20  # lower limit for the size in bytes of the files of a split buffer
+RANK = "rank-{}"  # name of the folder with the checkpoint of a rank
 
 
 def extent(paths: Iterable[Path], *, pickles: bool = False) -> tuple[int, int]:
-    """Return the number of trajectories in some folders, and the approximate bytes of their rows."""
+    """Return the total number of trajectories in some folders, and the approximate size of their rows in bytes."""
     total = nbytes = 0
     for path in paths:
         with closing(checkpoint.open_reader(path, pickles=pickles)) as reader:
@@ -39,12 +42,13 @@ def extent(paths: Iterable[Path], *, pickles: bool = False) -> tuple[int, int]:
 def trajectories(
     paths: Iterable[Path], *, pickles: bool = False, left_out: list[str] | None = None, done: Done = bool
 ) -> Iterator[FlatTrajectory]:
-    """Yield all trajectories of some folders, in order.
+    """Yield all trajectories of some folders in order, with verified checksums.
 
     Args:
-        paths: the folders.
+        paths: buffers, checkpoints or directories of RLinf.
         pickles: also read RLinf's ``.pkl`` files, which can run any code when they are read.
-        left_out: list to which a line is added for each damaged trajectory. None: raise `UserError` at the first one.
+        left_out: list to which an error message is added for each damaged trajectory, which is skipped. None: raise
+            `UserError` for the first damaged trajectory.
         done: called after each trajectory.
     """
     for path in paths:
@@ -65,8 +69,8 @@ def merge(found: Iterable[FlatTrajectory], out: Path, nbytes: int = SEGMENT_NBYT
 
     Args:
         found: the trajectories.
-        out: the new folder.
-        nbytes: approximate size of the trajectories. A small buffer gets small files.
+        out: folder of the new buffer.
+        nbytes: approximate total size of the trajectories in bytes. A small buffer gets small files.
 
     Raises:
         UserError: the folder exists, or the disk is full.
@@ -81,10 +85,19 @@ def merge(found: Iterable[FlatTrajectory], out: Path, nbytes: int = SEGMENT_NBYT
 
 
 def split(path: Path, out: Path, parts: int, *, pickles: bool = False, done: Done = bool) -> list[tuple[int, int]]:
-    """Write a checkpoint for each of ``parts`` ranks, divided in the same way as by `load_checkpoint`.
+    """Split a checkpoint into ``parts`` checkpoints of nearly equal size, one for each rank.
+
+    Trajectories are divided in the same way as `TrajectoryReplayBuffer.load_checkpoint` divides them among ranks.
+
+    Args:
+        path: a checkpoint, or a folder with the checkpoints of several ranks.
+        out: the new folder, which gets a subfolder for each part.
+        parts: number of parts.
+        pickles: also read RLinf's ``.pkl`` files, which can run any code when they are read.
+        done: called after each part.
 
     Returns:
-        The numbers of trajectories and rows of each part.
+        For each part, the numbers of its trajectories and rows.
 
     Raises:
         UserError: there are fewer trajectories than parts, the folder exists, or the disk is full.
@@ -118,10 +131,13 @@ def export(
     left_out: list[str] | None = None,
     done: Done = bool,
 ) -> str:
-    """Write all trajectories of ``paths`` in the format ``form`` (one of `FORMATS`), and return a summary.
+    """Write all trajectories of ``paths`` in another format, and return what was written as text for the user.
 
     Args:
-        fps: chunk steps per second, for the format ``lerobot``.
+        form: one of `FORMATS`.
+        paths: buffers, checkpoints or directories of RLinf.
+        out: the new folder.
+        fps: chunk steps per second. Only the format ``lerobot`` needs it.
         pickles, left_out, done: see `trajectories`.
 
     Raises:
@@ -135,7 +151,7 @@ def export(
         return f"{rlinf.export(out, found, seed=1234 if seed is None else seed)} trajectories"
     if form == "safetensors":
         return f"{_export_safetensors(found, out)} trajectories"
-    shared: dict[Field, None] | None = None  # fields that all trajectories have, with the same type and shape
+    shared: dict[Field, None] | None = None  # fields that all trajectories have with equal dtype and shape
     for path in paths:
         with closing(checkpoint.open_reader(path, pickles=pickles)) as reader:
             now = reader.snapshot
@@ -153,7 +169,7 @@ def check_new(out: Path) -> None:
 
 
 def _export_safetensors(found: Iterable[FlatTrajectory], out: Path) -> int:
-    """Write a safetensors file for each trajectory and an ``index.json``, and return the number of trajectories.
+    """Write a safetensors file for each trajectory, and an ``index.json``. Returns the number of trajectories.
 
     Raises:
         UserError: two tensors of a trajectory would have the same name, or the disk is full.

@@ -1,7 +1,8 @@
-"""Writing a buffer's folder: one process adds and drops trajectories, and added trajectories survive a crash.
+"""Writes the folder of a buffer. Only one process at a time may write a folder.
 
-A write syncs the rows to disk, then the texts, then the log record. Only then does the trajectory belong to the buffer,
-and `BufferWriter.add` returns. Data that a crash leaves after the last intact log record are overwritten.
+`BufferWriter.add` first syncs the rows of a trajectory to disk, then its texts, and then its log record. The trajectory
+belongs to the buffer once the log record is on disk, so a crash never leaves a partly written trajectory. Rows and
+texts without a log record, which a crash may leave, are overwritten later.
 """
 
 from __future__ import annotations
@@ -30,39 +31,39 @@ from gleanrl.buffer.trajectory import FlatTrajectory, TrajectoryBlock, join_bloc
 from gleanrl.utils import atomic
 from gleanrl.utils.errors import UserError
 
-# names of files that a buffer may remove
+# names of the files that a buffer creates, and therefore may remove
 OURS = re.compile(r"\d{3,}-((rows|last)-\d{3,}-\d{6,}|(log|texts)-\d{6,}|schema-\d{3,}\.json|instructions\.jsonl)")
-PARTS = 4  # least number of segments that a limit is divided into, if rows are small
-SHORTEN = 1 << 20  # bytes of records and texts of dropped trajectories that may stay in the files
+PARTS = 4  # if rows are small, each limit allows at least this many segments, so that one can be dropped
+SHORTEN = 1 << 20  # bytes of dropped trajectories up to which the log and the texts are not rewritten
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Limits of the rows, bytes on disk and age in seconds that a buffer keeps. None: no limit."""
+    """Limits of the trajectories that a buffer keeps. None: no limit."""
 
-    rows: int | None = None
-    nbytes: int | None = None
-    age_s: float | None = None
+    rows: int | None = None  # number of rows
+    nbytes: int | None = None  # total size of all files in bytes
+    age_s: float | None = None  # seconds since a trajectory was added
 
 
 class BufferWriter(BufferReader):
     """A `BufferReader` that also adds and drops trajectories.
 
     Args:
-        folder: folder of the buffer, created if it is missing; None: in memory.
-        limits: limits of the trajectories to keep. The oldest are dropped first.
-        segment_nbytes: approximate size of a file. Eviction drops whole files if possible.
+        folder: folder of the buffer, created if it is missing; None: the buffer is in memory.
+        limits: limits of the trajectories to keep. Beyond them, `add` drops the oldest trajectories.
+        segment_nbytes: approximate size of a segment in bytes. Where possible, whole segments are dropped.
 
     Raises:
-        UserError: another process writes to the folder, it is a checkpoint, or the buffer is damaged.
+        UserError: another process writes to the folder, the folder is a checkpoint, or the buffer is damaged.
     """
 
     def __init__(
         self, folder: Path | None, *, limits: Limits | None = None, segment_nbytes: int = SEGMENT_NBYTES
     ) -> None:
         self.limits, self._segment_nbytes = limits or Limits(), segment_nbytes
-        self._uncommitted = False  # inside `replacing`: the manifest must not be written yet
-        self._new_segment = False  # whether a segment was begun since the manifest's ``known`` was written
+        self._uncommitted = False  # True inside `replacing`, where the manifest on disk must not be changed yet
+        self._new_segment = False  # whether a segment was started since `Manifest.known` was last written
         self._lock_file = -1
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
@@ -86,15 +87,16 @@ class BufferWriter(BufferReader):
 
     # --- adding ----------------------------------------------------------------------------------
     def add(self, trajectories: Sequence[FlatTrajectory]) -> list[int]:
-        """Store all trajectories or none of them, and return their ids. They are on disk when this returns.
+        """Store all given trajectories or none of them, and return their ids. They are on disk when this returns.
 
         Raises:
             OSError: the disk is full or fails.
-            UserError: ``limits.nbytes`` has no room.
+            UserError: ``limits.nbytes`` is too small for the trajectories.
         """
         with self.lock:
             self._check_open()
-            if self._opened.seen < self._opened.log.count:  # after an error that followed the append to the log
+            if self._opened.seen < self._opened.log.count:
+                # an earlier call failed after it had appended to the log, so its trajectories are published now
                 self._notice()
             self._leave_exposed_records()
             self._make_room(trajectories)
@@ -103,7 +105,7 @@ class BufferWriter(BufferReader):
             except BaseException:
                 for table in self._opened.tables:
                     for part in table.parts:
-                        part.end = part.rows  # the next write overwrites the rows of this one
+                        part.end = part.rows  # the next write overwrites the rows of this failed one
                 self._opened.texts.rollback()
                 with suppress(OSError, UserError):
                     self._remove_leftovers()
@@ -112,7 +114,7 @@ class BufferWriter(BufferReader):
             try:
                 self._evict()
                 self.shorten_log()
-            except (OSError, UserError) as error:  # the trajectories are stored
+            except (OSError, UserError) as error:  # only a warning, because the new trajectories are stored
                 warnings.warn(f"the buffer keeps more than it should until the next add: {error}", stacklevel=2)
             if self._new_segment:
                 self._write_known()
@@ -151,12 +153,13 @@ class BufferWriter(BufferReader):
         return list(range(first, first + len(trajectories)))
 
     def _table_for(self, schema: Schema) -> Table:
-        """Return the table of a schema, which is created if it is missing."""
+        """Return the table of a schema. If there is none, it is created."""
         tables = self._opened.tables
         for table in reversed(tables):
             if table.schema == schema:
                 return table
-        nbytes, limits = self._segment_nbytes, self.limits  # less if the limits allow fewer than `PARTS` such segments
+        # segments are smaller than requested if the limits allow fewer than `PARTS` of that size
+        nbytes, limits = self._segment_nbytes, self.limits
         if limits.rows is not None:
             nbytes = min(nbytes, limits.rows // PARTS * schema.row_nbytes)
         if limits.nbytes is not None:
@@ -166,9 +169,9 @@ class BufferWriter(BufferReader):
         return table
 
     def _write_known(self) -> None:
-        """Write the id after the last record to the manifest, so that a log that lost records is seen as damaged."""
+        """Write the id after the last record to the manifest, so that the loss of log records is detected as damage."""
         fresh = replace(self.manifest, known=self.snapshot.next_id)
-        with suppress(OSError, UserError):  # the older number in the manifest stays valid
+        with suppress(OSError, UserError):  # if this fails, the manifest keeps an older and smaller id, which is valid
             if not self._uncommitted and fresh != self.manifest and Manifest.read(self._all) == self.manifest:
                 fresh.write(self._all)
                 self._opened.manifest = fresh
@@ -176,7 +179,7 @@ class BufferWriter(BufferReader):
 
     # --- dropping --------------------------------------------------------------------------------
     def drop(self, before: int) -> None:
-        """Drop the trajectories with ids below ``before``, and the segments that hold rows of no other trajectory."""
+        """Drop all trajectories with ids below ``before``, and remove segments without rows of others."""
         with self.lock:
             self._check_open()
             now = self.snapshot
@@ -189,7 +192,7 @@ class BufferWriter(BufferReader):
                     record = self.record(found[0])
                     rows.append(int(record["row"]))
                     finals.append(int(record["final"]))
-                else:  # no trajectory of this table is left, so its last segment is dropped even if it is not full
+                else:  # the table has no trajectories anymore, so its last segment is dropped even if it is not full
                     rows.append(table.columns.segment_end)
                     finals.append(table.final_columns.segment_end)
             fresh = replace(self.manifest, first=first, rows=tuple(rows), finals=tuple(finals), known=now.next_id)
@@ -206,7 +209,8 @@ class BufferWriter(BufferReader):
         """
         if (quota := self.limits.nbytes) is None:
             return
-        counts, texts = dict[Schema, tuple[int, int]](), 0  # numbers of rows and final observations
+        # for each schema the numbers of new rows and of new final observations; bytes of new records and texts
+        counts, texts = dict[Schema, tuple[int, int]](), 0
         for trajectory in trajectories:
             schema = Schema.of(trajectory.columns)
             finals = 0
@@ -236,18 +240,22 @@ class BufferWriter(BufferReader):
             empty = now.first_id >= now.next_id
             if self.shorten_log(always=empty):
                 continue
-            if empty:  # only the log is left, and it cannot be shortened further
+            if empty:  # only files that cannot be shortened further are left
                 raise UserError(f"max_bytes = {quota}: there is no room for {least} more")
             self.drop(now.first_id + self._count_in_segment(0))
 
     def _evict(self) -> None:
-        """Drop trajectories beyond the limits of rows and age. The limit of rows never drops the newest trajectory."""
+        """Drop the trajectories that exceed the limits of rows and age.
+
+        The newest trajectory is kept even if it exceeds the limit of rows on its own.
+        """
         now, limit = self.snapshot, self.limits.rows
         if limit is not None and now.count_rows() > limit:
             rows_after = now.count_rows() - np.cumsum(now.records["steps"].astype(np.int64) * now.records["batch"])
             few = min(int(np.argmax(rows_after <= limit)) + 1, len(now.records) - 1)
             if few:
-                # drop up to the end of a segment, so that evictions are rare and each frees a file
+                # Trajectories are dropped up to the end of a segment, so that evictions are rare and each of them frees
+                # a file, unless this would leave less than three quarters of the limit.
                 whole = few - 1 + self._count_in_segment(few - 1)
                 self.drop(now.first_id + (whole if rows_after[whole - 1] >= limit * 3 / 4 else few))
         if self.limits.age_s is not None:
@@ -256,9 +264,10 @@ class BufferWriter(BufferReader):
             self.drop(now.first_id + old)
 
     def _count_in_segment(self, position: int) -> int:
-        """Count the trajectories from ``position`` on that begin in the same segment as the one at ``position``.
+        """Return the number of consecutive trajectories that begin in the same segment, from ``position`` on.
 
-        Positions are those of ``snapshot.records``. The count ends at the first trajectory in another segment or table.
+        ``position`` is an index into ``snapshot.records``. The first trajectory that begins in another segment or
+        belongs to another table ends the sequence.
         """
         kept = self.snapshot.records[position:]
         schema, capacity = kept["schema"][0], self._opened.tables[int(kept["schema"][0])].columns.capacity
@@ -266,15 +275,16 @@ class BufferWriter(BufferReader):
         return int(np.argmax(later)) if later.any() else len(kept)
 
     def shorten_log(self, *, always: bool = False) -> bool:
-        """Start a new log and new texts if more than half of their bytes belong to dropped trajectories.
+        """Rewrite the log and the texts without dropped trajectories if these occupy more than half of the bytes.
 
-        Returns whether new files were started. Readers open them at their next refresh. With ``always``, new files are
-        started if any bytes belong to dropped trajectories.
+        The kept records and texts are copied to new files, which readers open at their next refresh. With ``always``,
+        this is done if dropped trajectories occupy any bytes. Returns whether new files were made.
         """
         opened = self._opened
         now = self.snapshot
         kept, end = now.records, opened.texts.end
-        begin = int(kept["text"][0]) if len(kept) else end  # offsets of texts only grow
+        # texts are in the order of ids, so the oldest kept trajectory has the smallest offset of all that are kept
+        begin = int(kept["text"][0]) if len(kept) else end
         dropped = (now.first_id - self.manifest.base) * RECORD.itemsize + begin
         left = len(kept) * RECORD.itemsize + end - begin
         least = 0 if always else max(left, min(SHORTEN, (self.limits.nbytes or SHORTEN) // 8))
@@ -305,10 +315,11 @@ class BufferWriter(BufferReader):
 
     # --- replacing everything --------------------------------------------------------------------
     def adopt(self, source: BufferReader, before_commit: Callable[[], object] = bool) -> None:
-        """Replace the content by that of another buffer or checkpoint, completely or not at all, even in a crash.
+        """Replace the content by that of another buffer or checkpoint, completely or not at all, even after a crash.
 
-        The files of the source become the next epoch of this buffer, as links, or as copies if they grow.
-        ``before_commit`` is called when all files are in place. If it raises an error, the buffer keeps its content.
+        The files of ``source`` are added to this folder under the names of a new epoch. Files to which data may still
+        be appended are copied, and all others are hard links. ``before_commit`` is called after all files are added and
+        before they replace the old content. If it raises an error, the buffer keeps its old content.
         """
         with self.lock:
             self._check_open()
@@ -317,7 +328,7 @@ class BufferWriter(BufferReader):
             opened, next_id = source._opened, source.snapshot.next_id
             fresh = replace(source.manifest, epoch=self.manifest.epoch + 1, known=next_id, end=None)
             target = self._all.with_prefix(fresh.prefix)
-            self._remove_leftovers()  # so that the next epoch's names are free
+            self._remove_leftovers()  # files of an interrupted call could have the names of the new epoch
             try:
                 target.take(opened.files, opened.log.name, (next_id - source.manifest.base) * RECORD.itemsize)
                 for name in opened.texts.names:
@@ -339,7 +350,11 @@ class BufferWriter(BufferReader):
 
     @contextmanager
     def replacing(self) -> Iterator[None]:
-        """Replace the content by the trajectories added inside the context, or keep it, even in a crash."""
+        """Replace the content by the trajectories that are added inside the context.
+
+        The replacement takes effect at the end of the context. After an error or a crash inside it, the buffer has its
+        old content.
+        """
         with self.lock:
             self._check_open()
             self._remove_leftovers()
@@ -351,16 +366,20 @@ class BufferWriter(BufferReader):
                     replace(self.manifest, known=self.snapshot.next_id).write(self._all)
                 finally:
                     self._uncommitted = False
-                    self._exchange(self._current_manifest())  # the new one only if it was written
+                    # opens the new files if their manifest was written, else the old files
+                    self._exchange(self._current_manifest())
                     self._remove_leftovers()
 
     def _leave_exposed_records(self) -> None:
-        """Continue in new files if readers may have seen records of a failed write, so that no row changes for them."""
+        """Continue in new files if other processes may have read log records of a failed write.
+
+        Such a process may be reading rows of the failed write, which the next write would otherwise overwrite.
+        """
         if self._opened.log.exposed and self.folder is not None and not self._uncommitted:
             self.adopt(self)
 
     def _exchange(self, manifest: Manifest) -> None:
-        """Close all files and open those of a manifest. After an error the buffer is closed."""
+        """Close all open files and open those of ``manifest``. After an error the buffer is closed."""
         if not self._closed:
             self._closed = True
             self._opened.close()
@@ -368,9 +387,9 @@ class BufferWriter(BufferReader):
         self._closed = False
 
     def _remove_leftovers(self) -> None:
-        """Remove files that a crash or an error left and that neither the manifest nor the log names."""
+        """Remove the buffer's files that are not in use, which a crash or an error has left behind."""
         if self._closed or self._uncommitted:
-            return  # the open files are not those of the manifest on disk
+            return  # the open files are not the ones that the manifest on disk names
         opened = self._opened
         known = {opened.log.name, *opened.texts.names}
         for table in opened.tables:
@@ -394,7 +413,7 @@ class BufferWriter(BufferReader):
 
 
 def block_statistics(block: TrajectoryBlock) -> dict[str, Any]:
-    """Return the fields of `log.RECORD` that describe each trajectory, except where it is stored."""
+    """Return for each trajectory of a block the fields of `log.RECORD` that are computed from its content."""
     n, steps, batch = block.shape
     outcomes = {None: 0, True: SUCCESS, False: FAILURE}
     found: dict[str, Any] = {
