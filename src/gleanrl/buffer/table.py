@@ -382,7 +382,9 @@ class Table:
         return found
 
     def stored_checksum(self, row: int, count: int, final: int, finals: int) -> int:
-        """Return the checksum of a trajectory's rows as they are on disk. `write` returned the one to compare it with.
+        """Return the checksum of a trajectory's rows as they are on disk now.
+
+        If the rows are undamaged, it equals the ``data_crc`` that `write` has returned.
 
         Args:
             row, count: first row of the trajectory, and number of its rows.
