@@ -1,1 +1,1 @@
-"""Scheduling: when groups may start, which step consumes them, and which work has the device."""
+"""Scheduling: when groups may start, which step consumes them, and which work may use a shared device."""

@@ -1,26 +1,30 @@
-"""The staleness bound: when a group may start (`StalenessController`) and which step consumes it (`GroupQueue`).
+"""The staleness bound. `StalenessController` decides when a group may start, `GroupQueue` which step consumes it.
 
-A run consumes ``total_steps * batch`` groups. Each has a ticket. Ticket ``k`` may start once ``k // batch <= version +
-staleness``, and its group is consumed by a step that is still within the bound. Synchronous, pipelined, one-step-off
-and asynchronous training differ in the five values of `Schedule` and in nothing else.
+A run consumes ``total_steps * batch`` groups. Each group is sampled under a *ticket*; tickets are numbered from 0.
+Ticket ``k`` may start once ``k // batch <= version + staleness``, where ``version`` is the version of the weights that
+were published last. Its group is consumed by a step in which the group is at most ``staleness`` versions old.
+Synchronous, pipelined, one-step-off and asynchronous training differ only in the five values of `Schedule`.
 
-**Why no group grows older than the bound.** Let ``t`` be the step, ``r`` its free slots, ``B`` the batch and ``s`` the
-bound. A ticket started under version ``v`` has the deadline ``v + s``. The invariant: for every ``j >= 0``, at most
-``r + j*B`` outstanding tickets have a deadline up to ``t + j``. In other words, every ticket has a slot before its
-deadline.
+**Why no group becomes older than the bound.** Let ``t`` be the current step, ``r`` the number of groups that it still
+has to consume, ``B`` the batch and ``s`` the staleness bound. A ticket that starts under version ``v`` gets the
+deadline ``v + s``: the last step that may consume its group. A ticket is *outstanding* from its start until its group
+is consumed. The steps from ``t`` to ``t + j`` consume ``r + j*B`` more groups. The invariant is therefore: for every
+``j >= 0``, at most ``r + j*B`` outstanding tickets have a deadline of ``t + j`` or earlier. As long as it holds, every
+group can be consumed by its deadline.
 
 * Starting a ticket keeps the invariant. All tickets started so far have numbers below ``(v + s + 1) * B``, where
   ``v <= t``, and ``(t + 1) * B - r`` groups have been consumed. So at most ``r + (v + s - t) * B`` tickets are
-  outstanding, and the deadline of the new one is ``v + s``. A refund and a second start change nothing, because the
-  bound counts ticket numbers.
-* Taking ``n`` complete groups, earliest deadline first, keeps the invariant exactly if for every ``j`` the tickets *in
-  flight* with a deadline up to ``t + j`` still fit: ``n <= r + j*B - in_flight(t + j)``. Otherwise complete groups are
-  withheld, not cancelled, until the urgent ones arrive.
-* The rule cannot block forever. Once nothing is in flight, all complete groups may be taken, and there are at least as
-  many tickets that may start or are outstanding as free slots (``s >= 0``, ``v = t``).
+  outstanding, and the deadline of the new ticket is ``v + s``. This also holds if the ticket of a dropped group starts
+  a second time, because the argument counts ticket numbers and not starts.
+* Consuming ``n`` complete groups, earliest deadline first, keeps the invariant if and only if for every ``j`` the
+  tickets *in flight* (started, but their groups are not complete) with a deadline of ``t + j`` or earlier can still be
+  consumed in time: ``n <= r + j*B - in_flight(t + j)``. If this does not hold, complete groups wait in the queue until
+  the more urgent groups in flight are complete. They are not cancelled.
+* The rule cannot block forever. When no ticket is in flight, all complete groups may be consumed. The tickets that are
+  outstanding or may start then number at least ``r``, because ``s >= 0`` and ``v = t``.
 
-In an ordered schedule a ticket's deadline is the step that it is due in. The classes belong to one event loop and are
-not thread-safe.
+In an ordered schedule, the deadline of ticket ``k`` is ``k // batch``, the step that consumes its group. The classes
+must be used within one event loop and are not thread-safe.
 """
 
 from __future__ import annotations
@@ -48,18 +52,21 @@ class Ticket:
     """The right to sample one group, and the last step that may consume it."""
 
     number: int
-    attempt: int  # 0 at first, plus one for each group of this ticket that was dropped
-    version: int  # version of the weights that were published when the ticket was handed out
-    deadline: int
+    attempt: int  # how many groups of this ticket were dropped before
+    version: int  # version of the weights that were published last when the ticket was handed out
+    deadline: int  # number of the last step that may consume the group
 
 
 class StalenessController:
-    """Hands out tickets as early as the staleness bound allows, and tracks the state of each.
+    """Hands out tickets as early as the staleness bound allows, and tracks the state of each ticket.
 
-    A ticket is waiting (to start, or to start again), in flight, ready or consumed. Request a ticket only when sampling
-    can begin, because the age of its group counts from then. A new run starts at step 0. After a restart ``first_step``
-    is the number of steps consumed, and tickets begin at ``first_step * batch``. Use `resume` if groups may have been
-    consumed out of order.
+    A ticket is waiting (not yet started, or to be started again because its group was dropped), in flight (its group is
+    being sampled or scored), ready (its group is complete) or consumed. Request a ticket only when sampling can begin
+    at once, because the deadline of its group is fixed when the ticket is handed out.
+
+    ``first_step`` is 0 in a new run. After a restart it is the number of steps that were finished before, and the
+    first ticket is ``first_step * batch``. If the schedule is not ordered, groups may have been consumed out of order
+    before the restart; use `resume` in this case.
     """
 
     def __init__(self, schedule: Schedule, total_steps: int, first_step: int = 0) -> None:
@@ -70,13 +77,13 @@ class StalenessController:
         self.first_step = first_step
         self.version = first_step
         self.consumed = first_step * schedule.batch  # groups consumed since the run began, restarts included
-        self.started = 0  # tickets handed out by this process, repeated attempts included
+        self.started = 0  # tickets handed out by this process, including further attempts
         self.in_flight: Counter[int] = Counter()  # number of tickets in flight, by deadline
         self.changed = Notifier()
         self._next = first_step * schedule.batch
-        self._again: list[tuple[int, int]] = []  # heap of (number, attempt) below _next
-        self._attempts: dict[int, int] = {}  # after a restart: attempts of tickets from number _next on
-        self._ahead: set[int] = set()  # numbers of tickets consumed out of order before a restart
+        self._again: list[tuple[int, int]] = []  # heap of (number, attempt) to hand out before _next
+        self._attempts: dict[int, int] = {}  # after a restart: attempt of each ticket from number _next on, if not 0
+        self._ahead: set[int] = set()  # after a restart: tickets from number _next on that were already consumed
         self._outstanding: dict[int, Ticket] = {}
         self._sampling: set[int] = set()
         self._ready: set[int] = set()
@@ -85,12 +92,12 @@ class StalenessController:
 
     @classmethod
     def resume(cls, schedule: Schedule, total_steps: int, state: Mapping[str, Any]) -> StalenessController:
-        """Return a controller that continues from a `state_dict`.
+        """Return a controller that continues from the ``state`` that `state_dict` returned.
 
         It hands out exactly the tickets that had not been consumed when the state was saved.
 
         Raises:
-            UserError: ``schedule.batch`` has changed, so that ticket numbers would belong to other steps.
+            UserError: ``schedule.batch`` has changed since then, so that ticket numbers would belong to other steps.
         """
         if state["batch"] != schedule.batch:
             raise UserError(
@@ -103,10 +110,10 @@ class StalenessController:
         return controller
 
     def state_dict(self) -> dict[str, Any]:
-        """Return a JSON-serialisable record of the consumed tickets.
+        """Return a JSON-serialisable record of which tickets have been consumed.
 
         Raises:
-            ValueError: called in the middle of a step.
+            ValueError: a step has consumed some of its groups but not all.
         """
         step, inside = divmod(self.consumed, self.schedule.batch)
         if inside:
@@ -125,7 +132,10 @@ class StalenessController:
         }
 
     async def ticket(self) -> Ticket | None:
-        """Wait until the lowest waiting number may start, and return its ticket. None if no further ticket follows."""
+        """Wait until the waiting ticket with the lowest number may start, and return it.
+
+        Returns None when the run has consumed all its groups or `stop` was called.
+        """
         schedule = self.schedule
         while not self.finished:
             if self._again:
@@ -150,7 +160,7 @@ class StalenessController:
         return None
 
     def published(self, version: int) -> None:
-        """Record that the sampler has received the weights ``version``."""
+        """Record that the weights ``version`` were published to the sampler, so that further tickets may start."""
         if version < self.version:
             raise ValueError(f"version {version} published after version {self.version}")
         self.version = version
@@ -158,13 +168,17 @@ class StalenessController:
         self.changed.notify()
 
     def undo_step(self) -> None:
-        """Count groups consumed since the last publication as not consumed, for the `state_dict` of a run that ends."""
+        """Mark the groups that were consumed since the last publication as not consumed.
+
+        Called before `state_dict` when an error ends the run within a step and the learner has undone the step, so that
+        the resumed run samples these groups again.
+        """
         self._outstanding |= {ticket.number: ticket for ticket in self._of_step}
         self.consumed -= len(self._of_step)
         self._of_step.clear()
 
     def refund(self, ticket: Ticket) -> None:
-        """Take back the ticket of a dropped group, so that its number is handed out again before all later ones."""
+        """Take back the ticket of a dropped group, so that its number is handed out again before any new number."""
         self._land(ticket)
         del self._outstanding[ticket.number]
         self._ready.discard(ticket.number)
@@ -172,7 +186,7 @@ class StalenessController:
         self.changed.notify()
 
     def stop(self) -> None:
-        """Hand out no further ticket: `ticket` returns None."""
+        """Hand out no further tickets: all present and later calls of `ticket` return None."""
         self._stopped = True
         self.changed.notify()
 
@@ -181,12 +195,12 @@ class StalenessController:
         return self._stopped or self.consumed >= self.total_steps * self.schedule.batch
 
     def sampled(self, ticket: Ticket) -> None:
-        """Record that the ticket's episodes have ended. Their rewards may still be pending."""
+        """Record that all episodes of the ticket's group have ended. Their rewards may still be pending."""
         self._sampling.discard(ticket.number)
 
     @property
     def ahead(self) -> bool:
-        """Whether all groups that this step and the next will consume have been sampled."""
+        """Whether all groups that the current and the next step will consume have been sampled."""
         wanted = (self.version + 2) * self.schedule.batch - self.consumed
         return len(self._outstanding) - len(self._sampling) >= wanted
 
@@ -216,10 +230,11 @@ class StalenessController:
 
 
 class GroupQueue:
-    """Holds complete groups until the learner takes them.
+    """Stores complete groups until the learner consumes them.
 
-    A group is dropped if the versions that really sampled it are older than the staleness bound: `on_drop` is called
-    with the group, and its ticket is refunded. This happens only if a sampler missed a publication.
+    If a sampler misses a publication, the version that sampled a group is older than the version in the group's ticket.
+    A group that therefore exceeds the staleness bound is dropped: ``on_drop`` is called with the group, and its ticket
+    is refunded.
     """
 
     def __init__(
@@ -241,7 +256,10 @@ class GroupQueue:
         self._log = StalenessLog()
 
     def put(self, ticket: Ticket, group: Group) -> None:
-        """Deliver a complete group. Raises `ValueError` if the ticket is another group's, or is not in flight."""
+        """Add a complete group, which was sampled under ``ticket``.
+
+        Raises `ValueError` if the ticket belongs to another group or is not in flight.
+        """
         if group.ticket != ticket.number:
             raise ValueError(f"group of ticket {group.ticket} delivered for ticket {ticket.number}")
         self.controller.deliver(ticket)
@@ -253,20 +271,30 @@ class GroupQueue:
         self._changed.notify()
 
     def fail(self, error: BaseException) -> None:
-        """Make the consumer raise ``error`` instead of waiting for a failed producer. The first error is kept."""
+        """Make `chunks` raise ``error`` instead of waiting for groups, because the task that produces them has failed.
+
+        Only the first error is kept.
+        """
         self._failure = self._failure or error
         self._changed.notify()
 
     async def chunks(self, step: int, *, adaptive: bool = False) -> AsyncIterator[list[Group]]:
-        """Yield the ``batch`` groups of a step in lists of ``chunk`` groups, each list as soon as it is complete.
+        """Yield the ``batch`` groups of a step in chunks: lists of ``schedule.chunk`` groups.
 
-        Only the last list of a step may be shorter, if ``chunk`` does not divide ``batch``. Groups come earliest
-        deadline first, then in completion order. Inside a list they are sorted by ticket, so that with ``chunk ==
-        batch`` the result does not depend on timing. ``adaptive`` puts all whole chunks that are ready into one list,
-        which saves the learner's cost per call if the learner is the slower side.
+        A chunk is yielded as soon as enough groups are complete. Only the last chunk of a step may be shorter, if
+        ``chunk`` does not divide ``batch``. Groups with an earlier deadline are taken first, and groups with the same
+        deadline in the order of their completion. Within a chunk, groups are sorted by ticket number, so that the order
+        does not depend on timing if a chunk is the whole batch.
 
-        Steps must be taken in order. If the caller stops in the middle of a step, its next call for that step yields
-        the remaining groups. Raises the error given to `fail`.
+        If ``adaptive`` is true, all whole chunks that can be taken are yielded as one list. If the learner is slower
+        than the sampler, this saves the fixed cost of several calls of the learner.
+
+        Steps must be consumed in order. If the caller stops iterating within a step, the next call for this step yields
+        the remaining groups.
+
+        Raises:
+            ValueError: ``step`` is neither the current step nor the step after a finished one.
+            Exception: the error that was passed to `fail`.
         """
         if step != self._step:
             if step != self._step + 1 or self._left or step >= self.controller.total_steps:
@@ -291,11 +319,15 @@ class GroupQueue:
             yield groups
 
     def metrics(self) -> dict[str, float]:
-        """Return the step's metrics: staleness (in steps, by group and by sampled token) and seconds waited."""
+        """Return the metrics of the current step: the ages of its groups and tokens in steps, and the seconds waited."""
         return self._log.metrics()
 
     def _take(self, adaptive: bool) -> list[Group]:
-        """Consume and return a chunk. Empty if too few groups are complete or more urgent ones must come first."""
+        """Consume and return one chunk, or all whole chunks if ``adaptive``.
+
+        Returns an empty list if too few groups are complete, or if complete groups must wait for more urgent groups in
+        flight. Raises the error that was passed to `fail`.
+        """
         if self._failure is not None:
             raise self._failure
         schedule = self.controller.schedule
@@ -304,7 +336,8 @@ class GroupQueue:
             if not schedule.ordered or deadline <= self._step:
                 ready += len(entries)
         available, in_flight = min(ready, self._left), 0
-        for deadline, count in sorted(self.controller.in_flight.items()):  # see the proof in the module's docstring
+        # This is the condition of the proof in the module's docstring: n <= r + j*B - in_flight(t + j).
+        for deadline, count in sorted(self.controller.in_flight.items()):
             in_flight += count
             available = min(available, self._left + (deadline - self._step) * schedule.batch - in_flight)
 

@@ -1,6 +1,6 @@
 """A lock with which sampler, learner and evaluation take turns on a device that they share.
 
-A run builds one `DeviceLock`; the samplers and the learner receive it and hold it for short pieces of work:
+A run creates one `DeviceLock` and passes it to the samplers and the learner, which acquire it for short pieces of work:
 
     async with device_lock("train") as hold:
         for micro_batch in batch:
@@ -35,9 +35,11 @@ TRAIN_FIRST: Sequence[Work] = ("train", "sample", "evaluate")
 
 
 def make_order(first: First, ahead: Callable[[], bool]) -> Callable[[], Sequence[Work]]:
-    """Return a function that returns the kinds of work in their present order, most urgent first.
+    """Return a function that returns the kinds of work in their current order of priority, most urgent first.
 
-    ``due`` puts sampling first until ``ahead()`` is true (`StalenessController.ahead`), then training.
+    If ``first`` is ``sample`` or ``train``, that kind of work is always the most urgent. If it is ``due``, sampling is
+    more urgent than training until ``ahead()`` is true, i.e. until enough groups have been sampled
+    (`StalenessController.ahead`).
     """
     if first == "due":
         return lambda: TRAIN_FIRST if ahead() else SAMPLE_FIRST
@@ -45,13 +47,15 @@ def make_order(first: First, ahead: Callable[[], bool]) -> Callable[[], Sequence
 
 
 class DeviceLock:
-    """Serialises the work on a device: ``async with device_lock("train"): ...``.
+    """Allows one piece of work at a time on a device: ``async with device_lock("train"): ...``.
 
-    When the device is released, it goes to the most urgent work in ``order``, first come first served within a kind. It
-    is passed on directly, so it is free only while no work waits for it. The lock never interrupts its holder: hold it
-    for a short piece of work (a decoding step, a micro-batch), not for an episode, or give way in between
-    (`DeviceHold`). A caller that asks again in the same iteration of the event loop competes with those that wait. Use
-    a lock in one event loop only.
+    When the holder releases the device, the lock grants it to the most urgent kind of work that waits, as `order`
+    states, and within a kind to the caller that has waited longest. A caller that requests the device again in the same
+    iteration of the event loop in which it has released it competes with the callers that wait. The device is free
+    only if no work waits for it.
+
+    The lock never interrupts its holder. Hold it for a short piece of work, such as a decoding step or a micro-batch,
+    and not for a whole episode, or give way in between (`DeviceHold`). Use a lock in one event loop only.
     """
 
     def __init__(
@@ -78,7 +82,7 @@ class DeviceLock:
                 self.release()
 
     async def acquire(self, work: Work) -> None:
-        """Wait for the device. Called by ``async with``."""
+        """Wait until the device is granted. ``async with`` calls this method."""
         if not self._held:
             self._held = True
             return
@@ -95,21 +99,23 @@ class DeviceLock:
         if self._timeline is not None and start > asked:
             try:
                 self._timeline.record("wait", asked, start, who=work, what="device")
-            except BaseException:  # e.g. the disk is full; no caller releases a device whose `acquire` has failed
+            except BaseException:
+                # The span could not be written, e.g. because the disk is full. If `acquire` raises, its caller does not
+                # release the device.
                 self.release()
                 raise
 
     def release(self) -> None:
-        """Pass the device on in the next iteration of the event loop.
+        """Grant the device to the next caller, in the next iteration of the event loop.
 
-        A caller that asks for it before then is queued with those that already wait.
+        A caller that requests the device before that is queued with the callers that already wait.
         """
 
         def pass_on() -> None:
             for work in self.order():
                 while self.waiting[work]:
                     granted = self.waiting[work].popleft()
-                    if not granted.done():  # done here means cancelled
+                    if not granted.done():  # a future that is already done was cancelled
                         granted.set_result(None)
                         return
             self._held = False
@@ -118,7 +124,7 @@ class DeviceLock:
 
 
 class DeviceHold:
-    """The hold of one piece of work on the device, which can give way to more urgent work."""
+    """Represents the device while one piece of work holds it, and lets this work give way to more urgent work."""
 
     def __init__(self, lock: DeviceLock, work: Work) -> None:
         self._lock = lock
@@ -132,7 +138,7 @@ class DeviceHold:
         return any(self._lock.waiting[earlier] for earlier in order[: order.index(self._work)])
 
     async def give_way(self) -> None:
-        """Release the device to more urgent work and wait until it comes back."""
+        """Release the device to more urgent work, and wait until it is granted to this work again."""
         self.held = False
         self._lock.release()
         await self._lock.acquire(self._work)

@@ -1,6 +1,7 @@
-"""Decides which finished groups may be learned from, and stops a run whose episodes fail.
+"""Decides which finished groups the learner may train on, and stops a run in which too many episodes fail.
 
-The age of a group is not checked here, but by `StalenessController` (before a group starts) and `GroupQueue`.
+The age of a group is checked elsewhere: by `StalenessController` before the group starts, and by `GroupQueue` when it
+is complete.
 """
 
 from __future__ import annotations
@@ -17,26 +18,27 @@ RESAMPLED, INVALID = "resampled_zero_variance", "dropped_invalid"
 Metrics count each as ``groups/REASON``.
 """
 
-MIN_EPISODES = 32  # episodes needed before a share of failures is judged
-UNSCORED_WINDOWS = 4  # a run stops after this many windows of episodes without a single score
+MIN_EPISODES = 32  # the share of failed episodes is checked only once this many episodes have ended
+UNSCORED_WINDOWS = 4  # a run stops if no episode in this many windows got a score; a window is at least one batch long
 
 
 class GroupCheck:
-    """Refuses groups without enough valid members or without variance. Created by `train.produce_groups`."""
+    """Rejects groups that have too few valid members or no variance. Created by `train.produce_groups`."""
 
     def __init__(self, settings: ScheduleSettings) -> None:
         self._settings = settings
         window = max(MIN_EPISODES, settings.batch * settings.group)
-        self._failed: deque[bool] = deque(maxlen=window)  # which of the latest applicable episodes failed
-        self._scored: deque[bool] = deque(maxlen=UNSCORED_WINDOWS * window)
+        self._failed: deque[bool] = deque(maxlen=window)  # of the latest episodes to which the reward applies
+        self._scored: deque[bool] = deque(maxlen=UNSCORED_WINDOWS * window)  # of the latest episodes
 
     def refusal(self, group: Group, *, resampled: int) -> str | None:
-        """Return the reason for dropping the group, or None if it may be learned from.
+        """Return the reason for dropping the group, or None if the learner may train on it.
 
-        ``resampled``: groups already dropped since the last step for having no variance.
+        ``resampled``: number of groups that were dropped since the last step because they had no variance.
 
         Raises:
-            UserError: more than ``schedule.max_failed_fraction`` of the latest episodes failed, or none got a score.
+            UserError: more than ``schedule.max_failed_fraction`` of the latest episodes failed, or none of them got a
+                score.
         """
         settings = self._settings
         self._scored.extend(t.score.valid for t in group.fresh)
@@ -59,7 +61,7 @@ class GroupCheck:
         members = [*group.trajectories]
         if group.greedy is not None:
             if not group.greedy.score.valid:
-                return INVALID  # without the greedy score there is no baseline for the members
+                return INVALID  # the score of the greedy attempt is the baseline of all members
             members.append(group.greedy)
         has_variance = len({t.score.value for t in members if t.score.valid}) > 1
         may_resample = settings.dynamic_sampling and resampled < (settings.max_resample - 1) * settings.batch

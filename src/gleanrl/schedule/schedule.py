@@ -1,4 +1,7 @@
-"""A schedule: five values that say how sampling, rewards and updates overlap. Each preset is a choice of values."""
+"""Defines `Schedule`: five values that determine how sampling, rewards and updates overlap.
+
+Each preset of `ScheduleSettings` is a choice of these values.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +15,15 @@ from gleanrl.utils.errors import UserError
 class Schedule:
     """Values that determine how sampling, rewards and updates overlap.
 
-    ``batch``: groups per step. ``chunk``: groups that the learner takes at once. ``staleness``: how many
-    versions old a group may be when it is consumed. ``ordered``: each step consumes exactly the tickets
-    due in it. ``inflight``: the sampler takes new weights in the middle of an episode. Raises
-    `UserError` if a number is out of range.
+    Attributes:
+        batch: number of groups that a step consumes.
+        chunk: number of groups that the learner receives in one call.
+        staleness: how many versions old a group may be when it is consumed.
+        ordered: True if step ``t`` consumes exactly the groups of the tickets ``t * batch`` to ``(t + 1) * batch - 1``.
+        inflight: True if the sampler uses new weights at once, also in the middle of an episode.
+
+    Raises:
+        UserError: a number is out of range.
     """
 
     batch: int
@@ -34,7 +42,10 @@ class Schedule:
 
     @classmethod
     def from_settings(cls, settings: ScheduleSettings) -> Schedule:
-        """Return the schedule of a preset. Raises `UserError` if ``chunks`` does not divide ``batch``."""
+        """Return the schedule of the preset in ``settings``.
+
+        Raises `UserError` if the preset divides batches into chunks and ``chunks`` does not divide ``batch``.
+        """
         batch, chunks, preset = settings.batch, settings.chunks, settings.preset
         if preset == "sync":
             return cls(batch, batch, 0, ordered=True)

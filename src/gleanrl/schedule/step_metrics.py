@@ -1,4 +1,4 @@
-"""Metrics of one step: its groups' rewards and lengths, their age, and the learner's metrics over all chunks."""
+"""Metrics of one step: rewards, lengths and ages of its groups, and the learner's metrics combined over all chunks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class StepMetrics:
 
     The name of a metric decides how its values are combined. Names that begin with ``tokens/``, ``time/``,
     ``samples/``, ``updates/`` or ``groups/`` are summed. Names that end with ``/max`` or ``/min`` keep the largest or
-    the smallest value. All others are averaged, weighted by groups.
+    the smallest value. All others are averaged, weighted by the number of groups in each chunk.
     """
 
     def __init__(self) -> None:
@@ -41,13 +41,13 @@ class StepMetrics:
                 self._weights[name] = self._weights.get(name, 0.0) + weight
 
     def result(self, groups: Sequence[Group]) -> dict[str, float]:
-        """Return all metrics of the step, including those of the groups that it consumed."""
+        """Return the combined metrics of the learner, and the `group_metrics` of the groups that the step consumed."""
         combined = {name: total / self._weights[name] for name, total in self._sums.items() if self._weights[name]}
         return {**group_metrics(groups), **combined, **self._extremes}
 
 
 def group_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """Return the rewards, lengths and stop reasons of a batch, computed from its fresh members."""
+    """Return metrics about the rewards, lengths and stop reasons of a batch, computed from the fresh members."""
     fresh = [t for group in groups for t in group.fresh]
     valid = [t for t in fresh if t.score.valid]
     out = {
@@ -85,17 +85,17 @@ def group_metrics(groups: Sequence[Group]) -> dict[str, float]:
 class StalenessLog:
     """Records the age of the groups that one step consumes, and how long the step waited for them.
 
-    Ages are in steps: the consuming step minus the version that sampled.
+    The age of a group or a token is the number of the consuming step minus the version of the weights that sampled it.
     """
 
     def __init__(self) -> None:
         self.wait_s = 0.0
         self._chunks = 0
-        self._groups: Counter[int] = Counter()  # groups by age of their oldest version; only those with sampled tokens
-        self._tokens: Counter[int] = Counter()  # sampled tokens by age
+        self._groups: Counter[int] = Counter()  # groups with sampled tokens, by the age of the oldest version
+        self._tokens: Counter[int] = Counter()  # sampled tokens of valid fresh members, by age
 
     def add(self, groups: Iterable[Group], step: int) -> None:
-        """Count a chunk that was consumed in ``step``."""
+        """Count a chunk of groups that ``step`` has consumed."""
         self._chunks += 1
         for group in groups:
             if group.version >= 0:
@@ -105,7 +105,7 @@ class StalenessLog:
                     self._tokens[step - turn.version] += turn.tokens.size
 
     def metrics(self) -> dict[str, float]:
-        """Return the mean and maximum age of groups, mean age of sampled tokens, seconds waited and chunks taken.
+        """Return the mean and maximum age of groups, mean age of sampled tokens, seconds waited and number of chunks.
 
         Two histograms are included: ``schedule/staleness/K`` (groups) and ``schedule/token_staleness/K`` (sampled
         tokens), for each age ``K`` that occurred.

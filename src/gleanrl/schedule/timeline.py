@@ -1,4 +1,4 @@
-"""Records when sampling, scoring, training and waiting happened, as spans that metrics and the report read."""
+"""Records when sampling, scoring, training and waiting happened, as spans that metrics and the report evaluate."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from gleanrl.utils.errors import UserError
 
 _FLUSH_LINES = 512
 _FLUSH_SECONDS = 5.0
-_SPANS_KEPT = 50_000  # newest spans of each kind, in memory
-_TAIL_BYTES = 65_536
+_SPANS_KEPT = 50_000  # number of newest spans of each kind that are kept in memory
+_TAIL_BYTES = 65_536  # length of the end of an existing file that is searched for the time of the last span
 
 DEVICE_WORK = ("prefill", "decode", "logprobs", "train", "evaluate")
 """Kinds of span during which the device works. The device is idle outside of all of them."""
@@ -30,12 +30,14 @@ class SpanRecorder(Protocol):
 
 
 class Timeline:
-    """Records spans as JSON lines ``{"kind", "start", "end", ...tags}``, in seconds since the run's start.
+    """Records spans of time, and writes them to a file as JSON lines ``{"kind", "start", "end", ...tags}``.
 
-    Arguments and results are readings of ``clock`` (`time.perf_counter`); only times in the file are relative. If the
-    file exists, new spans are appended, and their times continue from the end of the last span. ``path=None`` keeps
-    spans in memory only. Thread-safe. Lines are written in blocks, so close the timeline or use it as a context
-    manager; a crash loses at most the last few seconds.
+    In the file, times are seconds since the start of the run. If the file exists already, new spans are appended, and
+    their times continue from the end of the last span. All methods take and return readings of ``clock`` in seconds.
+    With ``path=None`` spans are kept in memory only.
+
+    Lines are written in blocks, so a crash loses the spans of the last few seconds. Close the timeline or use it as a
+    context manager, so that the last block is written. The class is thread-safe.
 
     Raises:
         UserError: the file cannot be written.
@@ -47,7 +49,7 @@ class Timeline:
         self._lock = threading.Lock()
         self._lines: list[str] = []
         self._spans: defaultdict[str, deque[tuple[float, float]]] = defaultdict(lambda: deque(maxlen=_SPANS_KEPT))
-        self._open: dict[object, tuple[str, float]] = {}  # kind and start of each `span` whose body still runs
+        self._open: dict[object, tuple[str, float]] = {}  # kind and start of each `span` whose body is still running
         self._flushed = self._origin = clock()
         if path is None:
             return
@@ -57,7 +59,7 @@ class Timeline:
                 size = file.seek(0, os.SEEK_END)
                 file.seek(max(0, size - _TAIL_BYTES))
                 tail = file.read(_TAIL_BYTES)
-                if tail and not tail.endswith(b"\n"):  # a crash cut the last line off
+                if tail and not tail.endswith(b"\n"):  # a crash cut the last line short
                     file.write(b"\n")
         except OSError as error:
             raise _cannot_write(path, error) from error
@@ -65,7 +67,12 @@ class Timeline:
         self._origin -= max((float(span["end"]) for span in _parse(lines)), default=0.0)
 
     def record(self, kind: str, start: float, end: float, **tags: Any) -> None:
-        """Add a span of ``kind`` from ``start`` to ``end``."""
+        """Add a span of ``kind`` from ``start`` to ``end``. ``tags`` are further entries of its line in the file.
+
+        Raises:
+            ValueError: ``end`` is before ``start``.
+            UserError: the file cannot be written.
+        """
         if end < start:
             raise ValueError(f"a span of {kind!r} ends {start - end:.6f} s before it starts")
         with self._lock:
@@ -79,9 +86,9 @@ class Timeline:
 
     @contextmanager
     def span(self, kind: str, *, least_s: float = 0.0, **tags: Any) -> Iterator[None]:
-        """Record the time of the body, if it took at least ``least_s`` seconds.
+        """Record the time in which the ``with`` body runs as a span, if it takes at least ``least_s`` seconds.
 
-        If the body raises, the span gets the tag ``failed: true``.
+        If the body raises an error, the span gets the tag ``failed: true``.
         """
         start, key = self._clock(), object()
         self._open[key] = (kind, start)
@@ -97,12 +104,15 @@ class Timeline:
                 self.record(kind, start, end, **tags)
 
     def spans(self, kind: str) -> list[tuple[float, float]]:
-        """Return start and end of each span of a kind that this process recorded, at most the newest 50,000."""
+        """Return the start and end of the spans of a kind that this process has recorded, at most the newest 50,000."""
         with self._lock:
             return list(self._spans.get(kind, ()))
 
     def busy(self, kinds: str | Collection[str], since: float, until: float) -> float:
-        """Return the seconds of ``[since, until]`` covered by spans of ``kinds``, including spans that still run."""
+        """Return for how many seconds between ``since`` and ``until`` at least one span of ``kinds`` was running.
+
+        A `span` whose body is still running counts as if it ended at ``until``.
+        """
         names = {kinds} if isinstance(kinds, str) else kinds
         found = [span for kind in names for span in self.spans(kind) if span[1] > since]
         found += [(start, until) for kind, start in list(self._open.values()) if kind in names]
@@ -131,7 +141,10 @@ class Timeline:
 
 
 class BusyClock:
-    """Measures the seconds covered by at least one of many overlapping pieces of work: ``with clock: ...``."""
+    """Measures for how many seconds at least one of several overlapping ``with clock:`` blocks was running.
+
+    The time of a block is added to `seconds` when no block is running any more.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self.seconds = 0.0
@@ -162,7 +175,10 @@ def covered(spans: Iterable[tuple[float, float]], since: float, until: float) ->
 
 
 def read_timeline(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the spans of a file in the order of writing. A last line that a crash cut off is skipped."""
+    """Yield the spans of a timeline's file in the order in which they were written.
+
+    Lines that are not a complete span are skipped, because a crash may have cut a line short.
+    """
     with path.open(encoding="utf-8", errors="replace") as file:
         yield from _parse(file)
 
