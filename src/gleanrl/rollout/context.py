@@ -1,9 +1,10 @@
-"""One episode's conversation as the model sees it, and as it is trained on.
+"""The conversation of an episode: the tokens that the model sees, and the segments on which it is trained.
 
-`Context` holds the conversation. A context policy is a *view*: a pure function from the turns as they happened to the
-turns that the model sees next. While the view extends the tokens of the current segment, the segment continues. When it
-does not (old thinking removed, a window clipped), a new segment starts, in which everything shown is context. So each
-sampled turn is trained on in exactly one segment, and masks follow from the data.
+`Context` stores the conversation of one episode. A context policy is a *view*: a pure function that takes all turns of
+the episode and returns the turns that the model sees next. As long as these turns begin with the turns of the current
+segment, the segment continues. If they do not, because the view has removed old thinking or clipped the history to a
+window, a new segment starts, and all turns that it shows at its start are context. Each sampled turn is therefore
+trained on in exactly one segment, and the loss mask follows from the turns.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ View = Callable[[Sequence[Turn]], list[Turn]]
 
 
 class Context:
-    """One episode's conversation. `observe`, `prompt` and `act` are called in this order, turn by turn."""
+    """The conversation of one episode. For each turn of the model, call `observe`, `prompt` and `act` in this order."""
 
     def __init__(self, renderer: Renderer, view: View, system_prompt: str | None = None) -> None:
         self._renderer = renderer
@@ -34,27 +35,29 @@ class Context:
         self._segment: list[Turn] = []
         self._prompt = np.empty(0, np.int32)  # the tokens of the segment's first `_joined` turns
         self._joined = 0
-        self._closed = True  # the last sampled turn ended with its end-of-turn token
-        self._calls = 0
+        self._closed = True  # False if the last sampled turn has no end-of-turn token, because it was cut off
+        self._calls = 0  # number of tool calls so far
 
     @property
     def tools(self) -> Tools:
-        """The tools that the messages before the first answer showed to the model."""
+        """The tools that were shown to the model before its first answer."""
         return self._renderer.tools
 
     def observe(self, messages: Sequence[Message], tools: Tools = ()) -> None:
-        """Add the environment's messages.
+        """Add the messages that the environment has returned.
 
-        ``tools``: what the model may call. Only the first call's tools are shown; those of later calls are ignored.
+        ``tools``: function schemas of the tools that the model may call. They are shown to the model if this is the
+        first call of the method; in later calls they are ignored.
 
         Raises:
-            ToolsUnknown: the chat template has no place for tools.
-            ValueError: ``messages`` is empty, although the last answer was not cut off.
+            ToolsUnknown: the chat template does not support tools.
+            ValueError: ``messages`` is empty, although the model's last answer is complete.
         """
         if not self._history:
             self._renderer = self._renderer.with_tools(tools)
             messages = [*self._system, *messages]
-        if not messages and self._closed:  # without messages, the episode may continue only an answer that was cut off
+        # Without a message the model can only continue its last answer, which is possible if the answer was cut off.
+        if not messages and self._closed:
             raise ValueError("the environment said nothing, and the episode goes on")
         if self._history:
             self._history += self._renderer.extend(messages, closed=self._closed)
@@ -71,13 +74,13 @@ class Context:
             self._prompt, self._joined = np.empty(0, np.int32), 0
 
     def prompt(self) -> IntArray:
-        """int32[n]: everything that the model sees, ending with the generation prompt. The caller owns the array."""
+        """Return all tokens that the model sees, int32[n], up to the generation prompt. The caller owns the array."""
         new = [turn.tokens for turn in self._segment[self._joined :]]
         self._prompt, self._joined = np.concatenate([self._prompt, *new]), len(self._segment)
         return self._prompt.copy()
 
     def act(self, completion: Completion) -> Message:
-        """Add the sampled turn, and return it as a message."""
+        """Add the turn that the model has sampled, and return it as a message."""
         message = self._renderer.parse(completion.tokens, self._calls)
         self._calls += len(message.get("tool_calls", ()))
         turn = Turn(message, completion.tokens, completion.logprobs, completion.version)
@@ -102,7 +105,10 @@ def make_context(renderer: Renderer, settings: ContextSettings) -> Context:
 
 
 def window(history: Sequence[Turn], keep: int) -> list[Turn]:
-    """Return the opening and the last ``keep`` exchanges (an answer and the observation after it)."""
+    """Return the turns before the first answer, and the last ``keep`` exchanges.
+
+    An exchange is an answer of the model and the observation after it.
+    """
     exchanges = [i for i, turn in enumerate(history) if turn.sampled]
     if len(exchanges) <= keep:
         return list(history)
@@ -115,10 +121,14 @@ def strip_thinking(
     known: dict[int, tuple[Turn, Turn]] | None = None,
     opened: IntArray | Sequence[int] = (),
 ) -> list[Turn]:
-    """Remove ``<think>...</think>`` from all answers, because reasoning models expect earlier answers without it.
+    """Return the turns without ``<think>...</think>``, because reasoning models expect earlier answers without it.
 
-    ``known``: turn id -> (turn, the turn without its thought), so that each turn is decoded once in an episode.
-    ``opened``: the tokens with which the generation prompt opens a thought; they are removed too.
+    Args:
+        history: all turns of the episode.
+        decode: the tokenizer's ``decode``.
+        known: a cache, ``id(turn)`` -> (turn, the turn without its thought). If the caller keeps it during an episode,
+            each turn is decoded only once.
+        opened: the tokens with which the generation prompt opens a thought. They are removed too.
     """
     known = {} if known is None else known
     for turn in history:
@@ -126,15 +136,15 @@ def strip_thinking(
             continue
         stripped, ids = turn, turn.tokens.tolist()
         if CLOSE in decode(ids):
-            # Binary search for the shortest prefix that holds the whole closing tag. Cutting token ids instead of text
-            # keeps the remaining tokens exactly as they were sampled.
+            # Binary search for the shortest prefix that contains the whole closing tag. Token ids are cut and not text,
+            # so that the remaining tokens stay exactly as they were sampled.
             low, high = 1, len(ids)
             while low < high:
                 middle = (low + high) // 2
                 low, high = (low, middle) if CLOSE in decode(ids[:middle]) else (middle + 1, high)
             rest = turn.tokens[low:]
             text = decode(rest.tolist(), skip_special_tokens=True).lstrip("\n")
-            if "tool_calls" in turn.message:  # `text` also holds the calls, but the content of the message must not
+            if "tool_calls" in turn.message:  # `text` contains the calls too, which the message has in `tool_calls`
                 text = answer_of(turn.message["content"]).lstrip("\n")
             stripped = Turn({**turn.message, "content": text}, rest)
         # Keep a reference to the turn: if it were garbage-collected, another object could get its id.

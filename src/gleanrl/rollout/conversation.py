@@ -1,4 +1,4 @@
-"""Reads a trajectory back as a conversation, or as text. Rewards, reports and stored experience use it."""
+"""Converts a trajectory to messages or to readable text, for rewards, reports and stored experience."""
 
 from __future__ import annotations
 
@@ -12,10 +12,14 @@ from gleanrl.types import Message, Segment, Trajectory
 
 
 def conversation(trajectory: Trajectory) -> list[Message]:
-    """Return every message once, in order, even if the context was rewritten. Inserted experience is left out."""
+    """Return the messages of a trajectory in order, each of them once, even if the context was rewritten.
+
+    If experience was inserted into the prompt (``info["unguided"]``), the prompt without it is returned.
+    """
     messages = [turn.message for segment in trajectory.segments[:1] for turn in segment]
     for segment in trajectory.segments[1:]:
-        # A later segment shows the past as context; what is new begins after the last answer in that context.
+        # A later segment begins with context that repeats earlier turns. Its new messages begin after the last answer
+        # in this context.
         first = _first_sampled(segment)
         answers = [i for i in range(first) if segment[i].message["role"] == "assistant"]
         messages += [turn.message for turn in segment[answers[-1] + 1 if answers else first :]]
@@ -27,7 +31,7 @@ def conversation(trajectory: Trajectory) -> list[Message]:
 
 
 def readable(message: Message) -> str:
-    """Return a message as plain text: its content, then one line per tool call, as ``name({"a": 1})``."""
+    """Return a message as plain text: its content, then one line per tool call, such as ``name({"a": 1})``."""
     lines = [message["content"]] if message.get("content") else []
     for call in read_calls(message):
         given = call.arguments if isinstance(call.arguments, str) else json.dumps(call.arguments, ensure_ascii=False)
@@ -36,7 +40,10 @@ def readable(message: Message) -> str:
 
 
 def transcript(trajectory: Trajectory) -> str:
-    """Return the conversation as text. Sampled text is marked by ``>`` and followed by the model's confidence."""
+    """Return the conversation as text for people to read.
+
+    A sampled turn is marked by ``>`` and followed by its number of tokens and their mean log-prob.
+    """
     score = f"{trajectory.score.value:g}" if trajectory.score.valid else "invalid"
     head = f"task {trajectory.task_id}: score {score}, ended {trajectory.stop}, sampled by version {trajectory.version}"
     lines = [head]
@@ -62,7 +69,10 @@ def opening_turns(trajectory: Trajectory) -> Segment:
 
 
 def with_prompt(messages: Sequence[Message], content: str) -> list[Message]:
-    """Return a copy with ``content`` as the text of the last user message. Raises ValueError if there is none."""
+    """Return a copy of ``messages`` in which the last user message has the text ``content``.
+
+    Raises `ValueError` if there is no user message.
+    """
     index = max((i for i, message in enumerate(messages) if message["role"] == "user"), default=-1)
     if index < 0:
         raise ValueError("there is no user message")

@@ -1,6 +1,6 @@
 """Plays one episode: an environment and a sampler take turns until the episode ends.
 
-The training loop, evaluation and demonstrations all play through `Player.play`.
+The training loop, evaluation and demonstrations all use `Player.play`.
 """
 
 from __future__ import annotations
@@ -20,29 +20,44 @@ from gleanrl.rollout.tool_calls import ToolsUnknown
 from gleanrl.schedule.timeline import BusyClock
 from gleanrl.types import Score, StopReason, Task, Trajectory
 
-MAX_ATTEMPTS = 5  # an episode that loses its sampler or environment may be the cause itself, so attempts are limited
-CLOSE_TIMEOUT_S = 1.0  # wait for a cancelled episode's environment to close, which may be in the middle of a slow step
+# An episode is played again if the process of its sampler or environment has died. The number of attempts is limited,
+# because the episode itself may be the cause.
+MAX_ATTEMPTS = 5
+# Seconds that a cancelled episode waits until its environment is closed. The environment may be in the middle of a slow
+# step.
+CLOSE_TIMEOUT_S = 1.0
 
-_closing: set[asyncio.Task[None]] = set()  # strong references, because the event loop keeps only weak ones to tasks
+# Environments that are still being closed. The set keeps the tasks alive, because the event loop itself keeps only weak
+# references to tasks.
+_closing: set[asyncio.Task[None]] = set()
 
 
 @dataclass(frozen=True, slots=True)
 class Player:
-    """Everything that an episode needs except its task."""
+    """Plays episodes. Its attributes are everything that an episode needs except the task."""
 
     environment: Callable[[Task], Environment]
     sampler: Sampler
     renderer: Renderer
     context: ContextSettings
     temperature: float
-    max_context: int  # the model's limit, in tokens
-    environment_clock: BusyClock = field(default_factory=BusyClock)  # time in which at least one environment worked
+    max_context: int  # maximum number of tokens in the model's context
+    environment_clock: BusyClock = field(default_factory=BusyClock)  # seconds in which at least one environment worked
 
     async def play(self, task: Task, *, trajectory_id: str, seed: int, temperature: float | None = None) -> Trajectory:
-        """Play ``task`` once.
+        """Play ``task`` once and return the trajectory.
 
-        An environment that raises makes the trajectory's score invalid; a sampler that raises makes this method raise.
-        If either reports `EpisodeLost`, the episode starts again, at most `MAX_ATTEMPTS` times in all.
+        If the environment raises an error, the trajectory's score is invalid. If the sampler raises an error, this
+        method raises it. If either of them raises `EpisodeLost`, the episode is played again from its start, in all at
+        most `MAX_ATTEMPTS` times.
+
+        Args:
+            trajectory_id: id of the trajectory that is returned.
+            seed: seed of the sampler's session.
+            temperature: sampling temperature; None = that of the player.
+
+        Raises:
+            ToolsUnknown: the environment has tools, and the model's chat template does not support tools.
         """
         lost: EpisodeLost | None = None
         for _ in range(MAX_ATTEMPTS):
@@ -63,7 +78,8 @@ class Player:
         async with AsyncExitStack() as opened, self.sampler.session(seed) as session:
             try:
                 environment = self.environment(task)
-                opened.push_async_callback(_close, environment)  # closed after the session, which others may wait for
+                # The environment is closed after the session, because other episodes may wait until the session ends.
+                opened.push_async_callback(_close, environment)
                 call = environment.reset()
                 while True:
                     asked = perf_counter()
@@ -105,25 +121,26 @@ class Player:
                 stop, score = StopReason.ERROR, Score.failed(f"{type(error).__name__}: {error}")
         info: dict[str, Any] = {
             "turns": turns,
-            "cut_turns": cut,  # turns that ended at a token limit
+            "cut_turns": cut,  # number of turns that a limit of tokens ended
             "environment_s": environment_s,
             "episode_s": perf_counter() - started,
         }
         if context.tools:
-            info["tools"] = list(context.tools)  # needed to render the opening again
+            info["tools"] = list(context.tools)  # needed if the messages before the first answer are rendered again
         if altered is not None:
             info["altered_sampling"] = altered
         return Trajectory(trajectory_id, task.id, context.segments(), score, stop, info)
 
 
 class _SamplerFailed(Exception):
-    """Carries a sampler's error past the handler of environment errors."""
+    """Wraps an error of the sampler, so that it is not handled as an error of the environment."""
 
 
 async def conclude_score(environment: Environment, stop: StopReason, score: Score) -> Score:
-    """Return the score of an episode that ran out of turns or context.
+    """Return the score of an episode that has reached its limit of turns or of context.
 
-    This is the last observation's score if it is valid, else the score that the environment concludes with.
+    ``score`` is the score of the last observation. It is returned if it is valid. Otherwise the result is the score
+    that `Environment.conclude` returns, or ``score`` if that method returns None.
     """
     if score.valid:
         return score
@@ -131,7 +148,11 @@ async def conclude_score(environment: Environment, stop: StopReason, score: Scor
 
 
 async def _close(environment: Environment) -> None:
-    """Close the environment. Errors are ignored, since the episode is over; a cancelled episode waits only briefly."""
+    """Close the environment. Errors are ignored, because the episode is over.
+
+    If the episode was cancelled, return after at most `CLOSE_TIMEOUT_S` seconds; closing then continues in a task of
+    its own.
+    """
 
     async def close() -> None:
         with suppress(Exception):

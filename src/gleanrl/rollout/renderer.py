@@ -1,7 +1,7 @@
-"""Turns messages into token ids, and sampled token ids back into a message, with the model's own chat template.
+"""Converts messages to token ids, and sampled token ids to a message, with the model's own chat template.
 
-A `Renderer` belongs to a tokenizer and a list of tools. `Context` calls it for each turn of an episode; supervised
-training calls `Renderer.demonstration`. Text that was sampled is never tokenised again: to get the tokens that follow
+A `Renderer` is created for a tokenizer and a list of tools. `Context` calls it for each turn of an episode. Supervised
+training calls `Renderer.demonstration`. Text that was sampled is never tokenised again. To get the tokens that follow
 an answer, the template is rendered with a placeholder in place of the answer.
 
     renderer = Renderer(AutoTokenizer.from_pretrained("Qwen/Qwen3-0.6B"))
@@ -30,10 +30,10 @@ from gleanrl.utils.errors import UserError
 
 T = TypeVar("T")
 
-_MARK = "gleanmark"  # takes the place of an answer's text while the template around it is rendered
-_PROBE = "Go, 12 times:\n\n  café → <|unk|>\t{'x': [1]}  "
-_SHORT = 1000  # lists of messages up to this many characters go to the larger cache
-_SHORT_CACHED, _LONG_CACHED = 1 << 14, 1 << 8  # cache entries; few for long messages, which could fill the memory
+_MARK = "gleanmark"  # placeholder for an answer's text, by which the text around the answer is found
+_PROBE = "Go, 12 times:\n\n  café → <|unk|>\t{'x': [1]}  "  # text with which `Encoder` compares tokenizer and backend
+_SHORT = 1000  # a rendering is stored in the cache for short messages if they have at most this many characters in all
+_SHORT_CACHED, _LONG_CACHED = 1 << 14, 1 << 8  # entries of both caches; few long ones, because they need more memory
 
 
 class Tokenizer(Protocol):
@@ -49,18 +49,18 @@ class Tokenizer(Protocol):
 class Renderer:
     """Renders conversations to token ids, and parses sampled token ids into messages.
 
-    ``start`` returns the tokens of a new conversation. ``extend`` returns the tokens that messages add after an
-    assistant turn. Both end with the generation prompt, so that sampling can follow at once.
+    `start` returns the turns of a new conversation. `extend` returns the turns that follow an assistant turn. The
+    tokens of both end with the generation prompt, so that the model can sample its answer next.
 
     Args:
         tokenizer: a Hugging Face fast tokenizer with a chat template.
-        tools: OpenAI function schemas of what the model may call. ``start`` shows them to the model, and ``parse``
-            reads calls out of what was sampled.
+        tools: OpenAI function schemas of the tools that the model may call. `start` shows them to the model, and
+            `parse` extracts calls from the sampled tokens.
 
     Raises:
-        UserError: the tokenizer has no chat template, or the template does not close an assistant turn with a token at
-            which sampling can stop.
-        ToolsUnknown: ``tools`` is not empty, and the template has no place for tools, for a call or for a result.
+        UserError: the tokenizer is slow or has no chat template, or the template does not end an assistant turn with a
+            token at which sampling can stop.
+        ToolsUnknown: ``tools`` is not empty, and the template cannot render tools, calls or their results.
     """
 
     def __init__(self, tokenizer: Tokenizer, tools: Tools = ()) -> None:
@@ -84,7 +84,8 @@ class Renderer:
         eos = getattr(tokenizer, "eos_token_id", None)
         eos = [] if eos is None else list(eos) if isinstance(eos, list | tuple) else [eos]
         self.stop_tokens: tuple[int, ...] = tuple(dict.fromkeys([self.end_of_turn, *eos]))
-        # Cached because observations ("Nothing happens.") repeat thousands of times, and openings within a group.
+        # Renderings are cached because observations such as "Nothing happens." occur thousands of times, and because
+        # all episodes of a group begin with the same messages.
         self._opening, self._extension = cache_rendering(self._render_opening), cache_rendering(self._render_extension)
         self._with_tools = lru_cache(maxsize=64)(lambda key: Renderer(self.tokenizer, json.loads(key)))
         if tools:
@@ -92,26 +93,35 @@ class Renderer:
             self._calls = CallTemplate(self._template, closing, self.tools, own, thinking=bool(self._thought))
 
     def with_tools(self, tools: Tools) -> Renderer:
-        """Return a renderer for conversations with these tools. Renderers are cached. Raises `ToolsUnknown`."""
+        """Return a renderer for the same tokenizer and these tools. Renderers are cached.
+
+        Raises `ToolsUnknown` if the chat template does not support tools.
+        """
         return self._with_tools(json.dumps(list(tools))) if list(tools) != list(self.tools) else self
 
     def start(self, messages: Sequence[Message]) -> list[Turn]:
-        """Return the context turns of a new conversation, one per message; the last ends with the generation prompt."""
+        """Return the context turns of a new conversation, one for each message.
+
+        The last turn ends with the generation prompt.
+        """
         return [Turn(message, ids) for message, ids in zip(messages, self._opening(messages), strict=True)]
 
     def extend(self, messages: Sequence[Message], *, closed: bool) -> list[Turn]:
-        """Return the context turns that follow an assistant turn.
+        """Return the context turns of ``messages``, which follow an assistant turn.
 
-        ``closed``: the assistant turn already holds the end-of-turn token. If it does not, the first turn returned
-        begins with that token.
+        The last turn ends with the generation prompt.
+
+        ``closed``: whether the assistant turn ends with the end-of-turn token. If it does not, because the answer was
+        cut off, the first turn returned begins with this token.
         """
         return [Turn(message, ids) for message, ids in zip(messages, self._extension(messages, closed), strict=True)]
 
     def parse(self, tokens: IntArray, calls: int = 0) -> Message:
-        """Return the message of a sampled turn.
+        """Return the message of a turn that consists of the sampled ``tokens``.
 
-        If the renderer has tools, the calls in the turn are numbered from ``calls``, and the content is the text around
-        them. A call that cannot be parsed keeps its text as arguments. Calls within a thought are ignored.
+        If the renderer has tools, calls of tools are extracted from the text: the message has them as ``tool_calls``,
+        and its content is the rest of the text. The ids of the calls are numbered from ``calls``. If a call cannot be
+        parsed, its arguments are the sampled text. Calls within a thought are ignored.
 
         If the generation prompt opened a thought and the turn was cut off within it, the content begins with
         ``<think>``.
@@ -119,7 +129,7 @@ class Renderer:
         ids = tokens.tolist()
         while ids and ids[-1] in self.stop_tokens:
             ids.pop()
-        # Decoding the array is faster than decoding a list, because the tokenizer checks each item of a list.
+        # The array is decoded and not the list `ids`, because the tokenizer checks each item of a list, which is slow.
         plain = self.tokenizer.decode(tokens, skip_special_tokens=True)
         whole = self.tokenizer.decode(ids, skip_special_tokens=False) if self._calls or self._thought else plain
         if self._thought and CLOSE not in whole:
@@ -133,12 +143,14 @@ class Renderer:
         return Message(role="assistant", content=around.strip(), tool_calls=entries)
 
     def spoken(self, said: str | Message) -> IntArray:
-        """Return the tokens, int32[n], that a model would sample to say a text or a message with calls.
+        """Return the tokens, int32[n], that a model would sample to answer with a text or with a message with calls.
 
-        The last one is the end-of-turn token. If the generation prompt opens a thought, the tokens close it first.
+        The last token is the end-of-turn token. If the generation prompt opens a thought and the text contains none,
+        the tokens begin with the end of the thought.
 
         Raises:
-            UserError: the template shows no text next to calls, or the message has calls but the renderer no tools.
+            UserError: the message has both text and calls and the template renders only the calls, or the message has
+                calls and the renderer has no tools.
         """
         message = Message(role="assistant", content=said) if isinstance(said, str) else said
         if self._calls is None and message.get("tool_calls"):
@@ -150,7 +162,8 @@ class Renderer:
     def demonstration(self, messages: Sequence[Message]) -> Segment:
         """Return a whole conversation as one segment for supervised training.
 
-        Assistant turns are marked as sampled, with log-prob 0 and version 0, because only the mask is used there.
+        Assistant turns are marked as sampled, so that they are trained on. Their log-probs and versions are 0, because
+        supervised training does not use them.
         """
         turns: list[Turn] = []
         pending: list[Message] = []
@@ -173,7 +186,7 @@ class Renderer:
         text = self._text_after_answer(messages, generate=True)
         show = partial(self._text_after_answer, generate=False)
         tokens = self._encoder.pieces(text, _ends_of_messages(text, messages, show))[: len(messages)]
-        if closed:  # the end-of-turn token was sampled
+        if closed:  # the assistant turn already ends with the end-of-turn token, which is the first token here
             first = next(i for i, own in enumerate(tokens) if own.size)
             tokens[first] = tokens[first][1:]
         return tokens
@@ -184,7 +197,7 @@ class Renderer:
         return self.tokenizer.apply_chat_template(plain, tokenize=False, add_generation_prompt=generate, **shown)
 
     def _text_after_answer(self, messages: Sequence[Message], *, generate: bool) -> str:
-        """Return what the template writes after an assistant turn's text, if ``messages`` follow that turn."""
+        """Return the text that the template writes after the text of an assistant turn if ``messages`` follow it."""
         if self._calls and self._calls.results_need_calls and messages and messages[0]["role"] == "tool":
             return self._calls.after_calls(messages, generate=generate)
         before = [Message(role="user", content="."), Message(role="assistant", content=_MARK)]
@@ -193,20 +206,25 @@ class Renderer:
 
 
 def _ends_of_messages(text: str, messages: Sequence[Message], show: Callable[[Sequence[Message]], str]) -> list[int]:
-    """Return the offset in ``text`` at which each message ends, except the last; 0 if the template does not show it."""
+    """Return the offsets in ``text``, in characters, at which the messages except the last one end.
+
+    ``show`` renders a list of messages. The offset of a message is 0 if the template cannot render the messages up to
+    it.
+    """
     lengths = []
     for count in range(1, len(messages)):
         try:
             lengths.append(common_length(text, show(messages[:count])))
-        except Exception:  # a template may refuse to render only the first messages of a conversation
+        except Exception:  # a template may refuse to render a conversation that is not complete
             lengths.append(0)
     return lengths
 
 
 class Encoder:
-    """Calls a Hugging Face fast tokenizer in the cheapest way that returns the same ids as calling it directly.
+    """Tokenises text with a Hugging Face fast tokenizer.
 
-    Special tokens written in the text become their ids. No special tokens are added.
+    If the result is the same, the tokenizer's Rust backend is called directly, which is faster. Special tokens that
+    are written in the text become their ids. No special tokens are added.
 
     Raises:
         UserError: the tokenizer is a slow one, written in Python, which does not report the text offsets of tokens.
@@ -219,8 +237,8 @@ class Encoder:
                 "stands; give the model a fast one (tokenizer.json)"
             )
         self._tokenizer = tokenizer
-        # Some tokenizer classes change the text before it reaches the backend (CodeLlama's fill-in-the-middle). Such a
-        # class overrides one of these methods, which other classes inherit from transformers.
+        # Some tokenizer classes change the text before they pass it to the backend, such as CodeLlama's for
+        # fill-in-the-middle. These classes override one of the two methods, which the others inherit from transformers.
         methods = [getattr(tokenizer, name, None) for name in ("__call__", "_encode_plus")]
         self._only_backend = (
             hasattr(getattr(tokenizer, "backend_tokenizer", None), "encode_batch_fast")
@@ -232,8 +250,8 @@ class Encoder:
         """Return the token ids of ``text``, int32[n]."""
         if not self._only_backend:
             return np.array(self._with_offsets(text)[0], np.int32)
-        # Other users of the tokenizer may have left truncation or padding set in the backend. Calling the tokenizer
-        # itself, as `_with_offsets` does, resets them.
+        # Another user of the tokenizer may have left truncation or padding switched on in the backend. A call of the
+        # tokenizer itself, as in `_with_offsets`, resets both.
         backend = self._tokenizer.backend_tokenizer
         clean = (
             backend.truncation is None
@@ -243,9 +261,9 @@ class Encoder:
         return np.array(self._from_backend(text) if clean else self._with_offsets(text)[0], np.int32)
 
     def pieces(self, text: str, lengths: Sequence[int]) -> list[IntArray]:
-        """Return the token ids of ``text`` in pieces, cut at the character offsets ``lengths``.
+        """Return the token ids of ``text``, divided into pieces at the character offsets ``lengths``.
 
-        A token that spans a cut belongs to the piece in which it starts.
+        A token that spans such an offset belongs to the piece in which it starts.
         """
         if not lengths:
             return [self.ids(text)]
@@ -265,9 +283,9 @@ class Encoder:
 
 
 def cache_rendering(render: Callable[..., T]) -> Callable[..., T]:
-    """Cache ``render(messages, *others)`` by messages and hashable ``others``.
+    """Return a function that caches the results of ``render(messages, *others)``. ``others`` must be hashable.
 
-    Callers share the results and must not change them.
+    The function returns the same object for equal arguments, so its callers must not change the result.
     """
 
     def from_items(items: tuple[tuple[Any, ...], ...], *others: Hashable) -> T:
@@ -279,7 +297,7 @@ def cache_rendering(render: Callable[..., T]) -> Callable[..., T]:
         items = tuple([tuple(message.items()) for message in messages])
         try:
             hash(items)
-        except TypeError:  # a message with a list of calls, in the examples of a prompt, cannot be hashed
+        except TypeError:  # a message with tool calls cannot be hashed; such a message may be an example in a prompt
             return render(messages, *others)
         size = sum([len(message["content"] or "") for message in messages])
         return (short if size <= _SHORT else long)(items, *others)

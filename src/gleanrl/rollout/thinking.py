@@ -1,8 +1,9 @@
-"""Finds where a model's thought ends and its answer begins.
+"""Separates a model's thoughts from its answer.
 
-A thought stands between ``<think>`` and ``</think>``. Some chat templates write ``<think>`` in the generation prompt,
-so that the model samples only ``</think>``. If such a thought is cut off, its text alone would look like an answer.
-`Renderer.parse` therefore puts ``<think>`` before it, and the functions here need only a message's text.
+A thought is the text between ``<think>`` and ``</think>``. Some chat templates write ``<think>`` in the generation
+prompt, so that the model samples only ``</think>``. If such a thought is cut off, its text has neither of the tags and
+would look like an answer. `Renderer.parse` therefore adds ``<think>`` at its beginning, so that `answer_of` can
+separate thought and answer in the content of every message.
 """
 
 from __future__ import annotations
@@ -11,16 +12,18 @@ OPEN, CLOSE = "<think>", "</think>"
 
 
 def answer_of(text: str) -> str:
-    """Return the text after the last ``</think>``, up to an unclosed ``<think>`` if there is one. May be empty."""
+    """Return the text after the last ``</think>``, or the whole text if it has none.
+
+    The result ends before a ``<think>`` that is not closed. It may be empty.
+    """
     return text.rpartition(CLOSE)[2].partition(OPEN)[0]
 
 
 def split_thought(text: str, opened: bool = False) -> tuple[str, str]:
-    """Split ``text`` into the thoughts at its beginning, tags included, and the rest.
+    """Split ``text`` into the thoughts at its beginning, including their tags, and the rest.
 
-    The rest is empty if a thought is not closed.
-
-    ``opened``: the generation prompt opened the first thought.
+    If a thought is not closed, the rest is empty. ``opened`` is true if the generation prompt has opened the first
+    thought, so that the text begins within it.
     """
     begin = 0 if opened else len(text) - len(text.lstrip()) + len(OPEN)
     if not opened and not text[:begin].endswith(OPEN):
@@ -34,10 +37,10 @@ def split_thought(text: str, opened: bool = False) -> tuple[str, str]:
 
 
 def continue_thought(text: str) -> str:
-    """Return what a model would sample to say ``text`` after a generation prompt that opened a thought.
+    """Return the text that a model would sample to answer ``text`` after a generation prompt that opens a thought.
 
-    If ``text`` has no thought, the result closes the thought at once. A leading ``<think>`` is removed, because the
-    prompt already holds it.
+    If ``text`` contains no thought, the result begins with ``</think>``. If it begins with ``<think>``, this tag is
+    removed, because the generation prompt contains it.
     """
     stripped = text.lstrip()
     if stripped.startswith(OPEN):
@@ -46,6 +49,9 @@ def continue_thought(text: str) -> str:
 
 
 def opening_of(prompt: str) -> str:
-    """Return ``<think>`` and the whitespace after it if a generation prompt ends with them, else an empty string."""
+    """Return the end of a generation prompt that opens a thought: ``<think>`` and the whitespace after it.
+
+    Returns an empty string if the prompt does not open a thought.
+    """
     at = len(prompt.rstrip()) - len(OPEN)
     return prompt[at:] if prompt.rstrip().endswith(OPEN) else ""

@@ -1,14 +1,15 @@
-"""Writes tool calls as a model's chat template does, and reads them from what the model says.
+"""Renders tool calls with a model's chat template, and parses them from the text that the model samples.
 
-There is no list of models. `CallTemplate` renders a known tool, call and result with the template, and picks the first
-reader below that reads the call back exactly. A tokenizer's own ``response_template`` is tried before the readers.
+The format of calls is found out from the chat template, so no list of models is needed. `CallTemplate` renders a probe
+(a known tool, a call and its result) with the template, and selects the first reader of this module that parses the
+call exactly. If the tokenizer has a ``response_template``, this is tried first.
 
-A call that cannot be parsed is not an error here. It becomes a call whose ``arguments`` are the sampled text, and the
+A call that cannot be parsed raises no error. It becomes a `Call` whose ``arguments`` are the sampled text, and the
 environment decides how to answer it.
 
-The module has three parts: messages with calls (`call_message`, `read_calls`, `for_template`), readers (`JsonCalls`,
-`NamedCalls`, `TaggedCalls`, `AfterThought`, `ResponseTemplate`; `find_reader` picks one), and `CallTemplate`, which
-`Renderer` uses.
+The module has three parts: functions for messages with calls (`call_message`, `read_calls`, `for_template`), readers
+(`JsonCalls`, `NamedCalls`, `TaggedCalls`, `AfterThought`, `ResponseTemplate`; `find_reader` selects one), and
+`CallTemplate`, which `Renderer` uses.
 """
 
 from __future__ import annotations
@@ -40,25 +41,25 @@ PROBE_TOOL: Mapping[str, Any] = {
         },
     },
 }
-_MARK = "gleanmark"  # takes the place of a text while the template around it is read
+_MARK = "gleanmark"  # placeholder for a text, by which the text that the template writes around it is found
 _OPENING = (Message(role="user", content="."),)
 _NO_TOOLS = (
     "the environment has tools, and the chat template of the model's tokenizer {}; take a model that was trained "
     "to call tools, or give its tokenizer a chat template that takes them"
 )
 _DECODER = json.JSONDecoder()
-_MAX_DEPTH = 64  # levels of nesting in arguments
+_MAX_DEPTH = 64  # largest number of nested lists and objects in arguments; deeper ones are replaced by "..."
 _SPACE = " \t\r\n"
 
 
 class ToolsUnknown(UserError):
-    """The model's chat template has no place for tools, so that no episode with tools can be played."""
+    """Raised if the model's chat template does not support tools, so that no episode with tools can be played."""
 
 
 # --- messages with calls ----------------------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A tool call. ``arguments`` is the sampled text if that text is not a JSON object."""
+    """A tool call. If the sampled arguments are not a JSON object, ``arguments`` is the sampled text."""
 
     name: str
     arguments: dict[str, Any] | str
@@ -67,16 +68,17 @@ class Call:
 def call_message(call: Call, number: int) -> dict[str, Any]:
     """Return the call as an entry of a message's ``tool_calls``.
 
-    Its id has exactly nine letters and digits, as some templates require.
+    The id of the call is made from ``number``. It has exactly nine letters and digits, because some templates require
+    this.
     """
     function = {"name": _storable(call.name), "arguments": _storable(call.arguments)}
     return {"id": f"call{number % 100_000:05d}", "type": "function", "function": function}
 
 
 def _storable(value: Any, depth: int = 0) -> Any:
-    """Return the value without lone surrogates, NaN and deep nesting.
+    """Return a copy of ``value`` without lone surrogates, NaN, infinities and deep nesting.
 
-    Python's JSON module accepts these, but other readers of JSON refuse them.
+    Python's JSON module accepts these, but other JSON parsers reject them.
     """
     if isinstance(value, str):
         return value.encode("utf-8", "replace").decode()
@@ -90,7 +92,7 @@ def _storable(value: Any, depth: int = 0) -> Any:
 
 
 def read_calls(message: Message) -> list[Call]:
-    """Return the calls of a message. Their ``arguments`` may be an object or JSON text."""
+    """Return the calls in ``tool_calls`` of a message, where the arguments may be a mapping or JSON text."""
     found = []
     for entry in message.get("tool_calls") or ():
         function = entry.get("function", entry)
@@ -113,7 +115,10 @@ def _arguments(given: Any) -> dict[str, Any] | str:
 
 
 def for_template(message: Message) -> dict[str, Any]:
-    """Return the message in the form that chat templates expect: content is text, and arguments are objects."""
+    """Return the message in the form that chat templates expect.
+
+    The content is a text and not None. Arguments of calls are mappings if they can be parsed, and every call has an id.
+    """
     plain: dict[str, Any] = {**message, "content": message.get("content") or ""}
     if calls := read_calls(message):
         plain["tool_calls"] = []
@@ -125,18 +130,23 @@ def for_template(message: Message) -> dict[str, Any]:
 
 # --- readers ----------------------------------------------------------------------------------------------------------
 class CallReader(Protocol):
-    """Reads calls from what a model said."""
+    """Parses tool calls in the text of a model's answer."""
 
     def read(self, text: str) -> tuple[str, list[Call]]:
-        """Return the text around the calls, and the calls in order. Must not raise."""
+        """Return the text around the calls, and the calls in order. Must not raise an error."""
         ...
 
 
 def find_reader(say: Callable[[Sequence[Call]], str], tools: Tools = ()) -> CallReader | None:
-    """Return the first reader that reads calls back from the text that ``say`` writes for them; None if none can."""
+    """Return the first reader that parses the text which ``say`` writes for a call; None if no reader can.
+
+    ``say`` renders calls as the chat template does. ``tools`` are the schemas by which arguments without JSON types are
+    converted.
+    """
     text = say([Call(PROBE_NAME, dict(PROBE_ARGUMENTS))])
     readers: list[CallReader] = []
-    for start in (match.start() for match in re.finditer(r"\{", text)):  # find the first object with the whole call
+    # Find the first JSON object that contains both the name and the arguments of the call.
+    for start in (match.start() for match in re.finditer(r"\{", text)):
         try:
             found, end = _DECODER.raw_decode(text, start)
         except ValueError:
@@ -169,15 +179,16 @@ def _reads_probe(reader: CallReader, text: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class JsonCalls:
-    """Reads ``opening {"name": ..., "arguments": ...} closing``: Hermes, Qwen, Llama 3, older Mistral, Granite, Cohere.
+    """Parses calls of the form ``opening {"name": ..., "arguments": ...} closing``.
 
-    Several calls stand in one list, or one after the other.
+    Hermes, Qwen, Llama 3, older Mistral, Granite and Cohere models use this form. Several calls are written as a JSON
+    list or one after the other.
     """
 
-    opening: str  # if empty, an answer that begins with "{" and holds the key ``name`` is a call
-    closing: str
-    name: str  # key of the tool's name in the object
-    arguments: str  # key of the arguments in the object
+    opening: str  # text before a call; if it is empty, an answer that begins with "{" and contains `name` is a call
+    closing: str  # text after a call; may be empty
+    name: str  # key of the tool's name in the JSON object
+    arguments: str  # key of the arguments in the JSON object
 
     def read(self, text: str) -> tuple[str, list[Call]]:
         if self.opening:
@@ -206,7 +217,8 @@ class JsonCalls:
             if not isinstance(name, str):
                 calls.append(Call("", body[start:end]))
                 continue
-            given = [found.get(key) for key in (self.arguments, "arguments", "parameters")]  # models confuse the keys
+            # Models confuse the two usual keys of arguments, so both are accepted.
+            given = [found.get(key) for key in (self.arguments, "arguments", "parameters")]
             calls.append(Call(name, _arguments(next((value for value in given if value is not None), None))))
         if listed:
             end = _skip(body, at, _SPACE)
@@ -219,11 +231,14 @@ class JsonCalls:
 
 @dataclass(frozen=True, slots=True)
 class NamedCalls:
-    """Reads ``opening name middle {...} closing``, with the arguments as a JSON object: newer Mistral, DeepSeek."""
+    """Parses calls of the form ``opening name middle {...} closing``, in which the JSON object contains the arguments.
 
-    opening: str
-    middle: str
-    closing: str
+    Newer Mistral and DeepSeek models use this form.
+    """
+
+    opening: str  # text before the name
+    middle: str  # text between the name and the arguments
+    closing: str  # text after the arguments; may be empty
 
     def read(self, text: str) -> tuple[str, list[Call]]:
         return _between(text, self.opening, self.closing, self._call)
@@ -245,14 +260,14 @@ class NamedCalls:
 
 @dataclass(frozen=True, slots=True)
 class TaggedCalls:
-    """Reads calls with tags around the name and each argument: Qwen 3.5, Qwen coders, GLM.
+    """Parses calls with tags around the name and around each argument, as Qwen 3.5, Qwen coders and GLM write them.
 
-    An argument is text, unless the tool's schema gives it another type; then it is parsed as JSON.
+    An argument is a text. If the tool's schema gives it another type, its text is parsed as JSON.
     """
 
-    call: str  # pattern: group 1 is the name, group 2 the text with the arguments
-    argument: str  # pattern: group 1 is the key, group 2 the value
-    tools: Tools = ()
+    call: str  # regular expression of a call: group 1 is the name, group 2 the text that contains the arguments
+    argument: str  # regular expression of an argument: group 1 is the key, group 2 the value
+    tools: Tools = ()  # schemas that give the types of the arguments
 
     def read(self, text: str) -> tuple[str, list[Call]]:
         return _between(text, "<tool_call>", "</tool_call>", self._call)
@@ -284,9 +299,9 @@ _TAGS = (
 
 @dataclass(frozen=True, slots=True)
 class AfterThought:
-    """Reads only the text after a model's thoughts, so that calls within a thought are ignored.
+    """Applies ``reader`` only to the text after a model's thoughts, so that calls within a thought are ignored.
 
-    ``opened``: the generation prompt opens the first thought.
+    ``opened``: whether the generation prompt opens the first thought.
     """
 
     reader: CallReader
@@ -294,7 +309,9 @@ class AfterThought:
 
     def read(self, text: str) -> tuple[str, list[Call]]:
         thought, said = split_thought(text, self.opened)
-        if not thought and CLOSE in text:  # the tag ends a thought that begins later in the text, or is inside a call
+        if not thought and CLOSE in text:
+            # The closing tag either ends a thought that begins later in the text, or it is part of a call's arguments.
+            # It is part of the arguments if all calls in the text can be parsed and no tag remains outside of them.
             around, calls = self.reader.read(text)
             if calls and CLOSE not in around and not any(isinstance(call.arguments, str) for call in calls):
                 return around, calls
@@ -306,7 +323,10 @@ class AfterThought:
 
 @dataclass(frozen=True, slots=True)
 class ResponseTemplate:
-    """Reads calls with the tokenizer's own ``response_template``; if that finds none, with the reader ``otherwise``."""
+    """Parses calls with the tokenizer's ``response_template``. If it finds none, the reader ``otherwise`` is used.
+
+    ``parse`` is the tokenizer's ``parse_response``, which applies the template to a text.
+    """
 
     parse: Callable[[str], Mapping[str, Any]]
     otherwise: CallReader | None = None
@@ -317,7 +337,7 @@ class ResponseTemplate:
             entries = found.get("tool_calls") or []
             calls = read_calls({"role": "assistant", "content": "", "tool_calls": list(entries)})
             around = str(found.get("content") or "")
-        except Exception:  # `parse` raises many types of errors on malformed JSON
+        except Exception:  # for malformed JSON, `parse` raises errors of many types
             return self.otherwise.read(text) if self.otherwise else ("", [Call("", text)])
         if not calls and self.otherwise:
             return self.otherwise.read(text)
@@ -327,7 +347,11 @@ class ResponseTemplate:
 def _between(
     text: str, opening: str, closing: str, read: Callable[[str], tuple[list[Call], int]]
 ) -> tuple[str, list[Call]]:
-    """Parse the text after each ``opening`` with ``read``. Returns the text outside the calls, and all calls."""
+    """Parse the text after each ``opening`` with ``read``. Returns the text outside of the calls, and all calls.
+
+    ``read`` takes the text after ``opening``. It returns the calls at the start of this text and the offset at which
+    they end.
+    """
     around, calls, at = [], [], 0
     while (start := text.find(opening, at)) >= 0:
         around.append(text[at:start])
@@ -337,10 +361,11 @@ def _between(
         after = _skip(body, end, _SPACE)
         if closing and body.startswith(closing, after):
             end = after + len(closing)
-        elif closing and (further := body.find(closing, end)) >= 0:  # other text stands between the call and `closing`
+        elif closing and (further := body.find(closing, end)) >= 0:
+            # There is other text between the call and `closing`, so the call is malformed.
             calls[-1] = Call("", body[:further].strip())
             end = further + len(closing)
-        elif closing:  # the call was cut off
+        elif closing:  # `closing` is missing, because the answer was cut off within the call
             calls[-1] = Call("", body.strip())
             end = len(body)
         at = start + len(opening) + end
@@ -361,23 +386,23 @@ def _end_of(body: str, start: int, closing: str) -> int:
 
 # --- what a chat template does with tools -----------------------------------------------------------------------------
 class Template(Protocol):
-    """A chat template: renders a conversation to text."""
+    """A chat template. A call renders a conversation to text, with the generation prompt if ``generate`` is true."""
 
     def __call__(self, messages: Sequence[Message], *, generate: bool, tools: Tools = ()) -> str: ...
 
 
 class CallTemplate:
-    """Writes calls and results as a chat template does, and holds the ``reader`` of the calls in a model's answers.
+    """Renders tool calls and their results with a chat template. Its `reader` parses the calls in a model's answers.
 
     Args:
         template: the chat template.
-        closing: what the template writes after an answer.
-        tools: what the model may call.
-        parse: the tokenizer's ``parse_response``, if it has a response template.
-        thinking: the generation prompt opens a thought.
+        closing: the text that the template writes after an answer.
+        tools: function schemas of the tools that the model may call.
+        parse: the tokenizer's ``parse_response`` if the tokenizer has a response template, else None.
+        thinking: whether the generation prompt opens a thought.
 
     Raises:
-        ToolsUnknown: the template has no place for tools, for a call or for a result.
+        ToolsUnknown: the template cannot render tools, calls or results, or no reader can parse its calls.
     """
 
     def __init__(
@@ -407,10 +432,10 @@ class CallTemplate:
             raise ToolsUnknown(_NO_TOOLS.format(f"refuses tool calls ({error})")) from error
 
     def spoken(self, message: Message) -> str:
-        """Return the text of an answer with this message's content and calls.
+        """Return the text of an assistant turn with the content and the calls of ``message``.
 
         Raises:
-            UserError: the template shows no text next to calls.
+            UserError: the message has both content and calls, and the template does not render content before calls.
         """
         calls, content = read_calls(message), message.get("content") or ""
         if not calls:
@@ -423,9 +448,9 @@ class CallTemplate:
         return content + marked[len(_MARK) :]
 
     def after_calls(self, messages: Sequence[Message], *, generate: bool) -> str:
-        """Return what the template writes after an answer with calls, if ``messages`` follow.
+        """Return the text that the template writes after an answer with calls if ``messages`` follow it.
 
-        ``messages`` begin with the results of these calls.
+        ``messages`` must begin with the results of these calls.
         """
         calls = []
         for result in messages:
@@ -446,11 +471,11 @@ class CallTemplate:
             answer = Message(role="assistant", content="", tool_calls=[call])
         try:
             return _MARK in self._template([*_OPENING, answer, result], generate=True)
-        except Exception:  # a template may require the call before its result
+        except Exception:  # a template may raise an error if no call precedes a result
             return False
 
     def _said(self, calls: Sequence[Call], content: str = "") -> str:
-        """Return the text of an answer with these calls."""
+        """Return the text of an assistant turn with these calls, as the template renders it."""
         entries = [call_message(call, number) for number, call in enumerate(calls)]
         answer = Message(role="assistant", content=content, tool_calls=entries)
         whole = self._template([*_OPENING, answer], generate=False)
@@ -459,7 +484,7 @@ class CallTemplate:
         if not text.endswith(self._closing):
             raise ToolsUnknown("ends a turn with a call otherwise than one with text")
         text = text[: len(text) - len(self._closing)]
-        return text.rpartition(CLOSE)[2].lstrip("\n")  # some templates show an empty thought
+        return text.rpartition(CLOSE)[2].lstrip("\n")  # some templates write an empty thought before each answer
 
 
 def _probe_call(number: int) -> dict[str, Any]:
@@ -467,9 +492,9 @@ def _probe_call(number: int) -> dict[str, Any]:
 
 
 def common_length(one: str, other: str) -> int:
-    """Return the length of the common prefix.
+    """Return the length of the longest common prefix of two texts.
 
-    A binary search over slices is faster than a comparison of single characters.
+    A binary search that compares slices is faster than a loop over single characters.
     """
     low, high = 0, min(len(one), len(other))
     while low < high:

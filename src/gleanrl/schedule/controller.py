@@ -319,7 +319,7 @@ class GroupQueue:
             yield groups
 
     def metrics(self) -> dict[str, float]:
-        """Return the metrics of the current step: the ages of its groups and tokens in steps, and the seconds waited."""
+        """Return the metrics of the current step: ages of its groups and tokens in steps, and the seconds waited."""
         return self._log.metrics()
 
     def _take(self, adaptive: bool) -> list[Group]:
