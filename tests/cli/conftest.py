@@ -147,17 +147,18 @@ class CommandLine:
     environment: dict[str, str]
     extra: dict[str, str] = field(default_factory=dict)
 
-    def start(self, *argv: str, triggers: Sequence[dict[str, Any]] = ()) -> Job:
+    def start(self, *argv: str, triggers: Sequence[dict[str, Any]] = (), teardown: bool = False) -> Job:
         number = next(_numbers)
         out, err = self.folder / f"{number}.out", self.folder / f"{number}.err"
         request = {
             "argv": argv, "cwd": str(self.folder), "env": self.extra,
-            "stdout": str(out), "stderr": str(err), "triggers": list(triggers),
+            "stdout": str(out), "stderr": str(err), "triggers": list(triggers), "teardown": teardown,
         }  # fmt: skip
         return Job(self.server.ask({"start": request})["pid"], self.server, out, err)
 
-    def __call__(self, *argv: str, triggers: Sequence[dict[str, Any]] = ()) -> Ended:
-        return self.start(*argv, triggers=triggers).wait()
+    def __call__(self, *argv: str, triggers: Sequence[dict[str, Any]] = (), teardown: bool = False) -> Ended:
+        """``gleanrl ...`` in a process of its own; ``teardown``: the interpreter takes its modules apart at the end."""
+        return self.start(*argv, triggers=triggers, teardown=teardown).wait()
 
     def here(self, *argv: str) -> Ended:
         """``gleanrl ...`` in this process: quicker, for a command that runs no training."""
@@ -228,7 +229,7 @@ def gleanrl(make_gleanrl: Callable[[], CommandLine]) -> CommandLine:
 def whole(make_gleanrl: Callable[[], CommandLine]) -> tuple[CommandLine, Ended]:
     """An undisturbed run to the end, for all to look at and compare with."""
     gleanrl = make_gleanrl()
-    ended = gleanrl.train("whole")
+    ended = gleanrl("train", "tiny.toml", "--run.name", "whole", teardown=True)
     assert ended.status == 0, ended.stderr
     return gleanrl, ended
 
