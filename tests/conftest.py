@@ -1,7 +1,8 @@
 """Settings of every test: no network, a cache of its own, and threads that leave the other cores free.
 
 Each worker of pytest-xdist imports this file, so each has its own cache. A file is the unit that workers share out,
-which keeps its fixtures in one process; all files that start Ray go to one worker and share one cluster.
+which keeps its fixtures in one process; all files that start Ray go to one worker and share one cluster, and all that
+mark themselves with the same `xdist_group` share what else is expensive to start.
 """
 
 from __future__ import annotations
@@ -32,8 +33,13 @@ hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Assign each test to its file's group for `--dist loadgroup`. The longest groups start first."""
+    """Assign each test without a group to its file's, for `--dist loadgroup`. The longest groups start first."""
+    shared: set[pytest.Item] = set()
     for item in items:
-        group = "ray" if item.get_closest_marker("ray") else item.nodeid.partition("::")[0]
-        item.add_marker(pytest.mark.xdist_group(group))
-    items.sort(key=lambda item: (item.get_closest_marker("ray") is None, "tests/cli" not in item.path.as_posix()))
+        if item.get_closest_marker("ray"):
+            item.add_marker(pytest.mark.xdist_group("ray"))
+        if item.get_closest_marker("xdist_group"):
+            shared.add(item)
+        else:
+            item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
+    items.sort(key=lambda item: (item not in shared, "tests/cli" not in item.path.as_posix()))

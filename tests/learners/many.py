@@ -27,7 +27,8 @@ class Processes:
 
     def __init__(self, count: int, *, cuda: bool = False) -> None:
         self._folder = tempfile.TemporaryDirectory()
-        context = mp.get_context("spawn")
+        context = mp.get_context("spawn" if cuda else "forkserver")  # what has loaded a GPU's driver cannot fork
+        context.set_forkserver_preload(["tests.learners.test_sharded_state", __name__])  # has no effect on "spawn"
         self._pipe, theirs = context.Pipe()
         self._processes = [
             context.Process(

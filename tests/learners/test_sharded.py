@@ -22,6 +22,8 @@ from tests.builders import tiny_model
 from tests.learners.many import asked, engine_of, led
 from tests.learners.test_torch import LOSSES, make_batch, recomputed
 
+pytestmark = pytest.mark.xdist_group("ranks")  # tests.learners.many.led
+
 GROUPS, STEPS = 4, 20
 Weights = dict[str, Tensor]
 

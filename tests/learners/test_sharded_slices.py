@@ -19,6 +19,8 @@ from tests.builders import tiny_model
 from tests.learners.many import engine_of, led
 from tests.learners.test_sharded import GROUPS, STEPS, batch_of
 
+pytestmark = pytest.mark.xdist_group("ranks")  # tests.learners.many.led
+
 LOSS = LossSettings(entropy_coefficient=0.01)
 PATIENCE = 20.0  # seconds, for work that takes one
 

@@ -22,6 +22,8 @@ from tests.builders import tiny_model
 from tests.learners.many import asked, ended, led
 from tests.learners.test_sharded import batch_of, close, make, train
 
+pytestmark = pytest.mark.xdist_group("ranks")  # tests.learners.many.led
+
 LOSS = LossSettings(kl_coefficient=0.05)
 OPTIONS: dict[str, Any] = {"lr": 1e-3, "dtype": torch.float64, "critic": CriticSettings(model="own")}
 

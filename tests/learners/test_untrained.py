@@ -16,6 +16,8 @@ from tests.learners.many import led
 from tests.learners.test_sharded import make
 from tests.learners.test_torch import make_batch, make_learner, update
 
+pytestmark = pytest.mark.xdist_group("ranks")  # tests.learners.many.led
+
 LOSS = LossSettings(kl_coefficient=0.1)
 Weights = dict[str, torch.Tensor]
 

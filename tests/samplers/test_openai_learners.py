@@ -16,6 +16,8 @@ from tests.learners.many import led
 from tests.samplers.completions_server import CompletionsServer
 from tests.samplers.conversations import CONTEXT, assert_exact, converse, make_model
 
+pytestmark = pytest.mark.xdist_group("ranks")  # tests.learners.many.led
+
 
 async def published(server: CompletionsServer, sampler: OpenAISampler, weights: Any, first: bool) -> None:
     """``first``: a session opens before anything is published, and is compared with the model as it was."""
