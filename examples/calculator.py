@@ -1,4 +1,7 @@
-"""Arithmetic with a calculator: a class whose typed methods are the tools. `gleanrl train examples/calculator.toml`."""
+"""Example of a tool environment: a class whose public typed methods are the tools that the model can call.
+
+The task is to calculate with two numbers. Run it with `gleanrl train examples/calculator.toml`.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +15,14 @@ OPERATIONS = {"plus": lambda a, b: a + b, "minus": lambda a, b: a - b, "times": 
 
 
 class Calculator:
-    """Made anew for each episode, so its attributes are the episode's state."""
+    """A calculator. An instance is made for each episode, so its attributes are the state of the episode."""
 
     @staticmethod
     def rows(seed: int) -> Iterator[dict[str, Any]]:
-        """Tasks without end; each row's content is its id."""
+        """Yield an endless sequence of tasks. The keys of a row are available to `reset` and `expert` as arguments.
+
+        A task's id is derived from the content of its row.
+        """
         draw = random.Random(seed)
         while True:
             a, b, word = draw.randint(2, 99), draw.randint(2, 99), draw.choice(list(OPERATIONS))
@@ -38,10 +44,10 @@ class Calculator:
         return OPERATIONS[operation](a, b)
 
     def get_reward(self, answer: str) -> float:
-        """1 for the right number as the final answer."""
+        """Return 1 if the final answer is the right number, else 0."""
         return float(answer.strip() == str(self.expected))
 
     def expert(self, a: int, b: int, word: str) -> Any:
-        """What a demonstration says: a call, then what came back."""
+        """Demonstrate a task: call the tool, then give its result as the final answer."""
         result = yield call("calculate", a=a, b=b, operation=word)
         yield result

@@ -1,4 +1,4 @@
-"""A slow judge for the examples here: an HTTP service on loopback. In earnest it is somebody else's machine."""
+"""A slow reward service for the examples: an HTTP server in this process, in place of a real judge elsewhere."""
 
 from __future__ import annotations
 
@@ -13,16 +13,18 @@ from typing import Any
 
 
 class Judge(ThreadingHTTPServer):
-    """Scores what `gleanrl.rewards.http.HttpReward` asks for, each after its own while: 1 where the response is the
-    task's ``answer``, or else 0.
+    """An HTTP server that answers the requests of `gleanrl.rewards.http.HttpReward`.
+
+    The score is 1 if the response equals the task's ``answer``, else 0. Latency and refusal of a request depend only on
+    its task and response.
 
     Args:
-        latency: shortest and longest answer, in seconds.
-        refused: share of the responses that it never scores.
+        latency: shortest and longest time that a request takes, in seconds.
+        refused: share of the requests that are refused with status 422 instead of a score.
 
     Attributes:
-        most: requests in work at once, at most.
-        answered, refusals: responses that it scored, and those that it refused.
+        most: largest number of requests that were processed at the same time.
+        answered, refusals: numbers of requests that were scored and refused.
     """
 
     daemon_threads = True
@@ -75,7 +77,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 @contextmanager
 def judge(latency: tuple[float, float] = (0.2, 0.8), refused: float = 0.05) -> Iterator[Judge]:
-    """A running judge."""
+    """Yield a `Judge` that serves requests on a thread while the block runs."""
     with Judge(latency, refused) as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
         thread.start()

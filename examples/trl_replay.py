@@ -1,14 +1,19 @@
-"""An experience pool inside TRL's `GRPOTrainer`, on a CPU, in about a minute.
+"""Experience replay in TRL's `GRPOTrainer`. Runs on a CPU in about a minute.
 
     pip install 'gleanrl[trl]'
     python examples/trl_replay.py
 
-A tiny model learns to spell words backward. TRL samples, scores and trains as always. What is added is `ReplayTrainer`:
-after a batch was sampled, each prompt that was solved by some but not all of its completions leaves its successes in
-the pool, token for token with their log-probs; and a prompt that comes again finds a stored success next to its fresh
-completions. The baseline is of fresh completions only, and a stored token's ratio is against what was recorded.
+A tiny model learns to spell words backward. TRL samples, scores and trains as usual. `ReplayTrainer` adds two things
+after each batch is sampled:
 
-With ``--pool FILE`` the pool outlives the run, and the next one starts with it.
+* If some but not all completions of a prompt are correct, the correct ones are stored in the pool, with their token ids
+  and log-probs.
+* If a prompt occurs again, stored correct completions of it are added to its group.
+
+The baseline of a group is the mean reward of its fresh completions only. The importance ratio of a stored token is
+computed with its stored log-prob.
+
+By default the pool is deleted at the end. With ``--pool FILE`` it is kept, and the next run starts with it.
 """
 
 from __future__ import annotations
@@ -37,15 +42,17 @@ Tensors = dict[str, torch.Tensor]
 
 
 class ReplayTrainer(GRPOTrainer):
-    """A `GRPOTrainer` whose groups hold up to ``pool.settings.per_group`` stored successes next to the fresh ones.
+    """A `GRPOTrainer` that adds up to ``pool.settings.per_group`` stored successes to each group.
 
-    The dataset has a column ``id``: the same id always means the same prompt.
+    The dataset must have a column ``id`` that identifies the prompt.
 
     Raises:
-        UserError: something is on that would need values of stored completions that nobody recorded.
+        UserError: an option of TRL is set that this trainer does not support. Some would need values, such as a
+            reference model's log-probs, that are not stored with a completion.
     """
 
-    args: Any  # TRL's own types are wider than what is there
+    # TRL declares these attributes with types that also allow None or other objects, which never occurs here.
+    args: Any
     model: Any
     num_generations: Any
     _tokenizer: Any
@@ -61,7 +68,7 @@ class ReplayTrainer(GRPOTrainer):
         self.pool = pool
 
     def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> torch.Tensor:
-        """[N, functions]; kept, because TRL's batch holds advantages only."""
+        """Return the rewards [N, reward functions], and store them, because TRL's batch contains only advantages."""
         self._rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
         return self._rewards
 
@@ -77,15 +84,16 @@ class ReplayTrainer(GRPOTrainer):
         self.pool.observe(fresh, step, temperature=self.temperature)
         report(step, mixed, self.pool)
         arrays = to_verl(mixed, pad_token=self._tokenizer.pad_token_id, advantages=advantages(mixed))
-        return self._batch(arrays) if len(arrays["responses"]) else batch  # nothing could be scored: TRL trains nothing
+        # If no completion could be scored, there are no rows. TRL's own batch then trains nothing either.
+        return self._batch(arrays) if len(arrays["responses"]) else batch
 
     def _rows(self, batch: Tensors) -> dict[str, Any]:
-        """TRL's batch under the names that `from_verl` reads; N rows, ``num_generations`` a prompt."""
+        """Convert TRL's batch of N completions to the arrays that `from_verl` reads, which have verl's names."""
         input_ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1)
         attention = torch.cat([batch["prompt_mask"], batch["completion_mask"]], 1)
-        response = batch["completion_mask"] * batch.get("tool_mask", 1)  # what tools said was not sampled
+        response = batch["completion_mask"] * batch.get("tool_mask", 1)  # tool results were not sampled by the model
         logprobs = batch.get("old_per_token_logps")
-        if logprobs is None:  # TRL needs none for an on-policy update, but the pool does
+        if logprobs is None:  # TRL does not compute them for on-policy updates, but the pool must store them
             width = response.shape[1]
             with torch.no_grad():
                 logprobs = self._get_per_token_logps_and_entropies(self.model, input_ids, attention, width)[0]
@@ -103,9 +111,10 @@ class ReplayTrainer(GRPOTrainer):
         return {key: value.cpu() for key, value in rows.items()}
 
     def _batch(self, arrays: dict[str, np.ndarray]) -> Tensors:
-        """Rows of `to_verl` under TRL's names."""
+        """Convert the arrays that `to_verl` returns to a batch of TRL."""
         rows = {key: torch.from_numpy(value).to(self.accelerator.device) for key, value in arrays.items()}
-        # TRL cuts the batch into equal parts and loses what is left over: rows that train nothing fill it up
+        # TRL splits the batch into `steps_per_generation` parts of equal size and drops the remainder. Copies of the
+        # last row with an empty mask, which train nothing, make the number of rows divisible.
         count = len(rows["responses"])
         filled = count + -count % self.args.steps_per_generation
         rows = {key: value[torch.arange(filled).clamp(max=count - 1)] for key, value in rows.items()}
@@ -124,7 +133,7 @@ class ReplayTrainer(GRPOTrainer):
 
 
 def advantages(groups: Sequence[Group]) -> list[float]:
-    """Of each trajectory of all groups in order: its score less the mean of its group's fresh members."""
+    """Return each trajectory's score minus the mean score of the fresh members of its group; 0 without a score."""
     found: list[float] = []
     for group in groups:
         baseline = np.mean([t.score.value for t in group.valid_fresh]) if group.valid_fresh else 0.0
@@ -143,7 +152,7 @@ def report(step: int, groups: Sequence[Group], pool: ExperiencePool) -> None:
 
 
 def reward(completions: Sequence[Any], word: Sequence[str], **_: Any) -> list[float]:
-    """A TRL reward function."""
+    """A reward function in TRL's format: 1 for each completion that is its ``word`` spelt backward, else 0."""
     return [correct(each, messages[0]["content"]) for each, messages in zip(word, completions, strict=True)]
 
 
@@ -160,7 +169,8 @@ def settings(args: argparse.Namespace, folder: str) -> GRPOConfig:
         beta=0.0,
         loss_type="dapo",
         scale_rewards="none",
-        epsilon_high=1.0,  # an update on-policy has ratios of 1, so this bounds stored tokens only: at 2
+        # Fresh tokens are on-policy, so their ratio is 1. This clips only the ratios of stored tokens, at 1 + 1.0 = 2.
+        epsilon_high=1.0,
         use_cpu=True,
         bf16=False,
         gradient_checkpointing=False,

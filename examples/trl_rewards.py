@@ -1,18 +1,19 @@
-"""The reward agent inside TRL's `GRPOTrainer`, with a slow judge, on a CPU, in less than a minute.
+"""The reward agent as a reward function of TRL's `GRPOTrainer`. Runs on a CPU in less than a minute.
 
     pip install 'gleanrl[trl,rewards]'
     python examples/trl_rewards.py
 
-A tiny model learns to spell words backward, and a judge behind HTTP says whether it did (on loopback here, started by
-this file). TRL samples and trains as always; `judged` is a reward function as it asks for one. All completions of a
-batch are with the judge at once; what it does not answer in time, or breaks over, is asked again; and a completion that
-it does not score is None, TRL's word for "does not count", never 0.
+A tiny model learns to spell words backward. A slow HTTP service, which this script starts, scores its answers. TRL
+samples and trains as usual; `reward_function` returns a reward function for it. The agent sends all requests of a batch
+at the same time, and repeats those that time out or fail. The reward of a completion that is never scored is None,
+which makes TRL leave it out; it is not counted as 0.
 
-The function is a sync one, over a `BlockingRewardAgent` that is open as long as the training. TRL (1.16) runs async
-reward functions on a loop of its own, all of them at once, but gives nobody a chance to close on that loop what was
-opened on it: connections and a journal would end with the process. Nor is anything gained for one service, which has
-the whole batch at once either way. For several at once, give the agent `gleanrl.rewards.compose.Weighted`, or write
-``async def`` functions that await ``asyncio.wrap_future(agent.submit(...))``.
+The reward function is synchronous and calls a `BlockingRewardAgent`, which is open during the training. TRL (1.16) also
+accepts async reward functions and runs them on an event loop of its own. That loop has no shutdown hook, so an agent's
+connections and journal could not be closed properly on it. With one service, async functions would not be faster
+either, because the whole batch is sent at the same time in both cases. To use several services at the same time, give
+the agent a `gleanrl.rewards.compose.Weighted`, or write ``async def`` functions that await
+``asyncio.wrap_future(agent.submit(...))``.
 """
 
 from __future__ import annotations
@@ -38,7 +39,10 @@ RewardFunction = Callable[..., list[float | None]]
 
 
 def reward_function(agent: BlockingRewardAgent) -> RewardFunction:
-    """TRL's reward function over an agent. The dataset has a column ``id``; its others become the task's payload."""
+    """Return a reward function for TRL that scores completions with ``agent``.
+
+    The dataset must have a column ``id`` that identifies the prompt. Its other columns become the task's payload.
+    """
 
     def judged(
         prompts: Sequence[Any], completions: Sequence[Any], id: Sequence[str], log_metric: Any = None, **columns: Any
@@ -62,7 +66,7 @@ TRL_OWN = frozenset({"completion_ids", "trainer_state", "log_extra", "environmen
 
 
 class ToldRewards(GRPOTrainer):
-    """A `GRPOTrainer` that prints what each batch was worth."""
+    """A `GRPOTrainer` that prints the mean reward of each batch and how many completions have no score."""
 
     def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> torch.Tensor:
         rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)

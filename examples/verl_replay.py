@@ -1,13 +1,16 @@
-"""An experience pool between verl's steps, on a CPU, in about a minute.
+"""Experience replay in a training loop with verl's functions. Runs on a CPU in about a minute.
 
     pip install 'gleanrl' ray tensordict hydra-core codetiming torchdata orjson && pip install --no-deps verl==0.9.1
     python examples/verl_replay.py
 
-A tiny model learns to spell words backward in the steps of verl's `RayPPOTrainer.fit`, one process instead of its
-workers: roll out, score, advantage, update. The batch is verl's `DataProto`, advantages and loss are by verl's own
-functions. What is added is `with_experience`, one call on the batch before the update: prompts that were solved by some
-but not all of their rollouts leave their successes in the pool, and a prompt that comes again is trained on a stored
-success next to its fresh rollouts. In a trainer of your own it stands at the beginning of `_update_actor`.
+A tiny model learns to spell words backward. The loop in `train` has the steps of verl's `RayPPOTrainer.fit` (rollout,
+score, advantages, update) in one process instead of workers. The batch is verl's `DataProto`, and verl's functions
+compute advantages and loss. One call is added before the update, `with_experience`:
+
+* If some but not all rollouts of a prompt are correct, the correct ones are stored in the pool.
+* If a prompt occurs again, stored correct rollouts of it are added to the batch.
+
+In a subclass of `RayPPOTrainer`, make this call at the beginning of `_update_actor`.
 """
 
 from __future__ import annotations
@@ -32,7 +35,7 @@ from gleanrl.experience import ExperiencePool, attach_replayed
 from gleanrl.experience.interop.verl import from_verl, to_verl
 from words import arguments, correct, warm_started, word_tasks
 
-ANSWER = 8  # tokens at most
+ANSWER = 8  # maximum number of tokens of an answer
 
 NEEDED = (
     *("responses", "input_ids", "attention_mask", "response_mask"),
@@ -43,12 +46,17 @@ NEEDED = (
 def with_experience(
     batch: Any, pool: ExperiencePool, tasks: Mapping[str, Task], *, step: int, pad_token: int
 ) -> tuple[Any, int]:
-    """The batch with stored successes as rows of their own, and how many; what is worth keeping goes into the pool.
+    """Store successful rows of a batch in the pool, and add stored successes of earlier steps to the batch.
 
     Args:
-        batch: a `DataProto` with log-probs and scores; ``non_tensor_batch["task_id"]`` names each row's task, the same
-            in every epoch (verl's ``uid`` is new in every step).
-        tasks: by id.
+        batch: a `DataProto` with log-probs and scores. ``non_tensor_batch["task_id"]`` has the id of each row's task,
+            which must be the same in every epoch (verl's ``uid`` is not, because it is new in every step).
+        tasks: the tasks by id.
+        step: number of the training step.
+        pad_token: id of the token that pads prompts and responses.
+
+    Returns:
+        The batch with the stored successes as additional rows and with new advantages, and the number of these rows.
     """
     names, group_ids = np.unique(batch.non_tensor_batch["task_id"].astype(str), return_inverse=True)
     rows = {key: batch.batch[key].cpu() for key in NEEDED} | {"group_ids": group_ids}
@@ -65,7 +73,9 @@ def with_experience(
         tensors["token_level_rewards"],
         tensors["response_mask"].bool(),
         tensors["group_ids"],
-        baseline_members=~stored,  # as verl's, but a stored success is compared with the fresh ones
+        # With all rows in the baseline this would equal verl's GRPO. Stored rows are left out of it, so that they do
+        # not change the advantages of fresh rows.
+        baseline_members=~stored,
     )
     columns = {"task_id": names[arrays["group_ids"]].astype(object)}
     return DataProto.from_dict(tensors, non_tensors=columns, meta_info=dict(batch.meta_info)), int(stored.sum())
@@ -73,7 +83,7 @@ def with_experience(
 
 # --- the steps of a trainer, small --------------------------------------------------------------
 def roll_out(model: Any, tokenizer: PreTrainedTokenizerFast, tasks: Sequence[Task], members: int) -> Any:
-    """``members`` answers to each task as a `DataProto`; all prompts are equally long."""
+    """Sample ``members`` answers to each task and return them as a `DataProto`. All prompts have the same length."""
     rows = [task for task in tasks for _ in range(members)]
     conversations: Any = [list(task.prompt) for task in rows]
     prompts = torch.tensor(tokenizer.apply_chat_template(conversations, add_generation_prompt=True, return_dict=False))
@@ -99,7 +109,7 @@ def roll_out(model: Any, tokenizer: PreTrainedTokenizerFast, tasks: Sequence[Tas
 
 
 def logprobs(model: LlamaForCausalLM, batch: Any) -> torch.Tensor:
-    """float32 [N, R]"""
+    """Return the log-probs of the response tokens under ``model``, as float32 [N, response length]."""
     b, width = batch.batch, batch.batch["prompts"].shape[1]
     logits = model(b["input_ids"], attention_mask=b["attention_mask"], position_ids=b["position_ids"]).logits
     values = logits[:, width - 1 : -1].log_softmax(-1).gather(-1, b["responses"][..., None])
@@ -107,7 +117,7 @@ def logprobs(model: LlamaForCausalLM, batch: Any) -> torch.Tensor:
 
 
 def score(batch: Any, tokenizer: PreTrainedTokenizerFast, tasks: Mapping[str, Task]) -> float:
-    """Put each answer's score on its last token; returns their mean."""
+    """Write each answer's score to the position of its last token, as verl does, and return the mean score."""
     mask = batch.batch["response_mask"]
     answers = tokenizer.batch_decode(batch.batch["responses"] * mask, skip_special_tokens=True)
     names = batch.non_tensor_batch["task_id"]
@@ -119,8 +129,8 @@ def score(batch: Any, tokenizer: PreTrainedTokenizerFast, tasks: Mapping[str, Ta
 
 
 def update_actor(model: LlamaForCausalLM, optimizer: torch.optim.Optimizer, batch: Any) -> None:
-    """One update by verl's clipped loss."""
-    # on-policy, fresh ratios are 1: so the upper bound is that of stored tokens alone
+    """Make one optimizer update with verl's clipped policy loss."""
+    # Fresh tokens are on-policy, so their ratio is 1. `clip_ratio_high` clips only the ratios of stored tokens, at 2.
     config = ActorConfig(strategy="fsdp", rollout_n=1, ppo_micro_batch_size_per_gpu=1, clip_ratio_high=1.0)
     loss, _ = core_algos.get_policy_loss_fn("vanilla")(
         old_log_prob=batch.batch["old_log_probs"],
@@ -149,11 +159,13 @@ def train(args: argparse.Namespace, pool_file: Path) -> None:
             chosen = order.sample(list(tasks.values()), args.prompts)
             batch = roll_out(model, tokenizer, chosen, args.members)
             success = score(batch, tokenizer, tasks)
-            batch.batch["old_log_probs"] = batch.batch["rollout_log_probs"]  # verl's rollout_correction.bypass_mode
+            # as with verl's setting rollout_correction.bypass_mode
+            batch.batch["old_log_probs"] = batch.batch["rollout_log_probs"]
             batch.batch["advantages"], batch.batch["returns"] = core_algos.compute_grpo_outcome_advantage(
                 batch.batch["token_level_rewards"], batch.batch["response_mask"], batch.non_tensor_batch["task_id"]
             )
-            batch, stored = with_experience(batch, pool, tasks, step=step, pad_token=padding)  # added
+            # the only call that is not part of verl's training loop
+            batch, stored = with_experience(batch, pool, tasks, step=step, pad_token=padding)
             update_actor(model, optimizer, batch)
             print(
                 f"step {step}: success {success:.2f}, {stored} stored next to {len(chosen)} prompts, "

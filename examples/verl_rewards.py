@@ -1,24 +1,24 @@
-"""The reward agent behind verl's `compute_score`: one agent in each process, with a slow judge.
+"""The reward agent as verl's custom reward function, with one agent in each of verl's processes.
 
     pip install 'gleanrl[rewards]' ray tensordict hydra-core codetiming torchdata orjson aiohttp
     pip install --no-deps verl==0.9.1
     python examples/verl_rewards.py
 
-In a verl run, this file is the custom reward function:
+In a verl run, select this file as the custom reward function:
 
     reward.custom_reward_function.path=examples/verl_rewards.py
     reward.custom_reward_function.name=compute_score_async
     +reward.custom_reward_function.reward_kwargs.url=http://grader:8080/score
 
-verl calls a sync `compute_score` from a handful of threads, and so asks for a handful of rewards at once; of the async
-one it awaits a whole batch. Both give back ``{"score", "scored"}``.
+Prefer `compute_score_async`. verl calls the synchronous `compute_score` from a few threads, so only a few requests are
+sent at the same time; with the async function, all requests of a batch are. Both return ``{"score", "scored"}``.
 
-verl has no word for a reward that could not be had. So where the agent gives one up, ``missing="stop"`` (the default)
-raises, and the run ends with the reason; with ``missing="nan"`` the score is NaN, and a trainer of your own calls
-`neutral` on its batch before it computes advantages. Neither is ever 0.
+verl has no representation of a missing reward. If the agent cannot get one after all attempts, the option ``missing``
+decides. With "stop" (the default), an error ends the run. With "nan", the score is NaN, and a subclass of verl's
+trainer must call `neutral` on its batch before advantages are computed. A missing reward never becomes 0.
 
-Run by itself, the file starts a judge on loopback and scores a batch through verl's own reward manager, by both
-functions; without verl, it makes the same calls from a pool of threads.
+Run as a script, this file starts a slow judge in this process and scores a batch with verl's reward manager, once with
+each function. If verl is not installed, it makes the same calls from threads.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _opening = threading.Lock()
 
 
 def agent_for(url: str, **settings: Any) -> BlockingRewardAgent:
-    """This process's agent for a service: opened for the first request, closed when the process ends."""
+    """Return this process's agent for the service at ``url``, made by the first call and closed at process exit."""
     with _opening:
         if url not in _agents:
             _agents[url] = BlockingRewardAgent(HttpReward(url), **settings)
@@ -66,7 +66,10 @@ def compute_score(
     missing: Missing = "stop",
     **settings: Any,
 ) -> dict[str, float]:
-    """verl's function. ``url``, ``missing`` and settings of the agent come from ``reward_kwargs``."""
+    """Score one response; a custom reward function of verl. Blocks until the score is there.
+
+    verl passes ``reward_kwargs`` as ``url``, ``missing`` and further settings of the reward agent.
+    """
     submitted = _submit(agent_for(url, **settings), data_source, solution_str, ground_truth, extra_info)
     return _result(submitted.result(), missing)
 
@@ -81,7 +84,7 @@ async def compute_score_async(
     missing: Missing = "stop",
     **settings: Any,
 ) -> dict[str, float]:
-    """The same, for as many at once as verl has."""
+    """Like `compute_score`, but async, so that verl awaits the scores of a whole batch at the same time."""
     submitted = _submit(agent_for(url, **settings), data_source, solution_str, ground_truth, extra_info)
     return _result(await asyncio.wrap_future(submitted), missing)
 
@@ -101,13 +104,15 @@ def _result(score: Score, missing: Missing) -> dict[str, float]:
 
 
 def neutral(batch: Any) -> int:
-    """Keep responses without a score out of an update, and say how many there are.
+    """Exclude responses without a score (NaN) from the update, and return how many there are.
 
-    Each gets the mean score of its prompt's others, so that it has no advantage and moves no baseline, and no token of
-    it is trained. Where advantages are divided by a group's deviation, that is of the group with these.
+    Such a response gets the mean score of the scored responses to its prompt, so that its advantage is 0 and the mean
+    of its group does not change. Its mask is set to 0, so that its tokens are not trained. A limitation: if advantages
+    are divided by the standard deviation of a group, that deviation includes these responses.
 
     Args:
-        batch: a `DataProto` with ``token_level_scores``, ``response_mask`` and, of each prompt, one ``uid``.
+        batch: a `DataProto` with ``token_level_scores`` and ``response_mask``, which are modified in place, and with
+            ``uid``, which is the same for all responses to a prompt.
     """
     scores, mask = batch.batch["token_level_scores"], batch.batch["response_mask"]
     totals = scores.sum(-1)
@@ -117,14 +122,15 @@ def neutral(batch: Any) -> int:
     for row in missing.nonzero()[:, 0].tolist():
         mean = totals[prompt_of == prompt_of[row]].nanmean()
         scores[row] = 0.0
-        scores[row, int(mask[row].sum()) - 1] = mean.nan_to_num(0.0)  # none of the prompt's was scored: all are masked
+        # The mean is NaN if no response to the prompt has a score. Then all are masked, and the value has no effect.
+        scores[row, int(mask[row].sum()) - 1] = mean.nan_to_num(0.0)
     mask[missing] = 0
     return int(missing.sum())
 
 
 # --- a demonstration ----------------------------------------------------------------------------
 def rows(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Arguments of `compute_score`, of ``args.members`` responses to each prompt: some right, some wrong."""
+    """Return arguments of `compute_score` for ``args.members`` responses to each prompt, about half of them correct."""
     from words import word_tasks
 
     draw = random.Random(args.seed)
@@ -139,7 +145,10 @@ def rows(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def by_verl(rows: Sequence[Mapping[str, Any]], name: str, options: Mapping[str, Any]) -> tuple[list[float], float]:
-    """Scores by verl's reward manager, which is made and called as in a run, and the seconds that it took."""
+    """Score ``rows`` with verl's reward manager, constructed and called as in a run of verl.
+
+    ``name`` is the name of the reward function in this file. Returns the scores and the seconds that it took.
+    """
     from omegaconf import OmegaConf  # pyright: ignore[reportMissingImports]
     from verl import DataProto  # pyright: ignore[reportMissingImports]
     from verl.trainer.ppo.reward import load_reward_manager  # pyright: ignore[reportMissingImports]
@@ -165,7 +174,7 @@ def by_verl(rows: Sequence[Mapping[str, Any]], name: str, options: Mapping[str, 
 
     async def scored() -> tuple[list[float], float]:
         manager = load_reward_manager(config, tokenizer)
-        await manager.run_single(batch[:1])  # opens the agent
+        await manager.run_single(batch[:1])  # makes the agent, which shall not be part of the measured time
         started = time.perf_counter()
         told = await asyncio.gather(*(manager.run_single(batch[i : i + 1]) for i in range(len(batch))))
         return [each["reward_score"] for each in told], time.perf_counter() - started
@@ -174,13 +183,16 @@ def by_verl(rows: Sequence[Mapping[str, Any]], name: str, options: Mapping[str, 
 
 
 def by_threads(rows: Sequence[Mapping[str, Any]], name: str, options: Mapping[str, Any]) -> tuple[list[float], float]:
-    """The same calls without verl: the sync function in as many threads as verl has on two cores, the async one at
-    once."""
+    """Do the same as `by_verl` without verl.
+
+    The synchronous function is called from 6 threads, as many as verl uses on two cores; the async function is called
+    for all rows at the same time.
+    """
 
     async def scored() -> list[dict[str, float]]:
         return await asyncio.gather(*(compute_score_async(**row, **options) for row in rows))
 
-    compute_score(**rows[0], **options)  # opens the agent
+    compute_score(**rows[0], **options)  # makes the agent, which shall not be part of the measured time
     started = time.perf_counter()
     if name == "compute_score":
         with ThreadPoolExecutor(6) as threads:

@@ -1,4 +1,7 @@
-"""The small job of the examples here: spell a word backward, with a model made on the spot. Nothing is downloaded."""
+"""The task and the model of the examples: spell a word backward, with a tiny model that is trained in seconds.
+
+Nothing is downloaded.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,10 @@ LETTERS = "abcdefghij"
 
 
 def word_tasks(count: int, *, length: int, seed: int) -> list[Task]:
-    """``count`` different words of ``length`` letters; a word's task has the same id in every run."""
+    """Return tasks to spell ``count`` different random words of ``length`` letters backward.
+
+    The id of a task depends only on its word, so it is the same in every run.
+    """
     draw = random.Random(seed)
     words: dict[str, None] = {}
     while len(words) < count:
@@ -29,12 +35,15 @@ def word_tasks(count: int, *, length: int, seed: int) -> list[Task]:
 
 
 def correct(word: str, answer: str) -> float:
-    """1 for the word spelt backward, or else 0."""
+    """Return 1 if ``answer`` is ``word`` spelt backward, else 0."""
     return float(answer.strip() == word[::-1])
 
 
 def warm_started(shown: Iterable[Task], *, steps: int, seed: int) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
-    """A model of 0.2 M parameters that saw the answers of ``shown`` for a few seconds: it is right now and then."""
+    """Make a tokenizer and a model of 0.2 M parameters, and fine-tune the model on the answers to the tasks ``shown``.
+
+    With few ``steps`` the model solves some tasks only, so that RL can improve it.
+    """
     tokenizer = build_tokenizer(LETTERS, vocabulary=128)
     settings = ModelSettings(hidden_size=64, layers=2, heads=4, kv_heads=4, max_context=64)
     model = build_model(settings, tokenizer, seed)
@@ -46,14 +55,14 @@ def warm_started(shown: Iterable[Task], *, steps: int, seed: int) -> tuple[Llama
 
 
 def arguments(description: str) -> argparse.Namespace:
-    """The command line of an example that trains on words with a pool."""
+    """Parse the command line of an example."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--steps", type=int, default=24)
-    parser.add_argument("--prompts", type=int, default=8, help="a step")
-    parser.add_argument("--members", type=int, default=4, help="fresh answers a prompt")
-    parser.add_argument("--words", type=int, default=32, help="to train on")
+    parser.add_argument("--prompts", type=int, default=8, help="prompts per step")
+    parser.add_argument("--members", type=int, default=4, help="answers sampled for each prompt")
+    parser.add_argument("--words", type=int, default=32, help="number of words to train on")
     parser.add_argument("--warm-steps", type=int, default=72)
     parser.add_argument("--lr", type=float, default=5e-4)
-    parser.add_argument("--pool", type=Path, help="file to keep the pool in; else it ends with the run")
+    parser.add_argument("--pool", type=Path, help="file of the experience pool (default: a temporary file)")
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args()

@@ -1,11 +1,11 @@
-"""GRPO on multi-turn agents, whole, in one script: `python recipes/minimal.py`.
+"""GRPO for a multi-turn agent as a single script without a trainer: `python recipes/minimal.py`.
 
-An agent learns to play ALFWorld's real engine on generated households. Nothing is hidden in a trainer:
-the loop at the bottom samples groups of episodes, turns rewards into advantages inside each group, and
-takes a clipped policy-gradient step on exactly the tokens that were sampled. The parts come from the
-library, and each is replaceable: the environment, the sampler, the estimator, the loss.
+A tiny model learns household tasks in ALFWorld, on generated households. The loop in `run` samples groups of episodes,
+computes advantages within each group, and makes clipped policy-gradient updates on exactly the tokens that were
+sampled. The environment, the sampler, the advantage estimator and the loss come from the library, and each of them can
+be replaced.
 
-`gleanrl train quickstart` runs the same idea with schedules, checkpoints, evaluation and a report.
+`gleanrl train quickstart` does the same with schedules, checkpoints, evaluation and a report.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from gleanrl.samplers.transformers import TransformersSampler
 from gleanrl.types import Task, Trajectory, segment_arrays
 from gleanrl.utils.seeding import derive
 
-MAX_CONTEXT = 1024  # tokens
+MAX_CONTEXT = 1024  # maximum number of tokens of an episode
 
 
 def main() -> None:
@@ -42,11 +42,11 @@ def main() -> None:
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="GRPO on multi-turn agents, whole, in one script")
+    parser = argparse.ArgumentParser(description="GRPO for a multi-turn agent as a single script")
     parser.add_argument("--steps", type=int, default=16)
-    parser.add_argument("--groups", type=int, default=16, help="tasks a step")
-    parser.add_argument("--members", type=int, default=8, help="episodes a task")
-    parser.add_argument("--updates", type=int, default=4, help="optimizer updates a step")
+    parser.add_argument("--groups", type=int, default=16, help="tasks per step")
+    parser.add_argument("--members", type=int, default=8, help="episodes per task")
+    parser.add_argument("--updates", type=int, default=4, help="optimizer updates per step")
     parser.add_argument("--lr", type=float, default=5e-4)
     parser.add_argument("--demonstrations", type=int, default=400)
     parser.add_argument("--warm-steps", type=int, default=260)
@@ -56,16 +56,16 @@ def parse_args() -> argparse.Namespace:
 
 
 async def run(args: argparse.Namespace) -> None:
-    # 1. Tasks. No household is in two splits; every one is proved solvable.
+    # 1. Tasks. The splits share no household, and a solver has verified that each task can be solved.
     taskset = AlfworldTaskset(goals=("put",), receptacles=(5, 6), objects=(4, 6), seed=args.seed)
     train_tasks = list(taskset.tasks("train", 256))
     eval_tasks = taskset.tasks("eval", args.eval_tasks)
 
-    # 2. A tiny model that has seen a few hundred noisy demonstrations, so that RL starts above zero.
+    # 2. A tiny model, fine-tuned on noisy demonstrations. Untrained it would never succeed, and RL could not start.
     model, renderer = warm_start(taskset, args)
 
-    # 3. A sampler with weights of its own (they are published after each step), and a player that
-    #    lets environment and sampler take turns.
+    # 3. A sampler, which has a copy of the weights that is updated after each step, and a player, which runs episodes:
+    #    it alternates between the sampler and the environment.
     sampler = TransformersSampler(model, max_rows=256, max_context=MAX_CONTEXT)
     player = Player(
         environment=taskset.environment,
@@ -78,7 +78,7 @@ async def run(args: argparse.Namespace) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.0)
     print(f"held-out success before RL: {await success(player, eval_tasks, args.seed):.2f}")
 
-    # 4. GRPO.
+    # 4. GRPO. Each step samples groups of episodes, divides them into mini-batches, and makes an update on each.
     order = random.Random(args.seed)
     for step in range(args.steps):
         started = time.perf_counter()
@@ -100,7 +100,10 @@ async def run(args: argparse.Namespace) -> None:
 
 
 def warm_start(taskset: AlfworldTaskset, args: argparse.Namespace) -> tuple[PreTrainedModel, Renderer]:
-    """A tokenizer made of the environment's own text and a model trained on noisy expert episodes."""
+    """Record demonstrations of the environment's expert, train a tokenizer on their text, and fine-tune a new model.
+
+    In the demonstrations, 30 % of the actions are random.
+    """
     tasks = taskset.tasks("warm_start", 100)
     played = [taskset.demonstrate(tasks[i % len(tasks)], seed=i, noise=0.3) for i in range(args.demonstrations)]
     conversations = [conversation for conversation, score in played if score.value > 0]
@@ -113,7 +116,10 @@ def warm_start(taskset: AlfworldTaskset, args: argparse.Namespace) -> tuple[PreT
 
 
 async def play_groups(player: Player, tasks: Sequence[Task], members: int, seed: int) -> list[list[Trajectory]]:
-    """``members`` episodes of each task, all at once: the sampler batches whoever is waiting for it."""
+    """Play ``members`` episodes of each task and return them by task.
+
+    All episodes run concurrently, so that the sampler can batch their requests.
+    """
 
     async def episode(task: Task, member: int) -> Trajectory:
         name = f"{task.id}.{member}"
@@ -126,9 +132,10 @@ async def play_groups(player: Player, tasks: Sequence[Task], members: int, seed:
 
 
 def update(model: torch.nn.Module, optimizer: torch.optim.Optimizer, groups: list[list[Trajectory]]) -> float:
-    """One clipped policy-gradient step on the episodes of some groups."""
+    """Make one optimizer update with the clipped policy loss on a mini-batch of groups, and return the loss."""
     members = [(g, t) for g, group in enumerate(groups) for t in group if t.score.valid]
-    arrays = [segment_arrays(t.segments[0]) for _, t in members]  # a linear context is one segment
+    # By default the context only grows, so that a trajectory is a single segment.
+    arrays = [segment_arrays(t.segments[0]) for _, t in members]
     length = max(tokens.size for tokens, _, _ in arrays)
     tokens = torch.zeros(len(members), length, dtype=torch.int64)
     mask = torch.zeros(len(members), length)
@@ -142,7 +149,7 @@ def update(model: torch.nn.Module, optimizer: torch.optim.Optimizer, groups: lis
     group_of = torch.tensor([g for g, _ in members])
     advantages, _ = estimate("grpo", rewards, mask.bool(), group_of)
 
-    # position i of the logits predicts token i + 1, so everything about tokens is shifted by one
+    # The logits at position i predict token i + 1. Tokens, log-probs, advantages and mask are therefore shifted by one.
     logits = model(input_ids=tokens, use_cache=False).logits[:, :-1]
     logp = logits.log_softmax(-1).gather(-1, tokens[:, 1:, None]).squeeze(-1)
     output = padded_policy_loss(
@@ -156,7 +163,7 @@ def update(model: torch.nn.Module, optimizer: torch.optim.Optimizer, groups: lis
 
 
 async def success(player: Player, tasks: Sequence[Task], seed: int) -> float:
-    """Mean success of two sampled attempts a task."""
+    """Return the mean reward of two sampled episodes of each task."""
     groups = await play_groups(player, tasks, members=2, seed=derive(seed, "evaluation"))
     return float(np.mean([t.score.value for group in groups for t in group if t.score.valid]))
 
