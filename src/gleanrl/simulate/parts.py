@@ -281,7 +281,9 @@ class Service:
         self._line: dict[Any, int] = {}
         self._next = Notifier()
         self.times: dict[int, tuple[float, float]] = {}
-        """For each version that sampled: the time in seconds of the first request and of the last answer."""
+        """Version of the weights -> times of the first request and of the last answer, in seconds.
+
+        Only the requests for training are counted, by the version that sampled the trajectory."""
 
     async def score(self, task: Task, trajectory: Trajectory) -> Score:
         asked = self._machines.clock()

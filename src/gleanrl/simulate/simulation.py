@@ -154,7 +154,8 @@ class _Observer:
     def __init__(self, device: Device, samplers: Sequence[Device], learner: Learner, machines: Machines) -> None:
         self._device, self._samplers, self._learner, self._machines = device, samplers, learner, machines
         self._workload = machines.workload
-        self._readings: list[dict[str, float]] = []  # for each step: counters at its end, ages
+        # For each step, the values of all counters at its end, and the mean and maximum age of its groups.
+        self._readings: list[dict[str, float]] = []
         self.interrupt: Callable[[], None] = lambda: None
 
     def log(self, step: int, metrics: Metrics) -> None:

@@ -93,53 +93,57 @@ class Workload(Settings):
     """The work of one training step, and the time that each kind of work takes."""
 
     g: Seconds = 40.0
-    """generating a batch"""
+    """time for generating a batch"""
     logprobs: Seconds = 45.0
-    """the pass for old log-probs; 0 if those of the sampler are used"""
+    """time for computing the old log-probs of a batch; 0 if the log-probs of the sampler are used"""
     reference: Seconds = 36.0
-    """the pass for the reference policy's log-probs"""
+    """time for computing the reference policy's log-probs of a batch"""
     train: Seconds = 117.0
-    """training on a batch in one call of the learner"""
+    """time for training on a batch in one call of the learner"""
     call: Seconds = 0.0
-    """overhead of each further call of the learner, for loading and offloading"""
+    """additional time of each further call of the learner in a step, for loading and offloading"""
     samples: Count = 5120
-    """trajectories per step"""
+    """number of trajectories that a step is trained on, called a batch"""
     group: Count = 5
-    """trajectories per group"""
+    """number of trajectories in a group"""
     latency: LatencyOption = Latency.parse("uniform:1:40")
     """seconds that one reward takes: constant:SECONDS, uniform:LOW:HIGH, exponential:MEAN, lognormal:MEDIAN:SIGMA, or a
     file of seconds, one per line"""
     concurrency: Count = 256
-    """rewards that the service computes at the same time; an evaluation has the same number of places of its own"""
+    """number of rewards that the service computes at the same time for training; the same number again for an
+    evaluation"""
     minibatches: Count = 4
-    """chunks per step of the pipelined schedules and bounded_async"""
+    """number of chunks per step in the pipelined schedules and in bounded_async"""
     adaptive: bool = False
-    """train on all ready chunks in one call of the learner"""
+    """whether one call of the learner trains on all chunks that are ready, instead of a single chunk"""
     staleness: CountOrNone = 2
     """staleness bound of bounded_async, in steps"""
     bursts: Count = 20
-    """bursts in which a batch is generated; the trajectories of a burst are scored once it ends"""
+    """number of bursts in which a batch is generated. The trajectories of a burst end at the same time, and their
+    rewards are then requested"""
     microbatches: Count = 20
-    """pieces into which training on a batch, or a pass over it, is divided; generating may run between them"""
+    """number of pieces into which training on a batch, or a log-prob pass over it, is divided. On a shared device,
+    generating may run between two pieces"""
     passes: Literal["consumed", "generated"] = "consumed"
-    """log-probs are computed for a chunk before it is trained on (consumed), or for a burst once it is generated"""
+    """when log-probs are computed. consumed: for each chunk, before the learner trains on it. generated: for each
+    burst, once it is generated"""
     service: Literal["stream", "batch", "verl"] = "stream"
-    """stream: a reward may be requested at any time. batch: the rewards of one burst are computed before those of the
-    next. verl: like batch, and an evaluation waits in the same queue unless a batch is trained on in chunks"""
+    """stream: rewards are computed as they are requested. batch: the rewards of one burst are computed before those of
+    the next. verl: like batch, and an evaluation waits in the same queue unless a batch is trained on in chunks"""
     evaluate_every: CountOrNone = 0
-    """steps between evaluations; 0 = none"""
+    """number of steps between two evaluations; 0 = no evaluations"""
     evaluation_g: Seconds = 27.0
-    """generating for an evaluation"""
+    """time for generating the trajectories of an evaluation"""
     evaluation_samples: Count = 1319
-    """number of rewards that an evaluation requests"""
+    """number of trajectories of an evaluation, each of which gets a reward"""
     evaluation: Literal["background", "inline"] = "background"
     """background: training continues during an evaluation. inline: the evaluation pauses generating and training"""
     first: Literal["due", "sample", "train"] = "due"
-    """priority on a shared device: schedule.device_first"""
+    """which work has priority on a shared device, as the setting schedule.device_first"""
     steps: Annotated[int, Field(ge=4), "N"] = 12
-    """number of simulated steps; results leave out the first quarter or more, in which the run warms up"""
+    """number of simulated steps. The results leave out at least the first quarter, which is not in a steady state"""
     seed: Annotated[int, "N"] = 0
-    """seed of the latencies"""
+    """seed of the random latencies"""
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
@@ -201,7 +205,7 @@ class Workload(Settings):
 
 Overhead = Literal["driver", "players", "agent", "pool", "transfer"]
 OVERHEADS: tuple[Overhead, ...] = get_args(Overhead)
-"""Parts that a larger cluster may saturate, apart from its samplers, its learners and the reward service."""
+"""Parts whose work grows with the number of events, and which may limit a large cluster."""
 
 
 class Cluster(Settings):
@@ -211,33 +215,37 @@ class Cluster(Settings):
     """
 
     samplers: Count = 1
-    """engines that generate; --g is the time that one alone takes for a batch"""
+    """number of samplers. --g is the time that a single sampler takes for a batch"""
     placement: Literal["colocated", "disaggregated"] = "colocated"
-    """colocated: samplers take turns with the learners on their devices. disaggregated: samplers have their own"""
+    """colocated: samplers and learners take turns on the same devices. disaggregated: samplers have devices of their
+    own"""
     slots: CountOrNone = 0
-    """largest burst of a sampler, in trajectories; 0 = the sampler's share of a batch, divided by --bursts"""
+    """maximum number of trajectories in a burst of a sampler; 0 = the sampler's share of a batch, divided by
+    --bursts"""
     floor: Annotated[float, Field(ge=0, le=1), "SHARE"] = 0.0
-    """share of a full burst's time that a burst takes however few trajectories it has; needs --slots"""
+    """time of a burst with very few trajectories, as a share of the time of a full burst; needs --slots"""
     learners: Count = 1
-    """data-parallel ranks; --train, --logprobs and --reference are the times of one alone"""
+    """number of data-parallel ranks of the learner. --train, --logprobs and --reference are the times of a single
+    rank"""
     efficiency: Annotated[float, Field(gt=0, le=1), "SHARE"] = 1.0
-    """share of their ideal speed-up that learners reach, without the all-reduce"""
+    """speed-up that several learners reach, as a share of the ideal one. The all-reduce of gradients is added"""
     gradients: Gigabytes = 0.0
-    """gradients that the learners reduce in each optimizer update, in a ring"""
+    """size of the gradients, which the learners all-reduce in a ring in each optimizer update"""
     network: Bandwidth = 25.0
     """bandwidth between two learners"""
     updates: Count = 1
-    """optimizer updates per step"""
+    """number of optimizer updates per step"""
     weights: Gigabytes = 0.0
-    """size of the weights that a publication sends"""
+    """size of the weights, which each publication sends to the samplers"""
     bandwidth: Bandwidth = 25.0
-    """bandwidth into a sampler, and out of each sender"""
+    """bandwidth of a transfer of weights, into each sampler and out of each sender"""
     broadcast: Literal["tree", "star", "chain"] = "tree"
     """tree: every part that has the weights sends them on, so that the number of senders doubles each time. star: the
     learner sends to one sampler after the other. chain: each sampler forwards the weights while it receives them.
     Colocated samplers all copy the weights at the same time"""
     overlap: bool = False
-    """samplers continue to generate while weights travel; the loop waits for a publication in any case"""
+    """whether samplers continue to generate while weights are sent to them; the training loop waits for the transfer in
+    any case"""
     driver_trajectory: Micros = 0.0
     """the driver's processor time for a trajectory (benchmarks/driver.py)"""
     driver_group: Micros = 0.0
@@ -245,9 +253,9 @@ class Cluster(Settings):
     driver_turn: Micros = 0.0
     """the driver's processor time for a turn"""
     turns: Count = 1
-    """turns per trajectory"""
+    """number of turns in a trajectory"""
     players: CountOrNone = 0
-    """processes that play the episodes and do the turns' work; 0 = the driver does it"""
+    """number of player processes, which do the work of --driver-turn; 0 = the driver does it"""
     agent_request: Micros = 0.0
     """the reward agent's processor time for a request, in its own process (benchmarks/reward_agent.py)"""
     pool_add: Micros = 0.0
@@ -255,9 +263,9 @@ class Cluster(Settings):
     pool_sample: Micros = 0.0
     """the driver's processor time for reading a replayed trajectory"""
     replayed: CountOrNone = 0
-    """replayed trajectories per step"""
+    """number of replayed trajectories per step"""
     tokens: CountOrNone = 0
-    """sampled tokens per trajectory, needed to report tokens per second"""
+    """number of sampled tokens in a trajectory, from which tokens per second are computed"""
 
     @model_validator(mode="after")
     def _fits(self) -> Self:

@@ -60,7 +60,7 @@ TOYS: Mapping[str, tuple[str, tuple[str, ...]]] = {
         ("stick", "hit"),
     ),
 }
-"""Class of gymnasium's environment -> (introduction, names of the actions)."""
+"""The toy games of gymnasium that have built-in texts: class name -> (introduction, names of the actions in order)."""
 
 
 @pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config={"extra": "forbid"})

@@ -49,11 +49,14 @@ _NUMBER = re.compile(r"(?:(?<![\w.)\]}%])[-\u2212])?\d+(?:\.\d+)?")
 _TOOLS = ("Action", "CallToolAction", "ListToolsAction")
 
 ToAction = Callable[[Message, Mapping[str, Any]], Mapping[str, Any]]
-"""A function ``action(message, schema)`` that returns the action of a sampled message; ``schema`` is the JSON schema of
-actions. If the function raises a ValueError, the model reads the error, and the server gets no action."""
+"""A function ``action(message, schema)`` that converts the model's message to an action.
+
+``schema`` is the server's JSON schema of actions. If the function raises a ValueError, nothing is sent to the server,
+and the model gets the error's text as the answer."""
 Describe = Callable[[Mapping[str, Any], bool], "str | Sequence[Message]"]
-"""A function ``observe(observation, opening)`` that returns what the model reads of an observation: the text of one
-user message, or several messages."""
+"""A function ``observe(observation, opening)`` that converts an observation to what is shown to the model.
+
+It returns the text of one user message, or several messages. ``opening`` is True for the observation of the reset."""
 
 
 @pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config={"extra": "forbid"})
@@ -164,8 +167,8 @@ class _Episode(Environment):
     async def _call_tools(self, session: _Session, message: Message) -> Observation:
         """Send the message's tool calls to the server one after the other, and return the results as an observation.
 
-        An invalid call gets the error as its result. A message without a call is the model's final
-        answer and ends the episode.
+        An invalid call gets the error as its result. A message without a call is the model's final answer and ends the
+        episode.
         """
         answers: list[Message] = []
         result: Mapping[str, Any] = {"done": True}

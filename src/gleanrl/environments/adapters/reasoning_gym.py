@@ -98,7 +98,10 @@ class ReasoningGymTaskset(Taskset):
         return (*task.prompt, {"role": "assistant", "content": text}), score
 
     def _candidates(self) -> Iterator[tuple[str, tuple[str, int, int]]]:
-        """Yield ``(fingerprint, (question, seed, index))`` without end. The dataset of ``seed`` has it at ``index``."""
+        """Yield ``(fingerprint, (question, seed, index))`` of problems without end.
+
+        ``index`` is the problem's index in the dataset that is made from ``seed``.
+        """
         config = json.dumps(self.config, sort_keys=True)
         for chunk in count_from():
             seed = derive(self.seed, "reasoning_gym", self.task, chunk) % 2**31

@@ -48,8 +48,9 @@ MAX_PLAYERS = 15
 BUILT_IN_AGENTS = ("random", "expert", "openai")
 
 Agent = Callable[[str], Any]
-"""TextArena's convention for an agent: a function, sync or async, from what a player sees to a move. It may also have
-``aclose()``."""
+"""An agent that plays a seat, in TextArena's form: a callable that gets the player's observation and returns a move.
+
+It may be async. If it has a method ``aclose()``, this is called at the end of the episode."""
 
 # If the opponents make this many moves in a row, the game is considered stuck and the episode fails.
 _MAX_OPPONENT_MOVES = 1000

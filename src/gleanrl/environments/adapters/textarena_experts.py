@@ -13,7 +13,7 @@ from operator import xor
 from typing import Any
 
 EXPERT_GAMES = ("GuessTheNumberEnv", "TowerOfHanoiEnv", "MastermindEnv", "NimEnv", "TicTacToeEnv")
-"""Classes of TextArena's environments that `legal_moves` and `best_move` know."""
+"""Class names of the TextArena environments for which `legal_moves` and `best_move` work."""
 
 _ROWS = [(0, 1, 2), (3, 4, 5), (6, 7, 8), (0, 3, 6), (1, 4, 7), (2, 5, 8), (0, 4, 8), (2, 4, 6)]
 

@@ -217,8 +217,11 @@ def select_arguments(function: Any, row: Mapping[str, Any]) -> dict[str, Any]:
 
 # --- demonstrations ---------------------------------------------------------------------------------
 Expert = Generator[Any, Any, None]
-"""A generator that yields what the agent says: a call made by `call`, a list of calls, a text (the final answer), or a
-whole message. Its ``yield`` returns the result of a single call, or a list of results."""
+"""A generator that plays an episode. It yields the messages of the model.
+
+A yielded value is a call that `call` has made, a list of such calls, a text (the final answer) or a whole assistant
+message. The ``yield`` expression returns the result of a single call as a text; otherwise it returns a list with the
+results of all calls."""
 
 
 def call(name: str, **arguments: Any) -> Call:

@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 MAX_ERROR = 4000  # maximum length of a call's error, in characters
 _SOURCE = "<code>"
 _CHANNEL = 3  # file descriptor of the socket
-_read, _write, _getpid, _exit = posix.read, posix.write, posix.getpid, posix._exit  # code may replace those in `posix`
+# Stored under other names, because the code may replace the functions in the module `posix`.
+_read, _write, _getpid, _exit = posix.read, posix.write, posix.getpid, posix._exit
 
 
 class OutOfTime(BaseException):

@@ -13,7 +13,9 @@ from gleanrl.utils.text import nearest
 
 _OPTIONS = ("isolation", "packages", "persistent", "concurrency", *Limits.__slots__)
 _sandboxes: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[Any, PythonSandbox]] = WeakKeyDictionary()
-"""Sandboxes by event loop and settings. Episodes share them, so that ``concurrency`` limits all episodes together."""
+"""The sandboxes in use: event loop -> options -> sandbox.
+
+All episodes with the same options share a sandbox, so that ``concurrency`` limits the calls of all of them together."""
 
 
 class PythonTool:

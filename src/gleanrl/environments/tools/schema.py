@@ -17,7 +17,7 @@ from pydantic.errors import PydanticInvalidForJsonSchema
 from gleanrl.utils.errors import UserError
 
 RESERVED = frozenset({"reset", "get_reward", "close", "rows", "expert"})
-"""Names of public methods of an environment class that are not tools."""
+"""Names of a class's public methods that are no tools, because `ToolEnvironment` or `ToolTaskset` calls them."""
 
 _SECTION = re.compile(r"^\s*(Args|Arguments|Parameters|Returns|Raises|Yields|Example|Examples|Note|Notes):\s*$")
 _PARAMETER = re.compile(r"^\s*(\w+)\s*(?:\([^)]*\))?:\s*(.*)$")

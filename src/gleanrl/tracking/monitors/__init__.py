@@ -31,7 +31,9 @@ BUILT_IN = {
     "trackio": "TrackioMonitor",
     "mlflow": "MlflowMonitor",
 }
-"""Module under `gleanrl.tracking.monitors` and its class; a module is imported only when its monitor is used."""
+"""Name of a monitor -> its class, in the module of the same name in `gleanrl.tracking.monitors`.
+
+A module is imported only if its monitor is used, because most of them need a third-party package."""
 
 
 class Monitors:

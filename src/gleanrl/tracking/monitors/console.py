@@ -25,7 +25,7 @@ SHOWN = {
     "sampler/tokens_per_s": "tokens/s",
     "time/step_s": "s/step",
 }
-"""Metrics that a line of the console shows if the step has them, and their names in that line."""
+"""The metrics that the console shows, if a step has them: name of the metric -> name on the console."""
 
 MANY_CUT = 0.5  # if more than this share of a step's turns are cut off, a warning is printed, once in a run
 MORE_ROOM = "by context.max_tokens_per_turn or a full context (model.max_context)"

@@ -15,7 +15,7 @@ from gleanrl.runtime.run_folder import RunInfo
 class TensorboardMonitor:
     """Writes each metric as a TensorBoard scalar.
 
-    When a run is resumed, it repeats the steps after the resumed step. It first writes an event that makes TensorBoard
+    A resumed run repeats the steps after the resumed step. So the monitor first writes an event that makes TensorBoard
     discard the earlier values of these steps.
     """
 

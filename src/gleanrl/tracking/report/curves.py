@@ -9,7 +9,7 @@ from gleanrl.runtime.run_folder import Row
 from gleanrl.schedule.step_metrics import GROUPS, TOKENS
 
 MAX_POINTS = 1500
-"""Points per curve in the page; longer curves are averaged in bins."""
+"""Maximum number of points of a curve. The points of a longer curve are averaged in bins (see `thin`)."""
 
 FIRST = (
     "reward/mean",
@@ -28,7 +28,7 @@ FIRST = (
     "device/idle_share",
     "time/step_s",
 )
-"""Metrics that come first; all others follow by name."""
+"""The most important metrics, which the page shows first, in this order."""
 
 
 def curves(rows: Sequence[Row]) -> list[dict[str, Any]]:

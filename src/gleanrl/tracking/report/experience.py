@@ -19,11 +19,11 @@ from gleanrl.tracking.report.curves import thin
 from gleanrl.utils.errors import UserError
 
 MOST_USED = 20
-"""Trajectories in the page's table."""
+"""Number of trajectories in the page's table of those that were replayed most often."""
 MAX_RATES = 9
-"""Solve rates shown separately; more are grouped in bands."""
+"""Maximum number of solve rates with separate labels. If there are more, each label stands for a range of rates."""
 USES = {"1": (1, 1), "2-3": (2, 3), "4-7": (4, 7), "8 or more": (8, np.inf)}
-"""Ranges of replay counts that the page shows, by label."""
+"""Ranges of the number of replays for the page's histogram: label -> (lowest, highest) number."""
 
 _EXTRA_TOKENS = re.compile(r"replay_update/\d+/tokens/trained")
 _BUCKET = re.compile(r"pool/bucket/(\d+)_of_(\d+)")

@@ -13,16 +13,16 @@ from typing import Any
 from gleanrl.runtime.run_folder import Row
 
 LATE = 3
-"""Number of last evaluations whose mean stands for the end of a run, because a single one is noisy."""
+"""Number of evaluations at the end of a run whose mean is also shown, because a single evaluation is noisy."""
 
 MEASURES = {
     "eval/sampled/pass@1": "success, sampled",
     "eval/greedy/success": "success, greedy",
 }
 KINDS = re.compile(r"eval/kind/(.*)/(pass@1|success)")
-"""The same measures for each kind of task, if the run has several kinds."""
+"""Pattern of the names of the same measures for one kind of task (`Task.kind`); logged if a run has several kinds."""
 RETURN = "eval/return"
-"""The measure of an embodied run, which has no success rate."""
+"""The metric that compares evaluations of an embodied run, in which no success rate is measured."""
 BASELINES = "eval/baseline/"
 
 

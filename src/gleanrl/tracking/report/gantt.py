@@ -10,9 +10,9 @@ from gleanrl.schedule.timeline import DEVICE_WORK, covered
 
 MAX_WINDOWS = 10
 MAX_ROWS = 6
-"""Rows per kind for overlapping spans; further spans join the last row."""
+"""Maximum number of rows in which the overlapping spans of a lane are drawn; further spans are put in the last row."""
 RESOLUTION = 1500
-"""Two spans are drawn as one if the gap between them is shorter than a window's length divided by this."""
+"""Two spans of a row are drawn as one if the gap between them is shorter than the window's length divided by this."""
 
 ORDER = (
     "environment",

@@ -38,8 +38,8 @@ SCRIPTS = (
 def build(run: RunFolder | Path | str) -> Path:
     """Write ``report.html`` into the run folder and return its path.
 
-    The file contains its data, style and scripts, so it can be opened without a network. ``run`` may be
-    the path of the run folder.
+    The file contains its data, style and scripts, so it can be opened without a network. ``run`` may be the path of the
+    run folder.
 
     Raises:
         UserError: there is no such run, its config.toml cannot be read, or the disk is full.

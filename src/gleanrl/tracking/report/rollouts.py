@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 MAX_STEPS = 16
 GROUPS_PER_STEP = 6
 MAX_BYTES = 2_500_000
-"""Size limit of all trajectories in the page, as JSON."""
+"""Maximum size of all trajectories in the page together, in bytes of JSON."""
 
 
 def sample_rollouts(folder: RunFolder, limit: int = MAX_BYTES) -> dict[str, Any]:
@@ -36,7 +36,7 @@ def sample_rollouts(folder: RunFolder, limit: int = MAX_BYTES) -> dict[str, Any]
     every = folder.rollout_steps()
     by_step = []
     for step in spread(every, MAX_STEPS):
-        groups: dict[int, list[dict[str, Any]]] = {}  # the step's first groups, by ticket
+        groups: dict[int, list[dict[str, Any]]] = {}  # ticket -> records, of the step's first groups
         for record in folder.read_rollouts(step):
             if record.ticket in groups or len(groups) < GROUPS_PER_STEP:
                 groups.setdefault(record.ticket, []).append(convert_record(record))

@@ -16,7 +16,7 @@ from gleanrl.tracking.report.curves import thin
 from gleanrl.utils.errors import UserError
 
 MAX_AGES = 16
-"""Ages shown separately; more are grouped in equal bands."""
+"""Maximum number of labels. If there are more ages, each label stands for a range of ages of equal length."""
 
 
 def staleness(rows: Sequence[Row], config: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -40,7 +40,7 @@ def staleness(rows: Sequence[Row], config: Mapping[str, Any]) -> dict[str, Any] 
         return None
 
     oldest = max(oldest, bound or 0)
-    size = -(-(oldest + 1) // MAX_AGES)  # number of ages in a band
+    size = -(-(oldest + 1) // MAX_AGES)  # number of ages that share a label
     starts = range(0, oldest + 1, size)
     group_total, token_total = [0.0] * len(starts), [0.0] * len(starts)
     table: list[list[Any]] = []
