@@ -39,7 +39,7 @@ BUILT_IN: Mapping[str, str] = {
     "pooling": "gleanrl.rewards.model:PoolingServer",
     "weighted": "gleanrl.rewards.compose:Weighted",
 }
-"""Rewards that have a short name, with their import paths."""
+"""Import path of each reward that has a short name, by this name."""
 
 Style = Literal["gleanrl", "verl", "trl"]
 
@@ -60,7 +60,8 @@ def load_reward(
             through `verl` or `trl`, or write the prefix ``verl:`` or ``trl:`` before its name.
         options: keyword arguments for the constructor of a class, or additional keyword arguments for a function.
         settings: passed to `Scorer.configure`. A sync reward runs in threads or processes as ``isolation``, ``workers``
-            and ``timeout_s`` define. A `RewardAdapter` that was configured before keeps its first settings.
+            and ``timeout_s`` define. A `RewardAdapter` that was configured before keeps its first settings. None = the
+            scorer is not configured and uses the defaults.
 
     Raises:
         UserError: no reward has this name, the object cannot be called and has no ``compute_score``, or an option is
@@ -173,9 +174,9 @@ class RewardAdapter(Scorer):
     """
 
     arguments = 1
-    """Number of positional arguments of a function before its options."""
+    """Number of leading parameters of a reward function that are not options; -1 = unknown."""
     finishers: tuple[str, ...] = ("post_process_scores", "finish")
-    """Names of methods that post-process a group. The first one that the reward has is used."""
+    """Names of methods that post-process the scores of a group. The first method that the reward has is called."""
 
     def __init__(self, found: Any, name: str, spec: _RewardSpec) -> None:
         options = spec.options

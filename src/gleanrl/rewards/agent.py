@@ -60,9 +60,9 @@ log = logging.getLogger(__name__)
 LaneName = Literal["train", "eval"]
 
 _CHARACTERS_PER_TOKEN = 4
-"""Used to estimate a request's tokens before it is sent. The number that the service reports corrects the estimate."""
+"""Estimated characters per token. The number of tokens of a request is estimated by it before the request is sent."""
 _LONG_WAIT_S = 60.0
-"""A wait that a service asks for is logged if it is at least this long."""
+"""If a service asks for a wait of at least this many seconds, a warning is logged."""
 
 
 class _Job(Permit):
@@ -209,7 +209,7 @@ class RewardAgent:
         return await self._submit(replace(Request.of(task, trajectory), nonce=uuid.uuid4().hex), "train")
 
     async def finish(self, task: Task, scores: Sequence[Score]) -> list[Score]:
-        """Return the scores of a complete group as the reward post-processes them.
+        """Return the scores of a complete group after the reward's post-processing.
 
         If the post-processing fails, all scores of the group become invalid.
         """
@@ -226,7 +226,7 @@ class RewardAgent:
             return [self._fail("finish", reason) if score.valid else score for score in scores]
 
     def lane(self, name: LaneName) -> RewardLane:
-        """Return a lane, which has its own slots and shares the agent's reward, cache, journal and rate limits."""
+        """Return the lane ``name``. It has its own slots and shares the reward, cache, journal and rate limits."""
         return RewardLane(self, name)
 
     async def score_groups(

@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 _CLOSED = "the reward agent was closed"
 _TEARDOWN_S = 5.0
-"""How long `BlockingRewardAgent.close` waits for tasks that a reward left on the loop."""
+"""Seconds that `BlockingRewardAgent.close` waits for tasks that a reward has left running on the event loop."""
 
 
 class BlockingRewardAgent:
@@ -198,6 +198,6 @@ def _close_all() -> None:
 
 
 # Agents must be closed before the executors that they use are shut down. `concurrent.futures` shuts its executors down
-# before the callbacks of `atexit` run. `threading._register_atexit` registers a callback that runs earlier than both.
+# before the callbacks of `atexit` run. A callback of `threading._register_atexit` runs before the executors shut down.
 # This function is private to CPython, so other interpreters use `atexit`.
 getattr(threading, "_register_atexit", atexit.register)(_close_all)

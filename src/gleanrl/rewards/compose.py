@@ -24,9 +24,9 @@ from gleanrl.utils.text import nearest
 FailurePolicy = Literal["fail", "renormalise"]
 
 ATTEMPTS = 3
-"""Attempts of an optional part before it is left out."""
+"""Number of attempts to score an optional part before it is left out of the sum."""
 MAX_UNFINISHED = 4096
-"""Requests whose finished parts are kept in memory until the other parts finish."""
+"""Largest number of requests whose finished parts are kept in memory between two attempts."""
 
 
 class Weighted(Scorer):
@@ -34,9 +34,9 @@ class Weighted(Scorer):
 
     All parts are scored concurrently. `Score.parts` contains the value of each part under the part's name, and the
     values that the part itself reports under ``name/...``. Token counts are added up over the parts. When one part
-    fails and the agent retries the request, the parts that already have a score are not scored again. With a journal,
-    neither does a resumed run score them again. The settings ``workers``, ``isolation`` and ``timeout_s`` apply to each
-    part separately.
+    fails and the agent retries the request, the parts that already have a score are not scored again. If there is a
+    journal, a resumed run does not score them again either. The settings ``workers``, ``isolation`` and ``timeout_s``
+    apply to each part separately.
 
     Args:
         parts: the rewards by name. Each is either a reward that `gleanrl.rewards.adapter.load_reward` accepts, or a
@@ -304,11 +304,11 @@ class Part:
 
 @dataclass(slots=True)
 class _Unfinished:
-    """What is kept of a request between two attempts, until all its parts have a score."""
+    """The state of a request that is kept between two attempts, until all its parts have a score."""
 
-    scores: dict[str, Score] = field(default_factory=dict)  # by part; invalid if the part is left out
-    failures: Counter[str] = field(default_factory=Counter)  # failed attempts of optional parts, by part
-    retryable: list[Retryable] = field(default_factory=list)  # errors of the current attempt
+    scores: dict[str, Score] = field(default_factory=dict)  # by the part's name; invalid if the part is left out
+    failures: Counter[str] = field(default_factory=Counter)  # number of failed attempts of optional parts, by name
+    retryable: list[Retryable] = field(default_factory=list)  # retryable errors of the current attempt
     unreported_cost: dict[str, float] = field(default_factory=dict)  # token counts that the agent has not received yet
 
     def add_cost(self, parts: Mapping[str, float]) -> None:

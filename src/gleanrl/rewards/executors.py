@@ -23,7 +23,7 @@ from gleanrl.utils.retry import NO_THREAD, Fatal, Retryable, cause_of, is_retrya
 log = logging.getLogger(__name__)
 
 MAX_HUNG_THREADS = 256
-"""Maximum number of threads that hang in cancelled calls."""
+"""When this many threads hang in cancelled calls, `Threads.call` makes no further calls."""
 
 
 class Threads(Executor):

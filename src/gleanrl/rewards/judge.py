@@ -126,7 +126,7 @@ class Judge(ServiceScorer):
         self._body = {**body, **self._client.hide_keys(extra or {})}
         self._unread: OrderedDict[str, None] = OrderedDict()  # requests whose first answer had no score
         self.version = version_of([body, self._messages, template, [self._low, self._high], parser_version])
-        """Changes with everything that affects a score: model, template, parser, scale and the request's fields."""
+        """A hash of everything that affects a score: model, template, parser, scale and the fields of the request."""
 
     async def __call__(self, request: Request) -> Score:
         """Return the score that the judge gives. Raises `Retryable` or `Fatal` if it gives none."""

@@ -21,15 +21,15 @@ from dataclasses import dataclass, field
 from gleanrl.utils.retry import Fatal, Retryable, Timeout
 
 _TIMER_SLACK_S = 1e-6
-"""Timers may fire this much early."""
+"""Seconds by which a timer may fire early. A request is admitted if the rate limits allow it within this time."""
 
 
 class LeakyBucket:
     """A rate limit: at most ``per_minute`` units in any 60 seconds, spread over the time rather than in one burst.
 
-    Every amount taken fills the bucket, and the bucket leaks at a constant rate. An amount may be taken while the
-    bucket then contains at most ``burst`` units. An amount larger than ``burst`` may be taken when the bucket is empty;
-    the next amount waits until enough of it has leaked out.
+    Every amount taken fills the bucket, and the bucket leaks at a constant rate. An amount may be taken if
+    the bucket contains at most ``burst`` units afterwards. An amount larger than ``burst`` may be taken when the bucket
+    is empty; the next amount waits until enough of it has leaked out.
 
     ``unit`` is the smallest amount: 1 for requests, 0 for numbers of tokens, which are not whole because they are
     estimates.
@@ -91,9 +91,10 @@ class Permit:
 
 
 CURRENT_PERMIT: ContextVar[Permit | None] = ContextVar("permit", default=None)
-"""The permit of the request that this task scores; None outside a reward agent.
+"""The permit of the request that the current asyncio task scores; None outside of a reward agent.
 
-Used by rewards with a limiter of their own: the parts of a sum, and a reward model.
+Rewards that limit or order their calls themselves (the parts of a weighted sum, reward models) take the request's lanes
+from it.
 """
 
 
@@ -122,7 +123,7 @@ class RateLimiter:
         self._tokens = LeakyBucket(tokens_per_minute, unit=0) if tokens_per_minute else None
         self.counts_tokens = self._tokens is not None
         self._timer: asyncio.TimerHandle | None = None
-        self._virtual_time = 0.0  # finish tag of the lane that went last
+        self._virtual_time = 0.0  # finish tag of the lane that admitted the last request, before this admission
 
     async def acquire(self, permit: Permit, tokens: float = 0.0) -> Lane:
         """Wait until slots and rate limits admit the request. Returns the lane to be passed to `release`.

@@ -111,7 +111,7 @@ class RewardModel(Scorer):
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="gleanrl-reward-model")
         self.version = version_of([model, dtype, self._max_length, too_long, activation, self._tokenizer.chat_template])
         self.batches: list[int] = []
-        """Sizes of the batches computed so far."""
+        """Number of conversations in each batch that was computed so far, in order."""
 
     @classmethod
     def check(

@@ -30,9 +30,9 @@ Answer = str | Sequence[Message] | Trajectory
 Item = tuple[Task, Answer]
 
 HEDGED: ContextVar[bool] = ContextVar("hedged", default=False)
-"""Whether the current asyncio task makes the second of two requests for the same score."""
+"""True in an asyncio task that makes the second of two concurrent attempts to get the same score (hedging)."""
 MAX_EXPLANATION = 4000
-"""Maximum length, in characters, of a reward's explanation."""
+"""Maximum length, in characters, of the explanation that a reward returns. A longer one is cut."""
 
 _NO_SCORE = Score.failed("the environment gave no score")
 _CANONICAL = json.JSONEncoder(sort_keys=True, separators=(",", ":"), default=to_jsonable)

@@ -12,7 +12,8 @@ import numpy as np
 from gleanrl.protocols import Metrics
 from gleanrl.utils.errors import UserError
 
-PROMPT_TOKENS, COMPLETION_TOKENS = "cost/prompt_tokens", "cost/completion_tokens"  # names in `Score.parts`
+# Names of the token counts in `Score.parts`.
+PROMPT_TOKENS, COMPLETION_TOKENS = "cost/prompt_tokens", "cost/completion_tokens"
 log = logging.getLogger(__name__)
 
 # A service counts as down only if the calls of at least this many different requests fail, because calls of a single

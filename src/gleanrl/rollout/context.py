@@ -74,7 +74,7 @@ class Context:
             self._prompt, self._joined = np.empty(0, np.int32), 0
 
     def prompt(self) -> IntArray:
-        """Return all tokens that the model sees, int32[n], up to the generation prompt. The caller owns the array."""
+        """Return all tokens that the model sees, int32[n], with the generation prompt last. The array is a copy."""
         new = [turn.tokens for turn in self._segment[self._joined :]]
         self._prompt, self._joined = np.concatenate([self._prompt, *new]), len(self._segment)
         return self._prompt.copy()

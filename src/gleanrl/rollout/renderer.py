@@ -75,7 +75,7 @@ class Renderer:
         prompt = self._template([Message(role="user", content=".")], generate=True)
         self._thought = opening_of(prompt)
         self.opened_thought = self._encoder.pieces(prompt, [len(prompt) - len(self._thought)])[1]
-        """int32[n]: tokens with which the generation prompt opens a thought; empty if it opens none."""
+        """The tokens with which the generation prompt opens a thought, int32[n]; empty if it opens none."""
         closing = self._text_after_answer([], generate=False)
         ids = self._encoder.ids(closing)
         if not ids.size:

@@ -140,8 +140,8 @@ class CallReader(Protocol):
 def find_reader(say: Callable[[Sequence[Call]], str], tools: Tools = ()) -> CallReader | None:
     """Return the first reader that parses the text which ``say`` writes for a call; None if no reader can.
 
-    ``say`` renders calls as the chat template does. ``tools`` are the schemas by which arguments without JSON types are
-    converted.
+    ``say`` renders calls as the chat template does. ``tools`` are the function schemas that give the types of arguments
+    for models that write arguments as plain text.
     """
     text = say([Call(PROBE_NAME, dict(PROBE_ARGUMENTS))])
     readers: list[CallReader] = []

@@ -26,12 +26,13 @@ TakeDevice = Callable[[Any], AbstractAsyncContextManager[Any]]
 """The part of `DeviceLock` that samplers and learners call: ``async with take_device("train") as hold``."""
 
 SAMPLE_FIRST: Sequence[Work] = ("sample", "train", "evaluate")
-"""Order in which rewards are requested as early as possible.
+"""Order of priority that puts sampling first, so that rewards are requested as early as possible.
 
-If the sampler takes new weights during episodes, groups become as old as the staleness bound allows.
+If the sampler switches to new weights during episodes, groups become as old as the staleness bound allows.
 """
 TRAIN_FIRST: Sequence[Work] = ("train", "sample", "evaluate")
-"""Order in which groups are as young as possible when they are trained on, but the next rewards are requested later."""
+"""Order of priority that puts training first: groups are as young as possible when the learner consumes them, but the
+next rewards are requested later."""
 
 
 def make_order(first: First, ahead: Callable[[], bool]) -> Callable[[], Sequence[Work]]:
@@ -66,7 +67,10 @@ class DeviceLock:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.order = order
-        """Returns the kinds of work, most urgent first. May be replaced at any time."""
+        """A function that returns the kinds of work in their current order of priority, most urgent first.
+
+        It may be replaced at any time.
+        """
         self.waiting: dict[Work, deque[asyncio.Future[None]]] = {work: deque() for work in SAMPLE_FIRST}
         self._timeline, self._clock = timeline, clock
         self._held = False

@@ -13,9 +13,9 @@ from gleanrl.types import Group
 from gleanrl.utils.errors import UserError
 
 RESAMPLED, INVALID = "resampled_zero_variance", "dropped_invalid"
-"""Reasons for dropping a group: its scores are all equal, or too few members have a valid score.
+"""Reasons for dropping a group: all its scores are equal, or too few of its members have a valid score.
 
-Metrics count each as ``groups/REASON``.
+The metrics ``groups/REASON`` count the groups that were dropped for each reason.
 """
 
 MIN_EPISODES = 32  # the share of failed episodes is checked only once this many episodes have ended
@@ -28,8 +28,10 @@ class GroupCheck:
     def __init__(self, settings: ScheduleSettings) -> None:
         self._settings = settings
         window = max(MIN_EPISODES, settings.batch * settings.group)
-        self._failed: deque[bool] = deque(maxlen=window)  # of the latest episodes to which the reward applies
-        self._scored: deque[bool] = deque(maxlen=UNSCORED_WINDOWS * window)  # of the latest episodes
+        # For the latest episodes to which the reward applies: whether each of them failed.
+        self._failed: deque[bool] = deque(maxlen=window)
+        # For the latest episodes: whether each of them got a score.
+        self._scored: deque[bool] = deque(maxlen=UNSCORED_WINDOWS * window)
 
     def refusal(self, group: Group, *, resampled: int) -> str | None:
         """Return the reason for dropping the group, or None if the learner may train on it.

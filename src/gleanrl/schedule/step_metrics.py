@@ -11,7 +11,7 @@ from gleanrl.protocols import Metrics
 from gleanrl.types import Group, StopReason
 
 GROUPS, TOKENS = "schedule/staleness/", "schedule/token_staleness/"
-"""Prefixes of the histograms' names, each followed by an age in steps."""
+"""Prefixes of the metrics that form the two histograms of staleness. An age in steps follows the prefix."""
 _SUMS = ("tokens/", "time/", "samples/", "updates/", "groups/")
 
 

@@ -20,7 +20,7 @@ _SPANS_KEPT = 50_000  # number of newest spans of each kind that are kept in mem
 _TAIL_BYTES = 65_536  # length of the end of an existing file that is searched for the time of the last span
 
 DEVICE_WORK = ("prefill", "decode", "logprobs", "train", "evaluate")
-"""Kinds of span during which the device works. The device is idle outside of all of them."""
+"""Kinds of span in which the device works. At all other times the device counts as idle."""
 
 
 class SpanRecorder(Protocol):
