@@ -198,7 +198,7 @@ def test_another_programs_database_is_left_alone(tmp_path: Path) -> None:
         database.execute("CREATE TABLE mine (x)")
     database.close()
     before = path.read_bytes()
-    with pytest.raises(UserError, match=r"pool.sqlite.*another program's"):
+    with pytest.raises(UserError, match=r"pool.sqlite.*another database"):
         Journal(path)
     assert path.read_bytes() == before
 

@@ -146,7 +146,8 @@ class _DataSet:
 
         for key, values in columns.items():
             wide = values.reshape(count, *(values.shape[1:] or (1,))).astype(np.float64)
-            lowest, highest = wide.min(axis=0), wide.max(axis=0)
+            lowest: np.ndarray = wide.min(axis=0)
+            highest: np.ndarray = wide.max(axis=0)
             self._lowest[key] = np.minimum(self._lowest.get(key, lowest), lowest)
             self._highest[key] = np.maximum(self._highest.get(key, highest), highest)
             self._sums[key] = self._sums.get(key, 0.0) + wide.sum(axis=0)

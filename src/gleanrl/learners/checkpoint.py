@@ -79,7 +79,8 @@ def write(folder: Path, tensors: Mapping[str, Tensor], optimizers: Optimizers) -
         # Only rank 0 adds its random state. If all ranks did, the state of an arbitrary one would be written.
         state |= _random_state()
     for part, (module, optimizer) in optimizers.items():
-        for name, values in get_optimizer_state_dict(module, optimizer)["state"].items():
+        optimizer_state: Any = get_optimizer_state_dict(module, optimizer)["state"]
+        for name, values in optimizer_state.items():
             state |= {f"optimizer/{part}/{name}/{key}": torch.as_tensor(value) for key, value in values.items()}
     with _torch_errors():
         written = dcp.save(state, checkpoint_id=folder / TENSORS)
@@ -146,8 +147,8 @@ def read(folder: Path, tensors: Mapping[str, Tensor], optimizers: Optimizers, *,
             target.copy_(found[name])
     for part, (module, optimizer) in optimizers.items():
         # The checkpoint has no parameter groups, so that the optimizer settings are those of this run.
-        groups = get_optimizer_state_dict(module, optimizer)["param_groups"]
-        set_optimizer_state_dict(module, optimizer, {"state": states[part], "param_groups": groups})
+        optimizer_state: Any = get_optimizer_state_dict(module, optimizer)
+        set_optimizer_state_dict(module, optimizer, optimizer_state | {"state": states[part]})
     if "random/cpu" in found:
         torch.set_rng_state(found["random/cpu"])
     if "random/cuda" in found:

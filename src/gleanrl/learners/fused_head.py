@@ -134,7 +134,8 @@ class _HeadLogprobs(torch.autograd.Function):
                 if to_weight is not None and sums is not None and sums.dtype != to_weight.dtype:
                     to_weight[columns] = sums
         to_hidden = None if to_hidden is None else to_hidden.to(hidden.dtype)
-        to_bias = None if to_bias is None else to_bias.to(bias.dtype)
+        if to_bias is not None and bias is not None:
+            to_bias = to_bias.to(bias.dtype)
         return to_hidden, to_weight, to_bias, None, None
 
 

@@ -70,7 +70,9 @@ class Journal:
             (application,) = database.execute("PRAGMA application_id").fetchone()
             (tables,) = database.execute("SELECT count(*) FROM sqlite_master").fetchone()
             if tables and application != _APPLICATION:
-                raise UserError(f"{self.path} is another program's database, no reward journal; give another path")
+                raise UserError(
+                    f"{self.path} is not a reward journal of this version, but another database; give another path"
+                )
             (verdict,) = database.execute("PRAGMA quick_check(1)").fetchone()
             if verdict != "ok":
                 raise sqlite3.DatabaseError(verdict)

@@ -216,9 +216,8 @@ class FusedEngine:
             )
             self._layers.append(layer)
         self._norm = fused("model.norm.weight")
-        self._head = optional("lm_head.weight")
-        if self._head is None:  # the head shares the weights of the embedding
-            self._head = self._embedding
+        head = optional("lm_head.weight")
+        self._head = self._embedding if head is None else head  # without weights of its own, it shares the embedding's
         if unknown := sorted(set(weights) - set(targets)):
             raise CannotServe(f"weight {unknown[0]} is not fused")
         self.targets: Mapping[str, torch.Tensor] = targets

@@ -327,7 +327,7 @@ class _Session:
                     headers=client.headers(),
                     max_msg_size=1 << 27,
                     heartbeat=HEARTBEAT_S,
-                    timeout=aiohttp.ClientWSTimeout(ws_close=CLOSE_S),
+                    timeout=aiohttp.ClientWSTimeout(ws_close=CLOSE_S),  # pyright: ignore[reportCallIssue] (an attrs class)
                 )
             return cls(url, client, socket)
         except (OSError, TimeoutError, aiohttp.ClientError) as error:

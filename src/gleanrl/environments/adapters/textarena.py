@@ -215,8 +215,8 @@ class _Episode(Environment):
     async def close(self) -> None:
         agents, self._agents = self._agents, {}
         for agent in agents.values():
-            if hasattr(agent, "aclose"):
-                await agent.aclose()
+            if aclose := getattr(agent, "aclose", None):
+                await aclose()
 
     async def _play_opponents(self) -> Observation:
         """Let the agents of the other seats move until it is the model's turn or the game is over.

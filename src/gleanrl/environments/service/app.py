@@ -204,14 +204,15 @@ class Service:
         response: Any
         try:
             takes_body, path = False, scope.get("path", "")
+            headers: dict[bytes, bytes] = {}
             if scope["type"] == "http":
                 headers = dict(scope["headers"])
                 host = headers.get(b"host", b"").decode("latin-1")
                 if self._hosts is not None and re.sub(r":\d*\Z", "", host).strip("[]").lower() not in self._hosts:
                     raise Refused(403, "host", f"this server is not addressed as {host[:100]!r}")
                 given = headers.get(b"authorization", b"")
-                secured = self._token is not None and scope["path"] not in OPEN
-                if secured and not hmac.compare_digest(given, self._token):
+                token = None if scope["path"] in OPEN else self._token
+                if token is not None and not hmac.compare_digest(given, token):
                     detail = "the token is another one" if given else "a token is needed: Authorization: Bearer TOKEN"
                     raise Refused(401, "unauthorized", detail)
                 path = path.removeprefix(scope.get("root_path", ""))  # set if another application mounts this one

@@ -88,18 +88,18 @@ class ServiceClient(HttpClient):
             except (Retryable, Fatal) as failed:
                 error = failed
             else:
-                answer = None
+                answer: Any = None
                 with suppress(ValueError):
                     answer = json.loads(response.body)
-                detail = self.quote(response.body)
-                explained = isinstance(answer, dict) and isinstance(answer.get("error"), str)
-                if explained:
-                    detail = str(answer.get("detail", ""))
+                problem: dict[str, Any] = {}
+                if isinstance(answer, dict) and isinstance(answer.get("error"), str):
+                    problem = answer
+                detail = str(problem.get("detail", "")) if problem else self.quote(response.body)
                 if response.status not in _PASSING:
                     if 200 <= response.status < 300 and answer is not None:
                         return answer
-                    if explained:
-                        raise Problem(response.status, answer["error"], detail, answer)
+                    if problem:
+                        raise Problem(response.status, problem["error"], detail, problem)
                     raise Problem(response.status, "foreign", f"status {response.status}: {detail}", {})
                 error = Retryable(f"status {response.status}: {self.quote(detail)}", retry_after(response.headers))
             retries = retries or Retries(replace(RETRIES, outage_s=patience))

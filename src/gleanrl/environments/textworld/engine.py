@@ -118,7 +118,7 @@ class Game:
         self.words: Any = Inform7Game(self._description)
         self.states = 0
         self._worlds: dict[frozenset[Any], _World] = {}
-        self._origin: np.ndarray | None = None  # uint8[memory]: the interpreter's memory in the first state
+        self._origin: Any = None  # uint8[memory]: the interpreter's memory in the first state, once that is known
 
     @cached_property
     def root(self) -> State:

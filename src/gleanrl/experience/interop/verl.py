@@ -345,7 +345,7 @@ class _Table:
 
     def __init__(self, batch: Mapping[str, Any]) -> None:
         keys = set(batch.keys())  # a TensorDict does not support `in`
-        self.given = {key: np.asarray(batch[key]) for key in _KNOWN if key in keys}
+        self.given: dict[str, Any] = {key: np.asarray(batch[key]) for key in _KNOWN if key in keys}
         for key in ("responses", "input_ids", "attention_mask", "group_ids"):
             self._need(key)
         responses, tokens = self.given["responses"], self.given["input_ids"]
