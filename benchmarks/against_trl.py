@@ -1,19 +1,20 @@
-"""Seconds a step of Glean RL beside TRL's `GRPOTrainer`, on the same single-turn GRPO job, both on the CPU.
+"""Compares the time per training step of Glean RL and of TRL's `GRPOTrainer` on the same single-turn job, on a CPU.
 
     python benchmarks/against_trl.py [--runs 2] [--steps 8] [--threads 1] [--groups 16] [--group 8]
 
-Needs `pip install 'gleanrl[benchmarks,reasoning-gym]'`. A tiny Qwen2 model learns to spell words backward
-(reasoning-gym), after the same short warm start. Glean RL runs as `gleanrl train` runs it: environment, run folder,
-rollout files and metrics included. Both get the same weights and tokenizer, the same prompts in the same order (checked
-step by step), the same rewards (the environment's own step), group size, temperature, token limit, AdamW, learning
-rate, clipping, token-mean loss and no KL: one update a step. Every run is a process of its own, runs take turns, and
-the first steps of each are not counted. A step's seconds are all that lies between the ends of two steps.
+Requires `pip install 'gleanrl[benchmarks,reasoning-gym]'`. The job is GRPO on a tiny Qwen2 model that learns to spell
+words backward (reasoning-gym), after a short warm start. Glean RL runs as in `gleanrl train`, with environment, run
+folder, rollout files and metrics. Both libraries use the same initial weights, tokenizer, prompts in the same order
+(which is checked for each step), rewards (from the environment), group size, temperature, token limit, AdamW, learning
+rate, clipping and token-mean loss. There is no KL term and one update per step. Each run is a process of its own, and
+runs of the two libraries alternate. The first steps of each run are not counted. The time of a step is the time from
+the end of the previous step to its end.
 
-TRL gets what is fastest for it here: the key-value cache, fused AdamW, float32, no gradient checkpointing, no
-padding to multiples, no logging, saving or progress bar, no loader processes, no vLLM (there is no GPU). Its rows of
-one forward and backward pass are tried at several sizes (``--trl-rows``), and Glean RL is compared with the best.
+TRL runs with the options that make it fastest here: key-value cache, fused AdamW, float32, no gradient checkpointing,
+no padding to multiples, no logging, checkpoints or progress bar, no data loader processes, and no vLLM, because there
+is no GPU. Several micro-batch sizes are tried for TRL (``--trl-rows``), and Glean RL is compared with the fastest one.
 
-Seconds depend on what else the machine does; on a shared one, with one thread, CPU seconds tell more.
+Wall-clock seconds depend on the other load of the machine. On a shared machine, use one thread and compare CPU seconds.
 """
 
 from __future__ import annotations
@@ -45,10 +46,10 @@ from gleanrl.types import Message, Task
 from gleanrl.utils.seeding import derive
 
 START, GLEAN = "start", "gleanrl"
-DEMONSTRATIONS, WARM_START_STEPS = 1000, 150  # enough to know the format and to be partly right
+DEMONSTRATIONS, WARM_START_STEPS = 1000, 150  # enough for the model to solve some tasks but not all
 ENVIRONMENT = {"name": "reasoning_gym", "options": {"task": "spell_backward"}}
 QUIET_MACHINE = {
-    "OMP_WAIT_POLICY": "PASSIVE",  # threads that spin while they wait steal from other processes
+    "OMP_WAIT_POLICY": "PASSIVE",  # otherwise waiting threads spin and take CPU time from other processes
     "CUDA_VISIBLE_DEVICES": "",
     "HF_HUB_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
@@ -59,12 +60,12 @@ QUIET_MACHINE = {
 
 @dataclass(frozen=True)
 class Job:
-    """What both train on; every run gets it as a file."""
+    """The sizes and settings of the job. Each run reads them from a file."""
 
-    groups: int
-    group: int
-    steps: int  # with the warm-up
-    warm_up: int
+    groups: int  # groups per step
+    group: int  # completions per group
+    steps: int  # number of steps, warm-up included
+    warm_up: int  # number of first steps that are not counted
     max_tokens: int
     lr: float
     threads: int
@@ -77,21 +78,21 @@ class Job:
 
 @dataclass(frozen=True)
 class Step:
-    """One training step as a run saw it."""
+    """Measurements of one training step."""
 
-    ended: float  # seconds, wall clock
-    cpu: float  # seconds of the whole process so far
+    ended: float  # time at the end of the step, in seconds of `perf_counter`
+    cpu: float  # CPU seconds of the process from its start to the end of the step
     generating: float  # seconds of prefill and decoding
-    prompt: int  # tokens, of every row
-    sampled: int  # tokens
+    prompt: int  # prompt tokens of all rows (a row is one completion)
+    sampled: int  # sampled tokens of all rows
     trained: int  # sampled tokens that went through a backward pass
-    reward: float  # mean over the rows
-    tasks: tuple[str, ...]
+    reward: float  # mean reward of the rows
+    tasks: tuple[str, ...]  # ids of the rows' tasks, sorted
 
 
 # --- the job ------------------------------------------------------------------------------------
 def configuration(job: Job, folder: Path) -> Config:
-    """The run's configuration; its model is in ``folder``."""
+    """Return the configuration of Glean RL's run, which loads its model from ``folder``."""
     config = Config.model_validate(
         {
             "run": {"name": GLEAN, "folder": str(folder), "steps": job.steps, "threads": job.threads, "seed": job.seed},
@@ -111,7 +112,7 @@ def configuration(job: Job, folder: Path) -> Config:
 
 
 def prepare_start(job: Job, folder: Path) -> None:
-    """Write the model and tokenizer that every run starts from."""
+    """Train the warm-started model, and write it and its tokenizer to ``folder``. All runs start from it."""
     import torch
 
     from gleanrl.learners.supervised import fine_tune
@@ -132,7 +133,7 @@ def prepare_start(job: Job, folder: Path) -> None:
 
 
 def planned(job: Job, config: Config) -> tuple[Taskset, list[Task]]:
-    """The taskset and the tasks of all steps, in the order in which Glean RL takes them."""
+    """Return the taskset, and the tasks of all steps in the order in which Glean RL uses them."""
     taskset = load_taskset(config.environment, job.seed)
     stream = TaskStream(taskset.tasks("train", config.environment.train_tasks), job.group, derive(job.seed, "tasks"))
     specs = asyncio.run(stream.propose(job.groups * job.steps))
@@ -141,13 +142,13 @@ def planned(job: Job, config: Config) -> tuple[Taskset, list[Task]]:
 
 # --- Glean RL -----------------------------------------------------------------------------------
 class StepClock:
-    """A `Monitor` that notes when each step ended, beside its metrics."""
+    """A `Monitor` that writes the metrics of each step to a file, with the time and CPU seconds at its end."""
 
     def __init__(self, info: RunInfo) -> None:
         self._file = (info.folder.path / "clock.jsonl").open("w", encoding="utf-8")
 
     def log(self, step: int, metrics: Metrics) -> None:
-        if "time/step_s" in metrics:  # an evaluation logs too
+        if "time/step_s" in metrics:  # not in the metrics of an evaluation
             mark = {"at_step": step, "ended": time.perf_counter(), "cpu": time.process_time()}
             self._file.write(json.dumps({**mark, **metrics}) + "\n")
 
@@ -180,7 +181,7 @@ def run_glean(job: Job, folder: Path) -> list[Step]:
 
 # --- TRL ----------------------------------------------------------------------------------------
 def run_trl(job: Job, folder: Path, rows: int) -> list[Step]:
-    """``rows``: of one forward and backward pass; gradients of several are added up to one update."""
+    """Run the job with TRL. ``rows`` is the micro-batch size; gradients are accumulated to one update per step."""
     import torch
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
@@ -224,7 +225,7 @@ def trl_settings(job: Job, config: Config, folder: Path, rows: int) -> Any:
         weight_decay=learner.weight_decay,
         max_grad_norm=learner.max_grad_norm,
         beta=0.0,
-        loss_type="dapo",  # the mean over all tokens, as ours
+        loss_type="dapo",  # the mean over all tokens, like the default of Glean RL
         epsilon=loss.clip_low,
         epsilon_high=loss.clip_high,
         scale_rewards="group",
@@ -244,7 +245,7 @@ def trl_settings(job: Job, config: Config, folder: Path, rows: int) -> Any:
 def watched_trainer(
     *, tasks: Sequence[Task], score: Callable[[Sequence[Task], Sequence[str]], list[float]], **options: Any
 ) -> tuple[Any, list[Step]]:
-    """A `GRPOTrainer`, and the list to which it will add each step."""
+    """Return a `GRPOTrainer`, and a list to which it appends a `Step` after each training step."""
     from transformers import TrainerCallback
     from trl.trainer.grpo_trainer import GRPOTrainer
 
@@ -275,7 +276,7 @@ def watched_trainer(
 
 
 async def scores(taskset: Taskset, tasks: Sequence[Task], texts: Sequence[str]) -> list[float]:
-    """What the environment gives for each answer."""
+    """Return the environment's score of each answer."""
 
     async def one(task: Task, text: str) -> float:
         environment = taskset.environment(task)
@@ -290,7 +291,7 @@ async def scores(taskset: Taskset, tasks: Sequence[Task], texts: Sequence[str]) 
 
 # --- running and comparing ----------------------------------------------------------------------
 def child(way: str, folder: Path) -> None:
-    """In a process of its own: prepare the start, or run one way and leave its steps in a file."""
+    """The entry point of a child process: prepare the model, or run one library and write its steps to a file."""
     job = Job(**json.loads((folder / "job.json").read_text()))
     if way == START:
         return prepare_start(job, folder)
@@ -299,7 +300,7 @@ def child(way: str, folder: Path) -> None:
 
 
 def launch(way: str, job: Job, folder: Path) -> None:
-    """Run `child` and wait for it."""
+    """Run `child` in a new process and wait until it ends."""
     (folder / "job.json").write_text(json.dumps(asdict(job)))
     command = [sys.executable, str(Path(__file__).resolve()), "--child", way, "--folder", str(folder)]
     environment = {**os.environ, **QUIET_MACHINE, "OMP_NUM_THREADS": str(job.threads)}
@@ -309,7 +310,7 @@ def launch(way: str, job: Job, folder: Path) -> None:
 
 
 def measured(way: str, job: Job, start: Path) -> list[Step]:
-    """The steps of one run, in a folder of its own."""
+    """Run the job once in a temporary folder and return its steps."""
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         (folder / "model").symlink_to(start / "model")
@@ -319,14 +320,14 @@ def measured(way: str, job: Job, start: Path) -> list[Step]:
 
 
 def require_same_work(runs: Mapping[str, Sequence[Sequence[Step]]]) -> None:
-    """Stop unless every run met the same tasks, and as many prompt tokens, in every step."""
+    """Exit with an error unless all runs had the same tasks and numbers of prompt tokens in each step."""
     seen = {tuple((step.prompt, step.tasks) for step in run) for way in runs.values() for run in way}
     if len(seen) != 1:
         sys.exit("the runs did not do the same work: tasks or prompt tokens differ")
 
 
 def counted(run: Sequence[Step], warm_up: int) -> list[dict[str, float]]:
-    """Figures of each step after the warm-up."""
+    """Return the measurements to compare, for each step after the warm-up."""
     return [
         {
             "seconds": step.ended - before.ended,

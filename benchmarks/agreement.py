@@ -1,15 +1,16 @@
-"""Estimators, losses, corrections and KL estimates beside those of verl and TRL, run on the same batches.
+"""Compares estimators, losses, importance corrections and KL estimates with those of verl and TRL on the same batches.
 
     python benchmarks/agreement.py [--batches 40] [--seed 0]
 
-Needs `pip install verl trl`, or one of them; a missing peer is said in a line. The peer's own code runs: verl's
-`core_algos` and `rollout_corr_helper`, and the scoring and loss methods of a TRL `GRPOTrainer` whose sampling, rewards
-and log-probs are given. Batches are random: groups of 1 to 16, masks with holes, rewards at the last trained token,
-log-ratios up to what the peer allows, in float64 and float32.
+Requires verl, TRL or both; a library that is not installed is reported and skipped. The code of the other libraries is
+called directly: verl's `core_algos` and `rollout_corr_helper`, and the scoring and loss methods of TRL's `GRPOTrainer`,
+in which sampling, rewards and log-probs are replaced by given values. Batches are random, in float64 and float32, with
+groups of 1 to 16, masks with gaps, rewards at the last trained token, and log-ratios up to the limit of the library.
 
-A difference is the largest over all batches: of gradients relative to the peer's largest in the batch, of values too
-where that is above 1. Our advantages are float32 whatever goes in, so 1e-7 is equality. The second table shows where we
-differ on purpose, each on a smallest example. The status is 1 where something differs that should agree.
+The first table shows the largest difference over all batches. Differences of gradients are relative to the largest
+gradient of the other library in the batch. Differences of values are relative to its largest value if that is above 1,
+else absolute. Glean RL's advantages are float32 for any input, so a difference of 1e-7 means equality. The second table
+shows intentional differences, each on a minimal example. The exit status is 1 if results differ that should agree.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def trl() -> Peer:
 
 
 def differences(check: Check, batches: int, seed: int, dtype: torch.dtype) -> dict[str, float]:
-    """The largest relative difference over all batches, of values and, where there is one, of gradients."""
+    """Return the largest difference over all batches, for "values" and, if the check has one, for "gradient"."""
     largest: dict[str, float] = {}
     for number in range(batches):
         for what, (ours, theirs) in check.compare(draw(check, number, seed, dtype)).items():
@@ -56,7 +57,7 @@ def differences(check: Check, batches: int, seed: int, dtype: torch.dtype) -> di
 
 
 def compare(peer: Peer, batches: int, seed: int) -> int:
-    """Print both tables of a peer; returns how many rows differ that should agree."""
+    """Print both tables of a library, and return the number of rows that differ although they should agree."""
     print(f"\n## {peer.name} {peer.version}\n")
     print("| ours | theirs | values, float64 | gradient, float64 | values, float32 | gradient, float32 | |")
     print("|---|---|---|---|---|---|---|")

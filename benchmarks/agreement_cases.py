@@ -1,4 +1,7 @@
-"""What `agreement.py` compares on: random batches, rows of its table, and our functions as the peers call theirs."""
+"""Random batches and table rows for `agreement.py`, and wrappers of our functions with the other libraries' arguments.
+
+A *peer* is one of the libraries that are compared with Glean RL: verl or TRL.
+"""
 
 from __future__ import annotations
 
@@ -19,19 +22,19 @@ Pair = tuple[Tensor, Tensor]  # ours, theirs
 
 @dataclass(frozen=True)
 class Case:
-    """A random batch of N trajectories of L positions; floats are of one dtype."""
+    """A random batch of N trajectories with L positions each. All floating-point tensors have the same dtype."""
 
     number: int
-    rewards: Tensor  # [N, L], at the last trained token
-    mask: Tensor  # bool [N, L]
-    group: Tensor  # int64 [N]
-    logp: Tensor  # [N, L]
+    rewards: Tensor  # [N, L], not 0 only at the last trained token of a trajectory
+    mask: Tensor  # bool [N, L], True at trained tokens
+    group: Tensor  # int64 [N], index of each trajectory's group
+    logp: Tensor  # [N, L], log-probs of the policy; so are the next three, of other policies
     old: Tensor
     behaviour: Tensor
     ref: Tensor
-    values: Tensor
-    advantages: Tensor  # [N, L], any
-    greedy: Tensor  # [N]
+    values: Tensor  # [N, L], predictions of a critic
+    advantages: Tensor  # [N, L], arbitrary; not computed from `rewards`
+    greedy: Tensor  # [N], reward of a greedy rollout of each trajectory's task
 
     @property
     def weights(self) -> Tensor:
@@ -44,19 +47,19 @@ class Case:
 
 @dataclass(frozen=True)
 class Check:
-    """One row: what is compared, and how a batch for it is drawn."""
+    """A row of the first table: a pair of functions to compare, and the kind of batches to compare them on."""
 
-    ours: str
-    theirs: str
-    compare: Callable[[Case], dict[str, Pair]]  # "values" and, where there is one, "gradient"
-    drift: float = 25.0  # largest |log-ratio| that the peer allows
-    group: tuple[int, int] = (1, 16)  # sizes
-    equal: bool = False  # all groups of one size, no trajectory without a trained token
+    ours: str  # name of our function and its options
+    theirs: str  # name of the peer's function
+    compare: Callable[[Case], dict[str, Pair]]  # returns "values" and, if the result has one, "gradient"
+    drift: float = 25.0  # largest |log-ratio| in a batch; peers clamp larger ones
+    group: tuple[int, int] = (1, 16)  # smallest and largest group size
+    equal: bool = False  # all groups of a batch have the same size, and all trajectories have a trained token
 
 
 @dataclass(frozen=True)
 class Difference:
-    """A deliberate difference on its smallest example, as both show it."""
+    """A row of the second table: an intentional difference, with the results of both libraries on a minimal example."""
 
     about: str
     ours: str
@@ -79,7 +82,7 @@ def draw(check: Check, number: int, seed: int, dtype: torch.dtype) -> Case:
         return int(torch.randint(low, high + 1, (), generator=random))
 
     def normal(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=random).to(dtype)  # exact in float32 too
+        return torch.randn(*shape, generator=random).to(dtype)  # drawn as float32, so equal in both dtypes
 
     sizes = [integer(*check.group) for _ in range(integer(2, 5))]
     if check.equal:
@@ -92,7 +95,7 @@ def draw(check: Check, number: int, seed: int, dtype: torch.dtype) -> Case:
         row &= torch.rand(length, generator=random) < 0.8
         if check.equal and not row.any():
             row[-1] = True
-    mask[0, :2] = True  # whitening needs two tokens
+    mask[0, :2] = True  # whitening divides by the standard deviation, which needs at least two trained tokens
     last = length - 1 - mask.flip(-1).byte().argmax(-1)
     scores = [
         lambda: (normal(n) > 0).to(dtype),
@@ -127,7 +130,10 @@ def on_mask(case: Case, ours: Tensor, theirs: Tensor) -> Pair:
 
 
 def differentiated(case: Case, ours: Callable[[Tensor], Tensor], theirs: Callable[[Tensor], Tensor]) -> dict[str, Pair]:
-    """Values and gradients by the log-probs of two functions of them, at trained tokens."""
+    """Evaluate two functions of the log-probs, and return pairs of their values and of their gradients.
+
+    Both are taken at trained tokens only, unless a value is a scalar.
+    """
 
     def both(function: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
         leaf = case.logp.clone().requires_grad_()
@@ -148,7 +154,7 @@ def our_loss(case: Case, logp: Tensor, **settings: Any) -> Tensor:
 
 
 def credits(case: Case, name: str, **options: Any) -> Tensor:
-    """[2, N, L]: advantages and returns."""
+    """Return advantages and returns of the estimator ``name``, as [2, N, L]."""
     return torch.stack(estimate(name, case.rewards, case.mask, case.group, **options)).to(case.rewards.dtype)
 
 
@@ -158,7 +164,7 @@ def shown(value: Tensor | float) -> str:
 
 
 def single(drift: float, advantage: float) -> Case:
-    """One trajectory of two trained tokens, each with this log-ratio and advantage."""
+    """Make a batch of one trajectory with two trained tokens, which have the given log-ratio and advantage."""
     old = torch.full((1, 2), -1.0)
     return Case(
         number=0,

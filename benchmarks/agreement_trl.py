@@ -1,7 +1,7 @@
-"""TRL's side of `agreement.py`: a `GRPOTrainer` that scores and takes the loss of given batches, and our differences.
+"""The rows of `agreement.py` that compare with TRL.
 
-Rewards, log-probs and masks are given in the place of sampling and forward passes; advantages, importance ratios and
-losses are computed by the trainer's own methods.
+They call the methods of a `GRPOTrainer` that compute advantages, importance ratios and losses. Sampling, reward
+functions and forward passes of the trainer are replaced by the values of the batch.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Trl:
 
     @contextlib.contextmanager
     def configured(self, **settings: Any) -> Iterator[Any]:
-        """The trainer with other settings, for a while."""
+        """Yield the trainer with changed attributes, which are restored when the block ends."""
         usual = {name: getattr(self.trainer, name) for name in settings}
         for name, value in settings.items():
             setattr(self.trainer, name, value)
@@ -59,7 +59,7 @@ class Trl:
             setattr(self.trainer, name, value)
 
     def scored(self, case: Case, **settings: Any) -> dict[str, Any]:
-        """What the trainer knows of a batch after it was sampled."""
+        """Return the inputs of the loss, advantages included, that the trainer makes of a batch after sampling."""
         members = int((case.group == 0).sum())
         with self.configured(num_generations=members, given=case, **settings) as trainer:
             return trainer._generate_and_score_completions([{"prompt": "a"}] * len(case.group))
@@ -76,7 +76,7 @@ class Trl:
         unbiased: bool = False,
         **settings: Any,
     ) -> Tensor:
-        """The loss of a batch by ``logp``, with the batch's own advantages."""
+        """Return the trainer's loss if the policy's log-probs are ``logp``, with the advantages of ``case``."""
         settings = {"epsilon_low": LOW, "epsilon_high": HIGH, "loss_type": loss_type, **settings}
         inputs = self.scored(case, **settings)
         inputs |= {"advantages": case.advantages, "old_per_token_logps": case.old, "ref_per_token_logps": case.ref}
@@ -85,7 +85,7 @@ class Trl:
             trainer.args.delta, trainer.args.use_bias_correction_kl = delta, unbiased
             return trainer._compute_loss(trainer.model, inputs)
 
-    # --- rows
+    # --- rows of the first table
     def checks(self) -> list[Check]:
         cispo = {"name": "cispo", "clip_low": 1.0, "clip_high": 4.0}
         sequences = {"aggregation": "seq-mean-token-mean"}
@@ -134,9 +134,9 @@ class Trl:
 
     def row(self, ours: str, theirs: str, settings: dict[str, Any], told: dict[str, Any], kl: str = "") -> Check:
         def compare(case: Case) -> dict[str, Pair]:
-            if kl == "k3+":  # the same on policy only
+            if kl == "k3+":  # TRL multiplies this by the importance ratio, so both agree only where the ratio is 1
                 case = replace(case, old=case.logp)
-            if settings.get("name") == "gspo":  # theirs has one ratio a sequence, so one advantage
+            if settings.get("name") == "gspo":  # TRL has one ratio per sequence, so a sequence needs a single advantage
                 case = replace(case, advantages=case.advantages[:, :1].expand_as(case.logp))
 
             def our_side(logp: Tensor) -> Tensor:
@@ -167,7 +167,7 @@ class Trl:
             lambda logp: self.loss(case, logp, "dr_grpo"),
         )
 
-    # --- on purpose
+    # --- rows of the second table: intentional differences
     def differences(self) -> list[Difference]:
         def loss(about: str, case: Case, settings: dict[str, Any], told: dict[str, Any]) -> Difference:
             ours = our_loss(case, case.logp, **{"aggregation": "token-mean", "dual_clip": None, **settings})
@@ -217,13 +217,16 @@ class Trl:
 
 
 def stacked(case: Case, times: int) -> Case:
-    """The same trajectory several times, as one group."""
+    """Return a batch whose only group consists of ``times`` copies of the trajectory in ``case``."""
     fields = {name: value.repeat(times, 1) for name, value in vars(case).items() if getattr(value, "ndim", 0) == 2}
     return replace(case, **fields, group=torch.zeros(times, dtype=torch.int64), greedy=torch.zeros(times))
 
 
 def make_trainer() -> Any:
-    """A trainer of a model that is never asked; ``given`` is the `Case` that it believes to have sampled."""
+    """Make a trainer that uses the batch in its attribute ``given`` (a `Case`) instead of sampling.
+
+    Token ids, masks, log-probs and rewards come from ``given``. The trainer's tiny model is never called.
+    """
     from datasets import Dataset
     from tokenizers import Tokenizer, models
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast

@@ -1,4 +1,4 @@
-"""verl's side of `agreement.py`: its functions, called with what they want, and where we differ on purpose."""
+"""The rows of `agreement.py` that compare with verl: calls of verl's functions, and the intentional differences."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from gleanrl.algorithms.loss import LossConfig, Tokens, aggregate, kl_penalty, p
 from gleanrl.learners.torch import KlCoefficient
 
 NORM = "seq-mean-token-sum-norm"
-PEER_LOSS = {"ppo": "vanilla"}  # the others have our names
+PEER_LOSS = {"ppo": "vanilla"}  # verl's names of losses; losses not listed here have the same name in both libraries
 
 
 class Verl:
@@ -55,7 +55,8 @@ class Verl:
             policy_loss=PolicyLossConfig(clip_cov_ratio=1.0, kl_cov_ratio=0.2, ppo_kl_coef=0.7),
         )
         _, returns = self.advantages("reinforce_plus_plus", [[0.0, 0.0, 1.0]], [[1, 0, 1]])
-        self.returns_pass_holes = bool(returns[0, 0] > 0)  # since 0.9.0
+        # Whether a reward after an untrained token reaches the tokens before it; in verl this is so since 0.9.0.
+        self.returns_pass_holes = bool(returns[0, 0] > 0)
 
     def advantages(
         self, name: str, rewards: Any, mask: Any, group: Any = None, **options: Any
@@ -84,7 +85,7 @@ class Verl:
             rollout_is_weights=weights,
         )[0]
 
-    # --- rows
+    # --- rows of the first table
     def checks(self) -> list[Check]:
         return [*self.estimator_checks(), *self.loss_checks(), *self.correction_checks(), *self.other_checks()]
 
@@ -146,7 +147,11 @@ class Verl:
         ]
 
     def correction_checks(self) -> list[Check]:
-        """Ours in one loss; theirs as its helper's weights and rejection mask, given to its losses."""
+        """Return the rows for importance corrections.
+
+        Our loss includes the correction. In verl, a helper computes weights and a rejection mask, which are then passed
+        to the loss.
+        """
 
         def row(name: str, correction: str, level: str, peer: str, rejected: str | None = None) -> Check:
             settings = {"correction": correction, "correction_level": level, "correction_cap": 2.0}
@@ -164,7 +169,7 @@ class Verl:
                         case.behaviour, logp, case.advantages, case.weights, case.mode, self.actor, weights
                     )[0]
                 if not bool(mask.any()):
-                    return 0 * logp.sum()  # theirs is NaN
+                    return 0 * logp.sum()  # verl's loss is NaN if all tokens are rejected; ours is 0
                 return self.loss(PEER_LOSS.get(name, name), case, logp, weights=weights)
 
             return Check(
@@ -247,7 +252,7 @@ class Verl:
         theirs.update(measured, trajectories)
         return {"values": (torch.tensor(ours.value), torch.tensor(theirs.value))}
 
-    # --- on purpose
+    # --- rows of the second table: intentional differences
     def differences(self) -> list[Difference]:
         return [*self.estimator_differences(), *self.loss_differences()]
 
@@ -255,10 +260,10 @@ class Verl:
         def both(
             about: str, name: str, theirs: str, rewards: Any, mask: Any, *, at: int = 0, **options: Any
         ) -> Difference:
-            """Advantages (``at`` 0) or returns (1) of the first trajectory."""
+            """Compare the advantages (``at`` = 0) or the returns (``at`` = 1) of the first trajectory."""
             told = dict(options)
             if name == "reinforce_plus_plus":
-                told, options = {}, {"gamma": 0.9, **options}  # the peer's is in its configuration
+                told, options = {}, {"gamma": 0.9, **options}  # verl reads gamma from its configuration instead
             rewards, mask = torch.tensor(rewards), torch.tensor(mask)
             ours = estimate(name, rewards, mask, torch.zeros(len(rewards), dtype=torch.int64), **options)[at][0]
             try:
@@ -311,7 +316,7 @@ class Verl:
         ]
 
     def noise(self, size: int) -> float:
-        """The largest advantage that verl gives to equal rewards."""
+        """Return the largest absolute advantage that verl computes for ``size`` equal rewards; exact would be 0."""
         return float(self.advantages("grpo", torch.full((size, 1), 0.7), torch.ones(size, 1))[0].abs().max())
 
     def loss_differences(self) -> list[Difference]:
@@ -342,7 +347,10 @@ class Verl:
         ]
 
     def icepop(self) -> Difference:
-        """Two tokens of weight 1 and 3, bounds 0.5 and 2: verl's rollout_is alone, without its rejection mask."""
+        """Compare ppo on two tokens with weights 1 and 3, where weights outside [0.5, 2] are masked.
+
+        In verl only the weights (rollout_is) are used, without the rejection mask.
+        """
         case = replace(single(0.0, 1.0), behaviour=torch.tensor([[-1.0, -1.0 - float(np.log(3))]]))
         ours = our_loss(case, case.logp, correction="mask", correction_cap=2.0, correction_floor=0.5)
         weights, _ = self.correction.compute_rollout_correction_weights(
@@ -354,7 +362,10 @@ class Verl:
         )
 
     def weighted_gpg(self) -> Difference:
-        """The policy has moved since old_logp, which is what was sampled from."""
+        """Compare gpg with truncated weights where the policy has changed since ``old_logp``.
+
+        The behaviour policy equals the old policy, so verl's weights are 1, while ours include the change.
+        """
         case = single(float(np.log(2)), 1.0)
         ours = our_loss(case, case.logp, name="gpg", correction="truncate", correction_cap=5.0)
         weights, _ = self.correction.compute_rollout_correction_weights(
@@ -364,7 +375,7 @@ class Verl:
         return Difference("gpg, correction truncate, the probability doubled since", shown(ours), shown(theirs))
 
     def clip_cov_draws(self) -> Difference:
-        """How many different losses a batch has over eight states of the global generator."""
+        """Count the different losses that one batch has with eight states of torch's global random generator."""
         random = torch.Generator().manual_seed(0)
         old, advantages = (torch.randn(8, 64, generator=random) for _ in range(2))
         case = replace(single(0.0, 1.0), old=old, logp=old, advantages=advantages, behaviour=old)

@@ -1,10 +1,11 @@
-"""ALFWorld stepping beside the stock engine: speed, memory, and that both answer the same.
+"""Compares our ALFWorld engine with the original one: speed, memory, and whether both give the same observations.
 
     python benchmarks/alfworld_engine.py [--games 6] [--steps 60] [--seed 0]
 
-The stock engine is what alfworld plays: TextWorld's PddlEnv under alfworld's demangler, asked for feedback,
-win flag and admissible commands. "cold" steps are of states and commands never met before; "warm"
-ones were. All times are CPU seconds of this process, so that a busy machine does not count.
+The original ("stock") engine is the one that the package alfworld uses: TextWorld's PddlEnv with alfworld's demangler,
+with feedback, win flag and admissible commands requested. A "cold" step is the first one with its combination of state
+and command; a "warm" step repeats a combination, whose result our engine has cached. All times are CPU seconds of this
+process, so that they do not depend on the other load of the machine.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from gleanrl.types import Task
 GOALS = ("put", "heat", "cool", "clean", "put_two")
 SIZES = {
     "small": {"receptacles": (5, 6), "objects": (4, 6)},
-    "large": {"receptacles": (20, 25), "objects": (20, 25), "same_kind": 3},  # as large as the real games
+    "large": {"receptacles": (20, 25), "objects": (20, 25), "same_kind": 3},  # the size of ALFWorld's published games
 }
 
 
@@ -39,7 +40,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    AlfworldTaskset().tasks("train", 1)  # imports and the grammar, once a process
+    AlfworldTaskset().tasks("train", 1)  # imports modules and parses the grammar, which shall not be measured
     generation()
     print(f"\n{'household':10}{'engine':8}{'load ms':>9}{'cold steps/s':>14}{'warm steps/s':>14}{'KB a game':>11}")
     for size, layout in SIZES.items():

@@ -1,10 +1,11 @@
-"""Is every generated ALFWorld household winnable, and does the expert win each? All six kinds, full size.
+"""Checks whether the expert solves every generated ALFWorld household, for each of the six kinds of tasks.
 
     python benchmarks/alfworld_expert.py [--games 200] [--size full] [--seed 0]
 
-Households are drawn as a taskset draws them, but none is left out for being unsolved: the expert plays each that is
-drawn, once with its own commands only and once with three in ten replaced by random ones. "open at start" says
-how many had their goal not reached already. Household sizes and commands are given as least, median and most.
+A taskset discards households that the expert does not solve. This benchmark keeps them: the expert plays every
+household that is drawn, once with its own commands only and once with 30 % of its commands replaced by random ones. The
+column "open at start" counts households whose goal is not already reached at the start. Columns with three numbers are
+minimum, median and maximum.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def row(goal: str, size: str, games: int, seed: int) -> list[str]:
 
 
 def drawn(goal: str, size: str, games: int, seed: int) -> list[Household]:
-    """The first ``games`` different households that the draws of a seed make."""
+    """Return the first ``games`` different households that are drawn with ``seed``."""
     layout = AlfworldTaskset(goals=[goal], size=size).layout  # type: ignore[arg-type] - argparse checks the size
     found: dict[str, Household] = {}
     index = 0

@@ -1,14 +1,16 @@
-"""ALFWorld's six kinds of tasks, before and after training, on layouts seen in training and on unseen ones.
+"""Measures success on ALFWorld's six kinds of tasks before and after training, on seen and on unseen room layouts.
 
     python benchmarks/alfworld_six.py show
     python benchmarks/alfworld_six.py run [--arms on-policy replay] [--seeds 0 1 2] [--section.key value ...]
 
-A run is `gleanrl train alfworld_six`, with experience replay in the arm `replay`. A seed redraws the households (all
-splits), the demonstrations, the warm start and every sample; the arms of a seed share all of that. The policy is judged
-when it starts and when the run is over, by sampled attempts on held-out households: half of them in rooms whose layout
-(sort of room and furniture) training plays too, half in rooms of layouts that it never plays. Intervals are 95 %, over
-households; what another seed would change is in the rows of the seeds. `run` adds a JSON line for each run to the
-results file and skips those that are there; one thread a run.
+A run is `gleanrl train alfworld_six`; in the arm `replay`, experience replay is enabled. The seed determines the
+households of all splits, the demonstrations, the warm start and all samples, so the arms of a seed start equal. The
+policy is evaluated before and after training, by sampled attempts on held-out households. Half of these have a layout
+(kind of room and furniture) that also occurs in training ("seen"), the other half have layouts that do not ("unseen").
+
+The 95 % confidence intervals are over households and do not include the variance between seeds; for that, the result
+of each seed is printed too. `run` appends a JSON line to the results file for each run and skips runs that it already
+contains. Each run uses one thread.
 """
 
 from __future__ import annotations
@@ -30,9 +32,9 @@ from typing import Any
 RESULTS = Path(__file__).parent / "results" / "alfworld_six.jsonl"
 ARMS: dict[str, dict[str, str]] = {"on-policy": {}, "replay": {"replay.enabled": "true"}}
 KINDS = ("put", "examine", "clean", "heat", "cool", "put_two")
-TASKS, SAMPLES = 480, 4  # held-out households, half of them of unseen layouts, and attempts at each
+TASKS, SAMPLES = 480, 4  # number of held-out households, and of attempts at each
 
-Rates = dict[str, list[float]]  # kind of task -> success of each household
+Rates = dict[str, list[float]]  # kind of task -> success rate on each household
 
 
 def main() -> None:
@@ -69,7 +71,7 @@ def one_run(arm: str, seed: int, settings: Sequence[str]) -> dict[str, Any]:
 
 
 async def measured(arm: str, seed: int, settings: Sequence[str], folder: Path) -> dict[str, Any]:
-    """Train once; success of each held-out household before and after."""
+    """Train once, and return a row of results with the success rates before and after training."""
     from gleanrl.cli.main import parse_overrides
     from gleanrl.config import loading as configuration
     from gleanrl.runtime.local import Builder
@@ -106,7 +108,10 @@ async def measured(arm: str, seed: int, settings: Sequence[str], folder: Path) -
 
 
 async def judged(builder: Any, checkpoint: Path | None) -> Rates:
-    """Success of sampled attempts on each held-out household with a checkpoint's weights, or the warm start's."""
+    """Return the success rate of sampled attempts on each held-out household.
+
+    The weights are those of ``checkpoint``, or those after the warm start if it is None.
+    """
     from gleanrl.rewards import EnvironmentReward
     from gleanrl.runtime.evaluation import evaluate
     from gleanrl.runtime.local import closing
@@ -145,7 +150,10 @@ def show(rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def rates_of(rows: Sequence[Mapping[str, Any]], when: str, kind: str, layouts: str) -> list[float]:
-    """Success of each household of each seed; before training an arm is like another, so one of a seed counts."""
+    """Return the success rate on each household of each seed, for one kind of task or "all six".
+
+    For ``when`` = "before" only one arm of each seed is used, because all arms start from the same weights.
+    """
     if when == "before":
         rows = list({row["seed"]: row for row in rows}.values())
     kinds = KINDS if kind == "all six" else (kind,)

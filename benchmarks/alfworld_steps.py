@@ -1,13 +1,16 @@
-"""ALFWorld steps per second beside alfworld's own batch environment, on the same full-size game files, in one run.
+"""Compares the steps per second of our ALFWorld environment and of alfworld's own batch environment on the same games.
 
     python benchmarks/alfworld_steps.py [--games 12] [--episodes 48] [--turns 40] [--workers 2] [--seed 0]
 
-Both sides play random admissible commands, which both have to list after every step. Stock is `AlfredTWEnv` with
-`init_env(batch_size)`: one game at a time in this process, or several in lock-step, each in a process of its own. Ours
-is the environment of the taskset, through the pool that a run uses: in this process or in worker processes, many
-episodes at once. "new" is the first time that a game is played, "again" the same episodes ten times more.
-Loading games is apart, as CPU ms a game. Steps are given per second of the clock, and per second of CPU of all
-processes together, which is what a core does in a second and which other work on the machine hardly changes.
+Both play random admissible commands on full-size games, and both compute the list of admissible commands after each
+step. "stock" is alfworld's `AlfredTWEnv` with `init_env(batch_size)`: one game at a time in this process, or several in
+lock-step, each in a process of its own. "ours" is the taskset's environment in the `EnvironmentPool` that a run uses,
+in this process or in worker processes, with many episodes at the same time. "new" episodes are played for the first
+time; "again" repeats the same episodes ten times.
+
+The time to load a game is measured separately, in CPU milliseconds per game. Steps are given per wall-clock second, and
+per CPU second of all processes together. The latter is the throughput of one core, and depends little on the other load
+of the machine.
 """
 
 from __future__ import annotations
@@ -41,7 +44,7 @@ from gleanrl.types import Task
 
 @dataclass
 class Meter:
-    """Clock and CPU seconds, of this process and all below it, spent inside `measure`."""
+    """Sums of the wall-clock seconds, and of the CPU seconds of this process and its descendants, inside `measure`."""
 
     wall: float = 0.0
     cpu: float = 0.0
@@ -85,14 +88,14 @@ def main() -> None:
 
 
 def write(root: Path, task: Task, number: int) -> None:
-    """A game as the published data has it."""
+    """Write a game to the folder ``root`` in the format of ALFWorld's published data."""
     kind = GOALS[task.payload["goal"]].library
     file = stock.game_file(task, root / "json_2.1.1" / "train" / f"{kind}-{number}" / "trial" / "game.tw-pddl")
     file.with_name("traj_data.json").write_text(json.dumps({"task_type": kind}))
 
 
 def play_stock(root: Path, batch: int, rounds: int, turns: int, seed: int) -> tuple[int, int, Meter, Meter]:
-    """Episodes, steps, and what loading and stepping took."""
+    """Play episodes in alfworld's environment. Returns the numbers of episodes and steps, and the times of both."""
     from alfworld.agents.environment.alfred_tw_env import AlfredTWEnv
 
     config: dict[str, Any] = {
@@ -105,7 +108,7 @@ def play_stock(root: Path, batch: int, rounds: int, turns: int, seed: int) -> tu
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         env = AlfredTWEnv(config, train_eval="train").init_env(batch_size=batch)
     rng, loading, stepping, steps = random.Random(seed), Meter(), Meter(), 0
-    env.reset()  # what is loaded once a process is not what an episode costs
+    env.reset()  # loads what is loaded once per process, which shall not be measured
     for _ in range(rounds):
         with loading.measure():
             _, infos = env.reset()
@@ -124,7 +127,7 @@ async def play_ours(taskset: AlfworldTaskset, tasks: Sequence[Task], workers: in
     async with EnvironmentPool(taskset, workers=workers) as pool:
         await asyncio.gather(*(episode(pool, tasks[0], number, 1) for number in range(2 * max(1, workers))))
         loading = Meter()
-        with loading.measure():  # the game itself; episodes of one task share it
+        with loading.measure():  # loads the games; all later episodes of a task use the loaded one
             await asyncio.gather(*(episode(pool, task, 0, 0) for task in tasks))
         for title, rounds in (("new", 1), ("again", 10)):
             stepping, steps = Meter(), 0

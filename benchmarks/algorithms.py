@@ -1,11 +1,11 @@
-"""Estimators and losses side by side: learning curves on the quickstart, equal steps, several seeds.
+"""Compares advantage estimators and losses by their learning curves on the quickstart, with equal steps and settings.
 
     python benchmarks/algorithms.py [--seeds 0 1 2] [--arms grpo remax ...] [--svg FILE] [--section.key value ...]
 
-Every arm is `gleanrl train quickstart` with the settings of `ARMS` and nothing else changed, so nobody's learning rate
-is tuned. A seed redraws the households, the demonstrations, the warm start and every sample; the arms of a seed share
-these. "before" and "after" are success of sampled attempts on held-out households; "after" is the mean of the last
-two evaluations. The interval is over seeds (Student's t, 95 %).
+Each arm is `gleanrl train quickstart` with the settings in `ARMS`. All other settings are equal, so the learning rate
+is not tuned for any arm. The seed determines the households, the demonstrations, the warm start and all samples, so the
+arms of a seed start equal. "before" and "after" are the success rates of sampled attempts on held-out households;
+"after" is the mean of the last two evaluations. The 95 % confidence interval is over seeds (Student's t).
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from pathlib import Path
 from gleanrl.cli.main import parse_overrides
 from gleanrl.runtime.run_folder import RunFolder
 
-LATE = 2  # evaluations that are averaged
+LATE = 2  # number of last evaluations whose mean is "after"
 METRIC = "eval/sampled/pass@1"
-STUDENT = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 8: 2.36, 10: 2.26}  # by number of seeds
+STUDENT = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 8: 2.36, 10: 2.26}  # number of seeds -> t quantile (95 %)
 
 ARMS: dict[str, dict[str, str]] = {
     "grpo": {},
@@ -124,14 +124,18 @@ def show(rows: Sequence[Mapping], arms: Sequence[str]) -> None:
 
 
 def interval(values: Sequence[float]) -> float:
-    """Half the width of the mean's 95 % interval."""
+    """Return half the width of the 95 % confidence interval of the mean; NaN for a single value."""
     if len(values) < 2:
         return math.nan
     return STUDENT.get(len(values), 2.0) * statistics.stdev(values) / math.sqrt(len(values))
 
 
 def draw(rows: Sequence[Mapping], arms: Sequence[str]) -> str:
-    """A small panel for each arm: its seeds thin, their mean thick, GRPO's mean in grey behind. SVG text."""
+    """Draw the learning curves as an SVG and return its text.
+
+    There is a panel for each arm, with thin lines for its seeds, a thick line for their mean, and a dashed grey line
+    for the mean of GRPO.
+    """
     arms = [arm for arm in arms if any(row["arm"] == arm for row in rows)]
     panel_width, panel_height, across = 230, 150, 4
     means = {arm: mean_curve([row["curve"] for row in rows if row["arm"] == arm]) for arm in arms}

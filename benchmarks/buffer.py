@@ -1,28 +1,39 @@
-"""The trajectory buffer and other stores, in one run: adding, sampling warm and cold, memory, disk.
+"""Compares the trajectory buffer with other replay buffers: speed of adding and sampling, memory and disk space.
 
     python benchmarks/buffer.py [--workloads images rows long] [--scale 1] [--arms ...] [--batch 256] [--repeats 1]
     python benchmarks/buffer.py flat [--trajectories 1000 10000 100000 1000000]
 
-Each arm is a process of its own and gets the same trajectories. Workloads (``--scale`` multiplies the trajectories):
+Each arm runs in a process of its own and stores the same trajectories of T steps in B environments. Workloads
+(``--scale`` multiplies the number of trajectories):
 
-* ``images``: RLinf-style rows of 24.9 kB (two observations of 12 kB), 200 trajectories of T = 100, B = 8.
-* ``rows``: rows of 100 bytes, as of a robot's joints, 400 trajectories of T = 250, B = 16.
-* ``long``: 8 trajectories of T = 5,000, B = 4 with rows of 24.9 kB.
+* ``images``: 200 trajectories of T = 100, B = 8, with RLinf-style rows of 24.9 kB (two image observations of 12 kB).
+* ``rows``: 400 trajectories of T = 250, B = 16, with rows of 100 bytes, such as the joints of a robot.
+* ``long``: 8 trajectories of T = 5,000, B = 4, with rows of 24.9 kB.
 
-Arms: ``ideal``: tensors in memory that hold all rows, and `index_select`; ``gleanrl``: on disk, and ``gleanrl-memory``;
-``rlinf-in-place``: RLinf's own files, read by ours where they lie; ``torchrl``: `LazyMemmapStorage` on disk; ``cpprb``:
-in memory, and ``cpprb-mmap`` (transitions only; it cannot reopen its file). Those that are not installed are left out.
+Arms (those whose package is not installed are left out):
 
-Columns: megabytes added a second (of what the caller holds: both observations), durable where the store makes it so;
-milliseconds of a sample of ``--batch`` rows, median once all rows were read, and as a multiple of ideal; of opening the
-store and its first sample in a new process, after the files left the page cache (median of three processes); megabytes
-that the process holds itself, and in pages of files; megabytes on disk. With ``--repeats`` medians of rounds.
+* ``ideal``: tensors in memory that contain all rows, sampled by `index_select`.
+* ``gleanrl``: our buffer on disk; ``gleanrl-memory``: our buffer in memory.
+* ``rlinf-in-place``: files as RLinf writes them, read by our buffer without a conversion.
+* ``torchrl``: TorchRL's `LazyMemmapStorage` on disk.
+* ``cpprb``: cpprb in memory; ``cpprb-mmap``: on disk. Both store single transitions, and cannot reopen their file.
 
-Memory that a sample gave back is kept by the allocator in every arm (as it is in a process that has freed a large
-block before), so that no arm pays for pages that the kernel clears.
+Columns:
 
-`flat`: adds trajectories of one row of 100 bytes, and tells microseconds of an add (in calls of 100 trajectories), of
-a sample at each size, of one of successes only, and of one of runs inside an episode; milliseconds of opening; memory.
+* add MB/s: megabytes of rows added per second, both observations included. Durable if the store makes adds durable.
+* warm ms, of ideal: median time to sample ``--batch`` rows when all rows are in memory, and its ratio to ``ideal``.
+* cold ms: time to open the store and draw the first sample in a new process, after its files were dropped from the page
+  cache; median of three processes.
+* own MB, files MB: memory of the process itself, and of pages of files that it maps.
+* disk MB: size on disk.
+
+With ``--repeats``, medians over rounds are printed. In all arms the memory allocator is set to keep freed memory, as it
+does anyway in a process that has freed a large block before. Otherwise each sample would also measure how long the
+kernel takes to clear new pages.
+
+`flat` measures how costs grow with the number of trajectories, which have one row of 100 bytes each. At each size it
+prints microseconds to add a trajectory (in calls of 100), to sample 256 rows, to sample from successes only, and to
+sample slices of episodes; milliseconds to open the buffer; and memory.
 """
 
 from __future__ import annotations
@@ -47,9 +58,11 @@ from torch import Tensor
 
 ARMS = ("ideal", "gleanrl", "gleanrl-memory", "rlinf-in-place", "torchrl", "cpprb", "cpprb-mmap")
 NEEDS = {"torchrl": "torchrl", "cpprb": "cpprb", "cpprb-mmap": "cpprb"}
-REOPENS = {"gleanrl": "gleanrl.buffer", "rlinf-in-place": "gleanrl.buffer", "torchrl": "torchrl.data"}  # with what
+# arm that can reopen its files -> module to import before the time is measured
+REOPENS = {"gleanrl": "gleanrl.buffer", "rlinf-in-place": "gleanrl.buffer", "torchrl": "torchrl.data"}
 COLD_RUNS = 3
-KEPT = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(64 << 20)}  # by the allocator
+# Environment variables of glibc's allocator: keep freed memory instead of returning it to the kernel.
+KEPT = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(64 << 20)}
 
 
 @dataclass(frozen=True)
@@ -57,11 +70,13 @@ class Workload:
     trajectories: int
     steps: int
     batch: int
-    pixels: int  # bytes of an image observation, 0 = none
+    pixels: int  # bytes of an image observation; 0 = no images
 
     def rows(self, number: int) -> dict[str, Tensor]:
-        """A trajectory's columns ``[T * B, ...]``; each next observation is the current one of the next step, except
-        at the end of every 50th step, where an episode ends."""
+        """Make the columns of a trajectory, each of shape ``[T * B, ...]``. An episode ends after every 50th step.
+
+        The next observation of a row is the current observation of the next step, except where an episode ends.
+        """
         steps, batch = self.steps, self.batch
         generator = torch.Generator().manual_seed(number)
         state = torch.randn(steps + 1, batch, 8, generator=generator)
@@ -129,7 +144,7 @@ class Ours:
 
 
 def shaped(rows: dict[str, Tensor], steps: int, batch: int) -> dict[str, Any]:
-    """The fields of a trajectory, ``[T, B, ...]``."""
+    """Convert the columns of a trajectory to RLinf's fields of shape ``[T, B, ...]``."""
     fields: dict[str, Any] = {name: column.reshape(steps, batch, -1) for name, column in rows.items()}
     observed = {name: fields.pop(name) for name in ("state", "image") if name in fields}
     following = {name: fields.pop(f"next_{name}") for name in observed}
@@ -137,7 +152,7 @@ def shaped(rows: dict[str, Tensor], steps: int, batch: int) -> dict[str, Any]:
 
 
 class RLinfFiles:
-    """Files as RLinf writes them, which our reader samples."""
+    """A store that writes files in RLinf's format and samples from them with our buffer."""
 
     def __init__(self, folder: Path, count: int) -> None:
         self._folder, self._index, self._buffer = folder, dict[str, Any](), None
@@ -174,7 +189,7 @@ class TorchRL:
 
         self._dict = TensorDict
         self._folder, self._reopened = folder, (folder / "saved").exists()
-        self._scratch = folder / f"scratch-{os.getpid()}"  # into which `loads` copies
+        self._scratch = folder / f"scratch-{os.getpid()}"  # `loads` copies the saved data to this folder
         self._buffer = TensorDictReplayBuffer(storage=LazyMemmapStorage(count, scratch_dir=self._scratch))
         if self._reopened:
             self._buffer.loads(folder / "saved")
@@ -232,7 +247,7 @@ def filled(arm: str, name: str, scale: float, folder: Path, batch: int) -> dict[
         made.add(rows, workload.steps, workload.batch)
         seconds.append(time.perf_counter() - start)
     rows = {}
-    for _ in range(4 * workload.count // batch):  # each row is read about four times: all of them are in memory
+    for _ in range(4 * workload.count // batch):  # read each row about four times, so that all are in memory
         made.sample(batch)
     took = [timed(lambda: made.sample(batch)) for _ in range(300)]
     own, files = resident()
@@ -250,7 +265,7 @@ def filled(arm: str, name: str, scale: float, folder: Path, batch: int) -> dict[
 
 
 def reopened(arm: str, name: str, scale: float, folder: Path, batch: int) -> dict[str, float]:
-    """Opening, and the first sample, in a process that finds the files on disk only."""
+    """Measure opening a store and its first sample. Runs in a new process, with no file in the page cache."""
     torch.set_num_threads(1)
     importlib.import_module(REOPENS[arm])
     workload = scaled(name, scale)
@@ -295,14 +310,14 @@ def timed(call: Callable[[], Any]) -> float:
 
 
 def resident() -> tuple[float, float]:
-    """Megabytes of this process's own memory, and of pages of files that it has mapped."""
+    """Return the megabytes of this process's own (anonymous) memory, and of the file pages that it maps."""
     status = Path("/proc/self/status").read_text().split("\n")
     kib = {line.split(":")[0]: float(line.split()[1]) for line in status if line.startswith("Rss")}
     return kib["RssAnon"] / 1024 * 1.048576, (kib["RssFile"] + kib["RssShmem"]) / 1024 * 1.048576
 
 
 def forget(folder: Path) -> None:
-    """Take the files out of the page cache."""
+    """Drop the files in ``folder`` from the kernel's page cache."""
     for path in folder.rglob("*"):
         if path.is_file():
             file = os.open(path, os.O_RDONLY)
@@ -357,7 +372,8 @@ def peers(args: argparse.Namespace, name: str, root: Path) -> None:
         f"{'':<16}{'add MB/s':>9}{'warm ms':>9}{'of ideal':>9}{'cold ms':>9}{'own MB':>8}{'files MB':>9}{'disk MB':>9}"
     )
     for arm, own in found.items():
-        added = "" if arm == "rlinf-in-place" else f"{own['add_mb_s']:.0f}"  # that is torch's, not a store's
+        # For rlinf-in-place, adding is just torch.save, so its speed says nothing about a store.
+        added = "" if arm == "rlinf-in-place" else f"{own['add_mb_s']:.0f}"
         against = f"{own['warm_ms'] / found['ideal']['warm_ms']:.2f}" if "ideal" in found else ""
         cold = f"{own['cold_ms']:.0f}" if "cold_ms" in own else ""
         print(f"{arm:<16}{added:>9}{own['warm_ms']:>9.3f}{against:>9}{cold:>9}{own['own_mb']:>9.0f}"

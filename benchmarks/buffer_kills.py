@@ -1,10 +1,11 @@
-"""Kill a process that adds to a buffer at hundreds of random moments, while another one samples: what is lost?
+"""Checks that no data is lost when a process that adds to a buffer is killed, at hundreds of random moments.
 
     python benchmarks/buffer_kills.py [--kills 300] [--max-rows 0] [--segment-bytes 262144]
 
-The writer says each id once `add_trajectories` has returned, and writes a checkpoint now and then. After a random time
-it gets SIGKILL. Then: is everything there that was said, whole? Is `verify` clean, of the buffer and of the checkpoint?
-The sampling process, which stays, checks every row that it is served.
+The writer process reports each id after `add_trajectories` has returned it, and saves a checkpoint from time to time.
+After a random time it is killed with SIGKILL. The benchmark then checks that each reported trajectory is in the buffer
+and complete, and that `verify` finds no fault in the buffer or in the checkpoint. Another process samples from the
+buffer all the time and checks every row.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ WIDE = 520
 
 
 def trajectory(number: int) -> TensorTrajectory:
-    """Every value says which trajectory, step and environment it is of."""
+    """Make a trajectory in which each value encodes its trajectory, step and environment, so that mix-ups show."""
     steps, batch = 1 + number % 20, 3
     t, b = torch.meshgrid(torch.arange(steps + 1), torch.arange(batch), indexing="ij")
     mark = (number * 1000 + t * 20 + b).double()[..., None]

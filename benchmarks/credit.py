@@ -1,12 +1,13 @@
-"""Milliseconds of each advantage estimator, one thread, float32 rewards and a mask with holes.
-
-Shapes are trajectories x positions, in groups of 8. About 7 of 10 positions are trained, in turns, and the reward
-stands on the last trained token. The best of the runs is printed: what the machine does meanwhile only adds.
+"""Measures the time of each advantage estimator in milliseconds, with float32 rewards.
 
     python benchmarks/credit.py [--runs 5] [--threads 1] [--rows 1.0] [--clock cpu]
 
-``--rows 0.1`` takes a tenth of the trajectories. ``--clock cpu`` counts processor time instead of wall-clock time,
-for a machine that others use too (with one thread both are the same on a quiet machine).
+Shapes are trajectories x positions, with groups of 8 trajectories. Positions alternate as in a multi-turn episode: 7
+trained ones, then 3 untrained ones. The reward is at the last trained token. The fastest run is printed, because other
+load of the machine can only add time.
+
+``--rows 0.1`` uses a tenth of the trajectories. ``--clock cpu`` measures CPU time instead of wall-clock time, for a
+shared machine. With one thread on an idle machine, both are equal.
 """
 
 from __future__ import annotations
@@ -22,14 +23,15 @@ from gleanrl.algorithms.advantages import ESTIMATORS, estimate
 
 SHAPES = ((1_000_000, 1), (1_000_000, 16), (65_536, 16), (4_096, 256))
 LONG = (256, 8_192)
-OF_TOKENS = ("reinforce_plus_plus", "gae")  # the only ones whose work grows with the logarithm of the length
+# Only these have token-level recursions, whose time per token grows with the logarithm of the length.
+OF_TOKENS = ("reinforce_plus_plus", "gae")
 MEMBERS, TURN = 8, 10
 
 
 def make(rows: int, length: int) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     phase = torch.randint(TURN, (rows, 1), generator=generator)
-    mask = (torch.arange(length) + phase) % TURN < 7  # seven tokens sampled, three answered
+    mask = (torch.arange(length) + phase) % TURN < 7  # a turn: 7 tokens of the model, then 3 of the environment
     last = length - 1 - mask.flip(-1).int().argmax(-1)
     scores = torch.rand(rows, generator=generator).round(decimals=1)
     return {
@@ -47,7 +49,7 @@ def milliseconds(
     wanted = {"token_rewards", "mask", "group", *ESTIMATORS.get(name).needs}
     arguments = {key: tensor for key, tensor in batch.items() if key in wanted}
     best = float("inf")
-    for _ in range(runs + 1):  # one more, to warm up
+    for _ in range(runs + 1):  # one additional run, because the first one is slower
         start = clock()
         estimate(name, **arguments, **options)
         best = min(best, clock() - start)

@@ -1,11 +1,11 @@
-"""Who should go first where sampler and learner share a device: `schedule.device_first` on every schedule, simulated.
+"""Simulates each value of `schedule.device_first`, which decides whether sampler or learner uses a shared device first.
 
 python benchmarks/device_order.py                          # about a minute; no GPU, no torch
 python benchmarks/device_order.py --samples 400 --steps 48
 
-The work of a step (157 s of the device) is mostly training or mostly sampling; rewards take a tenth of that to four
-times as long, all alike or not; the service has places for four fifths of what the device could use, or as many as one
-likes.
+Each schedule is simulated with several workloads. A step takes 157 s of device time, mostly for training or mostly for
+sampling. A reward takes from a tenth of this time to four times as long, with constant or random latencies. The reward
+service can compute 80 % of the rewards that the device could use, or any number at the same time.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from gleanrl.simulate.simulation import Outcome, simulate
 from gleanrl.simulate.workload import PRESETS, Latency, Preset, Workload
 
 ORDERS: Sequence[First] = ("train", "sample", "due")
-WORK = ((40.0, 117.0), (117.0, 40.0))  # sampling and training, seconds
+WORK = ((40.0, 117.0), (117.0, 40.0))  # seconds of sampling and of training per step
 LATENCIES = ("constant:15", "uniform:0:120", "constant:200", "exponential:100", "constant:600")
 UNLIMITED = 100_000
 

@@ -1,9 +1,11 @@
-"""Changes the source in one place at a time and reports which changes no test notices.
+"""Mutation testing: changes the source in one place at a time and reports which changes no test detects.
 
     python benchmarks/mutations.py --rooms algorithms schedule --count 8 --seed 0 --jobs 2
 
-Each mutation swaps an operator, negates a condition, changes a number or removes a call in a random place of a room.
-Then the tests run that name the changed module, and after them the rest of XX
+A room is a package of ``src/gleanrl``. Each mutation is at a random place of a room; it replaces an operator, negates a
+condition, changes a constant or removes a call. The tests then run in three parts, until one fails: the room's test
+files that mention the changed module, the room's other test files, and test files of other rooms that mention the
+module by its full name. If all pass, the mutation has survived, which means that no test covers what it changed.
 """
 
 from __future__ import annotations
@@ -36,12 +38,12 @@ SWAPS: dict[type[ast.AST], str] = {
 
 @dataclass(frozen=True)
 class Mutation:
-    path: str  # relative to the root
+    path: str  # path of the file, relative to the repository
     line: int
-    start: int  # of the replaced text in the file, in characters
-    end: int
-    text: str
-    was: str
+    start: int  # index of the first replaced character in the file
+    end: int  # index after the last replaced character
+    text: str  # the new text
+    was: str  # the replaced text
 
     def __str__(self) -> str:
         return f"{self.path}:{self.line}  {' '.join(self.was.split())[:60]!r} -> {' '.join(self.text.split())[:60]!r}"
@@ -102,7 +104,11 @@ def find_mutations(path: Path) -> Iterator[Mutation]:
 
 
 def select_tests(mutation: Mutation, room: str) -> list[list[str]]:
-    """The room's test files that name the changed module, then the room's others, then other rooms' that import it."""
+    """Return the test files to run for a mutation, in up to three parts, most specific first.
+
+    The parts are the room's test files that mention the name of the changed module, the room's other test files, and
+    test files of other rooms that mention the module's full dotted name.
+    """
     module = mutation.path.removeprefix("src/").removesuffix(".py").replace("/", ".").removesuffix(".__init__")
     stem = module.rsplit(".", 1)[-1]
     naming, rest, elsewhere = [], [], []
@@ -116,7 +122,10 @@ def select_tests(mutation: Mutation, room: str) -> list[list[str]]:
 
 
 def try_mutation(tree: Path, mutation: Mutation, room: str, marks: str, timeout: float) -> tuple[str, float]:
-    """Run the tests on a copy of the tree with the mutation; returns what killed it ("" = it survived) and seconds."""
+    """Apply the mutation to the copy of the repository at ``tree``, run the tests there, and undo it.
+
+    Returns the name of the failed test, or "" if all passed (the mutation survived), and the seconds that it took.
+    """
     path, started = tree / mutation.path, perf_counter()
     source = path.read_text(encoding="utf-8")
     path.write_text(source[: mutation.start] + mutation.text + source[mutation.end :], encoding="utf-8")
