@@ -1,18 +1,22 @@
-"""What the driver's processor does for every turn, trajectory and group: the real loop around parts that take no time.
+"""Measures the CPU time that the driver process spends on each turn, trajectory and group.
 
     python benchmarks/driver.py [--steps 6] [--observed 150] [--sampled 50] [--turns 10] [--repeats 3]
 
-`gleanrl.train` runs with its scheduler, player, context, renderer, credit and batches as they are. The sampler answers
-from a script, the environment and its score cost nothing, the learner does nothing and the weights are empty. A turn
-observes ``--observed`` words and samples ``--sampled`` tokens. Every row of the first table is a run: groups a step,
-trajectories a group, turns a trajectory, and milliseconds of processor time a step (the median over the steps but the
-first, of ``--repeats`` runs the least). The second table is their least-squares fit
+The training loop `gleanrl.train` runs with its real scheduler, player, context, renderer, advantages and batches. All
+other parts cost nothing: the sampler returns scripted answers, the environment and its score are trivial, the learner
+does nothing, and the weights are empty. A turn observes ``--observed`` words and samples ``--sampled`` tokens.
+
+Each row of the first table is a run with the given groups per step, trajectories per group and turns per trajectory.
+It shows the milliseconds of CPU time per step: the median over all steps but the first, of the fastest of ``--repeats``
+runs. The second table is a least-squares fit of these rows:
 
     step = constant + groups * group + trajectories * trajectory + turns * turn + earlier turns * earlier
 
-where each turn counts those before it in its episode, since prompts grow; terms that come out below 0 are below the
-noise and left out. Then what a turn costs in an episode of ``--turns``, and what of it the tokenizer takes for what is
-observed. `gleanrl simulate` takes the costs as --driver-group, --driver-trajectory and --driver-turn. Not in them:
+"earlier turns" is the sum over all turns of the number of turns before it in its episode; it is there because prompts
+grow. Terms with a negative coefficient are within the noise and are left out. The last lines show the cost of a turn in
+an episode of ``--turns`` turns, and the part of it that the tokenizer needs for the observation.
+
+`gleanrl simulate` accepts the costs as --driver-group, --driver-trajectory and --driver-turn. They do not include
 monitors, rollout files, checkpoints, the reward agent (benchmarks/reward_agent.py) and the pool (benchmarks/pool.py).
 """
 
@@ -52,12 +56,12 @@ from gleanrl.types import Group, Message, Score, Task
 
 SHAPES = ((4, 4, 1), (16, 4, 1), (4, 16, 1), (8, 8, 4), (16, 4, 4), (4, 16, 7), (4, 8, 10))
 """Groups a step, trajectories a group, turns a trajectory."""
-CONTEXT = 1_000_000  # tokens: nothing is cut
+CONTEXT = 1_000_000  # maximum context in tokens, so large that no episode is truncated
 
 
 @dataclass
 class Instant(Environment):
-    """An environment of so many turns, whose last answer decides."""
+    """An environment whose episodes have ``turns`` turns. The score depends only on the last answer."""
 
     text: Callable[[], str]
     turns: int
@@ -75,7 +79,7 @@ class Instant(Environment):
 
 
 class Idle:
-    """A learner and an evaluator that do nothing, and a record of the processor time at each step's end."""
+    """A learner, evaluator and observer that do nothing but record the CPU time at the end of each step."""
 
     def __init__(self) -> None:
         self.readings: list[float] = []
@@ -113,7 +117,7 @@ class Idle:
 
 @dataclass
 class World:
-    """The texts and answers of all runs."""
+    """The observations and answers of all runs, and the parts of a run that produce them."""
 
     observed: int
     sampled: int
@@ -126,12 +130,12 @@ class World:
         self._texts = 0
 
     def text(self) -> str:
-        """Never the same, as what a real environment says: nothing may come from a cache."""
+        """Return the next observation. All differ, as in a real environment, so that no cache can help."""
         self._texts += 1
         return f"{self._texts} {self._words}"
 
     def tokenizing_s(self, times: int = 200) -> float:
-        """Processor seconds that the tokenizer takes for what one turn observes."""
+        """Return the CPU seconds that the tokenizer needs for the observation of one turn."""
         texts, encoder = [self.text() for _ in range(times)], Encoder(self.renderer.tokenizer)
         before = time.process_time()
         for text in texts:
@@ -179,7 +183,7 @@ class World:
 
 
 def step_s(world: World, shape: tuple[int, int, int], steps: int) -> float:
-    """Processor seconds a step."""
+    """Make a run of ``steps`` steps, and return the median CPU seconds per step."""
     with tempfile.TemporaryDirectory() as folder:
         run, idle = world.run(Path(folder), shape, steps)
         gc.collect()
@@ -188,7 +192,10 @@ def step_s(world: World, shape: tuple[int, int, int], steps: int) -> float:
 
 
 def fitted_costs(events: NDArray[np.float64], seconds: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Seconds of each kind of event, with the least relative errors: the largest run must not decide all."""
+    """Return the seconds per event of each kind, by a least-squares fit of relative errors.
+
+    With absolute errors, the largest run would dominate the fit. ``events`` is [runs, kinds], ``seconds`` is [runs].
+    """
     kept = list(range(events.shape[1]))
     while True:
         found, *_ = np.linalg.lstsq(events[:, kept] / seconds[:, None], np.ones_like(seconds), rcond=None)
@@ -212,7 +219,7 @@ def main() -> None:
     tokens = len(world.renderer.tokenizer(world.text())["input_ids"])
     print(f"a turn observes {args.observed} words ({tokens} tokens) and samples {args.sampled} tokens")
     print(f"{'groups':>8}{'group':>8}{'turns':>8}{'ms a step':>12}{'fit':>8}")
-    step_s(world, SHAPES[0], 3)  # imports and caches are paid once, and by no row
+    step_s(world, SHAPES[0], 3)  # imports modules and fills caches, which shall not be measured
     measured = [min(step_s(world, shape, args.steps) for _ in range(args.repeats)) for shape in SHAPES]
     events = np.array([(1, g, g * m, g * m * t, g * m * t * (t - 1) / 2) for g, m, t in SHAPES], float)
     seconds = np.array(measured)

@@ -1,18 +1,23 @@
-"""SAC of `gleanrl train pendulum` compared with Stable-Baselines3's: same networks, rates, batches and updates a step.
+"""Compares the SAC of `gleanrl train pendulum` with that of Stable-Baselines3 (SB3), with the same hyperparameters.
 
     python benchmarks/embodied.py [--task TASK] [--steps N] [--seeds 3] [--every N]
                                   [--arms ours,sb3,demonstrations,control] [--update-ratio 1] [--out FILE.jsonl]
 
-TASK: pendulum, mountain_car, inverted_pendulum or hopper. ``--steps`` counts environment steps; every ``--every`` of
-them the mean action is tried on the same 16 episodes, by the same code for all. ``demonstrations`` does as RLPD: half
-of each batch from a scripted expert's 832 chunk steps (or from the buffer of the ``ours`` run of the same seed, where
-the task has no expert), layer norm in the critics, and next to no random steps; ``control`` is that without them.
-Printed is the mean return over seeds, the environment steps after which it first was at ``--goal`` and was there at the
-next evaluation, too, and processor seconds without evaluation.
+TASK is pendulum, mountain_car, inverted_pendulum or hopper. ``--steps`` counts environment steps. After every
+``--every`` of them, the policy's mean action is evaluated on the same 16 episodes, with the same code for all arms:
 
-Both alternate ``chunk_steps`` steps of all environments with as many updates. SB3 is handed single episodes' ends as it
-has them (its time limit handling is on). Needs the extras `embodied` and `benchmarks`, and `gymnasium[mujoco]` for the
-last two tasks.
+* ``ours``, ``sb3``: the two libraries with equal networks, learning rates, batches and updates per step.
+* ``demonstrations``: our SAC in the manner of RLPD, with layer norm in the critics and almost no random steps at the
+  start. Half of each batch comes from 832 chunk steps of a scripted expert or, for tasks without one, from the buffer
+  of the ``ours`` run with the same seed.
+* ``control``: as ``demonstrations``, but without the demonstrations.
+
+The table shows the mean return over seeds; for each seed, the environment steps after which the return was at least
+``--goal`` in two evaluations in a row; and CPU seconds without evaluation.
+
+Both libraries alternate ``chunk_steps`` steps of all environments with the same number of updates. SB3 handles
+truncated episodes in its own way (its handling of time limits is on). Requires the extras `embodied` and `benchmarks`,
+and `gymnasium[mujoco]` for the last two tasks.
 """
 
 from __future__ import annotations
@@ -74,7 +79,7 @@ TASKS = {
 
 @dataclass(frozen=True)
 class Curve:
-    """What one run came to: (environment steps, mean return), and processor seconds without evaluation."""
+    """The result of a run: pairs of environment steps and mean return, and the CPU seconds without evaluation."""
 
     arm: str
     seed: int
@@ -83,7 +88,7 @@ class Curve:
 
 
 class Stopwatch:
-    """Processor seconds of this process, without what is left out."""
+    """Measures the CPU seconds of this process since its construction, except those inside `left_out`."""
 
     def __init__(self) -> None:
         self._since, self._out = time.process_time(), 0.0
@@ -100,7 +105,7 @@ class Stopwatch:
 
 
 def configured(task: Task, args: argparse.Namespace, seed: int, folder: Path, arm: str) -> EmbodiedConfig:
-    rows = 64  # of a step, as in the preset
+    rows = 64  # environment steps per training step, as in the preset
     own = {
         "run.folder": str(folder),
         "run.name": f"{arm}-{seed}",
@@ -125,7 +130,7 @@ def configured(task: Task, args: argparse.Namespace, seed: int, folder: Path, ar
 
 
 def ours(config: EmbodiedConfig, arm: str) -> Curve:
-    """Our run, as the command line has it."""
+    """Make a run as `gleanrl train` does, and return its curve."""
     watch = Stopwatch()
     real = embodied.evaluate
 
@@ -146,14 +151,14 @@ def ours(config: EmbodiedConfig, arm: str) -> Curve:
 
 
 def sb3(config: EmbodiedConfig) -> Curve:
-    """Stable-Baselines3's SAC with the same settings."""
+    """Train Stable-Baselines3's SAC with the same settings, and return its curve."""
     import gymnasium
     from stable_baselines3 import SAC
     from stable_baselines3.common.callbacks import BaseCallback
     from stable_baselines3.common.env_util import make_vec_env
 
     learner, schedule, count = config.learner, config.schedule, config.environment.count
-    assert learner.actor_lr == learner.critic_lr == learner.temperature_lr  # it has one rate
+    assert learner.actor_lr == learner.critic_lr == learner.temperature_lr  # SB3 has a single learning rate
     seed, every = config.run.seed, config.evaluation.every * config.rows_per_step
     watch, points = Stopwatch(), list[tuple[int, float]]()
     tried = Environments(
@@ -181,7 +186,7 @@ def sb3(config: EmbodiedConfig) -> Curve:
         return torch.from_numpy(np.asarray(model.policy.scale_action(actions), np.float32))
 
     class Trying(BaseCallback):
-        def _on_rollout_start(self) -> None:  # the updates before it are done
+        def _on_rollout_start(self) -> None:  # called after all updates for the previous steps
             if self.num_timesteps % every == 0:
                 with watch.left_out():
                     points.append((self.num_timesteps, evaluate(act, tried)["eval/return"]))
@@ -197,7 +202,10 @@ def sb3(config: EmbodiedConfig) -> Curve:
 
 
 def reached(points: list[tuple[int, float]], goal: float) -> int | None:
-    """Environment steps after which the goal was met, and met again at the next evaluation."""
+    """Return the environment steps at the first evaluation that met the goal and was followed by one that met it too.
+
+    None if there is no such evaluation.
+    """
     for (steps, value), (_, after) in zip(points, [*points[1:], points[-1]], strict=True):
         if min(value, after) >= goal:
             return steps
@@ -206,7 +214,7 @@ def reached(points: list[tuple[int, float]], goal: float) -> int | None:
 
 def table(curves: list[Curve], arms: list[str], goal: float) -> str:
     by_arm = {arm: [curve for curve in curves if curve.arm == arm] for arm in arms}
-    width = 2 + max(16, 6 * len(by_arm[arms[0]]))  # a number of each seed side by side
+    width = 2 + max(16, 6 * len(by_arm[arms[0]]))  # some cells contain a number for each seed
     lines = [f"{'steps':>10}" + "".join(f"{arm:>{width}}" for arm in arms)]
     for i, (steps, _) in enumerate(curves[0].points):
         values = [[curve.points[i][1] for curve in by_arm[arm] if i < len(curve.points)] for arm in arms]

@@ -1,13 +1,16 @@
-"""Steps per second and their latency: environments in this process, in a pool of it, and behind the service.
+"""Measures environment steps per second and their latency: in this process, in worker processes, and over HTTP.
 
     python benchmarks/environment_service.py [--seconds 2] [--repeats 3] [--workers 2] [--only alfworld|trivial]
         [--episodes 1 16 256]
 
-The service is `gleanrl serve-env` in a process of its own on this machine, with as many workers as the pool. All rows
-play the same episodes, with as many at once as the table says, for as long, once each has been played; the fastest of
-the repeats counts, for a machine is rarely alone. ALFWorld households as their expert plays them, and an environment
-that does nothing, where only the way there is left. "client" and "server" are processor time a step, of this process
-and of the server's own, without its workers.
+The HTTP service is `gleanrl serve-env` in another process on this machine, with as many workers as the pool of the
+second case. All rows play the same episodes for the same time, with as many concurrent episodes as the table shows.
+Each episode is played once before the measurement. Of the repeats, the fastest counts, because other load of the
+machine can only slow them down.
+
+The environments are ALFWorld, played with the actions of its expert, and a trivial one that returns at once, which
+measures only the transport. "client" and "server" are the CPU time per step of this process and of the server process
+without its workers.
 """
 
 from __future__ import annotations
@@ -38,13 +41,13 @@ from gleanrl.utils import background_loop
 
 TURNS = 20
 TASKS = 32
-NOTHING = os.path.relpath(Path(__file__).with_name("environments.py"))  # environments that answer at once
+NOTHING = os.path.relpath(Path(__file__).with_name("environments.py"))  # defines the trivial environment
 NAMES = {"alfworld": "alfworld", "trivial": f"{NOTHING}:Nothing"}
 
 
 @dataclass(frozen=True)
 class Script:
-    """A task and what is said in its episodes, again and again."""
+    """A task, and the messages that the agent sends in each of its episodes."""
 
     task: Task
     said: Sequence[str]
@@ -67,13 +70,13 @@ class Figures:
     p50_ms: float
     p99_ms: float
     client_us: float
-    all_steps: int  # also of those before the clock ran and of the slower repeats
+    all_steps: int  # number of all steps, those before the measurement and in slower repeats included
 
 
 async def measured(
     pool: EnvironmentPool, plays: Sequence[Script], at_once: int, seconds: float, repeats: int
 ) -> Figures:
-    """``at_once`` episodes at any time, each followed by another, until the time is over."""
+    """Play episodes for ``seconds``, ``at_once`` of them concurrently, and return the figures of the fastest repeat."""
     turn, steps = count(), count()
 
     async def play(latencies: list[float], until: float) -> None:
@@ -93,7 +96,7 @@ async def measured(
         while time.perf_counter() < until:
             await play(latencies, until)
 
-    await asyncio.gather(*(play([], math.inf) for _ in plays))  # imports, engines, connections
+    await asyncio.gather(*(play([], math.inf) for _ in plays))  # so that imports and connections are not measured
     fastest: list[float] = []
     client_s = 0.0
     for _ in range(repeats):
@@ -109,7 +112,7 @@ async def measured(
 
 @contextmanager
 def served(name: str, workers: int) -> Iterator[str]:
-    """The address of a server of its own."""
+    """Start a server process, yield its address, and stop it when the block ends."""
     command = [sys.executable, "-m", "gleanrl", "serve-env", name, "--port", "0", "--workers", str(workers)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:

@@ -1,9 +1,10 @@
-"""Steps per second of the environments that come with Glean RL, and what the worker pool adds to a step.
+"""Measures the steps per second of Glean RL's built-in environments, and the overhead of the worker pool per step.
 
     python benchmarks/environments.py [--seconds 5] [--workers 2]
 
-Each row plays whole groups of episodes (8 of a task) with random valid commands, in this process and in the
-pool. "new" counts steps that nobody played before, "again" the same episodes once more: engines remember.
+Each row plays groups of 8 episodes per task with random valid commands, in this process and in worker processes. "new"
+is the speed of episodes that are played for the first time. "again" is the speed when the same episodes are repeated,
+which is higher because engines cache states.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from gleanrl.utils.errors import UserError
 
 @dataclass(frozen=True)
 class Nothing(Taskset):
-    """Environments that do nothing at once: what is left is the pool."""
+    """A taskset of trivial environments, which return at once, so that only the overhead of the pool is measured."""
 
     def tasks(self, split: Split, count: int) -> Sequence[Task]:
         return [Task(f"{split}-{i}") for i in range(count)]
@@ -51,7 +52,7 @@ Policy = Callable[[Observation, random.Random], str]
 
 
 def wander(observation: Observation, draw: random.Random) -> str:
-    """A random command of those that a TextWorld or ALFWorld observation offers."""
+    """Choose a random command among those that an observation of TextWorld or ALFWorld lists."""
     offered = (
         observation.info.get("admissible_commands") or observation.messages[-1]["content"].rpartition("You can: ")[2]
     )
@@ -60,7 +61,10 @@ def wander(observation: Observation, draw: random.Random) -> str:
 
 
 async def episodes(pool: EnvironmentPool, tasks: Sequence[Task], policy: Policy, turns: int, group: int) -> int:
-    """Play ``group`` episodes of each task at once; the same draws every time."""
+    """Play ``group`` episodes of each task concurrently, and return the number of steps.
+
+    The random choices depend only on the task and the number of the episode, so each call plays the same episodes.
+    """
 
     async def one(task: Task, number: int) -> int:
         draw = random.Random(f"{task.id}-{number}")
@@ -77,9 +81,9 @@ async def episodes(pool: EnvironmentPool, tasks: Sequence[Task], policy: Policy,
 
 
 async def rates(taskset: Taskset, tasks: Sequence[Task], policy: Policy, workers: int, seconds: float) -> list[float]:
-    """Steps per second the first time, then again."""
+    """Return the steps per second of new episodes and of the same episodes played again."""
     async with EnvironmentPool(taskset, workers=workers) as pool:
-        await episodes(pool, tasks[:workers], policy, turns=1, group=1)  # each worker imports what it needs
+        await episodes(pool, tasks[:workers], policy, turns=1, group=1)  # so that workers' imports are not measured
         found, until = [], len(tasks)
         for _ in range(2):
             steps, spent = 0, 0.0
@@ -95,7 +99,7 @@ async def rates(taskset: Taskset, tasks: Sequence[Task], policy: Policy, workers
 
 
 async def overhead(workers: int, live: int, steps: int = 4000) -> float:
-    """Seconds a step of an environment that does nothing, with ``live`` episodes at once; the median of 5."""
+    """Return the seconds per step of a trivial environment with ``live`` concurrent episodes; the median of 5 runs."""
     found = []
     async with EnvironmentPool(Nothing(), workers=workers) as pool:
         for _ in range(6):

@@ -1,29 +1,32 @@
-"""Freeze what a few tiny runs compute, and later say whether the code still computes the same to the bit.
+"""Records the results of a few tiny runs, and later checks whether the code still computes the same results bit by bit.
 
     python benchmarks/golden.py record FILE [--only sync,lora] [--source DIR]
     python benchmarks/golden.py compare FILE [--only sync,lora] [--source DIR]
 
-For refactorings, which must not change arithmetic. Every run is `python -m gleanrl train some.toml` in a process of
-its own, with ``--source`` (default: this checkout's src) as PYTHONPATH. Nothing of the package is imported here, so the
-same script works on an old tree and on a new one. ``record`` writes JSON; ``compare`` runs again and prints a line for
-each run: the same bits, or what differs. It exits with status 1 if anything does. Digests depend on processor and
-libraries, so record and compare on one machine.
+Use it for refactorings, which must not change the arithmetic: record before, compare after. Each run is
+`python -m gleanrl train` in a process of its own, with ``--source`` (default: ``src`` of this checkout) as PYTHONPATH.
+This script does not import the package, so it can run old and new versions of it. ``record`` writes a JSON file.
+``compare`` makes the runs again and prints for each run that all bits are the same, or what differs. Its exit status is
+1 if anything differs. Results depend on the processor and on library versions, so record and compare on the same
+machine.
 
-Kept of each run:
+Recorded for each run:
 
-* metrics: every number of metrics.jsonl by step and name, but those that a clock, a service or the size of a file has a
-  say in (`timed`).
-* exported: a digest of every tensor of the weights that the run leaves for others (model/, or policy.safetensors).
-* checkpoint: the same of the models in the newest checkpoint, as critics and adapters are not exported. Here a tensor
-  is found by its content, so names may change. One that is found neither by content nor by name is listed as not
-  compared and is no difference: the format may have changed. Optimizer states are left out, since the metrics of later
-  steps depend on them, and checkpoints in shards, whose weights are exported too.
+* metrics: all numbers in metrics.jsonl by step and name, except those that depend on time, on a service or on the size
+  of a file (`timed`).
+* exported: a digest of each tensor of the exported weights (model/ or policy.safetensors).
+* checkpoint: a digest of each model tensor in the newest checkpoint, because critics and adapters are not exported.
+  Tensors are matched by content, so that they may be renamed. A tensor that is found neither by content nor by name is
+  listed as not compared, and does not count as a difference, because the format may have changed. Optimizer states are
+  left out; a difference in them shows in the metrics of later steps. Sharded checkpoints are left out too, because
+  their weights are also exported.
 
-Each run must also have used what it is named after (`Case.used`), or recording and comparing fail.
+`Case.used` lists metrics which prove that a run has used the feature that it is named after. If one is too low,
+recording and comparing fail.
 
-All of these runs repeat to the bit. Each computes with one thread. `pipelined` takes chunks in the order in which
-groups are complete. That order is decided here: under staleness 0 the sampler waits for all episodes, an episode is one
-turn that is sampled in one burst, and environments and rewards answer inside the same event loop.
+All of these runs are deterministic. Each uses one thread. The order of chunks in `pipelined` is the order in which
+groups complete, which is also deterministic here: with staleness 0 the sampler waits for all episodes, each episode is
+a single turn that is sampled in one batch, and environments and rewards answer in the same event loop.
 """
 
 from __future__ import annotations
@@ -182,13 +185,16 @@ RENAMED = {
     "replay_update/appraise_failed": "replay_update/estimate_failed",
 }
 """Old beginnings of metric names and the new ones: numbers of records and trees from before are compared too."""
-GONE = {"schedule/dropped_stale"}  # it counted what groups/dropped_stale counts
-SHOWN = 4  # differences of a run that are printed
+GONE = {"schedule/dropped_stale"}  # removed metrics; this one was equal to groups/dropped_stale
+SHOWN = 4  # maximum number of differences that are printed for each run
 
 
 @dataclass(frozen=True)
 class Case:
-    """A run: its configuration, further arguments, and metrics whose sum over the steps must be above a number."""
+    """A run: its TOML configuration, and further command-line arguments.
+
+    ``used`` are pairs of a metric and a number. The sum of the metric over the steps must exceed the number.
+    """
 
     config: str = LETTERS
     arguments: tuple[str, ...] = ()
@@ -261,7 +267,7 @@ def compare(before: Mapping[str, Any], names: Sequence[str], folder: Path, envir
 
 # --- a run --------------------------------------------------------------------------------------
 def observe(name: str, folder: Path, environment: Mapping[str, str]) -> dict[str, Any]:
-    """Make the run and read what it left; ends the program where the run fails or did not use what it should."""
+    """Make the run ``name`` and return its results. Exits if the run fails or a metric in `Case.used` is too low."""
     case, began = CASES[name], time.monotonic()
     print(f"{name}: running", file=sys.stderr, flush=True)
     (folder / f"{name}.toml").write_text(case.config)
@@ -284,7 +290,10 @@ def observe(name: str, folder: Path, environment: Mapping[str, str]) -> dict[str
 
 
 def variables(folder: Path, source: Path) -> dict[str, str]:
-    """The environment of all runs; they share a cache, which begins empty, so one makes the warm start of most."""
+    """Return the environment variables of the runs.
+
+    All runs share a cache that is empty at first, so that runs with the same warm start compute it only once.
+    """
     inherited = {name: value for name, value in os.environ.items() if name not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
     return {
         **inherited,
@@ -299,7 +308,7 @@ def variables(folder: Path, source: Path) -> dict[str, str]:
 
 
 def check_source(environment: Mapping[str, str], source: Path, folder: Path) -> None:
-    """End the program unless the runs will import the package from ``source``."""
+    """Exit with an error unless the runs will import the package from ``source``."""
     ask = [sys.executable, "-c", "import gleanrl; print(gleanrl.__file__)"]
     found = subprocess.run(ask, cwd=folder, env=environment, capture_output=True, text=True, check=True).stdout.strip()
     if not Path(found).resolve().is_relative_to(source):
@@ -313,7 +322,7 @@ def platform_facts() -> dict[str, str]:
 
 # --- what a run left ----------------------------------------------------------------------------
 def metrics(path: Path) -> dict[str, dict[str, float]]:
-    """Numbers by step (as text, as JSON has it) and name; a step's lines are merged."""
+    """Return the numbers in metrics.jsonl by step and name. Steps are text, because JSON's keys are."""
     steps: dict[str, dict[str, float]] = {}
     for line in path.read_text().splitlines():
         row = json.loads(line)
@@ -324,7 +333,7 @@ def metrics(path: Path) -> dict[str, dict[str, float]]:
 
 
 def with_new_names(numbers: Mapping[str, float]) -> dict[str, float]:
-    """The numbers under the names that their metrics have today."""
+    """Return the numbers under the present names of their metrics, without removed metrics."""
     found = {name: value for name, value in numbers.items() if name not in GONE}
     for old, new in RENAMED.items():
         for name in [name for name in found if name.startswith(old)]:
@@ -333,13 +342,16 @@ def with_new_names(numbers: Mapping[str, float]) -> dict[str, float]:
 
 
 def timed(name: str) -> bool:
-    """What a clock or a service has a say in; the pool's bytes, since a stored trajectory says how long it took."""
+    """Return whether a metric depends on time or on a service, so that it differs between equal runs.
+
+    This includes the size of the pool, because stored trajectories contain durations.
+    """
     clock = name == "time" or name.startswith(("time/", "device/", "service/")) or name.endswith(("_s", "_per_s"))
     return clock or name == "pool/bytes"
 
 
 def exported(run: Path) -> dict[str, str]:
-    """Digests of the weights outside the checkpoints."""
+    """Return a digest of each tensor in the run's safetensors files outside of checkpoints."""
     files = [path for path in sorted(run.rglob("*.safetensors")) if "checkpoints" not in path.relative_to(run).parts]
     found = {name: digest(tensor) for path in files for name, tensor in load_file(path).items()}
     if not found:
@@ -348,7 +360,7 @@ def exported(run: Path) -> dict[str, str]:
 
 
 def checkpoint(run: Path) -> dict[str, str]:
-    """Digests of the models in the newest checkpoint, by file and name; empty where it is in shards."""
+    """Return a digest of each model tensor in the newest checkpoint, by file and name; empty if it is sharded."""
     newest = max((run / "checkpoints").glob("step-*"), key=lambda path: int(path.name.removeprefix("step-")))
     found: dict[str, str] = {}
     for path in sorted(newest.rglob("*")):
@@ -363,7 +375,7 @@ def checkpoint(run: Path) -> dict[str, str]:
 
 
 def flat(value: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors at any depth of dictionaries and lists, by their path."""
+    """Yield the path and the tensor for each tensor in nested dictionaries and lists."""
     if isinstance(value, torch.Tensor):
         yield name, value
     elif isinstance(value, Mapping):
@@ -375,7 +387,7 @@ def flat(value: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def of_training(name: str) -> bool:
-    """Whether a tensor belongs to an optimizer or a random generator, not to a model."""
+    """Return whether a tensor belongs to an optimizer or a random generator instead of a model, judging by its name."""
     return any(word in name.lower() for word in ("optim", "random", "rng", "generator"))
 
 
@@ -386,7 +398,7 @@ def digest(tensor: torch.Tensor) -> str:
 
 # --- comparing ----------------------------------------------------------------------------------
 def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> tuple[list[str], list[str]]:
-    """What differs, the earliest step first; and tensors of the checkpoint that were not found again."""
+    """Return the differences, ordered by step, and the tensors of the old checkpoint that could not be compared."""
     found: list[str] = []
     for step in sorted({*before["metrics"], *after["metrics"]}, key=int):
         old, new = with_new_names(before["metrics"].get(step, {})), after["metrics"].get(step, {})
@@ -409,7 +421,7 @@ def changes(old: Mapping[str, float | str], new: Mapping[str, float | str]) -> I
             yield f"{name} is gone"
         elif name not in old:
             yield f"{name} is new"
-        elif repr(old[name]) != repr(new[name]):  # NaN is itself here, and -0.0 is not 0.0
+        elif repr(old[name]) != repr(new[name]):  # by text, NaN equals NaN, and -0.0 differs from 0.0
             numbers = f" {old[name]!r} -> {new[name]!r}" if isinstance(new[name], float) else ""
             yield f"{name}{numbers}"
 

@@ -1,13 +1,14 @@
-"""Tokens/s of the learner beside a plain training loop on the same model and data.
-
-The plain loop is what one would write by hand: transformers model, padded rows with an attention mask, full
-logits, log-softmax of all positions, the same PPO loss and AdamW. It is run with several micro-batch sizes,
-length-sorted and not, and compared at its best. Runs alternate; medians over rounds are printed.
+"""Compares the tokens per second of the learner and of a plain training loop on the same model and data.
 
     python benchmarks/learner.py [--rounds 5] [--threads 1] [--groups 16] [--clock cpu]
 
-``--clock cpu`` counts processor seconds instead of wall-clock seconds, for a machine that others use too (with
-one thread both are the same on a quiet machine).
+The plain loop is a straightforward implementation: a transformers model, padded rows with an attention mask, logits and
+log-softmax at all positions, the same PPO loss and AdamW. It runs with several micro-batch sizes, with rows sorted by
+length and unsorted, and the learner is compared with the fastest variant. Runs alternate, and medians over rounds are
+printed.
+
+``--clock cpu`` measures CPU time instead of wall-clock time, for a shared machine. With one thread on an idle machine,
+both are equal.
 """
 
 from __future__ import annotations
@@ -49,7 +50,10 @@ def make_model() -> Qwen2ForCausalLM:
 
 
 def make_groups(count: int, flat_share: float) -> list[Group]:
-    """Episodes of 150 to 400 tokens, about a quarter sampled; ``flat_share`` of the groups without variance."""
+    """Make groups of episodes of 150 to 400 tokens, of which about a quarter are sampled.
+
+    In the share ``flat_share`` of the groups, all members have the same score, so that their advantages are 0.
+    """
     random = np.random.default_rng(0)
 
     def turn(role: str, size: int) -> Turn:

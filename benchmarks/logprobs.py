@@ -1,23 +1,26 @@
-"""Memory and time of log-probs and entropies of trained tokens under a large vocabulary, forward and backward.
-
-Three ways from hidden states [T, H] and a head [V, H] to gradients of both:
-
-- naive: logits, log_softmax, gather, entropy from the softmax, autograd;
-- rows: `selected_log_softmax` on logits in memory, what the learner does with small vocabularies;
-- fused: `head_logprobs`, what it does with large ones.
-
-Every run is a process of its own, in turns; its peak is what it had resident at most beyond inputs and the gradients
-they hold already; the head's new gradient, which every way makes, is in it. Medians over runs are printed. A way that
-would need more than ``--most`` GiB is run on fewer tokens, and the table says on how many. The bound is the time of
-four products [T, H] x [H, V], as many as the fused way cannot do without, each made in one call for as many tokens at
-once as 1 GiB holds.
+"""Measures memory and time of log-probs and entropies with a large vocabulary, forward and backward.
 
     python benchmarks/logprobs.py [--tokens 8192] [--vocabulary 151936] [--hidden 896] [--runs 3] [--threads 1]
         [--frozen] [--no-entropy] [--clock cpu]
 
-``--clock cpu`` counts processor seconds instead of wall-clock seconds, for a machine that others use too.
-``--frozen``: the head has no gradient, as under adapters (the bound is three products). ``--no-entropy``: the loss
-does not use the entropy, so that only log-probs have a gradient.
+Three implementations compute log-probs and entropies of T tokens from hidden states [T, H] and the weights of the
+language-model head [V, H], and the gradients of both:
+
+- naive: logits, log_softmax, gather, entropy from the softmax, and autograd;
+- rows: `selected_log_softmax` on all logits, which the learner uses for small vocabularies;
+- fused: `head_logprobs`, which the learner uses for large vocabularies.
+
+Each run is a process of its own; runs of the implementations alternate, and medians are printed. The peak memory is the
+largest resident memory minus that of the inputs and of their existing gradients. It includes the new gradient of the
+head, which all implementations make. An implementation that would need more than ``--most`` GiB runs on fewer tokens,
+and the table shows on how many.
+
+The lower bound ("bound") is the time of four products [T, H] x [H, V], the minimum for the fused implementation. Each
+product is computed for as many tokens at a time as fit into 1 GiB.
+
+``--clock cpu`` measures CPU time instead of wall-clock time, for a shared machine. With ``--frozen`` the head has no
+gradient, as when adapters are trained, and the bound is three products. With ``--no-entropy`` the loss does not contain
+the entropy.
 """
 
 from __future__ import annotations
@@ -55,18 +58,18 @@ def fused(hidden: Tensor, weight: Tensor, targets: Tensor) -> Values:
 
 
 WAYS: dict[str, Callable[[Tensor, Tensor, Tensor], Values]] = {"naive": naive, "rows": rows, "fused": fused}
-LOGITS_SIZED = {"naive": 6, "rows": 2.1, "fused": 0}  # tensors [T, V] alive at the worst moment, rounded up
+LOGITS_SIZED = {"naive": 6, "rows": 2.1, "fused": 0}  # number of tensors [T, V] at the peak of memory, rounded up
 
 
 def fitting(way: str, options: argparse.Namespace) -> int:
-    """As many tokens as ``--most`` allows ``way``, up to ``--tokens``."""
+    """Return the number of tokens, at most ``--tokens``, with which ``way`` needs at most ``--most`` GiB."""
     room = options.most * GIB - 3 * 4 * options.vocabulary * options.hidden
     needed = LOGITS_SIZED[way] * 4 * options.vocabulary
     return min(options.tokens, int(room / needed)) if needed else options.tokens
 
 
 def resident() -> float:
-    """GiB this process had resident at most so far."""
+    """Return the largest resident memory of this process so far, in GiB."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024) / GIB
 
 
@@ -80,7 +83,7 @@ def inputs(tokens: int, options: argparse.Namespace) -> tuple[Tensor, Tensor, Te
 
 
 def work(way: str, tokens: int, options: argparse.Namespace) -> dict[str, float]:
-    """One forward and backward pass, or the products alone, in this process."""
+    """Make one forward and backward pass, or only the products of the bound, and return the time and peak memory."""
     clock = time.process_time if options.clock == "cpu" else time.perf_counter
     hidden, weight, targets = inputs(tokens, options)
     before, started = resident(), clock()

@@ -1,14 +1,15 @@
-"""What a policy loss costs beside the model: `objective`, statistics included, forward and backward to the log-probs.
-
-Every loss with a third of its tokens replayed, then ppo with everything that can be added to it. Beside each the
-share of one forward and backward pass of the quickstart's model over as many tokens, all of them trained, in
-micro-batches of the learner's size on a CPU (one is timed, then multiplied). Last, what building a batch costs beside
-the passes over it. Medians, float32.
+"""Measures the time of each policy loss, in milliseconds and as a share of the model's forward and backward pass.
 
     python benchmarks/losses.py [--rounds 20] [--threads 1] [--clock cpu]
 
-``--clock cpu`` counts processor seconds instead of wall-clock seconds, for a machine that others use too (with
-one thread both are the same on a quiet machine).
+Measured is `objective`, with its statistics, from the log-probs to the gradient of the log-probs. A third of the tokens
+is replayed. The last row of the table is ppo with all corrections and penalties that can be added to it. The share
+refers to a forward and backward pass of the quickstart's model over the same number of tokens, all trained, in
+micro-batches of the size that the learner uses on a CPU; one micro-batch is measured and multiplied. The last line
+shows the time to build a batch, as a share of the passes over it. All figures are medians, in float32.
+
+``--clock cpu`` measures CPU time instead of wall-clock time, for a shared machine. With one thread on an idle machine,
+both are equal.
 """
 
 from __future__ import annotations
@@ -28,15 +29,15 @@ from gleanrl.learners.engine import CPU_TOKENS_PER_MICROBATCH
 from learner import make_groups, make_model
 
 TOKENS = (2_048, 16_384, 131_072)
-SEQUENCE = 128  # trained tokens of a sequence
-ROW = 256  # tokens of a row of the model's pass
+SEQUENCE = 128  # trained tokens per sequence
+ROW = 256  # tokens per row in the model's pass
 EVERYTHING = LossSettings(
     correction="mask", correction_level="sequence", kl_coefficient=0.1, entropy_coefficient=0.01
 )  # beside ppo
 
 
 def make_tokens(count: int) -> tuple[Tokens, Tensor, Tensor]:
-    """Tokens, log-probs of a reference, entropies."""
+    """Make random inputs of a loss: the tokens, the log-probs of a reference policy, and the entropies."""
     torch.manual_seed(0)
     old = -torch.rand(count) * 3
     logp = (old + 0.1 * torch.randn(count)).requires_grad_()
@@ -51,7 +52,8 @@ def loss_pass(settings: LossSettings, count: int) -> Callable[[], None]:
     weights = torch.full((count,), 1 / count)
 
     def run() -> None:
-        fresh = Tokens(**{name: getattr(tokens, name) for name in tokens.__dataclass_fields__})  # nothing is cached
+        # a new object, because `Tokens` caches intermediate results
+        fresh = Tokens(**{name: getattr(tokens, name) for name in tokens.__dataclass_fields__})
         values = objective(
             fresh, settings, entropy=entropy, ref_logp=ref_logp if settings.kl_coefficient else None
         ).values
@@ -61,7 +63,7 @@ def loss_pass(settings: LossSettings, count: int) -> Callable[[], None]:
 
 
 def model_pass() -> Callable[[], None]:
-    """One micro-batch of the learner, every token trained."""
+    """Return a function that makes a forward and backward pass over one micro-batch in which all tokens are trained."""
     model = make_model()
     tokens = torch.randint(model.config.vocab_size, (CPU_TOKENS_PER_MICROBATCH // ROW, ROW))
 

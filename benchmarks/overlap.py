@@ -1,22 +1,23 @@
-"""Slow rewards for real: the quickstart with a reward service on loopback, every schedule, several seeds.
+"""Measures how much each schedule gains if rewards are slow: the quickstart with a local reward service, several seeds.
 
     python benchmarks/overlap.py [show] [--save FILE]
     python benchmarks/overlap.py run [--steps 40] [--seeds 0 1 2] [--schedules NAME ...] [--section.key value ...]
 
-A run is what `gleanrl train quickstart` does, but its rewards come over HTTP from another process, which answers with
-the environment's own score. The published measurement (verl PR 2854) has 238 s of compute a step, rewards of 1 to 40 s,
-uniform, and 20 samples a step for each place at the service. So for each seed:
+A run is `gleanrl train quickstart`, except that its rewards come over HTTP from another process, which waits and then
+returns the environment's own score. The proportions are those of a published measurement (verl PR 2854): 238 s of
+compute per step, rewards that take 1 to 40 s (uniformly distributed), and a service that computes 1/20 of a step's
+rewards at the same time. For each seed, these runs are made:
 
-1. sync with rewards that take no time, which gives this machine's seconds of compute a step, c (the median);
-2. every schedule with rewards of 1 to 40 s times c / 238, with a step's samples / 20 places (rounded up), and with
-   more places than are ever wanted.
+1. The schedule "sync" with instant rewards. Its median step time c is this machine's compute time per step.
+2. Each schedule with rewards that take 1 to 40 s times c / 238, twice: with a concurrency of the service ("places") of
+   1/20 of a step's samples, rounded up, and with an unlimited one.
 
-A request's latency depends on the seed and on the trajectory's number, so all schedules meet the same ones. Every
-trajectory is asked for: cache and journal are off, since they would spare some requests in a group. The runs of a seed
-share the warm start. Held-out success is of sampled attempts when a run is over, and no part of its time.
+The latency of a request depends only on the seed and on the trajectory's id, so it is the same in all schedules. Cache
+and journal are off, because they would avoid some of the requests. The runs of a seed share the warm start. Success on
+held-out tasks is measured by sampled attempts after a run and is not part of its time.
 
-`run` adds a JSON line for each run to FILE and skips those that are there; `show` prints what was measured. FILE is
-`results/overlap.jsonl` unless said otherwise. The seconds mean something only where nothing else wants the processor.
+`run` appends a JSON line to FILE (default: `results/overlap.jsonl`) for each run, and skips runs that it already
+contains. `show` prints the results. The times are meaningful only on an otherwise idle machine.
 """
 
 from __future__ import annotations
@@ -42,23 +43,27 @@ from gleanrl.cli.main import parse_overrides
 from gleanrl.simulate.workload import PRESETS
 
 RESULTS = Path(__file__).parent / "results" / "overlap.jsonl"
-LIFTED = 4096  # places
-BACKLOG = 4096  # connections that may wait to be accepted
-HELD_OUT = 128  # tasks
+LIFTED = 4096  # concurrency of the service in the runs where it shall be no limit
+BACKLOG = 4096  # maximum number of connections that wait to be accepted
+HELD_OUT = 128  # number of tasks on which success is measured
 
 Overrides = tuple[tuple[str, str], ...]
 
 
 @dataclass(frozen=True)
 class Job:
-    """One run. ``places``: rewards at once, 0 = rewards come from the environment, at once."""
+    """One run.
+
+    ``places`` is the number of rewards that the service computes at the same time; 0 = the environment gives the
+    rewards, without a service.
+    """
 
     seed: int
     schedule: str
     places: int
     steps: int
     threads: int
-    attempts: int  # held-out ones, a task
+    attempts: int  # sampled attempts at each held-out task
     overrides: Overrides
     latency_s: tuple[float, float] = (0.0, 0.0)
     url: str = ""
@@ -91,7 +96,7 @@ def main() -> None:
 
 
 def run(args: argparse.Namespace, overrides: Overrides) -> None:
-    """Every run that FILE lacks; those that the latencies are measured by come first."""
+    """Make all runs that FILE lacks. The runs with instant rewards come first, because the latencies depend on them."""
     os.environ |= {"OMP_NUM_THREADS": str(args.threads), "OMP_WAIT_POLICY": "PASSIVE"}
     instant = [Job(seed, "sync", 0, args.steps, args.threads, args.attempts, overrides) for seed in args.seeds]
     with serving() as url, multiprocessing.get_context("spawn").Pool(args.jobs) as pool:
@@ -141,7 +146,10 @@ def one_run(job: Job) -> dict[str, Any]:
 
 
 def configured(job: Job, folder: Path) -> Any:
-    """The quickstart with this run's schedule and rewards, without checkpoints and evaluations on the way."""
+    """Return the quickstart's configuration with the schedule and rewards of ``job``.
+
+    Checkpoints and evaluations during the run are switched off.
+    """
     from gleanrl.config import loading as configuration
 
     settings = {
@@ -162,7 +170,7 @@ def configured(job: Job, folder: Path) -> Any:
 
 
 async def measured(job: Job, folder: Path) -> dict[str, Any]:
-    """Train, then evaluate the last weights: seconds and idle share of each step, staleness, success."""
+    """Train, evaluate the last weights, and return a row of results with the time series of each step."""
     import torch
 
     from gleanrl.runtime.local import Builder
@@ -176,7 +184,7 @@ async def measured(job: Job, folder: Path) -> dict[str, Any]:
     run_folder, console = RunFolder(config.path), Console()
     prepared = prepare(config, console)
     held_out = prepared.evaluation
-    # the run's own evaluations, before and after, would only cost time
+    # The run evaluates before and after training in any case, so let it do so on a single task to save time.
     builder = Builder(config, run_folder, replace(prepared, evaluation=held_out[:1]), console)
     before = None if job.places else await evaluated(builder, None, held_out, job.attempts)
     async with builder.run(partial(load_monitors, config.monitor, console=console), resume=False) as running:
@@ -199,7 +207,7 @@ async def measured(job: Job, folder: Path) -> dict[str, Any]:
 
 
 def waiting(timeline: Path, seconds: float) -> float:
-    """Share of the run's last seconds in which the device had no work and the learner waited for groups."""
+    """Return the share of the run's last ``seconds`` in which the learner waited for groups and the device was idle."""
     from gleanrl.schedule.timeline import DEVICE_WORK, covered, read_timeline
 
     work, waits = [], []
@@ -217,7 +225,10 @@ def waiting(timeline: Path, seconds: float) -> float:
 
 
 async def evaluated(builder: Any, checkpoint: Path | None, tasks: Sequence[Any], attempts: int) -> float:
-    """Success of sampled attempts with a checkpoint's weights, or the warm start's."""
+    """Return the success rate of sampled attempts at ``tasks``.
+
+    The weights are those of ``checkpoint``, or those after the warm start if it is None.
+    """
     from gleanrl.rewards import EnvironmentReward
     from gleanrl.runtime.evaluation import evaluate
     from gleanrl.runtime.local import closing
@@ -237,7 +248,7 @@ async def evaluated(builder: Any, checkpoint: Path | None, tasks: Sequence[Any],
 # --- the reward service ---------------------------------------------------------------------------
 @contextlib.contextmanager
 def serving() -> Iterator[str]:
-    """The service's address, while its process runs."""
+    """Start the process of the reward service, yield its address, and end it with the block."""
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
     process = context.Process(target=serve, args=(there,), daemon=True)
@@ -263,7 +274,7 @@ def serve(parent: Connection) -> None:
 
 
 async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """As much HTTP as a client that keeps its connections needs."""
+    """Serve one connection: a minimal HTTP/1.1 server for a client that reuses its connections."""
     with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
         while True:
             head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").lower()
@@ -278,7 +289,7 @@ async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) 
 
 
 def latency(asked: dict[str, Any]) -> float:
-    """Seconds that this request takes, whenever and however often it comes."""
+    """Return the latency of a request in seconds. It is the same if the request is repeated."""
     return random.Random(f"{asked['seed']}/{asked['trajectory_id']}").uniform(asked["low"], asked["high"])
 
 
