@@ -164,6 +164,11 @@ def test_a_call_that_cannot_be_read_keeps_its_text(text: str, calls: list[Call] 
         assert found == calls
 
 
+def test_an_unreadable_named_call_ends_where_the_next_one_begins() -> None:
+    text = '[TOOL_CALLS]f[ARGS]{"a": [TOOL_CALLS]g[ARGS]{"a": 1}'
+    assert reading("named").read(text) == ("", [Call("f", '{"a":'), Call("g", {"a": 1})])
+
+
 def test_text_around_calls_is_the_content() -> None:
     text = f"First I add.\n{say_hermes([Call('add', {'a': 1}), Call('sub', {})])}\nThen I see."
     around, calls = reading("hermes").read(text)

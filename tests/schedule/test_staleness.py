@@ -146,6 +146,7 @@ def test_a_slow_learner_gets_what_is_as_old_as_the_bound_allows(tmp_path: Path, 
     check(run)
     consumed = [histogram(metrics, GROUPS) for _, _, metrics in run.observer.steps]
     assert consumed == [{min(step, bound): 4} for step in range(5)]
+    assert [metrics["schedule/chunks"] for _, _, metrics in run.observer.steps] == [2.0] * 5
 
 
 def test_what_older_weights_sampled_is_dropped_and_in_no_histogram(
