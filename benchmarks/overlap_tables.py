@@ -1,4 +1,4 @@
-"""The tables of `overlap.py`, from its JSON lines."""
+"""Prints the tables of `overlap.py` from its JSON lines."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from gleanrl.simulate.simulation import Outcome, simulate
 from gleanrl.simulate.workload import PRESETS, Latency, Workload
 
 Row = Mapping[str, Any]
-COMPUTE_S, LATENCY_S, SAMPLES_A_PLACE = 238.0, (1.0, 40.0), 20  # as published
+COMPUTE_S, LATENCY_S, SAMPLES_A_PLACE = 238.0, (1.0, 40.0), 20  # of the measurement in verl PR 2854; see `overlap.py`
 SERIES = {
     "step_s": "time/step_s",
     "idle_share": "device/idle_share",
@@ -36,12 +36,13 @@ waiting: while the learner waited for groups (in sync while the environments pla
 environments, batches and weights take of the processor between two pieces of work. simulated: `gleanrl simulate` with
 the parts of a step as they are with rewards at once. Seconds, shares and changes are means over seeds; success has its
 95 % interval over seeds (Student's t), and so has its change against rewards at once, seed by seed."""
-WARM = 4  # first steps of a run, which the medians leave out: a schedule two steps off has to fill up
-STUDENT = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36}  # 95 %, by number of seeds
+# Number of first steps that medians leave out, because schedules that sample ahead must first fill their queue.
+WARM = 4
+STUDENT = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36}  # number of seeds -> t quantile (95 %)
 
 
 def show(rows: Sequence[Row]) -> None:
-    """A table for each number of steps, threads and changed settings that was measured."""
+    """Print a table for each combination of steps, threads and changed settings that was measured."""
     if rows:
         print(EXPLANATION)
     if not rows:
@@ -51,13 +52,16 @@ def show(rows: Sequence[Row]) -> None:
 
 
 def latency_s(compute_s: float) -> tuple[float, float]:
-    """The shortest and the longest reward where a step has so many seconds of compute."""
+    """Return the shortest and longest latency of a reward in seconds, scaled to steps of ``compute_s`` seconds."""
     low, high = (seconds * compute_s / COMPUTE_S for seconds in LATENCY_S)
     return low, high
 
 
 def published_places(row: Row) -> int:
-    """Rewards at once, at the published ratio to the samples of a step; rounded up, which favours sync."""
+    """Return the concurrency of the service that has the published ratio to the samples of a step.
+
+    It is rounded up, which is to the advantage of the schedule "sync".
+    """
     return math.ceil(row["samples"] / SAMPLES_A_PLACE)
 
 
@@ -109,7 +113,7 @@ def _table(rows: Sequence[Row]) -> None:
 
 
 def simulated(instant: Sequence[Row], schedule: Any, places: int) -> Outcome:
-    """`gleanrl simulate` with the parts of a step as they are with rewards at once."""
+    """Simulate a schedule with the times of sampling and training that were measured in runs with instant rewards."""
     seconds = statistics.mean(row["compute_s"] for row in instant)
     train = statistics.mean(statistics.median(row["train_s"][WARM:]) for row in instant)
     row = instant[0]
@@ -145,13 +149,13 @@ def _rest(rows: Sequence[Row]) -> list[str]:
 
 
 def _idle(row: Row) -> float:
-    """Share of the steps' time without any work on the device."""
+    """Return the share of the time of all counted steps in which the device was idle."""
     steps = list(zip(row["idle_share"], row["step_s"], strict=True))[WARM:]
     return sum(share * seconds for share, seconds in steps) / sum(seconds for _, seconds in steps)
 
 
 def _change(rows: Mapping[int, Row], base: Mapping[int, Row]) -> str:
-    """Of the wall time of all steps, each seed beside its own."""
+    """Format the mean relative difference of the wall-clock time of all steps to ``base``, paired by seed."""
     changes = [sum(rows[s]["step_s"]) / sum(base[s]["step_s"]) - 1 for s in rows if s in base]
     return f"{statistics.mean(changes):+.1%}" if changes else ""
 

@@ -1,16 +1,16 @@
-"""What a turn costs the processor of who plays the episodes: the real player between a sampler and an environment that
-answer at once.
+"""Measures the CPU time that the player needs for a turn, with a sampler and an environment that answer at once.
 
     python benchmarks/player.py [--turns 5 30] [--games 24] [--repeats 5] [--against OTHER/src] [--profile]
 
-Episodes are ALFWorld's: generated households, each played by 8 members of a group, with the observations and commands
-of an expert half of whose actions are random, repeated until there are --turns of them; the tokenizer is the
-quickstart's, made of those texts. "as played" are these texts, so that a group shares its opening and "Nothing
-happens." is not new; "all new" has a number in each observation that no other has, so that nothing is remembered.
-Microseconds of processor time a turn, an episode's beginning and end included; the least of --repeats processes.
+The episodes are recorded from ALFWorld: generated households, each played by the 8 members of a group, by an expert
+with 50 % random actions. Their turns are repeated until an episode has --turns of them. The tokenizer is trained on
+these texts, as in the quickstart. With "as played" texts, the members of a group have the same opening and many
+observations repeat ("Nothing happens."), so that caches help. With "all new" texts, each observation contains a unique
+number, so that caches cannot help.
 
---against also measures another source tree, in processes of its own by turns with ours, and compares what both trees
-made of the episodes token by token. --profile prints where the time goes instead (its own cost included).
+The result is microseconds of CPU time per turn, the start and end of episodes included, of the fastest of --repeats
+processes. --against measures another source tree too, in alternating processes, and checks that both trees make the
+same tokens of the episodes. --profile prints a profile instead, whose times include its own overhead.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ from gleanrl.types import IntArray, Message, Score, Task, Trajectory
 
 MEMBERS = 8
 OWN = Path(__file__).resolve().parent.parent / "src"
-Episode = list[str]  # observation, command, observation, command, ...
+Episode = list[str]  # observations and commands in turn, starting with an observation
 
 
 @dataclass
 class Instant(Environment):
-    """The environment and the sampler of one episode: it was played before."""
+    """The environment and the sampler of one episode. Both replay recorded observations and commands."""
 
     said: Sequence[str]
     answers: Sequence[IntArray]
@@ -80,7 +80,7 @@ class Instant(Environment):
 
 
 def households(games: int) -> list[list[Episode]]:
-    """Each household's episodes of a group, with the texts of ALFWorld."""
+    """Record a group of episodes for each of ``games`` ALFWorld households."""
     from gleanrl.environments.alfworld import AlfworldTaskset
 
     taskset = AlfworldTaskset()
@@ -92,7 +92,11 @@ def households(games: int) -> list[list[Episode]]:
 
 
 def cut(episode: Episode, turns: int, new: itertools.count[int] | None) -> tuple[list[str], list[str]]:
-    """Observations and commands of exactly so many turns: the opening, then the others over and over."""
+    """Return the observations and the commands of an episode with exactly ``turns`` turns.
+
+    The first turn is that of ``episode``; its other turns follow and repeat. ``new``, if given, yields the numbers that
+    make each observation unique.
+    """
     pairs = list(zip(episode[::2], episode[1::2], strict=False))
     rest = itertools.cycle(pairs[1:] or pairs)
     chosen = [pairs[0], *itertools.islice(rest, turns - 1)]
@@ -101,7 +105,10 @@ def cut(episode: Episode, turns: int, new: itertools.count[int] | None) -> tuple
 
 
 async def play(renderer: Renderer, episodes: Sequence[Instant], played: list[Trajectory]) -> None:
-    """Into ``played``: asyncio.run shows what a coroutine returns in a message, which takes milliseconds."""
+    """Play the episodes and append the trajectories to ``played``.
+
+    They are not returned, because `asyncio.run` would format the returned value as text, which takes milliseconds.
+    """
     task, settings = Task("benchmark"), ContextSettings(max_turns=1000, max_tokens_per_turn=64)
     for number, episode in enumerate(episodes):
         player: Any = Player(lambda task, e=episode: e, episode, renderer, settings, 1.0, 1_000_000)
@@ -109,7 +116,7 @@ async def play(renderer: Renderer, episodes: Sequence[Instant], played: list[Tra
 
 
 def measure(folder: Path, turns: int, new: bool, profile: bool = False) -> dict[str, Any]:
-    """Microseconds a turn, observed tokens a turn, and a digest of all tokens."""
+    """Play all episodes. Returns microseconds per turn, observed tokens per turn, and a digest of all tokens."""
     groups: list[list[Episode]] = json.loads((folder / "episodes.json").read_text())
     tokenizer = _tokenizer(folder)
     renderer = Renderer(tokenizer)
@@ -123,7 +130,8 @@ def measure(folder: Path, turns: int, new: bool, profile: bool = False) -> dict[
                 ids = tokenizer(command, add_special_tokens=False)["input_ids"]
                 said[command] = np.array([*ids, renderer.end_of_turn], np.int32)
         episodes.append(Instant(observed, [said[command] for command in commands]))
-    asyncio.run(play(renderer, [Instant(["."], [said[commands[0]]])], []))  # imports, and the template is compiled
+    # imports modules and compiles the chat template, which shall not be measured
+    asyncio.run(play(renderer, [Instant(["."], [said[commands[0]]])], []))
     gc.collect()
     profiler, played = cProfile.Profile(), list[Trajectory]()
     if profile:
@@ -151,7 +159,7 @@ def _tokenizer(folder: Path) -> Any:
 
 
 def in_process(tree: Path, folder: Path, turns: Sequence[int]) -> list[dict[str, Any]]:
-    """`measure` of each number of turns and kind of texts, with another source tree."""
+    """Call `measure` for each number of turns and kind of texts, in a new process that imports ``tree``."""
     command = [sys.executable, __file__, "--worker", str(folder), "--turns", *map(str, turns)]
     environment = {**os.environ, "PYTHONPATH": str(tree)}
     return json.loads(subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE).stdout)

@@ -1,19 +1,21 @@
-"""What the experience pool costs as it grows: milliseconds of each call, file size and memory.
-
-The pool is filled to 1 k, 10 k, ... tasks up to ``--tasks``, one stored trajectory of ``--tokens`` tokens each (three
-quarters context; log-probs of a fairly sure policy), spread over the buckets 1/8 .. 7/8. At each size:
-
-    observe   64 fresh groups of 8, half of them on tasks the pool knows, 4 successes each: encoding 256 trajectories,
-              task states, admission and the flush to disk, with a mark to go back to
-    plan      bucket sizes, and 32 tasks drawn over the buckets
-    stored    the trajectories of those 32 tasks, read and decoded
-    used      their uses counted;  mark: a mark made;  rewind: everything since the first mark undone
+"""Measures how the costs of the experience pool grow with its size: milliseconds per call, file size and memory.
 
     python benchmarks/pool.py [--tasks 100000] [--tokens 1000] [--repeats 9] [--folder .]
 
-The median of the repeats is printed, in wall-clock time (``--clock cpu``: processor time of this process, for a
-machine that others use too; the waiting for the disk is then left out). Memory is the highest so far, of the whole
-process. A million tasks need about 3 GB in ``--folder`` and ten minutes to fill; the file is removed at the end.
+The pool is filled to 1,000, 10,000, ... tasks up to ``--tasks``. Each task has one stored trajectory of ``--tokens``
+tokens, of which three quarters are context, and a success rate from 1/8 to 7/8. At each size, these calls are measured:
+
+    observe   store 64 fresh groups of 8, half of them on known tasks, with 4 successes each: encode 256 trajectories,
+              update task states, admit, and flush to disk, with a mark to which the pool can be rewound
+    plan      compute bucket sizes, and draw 32 tasks over the buckets
+    stored    read and decode the trajectories of these 32 tasks
+    used      count their uses
+    mark      make a mark
+    rewind    undo everything since the first mark
+
+The median over the repeats is printed, in wall-clock time, or with ``--clock cpu`` in CPU time, which does not depend
+on the other load of the machine and does not include waiting for the disk. Memory is the peak of the process so far.
+A million tasks need about 3 GB in ``--folder`` and ten minutes to fill. The file is deleted at the end.
 """
 
 from __future__ import annotations
@@ -37,12 +39,12 @@ from gleanrl.types import Group, GroupSpec, Score, StopReason, Task, Trajectory,
 
 GROUPS, MEMBERS, SUCCESSES, DRAWN = 64, 8, 4, 32
 TURNS, VOCABULARY = 5, 50_000
-ROUND = 2_000  # tasks of one filling transaction
+ROUND = 2_000  # number of tasks that are written in one transaction when the pool is filled
 COLUMNS = ("observe", "plan", "stored", "used", "mark", "rewind")
 
 
 class Episodes:
-    """Trajectories of one length; drawing their arrays is not part of what is measured."""
+    """Makes trajectories of equal length. Their random arrays are drawn in advance, so that this is not measured."""
 
     def __init__(self, tokens: int, random: np.random.Generator) -> None:
         self.random = random
@@ -72,7 +74,10 @@ def task(name: str) -> Task:
 
 
 def fill(pool: ExperiencePool, start: int, stop: int, episodes: Episodes) -> None:
-    """Rows written straight into the tables, as `ExperiencePool.observe` would write them, many a transaction."""
+    """Add tasks and trajectories to the pool by writing rows to its tables directly, for speed.
+
+    The rows are the same as those that `ExperiencePool.observe` would write.
+    """
     db = pool._db
     sizes = dict(db.execute("SELECT id, size FROM buckets"))
     counts = dict(db.execute("SELECT name, value FROM counters"))
@@ -146,7 +151,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path("."), help="where the pool's file may grow meanwhile")
     parser.add_argument("--clock", choices=["wall", "cpu"], default="wall")
     args = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the file is removed then too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # on SIGTERM too, leave the `with` block, which deletes files
     clock = time.process_time if args.clock == "cpu" else time.perf_counter
     episodes = Episodes(args.tokens, np.random.default_rng(0))
     sizes = [10**power for power in range(3, 9) if 10**power < args.tasks] + [args.tasks]
@@ -160,7 +165,7 @@ def main() -> None:
                 fill(pool, filled, size, episodes)
                 filled, took = size, time.perf_counter() - start
                 figures = measure(pool, size, episodes, args.repeats, clock)
-                pool.forget(pool.mark() + 1)  # none is left: filling is not logged
+                pool.forget(pool.mark() + 1)  # drop all marks, because `fill` does not record how to undo its rows
                 print(f"{f'{size:,} tasks x {args.tokens:,}':26}", end="")
                 print("".join(f"{figures[name]:10.2f}" for name in COLUMNS), end="")
                 memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024

@@ -1,9 +1,9 @@
-"""What a call of the sandboxed Python costs: one interpreter a call, one an episode, and many callers at once.
+"""Measures the cost of a call of the sandboxed Python tool, with an interpreter per call and with one per episode.
 
     python benchmarks/python_sandbox.py [--calls 200]
 
-Prints calls a second and the time of one, in milliseconds, with and without isolation, next to
-a plain `python -c` of the same code, without any limits or walls.
+Prints calls per second and milliseconds per call, with and without isolation, for one caller and for many concurrent
+ones. For comparison, the same code also runs in a plain `python -c` without limits or isolation.
 """
 
 from __future__ import annotations

@@ -1,19 +1,19 @@
-"""What GRPO adds in the quickstart: three arms from one warm start, equal seconds, several seeds.
+"""Compares GRPO in the quickstart with two kinds of imitation learning, for the same time and from the same warm start.
 
     python benchmarks/quickstart.py [--seeds 0 1 2] [--svg curve.svg] [--section.key value ...]
 
-A seed redraws the households (all three splits), the demonstrations, the warm start and every sample.
-Arms, each from the same warm-started weights and for the seconds that GRPO's steps took (evaluation
-apart):
+The seed determines the households of all three splits, the demonstrations, the warm start and all samples. Each arm
+starts from the same warm-started weights and trains for the seconds that GRPO's steps took, without evaluations:
 
 * ``grpo``: `gleanrl train quickstart`, unchanged.
-* ``continued sft``: the warm start goes on, on the same demonstrations.
-* ``filtered bc``: the same run, but each success has advantage 1 and each failure 0: imitation of one's
-  own successes, without a baseline and without anything learned from failures. Its steps can be a little
-  shorter, so it gets 15 % more of them, if they fit into the seconds; its rate decays over those.
+* ``continued sft``: the supervised training of the warm start continues on the same demonstrations.
+* ``filtered bc``: filtered behaviour cloning. It is the same run as ``grpo``, but the advantage of a success is 1 and
+  that of a failure is 0. So the policy imitates its own successes, without a baseline, and learns nothing from
+  failures. Its steps may be shorter, so it makes up to 15 % more steps if they fit into the time; the learning rate
+  decays over this number.
 
-"before" and "after" are success of sampled attempts on held-out households; "after" is the mean of the
-last three evaluations of GRPO, and one evaluation of as many attempts for the other arms.
+"before" and "after" are the success rates of sampled attempts on held-out households. "after" is the mean of the last
+three evaluations for GRPO, and a single evaluation with the same number of attempts for the other arms.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ from gleanrl.train import train
 from gleanrl.types import Group
 from gleanrl.utils.seeding import derive
 
-LATE = 3  # evaluations of GRPO that are averaged
+LATE = 3  # number of GRPO's last evaluations whose mean is "after"
 METRIC = "eval/sampled/pass@1"
 
 
 @estimator("filtered_bc", group_local=True)
 def filtered_bc(rewards: Rewards) -> tuple[torch.Tensor, torch.Tensor]:
-    """1 for a success, 0 for a failure."""
+    """Use the score, which is 1 for a success and 0 for a failure, as the advantage of each token."""
     scores = rewards.scores[:, None]
     return scores, scores
 
@@ -94,7 +94,8 @@ def one_seed(preset: str, seed: int, overrides: Sequence[tuple[str, str]], folde
     sft = prepare(config, console)
     examples = supervised_examples(config, sft.tokenizer, sft.demonstrations)
     settings = config.warm_start
-    # a constant low rate would waste the time, a high one undo the warm start: the warm start's own, halved
+    # The rate is half that of the warm start. A lower constant rate would waste the time, and a higher one would undo
+    # the warm start.
     fine_tune(
         sft.model,
         examples,
@@ -122,7 +123,7 @@ def one_seed(preset: str, seed: int, overrides: Sequence[tuple[str, str]], folde
 
 
 async def grpo(config: Config, prepared: Prepared, console: Console) -> tuple[float, dict[int, float]]:
-    """Seconds of training steps, and the success of each evaluation by step."""
+    """Train with GRPO. Returns the seconds of all steps, and the success rate of each evaluation by step."""
     folder = RunFolder(config.path)
     folder.path.mkdir(parents=True)
     monitors = partial(load_monitors, config.monitor, console=console)
@@ -134,7 +135,7 @@ async def grpo(config: Config, prepared: Prepared, console: Console) -> tuple[fl
 
 
 async def for_seconds(config: Config, prepared: Prepared, seconds: float, console: Console) -> None:
-    """Train until the steps have taken so long; the prepared model holds the result."""
+    """Train until the steps have taken ``seconds``. The weights of ``prepared.model`` are trained in place."""
     folder = RunFolder(config.path)
     folder.path.mkdir(parents=True)
     monitors = partial(load_monitors, config.monitor, console=console)
@@ -153,7 +154,7 @@ async def for_seconds(config: Config, prepared: Prepared, seconds: float, consol
 
 
 async def measure(config: Config, prepared: Prepared, console: Console) -> float:
-    """Success of as many sampled attempts as GRPO's late evaluations have together."""
+    """Return the success rate of the prepared model over as many attempts as the last `LATE` evaluations of GRPO."""
     builder = Builder(config, RunFolder(config.path), prepared, console)
     async with closing(builder.sampler(Schedule.from_settings(config.schedule), None, None)) as sampler:
         await sampler.publish(dict(prepared.model.named_parameters()), 0)
@@ -179,7 +180,11 @@ def show(rows: Sequence[dict]) -> None:
 
 
 def draw(rows: Sequence[dict]) -> str:
-    """GRPO's held-out success by step, a line a seed and their mean; the controls' means as levels. SVG text."""
+    """Draw an SVG and return its text.
+
+    It shows GRPO's success on held-out households by step, with a line for each seed and one for their mean, and the
+    mean final success of the other arms as horizontal lines.
+    """
     width, height, left, bottom = 720, 360, 52, 40
     last = rows[0]["curve"][-1][0]
 

@@ -1,13 +1,15 @@
-"""What Ray costs beside the local runtime: seconds of a step and of a group, in one process, in turn.
-
-The same run (quickstart's environment and model, or what ``--preset`` and settings say, without evaluation) takes
-``--steps`` steps in the local runtime, then with Ray actors, and so on, ``--rounds`` times. The actors stay; each round
-has a run folder of its own. A step is sampling, rewards, update and publication, its time is the run's own
-``time/step_s``, without the first step of each round; medians, and the quartiles beside them. "cpu" is the processor
-time of all processes of the benchmark (Ray's included) over whole rounds, which is what counts where other work shares
-the machine. Each round ends with an evaluation of one attempt a task, which is in "cpu" but not in the step.
+"""Measures the overhead of the Ray runtime compared with the local runtime: seconds per step and per group.
 
     python benchmarks/ray_overhead.py [--steps 6] [--rounds 3] [--samplers 1 2] [--section.key value ...]
+
+The same job (by default the quickstart's, without evaluations during training) makes ``--steps`` steps in the local
+runtime, then ``--steps`` steps with Ray actors. This is repeated ``--rounds`` times, in one process. The actors are
+started only once; each round has a new run folder.
+
+The time of a step is the metric ``time/step_s``, which includes sampling, rewards, update and publication. Medians and
+quartiles are printed, without the first step of each round. "cpu" is the CPU time per step of all processes, Ray's
+included, over whole rounds; on a shared machine it is the better measure. Each round ends with an evaluation of one
+attempt per task, which is part of "cpu" but not of the time of a step.
 """
 
 from __future__ import annotations
@@ -78,12 +80,12 @@ async def measure(
 
 
 def processor_s() -> float:
-    """Seconds of this process and its descendants so far."""
+    """Return the CPU seconds of this process and its present descendants so far. Linux only."""
     parents, spent = {}, {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
             fields = path.read_text().rpartition(")")[2].split()
-        except OSError:  # it has ended
+        except OSError:  # the process has ended
             continue
         parents[int(path.parent.name)], spent[int(path.parent.name)] = int(fields[1]), sum(map(int, fields[11:13]))
     own = {os.getpid()}

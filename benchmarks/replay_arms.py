@@ -1,4 +1,7 @@
-"""What `replay_gain.py` compares: environments where successes are sparse and where they are not, and designs."""
+"""The settings that `replay_gain.py` compares.
+
+`DOMAINS` are environments with sparse and with frequent successes. `ARMS` are variants of experience replay.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +46,7 @@ DOMAINS: dict[str, Settings] = {
     },
     "textworld": {
         "held_out": 64,
-        "points": 4,  # each evaluation plays games that no rollout has played
+        "points": 4,  # fewer than elsewhere, because evaluations play games that training has not played and cached
         "environment.name": "textworld",
         "environment.train_tasks": 64,
         "environment.warm_start_tasks": 40,
@@ -85,7 +88,7 @@ DOMAINS: dict[str, Settings] = {
     },
 }
 
-# the same with other tasks
+# the same environments with more, easier or harder tasks
 DOMAINS |= {
     "alfworld hard, 256 tasks": {**DOMAINS["alfworld hard"], "environment.train_tasks": 256},
     "textworld easy": {**DOMAINS["textworld"], "warm_start.steps": 120, "schedule.batch": 8, "schedule.group": 8},
@@ -107,10 +110,10 @@ HEADLINE = ["on-policy", "selection", "replay in groups", "replay", "replay, two
 
 ARMS: dict[str, Settings] = {
     "on-policy": {},
-    "selection": _SELECTION,  # the pool chooses half the tasks, nothing is replayed
+    "selection": _SELECTION,  # the pool selects half of the tasks, but no stored trajectories are replayed
     "replay in groups": _IN_GROUPS,
-    "replay": _BOTH,  # the default: in groups, and one pool step on 8 stored successes
-    # what could be otherwise in groups, no pool step
+    "replay": _BOTH,  # the default settings: replay in groups, and one pool update on 8 stored successes per step
+    # variants of "replay in groups", without pool updates
     "own groups": {**_IN_GROUPS, "replay.grouping": "own"},
     "group baseline": {**_IN_GROUPS, "replay.baseline": "group"},
     "shape": {**_IN_GROUPS, "loss.replay_mode": "shape"},
@@ -129,7 +132,7 @@ ARMS: dict[str, Settings] = {
     "not older than 10": {**_IN_GROUPS, "replay.max_age": 10},
     "rescue": {**_IN_GROUPS, "replay.tasks": "rescue"},
     "uniform over tasks": {**_IN_GROUPS, "replay.tasks": "uniform"},
-    # the pool step and its controls
+    # variants of the pool update ("pool step"), and controls for it
     "selection, two epochs": {**_SELECTION, "learner.epochs": 2},
     "pool step": _POOL_STEP,
     "pool step on own successes": {**_POOL_STEP, "replay.pool_from": "batch"},

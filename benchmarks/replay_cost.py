@@ -1,17 +1,23 @@
-"""What replay itself costs a step: planning, choosing trajectories by the current policy, storing successes.
+"""Measures the time that experience replay adds to a step: planning, selecting trajectories, and storing successes.
 
     python benchmarks/replay_cost.py [--arms default ...] [--steps 12] [--clock cpu] [--section.key value ...]
 
-The quickstart's run (ALFWorld, 16 groups of 8, one thread) with replay on. A first run of ``--fill`` steps on few
-tasks makes a pool whose tasks hold several successes each; every arm starts from the same warm start and that pool.
-``default`` is replay as it comes, with its extra updates; ``default-current`` asks the current policy for entropies, in
-the extra updates too. An arm PLACEMENT-PER_GROUP-ENTROPY_FROM has no extra updates; ``off`` is the run without replay.
-A row holds medians over the steps after the first two, in milliseconds: the step; planning and choosing for the batch,
-storing; planning and choosing for the extra updates (x-plan, x-select), which with the former three are the share; and
-the extra updates themselves (x-update), which are learning, not replay's own work.
+Each arm is the quickstart (ALFWorld, 16 groups of 8, one thread) with other replay settings. A first run of ``--fill``
+steps on few tasks fills a pool with several successes per task. All arms start from the same warm start and from this
+pool. Arms:
 
-``--clock cpu`` (the default) counts processor seconds of this process, for a machine that others use too; ``wall`` is
-what the metrics of a run say.
+* ``off``: without replay.
+* ``default``: the default settings, which include extra updates on stored successes (pool updates).
+* ``default-current``: as ``default``, but trajectories are selected by their entropy under the current policy.
+* PLACEMENT-PER_GROUP-ENTROPY_FROM, such as ``add-1-current``: these three settings, without extra updates.
+
+A row shows medians in milliseconds over all steps but the first two: the time of the step; of planning (plan) and
+selecting (select) trajectories for the batch; of storing successes (store); of planning and selecting for the extra
+updates (x-plan, x-select); and of the extra updates themselves (x-update). "share" is the share of the step that these
+parts take, without x-update, because that is training.
+
+With ``--clock cpu`` (the default), times are CPU seconds of this process, which depend little on other load of the
+machine. With ``--clock wall`` they are the metrics of the run.
 """
 
 from __future__ import annotations
@@ -45,7 +51,7 @@ PARTS = {
     **{f"x-{part}": f"time/replay_update_{part}_s" for part in ("plan", "select", "update")},
 }
 LEARNING = "x-update"
-COLD = 2  # first steps of an arm, left out
+COLD = 2  # number of first steps of a run that are not counted
 
 
 def main() -> None:
@@ -86,7 +92,7 @@ def replay(arm: str) -> list[tuple[str, str]]:
 
 
 def run(name: str, steps: int, folder: Path, overrides: Sequence[tuple[str, str]]) -> list[Metrics]:
-    """The metrics of each step of a run as `gleanrl train` makes it."""
+    """Make a run as `gleanrl train` does, and return the metrics of each step."""
     own = [("run.folder", str(folder)), ("run.name", name), ("run.steps", str(steps))]
     config = configuration.load("quickstart", [*own, *overrides])
     run_training(config, resume=False, console=Console(), monitors=partial(load_monitors, config.monitor))

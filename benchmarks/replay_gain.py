@@ -1,14 +1,18 @@
-"""Does replay pay? Arms with a learning-rate sweep each, several environments, several seeds, equal budgets.
+"""Measures whether experience replay improves success at equal budgets, in several environments and with several seeds.
 
     python benchmarks/replay_gain.py [show] [--domains NAME ...] [--arms NAME ...] [--svg FILE]
     python benchmarks/replay_gain.py run [--save FILE] [--domains NAME ...] [--arms NAME ...] [--lrs 1e-4] [--seeds 0]
 
-A run is what `gleanrl train` does with the settings of its domain, arm and rate (`replay_arms.py`). A seed redraws the
-households or words, the demonstrations, the warm start and every sample (the TextWorld games stay: they take minutes to
-compile); the arms of a seed share all of that. Checkpoints are evaluated when the run is over, by sampled attempts on
-held-out and on training tasks, so the CPU seconds of a run are those of training alone: with one thread, what it would
-take on a core of its own. `run` adds a JSON line for each run to FILE and skips those that are there; `show` prints
-what was measured. FILE is `results/replay_gain.jsonl` unless said otherwise.
+A run is `gleanrl train` with the settings of its domain and arm (`replay_arms.py`) and a learning rate. Several rates
+are measured for each arm, and arms are compared at their best rate. The seed determines the households or words, the
+demonstrations, the warm start and all samples, so the arms of a seed start equal. (TextWorld games are the same for all
+seeds, because they take minutes to compile.)
+
+Checkpoints are evaluated after the run, by sampled attempts on held-out and on training tasks. The CPU seconds of a run
+are therefore those of training alone; with one thread, they are the time on a core that no other process uses.
+
+`run` appends a JSON line to FILE (default: `results/replay_gain.jsonl`) for each run, and skips runs that it already
+contains. `show` prints the results.
 """
 
 from __future__ import annotations
@@ -32,8 +36,8 @@ import replay_tables as tables
 from replay_arms import ARMS, DOMAINS, HEADLINE
 
 RESULTS = Path(__file__).parent / "results" / "replay_gain.jsonl"
-HELD_OUT = 128  # tasks
-POINTS = 6  # evaluations of a run after the first
+HELD_OUT = 128  # number of held-out tasks on which success is measured
+POINTS = 6  # number of evaluations of a run, without the one before training
 TOLD = ("replay/", "loss/", "pool/", "reward/", "tokens/", "replay_update/", "groups/", "time/")
 
 Job = tuple[str, str, float, int]  # domain, arm, learning rate, seed
@@ -90,7 +94,7 @@ def one_run(job: Job) -> dict[str, Any]:
 
 
 def configured(job: Job, folder: Path) -> Any:
-    """The configuration of a run: its domain's settings, its arm's, and what all runs share."""
+    """Return the configuration of a run: the settings of its domain and arm, and those that all runs share."""
     from gleanrl.config.settings import Config
 
     domain, arm, lr, seed = job
@@ -107,7 +111,7 @@ def configured(job: Job, folder: Path) -> Any:
 
 
 def nested(settings: Mapping[str, Any], data: dict[str, Any]) -> dict[str, Any]:
-    """``data``, a configuration as it is read from TOML, with each ``section.key`` of the settings put in its place."""
+    """Set each ``section.key`` of ``settings`` in ``data``, a nested configuration as read from TOML, and return it."""
     for name, value in settings.items():
         *sections, last = name.split(".")
         place = data
@@ -118,7 +122,7 @@ def nested(settings: Mapping[str, Any], data: dict[str, Any]) -> dict[str, Any]:
 
 
 class Clock:
-    """A monitor: CPU seconds of this process at the end of each step."""
+    """A monitor that records the CPU seconds of this process at the end of each step."""
 
     def __init__(self, info: Any) -> None:
         self._path = info.folder.path / "clock.jsonl"
@@ -133,7 +137,11 @@ class Clock:
 
 
 async def measured(job: Job, folder: Path) -> dict[str, Any]:
-    """Train, then evaluate every checkpoint: success over steps, fresh rollouts, sampled tokens and CPU seconds."""
+    """Train, evaluate all checkpoints, and return a row of results.
+
+    Its curve has the success rates of each checkpoint, with the steps, fresh rollouts, sampled tokens and CPU seconds
+    that were spent until then.
+    """
     import torch
 
     from gleanrl.runtime.local import Builder
@@ -148,7 +156,7 @@ async def measured(job: Job, folder: Path) -> dict[str, Any]:
     run_folder, console = RunFolder(config.path), Console()
     prepared = prepare(config, console)
     held_out = prepared.evaluation
-    # the run's own evaluations, before and after, would only cost time
+    # The run evaluates before and after training in any case, so let it do so on a single task to save time.
     builder = Builder(config, run_folder, replace(prepared, evaluation=held_out[:1]), console)
     at_first = await evaluated(builder, None, held_out, samples=1)
     curve = [{"step": 0, "rollouts": 0, "tokens": 0, "cpu_s": 0.0, **at_first}]
@@ -180,7 +188,10 @@ async def measured(job: Job, folder: Path) -> dict[str, Any]:
 async def evaluated(
     builder: Any, checkpoint: Path | None, held_out: Sequence[Any], *, samples: int
 ) -> dict[str, float]:
-    """Success of sampled attempts with a checkpoint's weights, or the warm start's."""
+    """Return the success rates of sampled attempts on held-out tasks and on training tasks.
+
+    The weights are those of ``checkpoint``, or those after the warm start if it is None.
+    """
     from gleanrl.rewards import EnvironmentReward
     from gleanrl.runtime.evaluation import evaluate
     from gleanrl.runtime.local import closing
@@ -202,7 +213,10 @@ async def evaluated(
 
 
 def instead(config: Any, steps: Sequence[Any]) -> float:
-    """Fresh rollouts whose places stored ones took."""
+    """Return how many fresh rollouts were not sampled because stored trajectories replaced them (placement "replace").
+
+    0 if stored trajectories are added to groups.
+    """
     if not config.replay.enabled or config.replay.placement == "add":
         return 0
     return sum(metrics["replay/trajectories"] for metrics in steps)

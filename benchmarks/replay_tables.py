@@ -1,4 +1,7 @@
-"""The tables and curves of `replay_gain.py`, from its JSON lines."""
+"""Prints the tables and draws the curves of `replay_gain.py` from its JSON lines.
+
+An arm is *tuned* if it was run with all seeds of the domain at its best learning rate.
+"""
 
 from __future__ import annotations
 
@@ -10,17 +13,21 @@ from itertools import pairwise
 from typing import Any
 
 Row = Mapping[str, Any]
-# 95 %, by number of seeds
+# number of seeds -> t quantile (95 %)
 STUDENT = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36, 9: 2.31, 10: 2.26}
 AXES = {"rollouts": "rollouts", "tokens": "tokens", "cpu_s": "CPU s"}
 WHAT = {"held-out": "held_out", "training": "train"}
-BASES = ("replay in groups", "replay", "replay, two pool steps of 16")  # what the other arms vary
+BASES = ("replay in groups", "replay", "replay, two pool steps of 16")  # the arms of which the others are variants
 COLOURS = {"on-policy": "#777777", "selection": "#d97706", "replay in groups": "#60a5fa", "replay": "#1d4ed8"}
 OTHERS = ("#059669", "#9333ea", "#dc2626", "#0891b2", "#be185d", "#65a30d", "#4338ca")
 
 
 def show(rows: Sequence[Row], headline: Sequence[str]) -> None:
-    """Each domain: the headline's arms at every rate and, at their best, beside one another; then all other arms."""
+    """Print the tables of each domain, and then a table over all domains.
+
+    For a domain, these are the ``headline`` arms at each learning rate, their comparison at the best rate, and all
+    other arms.
+    """
     domains = _ordered(row["domain"] for row in rows)
     best = {domain: tuned([row for row in rows if row["domain"] == domain], headline) for domain in domains}
     for domain, arms in best.items():
@@ -38,7 +45,7 @@ def show(rows: Sequence[Row], headline: Sequence[str]) -> None:
 
 
 def tuned(rows: Sequence[Row], arms: Sequence[str]) -> dict[str, dict[int, Row]]:
-    """The arms that ran with all of the domain's seeds at their best rate, each as its runs by seed."""
+    """Return the tuned arms, each as a dict from seed to its run at the arm's best rate."""
     found = {}
     for arm in arms:
         own = [row for row in rows if row["arm"] == arm]
@@ -50,7 +57,7 @@ def tuned(rows: Sequence[Row], arms: Sequence[str]) -> dict[str, dict[int, Row]]
 
 
 def _together(best: Mapping[str, Mapping[str, Mapping[int, Row]]], headline: Sequence[str]) -> None:
-    """Gains paired by seed over all domains, each run as one observation."""
+    """Print the gains over all domains, paired by domain and seed. Each pair of runs is one observation."""
     print("\n## All of them together\n\nGain at the end, paired by domain and seed (in brackets, how many pairs):\n")
     controls = [control for control in ("on-policy", "selection") if control in headline]
     _line(["arm", *(f"over {control}, {what}" for control in controls for what in WHAT)], head=True)
@@ -78,7 +85,10 @@ def _rates(rows: Sequence[Row], arms: Sequence[str]) -> None:
 
 
 def _budgets(tuned: Mapping[str, Mapping[int, Row]], seeds: Sequence[int]) -> None:
-    """Success at equal fresh rollouts (the whole run), sampled tokens and CPU seconds, each arm at its best rate."""
+    """Print the success of each tuned arm at equal budgets of fresh rollouts, of sampled tokens, and of CPU seconds.
+
+    For each seed, the budget is the smallest total among the arms.
+    """
     limits = {
         axis: {seed: min(runs[seed]["curve"][-1][axis] for runs in tuned.values()) for seed in seeds} for axis in AXES
     }
@@ -92,7 +102,10 @@ def _budgets(tuned: Mapping[str, Mapping[int, Row]], seeds: Sequence[int]) -> No
 
 
 def _gains(tuned: Mapping[str, Mapping[int, Row]], seeds: Sequence[int]) -> None:
-    """Differences paired by seed, and after which share of the fresh rollouts on-policy's final success is reached."""
+    """Print the final gains of each arm over the controls, paired by seed.
+
+    Also print the share of the fresh rollouts after which an arm reaches the final success of "on-policy".
+    """
     controls = [control for control in ("on-policy", "selection") if control in tuned]
     heads = [f"over {control}, {what}" for control in controls for what in ("held-out", "training")]
     print("\nGain at the end, paired by seed; and the share of rollouts after which on-policy's end is reached:\n")
@@ -109,7 +122,7 @@ def _gains(tuned: Mapping[str, Mapping[int, Row]], seeds: Sequence[int]) -> None
 
 
 def _between(tuned: Mapping[str, Mapping[int, Row]], seeds: Sequence[int]) -> None:
-    """Differences of the arms with replay, paired by seed."""
+    """Print the differences between the arms with replay, paired by seed."""
     bases = [base for base in BASES if base in tuned]
     if not bases or len(seeds) < 2:
         return
@@ -124,7 +137,7 @@ def _between(tuned: Mapping[str, Mapping[int, Row]], seeds: Sequence[int]) -> No
 
 
 def _late(tuned: Mapping[str, Mapping[int, Row]]) -> None:
-    """What the policy and the pool were like in the last quarter of a run; means over its steps and seeds."""
+    """Print metrics of the policy and the pool in the last quarter of the runs, as means over steps and seeds."""
     print("\nIn the last quarter of the steps (tokens: a step, sampled ones in the gradient):\n")
     _line(["arm", "groups without a success", "policy entropy", "tasks retired", "trained tokens"], head=True)
     for arm, runs in tuned.items():
@@ -143,7 +156,7 @@ def _trained(name: str) -> bool:
 
 
 def _others(rows: Sequence[Row], arms: Sequence[str]) -> None:
-    """Every other arm and rate, with its difference to the arms that it varies on the same seeds."""
+    """Print all other arms at each rate, with their differences to `BASES` at the same rate, paired by seed."""
     if not arms:
         return
     print("\nOther designs; the difference is paired by seed, at the same rate:\n")
@@ -166,9 +179,10 @@ def _others(rows: Sequence[Row], arms: Sequence[str]) -> None:
 
 
 def best_rate(rows: Sequence[Row], arm: str) -> float:
-    """Of the rates measured with the most seeds, that with the best sum of held-out and training success.
+    """Return the learning rate with the highest sum of held-out and training success, averaged over seeds.
 
-    A sweep with few seeds says which rates are worth more; a rate that has fewer cannot win by the luck of those.
+    Only the rates that were measured with the most seeds are compared. Rates are first swept with few seeds, and only
+    promising ones are run with more; a rate with few seeds could otherwise win by chance.
     """
     by_rate: dict[float, list[float]] = defaultdict(list)
     for row in rows:
@@ -179,7 +193,7 @@ def best_rate(rows: Sequence[Row], arm: str) -> float:
 
 
 def _reached(tuned: Mapping[str, Mapping[int, Row]], arm: str, seeds: Sequence[int], what: str) -> str:
-    """Share of the fresh rollouts after which the arm's mean curve first comes to on-policy's final mean."""
+    """Return the share of the fresh rollouts after which the arm's mean curve reaches the final mean of "on-policy"."""
     goal = statistics.mean(_end(tuned["on-policy"][seed], what) for seed in seeds)
     whole = statistics.mean(tuned["on-policy"][seed]["curve"][-1]["rollouts"] for seed in seeds)
     points = mean_curve([tuned[arm][seed] for seed in seeds], "rollouts", what)
@@ -190,7 +204,7 @@ def _reached(tuned: Mapping[str, Mapping[int, Row]], arm: str, seeds: Sequence[i
 
 
 def at(curve: Sequence[Mapping[str, float]], axis: str, limit: float, what: str) -> float:
-    """Success at a budget, linear between evaluations."""
+    """Return the success ``what`` of a curve at the budget ``limit`` on ``axis``, interpolated between evaluations."""
     before = curve[0]
     for point in curve:
         if point[axis] >= limit:
@@ -202,21 +216,29 @@ def at(curve: Sequence[Mapping[str, float]], axis: str, limit: float, what: str)
 
 
 def mean_curve(rows: Sequence[Row], axis: str, what: str) -> list[tuple[float, float]]:
-    """At the places of the run with the fewest evaluations: not all runs were evaluated at the same."""
+    """Return the mean curve of several runs.
+
+    Runs may have been evaluated at different points, so the points are those of the run with the fewest evaluations.
+    """
     grid = [point[axis] for point in min((row["curve"] for row in rows), key=len)]
     return [(x, statistics.mean(at(row["curve"], axis, x, what) for row in rows)) for x in grid]
 
 
 def interval(values: Sequence[float]) -> float:
-    """Half the width of the mean's 95 % interval."""
+    """Return half the width of the 95 % confidence interval of the mean; NaN for a single value."""
     if len(values) < 2:
         return math.nan
-    student = STUDENT.get(len(values), 1.96 + 2.5 / (len(values) - 1))  # within 0.3 % beyond the table
+    # The formula for more seeds than the table has is accurate to 0.3 %.
+    student = STUDENT.get(len(values), 1.96 + 2.5 / (len(values) - 1))
     return student * statistics.stdev(values) / math.sqrt(len(values))
 
 
 def draw(rows: Sequence[Row]) -> str:
-    """Held-out and training success over fresh rollouts, a line of panels for each domain; 95 % bands. SVG text."""
+    """Draw an SVG and return its text.
+
+    It shows success on held-out and on training tasks over fresh rollouts, in a row of panels for each domain, with
+    95 % confidence bands.
+    """
     domains = _ordered(row["domain"] for row in rows)
     panels, width, height = [], 330, 210
     shown: dict[str, str] = {}
@@ -267,7 +289,7 @@ def _end(row: Row, what: str) -> float:
 
 
 def line(row: Row) -> str:
-    """A run in a line."""
+    """Format a run as one line of text."""
     points = " ".join(f"{point['held_out']:.3f}" for point in row["curve"])
     first, last = row["curve"][0], row["curve"][-1]
     return (
@@ -290,7 +312,7 @@ def _cell(rows: Sequence[Row]) -> str:
 
 
 def _mean(values: Sequence[float], sign: str = "") -> str:
-    """Mean and half its 95 % interval, which two values do not give."""
+    """Format the mean and, for more than two values, half the width of its 95 % confidence interval."""
     mean = f"{statistics.mean(values):{sign}.3f}"
     return f"{mean} +- {interval(values):.3f}" if len(values) > 2 else mean
 

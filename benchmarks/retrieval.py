@@ -1,17 +1,23 @@
-"""What finding similar tasks costs: milliseconds of a BM25 query, by the number of texts kept.
-
-Three kinds of text: openings of household tasks, about 40 words of which most stand in most texts; 37 words drawn from
-a Zipf distribution over 30,000; 37 words drawn from 300 alike. A query is a new text of the same kind, and the best
-four are wanted. At each size:
-
-    median, slowest    of the queries;  after add: median of queries before each of which 16 texts were added
-    add us             microseconds a text, while the index is filled
-    bm25s, rank_bm25   median of the same queries with these packages, where installed; they index everything anew for
-                       each addition, which is not counted
+"""Measures the time of a BM25 query for similar tasks in milliseconds, by the number of indexed texts.
 
     python benchmarks/retrieval.py [--texts 100000] [--queries 50]
 
-bm25s (Lucene's variant: our scores over k1 + 1) must score its first four as ours. Times are processor time.
+There are three kinds of texts:
+
+* household: the first observations of household tasks, about 40 words, most of which occur in most texts;
+* zipf: 37 words from a Zipf distribution over 30,000 words;
+* even: 37 words from a uniform distribution over 300 words.
+
+A query is a new text of the same kind and returns the four best matches. At each size, these CPU times are printed:
+
+    median, slowest    of all queries
+    after add          median of queries when 16 texts are added to the index before each
+    add us             microseconds to add a text while the index is filled
+    bm25s, rank_bm25   median of the same queries with these packages, if installed; they must rebuild their index after
+                       each addition, which is not counted
+
+It is checked that the four best scores of bm25s equal ours. (bm25s uses Lucene's variant of BM25, whose scores are ours
+divided by k1 + 1.)
 """
 
 from __future__ import annotations
@@ -37,7 +43,7 @@ THINGS += "towel spraybottle tissuebox pillow box alarmclock baseballbat basketb
 
 
 def household(rng: random.Random) -> str:
-    """As ALFWorld opens an episode."""
+    """Make a text like the first observation of an episode of ALFWorld."""
     kinds = rng.choices(PLACES.split(), k=5)
     seen = ", ".join(f"a {kind} {number}" for kind in kinds for number in range(rng.randint(1, 3), 0, -1))
     how = rng.choice(["", "clean ", "hot ", "cool "])
@@ -96,7 +102,7 @@ def _timed(call: Callable[[], Any]) -> float:
     return 1000 * (time.process_time() - start)
 
 
-# --- others -------------------------------------------------------------------------------------
+# --- other packages -----------------------------------------------------------------------------
 def _installed(name: str) -> bool:
     try:
         importlib.import_module(name)
@@ -123,7 +129,10 @@ def with_bm25s(texts: Sequence[str], queries: Sequence[str]) -> float:
 
 
 def with_rank_bm25(texts: Sequence[str], queries: Sequence[str]) -> float:
-    """Its idf differs, so only the time is compared; a twentieth of the queries, for it is slow."""
+    """Return the median milliseconds of queries with rank_bm25.
+
+    Its idf differs from ours, so scores are not compared. It is slow, so only a twentieth of the queries is used.
+    """
     package = importlib.import_module("rank_bm25")
     theirs = package.BM25Okapi([words(text) for text in texts], k1=1.2, b=0.75)
     some = queries[: max(1, len(queries) // 20)]

@@ -1,17 +1,18 @@
-"""Ten thousand slow rewards in flight in one process, beside a pool of threads that is polled.
+"""Compares the reward agent with 10,000 concurrent slow rewards in one process with a thread pool that is polled.
 
     python benchmarks/reward_agent.py [--requests 10000] [--latency 1 4] [--threads 256] [--poll 0.1] [--arms ...]
 
-Each arm is a process of its own. A reward waits for a time between the two ``--latency`` (seconds, uniform, the same
-draws for each arm) and answers; groups of ``--group`` are delivered as they complete.
+Each arm is a process of its own. A reward waits for a random time (uniform between the two values of ``--latency`` in
+seconds, the same in each arm) and returns a number. A group of ``--group`` rewards is delivered when it is complete.
 
-* ``bare``: asyncio.sleep alone, the floor of what asyncio costs.
+* ``bare``: only asyncio.sleep, the minimum that asyncio costs.
 * ``agent``, ``journal``: `RewardAgent` with all requests in flight, without and with a journal on disk.
-* ``pool``: ``--threads`` threads, and a loop that looks every ``--poll`` seconds which groups are complete.
+* ``pool``: ``--threads`` threads, and a loop that checks every ``--poll`` seconds which groups are complete.
 
-Columns: seconds until the last group is delivered; the least possible with so many at once (for the pool, all
-latencies over its threads); rewards a second, and the share of what that least would give; microseconds of processor
-time a reward; milliseconds from the last reward of a group to the group's delivery; megabytes that the run added.
+Columns: seconds until the last group is delivered; the minimum with this concurrency (for ``pool``, the sum of all
+latencies divided by the number of threads); rewards per second, and their share of the rate at that minimum;
+microseconds of CPU time per reward; milliseconds from the last reward of a group until the group is delivered; and
+megabytes of memory that the run added.
 """
 
 from __future__ import annotations
@@ -36,11 +37,11 @@ from gleanrl.rewards import Request, RewardAgent
 from gleanrl.types import Task
 
 ARMS = ("bare", "agent", "journal", "pool")
-TEXT = "The quick brown fox jumps over the lazy dog. " * 20  # an answer of some 200 tokens
+TEXT = "The quick brown fox jumps over the lazy dog. " * 20  # a response of about 200 tokens
 
 
 class Clocked:
-    """Latencies by request, and when each group's last reward was in."""
+    """The latency of each request, and measurements of when the rewards of a group arrive and are delivered."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         draws = random.Random(0)
@@ -52,7 +53,7 @@ class Clocked:
         self.delays: list[float] = []
 
     def answered(self, number: int) -> float:
-        self.complete[number // self.group] = time.perf_counter()  # the last one stays
+        self.complete[number // self.group] = time.perf_counter()  # the group's last reward overwrites earlier times
         return float(number)
 
     def delivered(self, index: int, values: Sequence[float]) -> None:
@@ -105,7 +106,7 @@ def pool(clocked: Clocked, args: argparse.Namespace) -> None:
 
 def measure(arm: str, args: argparse.Namespace) -> dict[str, float]:
     clocked = Clocked(args)
-    RewardAgent(len)  # imports are paid once, and by no arm
+    RewardAgent(len)  # imports modules, which shall not be measured
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     cpu, started = time.process_time(), time.perf_counter()
     if arm == "pool":

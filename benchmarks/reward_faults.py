@@ -1,21 +1,24 @@
-"""A reward service that fails in every way and a trainer that is killed: what comes of each reward, in exact counts.
+"""Checks that no reward is lost or mixed up when the reward service fails in many ways and the trainer is killed.
 
     python benchmarks/reward_faults.py [--batch 256] [--group 16] [--steps 6] [--latency 1 4] [--down 30] [--kills 2]
         [--errors 20] [--hangs 5] [--nans 1] [--in-flight 1000] [--idempotent] [--reward.attempts 5 ...]
 
-`gleanrl train` runs one step off policy with rewards from an HTTP service in a process of its own. Of each hundred
-requests that the service gets, exactly ``--errors`` are answered with status 500, ``--hangs`` never and ``--nans`` with
-NaN. The trainer is killed ``--kills`` times (SIGKILL, no sooner than with ``--in-flight`` requests under way at the
-service) and resumed; after that the service goes away for ``--down`` seconds, in which nobody accepts connections. What
-a trajectory is worth is a function of its content, so each reward that was trained on is compared with what it must
-be; the service keeps an account of what it was asked and what it worked for, and the journal is read after every kill.
+`gleanrl train` runs one step off policy, with rewards from an HTTP service in another process. Of every hundred
+requests, the service answers exactly ``--errors`` with status 500, ``--hangs`` never, and ``--nans`` with NaN. The
+trainer is killed with SIGKILL ``--kills`` times, each time when at least ``--in-flight`` requests are being processed,
+and resumed. After that the service is down for ``--down`` seconds, in which it refuses all connections.
 
-An answer counts as paid for once the service has worked for it, also if the trainer is dead by then. With
-``--idempotent`` the service honours ``Idempotency-Key``. A small run:
+The right reward of a trajectory is a function of its content, so each reward that was trained on can be checked. The
+service records all requests and all computed answers, and the journal of the trainer is read after every kill. From
+these records, exact counts of what happened to the requests are printed, and counts of faults, which must be 0.
+
+An answer counts as paid once the service has computed it, even if the trainer is dead by then. With ``--idempotent``
+the service supports ``Idempotency-Key``: it does not compute an answer twice. A small run:
 
     python benchmarks/reward_faults.py --batch 16 --group 8 --latency 0.2 0.8 --timeout 2 --down 3 --in-flight 30
 
-Exit status 1: something is lost, doubled, on the wrong trajectory, or hung for more than ``--patience`` seconds.
+The exit status is 1 if a reward is lost, paid twice without need, or assigned to a wrong trajectory, or if the trainer
+hangs for more than ``--patience`` seconds.
 """
 
 from __future__ import annotations
@@ -88,18 +91,18 @@ Counts = dict[str, int]
 
 
 class Broken(Exception):
-    """The run did not go as it must."""
+    """Raised if the run cannot be evaluated: the trainer hung or failed, or the service ended."""
 
 
 @dataclass
 class Evidence:
-    """What the run left behind."""
+    """The records of a run, from which the counts are computed."""
 
     args: argparse.Namespace
     folder: RunFolder
     url: str
-    kills: list[Mapping[str, Any]] = field(default_factory=list)  # what the service said at each
-    journals: list[dict[str, float]] = field(default_factory=list)  # key to value, after each kill and at the end
+    kills: list[Mapping[str, Any]] = field(default_factory=list)  # the service's message that caused each kill
+    journals: list[dict[str, float]] = field(default_factory=list)  # request key -> score, after each kill and the end
     account: dict[str, Any] = field(default_factory=dict)
     seconds: float = 0.0
 
@@ -131,7 +134,10 @@ async def run(args: argparse.Namespace, overrides: Sequence[tuple[str, str]], fo
 async def live(
     evidence: Evidence, service: asyncio.subprocess.Process, life: int, overrides: Sequence[tuple[str, str]], at: Path
 ) -> None:
-    """One start of the trainer: to its end, or until the service says that it is to be killed."""
+    """Run the trainer, resumed if ``life`` > 0, until it ends or a message of the service requests to kill it.
+
+    A *life* is the time from one start of the trainer to its end or kill; lives are numbered from 0.
+    """
     args = evidence.args
     settings = {
         "run.steps": args.steps, "schedule.batch": args.batch, "schedule.group": args.group,
@@ -169,7 +175,7 @@ async def live(
 
 
 async def heard(service: asyncio.subprocess.Process) -> dict[str, Any]:
-    """The next thing that the service says."""
+    """Return the next message that the service prints."""
     assert service.stdout is not None
     line = await service.stdout.readline()
     if not line:
@@ -182,7 +188,10 @@ def tail(log: Path) -> str:
 
 
 def journal(path: Path) -> dict[str, float]:
-    """What the trainer has on disk; looked up in a copy, so that what a resumed run finds is what the kill left."""
+    """Return the scores in the trainer's journal by key.
+
+    A copy of the database is read, because opening it would change the files that a resumed run finds after the kill.
+    """
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / path.name
         for ending in ("", "-wal"):
@@ -194,9 +203,9 @@ def journal(path: Path) -> dict[str, float]:
     return {key.hex(): json.loads(score)[0] for key, score in rows}
 
 
-# --- what came of it ------------------------------------------------------------------------------
+# --- counts ---------------------------------------------------------------------------------------
 def steps_of(evidence: Evidence) -> dict[int, list[tuple[Trajectory, float | None]]]:
-    """Every trajectory that was consumed, with its advantage."""
+    """Return the trajectories that each step consumed, with their advantages."""
     folder = evidence.folder
     return {
         step: [(record.trajectory, record.advantage) for record in folder.read_rollouts(step)]
@@ -205,7 +214,7 @@ def steps_of(evidence: Evidence) -> dict[int, list[tuple[Trajectory, float | Non
 
 
 def trained(evidence: Evidence) -> tuple[Counts, Counts]:
-    """Counts of what was trained on, and of what must not be."""
+    """Return counts of the rewards that were trained on, and counts of faults in them."""
     args = evidence.args
     steps = steps_of(evidence)
     given: dict[str, float] = evidence.account["worths"] | evidence.account["spared"]
@@ -241,19 +250,19 @@ def trained(evidence: Evidence) -> tuple[Counts, Counts]:
 
 
 def asked(task: Task, trajectory: Trajectory) -> Request:
-    """The request that the trainer made of a trajectory, whose own score was the environment's 0."""
+    """Return the request that the trainer sent for a trajectory, which then had the environment's score of 0."""
     return Request.of(task, trajectory.scored(Score(0.0)))
 
 
 def reason(score: Score) -> str:
-    """What a service's or the agent's words are about."""
+    """Return a short name for the reason that the explanation of an invalid score gives."""
     said = score.explanation or ""
     known = {"status 500": "errors in every try", "no score within": "no answer in time", "no number": "NaN"}
     return next((name for words, name in known.items() if words in said), said)
 
 
 def served(evidence: Evidence) -> tuple[Counts, Counts]:
-    """Counts of the service's account, and of what must not be."""
+    """Return counts of the requests that the service received, by outcome, and counts of faults in them."""
     requests: list[list[str]] = evidence.account["account"]
     outcomes = Counter(outcome for _, _, outcome in requests)
     counts = {"requests that reached the service": len(requests)}
@@ -273,12 +282,12 @@ def served(evidence: Evidence) -> tuple[Counts, Counts]:
 
 
 def paid(evidence: Evidence) -> tuple[Counts, Counts]:
-    """Counts of what the service worked for, once or more often, and of what must not be."""
+    """Return counts of the answers that the service computed once or several times, and counts of faults in them."""
     requests: list[list[str]] = evidence.account["account"]
     times = Counter(key for _, key in evidence.account["paid"])
     sent = Counter((life, key) for life, key, outcome in requests if outcome.startswith(("number", "nan")))
     counts: Counts = {}
-    again = 0  # paid before a kill, not durable then, paid once more
+    again = 0  # number of answers that were in the journal after a kill, but were requested again afterwards
     for number, kill in enumerate(evidence.kills):
         durable, later = evidence.journals[number].keys(), f"life-{number + 1}"
         asked_later = {key for life, key, _ in requests if life == later}
@@ -294,7 +303,8 @@ def paid(evidence: Evidence) -> tuple[Counts, Counts]:
     counts["  for the second time, all in all"] = double
     unheard = sum(in_a_life.values()) - len(in_a_life) - heard_twice
     counts["  within a life, the trainer having given up waiting"] = max(0, unheard)
-    # no side can know of the other's: only a service that honours keys is not paid again
+    # The answer was sent when the trainer had just given up waiting. Neither side can know this, so only a service that
+    # supports idempotency keys avoids computing the answer again.
     counts["  within a life, the answer crossing the trainer's giving up"] = heard_twice
     wrong = {"asked for again although on disk": again}
     if evidence.args.idempotent:
@@ -303,7 +313,7 @@ def paid(evidence: Evidence) -> tuple[Counts, Counts]:
 
 
 def last_life(evidence: Evidence, *names: str) -> int:
-    """The sum of metrics ``service/NAME`` and ``service/NAME/...`` since the last kill."""
+    """Return the sum of the metrics ``service/NAME`` and ``service/NAME/...`` over the steps after the last kill."""
     log = (evidence.folder.path.parents[1] / f"life-{evidence.args.kills}.log").read_text()
     found = re.search(r"^resuming .* at step (\d+) of", log, re.MULTILINE)
     rows = [row.metrics for row in evidence.folder.read_metrics() if row.step > (int(found[1]) if found else 0)]
@@ -342,7 +352,7 @@ def main() -> int:
     step = args.batch * args.group
     if args.steps < 3 + args.kills:
         parser.error(f"--steps: {3 + args.kills} at least, for {args.kills} kills and an outage")
-    # one step ahead, so more than two steps' requests prove that the first step has been learned from
+    # The trainer samples one step ahead. If it has sent more than two steps' requests, it has finished the first step.
     moments = [[f"life-{life}", (5 + 2 * life) * step // 2, args.in_flight, "kill"] for life in range(args.kills)]
     args.moments = json.dumps([*moments, [f"life-{args.kills}", (5 + 2 * args.kills) * step // 2, 1, "down"]])
     folder = args.folder or Path(tempfile.mkdtemp(prefix="reward-faults-"))

@@ -1,7 +1,8 @@
-"""What `reward_faults.py` trains on: a taskset, a sampler that rolls dice, and a reward service that goes wrong.
+"""The taskset, the random sampler and the faulty reward service of `reward_faults.py`.
 
-The dice of a rollout depend on its ticket alone, so a resumed run samples what it sampled before it was killed. What a
-trajectory is worth is a function of its content, so that everybody can tell whose reward a number is.
+The random text of a rollout depends only on the seed that the scheduler gives it, so a resumed run samples the same
+text as before it was killed. The right reward of a trajectory is a function of its content (`worth`), so both processes
+can tell to which trajectory a reward belongs.
 """
 
 from __future__ import annotations
@@ -23,22 +24,22 @@ from gleanrl.samplers.scripted import ScriptedSampler
 from gleanrl.types import Message, Score, Task
 
 WORDS = ("fox", "river", "stone", "apple", "window", "garden", "tower", "letter", "copper", "silver", "morning")
-SPECIAL = 7  # tokens of the tiny tokenizer that are no text
-TOKENS = 8  # of an answer
-LIFE = "x-life"  # header: which start of the trainer sent a request
+SPECIAL = 7  # number of special tokens of the tiny tokenizer, which have the lowest ids
+TOKENS = 8  # number of tokens in an answer
+LIFE = "x-life"  # HTTP header that identifies the start ("life") of the trainer that sent a request
 
 
 def worth(task_id: str, messages: Sequence[Mapping[str, Any]]) -> float:
-    """What a conversation on a task is worth: between 0 and 1, never 0, and alike for no two of them."""
+    """Return the right reward of a conversation: a hash of its content, between 0 and 1 and never 0."""
     said = json.dumps([task_id, [[message["role"], message["content"]] for message in messages]])
     number = int.from_bytes(hashlib.blake2b(said.encode("utf-8", "surrogatepass"), digest_size=6).digest(), "big")
     return (number + 1) / (2**48 + 2)
 
 
-# --- what is played -------------------------------------------------------------------------------
+# --- taskset and sampler --------------------------------------------------------------------------
 @dataclass
 class Riddles(Taskset):
-    """One question, one answer, and a score of 0 from the environment that nobody is to be trained on."""
+    """A taskset of one question and one answer. The environment's own score is always 0 and must not be trained on."""
 
     seed: int = 0
 
@@ -71,28 +72,30 @@ def question(task: Task) -> Message:
 
 
 def dice(model: Any, *, inflight: bool = False, **_: Any) -> ScriptedSampler:
-    """A sampler of random text."""
+    """Make a sampler that returns random text, in place of a model."""
     entries = range(SPECIAL, model.config.vocab_size)
     return ScriptedSampler(lambda prompt, seed: random.Random(seed).choices(entries, k=TOKENS), inflight=inflight)
 
 
-# --- who judges it --------------------------------------------------------------------------------
+# --- the reward service ---------------------------------------------------------------------------
 class Service:
-    """An HTTP service that keeps an account of what it was asked and what it answered (and is paid for).
+    """An HTTP reward service that fails on purpose and records all requests and computed answers.
 
-    Of each hundred requests, in the order in which they come, exactly so many fail as ``args`` says; which ones is
-    drawn by seed. The others are worked for during their latency, also if the one who asked is gone by then. With
-    ``args.idempotent`` it keeps its answers by ``Idempotency-Key`` and does no work twice.
+    Of every hundred requests, in order of arrival, exactly the numbers in ``args`` fail; the seed decides which. The
+    answers to the others take their latency to compute, and are computed even if the trainer has died or given up
+    meanwhile. With ``args.idempotent`` the service stores answers by ``Idempotency-Key`` and computes none twice.
 
-    ``args.moments`` lists ``[life, keys, under way, what]``: once so many different keys have come and that life of the
-    trainer has so many requests under way, a line ``{"what": ...}`` goes to standard output; at "down" the service
-    goes away for ``args.down`` seconds: it drops what is under way and refuses all connections.
+    ``args.moments`` is a list of ``[life, keys, under way, what]``. When ``keys`` different keys have been received in
+    all and ``under way`` requests of this life are being processed, the service prints the line ``{"what": ...}`` to
+    standard output. If ``what`` is "down", it also drops all requests and refuses connections for ``args.down``
+    seconds.
 
     Attributes:
         account: ``[life, key, outcome]`` of each request.
-        paid: ``[life, key]`` of each answer that it worked for.
-        worths: key to the worth of what was sent under it; ``conflicts`` counts keys that came with something else.
-        spared: worths of what evaluations sent, which is answered at once and not counted.
+        paid: ``[life, key]`` of each computed answer.
+        worths: right reward of the content that was first received with each key.
+        conflicts: number of requests whose content differed from the first one with the same key.
+        spared: right rewards, by key, of requests for evaluations, which are answered at once and not recorded.
     """
 
     def __init__(self, args: argparse.Namespace) -> None:
@@ -135,7 +138,7 @@ class Service:
             while await self._request(reader, writer):
                 pass
         except (ConnectionError, asyncio.IncompleteReadError, asyncio.CancelledError):
-            pass  # the trainer is gone, or the service goes away
+            pass  # the trainer has closed the connection or died, or the service is going down
         finally:
             self._handlers.discard(task)
             writer.transport.abort()
@@ -161,11 +164,14 @@ class Service:
     async def _answer(
         self, entry: list[str], fate: str, value: float, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> bool:
-        """False where the connection is no longer of use. ``entry[2]`` becomes what came of the request."""
+        """Answer or ignore a request as ``fate`` demands, and set ``entry[2]`` to the outcome.
+
+        Returns False if the connection cannot be used for further requests.
+        """
         life, key, _ = entry
         if fate == "hang":
             entry[2] = fate
-            await reader.read(1)  # until the trainer gives up
+            await reader.read(1)  # wait until the trainer gives up and closes the connection
             return False
         if fate == "error":
             await asyncio.sleep(self._seconds())
@@ -192,7 +198,7 @@ class Service:
         return self._latency.uniform(*self.args.latency)
 
     def _look(self, life: str) -> None:
-        """Whether a moment has come."""
+        """Print the message of the next moment, and go down if it says so, if its conditions are fulfilled."""
         if not self.moments:
             return
         when, keys, under_way, what = self.moments[0]
@@ -207,7 +213,7 @@ class Service:
 
 
 def fates(args: argparse.Namespace) -> Iterator[str]:
-    """Exactly so many of each hundred, in an order drawn by seed."""
+    """Yield the fate of each request: of every hundred, exactly the numbers in ``args`` fail, in random order."""
     draws = random.Random(args.seed)
     hundred = ["error"] * args.errors + ["hang"] * args.hangs + ["nan"] * args.nans
     hundred += ["well"] * (100 - len(hundred))
@@ -229,7 +235,7 @@ def tell(what: str, **more: Any) -> None:
 
 
 async def serve(args: argparse.Namespace) -> None:
-    """Serve until standard input ends, then write the account."""
+    """Run the service until standard input is closed, then write its records to the file ``args.account``."""
     service = Service(args)
     await service.listen()
     tell("listening", port=service.port)

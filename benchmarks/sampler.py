@@ -1,21 +1,23 @@
-"""Tokens a second of the samplers beside `model.generate`, on the same multi-turn conversations.
+"""Compares the tokens per second of the samplers and of `model.generate` on the same multi-turn conversations.
 
     python benchmarks/sampler.py [--episodes 128] [--turns 12] [--runs 5] [--threads 1] [--only WAY ...]
 
-Every way plays the same episodes: groups of eight share an opening of 30 to 40 tokens, and after each answer the
-environment says 4 to 20 tokens more. The model is the quickstart's size with random weights; one token in four ends a
-turn, so that answers have about four tokens and at most sixteen, as commands do. The ways:
+All ways of sampling play the same episodes. A group of eight shares a first observation of 30 to 40 tokens; after each
+answer the environment adds 4 to 20 tokens. The model has the size of the quickstart's and random weights. A quarter of
+the vocabulary ends a turn, so that answers have about 4 and at most 16 tokens, like commands. The ways:
 
-* ``generate``            left-padded, the whole conversation prefilled anew each turn, as most loops do it;
-* ``generate + cache``    one left-padded `DynamicCache` for all, kept across turns: every row is padded to the longest
-                          answer and the longest observation of each turn;
-* ``sampler``             `TransformersSampler`, deterministic; and once more over the model's own modules instead
-                          of the fused engine;
-* ``vllm``                `VllmSampler` in this process, deterministic, where vLLM is installed. One engine serves all
-                          runs; its weights are published before each, within the time, which empties its prefix cache.
+* ``generate``            `model.generate` on left-padded rows; the whole conversation is prefilled again in each turn,
+                          as in most training loops;
+* ``generate + cache``    the same with a left-padded `DynamicCache` that is kept across turns, in which each row is
+                          padded to the longest answer and the longest observation of each turn;
+* ``sampler``             `TransformersSampler`, deterministic, with the fused engine, and also with the model's own
+                          modules;
+* ``vllm``                `VllmSampler` in this process, deterministic, if vLLM is installed. All runs use one engine.
+                          Before each run the weights are published, as part of the measured time; this also empties
+                          the prefix cache.
 
-Runs alternate between the ways; the table shows medians. CPU seconds are of the whole process: on a shared machine they
-tell more than wall seconds.
+Runs of the ways alternate, and the table shows medians. CPU seconds are those of the whole process; on a shared machine
+they are a better measure than wall-clock seconds.
 """
 
 from __future__ import annotations
@@ -44,7 +46,7 @@ PAD = 0
 
 
 class Work:
-    """What the environment says, drawn once: an opening a group and an observation for each turn of each episode."""
+    """The random tokens of the environment: an opening for each group, and an observation for each turn."""
 
     def __init__(self, episodes: int, turns: int, seed: int = 0) -> None:
         random = np.random.default_rng(seed)
@@ -90,7 +92,7 @@ def by_vllm(sampler: Sampler, model: Any, work: Work) -> int:
 
 
 async def played(sampler: Sampler, work: Work) -> int:
-    """Sampled tokens of all episodes."""
+    """Play all episodes concurrently and return the number of sampled tokens."""
     params = SamplingParams(LONGEST, STOPS)
 
     async def episode(i: int) -> int:

@@ -1,9 +1,9 @@
-"""What `docs/concepts/scale.md` says of 8, 64 and 1,024 GPUs: the plan's arithmetic, and its simulations.
+"""Computes the figures of `docs/concepts/scale.md` for clusters of 8, 64 and 1,024 GPUs by simulation.
 
     python benchmarks/scale.py [--only NAME ...]        # about four minutes; no GPU, no torch
 
-The first table is what is assumed of one GPU and one trajectory, and what was measured of each event. Then, for each
-size and each change of it, the command that simulates it and what it prints.
+First the assumptions about a GPU and a trajectory are printed. Then, for each cluster size and its variants, the
+`gleanrl simulate` command and its output are printed. The commands also contain the measured costs of single events.
 """
 
 from __future__ import annotations
@@ -32,7 +32,10 @@ MEASURED = (
 
 
 def plan(samples: int, machines: str, replayed: int, schedules: str, own: str = "") -> str:
-    """The options of `gleanrl simulate`: a GPU alone would generate and train for so many seconds."""
+    """Return the options of `gleanrl simulate` for a step of ``samples`` trajectories.
+
+    The times --g and --train are those that a single GPU would take; ``machines`` has the options for the cluster.
+    """
     times = f"--g {samples * _SAMPLED / _SAMPLING:g} --train {samples * _ALL / _TRAINING:g}"
     size = f"--samples {samples} --concurrency {samples // 2} --replayed {replayed}"
     return " ".join(filter(None, [times, size, COMMON, MEASURED, machines, own, f"--schedules {schedules}"]))

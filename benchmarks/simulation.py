@@ -1,4 +1,4 @@
-"""What `docs/concepts/schedules.md` says of schedules: verl's measurement simulated, its parts, and the order of work.
+"""Computes the figures of `docs/concepts/schedules.md`: simulations of verl's measurement (PR 2854) and of variants.
 
 python benchmarks/simulation.py        # a few minutes; no GPU, no torch
 """

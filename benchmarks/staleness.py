@@ -1,21 +1,23 @@
-"""How old is what is learned from, and what does it cost? Histograms of each schedule, learning curves of each age.
+"""Measures how stale the training data of each schedule is, and how success depends on the staleness.
 
     python benchmarks/staleness.py [show] [--save FILE ...] [--svg FILE]
     python benchmarks/staleness.py run histogram [--steps 16] [--seeds 0]
     python benchmarks/staleness.py run curves [--domain NAME] [--bounds 0 1 2 4 8] [--modes plain decoupled]
         [--lrs 4e-4] [--seeds 0 1 2] [--steps 60]
 
-`histogram`: the quickstart on each schedule, in steps of 8 groups of 4, with the environment's own reward at once and
-with the same after `--latency` seconds (uniform, by attempt).
+`histogram` runs the quickstart with each schedule, in steps of 8 groups of 4. The environment's reward is given either
+at once, or after a random time of `--latency` seconds that depends only on the attempt.
 
-`curves`: `bounded_async` at each bound. The sampler has room for all that the bound lets start, and is the faster side:
-it fills the bound in the first step, and from then on each step learns from data exactly as old as the bound. `plain`
-is PPO's clip on the sampler's log-probs. `decoupled` recomputes the log-probs of the step's first weights, clips around
-those, and weighs each token by proximal / behaviour probability, leaving out those above 5. All else is equal: tasks,
-warm start, fresh rollouts, updates. Checkpoints are evaluated when the run is over, by sampled attempts.
+`curves` runs the schedule `bounded_async` with each staleness bound. The sampler is faster than the learner and has
+room for all episodes that the bound allows. So it samples ahead up to the bound in the first step, and from then on
+each step is trained on data that is exactly as old as the bound. There are two losses. `plain` is PPO's clipped loss
+with the sampler's log-probs. `decoupled` recomputes the log-probs with the weights at the start of the step (the
+proximal policy), clips the ratio to these, weights each token by its proximal / behaviour probability, and masks tokens
+whose weight is above 5. All else is equal: tasks, warm start, fresh rollouts and updates. Checkpoints are evaluated
+after the run, by sampled attempts.
 
-`run` adds a JSON line for each run to FILE (`results/staleness.jsonl`) and skips those that are there; `show` prints
-what was measured.
+`run` appends a JSON line to FILE (default: `results/staleness.jsonl`) for each run, and skips runs that it already
+contains. `show` prints the results.
 """
 
 from __future__ import annotations
@@ -44,9 +46,9 @@ from replay_arms import DOMAINS
 from replay_gain import evaluated, nested, read
 
 RESULTS = Path(__file__).parent / "results" / "staleness.jsonl"
-HELD_OUT = 256  # tasks
-POINTS = 5  # evaluations of a run after the first
-SAMPLES = 4  # attempts at each task in the last of them
+HELD_OUT = 256  # number of held-out tasks on which success is measured
+POINTS = 5  # number of evaluations of a run, without the one before training
+SAMPLES = 4  # number of attempts at each task in the last evaluation; the others make one
 PRESETS = ("sync", "pipelined", "one_step_off", "pipelined_one_step_off", "bounded_async")
 BOUNDS = (0, 1, 2, 4, 8)
 MODES: dict[str, dict[str, Any]] = {
@@ -55,7 +57,7 @@ MODES: dict[str, dict[str, Any]] = {
 }
 TOLD = ("loss/", "reward/", "schedule/", "learner/grad_norm", "groups/")
 
-Job = dict[str, Any]  # what the run is: told in its line, and what makes it the same run
+Job = dict[str, Any]  # the settings that identify a run; part of its JSON line, so that `run` can skip finished runs
 
 
 def main() -> None:
@@ -119,7 +121,7 @@ def one_run(job: Job) -> dict[str, Any]:
 def settings_of(job: Job) -> dict[str, Any]:
     if job["part"] == "histogram":
         slow = {"reward.name": f"{__file__}:Slow", "reward.options": {"latency": job["latency"]}}
-        slow |= {"reward.cache": 0, "reward.journal": False}  # every attempt waits, equal ones too
+        slow |= {"reward.cache": 0, "reward.journal": False}  # otherwise the reward of a repeated answer has no latency
         return {
             **{"schedule.preset": job["schedule"], "schedule.staleness": job["bound"] or 0},
             **{"schedule.batch": 8, "schedule.group": 4, "learner.updates_per_step": 2},
@@ -134,7 +136,7 @@ def settings_of(job: Job) -> dict[str, Any]:
 
 
 def configured(job: Job, folder: Path) -> Any:
-    """The configuration of a run: what it is, and what all runs share."""
+    """Return the configuration of a run: the settings of ``job``, and those that all runs share."""
     from gleanrl.config.settings import Config
 
     settings = {
@@ -148,7 +150,7 @@ def configured(job: Job, folder: Path) -> Any:
 
 
 class Slow:
-    """What the environment gave, after seconds that depend on the attempt and on nothing else."""
+    """A reward that returns the environment's own score after a latency that depends only on the attempt."""
 
     def __init__(self, latency: Sequence[float]) -> None:
         self.latency = latency
@@ -161,7 +163,11 @@ class Slow:
 
 
 async def measured(job: Job, folder: Path) -> dict[str, Any]:
-    """Train; the histograms, what the learner told of the last quarter, and success of every checkpoint."""
+    """Train, evaluate all checkpoints, and return a row of results.
+
+    It has the staleness histograms, the means of metrics in the last quarter of the steps, and the success rate of each
+    checkpoint.
+    """
     import torch
 
     from gleanrl.runtime.local import Builder
@@ -175,7 +181,7 @@ async def measured(job: Job, folder: Path) -> dict[str, Any]:
     run_folder, console = RunFolder(config.path), Console()
     prepared = prepare(config, console)
     held_out = prepared.evaluation
-    # the run's own evaluations, before and after, would only cost time
+    # The run evaluates before and after training in any case, so let it do so on a single task to save time.
     builder = Builder(config, run_folder, replace(prepared, evaluation=held_out[:1]), console)
     curve = []
     if job["part"] == "curves":
@@ -202,7 +208,7 @@ async def measured(job: Job, folder: Path) -> dict[str, Any]:
 
 
 def ages(steps: Sequence[Any], prefix: str) -> dict[str, int]:
-    """Over all steps, how many were so old."""
+    """Sum the metrics ``prefix`` + staleness over all steps: the number of groups or tokens of each staleness."""
     counts: Counter[int] = Counter()
     for metrics in steps:
         counts.update({int(name[len(prefix) :]): int(n) for name, n in metrics.items() if name.startswith(prefix)})

@@ -1,4 +1,4 @@
-"""The tables and curves of `staleness.py`, from its JSON lines."""
+"""Prints the tables and draws the curves of `staleness.py` from its JSON lines."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def _histograms(rows: Sequence[Row]) -> None:
 
 
 def _success(rows: Sequence[Row]) -> None:
-    """At equal fresh rollouts, with the plain loss and decoupled; differences are paired by seed."""
+    """Print the final success, at equal fresh rollouts, for each bound and loss, with differences paired by seed."""
     print("\nSuccess at the end by bound, equal fresh rollouts; ± half the 95 % interval over seeds:\n")
     heads = [f"{name}, {end}" for name in WHAT for end in (*MODES, "decoupled over plain")]
     _line(["bound", "staleness, mean", "oldest", "seeds", *heads], head=True)
@@ -85,8 +85,11 @@ def _losses(rows: Sequence[Row]) -> None:
 
 
 def draw(rows: Sequence[Row]) -> str:
-    """Held-out and training success over fresh rollouts, a line of panels for each loss, a curve for each bound and
-    rate; 95 % bands. SVG text."""
+    """Draw an SVG and return its text.
+
+    It shows success on held-out and on training tasks over fresh rollouts, in a row of panels for each loss, with a
+    curve for each bound and learning rate and 95 % confidence bands.
+    """
     width, height, panels = 330, 210, []
     names = _ordered(_name(row) for row in sorted(rows, key=lambda row: (-row["job"]["lr"], row["job"]["bound"])))
     colours = {name: COLOURS[i % len(COLOURS)] for i, name in enumerate(names)}
@@ -112,12 +115,12 @@ def _name(row: Row) -> str:
 
 def _with_rollouts(row: Row) -> dict[str, Any]:
     settings: Any = DOMAINS[row["job"]["domain"]]
-    each = settings["schedule.batch"] * settings["schedule.group"]  # of a step
+    each = settings["schedule.batch"] * settings["schedule.group"]  # rollouts per step
     return {**row, "curve": [{**point, "rollouts": point["step"] * each} for point in row["curve"]]}
 
 
 def line(row: Row) -> str:
-    """A run in a line."""
+    """Format a run as one line of text."""
     job = ", ".join(f"{name} {value}" for name, value in row["job"].items() if value is not None)
     ages = " ".join(f"{age}:{count}" for age, count in row["groups"].items())
     points = " ".join(f"{point['held_out']:.3f}" for point in row["curve"])

@@ -1,10 +1,10 @@
-"""Bringing experience in: rows a second of `gleanrl pool RUN import` and of seeding from another pool.
-
-A pool of ``--rows`` trajectories of ``--tokens`` tokens (as in `benchmarks/pool.py`) is exported to parquet, then
-imported into an empty pool, and a third one is seeded from the first. Wall-clock time, which the disk has a part in:
-each transaction waits until it is there. "cpu" is the processor time of a row.
+"""Measures the speed of importing a parquet file into an experience pool, and of seeding it from another pool.
 
     python benchmarks/transfer.py [--rows 5000] [--tokens 1000] [--folder .]
+
+A pool of ``--rows`` trajectories with ``--tokens`` tokens each (as in `benchmarks/pool.py`) is exported to parquet. The
+file is imported into a second pool, and a third pool is seeded from the first. "rows/s" is in wall-clock time, which
+depends on the disk, because each transaction waits until it is written. "cpu us" is microseconds of CPU time per row.
 """
 
 from __future__ import annotations

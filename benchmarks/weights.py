@@ -1,12 +1,17 @@
-"""Publication of weights from a learner's process to sampler processes of one node, against memcpy.
-
-For each size, in float32 (bfloat16 from ``--half`` parameters on): "memcpy" is one copy of all tensors into others that
-exist, in one thread, as a sampler's load is; "offer" is the copy into Ray's object store, once however many samplers
-there are; "take" is the copy out of it into a sampler's tensors, in ``--samplers`` processes at once, from the call to
-the last answer; "publish" is both, as a run does it. Medians of ``--repeats``, after one that does not count, taken in
-turn. The samplers' tensors are checked against what was sent.
+"""Compares the time to publish weights from a learner to samplers on one node with that of a memory copy.
 
     python benchmarks/weights.py [--sizes 1e6 1e8 1e9] [--samplers 2] [--repeats 5] [--way memory broadcast]
+
+For each number of parameters, in float32 (bfloat16 from ``--half`` parameters on), these times are printed:
+
+* offer: with "memory", the copy to Ray's object store, which is made once for all samplers; with "broadcast", the time
+  until the broadcast begins;
+* take: from then until all ``--samplers`` processes have the weights in their tensors;
+* publish: the sum of both, as in a run;
+* memcpy: a copy of all tensors to existing ones in one thread, as a sampler makes when it loads weights.
+
+The figures are medians of ``--repeats`` publications, after one that is not counted. The values that the samplers have
+received are checked.
 """
 
 from __future__ import annotations
@@ -29,7 +34,7 @@ from gleanrl.runtime.ray.weights import Broadcast, Stored, WeightHandle, WeightR
 from gleanrl.samplers.engines import copy_weights
 from gleanrl.tracking.monitors import Console
 
-TENSORS = 20  # that the parameters are cut into
+TENSORS = 20  # number of tensors of equal size that the parameters are divided into
 
 
 def tensors(parameters: int, half: bool, value: float) -> dict[str, torch.Tensor]:
@@ -38,7 +43,7 @@ def tensors(parameters: int, half: bool, value: float) -> dict[str, torch.Tensor
 
 
 class Holder(WeightSource):
-    """In an actor: what is sent, as a learner has it."""
+    """The service of an actor that publishes weights in place of a learner."""
 
     def __init__(self, _driver: ActorServer, threads: int) -> None:
         super().__init__()
@@ -54,7 +59,7 @@ class Holder(WeightSource):
         self._held = tensors(parameters, half, 1.0)
 
     async def change(self) -> tuple[float, int]:
-        """Other values in the same tensors; their first, and their number."""
+        """Change the values of all tensors in place. Returns the new value and the number of the weights."""
         await self.changing()
         for tensor in self._held.values():
             tensor.add_(1)
@@ -62,7 +67,7 @@ class Holder(WeightSource):
 
 
 class Taker(WeightReceiver):
-    """In an actor: what a sampler does with published weights."""
+    """The service of an actor that receives weights in place of a sampler."""
 
     def __init__(self, _driver: ActorServer, threads: int) -> None:
         torch.set_num_threads(threads)
@@ -79,12 +84,12 @@ class Taker(WeightReceiver):
         return time.perf_counter() - started
 
     async def seen(self) -> tuple[float, float]:
-        """The least and the largest value that it holds."""
+        """Return the smallest and the largest value in the tensors."""
         bounds = [torch.aminmax(tensor) for tensor in self._targets.values()]
         return min(float(b.min) for b in bounds), max(float(b.max) for b in bounds)
 
     async def copied(self) -> float:
-        """Seconds of one plain copy of as many bytes."""
+        """Return the seconds of a copy of the tensors within this process."""
         source = {name: tensor.clone() for name, tensor in self._targets.items()}
         started = time.perf_counter()
         copy_weights(self._targets, source)
