@@ -29,17 +29,25 @@ from gleanrl.utils.settings import (
 
 class EnvironmentSettings(Settings):
     name: str = "alfworld"
-    """alfworld, textworld, reasoning_gym, dataset, textarena, gymnasium, verifiers, openenv, tools, mixture, service,
-    or an import path, `package.module:Class` or `file.py:Class`."""
+    """The environment: alfworld, textworld, reasoning_gym, dataset, textarena, gymnasium, verifiers, openenv, tools,
+    mixture, service, or the import path of a taskset, `package.module:Class` or `file.py:Class`."""
     options: dict[str, Any] = Field(default_factory=dict)
-    """Keyword arguments of the taskset, which documents and checks them."""
+    """Keyword arguments of the environment's taskset class. Each taskset documents its own, and refuses unknown
+    ones."""
     train_tasks: Positive = 256
+    """Number of tasks in the training split. The run refuses to start if the environment has fewer."""
     eval_tasks: Positive = 64
+    """Number of held-out tasks that each evaluation plays. The run refuses to start if the environment has fewer."""
     warm_start_tasks: Positive = 100
+    """Number of tasks that the expert plays to record demonstrations. Used only with `warm_start.enabled` or
+    `model.init = "tiny"`."""
     workers: NonNegative = 0
-    """Worker processes that hold the environments; 0 plays them inside this process."""
+    """Number of worker processes that run the environments. 0 runs them in the process of the run; environments that
+    compute without awaiting then block sampling."""
     timeout_s: PositiveFloat = 60.0
-    """Time limit of one reset or step. If it is exceeded, the episode fails and its worker is replaced."""
+    """Time limit of one reset, step or conclude, in seconds. If a call exceeds it, its episode fails, and a worker
+    process that is blocked by the call is killed and replaced. With `workers = 0`, a blocking call cannot be
+    stopped."""
 
 
 class TaskSettings(Settings):
@@ -50,32 +58,44 @@ class TaskSettings(Settings):
     """
 
     order: str = "shuffled"
-    """shuffled: every task once per epoch; a mixture draws its sources by weight, each with epochs of its own.
-    levels: one source after the other; the next starts once the previous is learned. solve_rate: tasks that are solved
-    half of the time come most often. Or an import path of a `Curriculum`, called as
-    ``(tasks, *, weights, group, seed, greedy, **options)``."""
+    """Order of tasks. shuffled: each task once per epoch; a mixture alternates its sources by weight. levels: one
+    source after the other, each until it is solved often enough. solve_rate: prefers tasks solved half the time. Or the
+    import path of a `Curriculum`, called with ``(tasks, *, weights, group, seed, greedy, **options)``."""
     options: dict[str, Any] = Field(default_factory=dict)
-    """Keyword arguments of the order. levels takes ``advance``, ``window``, ``review``; solve_rate takes ``sigma``,
-    ``memory``, ``explore``."""
+    """Keyword arguments of the order: for levels ``advance``, ``window``, ``review`` and ``levels``, for solve_rate
+    ``sigma``, ``memory`` and ``explore``. shuffled has none."""
 
 
 class ModelSettings(Settings):
     init: str = "tiny"
-    """"tiny" builds a small Llama model and a tokenizer from the environment's own text; anything else is
-    a Hugging Face model directory or id."""
+    """The initial policy: the directory or id of a Hugging Face causal language model with a chat template. "tiny"
+    builds a small, randomly initialised Llama model, and a tokenizer from the text of the environment's
+    demonstrations."""
     hidden_size: Positive = 128
+    """Size of the tiny model's hidden states; an even multiple of `heads`. Like the next four settings, it is ignored
+    for any other model."""
     layers: Positive = 4
+    """Number of layers of the tiny model."""
     heads: Positive = 4
+    """Number of attention heads of the tiny model; a multiple of `kv_heads`."""
     kv_heads: Positive = 2
+    """Number of key-value heads of the tiny model. Fewer than `heads` means grouped-query attention."""
     mlp_ratio: Positive = 3
+    """Width of the tiny model's MLPs, as a multiple of `hidden_size`."""
     max_context: Positive = 1024
-    """Context length of the tiny model in tokens. For any other model, an upper limit on its own context length."""
+    """Maximum number of tokens of an episode's context, prompt and answers together; an episode that fills it ends. For
+    the tiny model also the number of its positions. For any other model it must not exceed the model's own limit."""
     vocabulary: Positive = 512
-    """Upper bound on the vocabulary size of the tiny tokenizer."""
+    """Maximum number of tokens in the tiny model's vocabulary. It must at least hold every character of the
+    environment's text."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """auto: float32 on a CPU, bfloat16 compute over float32 weights on a GPU."""
+    """Dtype of forward passes and of the sampler's weights; the trained weights are always float32. auto: float32 on a
+    CPU, bfloat16 on a GPU."""
     device: str = "auto"
+    """Device of the model: auto (the first GPU, or the CPU if there is none), cpu, cuda, or cuda:N. With
+    `learner.ranks` above 1, no GPU may be named by number, because each rank takes its own."""
     trust_remote_code: bool = False
+    """Allow code from the model's repository to run. Needed only for models whose code is not part of transformers."""
 
 
 class WarmStartSettings(Settings):
@@ -86,146 +106,204 @@ class WarmStartSettings(Settings):
     """
 
     enabled: bool = True
+    """Train on demonstrations before RL. Needs an environment with an expert. Turn it off if `model.init` can already
+    solve some tasks."""
     demonstrations: Positive = 400
+    """Maximum number of successful demonstrations to record. The expert makes at most three times as many attempts."""
     noise: Fraction = 0.0
-    """Probability that a random valid action replaces the expert's next one."""
+    """Probability that a random valid action replaces the expert's next one, so that demonstrations also show how to
+    recover."""
     steps: Positive = 260
+    """Number of optimizer updates."""
     batch: Positive = 32
+    """Number of demonstrations in each update."""
     lr: PositiveFloat = 1e-3
+    """Peak learning rate of AdamW. It rises linearly in the first 20 updates and decays by a cosine to a tenth."""
 
 
 class SamplerSettings(Settings):
     name: str = "transformers"
-    """transformers, vllm, openai, or an import path of a `Sampler`, called like `TransformersSampler` as ``(model, *,
-    max_rows, max_context, deterministic, inflight, dtype, device_lock, timeline, **options)``."""
+    """The sampler: transformers, vllm, openai (an OpenAI-compatible server), or the import path of a `Sampler`, which
+    is called as ``(model, *, max_rows, max_context, deterministic, inflight, dtype, device_lock, timeline,
+    **options)``."""
     options: dict[str, Any] = Field(default_factory=dict)
-    """Keyword arguments of the sampler, or for vllm those of its engine."""
+    """Further keyword arguments of the sampler; for vllm they are arguments of vLLM's engine."""
     evaluation_options: dict[str, Any] = Field(default_factory=dict)
-    """Options that override `options` for the evaluation's own sampler, e.g. the address of another server."""
+    """Options that override `options` for the sampler of evaluations, such as the address of another server."""
     temperature: NonNegativeFloat = 1.0
+    """Sampling temperature of training and of sampled evaluation attempts, above 0. The learner computes log-probs at
+    this temperature too."""
     max_rows: Positive = 256
-    """Episodes that sample at the same time; further ones wait for a free row."""
+    """Maximum number of episodes that a sampler plays at the same time; further ones wait. More raise throughput and
+    memory use. The sampler of evaluations and, on Ray, each sampler actor have this many of their own."""
     deterministic: bool | Literal["auto"] = "auto"
-    """Make results independent of timing: each decoding burst waits for all live episodes. auto: only if the schedule
-    has staleness 0."""
+    """Start a decoding burst only when every open episode waits for a completion, so that results do not depend on
+    timing. Throughput is lower. auto: true if the schedule's staleness bound is 0. The openai sampler ignores it."""
 
 
 class ContextSettings(Settings):
     policy: Literal["linear", "strip_thinking", "window"] = "linear"
+    """What the model sees of earlier turns. linear: everything. strip_thinking: earlier answers without their
+    ``<think>`` parts. window: the opening and the last `window_turns` exchanges. Training uses the same contexts."""
     window_turns: Positive = 8
-    """Environment messages that the `window` policy keeps in addition to the first."""
+    """Number of exchanges (an answer and the observation that follows it) that the `window` policy shows after the
+    opening."""
     max_turns: Positive = 12
-    """Maximum number of sampled turns per episode."""
+    """Maximum number of sampled turns per episode. An episode that reaches it ends, and the environment scores what was
+    achieved by then."""
     max_tokens_per_turn: Positive = 16
-    """A turn that reaches this length is cut off (counted in `episode/cut_turns`). If unset: 16 for the tiny model,
-    which suits commands; 256 for any other, or half of model.max_context. Reasoning needs more."""
+    """Maximum number of sampled tokens per turn, below `model.max_context`; a longer turn is cut off and counted in
+    `episode/cut_turns`. If unset: 16 for the tiny model, otherwise 256 or half of `model.max_context`, whichever is
+    less. Reasoning needs more."""
     system_prompt: str | None = None
+    """System message at the start of every episode. None: no system message."""
 
 
 class ScheduleSettings(Settings):
     preset: Literal["sync", "pipelined", "one_step_off", "pipelined_one_step_off", "bounded_async"] = "sync"
+    """How sampling, rewards and updates overlap. sync: one after the other. pipelined: the learner trains on chunks as
+    they become complete. one_step_off: it trains on whole batches, each sampled a step ahead. pipelined_one_step_off:
+    both. bounded_async: chunks up to `staleness` steps old, and samplers take new weights in the middle of episodes."""
     batch: Positive = 16
-    """Groups per step."""
+    """Number of groups that each step trains on. It must be a multiple of `learner.updates_per_step`, and of `chunks`
+    if the preset uses them. It cannot change when a run is resumed."""
     group: Positive = 8
-    """Fresh trajectories per group."""
+    """Number of fresh trajectories that are sampled for each task (the group of GRPO). At least 2 for estimators that
+    compare the members of a group."""
     chunks: Positive = 4
-    """Chunks per step into which the pipelined presets divide a batch."""
+    """Number of equal chunks in which the learner receives a batch; it must divide `batch`. Used by pipelined,
+    pipelined_one_step_off and bounded_async. More chunks start training earlier, at the cost of more calls of the
+    learner."""
     adaptive: bool = False
-    """Train on all ready chunks in one call of the learner: fewer and larger calls if rewards arrive faster."""
+    """Pass all chunks that are ready to the learner in one call. This saves the overhead of calls when rewards arrive
+    faster than the learner trains."""
     staleness: NonNegative = 2
-    """Staleness bound of `bounded_async`; the other presets imply theirs (0 or 1)."""
+    """Staleness bound of `bounded_async`: maximum age, in steps, of the weights that sampled a group, at the step that
+    trains on it. The bound of the other presets is fixed: 1 for those named one_step_off, otherwise 0."""
     device_first: Literal["due", "sample", "train"] = "due"
-    """Priority on a device that sampler and learner share. due: sampling until all groups that this step and the next
-    consume have been sampled, then training. sample: sampling first, so that rewards are requested as early as
-    possible; `bounded_async` then learns from groups as old as its bound. train: training first, so that groups are
-    young and the next rewards come later."""
+    """Which work goes first on a device that sampler and learner share. sample: sampling, so that rewards are requested
+    early, but groups are older. train: training, so that groups are young, but the next rewards are requested late.
+    due: sampling until all groups of this step and the next are sampled, then training."""
     dynamic_sampling: bool = False
-    """Replace groups without variance (all members have equal rewards) by groups of further tasks."""
+    """Drop groups whose valid members all have the same score, which give no gradient, and sample groups of further
+    tasks instead (DAPO)."""
     max_resample: PositiveFloat = 3.0
-    """With dynamic sampling, the maximum number of groups started per group consumed."""
+    """With `dynamic_sampling`, the maximum number of groups sampled per group trained on. At 3.0, a step drops at most
+    2 x `batch` groups; after that, it accepts groups of equal scores. 1.0 or less drops none."""
     min_valid: Positive = 2
-    """Drop a group with fewer valid fresh members than this, and start another in its place."""
+    """Minimum number of fresh members of a group that have a valid score; at most `group`. A group with fewer is
+    dropped and another is sampled in its place."""
     max_failed_fraction: Fraction = 0.5
-    """Stop the run with a clear message if more than this share of the last episodes failed."""
+    """Stop the run with an error if more than this fraction of the last `batch` x `group` episodes (at least 32)
+    failed. If no episode has a score for a long time, the run stops in any case."""
 
 
 class CreditSettings(Settings):
     """The advantage estimator, which turns rewards into advantages. Implemented in `gleanrl.algorithms.advantages`."""
 
     estimator: str = "grpo"
-    """grpo dr_grpo grpo_passk rloo reinforce_plus_plus reinforce_plus_plus_baseline opo gpg remax gae, or an
-    import path of a function under `@gleanrl.algorithms.advantages.estimator`."""
+    """grpo, dr_grpo, grpo_passk, rloo, reinforce_plus_plus, reinforce_plus_plus_baseline, opo, gpg, remax, gae, or the
+    import path of a function that is decorated with `@gleanrl.algorithms.advantages.estimator`."""
     options: dict[str, Any] = Field(default_factory=dict)
-    """Keyword options of the estimator, e.g. `gamma` and `lam` of gae; each estimator documents its own."""
+    """Keyword options of the estimator, such as `gamma` and `lam` of gae. Each estimator documents its own."""
     zero_variance: Literal["keep", "drop"] = "keep"
-    """drop: a group whose members all have the same reward does not count in the loss's denominator either."""
+    """What happens to members whose group has only equal scores. keep: they have advantage 0, and their tokens and
+    sequences count in the denominator of the loss. drop: they are left out of the batch."""
 
 
 class CriticSettings(Settings):
     """The critic (value function). A run has one only if its estimator needs values, as ``gae`` does."""
 
     model: Literal["own", "shared"] = "own"
-    """own: a copy of the initial policy with a scalar head. shared: a scalar head on the policy's hidden states."""
+    """own: a copy of the initial policy's transformer with a scalar head, which needs as much memory again. shared:
+    only a scalar head, on the policy's own hidden states."""
     lr: PositiveFloat = 1e-3
-    """Constant learning rate of the critic's own optimizer (of the head only if the model is shared)."""
+    """Constant learning rate of the critic's own optimizer. With `model = "shared"` it applies to the head only."""
     coefficient: NonNegativeFloat = 0.5
-    """Weight of the value loss in the gradient of a shared model's body."""
+    """Factor of the value loss in the gradient of the policy's weights, with `model = "shared"`."""
     clip: PositiveFloat | None = 0.5
-    """A new value that is farther than this from the old one gets no gradient; None = off."""
+    """Bound on how far a value may move from its old value in one step: the loss is the larger of the errors of the
+    value and of the clipped value, as in PPO. None turns clipping off."""
     warmup_steps: NonNegative = 0
-    """Number of first steps in which only the critic learns."""
+    """Number of steps at the start of the run in which only the critic is updated; 0 = none."""
     max_grad_norm: PositiveFloat = 1.0
+    """Gradient norm to which the gradient of the critic's own weights is clipped."""
 
 
 class LossSettings(Settings):
     """The policy loss. Implemented in `gleanrl.algorithms.loss`."""
 
     name: str = "ppo"
-    """ppo gspo cispo gpg reinforce clip_cov kl_cov, or an import
-    path of a function under `@gleanrl.algorithms.loss.policy_loss`."""
+    """The loss of fresh tokens: ppo, gspo, cispo, gpg, reinforce, clip_cov, kl_cov, or the import path of a function
+    that is decorated with `@gleanrl.algorithms.loss.policy_loss`. Replayed tokens have their own loss, see
+    `replay_mode`."""
     options: dict[str, Any] = Field(default_factory=dict)
-    """Keyword options of the loss (clip_cov and kl_cov have some); each loss documents its own."""
+    """Keyword options of the loss; of the built-in losses, clip_cov and kl_cov have some. Each loss documents its
+    own."""
     clip_low: NonNegativeFloat = 0.2
+    """The ratio is clipped below at 1 - clip_low. Applies to ppo, gspo, cispo and clip_cov, and to replayed tokens with
+    `replay_mode = "clip"`."""
     clip_high: NonNegativeFloat = 0.28
+    """The ratio of fresh tokens is clipped above at 1 + clip_high (ppo, gspo, cispo and clip_cov). A value above
+    `clip_low` keeps the entropy higher (DAPO)."""
     dual_clip: Annotated[float, Field(gt=1.0)] | None = 3.0
-    """Bound on -A * ratio for negative advantages (dual-clip PPO); None = off."""
+    """Bounds the loss of a token with negative advantage A by -A * dual_clip (dual-clip PPO). Applies to ppo, and to
+    replayed tokens with `replay_mode = "clip"`. None turns it off."""
     aggregation: Literal[
         "auto", "token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
     ] = "auto"
-    """How the loss is averaged. auto: seq-mean-token-mean for gspo, token-mean for the others."""
+    """How token losses are averaged: over all tokens (token-mean), or over sequences, of which each counts with the sum
+    (seq-mean-token-sum), the mean (seq-mean-token-mean) or the scaled sum (seq-mean-token-sum-norm) of its tokens.
+    auto: what the loss declares, seq-mean-token-mean for gspo and token-mean for the other built-in losses."""
     aggregation_scale: PositiveFloat | None = None
-    """Divisor of seq-mean-token-sum-norm; None = the longest possible sequence (max_context)."""
+    """Divisor of each sequence's sum in seq-mean-token-sum-norm. None = the length of the context in tokens,
+    `model.max_context` or the model's own limit."""
 
     correction: Literal["none", "truncate", "mask"] = "none"
-    """Weight of a fresh token by the ratio of proximal to behaviour probability. truncate: the ratio is capped. mask: a
-    token above the cap is left out, as in decoupled PPO. With `learner.old_logprobs = "sampler"` the two probabilities
-    are equal, and this has no effect."""
+    """Importance weight w of fresh tokens. w = old / behaviour probability for losses with a ratio; this needs
+    `learner.old_logprobs` other than sampler. w = current / behaviour for gpg and reinforce. none: no weight. truncate:
+    min(w, cap). mask: w, or 0 if w is outside [floor, cap], as in decoupled PPO."""
     correction_level: Literal["token", "sequence", "geometric"] = "token"
-    """What the ratio of `correction` is: that of one token, or the product or the geometric mean over its sequence."""
+    """Over which tokens the w of `correction` is taken. token: of the token alone. sequence: the product over its
+    sequence. geometric: the geometric mean over its sequence."""
     correction_cap: PositiveFloat = 5.0
+    """Upper bound of w in `correction`: truncate reduces a larger w to it, mask leaves the token out."""
     correction_floor: NonNegativeFloat = 0.0
-    """mask: a token whose ratio is below this is left out too."""
+    """With `correction = "mask"`, tokens whose w is below this are left out too; 0 = no lower bound."""
 
     replay_mode: Literal["clip", "shape"] = "clip"
-    """Loss of replayed tokens. clip: PPO with an upper clip of its own. shape: -A w / (w + replay_shape), unclipped."""
+    """Loss of replayed tokens, whose ratio is w and whose advantage is A. clip: PPO's clipped loss with the upper bound
+    1 + replay_clip_high. shape: -A w / (w + replay_shape), without clipping (LUFFY)."""
     replay_clip_high: NonNegativeFloat = 1.0
+    """With `replay_mode = "clip"`, the ratio of replayed tokens is clipped above at 1 + this. The lower bound is that
+    of `clip_low`."""
     replay_shape: PositiveFloat = 0.1
+    """The constant in the loss of `replay_mode = "shape"`. The gradient is largest for tokens whose ratio is equal to
+    it, so a small value emphasises tokens that have become unlikely."""
     replay_coefficient: NonNegativeFloat = 1.0
-    """Factor on the loss of replayed tokens. Shaping alone makes their gradient about twelve times smaller."""
+    """Factor on the loss of replayed tokens. With `replay_mode = "shape"` and its default constant, their gradient at
+    ratio 1 is twelve times smaller than that of an on-policy token; a factor of 12 makes up for this."""
     replay_importance: Literal["recorded", "current"] = "recorded"
-    """Denominator of a replayed token's ratio: its recorded log-prob, or the current one (ratio 1, for ablations)."""
+    """Denominator of a replayed token's ratio. recorded: the probability at which it was sampled. current: its present
+    probability, so that the ratio is 1 and nothing corrects for the older policy; for ablations."""
 
     kl: Literal["k1", "kl", "abs", "k2", "mse", "k3", "low_var_kl", "k1+", "kl+", "abs+", "k3+", "low_var_kl+"] = "k3"
-    """Estimator of the KL to the reference. A name with + has the value of the name without it and the gradient of
-    k2."""
+    """Estimator of the KL to the reference policy: k1 (also called kl), abs, k2 (mse) or k3 (low_var_kl). A name with +
+    has the value of the name without it and the gradient of k2."""
     kl_in: Literal["loss", "reward"] = "loss"
-    """Where the KL enters: as a term of the loss, or subtracted from each token's reward."""
+    """Where the KL to the reference enters. loss: as a term of the loss. reward: subtracted from the reward of each
+    token, before advantages are computed."""
     kl_coefficient: NonNegativeFloat = 0.0
+    """Factor of the KL of fresh tokens to the reference policy, which is the policy at the start of the run. 0 = no KL,
+    and no copy of the model as reference."""
     kl_target: PositiveFloat | None = None
-    """Mean KL towards which the coefficient is adapted; None = fixed coefficient."""
+    """Mean KL per token towards which the coefficient is adapted after each step, starting from `kl_coefficient`, which
+    must be above 0. None = the coefficient is constant."""
     kl_horizon: PositiveFloat = 10_000.0
-    """Number of trajectories over which an adaptive coefficient reacts."""
+    """With `kl_target`, the number of trajectories in which the coefficient can change by at most about 20 %. Larger
+    values adapt it more slowly."""
     entropy_coefficient: float = 0.0
+    """Factor of the entropy bonus of fresh tokens, which is subtracted from the loss. 0 = no bonus."""
 
 
 class ReplaySettings(Settings):
@@ -236,64 +314,91 @@ class ReplaySettings(Settings):
     """
 
     enabled: bool = False
+    """Store successful trajectories in a pool, and replay them in later groups of the same task."""
     path: str | None = None
-    """The pool's file; None = `experience.sqlite` in the run folder."""
+    """File of the pool; may be that of an earlier run, which is continued. None = `experience.sqlite` in the run
+    folder."""
     seed_from: str | None = None
-    """A pool or run whose successes fill a new pool before the first step."""
+    """A pool's file or a run's folder, whose successful trajectories are copied into the pool before the first step if
+    the pool is empty. Its tokenizer must be that of this run. None = start without trajectories."""
     trust_tokenizer: bool = False
-    """Assume that a pool that does not name its tokenizer holds token ids of this run's tokenizer."""
+    """Accept a pool, or a `seed_from`, that does not name its tokenizer, as if its token ids were of this run's
+    tokenizer. false refuses it."""
 
     start_progress: Fraction = 0.0
-    """Share of the run's steps that must be planned before replay begins. Once begun, replay never ends."""
+    """Fraction of the run's steps that must be planned before replay begins; 0 = from the start. Once begun, replay
+    does not end."""
     start_solve_rate: Fraction | None = None
-    """If set, replay begins once the running mean success of fresh groups reaches this, or at `start_progress` if that
-    is above 0 and comes first."""
+    """Replay begins once the running solve rate of fresh trajectories (over about ten steps) reaches this, or at
+    `start_progress` if that is above 0 and comes first. None = only `start_progress` decides."""
     task_ratio: Fraction = 0.5
-    """Share of a batch's groups whose tasks come from the pool, if the pool has that many."""
+    """Fraction of a batch's groups whose tasks are drawn from the pool. While the pool has fewer tasks, fresh tasks
+    take their place."""
     tasks: Literal["gaussian", "uniform", "uniform_buckets", "difficulty", "rescue"] = "gaussian"
-    """How tasks are drawn. gaussian: by exp(-(rate - 0.5)^2 / (2 sigma^2)). uniform: each task equally often.
-    uniform_buckets: each solve rate equally often. difficulty: only tasks with `difficulty` successes. rescue: by
-    (1 - rate)^n, the chance that a fresh group has no success."""
+    """How tasks are drawn from the pool, by the solve rate of their latest fresh group. gaussian: weight exp(-(rate -
+    0.5)^2 / (2 sigma^2)) for each rate. uniform: each task alike. uniform_buckets: each rate alike. difficulty: only
+    tasks with `difficulty` successes. rescue: weight (1 - rate)^group, the chance that a fresh group has no success."""
     sigma: PositiveFloat = 0.125
-    """Standard deviation of `gaussian`, in solve rate."""
+    """Standard deviation of `tasks = "gaussian"`, in units of solve rate. Smaller values prefer tasks that are solved
+    half of the time more strongly."""
     difficulty: NonNegative = 4
-    """Successes in a task's latest fresh group, for `tasks = "difficulty"`."""
+    """With `tasks = "difficulty"`, the number of successes, scaled to `schedule.group` members, that a task's latest
+    fresh group must have; at most `schedule.group`."""
 
     per_group: NonNegative = 1
-    """Stored trajectories added to each group; 0 replays none and only chooses tasks."""
+    """Maximum number of stored trajectories in a group whose task comes from the pool. 0: the pool only chooses tasks,
+    and no trajectory is replayed in groups."""
     placement: Literal["add", "replace"] = "add"
-    """add: stored trajectories join a full group of fresh ones. replace: each takes the place of a fresh one."""
+    """add: stored trajectories join `schedule.group` fresh ones. replace: each takes the place of a fresh one, which
+    saves sampling; `per_group` must then be below `schedule.group`."""
     select: Literal["lowest_entropy", "highest_entropy", "random", "newest"] = "lowest_entropy"
+    """Which trajectories of a task are replayed, and which remain in the pool when the task has more than
+    `capacity_per_task`. Low entropy means that the policy was sure of its tokens."""
     entropy_from: Literal["current", "recorded"] = "recorded"
-    """recorded: minus the mean recorded log-prob of the sampled tokens, which estimates their entropy under the policy
-    that sampled them and costs nothing. current: their mean entropy under the current policy (one forward pass)."""
+    """Entropy by which `select` ranks trajectories for replay. recorded: minus the mean log-prob of the sampled tokens
+    at sampling, which costs nothing. current: their mean entropy under the current policy, which costs a forward
+    pass."""
     baseline: Literal["fresh", "group"] = "fresh"
-    """Members that determine a mixed group's mean and deviation: the fresh ones, or the whole group."""
+    """Members from which the mean and deviation of a group with replayed members are computed. fresh: the fresh members
+    only. group: all members."""
     grouping: Literal["shared", "own"] = "shared"
-    """shared: a replayed trajectory joins its task's group. own: it forms a group of its own, for comparison only."""
+    """shared: replayed trajectories are compared with the other members of their task's group. own: each replayed
+    trajectory is a group of its own; for comparisons only."""
 
     min_rate: Fraction = 0.0
+    """A fresh group stores its successes only if its solve rate is above this and below `max_rate`."""
     max_rate: Fraction = 1.0
-    """A fresh group stores its successes if its solve rate is strictly between min_rate and max_rate."""
+    """A fresh group stores its successes only if its solve rate is below this and above `min_rate`. At 1.0, groups in
+    which every member succeeded are not stored."""
     success_threshold: float = 0.5
+    """Minimum score of a success, in the pool, in solve rates and in guidance."""
     capacity_per_task: Positive = 8
+    """Maximum number of stored trajectories per task. Beyond it, those that `select` ranks last are evicted."""
     retire_after: Positive = 2
-    """Number of consecutive perfect fresh groups after which a task is retired: neither played fresh nor replayed."""
+    """Number of consecutive fresh groups without a failure after which a task is retired: it is neither played nor
+    replayed, except by `probe_fraction`."""
     probe_fraction: Fraction = 0.05
-    """Share of a batch that plays retired tasks again."""
+    """Fraction of a batch's groups that play retired tasks. A task that then fails returns from retirement. 0 = retired
+    tasks are not played while others are left."""
     max_age: Positive | None = None
-    """Evict trajectories sampled more than this many versions ago; None = never."""
+    """Maximum age of a stored trajectory, in versions of the weights (steps of the run). Older ones are evicted. None =
+    no limit."""
     max_ratio: Annotated[float, Field(gt=1.0)] | None = None
-    """Skip a trajectory in a batch if its geometric-mean ratio is outside [1 / max_ratio, max_ratio]; None = off."""
+    """A trajectory is not replayed in a batch if the geometric mean of its tokens' ratios (current / recorded
+    probability) is outside [1 / max_ratio, max_ratio]. It stays in the pool. Costs a forward pass. None = no such
+    check."""
     reverify: bool = False
-    """Score a stored trajectory again before it is replayed, and evict it if the scores disagree."""
+    """Score a stored trajectory again each time before it is replayed, and evict it if the score differs. For rewards
+    or environments that may have changed since."""
 
     pool_updates: NonNegative = 1
-    """Extra optimizer updates per step on `pool_batch` stored successes, each weighted by 1 - its task's solve rate."""
+    """Number of extra optimizer updates at the end of each step, after replay has begun. Each trains on `pool_batch`
+    successes with the advantage 1 - solve rate of their task. 0 = none."""
     pool_batch: Positive = 8
+    """Maximum number of successes in an extra update, each from another task or group."""
     pool_from: Literal["pool", "batch"] = "pool"
-    """Successes that the extra updates imitate. pool: drawn from the pool as replay draws them. batch: those of the
-    step itself, as a control for comparisons."""
+    """Successes that the extra updates train on. pool: drawn from the pool, as for groups. batch: from the groups of
+    the step itself, as a control in experiments."""
 
     @field_validator("max_rate")
     @classmethod
@@ -312,25 +417,31 @@ class GuidanceSettings(Settings):
     """
 
     enabled: bool = False
+    """Insert retrieved experience into the prompts of some members of each group."""
     guided_share: Fraction = 0.5
-    """Share of each group's fresh members whose prompt shows experience, rounded down."""
+    """Fraction of a group's fresh members that are guided, rounded down. With texts that are discarded, at least two
+    members remain unguided."""
     mode: Literal["keep", "discard", "mixed"] = "discard"
-    """keep: train with the text in the prompt, on-policy. discard: train without it, off-policy (at least two members
-    of a group stay unguided, for its baseline). mixed: one or the other, by task."""
+    """What training sees of a guided member. keep: the prompt with the text, so the member is on-policy. discard: the
+    prompt without it, so the member is off-policy and is trained on like a replayed one. mixed: keep for some tasks and
+    discard for the others, by `keep_share`."""
     keep_share: Fraction = 0.5
-    """Share of the tasks that train with the text, for `mode = "mixed"`."""
+    """With `mode = "mixed"`, the fraction of the tasks whose guided members keep the text."""
     retriever: str = "bm25"
-    """bm25, reme, or an import path of a `Retriever`."""
+    """Where experience comes from: bm25 (the run's own successes, searched by BM25), reme (a ReMe service), or the
+    import path of a `Retriever`."""
     options: dict[str, Any] = Field(default_factory=dict)
-    """Keyword arguments of the retriever; reme takes `url` and `workspace`."""
+    """Keyword arguments of the retriever. reme takes `url` and `workspace`."""
     k: Positive = 1
-    """Number of experiences shown."""
+    """Maximum number of experiences in a prompt."""
     template: str = "Experience from similar tasks:\n{experience}\n\n{prompt}"
-    """Replaces the last user message of the opening; `{prompt}` is that message."""
+    """Text that replaces the last user message before the first answer. It must contain `{prompt}`, which becomes that
+    message, and `{experience}`, which becomes the retrieved texts, once each."""
     prompt_share: Fraction = 0.5
-    """Share of the model's context that a guided opening may use; experiences that do not fit are left out."""
+    """Maximum fraction of the model's context that the messages before the first answer may take with the experiences
+    inserted. Experiences are left out, last ones first, until the rest fits."""
     timeout_s: PositiveFloat = 10.0
-    """Time limit of a retrieval; if it is exceeded, the group is played without experience."""
+    """Time limit of a retrieval in seconds. If it is exceeded, the group is played without guidance."""
 
     @field_validator("template")
     @classmethod
@@ -343,54 +454,76 @@ class GuidanceSettings(Settings):
 
 class LearnerSettings(Settings):
     lr: PositiveFloat = 2e-4
-    """Learning rate. If unset: 2e-4 for the tiny model, 1e-6 for any other, 1e-5 for its adapters. A run's config.toml
-    holds the number used."""
+    """Learning rate of AdamW, after the warm-up. If unset: 2e-4 for the tiny model, 1e-6 for any other model, or 1e-5
+    for LoRA adapters on it. A run's config.toml contains the value in use."""
     betas: tuple[float, float] = (0.9, 0.95)
+    """Decay rates of AdamW's running means of the gradient and of its square."""
     weight_decay: NonNegativeFloat = 0.0
+    """Weight decay of AdamW. It applies to matrices only, not to biases and norms."""
     warmup_steps: NonNegative = 0
+    """Number of steps in which the learning rate rises linearly to `lr`; 0 = none."""
     decay: Literal["constant", "linear", "cosine"] = "constant"
+    """How the learning rate falls from `lr`, after the warm-up, to `lr` x `min_lr_ratio` at the last step of the run.
+    constant: not at all."""
     min_lr_ratio: Fraction = 0.0
+    """Learning rate at the last step of the run, as a fraction of `lr`. Has no effect with `decay = "constant"`."""
     max_grad_norm: PositiveFloat = 1.0
+    """Gradient norm to which the gradient of each update is clipped."""
     updates_per_step: Positive = 1
-    """Optimizer updates per step: a batch is divided into this many mini-batches of whole groups."""
+    """Number of optimizer updates per step. A batch is divided into this many mini-batches of whole groups, so it must
+    divide `schedule.batch`."""
     epochs: Positive = 1
-    """Passes over each step's mini-batches; more than 1 needs the sync schedule."""
+    """Number of passes over the mini-batches of each step. More than 1 needs a schedule that trains on whole batches:
+    sync or one_step_off."""
     tokens_per_microbatch: Positive = 16384
-    """Padded tokens per forward and backward pass."""
+    """Maximum number of tokens, padding included, in one forward and backward pass; at most 2048 are used on a CPU. It
+    changes speed and memory use, but not the update. A longer sequence has a pass of its own."""
     activation_checkpointing: bool = False
+    """Compute activations again in the backward pass instead of storing them. This saves memory and costs a further
+    forward pass."""
     attn_implementation: str = "auto"
-    """Attention implementation of transformers, e.g. sdpa, eager, flash_attention_2. auto: flash attention if its
-    package is installed and passes compute in bfloat16 on a GPU, else transformers' default. Samplers choose their
-    own."""
+    """Attention implementation of transformers for the learner, such as sdpa, eager or flash_attention_2. auto: flash
+    attention if it is installed, the model and GPU support it, and passes compute in bfloat16; otherwise transformers'
+    default. Samplers choose their own."""
     lora_rank: NonNegative = 0
-    """Rank of LoRA adapters; 0 trains all weights."""
+    """Rank of the LoRA adapters that are trained instead of the model's weights; 0 = train all weights, without
+    adapters. Needs the extra `lora`."""
     lora_alpha: PositiveFloat = 32.0
+    """Scale of the adapters: their output is multiplied by lora_alpha / lora_rank."""
     lora_targets: str = "all-linear"
+    """Names of the modules that get adapters, separated by commas, such as "q_proj,v_proj". "all-linear" means all
+    linear layers but the output layer."""
     old_logprobs: Literal["sampler", "recompute", "loglinear"] = "sampler"
-    """Denominator of the ratio. sampler: the log-probs as sampled. recompute: a forward pass before the step.
-    loglinear: an interpolation between the sampled and the current log-probs by staleness."""
+    """Log-probs in the denominator of a fresh token's ratio. sampler: those recorded at sampling. recompute: those of
+    the weights before the step's updates, by a further forward pass. loglinear: an estimate of the latter between
+    recorded and current log-probs, by the token's staleness, without a further pass."""
     ranks: Positive = 1
-    """Number of processes that the model is spread over. They are started on this machine; under torchrun, leave this
-    unset: torchrun starts the processes."""
+    """Number of processes over which the learner's model is sharded (FSDP), each with a GPU of its own or all on the
+    CPU. They are started on this machine. Under torchrun leave it at 1, because torchrun starts the processes."""
     tensor_parallel: Positive = 1
-    """Processes that compute each layer together, on the same samples; a divisor of `ranks`."""
+    """Number of processes that compute each layer together on the same samples (tensor parallelism); it must divide the
+    number of ranks. The other factor is data-parallel."""
 
 
 class EvaluationSettings(Settings):
     every: NonNegative = 5
-    """Number of steps between evaluations; 0 = only at the start and at the end."""
+    """Number of steps between evaluations; 0 = no evaluations between those at the start and at the end. The policy is
+    always evaluated after the last step."""
     samples: Positive = 4
-    """Sampled attempts per task, for pass@1 and pass@k."""
+    """Number of sampled attempts at each task, from which pass@1 and pass@k are estimated. More attempts narrow the
+    confidence interval and allow larger k."""
     greedy: bool = True
+    """Also make one attempt at each task at temperature 0."""
     at_start: bool = True
-    """Also evaluate the policy that training starts from."""
+    """Also evaluate the policy before the first step."""
 
 
 class RolloutMonitorSettings(MonitorSettings):
     """Where a run writes its metrics, and how many trajectories of each step it writes to the run folder."""
 
     rollouts_per_step: int = Field(default=-1, ge=-1)
-    """Trajectories per step written to rollouts/; -1 = all."""
+    """Maximum number of trajectories of each step that are written to the folder rollouts/ of the run; 0 = none, -1 =
+    all."""
 
 
 class RewardSettings(Settings):
@@ -399,88 +532,110 @@ class RewardSettings(Settings):
     """
 
     name: str = "environment"
-    """environment (the environment's own score), math, judge, http, model, pooling, weighted, or an import path
-    `package.module:name` or `file.py:name` of a function, a class or a `Scorer`. A function with the signature of verl
-    or TRL has `verl:` or `trl:` before its path."""
+    """The reward: environment (the environment's own score), math, judge, http, model, pooling, weighted, or the import
+    path of a function, a class or a `Scorer`, `package.module:name` or `file.py:name`. A function with the signature of
+    verl or TRL has `verl:` or `trl:` before its path."""
     options: dict[str, Any] = Field(default_factory=dict)
-    """Keyword arguments of a class, or further ones of a function. `env:NAME` reads a text from an environment
-    variable, which is the place for keys."""
+    """Keyword arguments of a class, or further keyword arguments of a function. The value `env:NAME` is read from the
+    environment variable NAME; use this for keys."""
     isolation: Literal["thread", "process"] = "thread"
-    """Where a reward that is not async runs. process: a call that exceeds its time limit is killed."""
+    """Where calls of a reward that is not async run. process: in worker processes; one whose call exceeds `timeout_s`
+    is killed. thread: in threads of the reward agent's process; a call that hangs cannot be stopped."""
     workers: Positive = 16
-    """Threads or processes of a reward that is not async; each part of a weighted sum has this many."""
+    """Maximum number of concurrent calls of a reward that is not async, each in its own thread or process. Each part of
+    a weighted sum has this many; math uses at most one per CPU core."""
 
     max_concurrency: Positive = 2048
-    """Maximum number of training requests in flight at the same time."""
+    """Maximum number of training requests in flight at the same time; further ones wait."""
     eval_concurrency: Positive = 256
-    """Maximum number of evaluation requests in flight at the same time, in addition to training's."""
+    """Maximum number of evaluation requests in flight at the same time, in addition to those of training."""
     eval_share: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.25
-    """Share of the rate limits, of `workers` and of a reward model that evaluation gets if training uses them too."""
+    """Fraction of the rate limits, of `workers` and of a reward model's batches that evaluation gets while training
+    needs them too. While only one of the two has requests, it gets everything."""
     requests_per_minute: Positive | None = None
+    """Maximum number of requests per minute, training and evaluation together, retries included; None = no limit."""
     tokens_per_minute: Positive | None = None
-    """Token limit over training and evaluation, retries included; None = no limit."""
+    """Maximum number of tokens per minute, prompts and answers of training and evaluation together, retries included;
+    None = no limit."""
 
     timeout_s: PositiveFloat = 60.0
-    """Time limit of one try from when it is sent; waiting for a slot, a thread or a connection does not count."""
+    """Time limit of one attempt in seconds. It begins when the request is sent; the wait for a slot, a thread or a
+    connection does not count."""
     attempts: Positive = 5
-    """Maximum number of tries per request. Only transient errors are retried. If a service that has answered before
-    accepts no connections, the request waits for the service, and these tries do not count."""
+    """Maximum number of attempts per request, including the first. Only transient errors are retried. Attempts that
+    cannot connect to a service that has answered before do not count; see `down_after_s`."""
     backoff_s: PositiveFloat = 0.5
-    """Maximum of the random wait before the first retry; it doubles with each further one. A wait is at least as long
-    as the service requests."""
+    """Upper bound in seconds of the random wait before the second attempt. The bound doubles with each attempt, up to
+    `max_backoff_s`. If the service requests a longer wait, the wait is that long."""
     max_backoff_s: PositiveFloat = 60.0
+    """Upper bound in seconds of any wait between two attempts that the service has not requested."""
     max_failed_fraction: Fraction = 0.5
-    """Stop the run with a clear message if more than this share of the last `failed_window` requests failed."""
+    """Stop the run with an error if more than this fraction of the last `failed_window` requests failed after all their
+    attempts. 1.0 turns this check off."""
     failed_window: Annotated[int, Field(ge=32)] = 128
-    """Number of last requests for `max_failed_fraction`; at least 32 must have ended."""
+    """Number of the latest requests over which `max_failed_fraction` is measured. It is measured once 32 requests have
+    ended."""
     down_after_s: PositiveFloat = 600.0
-    """Stop the run if every request has failed for this long. A request whose service demands a longer wait fails."""
+    """Stop the run with an error if no attempt has succeeded for this many seconds, and attempts of at least four
+    requests have failed. A request fails at once if its service demands a longer wait than this."""
     hedge_share: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
-    """Share of the requests, namely the slowest, that are sent a second time; the first answer is used. 0 = off."""
+    """Fraction of the requests, the slowest, that are sent a second time before the first answer has come; the first
+    score is used. This shortens the longest waits at the cost of more requests. 0 = off."""
 
     cache: NonNegative = 100_000
-    """Scores kept in memory. Identical requests (task, conversation, reward version) are sent once. 0 = off."""
+    """Maximum number of scores kept in memory. A request with the same task, conversation and reward version as an
+    earlier one then gets its score without being sent. 0 = every request is sent."""
     journal: bool = True
-    """Keep finished rewards in the run folder, so that a resumed run does not request (and pay for) them again."""
+    """Store finished scores in the run folder (rewards.sqlite), so that a resumed run does not request, and pay for,
+    them again."""
 
 
 class RaySettings(Settings):
     """Settings of a run whose samplers, environments, rewards and learner are Ray actors. See docs/howto/ray.md."""
 
     enabled: bool = False
-    """Run on Ray; `--runtime ray` sets this."""
+    """Run on Ray. The option `--runtime ray` sets it."""
     address: str | None = None
-    """Address of the cluster to join, also set by `--ray-address` ("auto": the cluster of this machine). None starts a
-    cluster on this machine for the run."""
+    """Address HOST:PORT of the Ray cluster to join, or "auto" for the one on this machine. The option `--ray-address`
+    sets it. None: a cluster is started on this machine and ends with the run."""
     samplers: Positive = 1
+    """Number of sampler actors. Each has a copy of the model for training and one for evaluation."""
     environments: NonNegative = 1
-    """Actors that play the environments, each with `environment.workers` worker processes; 0 plays them in the
-    driver."""
+    """Number of actors that run the environments, each with `environment.workers` worker processes. 0 runs the
+    environments in the driver."""
     placement: Literal["disaggregated", "colocated"] = "disaggregated"
-    """colocated: sampler and learner actors share one bundle of resources and take turns on its device, at most one
-    GPU. disaggregated: each has resources of its own, and all work at the same time."""
+    """disaggregated: every actor has resources of its own, and all work at the same time. colocated: learner and
+    samplers share one bundle of resources and take turns on its GPU."""
     strategy: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = "PACK"
-    """How Ray distributes disaggregated actors over the nodes."""
+    """Ray's placement strategy for the actors' bundles: on as few nodes as possible (PACK), on as many (SPREAD), or
+    strictly so. Used with `placement = "disaggregated"` only."""
     sampler_cpus: NonNegativeFloat = 1.0
+    """Number of CPUs that Ray reserves for each sampler."""
     sampler_gpus: NonNegativeFloat | None = None
-    """GPUs of each sampler. None: 1 on a cluster with GPUs, or an equal share of one GPU if colocated."""
+    """Number of GPUs that Ray reserves for each sampler. None: 1 on a cluster with GPUs or, if colocated, an equal
+    share of one GPU; 0 on a cluster without."""
     learner_cpus: NonNegativeFloat | None = None
-    """CPUs of the learner. None: 1 for each of `learner.ranks`."""
+    """Number of CPUs that Ray reserves for the learner. None: 1 for each of `learner.ranks`."""
     learner_gpus: NonNegativeFloat | None = None
-    """GPUs of the learner. None: as many as a sampler has, for each of `learner.ranks`."""
+    """Number of GPUs that Ray reserves for the learner; at least `learner.ranks`, or 0, if there are several ranks.
+    None: for each rank 1 on a cluster with GPUs or, if colocated, an equal share of one GPU; 0 on a cluster without."""
     environment_cpus: NonNegativeFloat = 1.0
-    """CPUs of each environment actor."""
+    """Number of CPUs that Ray reserves for each environment actor."""
     reward_cpus: NonNegativeFloat = 0.0
+    """Number of CPUs that Ray reserves for the actor of the reward agent. There is none if `reward.name =
+    "environment"`."""
     transfer: Literal["auto", "memory", "broadcast"] = "auto"
-    """How weights reach the samplers. memory: Ray's object store. broadcast: NCCL if the learner and each sampler
-    have a GPU of their own, else gloo. auto: broadcast between several nodes with such GPUs, memory otherwise or if a
-    broadcast fails."""
+    """How weights reach the samplers. memory: through Ray's object store. broadcast: over NCCL if the learner and each
+    sampler have GPUs of their own, otherwise over gloo. auto: broadcast on several nodes if all have such GPUs;
+    otherwise, or after a broadcast has failed, memory."""
     max_restarts: NonNegative = 3
-    """How often one actor is started again after it died; its next death ends the run."""
+    """Maximum number of times that each actor is started again after it died; one more death ends the run. After a
+    death of the learner, the run resumes from its last checkpoint. 0 = the first death ends the run."""
     wait_s: PositiveFloat = 300.0
-    """How long to wait for the resources of the cluster."""
+    """Maximum number of seconds to wait until the cluster provides the resources that the run reserves."""
     port: Annotated[int, Field(ge=0, le=65535)] = 0
-    """Port on which the learner waits for the samplers of a broadcast; 0 takes a free one."""
+    """TCP port on which the learner's node accepts the samplers of a broadcast; 0 = any free port. Set it if a firewall
+    separates the nodes."""
 
 
 class Config(JobConfig):

@@ -20,25 +20,31 @@ from gleanrl.utils.settings import (
 
 class EnvironmentSettings(Settings):
     id: str = "Pendulum-v1"
-    """An id that `gymnasium.make_vec` accepts: a registered id, or `module:Id` if a module registers it."""
+    """Id of a Gymnasium environment: a registered id, or `module:Id` if importing the module registers it. Its actions
+    must be a bounded Box."""
     options: dict[str, Any] = Field(default_factory=dict)
-    """Keyword arguments of `gymnasium.make`."""
+    """Keyword arguments of `gymnasium.make`, such as the environment's own options."""
     count: Positive = 4
-    """Number of environments that are stepped together."""
+    """Number of copies of the environment that are stepped together."""
     chunk: Positive = 1
-    """Number of actions that the policy returns at once. If an episode ends inside a chunk, the rest is skipped."""
+    """Number of actions that the policy returns at once (an action chunk). They are executed one after the other
+    without a new observation. If an episode ends inside a chunk, the remaining actions are skipped."""
     vectorization: Literal["sync", "async"] = "sync"
-    """sync steps environments one after the other in this process. async runs each in its own process."""
+    """How the training environments are stepped. sync: one after the other, in the process of the run. async: at the
+    same time, each in its own process. The results are the same."""
 
 
 class ScheduleSettings(Settings):
     chunk_steps: Positive = 16
-    """Chunk steps in a trajectory. A step of the run is one trajectory of all environments and its updates."""
+    """Number of chunk steps (executions of one action chunk) of every environment in a trajectory. Each step of the run
+    samples one trajectory, which covers all environments, and then makes the updates that are due."""
     warmup: NonNegative = 10
-    """Number of steps at the start with random actions and no updates, which only fill the buffer."""
+    """Number of steps at the start of the run in which actions are random and no updates are made, to fill the buffer.
+    0 = none."""
     lag: NonNegative = 1
-    """Trajectory k is always sampled by the policy of step k - lag. With 0, sampling and learning alternate; with more,
-    sampling continues while the learner is working. With every value, runs repeat bit for bit."""
+    """Number of steps by which the policy that samples a trajectory is older than the newest one. 0: sampling and
+    learning alternate. 1 or more: they overlap, which is faster but less on-policy. With every value, a run is
+    reproducible bit for bit."""
 
 
 class LearnerSettings(Settings):
@@ -48,55 +54,72 @@ class LearnerSettings(Settings):
     """
 
     update_ratio: PositiveFloat = 1.0
-    """Number of updates for each chunk step of each environment."""
+    """Number of updates per chunk step that each environment adds to the buffer. It may be a fraction. Higher values
+    learn more from the same data, at a higher cost."""
     batch: Positive = 256
-    """Number of chunk steps in the batch of an update."""
+    """Number of chunk steps in the batch of an update, demonstrations included. Updates begin once the buffer has
+    enough of them."""
     gamma: Fraction = 0.99
-    """Discount for one environment step."""
+    """Discount factor per environment step (not per chunk step), from 0 to 1."""
     tau: Annotated[float, Field(gt=0.0, le=1.0)] = 0.005
-    """Share by which the target networks move towards the critics at each update."""
+    """Fraction by which the target critics move towards the critics after each update, above 0 and at most 1. Smaller
+    values give more stable, but slower targets."""
     actor_lr: PositiveFloat = 3e-4
+    """Learning rate of the policy (Adam, constant)."""
     critic_lr: PositiveFloat = 3e-4
+    """Learning rate of the critics (Adam, constant)."""
     temperature_lr: PositiveFloat = 3e-4
+    """Learning rate of the entropy temperature (Adam, constant)."""
     initial_temperature: PositiveFloat = 1.0
+    """Initial value of the entropy temperature, the factor of the entropy bonus, which is adapted to reach
+    `target_entropy`."""
     target_entropy: float | None = None
-    """Entropy that the temperature keeps the policy at. None: minus the number of action values in a chunk."""
+    """Entropy in nats towards which the temperature is adapted. None: minus the number of values in an action chunk
+    (action dimensions x `environment.chunk`)."""
     hidden_size: Positive = 256
+    """Width of the hidden layers of the policy and of each critic."""
     layers: Positive = 2
+    """Number of hidden layers of the policy and of each critic."""
     critics: Annotated[int, Field(ge=2)] = 2
-    """Number of critics. With more than 2, each target is the lower value of two critics drawn at random, and the
-    policy is trained on the mean of all."""
+    """Number of critics, at least 2. Targets are the minimum over two critics, which are drawn at random for each
+    update if there are more. The policy is trained on the minimum of two critics, or on the mean of more."""
     layer_norm: bool = False
-    """Whether the critics use layer norm."""
+    """Whether the critics have layer normalisation, which keeps their values from diverging at a high
+    `update_ratio`."""
     device: str = "cpu"
-    """Device of the updates. The policy that acts is on the CPU."""
+    """Device of the updates, such as cpu or cuda. The policy that samples always runs on the CPU."""
 
 
 class BufferSettings(Settings):
     max_rows: Positive | None = None
-    """Number of chunk steps to keep. The oldest are dropped, in whole segments. None = keep all."""
+    """Maximum number of chunk steps that the buffer keeps, over all environments. The oldest are dropped, usually a
+    whole file at a time. It must hold at least the share of a batch that is sampled from it. None = keep all."""
     window: NonNegative = 0
-    """Number of newest trajectories to sample from; 0 = all."""
+    """Number of the newest trajectories, each of `schedule.chunk_steps` in all environments, from which batches are
+    sampled. They must hold at least the share of a batch that is sampled from them. 0 = all in the buffer."""
     on_disk: bool = True
-    """Store the buffer in the run folder, so that it may be larger than memory and a checkpoint only adds links."""
+    """Store the buffer in files in the run folder. It may then be larger than the memory, and a checkpoint only adds
+    links to these files. false: the buffer is kept in memory."""
     segment_mb: Positive = 16
-    """Approximate size of a file."""
+    """Approximate size of one of the buffer's files, in MiB."""
 
 
 class DemonstrationSettings(Settings):
     """The demonstrations, if any, that are mixed into every batch as in RLPD (Ball et al., 2023)."""
 
     path: str | None = None
-    """Folder of a run, a buffer or a buffer's checkpoint. The buffer may be one of RLinf."""
+    """Folder from which demonstrations are loaded: an earlier run, a buffer, or a checkpoint of a buffer, also one of
+    RLinf. Excludes `expert`. None = not from a folder."""
     expert: str | None = None
-    """Expert to record instead of a path: pendulum, mountain_car, or an import path of a function from observations
-    [B, D] to actions [B, C * A] in [-1, 1]."""
+    """Expert whose demonstrations are recorded before the run: pendulum, mountain_car, or the import path of a function
+    from observations [B, D] to action chunks [B, C * A] with values in [-1, 1]. Excludes `path`. None = no expert."""
     chunk_steps: Positive = 200
-    """Number of chunk steps that are recorded from the expert in each environment."""
+    """Number of chunk steps that the expert records in each environment, rounded up to whole trajectories."""
     newest: NonNegative = 0
-    """Number of newest trajectories to use; 0 = all."""
+    """Number of the newest trajectories of the demonstrations from which batches are sampled; 0 = all."""
     share: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.5
-    """Share of demonstrations in a batch."""
+    """Fraction of each batch that consists of demonstrations, above 0 and below 1. It has no effect without `path` or
+    `expert`."""
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
@@ -111,9 +134,11 @@ class DemonstrationSettings(Settings):
 
 class EvaluationSettings(Settings):
     every: NonNegative = 25
-    """Steps between evaluations of the policy's mean action; 0 = only at the start and at the end."""
+    """Number of steps between evaluations; 0 = only before the first and after the last step. The mean action of the
+    policy is evaluated, without noise."""
     episodes: Positive = 8
-    """Number of episodes, which start in the same way in every evaluation."""
+    """Number of episodes per evaluation, each in an environment of its own. All evaluations use the same initial
+    states."""
 
 
 class EmbodiedConfig(JobConfig):

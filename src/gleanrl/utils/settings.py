@@ -29,37 +29,43 @@ class Settings(BaseModel):
 
 class RunSettings(Settings):
     name: str = Field(default="run", pattern=r"^[A-Za-z0-9._-]+$")
+    """Name of the run, and of its folder. Letters, digits, dots, hyphens and underscores are allowed. If a
+    configuration file sets no name, the name of the file is used."""
     folder: str = "runs"
     """Folder that contains the run folders. The folder of this run is `folder/name`."""
     seed: NonNegative = 0
-    """Seed of all random draws: tasks, warm start, sampling."""
+    """Seed of all random draws of the run. It cannot change when the run is resumed."""
     steps: Positive = 20
+    """Total number of steps of the run, including those before it was resumed. It may be raised to continue a finished
+    run."""
     threads: NonNegative = 0
-    """CPU threads of the tensor library; 0 = all cores."""
+    """Number of CPU threads that PyTorch uses for one operation; 0 = PyTorch's default, usually one per core."""
 
 
 class CheckpointSettings(Settings):
     every: NonNegative = 10
-    """Number of steps between two checkpoints.
-
-    0 = a checkpoint is saved only when the run ends, is interrupted, or is ended by an error between two steps."""
+    """Number of steps between two checkpoints; 0 = no checkpoints in between. With any value, a checkpoint is also
+    saved when the run ends or is interrupted."""
     keep: Positive = 2
+    """Number of checkpoints to keep. When a newer one has been saved, older ones are deleted."""
 
 
 class MonitorSettings(Settings):
     use: tuple[str, ...] = ("file", "console")
     """Where metrics are written: any of file, console, tensorboard, wandb, trackio and mlflow, or the import path of a
-    `Monitor` class."""
+    `Monitor` class. Without file, the report has no metrics of the run to show."""
     project: str = "gleanrl"
+    """Name of the project or experiment under which wandb, trackio and mlflow store the run."""
 
 
 class JobConfig(Settings):
     """All settings of one run. Each kind of job has a subclass that adds the sections that it needs."""
 
     kind: ClassVar[str]
-    """Name of this kind of job."""
+    """Name of this kind of job, "language model" or "embodied". The command line selects the modules that run the job
+    by it."""
     identity: ClassVar[tuple[str, ...]] = ()
-    """Dotted names of the settings, such as ``run.seed``, whose values cannot change when a run is resumed."""
+    """Dotted names of the settings, such as ``run.seed``, that must have the same value when a run is resumed."""
 
     run: RunSettings = RunSettings()
 
