@@ -49,9 +49,13 @@ def open_pool(
     task has changed under the same id, the trajectories of the old task are evicted.
 
     Args:
-        tokenizer: the pool stores its fingerprint, and refuses trajectories of another tokenizer.
+        tokenizer: the run's tokenizer. Its fingerprint is stored in a new pool and compared with that of an old one.
         max_context: the largest number of tokens that the run can train on; None = no limit.
         tasks: the run's training tasks.
+
+    Raises:
+        UserError: the pool's tokenizer differs or is not known, or another run has used the pool since the mark to
+            which it would be rewound.
     """
     settings = config.replay
     if not settings.enabled:
