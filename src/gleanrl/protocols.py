@@ -46,10 +46,12 @@ class Observation:
     score: Score | None = None
     info: Mapping[str, Any] = field(default_factory=dict)
     tools: tuple[Mapping[str, Any], ...] = ()
-    """The tools that the model may call, as OpenAI function schemas. Set them in the observation that `reset` returns.
+    """The tools that the model may call, as OpenAI function schemas. Set them in the observation that `reset` returns;
+    those of later observations are ignored.
 
-    The chat template shows them to the model. The calls that the model makes are in the ``tool_calls`` of the message
-    that is passed to `step`."""
+    The chat template shows them to the model. The model's calls are in the ``tool_calls`` of the message that is passed
+    to `step`.
+    """
 
 
 class Environment(ABC):
@@ -88,36 +90,44 @@ class Taskset(ABC):
     """
 
     phrases: Sequence[str] = ()
-    """Texts that the environment may say but that no demonstration contains, such as "Nothing happens.".
+    """Texts that the environment may return but that no demonstration contains, such as "Nothing happens.".
 
-    They are needed for ``model.init = "tiny"`` only. The vocabulary of such a model is made from the texts of
-    demonstrations and from these texts."""
+    Only ``model.init = "tiny"`` needs them: the tokenizer of the tiny model is trained on the texts of the
+    demonstrations and on these texts.
+    """
 
     version: str = ""
-    """A label that changes whenever the data behind the tasks (such as a file) change. Cached demonstrations are used
-    only with the version that they were recorded with."""
+    """A label that changes whenever the data behind the tasks, such as a file, change. It is part of the key under
+    which demonstrations are cached, so that demonstrations of older data are not used."""
 
     needs_reward: bool = False
-    """True if the environments give no score. A run whose configuration names no reward is then refused."""
+    """True if the environments return no scores. A run is then refused if ``reward.name`` is "environment", the
+    default."""
 
     named_by_content: bool = False
-    """True if the id of each task is a hash of its problem.
+    """True if the id of each task is a hash of the problem, so that equal ids mean equal problems.
 
-    If several such tasksets are mixed, tasks of theirs with the same id and prompt count as the same problem, even if
-    the payloads differ. Tasks of other tasksets must also have the same payload."""
+    A mixture refuses parts with different tasks under the same id. Two tasks of tasksets with this attribute count as
+    equal if their ids and prompts are equal. All other tasks must also have equal payloads.
+    """
 
     splits_apart: bool = False
-    """True if the taskset itself ensures that no id is in two splits. A run then does not check this."""
+    """True if the taskset itself guarantees that no id is in two splits. A run then skips this check."""
 
     has_expert: bool = False
     """True if `demonstrate` is implemented.
 
-    The warm start (supervised training on demonstrations before RL) and the baselines of an evaluation need it."""
+    The expert is needed for the warm start (supervised training on demonstrations before RL), for the tokenizer of the
+    tiny model, and for the baselines of an evaluation.
+    """
 
     weights: Mapping[str, float] = MappingProxyType({})
-    """How often training takes a task of each source, as relative weights by source; empty if there is only one source.
+    """Relative weight with which training draws from each source: name of the source -> weight. Empty if there is only
+    one.
 
-    A task's source is its `Task.kind` up to the first "/". A curriculum by levels takes the sources in this order."""
+    The source of a task is its `Task.kind` up to the first "/". The curriculum ``levels`` plays the sources in this
+    order.
+    """
 
     @abstractmethod
     def tasks(self, split: Split, count: int) -> Sequence[Task]:
@@ -188,10 +198,12 @@ class Completion:
     version: int  # version of the oldest weights that sampled any of the tokens
     finish: Literal["stop", "length"]  # "length": the limit of tokens ended the completion, not a stop token
     altered: str | None = None
-    """None if the tokens were drawn from the policy at the requested temperature; otherwise a text such as "top_p=0.9"
-    that says what was different.
+    """How the distribution differed from the policy at the requested temperature, as a text such as "top_p=0.9"; None
+    if it did not differ.
 
-    A trajectory with altered tokens is trained on in the batch for which it was sampled, but not stored for replay."""
+    A trajectory with altered tokens is trained on in the batch for which it was sampled, but it is not stored for
+    replay.
+    """
 
 
 class Session(Protocol):

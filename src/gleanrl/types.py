@@ -69,7 +69,7 @@ class Task:
 
 
 SUCCESS = 0.5
-"""A trajectory whose score is at least this value counts as solved."""
+"""Score from which a trajectory counts as solved."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +137,8 @@ post-processing of the group (`Reward.finish`) has replaced it.
 """
 
 Segment = tuple[Turn, ...]
-"""Consecutive turns of one context. Their tokens, concatenated, are exactly what the model saw."""
+"""Consecutive turns of one context of the model. The concatenation of their tokens is exactly what the model was
+given."""
 
 
 @dataclass(frozen=True, slots=True)

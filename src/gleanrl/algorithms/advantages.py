@@ -192,13 +192,14 @@ class Estimator:
 
     name: str
     function: Callable[..., tuple[Tensor, Tensor]]
-    """``function(rewards, **options)`` computes the pair (advantages, returns), each float [N, L] or [N, 1]."""
+    """Returns the pair (advantages, returns), float [N, L] or [N, 1] each. It is called as ``function(rewards,
+    **options)``."""
     group_local: bool
-    """True if a group's advantages depend on this group only. The learner can then consume a batch in chunks of
-    groups, before the other groups are complete."""
+    """True if the advantages of a group depend on the members of this group only. The learner can then train on a batch
+    in chunks of groups, before the other groups are complete."""
     group_baseline: bool
-    """True if a member's advantage depends on the other members of its group. A run then rejects groups of one member,
-    whose advantage would be 0 or the raw score."""
+    """True if the advantage of a member depends on the other members of its group. A run then refuses groups of one
+    member, whose advantage would be 0 or the raw score."""
     needs: frozenset[str]
     """Names of the tensors that the function needs in addition to the rewards: "values" (predictions of a critic) or
     "reward_baselines" (rewards of greedy rollouts)."""

@@ -25,7 +25,8 @@ _RUNTIMES = {
     "language model": {"check": "config.validate", "run": "runtime.local"},
     "embodied": {"check": "runtime.embodied", "run": "runtime.embodied"},
 }
-"""Modules that check and run a job, by its kind."""
+"""Kind of job (`JobConfig.kind`) -> names of the modules below `gleanrl` that check its configuration and that run
+it."""
 
 
 def preset_names() -> list[str]:

@@ -33,9 +33,12 @@ VERL: Mapping[str, Any] = {
     "first": "sample",
     "steps": 15,
 }
-"""The setup of verl PR 2854: rewards are requested batch by batch; step times include the evaluations between steps."""
+"""The options that describe the experiment of verl PR 2854, which ``--published`` simulates.
+
+In this experiment, rewards are requested batch by batch, and the time per step includes the evaluations.
+"""
 PUBLISHED: Mapping[Preset, float] = {"pipelined": -12.30, "one_step_off": -25.16, "pipelined_one_step_off": -30.85}
-"""Change of the total training time against sync that verl PR 2854 reports, in percent."""
+"""Change of the total training time against the schedule sync, in percent, as reported in verl PR 2854."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -27,10 +27,11 @@ from gleanrl.utils.settings import JobConfig
 from gleanrl.utils.text import nearest
 
 JOBS: Mapping[str, type[JobConfig]] = {"embodied": EmbodiedConfig}
-"""Configuration class by the top-level key ``job``; without that key the configuration trains a language model."""
+"""Value of the top-level key ``job`` -> class of the configuration. A configuration without this key trains a language
+model and has the class `Config`."""
 
 Overrides = Sequence[tuple[str, str]]
-"""Pairs of a dotted key and its text, in the order in which they apply."""
+"""Pairs of a dotted key, such as ``learner.lr``, and its value as text. They are applied in this order."""
 
 
 def presets() -> list[str]:

@@ -12,7 +12,7 @@ from gleanrl.utils.errors import UserError
 from gleanrl.utils.settings import JobConfig
 
 CHUNKED = ("pipelined", "pipelined_one_step_off", "bounded_async")
-"""Schedule presets whose learner gets a batch in `schedule.chunks` parts."""
+"""The schedule presets in which the learner receives each batch in ``schedule.chunks`` chunks."""
 
 
 def check_sections(config: Config) -> None:

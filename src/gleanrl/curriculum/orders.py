@@ -91,9 +91,9 @@ class TaskOrder:
     group: int
     seed: int
     weights: Weights = field(default_factory=dict)
-    """Weight of each source; empty if there is only one source."""
+    """Relative weight of each source, by which training draws from the sources; empty if there is only one source."""
     greedy: bool = False
-    """Whether each group includes an attempt at temperature 0, for estimators that use it as baseline."""
+    """Whether each group includes an attempt at temperature 0, which the estimator remax uses as the baseline."""
 
 
 @dataclass

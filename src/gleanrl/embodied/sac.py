@@ -16,7 +16,7 @@ from gleanrl.utils.errors import UserError
 from gleanrl.utils.seeding import derive
 
 FIELDS = ("curr_obs.states", "next_obs.states", "actions", "rewards", "terminations", "truncations")
-"""The fields of a chunk step that SAC reads from the buffer."""
+"""Names of the buffer's fields that SAC reads of each chunk step."""
 
 
 @dataclass(frozen=True)

@@ -21,9 +21,10 @@ from gleanrl.utils.seeding import derive
 
 _PART = "mixture"  # key of a task's payload; its value is the label of the part that the task comes from
 _BEFORE: Mapping[Split, tuple[Split, ...]] = {"eval": (), "warm_start": ("eval",), "train": ("eval", "warm_start")}
-"""For each split, the splits that have precedence over it.
+"""Split -> the splits that take precedence over it.
 
-If two parts put the same question into different splits, the question stays only in the split with precedence."""
+If two parts put the same question into different splits, the question is removed from the split without precedence.
+"""
 
 
 @runtime_checkable

@@ -32,7 +32,7 @@ COUNTERS = "learner.json"
 TENSORS = "tensors"  # name of the folder of tensors inside the learner's folder
 FORMAT = 3  # version of the format; other versions are not read
 Optimizers = Mapping[str, tuple[nn.Module, Optimizer]]
-"""Optimizers by name, each with the module whose parameters it updates."""
+"""Name of an optimizer -> the module whose parameters it updates, and the optimizer."""
 
 
 def save(folder: Path, engine: Engine, counters: Mapping[str, float]) -> None:

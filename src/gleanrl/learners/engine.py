@@ -111,7 +111,8 @@ class Engine(Protocol):
         ...
 
     between: Callable[[], None]
-    """Called between two micro-batches, on the thread that computes them; it may lend the device to other work."""
+    """A function that is called between two micro-batches, on the thread that computes them. It may release the device
+    to more urgent work and return when the device is acquired again."""
 
     def discard(self) -> None: ...
     def score(self, samples: Sequence[Sample], *, reference: bool = False) -> list[TokenScores]:
@@ -155,11 +156,12 @@ class Placement:
     """
 
     ranks = 1
-    """Number of processes that the model is spread over."""
+    """Number of processes over which the model is distributed."""
     leads = True
-    """Whether the results of this process are used."""
+    """Whether this process returns the results. Of several processes, only rank 0 does."""
     casts = False
-    """Whether parameters are cast to the dtype of a forward pass, so that it needs no autocast."""
+    """Whether the placement itself casts parameters to the dtype of forward passes, so that the engine does not use
+    autocast."""
 
     def place(self, model: nn.Module) -> None:
         """Move or shard the parameters of ``model``, in place.

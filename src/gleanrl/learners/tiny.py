@@ -48,7 +48,11 @@ CHAT_TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
-"""Lists tools by name and parameters only, because a small model uses nothing else. Calls have the format of Hermes."""
+"""The chat template of tiny models.
+
+It lists tools by name and parameters only, because such a model is too small to use descriptions. Tool calls have the
+format of Hermes.
+"""
 
 _NUMBERED = re.compile(r"\b([a-z]+) (\d{1,3})\b")
 _WORD = re.compile(r"[a-z]+")

@@ -396,7 +396,7 @@ class DeviceSlice:
         self._loop = asyncio.get_running_loop() if held is not None else None
         self._started = perf_counter()
         self.away_s = 0.0
-        """Seconds for which the device was lent."""
+        """Seconds in which other work had the device, because this work had released it."""
 
     def __call__(self) -> None:
         if self._held is None or self._loop is None or not self._held.wanted:

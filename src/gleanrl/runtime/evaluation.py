@@ -28,7 +28,7 @@ from gleanrl.utils.progress import Progress
 from gleanrl.utils.seeding import derive
 
 BASELINES = {"expert": 0.0, "random": 1.0}
-"""Share of a baseline's actions that are random valid actions instead of the expert's."""
+"""Name of a baseline -> probability that a random valid action replaces the expert's next action."""
 
 
 @dataclass(frozen=True, slots=True)

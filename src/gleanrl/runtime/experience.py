@@ -27,9 +27,11 @@ from gleanrl.utils import atomic
 from gleanrl.utils.errors import UserError
 
 START_FILE = "experience.start"
-"""File in the run folder that records how the run found its pool. ``run``: the name that the run gives to its marks in
-the pool. ``pool``: ``replay.path``. ``mark``: the mark set before the run wrote anything. The pool may also have older
-marks, of another run."""
+"""Name of the file in the run folder that records the state of the pool before the run, as a JSON object.
+
+``pool`` is ``replay.path``. ``run`` is the name under which the run sets marks in the pool. ``mark`` is the mark that
+was set before the run wrote anything. The pool may contain older marks, which belong to other runs.
+"""
 
 
 @contextmanager

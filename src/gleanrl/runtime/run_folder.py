@@ -163,7 +163,8 @@ class RunFolder:
 
 
 OpenMonitors = Callable[["RunInfo"], Monitor]
-"""Function that starts a run's monitors. The command line passes `gleanrl.tracking.monitors.load_monitors`."""
+"""A function that starts the monitors of a run. The command line passes one that calls
+`gleanrl.tracking.monitors.load_monitors`."""
 
 
 @dataclass(frozen=True, slots=True)

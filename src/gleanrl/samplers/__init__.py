@@ -18,7 +18,7 @@ SAMPLERS = {
     "vllm": "gleanrl.samplers.vllm:VllmSampler",
     "openai": "gleanrl.samplers.openai:OpenAISampler",
 }
-"""The built-in samplers, by `sampler.name`."""
+"""Value of ``sampler.name`` -> import path of the built-in sampler."""
 
 
 def check(name: str) -> None:

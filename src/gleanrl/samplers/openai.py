@@ -36,7 +36,8 @@ RETRIES = RetryPolicy(attempts=4, backoff_s=2.0)
 TESTED = 16  # number of tokens that the server samples when its weights are compared
 TEST_TEMPERATURE = 0.7  # not 1, to notice a server that returns log-probs at temperature 1 whatever is requested
 WHOLE = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
-"""Options to sample from the whole distribution. Without them a server applies the model's generation config."""
+"""Fields of a request that turn truncation and penalties off, so that the server samples from the whole distribution.
+Without them, a server applies the defaults in the model's generation config."""
 EXACT = {"ignore_eos": True, "skip_special_tokens": False, "add_special_tokens": False}
 Update = Literal["none", "vllm"]
 

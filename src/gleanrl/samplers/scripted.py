@@ -14,8 +14,11 @@ from gleanrl.types import IntArray
 from gleanrl.utils.seeding import derive
 
 Script = Callable[[IntArray, int], Sequence[int]]
-"""``script(prompt, seed)`` returns the tokens of the answer, at least one. ``seed`` differs by session and turn and is
-the same in every run. Tokens after a stop token or beyond ``max_tokens`` are cut off."""
+"""A function ``script(prompt, seed)`` that returns the tokens of the answer, at least one.
+
+``seed`` differs between sessions and between turns, but is the same in every run. Tokens after a stop token or beyond
+``max_tokens`` are cut off.
+"""
 
 
 class ScriptedSampler:

@@ -40,18 +40,23 @@ OWN = frozenset(
         *("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"),
     }
 )
-"""Engine arguments that cannot be set, because they follow from the run's settings or from running in this process."""
+"""Arguments of vLLM's engine that ``sampler.options`` may not contain, because the run's other settings determine them
+or because the engine runs in this process."""
 CPU = {"enforce_eager": True, "block_size": 32, "enable_chunked_prefill": False}
-"""A seeded request that is prefilled in chunks fails on a CPU, whose generators cannot be rewound."""
+"""Default arguments of the engine on a CPU. Chunked prefill is off, because it fails for requests with a seed: it would
+have to rewind the random generator, and generators on a CPU cannot be rewound."""
 BATCHED = 2048  # largest number of tokens in one pass on a CPU; the length of the context, if that is longer
 CPU_CACHE = 1 << 30  # size of the key-value cache on a CPU, in bytes
 GPU_SHARE = 0.3  # default share of GPU memory for weights and cache; the learner and the evaluation need the rest
 
 _INSIDE = threading.Lock()
-"""vLLM keeps the running forward pass in a global variable of the process, so only one engine may compute at a time."""
+"""Lock around every call of an engine. vLLM keeps the forward pass that runs in a global variable of the process, so
+only one engine may compute at a time."""
 _LIVE: list[Any] = []
+"""Engines that are in use."""
 _ENDED: list[Any] = []
-"""Closed engines that have not shut down. A shutdown ends process groups that live engines use, so they wait."""
+"""Closed engines whose shutdown is postponed until no engine is in use, because it ends process groups that all engines
+of this process share."""
 
 
 class VllmSampler(SessionSampler):

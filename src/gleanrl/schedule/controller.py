@@ -44,7 +44,8 @@ from gleanrl.utils.errors import UserError
 from gleanrl.utils.notifier import Notifier
 
 STALE = "dropped_stale"
-"""The reason for dropping a group older than the staleness bound. Metrics count it as ``groups/dropped_stale``."""
+"""Reason for dropping a group that is older than the staleness bound. The metric ``groups/dropped_stale`` counts these
+groups."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,8 @@ from gleanrl.schedule.timeline import Timeline
 Work = Literal["sample", "train", "evaluate"]
 First = Literal["due", "sample", "train"]
 TakeDevice = Callable[[Any], AbstractAsyncContextManager[Any]]
-"""The part of `DeviceLock` that samplers and learners call: ``async with take_device("train") as hold``."""
+"""Type of the callable with which samplers and learners acquire the device: ``async with take_device("train") as
+hold``. A `DeviceLock` is one."""
 
 SAMPLE_FIRST: Sequence[Work] = ("sample", "train", "evaluate")
 """Order of priority that puts sampling first, so that rewards are requested as early as possible.

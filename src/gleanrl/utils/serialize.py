@@ -42,7 +42,7 @@ IntArray = npt.NDArray[np.int32]
 FloatArray = npt.NDArray[np.float32]
 
 _EXACT: dict[np.dtype[Any], int] = {np.dtype("<i4"): 1, np.dtype("<f4"): 2}
-"""MessagePack extension code of each array dtype that is stored as bytes."""
+"""Dtype of an array -> MessagePack extension code, for the dtypes whose arrays are stored as raw bytes."""
 _DTYPES = {code: dtype for dtype, code in _EXACT.items()}
 
 

@@ -20,7 +20,7 @@ from itertools import product
 from typing import Any
 
 Atom = tuple[str, ...]
-"""A ground fact: predicate, then objects."""
+"""A ground atom: the name of the predicate, then the ids of its arguments."""
 Bits = int
 
 

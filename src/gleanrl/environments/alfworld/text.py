@@ -15,7 +15,7 @@ from typing import Any
 from gleanrl.environments.alfworld.pddl import Atom, Bits, World
 
 Mapped = Mapping[tuple[str, str], str]
-"""Maps (placeholder, type) to an object's id."""
+"""An assignment of objects to placeholders: (placeholder, type) -> id of the object."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +127,7 @@ class Grammar:
         self.templates: dict[str, str] = {name: action.template for name, action in logic.actions.items()}
         self.feedback: dict[str, str] = {name: action.feedback_rule for name, action in logic.actions.items()}
         self.predicates = frozenset(re.findall(r"(\w+)\((?=\w+:)", grammar_text))
-        """Predicates that the conditions of the grammar read."""
+        """Names of the predicates that the conditions in the grammar read."""
 
     def derive(self, start: str, scope: Scope) -> str:
         node = self._starts.get(start)

@@ -38,7 +38,8 @@ _TASK = {
     },
 }
 MessageJson = Annotated[Json, WithJsonSchema(_MESSAGE)]
-"""A message as a JSON object. The schema appears in the documentation; it is not checked here."""
+"""A message as a JSON object. The schema is only shown in the documentation of the service; messages are not checked by
+it."""
 TaskJson = Annotated[Json, WithJsonSchema(_TASK)]
 EpisodeId = Annotated[
     str,

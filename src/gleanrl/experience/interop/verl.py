@@ -42,7 +42,7 @@ Array = npt.NDArray[Any]
 PerTrajectory = Sequence["float | Array"]
 
 DISCARDED = "discard"
-"""`info["guided"]` of a trajectory that was sampled with experience in its prompt, which training leaves out."""
+"""Value of ``info["guided"]`` for a trajectory whose prompt contained a guidance text that training leaves out."""
 
 _SCORES = ("scores", "token_level_scores", "rm_scores", "token_level_rewards")
 _WHOLE = frozenset({"input_ids", "attention_mask", "loss_mask", "exp_mask", "turn_ids", "versions"})

@@ -22,7 +22,10 @@ DEFECTS = {
     "positive_logprob": "a log-prob of it is above 0",
     "zero_logprobs": "its log-probs are all 0, so they were never recorded",
 }
-"""Reasons why a trajectory can never be trained on. The key is the cause under which its eviction is counted."""
+"""The properties that make a trajectory unusable for training: name -> description in an error message.
+
+If a trajectory with a defect is evicted, the eviction is counted under the name.
+"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,11 @@ CLOCK = (
     "INSERT INTO clock VALUES (1, NULL, 1)",
     "CREATE TABLE marks (id INTEGER PRIMARY KEY)",
 )
-"""``clock.mark`` is the mark for which changes are logged; NULL: none are logged. No number of a mark is used twice."""
+"""SQL statements that create the tables of marks.
+
+``clock.mark`` is the mark since which changes are logged; NULL means that changes are not logged. ``clock.next`` is the
+number of the next mark. It only grows, so that no number is used twice.
+"""
 
 # The table ``meta`` stores the owner of mark N under the key "mark/N". The table is not tracked, so that a rewind does
 # not change it.

@@ -62,7 +62,8 @@ TABLES = {
     "buckets": ("id INTEGER PRIMARY KEY", "size INTEGER NOT NULL"),
     "counters": ("id INTEGER PRIMARY KEY", "name TEXT NOT NULL UNIQUE", "value INTEGER NOT NULL"),
 }
-"""The tables that a rewind restores. Each has an integer key, which the shadow tables of `marks` need."""
+"""The tables that a rewind restores: name -> definitions of its columns. The first column of each is an integer primary
+key, which the shadow tables of `marks` need."""
 
 INDEXES = (
     "CREATE UNIQUE INDEX tasks_place ON tasks (bucket, position) WHERE bucket IS NOT NULL",

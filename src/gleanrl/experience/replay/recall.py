@@ -20,14 +20,21 @@ from gleanrl.types import Score, Task, Trajectory
 log = logging.getLogger(__name__)
 
 EstimatePolicy = Callable[[Sequence[Trajectory]], Awaitable[Sequence[tuple[float, float]]]]
-"""Returns the mean entropy and the mean log-ratio (current minus recorded log-prob) of each trajectory's sampled tokens
-under the current policy, in one forward pass."""
+"""A function that evaluates trajectories under the current policy, in one forward pass over all of them.
+
+It returns for each trajectory the mean entropy and the mean log-ratio (current minus recorded log-prob) of its sampled
+tokens.
+"""
 
 Reverify = Callable[[Task, Trajectory], Awaitable[Score]]
-"""Scores a stored trajectory again, as `Reward.score` does. Raises `Disagrees` if its episode now ends differently."""
+"""A function that computes a new score of a stored trajectory, as `Reward.score` does.
+
+It raises `Disagrees` if the episode, played again, does not end as recorded.
+"""
 
 COUNTS = ("missing", "too_old", "rejected", "reverified", "reverify_failed", "estimate_failed")
-"""Names of the events that `Recall.counts` counts."""
+"""Names of the events that `Recall.counts` counts. The metrics ``replay/NAME`` and ``replay_update/NAME`` report
+them."""
 
 _ROUNDS = 4  # `Recall.recall` draws tasks up to this often, to replace drawn tasks that have no usable trajectory
 _EQUAL_SCORES = 1e-6

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from gleanrl.config.settings import ReplaySettings
 
 Bucket = tuple[int, int]
-"""Successes and attempts of a task's latest fresh group."""
+"""The pair (successes, attempts) of a task's latest fresh group."""
 
 Numbers = npt.NDArray[np.float64]
 Counts = npt.NDArray[np.int64]

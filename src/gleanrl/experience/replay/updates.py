@@ -32,7 +32,7 @@ _REPORTED = (
     "loss/replayed/clip_high",
     "tokens/trained",
 )
-"""Metrics of the learner that are reported for each of these updates."""
+"""Names of the learner's metrics that are reported for each extra update."""
 
 
 class ScoringLearner(Protocol):

@@ -58,7 +58,7 @@ class Ranks:
         self.device = torch.device("cuda", local) if cuda else torch.device("cpu")
         self._store = PrefixStore("gleanrl", store)
         self.broken: str | None = None
-        """Why the processes cannot continue together, if they cannot."""
+        """Why the processes can no longer work together, for example because one has ended; None while they can."""
         self._reporting: threading.Thread | None = None
         if cuda:
             torch.cuda.set_device(self.device)
