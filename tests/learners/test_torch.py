@@ -24,7 +24,7 @@ from gleanrl.config.settings import CreditSettings, LearnerSettings, LossSetting
 from gleanrl.learners.torch import MAX_SKIPPED_IN_A_ROW, TorchLearner
 from gleanrl.utils.errors import UserError
 from tests.builders import Member, make_group, random_groups, tiny_model
-from tests.strategies import examples
+from tests.strategies import NIGHTLY, examples
 
 GROUPS, STEPS = 4, 6
 
@@ -170,7 +170,7 @@ LOSSES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", LOSSES)
-@settings(max_examples=examples(6))
+@settings(max_examples=6 if NIGHTLY else 2)
 @given(seed=st.integers(0, 2**32 - 1), old=st.sampled_from(["recompute", "loglinear"]), data=st.data())
 def test_gradients_do_not_depend_on_micro_batches_or_chunks(
     name: str, seed: int, old: str, data: st.DataObject
@@ -196,7 +196,7 @@ def test_gradients_do_not_depend_on_micro_batches_or_chunks(
 @pytest.mark.parametrize(
     "name", [name for name in LOSSES if scope_of(LossSettings.model_validate(LOSSES[name])) != "update"]
 )
-@settings(max_examples=examples(4))
+@settings(max_examples=4 if NIGHTLY else 2)
 @given(seed=st.integers(0, 2**32 - 1), ranks=st.integers(2, 3))
 def test_gradients_and_denominators_of_ranks_add_up_to_the_whole(name: str, seed: int, ranks: int) -> None:
     """Each rank holds some of the groups and the whole model: sums of gradients, sums of what divides them."""
