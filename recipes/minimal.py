@@ -44,6 +44,7 @@ def main() -> None:
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="GRPO for a multi-turn agent as a single script")
     parser.add_argument("--steps", type=int, default=16)
+    parser.add_argument("--train-tasks", type=int, default=256, help="tasks to train on")
     parser.add_argument("--groups", type=int, default=16, help="tasks per step")
     parser.add_argument("--members", type=int, default=8, help="episodes per task")
     parser.add_argument("--updates", type=int, default=4, help="optimizer updates per step")
@@ -58,7 +59,7 @@ def parse_args() -> argparse.Namespace:
 async def run(args: argparse.Namespace) -> None:
     # 1. Tasks. The splits share no household, and a solver has verified that each task can be solved.
     taskset = AlfworldTaskset(goals=("put",), receptacles=(5, 6), objects=(4, 6), seed=args.seed)
-    train_tasks = list(taskset.tasks("train", 256))
+    train_tasks = list(taskset.tasks("train", args.train_tasks))
     eval_tasks = taskset.tasks("eval", args.eval_tasks)
 
     # 2. A tiny model, fine-tuned on noisy demonstrations. Untrained it would never succeed, and RL could not start.

@@ -14,7 +14,8 @@ RECIPES = Path(__file__).parents[1] / "recipes"
 
 @pytest.mark.slow
 def test_the_minimal_recipe_trains() -> None:
-    options = "--steps 2 --groups 2 --members 3 --updates 2 --demonstrations 20 --warm-steps 5 --eval-tasks 2"
+    options = "--steps 2 --train-tasks 4 --groups 2 --members 3 --updates 2"
+    options += " --demonstrations 20 --warm-steps 5 --eval-tasks 2"
     done = subprocess.run(
         [sys.executable, str(RECIPES / "minimal.py"), *options.split()],
         capture_output=True,
