@@ -28,6 +28,27 @@ def test_every_preset_is_valid_and_survives_being_written() -> None:
         assert str(config.path) in config.plan().values()
 
 
+@pytest.mark.parametrize("steps", [1, 5, 6])
+@pytest.mark.parametrize("every", [0, 1, 5, 9])
+@pytest.mark.parametrize("at_start", [True, False])
+@pytest.mark.parametrize("greedy", [True, False])
+def test_the_plan_counts_the_evaluations_that_the_run_makes(
+    steps: int, every: int, at_start: bool, greedy: bool
+) -> None:
+    sections = {
+        "run": {"steps": steps},
+        "environment": {"eval_tasks": 10},
+        "evaluation": {"every": every, "at_start": at_start, "greedy": greedy, "samples": 3},
+    }
+    # The rule of `train.start_evaluation_if_due`; without `at_start`, the evaluator skips step 0.
+    due = [step for step in range(steps + 1) if step in (0, steps) or (every and step % every == 0)]
+    count = len(due) - (not at_start)
+    episodes = count * 10 * (3 + greedy)
+    assert Config.model_validate(sections).plan()["evaluation"] == (
+        f"{count} x 10 held-out tasks, 3 sampled{' and 1 greedy' if greedy else ''} each = {episodes} episodes"
+    )
+
+
 def test_overrides_are_read_by_the_type_of_their_field() -> None:
     config = load(
         "quickstart",

@@ -136,6 +136,25 @@ def test_noise_lengthens_a_demonstration() -> None:
     assert min(lengths) >= COINS.quest_length
 
 
+def test_an_expert_that_cannot_win_from_the_start_shows_the_opening_and_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    task = first(COINS)
+    [opening] = played(COINS, task, [])
+    monkeypatch.setattr(engine.State, "policy", lambda _: [])
+    conversation, score = COINS.demonstrate(task, seed=0)
+    assert conversation == opening.messages
+    assert (score.valid, score.value) == (True, 0.0)
+
+
+def test_an_expert_stops_once_the_game_can_no_longer_be_won(monkeypatch: pytest.MonkeyPatch) -> None:
+    task = first(COINS)
+    whole, _ = COINS.demonstrate(task, seed=0)
+    wins = engine.State.policy
+    monkeypatch.setattr(engine.State, "policy", lambda state: [] if state.parent else wins(state))
+    conversation, score = COINS.demonstrate(task, seed=0)
+    assert conversation == whole[:2]
+    assert score.value == 0.0
+
+
 def test_what_the_player_is_told_is_chosen() -> None:
     def opening(**options: Any) -> str:
         taskset = TextworldTaskset(rooms=6, quest_length=3, seed=1, **options)

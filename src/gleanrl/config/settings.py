@@ -675,8 +675,10 @@ class Config(JobConfig):
     def plan(self) -> dict[str, str]:
         schedule, evaluation, ray = self.schedule, self.evaluation, self.ray
         episodes = self.run.steps * schedule.batch * schedule.group
-        attempts = self.environment.eval_tasks * (evaluation.samples + evaluation.greedy)
-        times = 2 + (self.run.steps - 1) // evaluation.every if evaluation.every else 2
+        between = (self.run.steps - 1) // evaluation.every if evaluation.every else 0
+        times = evaluation.at_start + between + 1  # the last evaluation is that after the last step
+        attempts = f"{evaluation.samples} sampled{' and 1 greedy' if evaluation.greedy else ''}"
+        evaluated = times * self.environment.eval_tasks * (evaluation.samples + evaluation.greedy)
         updates = self.run.steps * self.learner.updates_per_step * self.learner.epochs
         lines = super().plan()
         if ray.enabled:
@@ -687,5 +689,7 @@ class Config(JobConfig):
             f"of at most {self.context.max_turns} turns, schedule {schedule.preset}"
         )
         lines["updates"] = f"{updates} of {self.credit.estimator} / {self.loss.name}"
-        lines["evaluation"] = f"{times} times {attempts} episodes on {self.environment.eval_tasks} held-out tasks"
+        lines["evaluation"] = (
+            f"{times} x {self.environment.eval_tasks} held-out tasks, {attempts} each = {evaluated} episodes"
+        )
         return lines

@@ -111,19 +111,22 @@ class TextworldTaskset(Taskset):
         score.
 
         In every turn, the expert plays the first of the commands that TextWorld's logic finds to win from the present
-        state. With probability ``noise``, it plays a random admissible command instead.
+        state. With probability ``noise``, it plays a random admissible command instead. The expert stops, with score 0,
+        if the game can no longer be won. If it plays no command at all, the conversation is the opening message.
         """
         rng = random.Random(derive(seed, "textworld", task.id))
         state = engine.load(compiled(*_game_of(task))).root
-        conversation = [self._message(state)]
+        conversation: list[Message] = []
         for _ in range(_MAX_DEMONSTRATION):
             policy = state.policy()
             if state.over or not policy:
                 break
             command = rng.choice(state.admissible()) if rng.random() < noise else policy[0]
+            conversation += [self._message(state), {"role": "assistant", "content": command}]
             state = state.step(command)
-            conversation += [{"role": "assistant", "content": command}, self._message(state)]
-        return tuple(conversation[:-1]), _score(state)
+        if not conversation:
+            conversation.append(self._message(state))
+        return tuple(conversation), _score(state)
 
     def _message(self, state: engine.State) -> Message:
         lines = [state.text]
