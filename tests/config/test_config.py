@@ -10,10 +10,11 @@ import pytest
 
 import gleanrl
 from gleanrl.config import settings, validate
-from gleanrl.config.loading import load, load_job, presets
+from gleanrl.config.loading import JOBS, fields, load, load_job, presets
 from gleanrl.config.settings import Config, Settings
 from gleanrl.config.validate import check_resumed
 from gleanrl.utils.errors import UserError
+from gleanrl.utils.settings import JobConfig
 
 
 def checked(overrides: list[tuple[str, str]]) -> None:
@@ -146,6 +147,13 @@ def test_a_resumed_run_may_be_longer_and_elsewhere() -> None:
         ("schedule.preset", "pipelined"),
     ]
     check_resumed(Config.model_validate(tomllib.loads(load("quickstart").to_toml())), load("quickstart", more))
+
+
+@pytest.mark.parametrize("job", [Config, *JOBS.values()])
+def test_every_setting_has_a_help_text_of_few_lines(job: type[JobConfig]) -> None:
+    texts = {name: " ".join((field.description or "").split()) for name, field in fields(job)}
+    assert [name for name, text in texts.items() if not text.endswith(".")] == []
+    assert [name for name, text in texts.items() if len(text) > 360] == []
 
 
 def test_every_setting_is_read_somewhere() -> None:

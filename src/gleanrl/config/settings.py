@@ -93,7 +93,7 @@ class ModelSettings(Settings):
     CPU, bfloat16 on a GPU."""
     device: str = "auto"
     """Device of the model: auto (the first GPU, or the CPU if there is none), cpu, cuda, or cuda:N. With
-    `learner.ranks` above 1, no GPU may be named by number, because each rank takes its own."""
+    `learner.ranks` above 1, use auto or cuda, because each rank takes a GPU of its own."""
     trust_remote_code: bool = False
     """Allow code from the model's repository to run. Needed only for models whose code is not part of transformers."""
 
@@ -202,8 +202,9 @@ class CreditSettings(Settings):
     """The advantage estimator, which turns rewards into advantages. Implemented in `gleanrl.algorithms.advantages`."""
 
     estimator: str = "grpo"
-    """grpo, dr_grpo, grpo_passk, rloo, reinforce_plus_plus, reinforce_plus_plus_baseline, opo, gpg, remax, gae, or the
-    import path of a function that is decorated with `@gleanrl.algorithms.advantages.estimator`."""
+    """The advantage estimator: grpo, dr_grpo, grpo_passk, rloo, reinforce_plus_plus, reinforce_plus_plus_baseline, opo,
+    gpg, remax, gae, or the import path of a function that is decorated with
+    `@gleanrl.algorithms.advantages.estimator`."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Keyword options of the estimator, such as `gamma` and `lam` of gae. Each estimator documents its own."""
     zero_variance: Literal["keep", "drop"] = "keep"
@@ -215,8 +216,8 @@ class CriticSettings(Settings):
     """The critic (value function). A run has one only if its estimator needs values, as ``gae`` does."""
 
     model: Literal["own", "shared"] = "own"
-    """own: a copy of the initial policy's transformer with a scalar head, which needs as much memory again. shared:
-    only a scalar head, on the policy's own hidden states."""
+    """Network of the critic. own: a copy of the initial policy's transformer with a scalar head, which needs as much
+    memory again. shared: only a scalar head, on the policy's own hidden states."""
     lr: PositiveFloat = 1e-3
     """Constant learning rate of the critic's own optimizer. With `model = "shared"` it applies to the head only."""
     coefficient: NonNegativeFloat = 0.5
@@ -349,8 +350,8 @@ class ReplaySettings(Settings):
     """Maximum number of stored trajectories in a group whose task comes from the pool. 0: the pool only chooses tasks,
     and no trajectory is replayed in groups."""
     placement: Literal["add", "replace"] = "add"
-    """add: stored trajectories join `schedule.group` fresh ones. replace: each takes the place of a fresh one, which
-    saves sampling; `per_group` must then be below `schedule.group`."""
+    """Whether stored trajectories join `schedule.group` fresh ones (add) or each take the place of a fresh one
+    (replace). replace saves sampling; `per_group` must then be below `schedule.group`."""
     select: Literal["lowest_entropy", "highest_entropy", "random", "newest"] = "lowest_entropy"
     """Which trajectories of a task are replayed, and which remain in the pool when the task has more than
     `capacity_per_task`. Low entropy means that the policy was sure of its tokens."""
@@ -362,8 +363,8 @@ class ReplaySettings(Settings):
     """Members from which the mean and deviation of a group with replayed members are computed. fresh: the fresh members
     only. group: all members."""
     grouping: Literal["shared", "own"] = "shared"
-    """shared: replayed trajectories are compared with the other members of their task's group. own: each replayed
-    trajectory is a group of its own; for comparisons only."""
+    """With which members a replayed trajectory is compared. shared: with the other members of its task's group. own:
+    with none, because it forms a group of its own; for comparisons of methods only."""
 
     min_rate: Fraction = 0.0
     """A fresh group stores its successes only if its solve rate is above this and below `max_rate`."""
@@ -501,8 +502,8 @@ class LearnerSettings(Settings):
     """Number of processes over which the learner's model is sharded (FSDP), each with a GPU of its own or all on the
     CPU. They are started on this machine. Under torchrun leave it at 1, because torchrun starts the processes."""
     tensor_parallel: Positive = 1
-    """Number of processes that compute each layer together on the same samples (tensor parallelism); it must divide the
-    number of ranks. The other factor is data-parallel."""
+    """Number of processes that compute each layer together on the same samples (tensor parallelism). It must divide the
+    number of ranks; the quotient is the number of data-parallel groups."""
 
 
 class EvaluationSettings(Settings):
@@ -584,7 +585,7 @@ class RewardSettings(Settings):
 
     cache: NonNegative = 100_000
     """Maximum number of scores kept in memory. A request with the same task, conversation and reward version as an
-    earlier one then gets its score without being sent. 0 = every request is sent."""
+    earlier one then gets its score without being sent. 0 = none; the journal still answers repeated requests."""
     journal: bool = True
     """Store finished scores in the run folder (rewards.sqlite), so that a resumed run does not request, and pay for,
     them again."""
@@ -604,11 +605,11 @@ class RaySettings(Settings):
     """Number of actors that run the environments, each with `environment.workers` worker processes. 0 runs the
     environments in the driver."""
     placement: Literal["disaggregated", "colocated"] = "disaggregated"
-    """disaggregated: every actor has resources of its own, and all work at the same time. colocated: learner and
-    samplers share one bundle of resources and take turns on its GPU."""
+    """How the actors share resources. disaggregated: every actor has resources of its own, and all work at the same
+    time. colocated: learner and samplers share one bundle of resources and take turns on its GPU."""
     strategy: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = "PACK"
-    """Ray's placement strategy for the actors' bundles: on as few nodes as possible (PACK), on as many (SPREAD), or
-    strictly so. Used with `placement = "disaggregated"` only."""
+    """Ray's placement strategy for the actors' bundles: on as few nodes as possible (PACK) or on as many as possible
+    (SPREAD). STRICT_PACK requires a single node, STRICT_SPREAD a node for each bundle. Ignored if colocated."""
     sampler_cpus: NonNegativeFloat = 1.0
     """Number of CPUs that Ray reserves for each sampler."""
     sampler_gpus: NonNegativeFloat | None = None

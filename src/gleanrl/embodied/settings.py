@@ -147,6 +147,8 @@ class EmbodiedConfig(JobConfig):
     kind: ClassVar[str] = "embodied"
 
     job: Literal["embodied"] = "embodied"
+    """Kind of job. This key must be in a configuration file of an embodied run; without it, the file trains a language
+    model."""
     environment: EnvironmentSettings = EnvironmentSettings()
     schedule: ScheduleSettings = ScheduleSettings()
     learner: LearnerSettings = LearnerSettings()

@@ -29,8 +29,8 @@ class Settings(BaseModel):
 
 class RunSettings(Settings):
     name: str = Field(default="run", pattern=r"^[A-Za-z0-9._-]+$")
-    """Name of the run, and of its folder. Letters, digits, dots, hyphens and underscores are allowed. If a
-    configuration file sets no name, the name of the file is used."""
+    """Name of the run, and of its folder. Letters, digits, dots, hyphens and underscores are allowed. If it is not set,
+    the name of the preset or of the configuration file is used."""
     folder: str = "runs"
     """Folder that contains the run folders. The folder of this run is `folder/name`."""
     seed: NonNegative = 0
