@@ -63,6 +63,27 @@ def test_publication_drains_unless_inflight(inflight: bool) -> None:
     asyncio.run(test())
 
 
+def test_a_session_that_waits_for_a_publication_starts_after_it() -> None:
+    async def test():
+        sampler = ScriptedSampler(lambda prompt, seed: [1])
+
+        async def sample() -> int:
+            async with sampler.session(1) as session:
+                return (await session.sample(PROMPT, SamplingParams(1, (1,)))).version
+
+        async with sampler.session(0):
+            publication = asyncio.create_task(sampler.publish({}, 1))
+            await asyncio.sleep(0)
+            waiting = asyncio.create_task(sample())
+            await asyncio.sleep(0.01)
+            assert not publication.done() and not waiting.done()
+        async with asyncio.timeout(10):
+            await publication
+            assert await waiting == 1
+
+    asyncio.run(test())
+
+
 def test_it_needs_no_torch() -> None:
     check = "import sys, gleanrl.samplers.scripted; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", check]).returncode == 0
