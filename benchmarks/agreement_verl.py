@@ -246,8 +246,7 @@ class Verl:
     def next_coefficient(self, case: Case) -> dict[str, Pair]:
         target, measured, trajectories = 0.05, float(case.values[0, 0].abs()), len(case.group)
         ours = KlCoefficient(LossConfig(kl_coefficient=0.1, kl_target=target, kl_horizon=100.0))
-        ours.observe(measured, trajectories)
-        ours.adapt()
+        ours.adapt(measured, trajectories)
         theirs = self.core.AdaptiveKLController(0.1, target, 100.0)
         theirs.update(measured, trajectories)
         return {"values": (torch.tensor(ours.value), torch.tensor(theirs.value))}

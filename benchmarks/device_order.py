@@ -37,8 +37,7 @@ def workloads(samples: int, steps: int, staleness: int) -> list[Workload]:
 def compared(workload: Workload, preset: Preset) -> dict[First, Outcome]:
     outcomes = {}
     for first in ORDERS:
-        values = {name: getattr(workload, name) for name in workload.__slots__}
-        outcomes[first] = simulate(Workload(**{**values, "first": first}), preset)
+        outcomes[first] = simulate(workload.model_copy(update={"first": first}), preset)
     return outcomes
 
 
@@ -48,7 +47,11 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=32)
     parser.add_argument("--staleness", type=int, default=4, help="bound of bounded_async")
     given = parser.parse_args()
-    print("seconds a step (mean staleness); idle: of the device, with `due`\n")
+    print(
+        "Seconds per step, with the mean staleness in brackets, for each value of schedule.device_first. G and T:"
+        "\nseconds of sampling and of training per step. Places: number of rewards that the service computes at the"
+        "\nsame time. Idle: share of the time in which the device does no work, with `due`.\n"
+    )
     head = f"{'schedule':<24}{'G':>5}{'T':>5}  {'latency':<16}{'places':>7}"
     print(head + "".join(f"{first:>16}" for first in ORDERS) + f"{'idle':>7}")
     changes: dict[tuple[Preset, First], list[float]] = {}
@@ -63,7 +66,8 @@ def main() -> None:
             for outcome in outcomes.values():
                 shown += f"{outcome.step_s:>9.1f} ({outcome.staleness_mean:.2f})"
             print(f"{shown}{100 * outcomes['due'].idle_share:>6.0f}%", flush=True)
-    print("\nagainst training first: mean, best and worst change of a step, percent")
+    print("\nChange of the time per step compared with `train`, in percent:\n")
+    print(f"{'schedule':<24}{'first':<8}{'mean':>8}{'best':>8}{'worst':>8}")
     for (preset, first), values in changes.items():
         mean = sum(values) / len(values)
         print(f"{preset:<24}{first:<8}{mean:>+8.1f}{min(values):>+8.1f}{max(values):>+8.1f}")

@@ -130,6 +130,7 @@ def settings_of(job: Job) -> dict[str, Any]:
         }
     points = {"checkpoint.every": job["steps"] // POINTS, "checkpoint.keep": POINTS + 1}
     settings = {**DOMAINS[job["domain"]], **MODES[job["mode"]], "learner.lr": job["lr"], **points}
+    settings = {name: value for name, value in settings.items() if "." in name}  # without those of `replay_gain.py`
     rows = (max(BOUNDS) + 1) * int(settings["schedule.batch"]) * int(settings["schedule.group"])
     bounded = {"schedule.preset": "bounded_async", "schedule.staleness": job["bound"], "schedule.chunks": 1}
     return {**settings, **bounded, "sampler.max_rows": rows, "environment.eval_tasks": HELD_OUT}
@@ -145,7 +146,7 @@ def configured(job: Job, folder: Path) -> Any:
         **{"run.steps": job["steps"], "evaluation.every": 0, "evaluation.samples": 1, "evaluation.greedy": False},
         **{"monitor.use": ["file"], "monitor.rollouts_per_step": 0},
     }
-    quickstart = (resources.files("gleanrl") / "presets" / "quickstart.toml").read_text()
+    quickstart = (resources.files("gleanrl.config") / "presets" / "quickstart.toml").read_text()
     return Config.model_validate(nested(settings, tomllib.loads(quickstart) if job["part"] == "histogram" else {}))
 
 
