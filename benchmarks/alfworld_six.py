@@ -133,8 +133,9 @@ async def judged(builder: Any, checkpoint: Path | None) -> Rates:
 
 def show(rows: Sequence[Mapping[str, Any]]) -> None:
     if not rows:
-        print("nothing measured yet")
+        print("there are no results yet; `python benchmarks/alfworld_six.py run` measures them")
         return
+    print("success rates with 95 % confidence intervals over households, before and after training")
     for layouts in ("unseen", "seen"):
         arms = [arm for arm in ARMS if any(row["arm"] == arm for row in rows)]
         print(f"\nsuccess on {layouts} layouts" + "".join(f"{name:>24}" for name in ("before", *arms)))
@@ -142,7 +143,7 @@ def show(rows: Sequence[Mapping[str, Any]]) -> None:
             cells = [rates_of(rows, "before", kind, layouts)]
             cells += [rates_of([row for row in rows if row["arm"] == arm], "after", kind, layouts) for arm in arms]
             print(f"{kind:<{19 + len(layouts)}}" + "".join(f"{interval(cell):>24}" for cell in cells))
-    print("\nseed by seed, unseen layouts, all six")
+    print("\nsuccess on unseen layouts, all six kinds of tasks, before -> after training")
     for row in sorted(rows, key=lambda row: (row["seed"], row["arm"])):
         print(
             f"  seed {row['seed']}, {row['arm']:<10} {line(row)}, {row['cpu_s']:.0f} s of CPU for {row['steps']} steps"

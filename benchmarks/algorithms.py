@@ -106,7 +106,7 @@ def one_run(arm: str, seed: int, overrides: Sequence[tuple[str, str]], folder: P
 def show(rows: Sequence[Mapping], arms: Sequence[str]) -> None:
     seeds = sorted({row["seed"] for row in rows})
     columns = "".join(f"{f'seed {seed}':>9}" for seed in seeds)
-    print(f"\n{'arm':<34}{'before':>8}{columns}{'mean':>8}{'+-':>7}{'step s':>8}{'learner s':>11}")
+    print(f"\n{'arm':<34}{'before':>8}{columns}{'mean':>8}{'±':>7}{'step s':>8}{'learner s':>11}")
     for arm in arms:
         own = {row["seed"]: row for row in rows if row["arm"] == arm}
         if not own:

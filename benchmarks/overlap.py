@@ -81,13 +81,23 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--schedules", nargs="+", default=list(PRESETS), choices=PRESETS, metavar="SCHEDULE")
-    parser.add_argument("--places", nargs="+", default=["published", "lifted"], choices=["published", "lifted"])
-    parser.add_argument("--jobs", type=int, default=1, help="runs at once; above 1 they cost one another time")
-    parser.add_argument("--threads", type=int, default=1, help="of the tensor library in a run")
-    parser.add_argument("--attempts", type=int, default=4, help="at each held-out task when a run is over")
+    parser.add_argument(
+        "--places",
+        nargs="+",
+        default=["published", "lifted"],
+        choices=["published", "lifted"],
+        help="concurrency of the reward service: 1/20 of a step's samples, or unlimited",
+    )
+    parser.add_argument(
+        "--jobs", type=int, default=1, help="number of concurrent runs; above 1 they slow each other down"
+    )
+    parser.add_argument("--threads", type=int, default=1, help="threads of torch in each run")
+    parser.add_argument("--attempts", type=int, default=4, help="sampled attempts at each held-out task after a run")
     args, rest = parser.parse_known_args()
     if args.steps <= tables.WARM:
-        parser.error(f"--steps {args.steps}: the first {tables.WARM} warm up and do not count")
+        parser.error(
+            f"--steps is {args.steps}; it must be above {tables.WARM}, because the first steps are not counted"
+        )
     if args.what == "run":
         run(args, tuple(parse_overrides(rest)))
     elif rest:

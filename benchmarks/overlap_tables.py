@@ -24,20 +24,31 @@ SERIES = {
     "staleness_max": "schedule/staleness_max",
     "scored": "service/scored",
 }
-"""What is kept of every step, and the metric that it is."""
+"""The time series that a row of results contains, each with the metric that it records."""
 HEAD = [
-    *("schedule", "places", "s/step", "wall s", "vs sync", "same places", "idle", "waiting", "staleness"),
-    *("simulated s/step", "vs sync", "held-out success", "change"),
+    *("schedule", "places", "s/step", "wall s", "vs sync", "vs sync, same places", "idle", "waiting", "staleness"),
+    *("simulated s/step", "simulated vs sync", "held-out success", "change of success"),
 ]
-EXPLANATION = """
-s/step: the median without the first steps; wall s: of all steps. vs sync: of wall s, beside sync with as many rewards
-at once as published; same places: beside sync with as many. idle: share of the time without work on the device; of it,
-waiting: while the learner waited for groups (in sync while the environments play, too). Idle and not waiting is what
-environments, batches and weights take of the processor between two pieces of work. simulated: `gleanrl simulate` with
-the parts of a step as they are with rewards at once. Seconds, shares and changes are means over seeds; success has its
-95 % interval over seeds (Student's t), and so has its change against rewards at once, seed by seed."""
 # Number of first steps that medians leave out, because schedules that sample ahead must first fill their queue.
 WARM = 4
+EXPLANATION = f"""
+Columns of the tables:
+
+* places: number of rewards that the service computes at the same time.
+* s/step: median seconds per step, without the first {WARM} steps.
+* wall s: seconds of all steps.
+* vs sync: change of "wall s" compared with the schedule "sync" and the published ratio of places to samples.
+* vs sync, same places: change of "wall s" compared with "sync" and the same number of places.
+* idle: share of the time in which the device does no work, without the first {WARM} steps.
+* waiting: the part of "idle" in which the learner waits for groups. With "sync" it includes the time in which the
+  environments play. In the rest of the idle time the processor works on environments, batches and weights.
+* staleness: mean (without the first {WARM} steps) and maximum.
+* simulated: predictions of `gleanrl simulate`, from the times of sampling and training with instant rewards.
+* held-out success: success rate on held-out tasks after training.
+* change of success: compared with the run of the same seed with instant rewards.
+
+Times, shares and changes are means over seeds. Success and its change are given with half the 95 % confidence interval
+over seeds (Student's t)."""
 STUDENT = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36}  # number of seeds -> t quantile (95 %)
 
 
@@ -46,7 +57,7 @@ def show(rows: Sequence[Row]) -> None:
     if rows:
         print(EXPLANATION)
     if not rows:
-        print("nothing is measured yet: python benchmarks/overlap.py run")
+        print("there are no results yet; `python benchmarks/overlap.py run` measures them")
     for kind in dict.fromkeys(_kind(row) for row in rows):
         _table([row for row in rows if _kind(row) == kind])
 
@@ -66,10 +77,10 @@ def published_places(row: Row) -> int:
 
 
 def line(row: Row) -> str:
-    """One run as `run` tells of it."""
-    rewards = f"{row['places']} places" if row["places"] else "at once"
+    """Format a run as one line of text."""
+    rewards = f"{row['places']} places" if row["places"] else "instant rewards"
     return (
-        f"seed {row['seed']}, {row['schedule']}, rewards {rewards}: {row['compute_s']:.2f} s a step, "
+        f"seed {row['seed']}, {row['schedule']}, {rewards}: {row['compute_s']:.2f} s per step, "
         f"idle {_idle(row):.1%}, success {row['success']:.3f}"
     )
 
@@ -85,14 +96,14 @@ def _table(rows: Sequence[Row]) -> None:
     low, high = latency_s(statistics.mean(row["compute_s"] for row in instant.values()))
     print(
         f"\n{first['steps']} steps of {first['samples']} samples, {first['threads']} thread(s), seeds "
-        f"{', '.join(map(str, instant))}; rewards of {low:.3f} to {high:.3f} s {changed}\n"
+        f"{', '.join(map(str, instant))}; rewards take {low:.3f} to {high:.3f} s {changed}\n"
     )
     _line(HEAD)
     _line(["---"] * len(HEAD))
     own = list(instant.values())
     before = f" (before: {statistics.mean(row['before'] for row in own):.3f})"
     success = _interval([row["success"] for row in own]) + before
-    _line(["sync, rewards at once", "", *_seconds(own), "", "", *_rest(own), "", "", success, ""])
+    _line(["sync, instant rewards", "", *_seconds(own), "", "", *_rest(own), "", "", success, ""])
     places = sorted({row["places"] for row in rows} - {0})
     runs = {
         (schedule, n): {r["seed"]: r for r in rows if r["schedule"] == schedule and r["places"] == n}

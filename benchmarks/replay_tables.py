@@ -58,9 +58,9 @@ def tuned(rows: Sequence[Row], arms: Sequence[str]) -> dict[str, dict[int, Row]]
 
 def _together(best: Mapping[str, Mapping[str, Mapping[int, Row]]], headline: Sequence[str]) -> None:
     """Print the gains over all domains, paired by domain and seed. Each pair of runs is one observation."""
-    print("\n## All of them together\n\nGain at the end, paired by domain and seed (in brackets, how many pairs):\n")
+    print("\n## All domains\n\nDifference in final success, paired by domain and seed (number of pairs in brackets):\n")
     controls = [control for control in ("on-policy", "selection") if control in headline]
-    _line(["arm", *(f"over {control}, {what}" for control in controls for what in WHAT)], head=True)
+    _line(["arm", *(f"{what}, over {control}" for control in controls for what in WHAT)], head=True)
     for arm in headline:
         cells = [arm]
         for control in controls:
@@ -78,7 +78,7 @@ def _together(best: Mapping[str, Mapping[str, Mapping[int, Row]]], headline: Seq
 
 def _rates(rows: Sequence[Row], arms: Sequence[str]) -> None:
     rates = sorted({row["lr"] for row in rows if row["arm"] in arms})
-    print("\nHeld-out / training success at the end by learning rate; in brackets, seeds:\n")
+    print("\nFinal success on held-out / training tasks by learning rate (number of seeds in brackets):\n")
     _line(["arm", *(f"{rate:g}" for rate in rates)], head=True)
     for arm in arms:
         _line([arm, *(_cell([r for r in rows if r["arm"] == arm and r["lr"] == rate]) for rate in rates)])
@@ -92,8 +92,9 @@ def _budgets(tuned: Mapping[str, Mapping[int, Row]], seeds: Sequence[int]) -> No
     limits = {
         axis: {seed: min(runs[seed]["curve"][-1][axis] for runs in tuned.values()) for seed in seeds} for axis in AXES
     }
-    print(f"\nHeld-out, then training success at equal budgets, seeds {', '.join(map(str, seeds))}:\n")
-    _line(["arm", "rate", *(f"equal {name}" for name in AXES.values()), *AXES.values(), "CPU s"], head=True)
+    print(f"\nSuccess after equal budgets of rollouts, tokens or CPU seconds, seeds {', '.join(map(str, seeds))}:\n")
+    heads = [f"{what}, equal {name}" for what in WHAT for name in AXES.values()]
+    _line(["arm", "learning rate", *heads, "CPU s of the run"], head=True)
     for arm, runs in tuned.items():
         cells = [arm, f"{runs[seeds[0]]['lr']:g}"]
         for what in ("held_out", "train"):
@@ -107,9 +108,12 @@ def _gains(tuned: Mapping[str, Mapping[int, Row]], seeds: Sequence[int]) -> None
     Also print the share of the fresh rollouts after which an arm reaches the final success of "on-policy".
     """
     controls = [control for control in ("on-policy", "selection") if control in tuned]
-    heads = [f"over {control}, {what}" for control in controls for what in ("held-out", "training")]
-    print("\nGain at the end, paired by seed; and the share of rollouts after which on-policy's end is reached:\n")
-    _line(["arm", *heads, "reached, held-out", "training"], head=True)
+    heads = [f"{what}, over {control}" for control in controls for what in WHAT]
+    print(
+        "\nDifference in final success, paired by seed, and the share of the rollouts after which the final success of"
+        "\non-policy is reached:\n"
+    )
+    _line(["arm", *heads, *(f"{what}, reached after" for what in WHAT)], head=True)
     for arm, runs in tuned.items():
         cells = [arm]
         for control in controls:
@@ -126,8 +130,8 @@ def _between(tuned: Mapping[str, Mapping[int, Row]], seeds: Sequence[int]) -> No
     bases = [base for base in BASES if base in tuned]
     if not bases or len(seeds) < 2:
         return
-    print("\nThe same among the designs with replay:\n")
-    _line(["arm", *(f"over {base}, {what}" for base in bases for what in WHAT)], head=True)
+    print("\nDifference in final success to the arms with replay, paired by seed:\n")
+    _line(["arm", *(f"{what}, over {base}" for base in bases for what in WHAT)], head=True)
     for arm, runs in tuned.items():
         cells = [arm]
         for base in bases:
@@ -138,8 +142,8 @@ def _between(tuned: Mapping[str, Mapping[int, Row]], seeds: Sequence[int]) -> No
 
 def _late(tuned: Mapping[str, Mapping[int, Row]]) -> None:
     """Print metrics of the policy and the pool in the last quarter of the runs, as means over steps and seeds."""
-    print("\nIn the last quarter of the steps (tokens: a step, sampled ones in the gradient):\n")
-    _line(["arm", "groups without a success", "policy entropy", "tasks retired", "trained tokens"], head=True)
+    print("\nMeans over the last quarter of the steps. Trained tokens: sampled tokens per step that have a gradient.\n")
+    _line(["arm", "groups without a success", "policy entropy", "retired tasks", "trained tokens"], head=True)
     for arm, runs in tuned.items():
         late = [row["late"] for row in runs.values()]
         cells = [arm, f"{statistics.mean(own['groups/none_solved'] / own['groups/consumed'] for own in late):.0%}"]
@@ -150,18 +154,16 @@ def _late(tuned: Mapping[str, Mapping[int, Row]]) -> None:
 
 
 def _trained(name: str) -> bool:
-    return name == "tokens/trained" or (
-        name.startswith(("replay_update/", "practice/")) and name.endswith("/tokens/trained")
-    )
+    return name == "tokens/trained" or (name.startswith("replay_update/") and name.endswith("/tokens/trained"))
 
 
 def _others(rows: Sequence[Row], arms: Sequence[str]) -> None:
     """Print all other arms at each rate, with their differences to `BASES` at the same rate, paired by seed."""
     if not arms:
         return
-    print("\nOther designs; the difference is paired by seed, at the same rate:\n")
+    print("\nFinal success of all other arms, and the difference at the same learning rate, paired by seed:\n")
     _line(
-        ["arm", "rate", "seeds", "held-out", "training", *(f"to {base}, {w}" for base in BASES for w in WHAT)],
+        ["arm", "learning rate", "seeds", *WHAT, *(f"{what}, over {base}" for base in BASES for what in WHAT)],
         head=True,
     )
     for arm in arms:
@@ -314,7 +316,7 @@ def _cell(rows: Sequence[Row]) -> str:
 def _mean(values: Sequence[float], sign: str = "") -> str:
     """Format the mean and, for more than two values, half the width of its 95 % confidence interval."""
     mean = f"{statistics.mean(values):{sign}.3f}"
-    return f"{mean} +- {interval(values):.3f}" if len(values) > 2 else mean
+    return f"{mean} ± {interval(values):.3f}" if len(values) > 2 else mean
 
 
 def _ordered(names: Any) -> list[str]:

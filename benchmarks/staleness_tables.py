@@ -40,8 +40,12 @@ def _histograms(rows: Sequence[Row]) -> None:
         return
     oldest = max(int(age) for row in rows for age in row["groups"])
     ages = [str(age) for age in range(oldest + 1)]
-    print("\nShare of the groups by staleness at consumption, over all steps; dropped: groups over the bound:\n")
-    _line(["schedule", "bound", "reward", *ages, "mean", "mean of tokens", "dropped"], head=True)
+    print(
+        "\nShare of the groups by their staleness when they were consumed, over all steps. Dropped: number of groups"
+        "\nthat were discarded because they were staler than the bound. Mean of tokens: mean staleness of sampled"
+        "\ntokens.\n"
+    )
+    _line(["schedule", "bound", "latency of rewards", *ages, "mean", "mean of tokens", "dropped"], head=True)
     kinds = _ordered((row["job"]["schedule"], row["job"]["bound"], str(row["job"]["latency"])) for row in rows)
     for kind in kinds:
         own = [r for r in rows if (r["job"]["schedule"], r["job"]["bound"], str(r["job"]["latency"])) == kind]
@@ -49,16 +53,19 @@ def _histograms(rows: Sequence[Row]) -> None:
         latency = own[0]["job"]["latency"]
         shares = [f"{groups[age] / sum(groups.values()):.1%}" if age in groups else "" for age in ages]
         bound = {"sync": 0, "pipelined": 0}.get(kind[0], 1) if kind[1] is None else kind[1]
-        reward = f"{latency[0]:g}-{latency[1]:g} s" if latency else "at once"
+        reward = f"{latency[0]:g}-{latency[1]:g} s" if latency else "none"
         dropped = sum(row["dropped"] for row in own)
         _line([kind[0], str(bound), reward, *shares, f"{_age(groups):.2f}", f"{_age(tokens):.2f}", f"{dropped:.0f}"])
 
 
 def _success(rows: Sequence[Row]) -> None:
     """Print the final success, at equal fresh rollouts, for each bound and loss, with differences paired by seed."""
-    print("\nSuccess at the end by bound, equal fresh rollouts; ± half the 95 % interval over seeds:\n")
-    heads = [f"{name}, {end}" for name in WHAT for end in (*MODES, "decoupled over plain")]
-    _line(["bound", "staleness, mean", "oldest", "seeds", *heads], head=True)
+    print(
+        "\nFinal success rate by staleness bound, after equal numbers of fresh rollouts. ± is half the 95 % confidence"
+        "\ninterval over seeds; differences are paired by seed.\n"
+    )
+    heads = [f"{name}, {end}" for name in WHAT for end in (*MODES, "decoupled minus plain")]
+    _line(["bound", "mean staleness", "maximum", "number of seeds", *heads], head=True)
     for bound in sorted({row["job"]["bound"] for row in rows}):
         arms = {mode: _by_seed(rows, bound, mode) for mode in MODES}
         everyone = [row for arm in arms.values() for row in arm.values()]
@@ -74,7 +81,11 @@ def _success(rows: Sequence[Row]) -> None:
 
 
 def _losses(rows: Sequence[Row]) -> None:
-    print("\nWhat the learner told, mean of the last quarter of the steps and of the seeds:\n")
+    print(
+        "\nMetrics of the learner, means over the last quarter of the steps and over seeds. Clipped and masked are"
+        "\nshares of tokens, ESS is the effective sample size as a share of the tokens, and ratio p99 the 99 % quantile"
+        "\nof the probability ratio.\n"
+    )
     _line(["bound", "loss", *TOLD.values()], head=True)
     for bound in sorted({row["job"]["bound"] for row in rows}):
         for mode in MODES:

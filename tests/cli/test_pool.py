@@ -171,9 +171,8 @@ def demonstrated(make_gleanrl: Callable[[], CommandLine]) -> tuple[CommandLine, 
     own = {row[0] for row in contents(path)["trajectories"]}
     ended = gleanrl("pool", "run", "seed", "--demonstrations", "5")
     assert ended.status == 0, ended.stderr
-    assert ended.stdout.startswith(
-        "stored 5 trajectories\ntheir log-probs are those of the policy at step 2, not of the"
-    )
+    assert ended.stdout.startswith("stored 5 trajectories\n")
+    assert "policy at step 2 " in ended.stdout
     assert gleanrl("pool", "run", "verify").status == 0
     return gleanrl, path, own
 

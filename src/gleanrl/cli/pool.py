@@ -319,8 +319,9 @@ def _seed(args: argparse.Namespace) -> int:
             moved, policy = demonstrations.seed_from_demonstrations(pool, source, count, step=now, console=Console())
             _report(moved)
             print(
-                f"their log-probs are those of the policy at step {policy}, not of the expert, which left none: the "
-                "importance weight says how far a policy has moved since, and corrects no bias"
+                f"The expert's log-probs are unknown, so those of the policy at step {policy} were stored instead. The "
+                "importance weight therefore measures how far the policy has moved since that step. It does not "
+                "correct for the difference between the expert and the policy."
             )
     return 0
 
