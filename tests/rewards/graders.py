@@ -1,4 +1,4 @@
-"""Rewards as users write them, for tests that name them by import path."""
+"""Example rewards in all supported forms, which tests name by import path."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ async def length_async(request: Request) -> dict[str, float]:
 
 
 class Scaled:
-    """State and post-processing."""
+    """A reward class with state, and with post-processing that subtracts the best score of the group."""
 
     def __init__(self, scale: float = 1.0) -> None:
         self.scale, self.calls, self.closed = scale, 0, False
@@ -40,7 +40,7 @@ class Scaled:
 
 
 class RewardAgent:
-    """verl's class form."""
+    """A reward class in the form of verl."""
 
     def compute_score(
         self, data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any]
@@ -52,13 +52,13 @@ class RewardAgent:
 
 
 def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> Any:
-    """verl's function form; what it returns is in the ground truth, to try every shape."""
+    """A reward function in the form of verl. ``data_source`` selects the type of the return value."""
     right = solution_str == ground_truth
     return {"float": float(right), "dict": {"score": right, "acc": right, "pred": solution_str}}.get(data_source)
 
 
 def exact_match(prompts: Any, completions: Any, answer: list[str], **columns: Any) -> list[float | None]:
-    """TRL's form, on conversations."""
+    """A reward function in the form of TRL, for conversations. None where the task has no answer."""
     assert prompts[0][-1]["role"] == "user"
     texts = [completion[-1]["content"] for completion in completions]
     return [None if a is None else float(t == a) for t, a in zip(texts, answer, strict=True)]
@@ -69,7 +69,7 @@ async def exact_match_async(prompts: Any, completions: Any, completion_ids: Any,
 
 
 def troublesome(request: Request) -> Any:
-    """Does what it is told."""
+    """Hangs, dies, raises or returns its process id if the response says so; otherwise scores the response's length."""
     match request.response:
         case "hang":
             time.sleep(600)

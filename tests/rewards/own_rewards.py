@@ -1,4 +1,4 @@
-"""Rewards as users of TRL and verl write them, for texts and for messages."""
+"""Reward functions as users of TRL and verl write them, for data sets of texts and of conversations."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Any
 
 
 def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any]) -> dict[str, Any]:
-    """verl's: right, and a little for each digit of the index."""
+    """In the form of verl: 1 for the right boxed answer, plus a thousandth of the row's index."""
     right = float(f"{{{ground_truth}}}" in solution_str)
     return {"score": right + extra_info["index"] / 1000, "right": right, "known": data_source == "made/up"}
 
 
 def boxed(completions: list[Any], answer: list[str], **columns: Any) -> list[float | None]:
-    """TRL's, for conversations: None where the answer is negative."""
+    """In the form of TRL, for conversations: 1 for the right boxed answer, None where the right answer is negative."""
     found = [re.findall(r"\\boxed\{(.*)\}", messages[-1]["content"]) for messages in completions]
     return [
         None if right.startswith("-") else float(bool(box) and box[-1] == right)
@@ -22,5 +22,5 @@ def boxed(completions: list[Any], answer: list[str], **columns: Any) -> list[flo
 
 
 def terse(prompts: list[str], completions: list[str], answer: list[str], **columns: Any) -> list[float]:
-    """TRL's, for a data set of texts."""
+    """In the form of TRL, for a data set of texts: a number from the lengths of prompt and completion."""
     return [len(c) + 100 * len(p) + float(a in c) for p, c, a in zip(prompts, completions, answer, strict=True)]

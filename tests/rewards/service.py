@@ -1,8 +1,7 @@
-"""A real HTTP service on loopback that can go wrong in every way a judge does.
+"""A scripted HTTP scoring service on loopback that can show every failure of a real judge or reward service.
 
-It speaks just enough HTTP/1.1 itself, because a half response or a dropped connection is what a server library
-prevents. What it does to a request is decided by the request's content and the seed, so every run is the same.
-"""
+It implements the necessary part of HTTP/1.1 itself, because a server library would prevent half responses and dropped
+connections. The content of a request and a seed decide how the service treats it, so every run is the same."""
 
 from __future__ import annotations
 
@@ -29,37 +28,41 @@ FAULTS = ("429", "500", "503", "hang", "half", "garbage", "drop", "no_score")
 
 
 def expected(text: str) -> float:
-    """What the service thinks of a text: what the text last says that it is worth, else 0 to 10 by its hash."""
+    """The score that the service gives to a text: the number after its last "worth", else 0 to 10 by its hash."""
     said = WORTH.findall(text)
     return float(said[-1]) if said else float(hashlib.sha256(text.encode()).digest()[0] % 11)
 
 
 @dataclass
 class Plan:
-    """How the service behaves. Shares of ``faults`` are of all requests; the rest is answered well."""
+    """How the service behaves. ``faults`` gives each fault its share of all requests; the others are answered well."""
 
     faults: Mapping[str, float] = field(default_factory=dict)  # one of FAULTS -> share
-    repeats: int = 1  # how often the same request meets its fault; 0 = always
+    repeats: int = 1  # how many times the same request meets its fault before it is answered; 0 = always
     latency: Latency = lambda random: 0.0
     retry_after: str | None = "0.02"
     seed: int = 0
-    key: str | None = None  # what a request must bring as bearer token
-    says: Callable[[Mapping[str, Any]], str] | None = None  # what the judge writes, else its score as asked for
-    answer: Callable[[str, Mapping[str, Any]], tuple[int, Any]] | None = None  # overrules status and JSON of a path
-    outage: tuple[int, float] | None = None  # with this request it goes away for so many seconds, and refuses everybody
+    key: str | None = None  # the bearer token that every request must carry; None = none is needed
+    # computes what the judge writes from the request's body; None = its score in the requested format
+    says: Callable[[Mapping[str, Any]], str] | None = None
+    # computes status and JSON of every answer from path and body
+    answer: Callable[[str, Mapping[str, Any]], tuple[int, Any]] | None = None
+    # (n, seconds): at the n-th request the service closes for so many seconds and refuses connections
+    outage: tuple[int, float] | None = None
 
 
 class Service:
-    """The server; everything it was asked is counted. ``async with`` runs it in the test's own event loop,
-    `serving` in a thread (for blocking callers and few requests: two busy threads wait for each other's lock).
+    """The server, which records all requests. ``async with`` runs it in the test's own event loop. `serving` runs it in
+    a thread, for blocking callers that send few requests (two busy threads would compete for the interpreter lock).
 
     Attributes:
-        asked: times that each content came.
-        met: how often each fault was met.
-        bodies: of all requests, in the order in which they came.
-        scored: the ``Idempotency-Key`` of each whole answer with a score that was sent.
-        outages: times that it went away.
-        connections: opened so far; ``most``: requests in work at once, at most.
+        asked: number of requests with each content.
+        met: number of requests that met each fault.
+        bodies, headers: of all requests, in the order of their arrival.
+        scored: the ``Idempotency-Key`` of each complete answer that contained a score.
+        outages: number of outages that have ended.
+        connections: number of connections opened so far.
+        busy, most: number of requests in work now, and the largest such number so far.
     """
 
     def __init__(self, plan: Plan | None = None) -> None:
@@ -80,7 +83,7 @@ class Service:
         return f"http://127.0.0.1:{self.port}"
 
     async def __aenter__(self) -> Service:
-        _allow_files(8192)  # a thousand connections have two ends, both in this process
+        _allow_files(8192)  # both ends of a thousand connections are open files of this process
         await self._listen()
         return self
 
@@ -114,9 +117,9 @@ class Service:
             while await self._request(reader, writer):
                 pass
         except (ConnectionError, asyncio.IncompleteReadError):
-            pass  # the client went away
+            pass  # the client closed the connection
         except asyncio.CancelledError:
-            pass  # the test is over; asyncio's own handler would log it
+            pass  # the test is over; an exception that left this handler would be logged by asyncio
         finally:
             self._handlers.discard(task)
             writer.close()
@@ -145,7 +148,7 @@ class Service:
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
     ) -> bool:
-        """False where the connection is no longer of use."""
+        """Answer one request. Return False if the connection cannot be used any more."""
         given = headers.get("authorization", "").removeprefix("Bearer ")
         if self.plan.key is not None and given != self.plan.key:
             message = f"Incorrect API key provided: {given}. It is neither {given[:5]}*********{given[-4:]}."
@@ -154,7 +157,7 @@ class Service:
         draws = random.Random(f"{self.plan.seed} {content}")
         fault = self._fault(content, draws.random())
         if fault == "hang":
-            await reader.read(1)  # until the client gives up
+            await reader.read(1)  # blocks until the client closes the connection
             return False
         await asyncio.sleep(self.plan.latency(draws))
         if fault == "drop":
@@ -225,7 +228,7 @@ async def _send(
 
 @contextlib.contextmanager
 def serving(plan: Plan | None = None) -> Iterator[Service]:
-    """A running service in a thread; stopped at the end, whatever hangs in it."""
+    """Run a service in a thread, and stop it at the end even if requests hang in it."""
     service, started, loops = Service(plan), threading.Event(), []
 
     async def serve() -> None:
@@ -248,7 +251,7 @@ def serving(plan: Plan | None = None) -> Iterator[Service]:
 
 
 async def group_scored(agent: RewardAgent, group: Sequence[Item]) -> list[Score]:
-    """The scores of one group."""
+    """Score one group and return its scores."""
     async for _, scores in agent.score_groups([group]):
         return scores
     raise AssertionError("no group came back")

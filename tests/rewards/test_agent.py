@@ -1,4 +1,5 @@
-"""What the reward agent promises of every request, in virtual time."""
+"""Tests of `RewardAgent` in virtual time: limits, retries, the cache, cancellation, hedging, lanes, outages,
+group post-processing and metrics."""
 
 from __future__ import annotations
 
@@ -26,12 +27,12 @@ async def ask(agent: RewardAgent, answer: Any, lane: Any = "train", task: Task =
 
 
 def run(reward: Any, use: Callable[[RewardAgent], Coroutine[Any, Any, Any]], **options: Any) -> Any:
-    """What ``use`` returned, after a check that nothing is left behind."""
+    """Return the result of ``use(agent)``, after a check that no job, permit or asyncio task is left over."""
 
     async def main() -> Any:
         async with RewardAgent(reward, **options) as agent:
             result = await use(agent)
-            # one turn, so that cancelled calls can end
+            # one iteration of the event loop, so that cancelled calls can end
             await asyncio.sleep(0)
             assert (agent._jobs, agent._jobs_by_key) == (set(), {})
         assert agent._limiter.in_flight == agent._limiter.queued == 0
@@ -45,7 +46,7 @@ def now() -> float:
     return asyncio.get_running_loop().time()
 
 
-# --- many at once -------------------------------------------------------------------------------
+# --- concurrency and limits ---------------------------------------------------------------------
 def test_ten_thousand_slow_requests_take_as_long_as_the_slowest() -> None:
     service = Service(latency=(1.0, 4.0))
 
@@ -65,7 +66,9 @@ def test_ten_thousand_slow_requests_take_as_long_as_the_slowest() -> None:
     per_minute=st.one_of(st.none(), st.integers(20, 600)),
     seed=st.integers(0, 10_000),
 )
-def test_no_limit_is_ever_exceeded(slots: int, eval_slots: int, per_minute: int | None, seed: int) -> None:
+def test_slots_and_requests_per_minute_are_never_exceeded(
+    slots: int, eval_slots: int, per_minute: int | None, seed: int
+) -> None:
     faults = {str(n): [Retryable("busy")] * stream(seed, n).randint(0, 3) for n in range(60)}
     service = Service(latency=(0.1, 5.0), faults=faults)
 
@@ -83,8 +86,8 @@ def test_no_limit_is_ever_exceeded(slots: int, eval_slots: int, per_minute: int 
 
 @settings(max_examples=examples(10))
 @given(seed=st.integers(0, 10_000))
-def test_a_bad_service_puts_no_reward_on_the_wrong_trajectory_and_no_failure_counts_as_zero(seed: int) -> None:
-    """A fifth of the calls errors, one in twenty hangs, one in a hundred gives NaN."""
+def test_an_unreliable_service_misassigns_no_reward_and_no_failure_counts_as_zero(seed: int) -> None:
+    """Of the calls, a fifth raise an error, one in twenty hangs, and one in a hundred returns NaN."""
     draws = {str(n): [stream(seed, n, call).random() for call in range(3)] for n in range(1, 601)}
 
     def fault(draw: float) -> Any:
@@ -109,17 +112,17 @@ def test_a_bad_service_puts_no_reward_on_the_wrong_trajectory_and_no_failure_cou
             assert score.value == float(answer) if score.valid else math.isnan(score.value) and score.explanation
 
 
-# --- trying again -------------------------------------------------------------------------------
-def test_a_request_is_tried_again_not_before_the_service_asked_for() -> None:
+# --- retries ------------------------------------------------------------------------------------
+def test_a_retry_waits_for_the_retry_after_of_the_service() -> None:
     service = Service((1, 1), {"1": [Retryable("429", 37.0), ConnectionError("reset"), None]})
     score = run(service, lambda agent: ask(agent, 1), backoff_s=0.5)
     assert score.value == 1
     _, second, third = [at for at, _ in service.calls]
     assert 38.0 <= second <= 38.5 + 1
-    assert 1.0 <= third - second <= 2.0 + 1e-9  # a second's answer and up to a second's backoff
+    assert 1.0 <= third - second <= 2.0 + 1e-9  # the second call takes 1 s, and the backoff at most another
 
 
-def test_backoff_grows_and_ends_with_the_last_error() -> None:
+def test_backoff_stays_below_its_growing_limit_and_the_last_error_is_the_explanation() -> None:
     service = Service((0, 0), {"1": [Retryable("busy", cause="server")] * 9})
 
     async def use(agent: RewardAgent) -> tuple[Score, Any]:
@@ -136,14 +139,14 @@ def test_backoff_grows_and_ends_with_the_last_error() -> None:
 
 
 @pytest.mark.parametrize("error", [Fatal("bad request", cause="request"), ValueError("bug"), NotApplicable()])
-def test_what_cannot_get_better_is_asked_once(error: Exception) -> None:
+def test_a_permanent_error_is_not_retried(error: Exception) -> None:
     service = Service((1, 1), {"1": [error]})
     score = run(service, lambda agent: ask(agent, 1))
     assert not score.valid
     assert service.asked("1") == 1
 
 
-def test_the_slot_is_free_while_a_request_waits_to_be_tried_again() -> None:
+def test_a_request_frees_its_slot_while_it_waits_for_a_retry() -> None:
     service = Service((1, 1), {"1": [Retryable("busy", 100.0)]})
 
     async def use(agent: RewardAgent) -> None:
@@ -156,7 +159,7 @@ def test_the_slot_is_free_while_a_request_waits_to_be_tried_again() -> None:
     run(service, use, max_concurrency=1)
 
 
-def test_a_hanging_request_times_out_and_costs_only_itself() -> None:
+def test_a_hanging_request_times_out_without_affecting_others() -> None:
     service = Service((1, 1), {"1": ["hang", "hang"], "2": ["hang"]})
 
     async def use(agent: RewardAgent) -> Any:
@@ -171,7 +174,7 @@ def test_a_hanging_request_times_out_and_costs_only_itself() -> None:
     assert service.cancelled == 3
 
 
-def test_a_reward_that_cancels_itself_fails_alone() -> None:
+def test_a_reward_that_raises_cancelled_error_gives_a_failed_score() -> None:
     async def reward(request: Request) -> float:
         raise asyncio.CancelledError
 
@@ -179,7 +182,7 @@ def test_a_reward_that_cancels_itself_fails_alone() -> None:
 
 
 # --- identical requests ---------------------------------------------------------------------------
-def test_identical_requests_are_one_call_under_way_and_after() -> None:
+def test_identical_requests_share_one_call_and_later_ones_its_cached_score() -> None:
     service = Service((2, 2))
 
     async def use(agent: RewardAgent) -> Any:
@@ -193,7 +196,7 @@ def test_identical_requests_are_one_call_under_way_and_after() -> None:
     assert metrics["service/cache_hits"] == 51
 
 
-def test_the_cache_forgets_what_was_used_longest_ago_and_keeps_no_failure() -> None:
+def test_the_cache_evicts_the_least_recently_used_score_and_keeps_no_failure() -> None:
     service = Service((0, 0), {"9": [Fatal("no")]})
 
     async def use(agent: RewardAgent) -> None:
@@ -207,7 +210,7 @@ def test_the_cache_forgets_what_was_used_longest_ago_and_keeps_no_failure() -> N
     assert [service.asked(answer) for answer in "123"] == [1, 2, 1]
 
 
-def test_without_a_cache_every_request_is_asked() -> None:
+def test_without_a_cache_identical_requests_are_called_separately() -> None:
     service = Service((1, 1))
 
     async def use(agent: RewardAgent) -> None:
@@ -217,7 +220,7 @@ def test_without_a_cache_every_request_is_asked() -> None:
     assert service.asked("7") == 3
 
 
-def test_a_payload_without_a_key_fails_alone() -> None:
+def test_a_payload_that_is_not_json_gives_a_failed_score() -> None:
     async def use(agent: RewardAgent) -> Score:
         return await ask(agent, 1, task=make_task(x=object()))
 
@@ -227,7 +230,7 @@ def test_a_payload_without_a_key_fails_alone() -> None:
 # --- cancellation -----------------------------------------------------------------------------------
 @settings(max_examples=examples(15))
 @given(seed=st.integers(0, 10_000), hedge=st.sampled_from([0.0, 0.2]))
-def test_cancellation_leaks_nothing(seed: int, hedge: float) -> None:
+def test_cancelled_requests_leave_no_jobs_permits_or_tasks(seed: int, hedge: float) -> None:
     service = Service((0.5, 3.0), {str(n): [Retryable("busy", 1.0)] for n in range(0, 40, 4)})
 
     async def use(agent: RewardAgent) -> None:
@@ -243,7 +246,7 @@ def test_cancellation_leaks_nothing(seed: int, hedge: float) -> None:
     assert service.active == 0
 
 
-def test_one_of_two_who_wait_for_the_same_may_leave() -> None:
+def test_cancelling_one_of_two_identical_requests_does_not_cancel_the_other() -> None:
     service = Service((2, 2))
 
     async def use(agent: RewardAgent) -> None:
@@ -255,13 +258,13 @@ def test_one_of_two_who_wait_for_the_same_may_leave() -> None:
         await asyncio.sleep(1)
         third.cancel()
         await asyncio.wait([third])
-        assert (await ask(agent, 2)).value == 2  # not what was given up
+        assert (await ask(agent, 2)).value == 2  # from a new call: the cancelled one left no score
 
     run(service, use)
     assert (service.asked("1"), service.asked("2"), service.cancelled) == (1, 2, 1)
 
 
-def test_closing_tells_those_who_wait_and_a_closed_agent_takes_nothing() -> None:
+def test_closing_raises_in_waiting_calls_and_a_closed_agent_refuses_new_ones() -> None:
     async def main() -> None:
         agent = RewardAgent(Service((5, 5)))
         with pytest.raises(UserError, match="async with"):
@@ -277,8 +280,8 @@ def test_closing_tells_those_who_wait_and_a_closed_agent_takes_nothing() -> None
     virtual_time.run(main())
 
 
-# --- slow ones asked twice ----------------------------------------------------------------------------
-def test_the_slowest_are_asked_twice_and_the_first_answer_wins() -> None:
+# --- hedging: slow requests are sent twice ------------------------------------------------------------
+def test_the_slowest_requests_are_hedged_and_the_first_answer_wins() -> None:
     class Uneven(Service):
         async def __call__(self, request: Request) -> Any:
             first = not self.asked(request.response)
@@ -287,21 +290,22 @@ def test_the_slowest_are_asked_twice_and_the_first_answer_wins() -> None:
             return await super().__call__(request)
 
     async def use(agent: RewardAgent) -> Any:
-        for start in range(1, 201, 50):  # fifty at once, so that it has learned what is slow
+        # batches of fifty: after the first one the agent knows which latency is slow
+        for start in range(1, 201, 50):
             scores = await asyncio.gather(*(ask(agent, n) for n in range(start, start + 50)))
             assert [score.value for score in scores] == list(range(start, start + 50))
         return now(), agent.metrics()
 
     service = Uneven()
     time, metrics = run(service, use, hedge_share=0.1, timeout_s=100)
-    assert time < 60 + 3 * 5  # only the first fifty had to wait for the slow one
+    assert time < 60 + 3 * 5  # only the first batch has to wait for its slow requests
     assert metrics["service/hedged"] >= 8
     assert service.cancelled == metrics["service/hedged"]
     without, _ = run(Uneven(), use, timeout_s=100)
     assert without >= 4 * 60
 
 
-def test_a_second_request_that_fails_does_not_spoil_the_first() -> None:
+def test_a_hedge_that_fails_does_not_affect_the_first_request() -> None:
     class Second(Service):
         async def __call__(self, request: Request) -> Any:
             if request.response != "99":
@@ -323,7 +327,7 @@ def test_a_second_request_that_fails_does_not_spoil_the_first() -> None:
 
 
 # --- lanes ----------------------------------------------------------------------------------------
-def test_evaluation_does_not_delay_training_nor_training_evaluation() -> None:
+def test_the_training_and_evaluation_lanes_do_not_delay_each_other() -> None:
     service = Service((10, 10))
 
     async def use(agent: RewardAgent) -> list[float]:
@@ -342,7 +346,7 @@ def test_evaluation_does_not_delay_training_nor_training_evaluation() -> None:
 
 
 # --- the service is down ------------------------------------------------------------------------------
-def test_when_too_many_fail_everybody_is_told_once_and_nothing_more_is_asked() -> None:
+def test_too_many_failures_raise_one_error_in_waiting_calls_and_stop_new_requests() -> None:
     service = Service((1, 1), {str(n): [Fatal(f"401 for {n}")] for n in range(40)})
 
     async def use(agent: RewardAgent) -> None:
@@ -361,7 +365,7 @@ def test_when_too_many_fail_everybody_is_told_once_and_nothing_more_is_asked() -
     assert 32 <= len(service.calls) <= 40
 
 
-def test_a_service_with_some_failures_is_not_down() -> None:
+def test_a_third_of_failed_requests_does_not_stop_the_agent() -> None:
     service = Service((1, 1), {str(n): [Fatal("no")] for n in range(0, 300, 3)})
 
     async def use(agent: RewardAgent) -> int:
@@ -370,7 +374,7 @@ def test_a_service_with_some_failures_is_not_down() -> None:
     assert run(service, use, max_concurrency=10) == 100
 
 
-def test_nothing_but_failures_for_long_means_down() -> None:
+def test_only_failures_for_down_after_s_count_as_an_outage() -> None:
     service = Service((1, 1), {str(n): [Retryable("connection refused")] * 99 for n in range(8)})
 
     async def use(agent: RewardAgent) -> float:
@@ -386,7 +390,7 @@ def test_one_request_that_never_succeeds_is_not_an_outage() -> None:
     assert not run(service, lambda agent: ask(agent, 1), attempts=20, down_after_s=60).valid
 
 
-def test_a_users_mistake_stops_at_once() -> None:
+def test_a_user_error_from_the_reward_stops_the_agent_at_once() -> None:
     service = Service((1, 1), {"3": [UserError("JUDGE_KEY is not set")]})
 
     async def use(agent: RewardAgent) -> None:
@@ -400,7 +404,7 @@ def test_a_users_mistake_stops_at_once() -> None:
 
 # --- groups ---------------------------------------------------------------------------------------
 class Ranked(Service):
-    """Post-processing that depends on the whole group."""
+    """A service with post-processing that subtracts the best score of the group from each."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -411,7 +415,7 @@ class Ranked(Service):
         return [score.value - max(s.value for s in scores if s.valid) for score in scores]
 
 
-def test_a_group_is_finished_once_and_what_failed_stays_failed() -> None:
+def test_a_group_is_post_processed_once_and_failed_scores_stay_failed() -> None:
     reward = Ranked(faults={"2": [Fatal("no")]})
 
     async def use(agent: RewardAgent) -> list[Score]:
@@ -425,7 +429,7 @@ def test_a_group_is_finished_once_and_what_failed_stays_failed() -> None:
 
 
 @pytest.mark.parametrize("returned", [[1.0], None, [math.nan, math.nan], ["1", "2"]])
-def test_post_processing_that_breaks_fails_the_group_and_no_other(returned: Any) -> None:
+def test_invalid_post_processing_fails_its_group_and_no_other(returned: Any) -> None:
     reward = Ranked()
     good = reward.finish
 
@@ -443,8 +447,8 @@ def test_post_processing_that_breaks_fails_the_group_and_no_other(returned: Any)
     run(reward, use)
 
 
-# --- what it counts ---------------------------------------------------------------------------------
-def test_metrics_say_what_happened_since_the_last_call() -> None:
+# --- metrics ----------------------------------------------------------------------------------------
+def test_metrics_cover_the_time_since_the_last_call() -> None:
     async def reward(request: Request) -> dict[str, float]:
         await asyncio.sleep(float(request.response))
         return {"score": 1.0, "cost/prompt_tokens": 100, "cost/completion_tokens": 10}
@@ -466,7 +470,7 @@ def test_metrics_say_what_happened_since_the_last_call() -> None:
     run(reward, use, max_concurrency=50, timeout_s=1000)
 
 
-def test_tokens_a_minute_hold_for_what_the_service_reports() -> None:
+def test_tokens_per_minute_limits_the_tokens_that_the_service_reports() -> None:
     times: list[float] = []
 
     async def reward(request: Request) -> dict[str, float]:
@@ -482,7 +486,7 @@ def test_tokens_a_minute_hold_for_what_the_service_reports() -> None:
     assert busiest_window([(at, 100.0) for at in times]) <= 1000 + 100
 
 
-def test_a_setting_without_meaning_is_one_line() -> None:
+def test_invalid_settings_raise_a_user_error() -> None:
     with pytest.raises(UserError, match="max_concurrency"):
         RewardAgent(Service(), max_concurrency=0)
     with pytest.raises(UserError, match="no_such"):

@@ -1,4 +1,5 @@
-"""A service that goes away and comes back, in virtual time: nothing is lost and nothing waits for ever."""
+"""Tests of `RewardAgent` in virtual time with a service that is unreachable for a while or requests long waits, and
+with identical requests in both lanes. No reward is lost, and no call waits for ever."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ Outage = tuple[float, float]
 
 
 class Leaving:
-    """Answers in a second and accepts nobody in an ``outage`` (from, to); what is under way then is lost."""
+    """A service that answers after 1 s. In an outage (from, to) it refuses calls, and calls under way fail."""
 
     version = "leaving-1"
 
@@ -41,7 +42,7 @@ class Leaving:
 
 
 async def one_after_another(agent: RewardAgent, count: int, every: float) -> list[Score]:
-    """Asked at intervals, each without waiting for those before."""
+    """Start ``count`` requests, one ``every`` seconds, without waiting for the earlier ones; return their scores."""
     asked = []
     for n in range(count):
         asked.append(asyncio.create_task(ask(agent, n)))
@@ -50,7 +51,7 @@ async def one_after_another(agent: RewardAgent, count: int, every: float) -> lis
 
 
 @pytest.mark.parametrize("error", [ConnectionRefusedError("gone"), Retryable("gone", cause="unreachable")])
-def test_half_a_minute_without_the_service_costs_no_reward(error: Exception) -> None:
+def test_an_outage_of_half_a_minute_loses_no_reward(error: Exception) -> None:
     service = Leaving((20.5, 50.5), error=error)
 
     async def use(agent: RewardAgent) -> None:
@@ -64,7 +65,7 @@ def test_half_a_minute_without_the_service_costs_no_reward(error: Exception) -> 
     run(service, use, max_concurrency=400)
 
 
-def test_nobody_waits_longer_for_a_service_that_is_back_than_it_was_away() -> None:
+def test_after_an_outage_no_request_waits_longer_than_the_outage_lasted() -> None:
     service = Leaving((10.5, 13.5))
 
     async def use(agent: RewardAgent) -> float:
@@ -73,11 +74,11 @@ def test_nobody_waits_longer_for_a_service_that_is_back_than_it_was_away() -> No
         assert service.refused > 300
         return now()
 
-    # what the outage cut off is asked for again at most 3 s after it, long before the last is asked for
+    # the interrupted requests are retried at most 3 s after the outage, before the last new request starts at 20 s
     assert run(service, use, max_concurrency=2_000) <= 20.0 + 1.0
 
 
-def test_other_failures_still_count_while_tries_that_find_nobody_do_not() -> None:
+def test_refused_connections_do_not_count_as_attempts_but_other_failures_do() -> None:
     class Reward(Leaving):
         async def __call__(self, request: Request) -> float:
             await super().__call__(request)
@@ -99,7 +100,7 @@ def test_other_failures_still_count_while_tries_that_find_nobody_do_not() -> Non
     assert tried[-1] > 50
 
 
-def test_a_service_that_never_answered_is_not_waited_for() -> None:
+def test_a_service_that_never_answered_stops_the_run_within_seconds() -> None:
     service = Leaving((0.0, 1e9))
 
     async def use(agent: RewardAgent) -> float:
@@ -110,7 +111,7 @@ def test_a_service_that_never_answered_is_not_waited_for() -> None:
     assert run(service, use) < 8  # four waits of up to 0.5, 1, 2 and 4 s
 
 
-def test_a_service_that_stays_away_stops_the_run_in_time() -> None:
+def test_a_service_that_stays_unreachable_stops_the_run_after_down_after_s() -> None:
     service = Leaving((20.0, 1e9))
 
     async def use(agent: RewardAgent) -> float:
@@ -121,8 +122,8 @@ def test_a_service_that_stays_away_stops_the_run_in_time() -> None:
     assert 320 <= run(service, use, max_concurrency=2, down_after_s=300.0) < 320 + 60
 
 
-def test_what_alone_finds_nobody_ends_too() -> None:
-    """One backend of several may be gone for ever: the others answer, so the service is not down."""
+def test_a_request_that_alone_is_refused_fails_after_down_after_s() -> None:
+    """With several backends, one may be gone for ever: the others answer, so the service as a whole is not down."""
 
     class Reward(Leaving):
         async def __call__(self, request: Request) -> float:
@@ -143,7 +144,7 @@ def test_what_alone_finds_nobody_ends_too() -> None:
     assert 305 <= ended < 305 + 60
 
 
-def test_a_long_silence_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_each_long_outage_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     service = Leaving((20.0, 70.0), (100.0, 105.0), (150.0, 190.0))
 
     async def use(agent: RewardAgent) -> None:
@@ -156,9 +157,9 @@ def test_a_long_silence_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
     assert all(text.startswith("the reward has only failed for 1") and "nobody is there" in text for text in said)
 
 
-# --- a service that asks for a long wait --------------------------------------------------------------
+# --- a service that requests a long wait --------------------------------------------------------------
 class Busy:
-    """Asks to be left alone for ``after_s``, ``times`` over for each answer."""
+    """Rejects each request ``times`` times with a retry-after of ``after_s`` seconds, then scores it."""
 
     def __init__(self, after_s: float, times: int = 1) -> None:
         self.after_s, self.times, self.asked = after_s, times, Counter[str]()
@@ -171,7 +172,7 @@ class Busy:
         return 1.0
 
 
-def test_a_wait_of_a_day_is_no_wait_but_a_failure_that_says_so() -> None:
+def test_a_retry_after_of_a_day_fails_at_once_and_the_explanation_names_it() -> None:
     async def use(agent: RewardAgent) -> float:
         score = await ask(agent, 1)
         assert all(said in (score.explanation or "") for said in ("86400 s", "600 s", "quota of the day"))
@@ -181,7 +182,7 @@ def test_a_wait_of_a_day_is_no_wait_but_a_failure_that_says_so() -> None:
     assert run(Busy(86400.0), use) == 1.0
 
 
-def test_a_day_for_everybody_stops_the_run_at_once() -> None:
+def test_a_retry_after_of_a_day_for_every_request_stops_the_run() -> None:
     async def use(agent: RewardAgent) -> float:
         results = await asyncio.gather(*(ask(agent, n) for n in range(64)), return_exceptions=True)
         assert any(isinstance(result, UserError) and "86400 s" in str(result) for result in results)
@@ -190,7 +191,7 @@ def test_a_day_for_everybody_stops_the_run_at_once() -> None:
     assert run(Busy(86400.0), use) < 10.0
 
 
-def test_a_wait_of_minutes_is_told_once_and_kept(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_retry_after_of_minutes_is_logged_once_and_obeyed(caplog: pytest.LogCaptureFixture) -> None:
     async def use(agent: RewardAgent) -> float:
         scores = await asyncio.gather(*(ask(agent, n) for n in range(20)))
         assert all(score.valid for score in scores)
@@ -203,9 +204,9 @@ def test_a_wait_of_minutes_is_told_once_and_kept(caplog: pytest.LogCaptureFixtur
     ]
 
 
-# --- one request, wanted in both lanes ----------------------------------------------------------------
+# --- identical requests in both lanes -----------------------------------------------------------------
 @pytest.mark.parametrize(("first", "then"), [("eval", "train"), ("train", "eval")])
-def test_a_request_that_another_lane_wants_too_does_not_wait_in_one_queue(first: str, then: str) -> None:
+def test_a_request_made_in_both_lanes_runs_in_the_lane_that_is_free_first(first: str, then: str) -> None:
     asked = Counter[str]()
 
     async def reward(request: Request) -> float:
@@ -226,7 +227,7 @@ def test_a_request_that_another_lane_wants_too_does_not_wait_in_one_queue(first:
 
 
 @pytest.mark.parametrize("cancelled", ["first", "both"])
-def test_one_that_waits_in_both_lanes_leaves_nothing_behind(cancelled: str) -> None:
+def test_cancelling_a_request_queued_in_both_lanes_frees_both_queues(cancelled: str) -> None:
     async def reward(request: Request) -> float:
         await asyncio.sleep(1.0)
         return 1.0
@@ -248,8 +249,8 @@ def test_one_that_waits_in_both_lanes_leaves_nothing_behind(cancelled: str) -> N
     run(reward, use, max_concurrency=1, eval_concurrency=1)
 
 
-# --- what a try has used ------------------------------------------------------------------------------
-def test_tokens_a_minute_hold_for_tries_that_fail_too() -> None:
+# --- tokens of failed tries----------------------------------------------------------------------------
+def test_tokens_per_minute_counts_the_tokens_of_failed_tries() -> None:
     times: list[float] = []
 
     async def reward(request: Request) -> float:

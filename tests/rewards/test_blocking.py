@@ -1,4 +1,5 @@
-"""The reward agent in a thread: called from many, closed by whatever ends a program."""
+"""Tests of `BlockingRewardAgent`: calls from many threads, errors, closing, and programs that end by returning, by
+Ctrl-C or after a fork while calls wait."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ TASK = make_task()
 
 
 class Slow:
-    """The score is the number that was answered, after ``seconds``; ``"hang"`` never is."""
+    """A reward whose score is the number in the response, after ``seconds``; the response ``"hang"`` never returns."""
 
     version = "slow-1"
 
@@ -57,7 +58,7 @@ def alive() -> list[str]:
 
 
 # --- scores -------------------------------------------------------------------------------------
-def test_groups_come_back_in_their_order_and_are_asked_for_at_once() -> None:
+def test_groups_are_scored_concurrently_and_returned_in_order() -> None:
     slow = Slow()
     groups = [[(TASK, f"{10 * g + i}") for i in range(4)] for g in range(16)]
     with BlockingRewardAgent(slow, max_concurrency=100) as agent:
@@ -71,7 +72,7 @@ def test_groups_come_back_in_their_order_and_are_asked_for_at_once() -> None:
     assert alive() == []
 
 
-def test_it_takes_what_the_agent_takes_and_scores_the_same() -> None:
+def test_blocking_and_async_agents_accept_the_same_items_with_equal_scores() -> None:
     items: list[Any] = ["abc", [{"role": "assistant", "content": "four"}], make_trajectory(TASK, "a trajectory")]
     group = [(TASK, item) for item in items]
 
@@ -80,13 +81,13 @@ def test_it_takes_what_the_agent_takes_and_scores_the_same() -> None:
             return await group_scored(agent, group)
 
     with BlockingRewardAgent(Scaled(2.0)) as agent:
-        (scores,) = agent.score_groups([group])  # post-processed: less the best of the group
+        (scores,) = agent.score_groups([group])  # post-processing subtracts the best score
         single = [agent.submit(*item).result().value for item in group]
     assert [score.value for score in scores] == [score.value for score in asyncio.run(awaited())] == [-18, -16, 0]
     assert single == [6, 8, 24]
 
 
-def test_many_threads_call_at_once() -> None:
+def test_calls_from_many_threads_share_identical_requests() -> None:
     slow = Slow(0.01)
     with BlockingRewardAgent(slow, max_concurrency=1000) as agent, ThreadPoolExecutor(32) as threads:
 
@@ -98,12 +99,12 @@ def test_many_threads_call_at_once() -> None:
         found = list(threads.map(one, range(200)))
         metrics = agent.metrics()
     assert found == [(n, [n + 1000, n]) for n in range(200)]
-    assert slow.asked == 400  # each once: the identical ones shared
+    assert slow.asked == 400  # identical requests share one call
     assert metrics["service/scored"] == 400
     assert metrics["service/cache_hits"] == 200
 
 
-def test_a_coroutine_waits_for_it_without_holding_up_its_loop() -> None:
+def test_a_coroutine_can_await_submitted_scores_without_blocking_its_loop() -> None:
     async def main(agent: BlockingRewardAgent) -> list[float]:
         asked = [asyncio.wrap_future(agent.submit(TASK, f"{n}")) for n in range(50)]
         return [score.value for score in await asyncio.gather(*asked)]
@@ -114,7 +115,7 @@ def test_a_coroutine_waits_for_it_without_holding_up_its_loop() -> None:
     assert slow.most == 50
 
 
-def test_sync_rewards_and_processes_work_in_it() -> None:
+def test_sync_rewards_run_in_threads_or_in_processes() -> None:
     group = [(TASK, "abc"), (TASK, "raise"), (TASK, "pid")]
     for isolation in ("thread", "process"):
         with BlockingRewardAgent(troublesome, isolation=isolation, workers=2) as agent:
@@ -125,17 +126,17 @@ def test_sync_rewards_and_processes_work_in_it() -> None:
         assert (pid.value == os.getpid()) == (isolation == "thread")
 
 
-def test_the_journal_outlives_it(tmp_path: Path) -> None:
+def test_a_second_agent_reads_the_scores_of_the_first_from_the_journal(tmp_path: Path) -> None:
     slow = Slow()
     for _ in range(2):
         with BlockingRewardAgent(slow, journal=tmp_path / "journal.sqlite") as agent:
             assert agent.score_groups([[(TASK, "1"), (TASK, "2")]]) == [[Score(1.0), Score(2.0)]]
     assert slow.asked == 2
-    assert agent.metrics()["service/journal_hits"] == 2  # of a closed one too
+    assert agent.metrics()["service/journal_hits"] == 2  # metrics() works on a closed agent
 
 
 # --- what goes wrong ------------------------------------------------------------------------------
-def test_a_failure_is_a_score_and_a_mistake_reaches_the_caller(tmp_path: Path) -> None:
+def test_a_failed_reward_gives_an_invalid_score_and_wrong_settings_raise(tmp_path: Path) -> None:
     with BlockingRewardAgent(Slow()) as agent:
         assert not agent.submit(TASK, "no number").result().valid
     with pytest.raises(UserError, match="max_concurency: Extra inputs"):
@@ -148,7 +149,7 @@ def test_a_failure_is_a_score_and_a_mistake_reaches_the_caller(tmp_path: Path) -
     assert alive() == []
 
 
-def test_a_service_that_is_down_stops_every_caller() -> None:
+def test_an_outage_raises_a_user_error_in_the_callers() -> None:
     def down(request: Request) -> float:
         raise ConnectionError("refused")
 
@@ -163,7 +164,7 @@ def test_a_service_that_is_down_stops_every_caller() -> None:
             agent.submit(TASK, "later").result()
 
 
-def test_closing_gives_up_what_is_under_way_and_says_so() -> None:
+def test_closing_raises_a_user_error_in_every_waiting_caller() -> None:
     slow = Slow()
     agent = BlockingRewardAgent(slow)
     with ThreadPoolExecutor(4) as threads:
@@ -186,7 +187,7 @@ def test_closing_gives_up_what_is_under_way_and_says_so() -> None:
             call()
 
 
-def test_a_submit_beside_a_close_has_its_score_or_the_error() -> None:
+def test_a_submit_concurrent_with_close_gives_its_score_or_raises() -> None:
     for _ in range(20):
         agent, outcomes = BlockingRewardAgent(Slow(0.0)), []
 
@@ -210,7 +211,7 @@ def test_a_submit_beside_a_close_has_its_score_or_the_error() -> None:
             assert error is None or isinstance(error, UserError)
 
 
-def test_cancelling_a_future_gives_its_request_up() -> None:
+def test_cancelling_a_future_cancels_its_request() -> None:
     slow = Slow()
     with BlockingRewardAgent(slow) as agent:
         future = agent.submit(TASK, "hang")
@@ -223,7 +224,8 @@ def test_cancelling_a_future_gives_its_request_up() -> None:
 def test_a_callback_may_submit_read_metrics_and_close_but_not_wait() -> None:
     go, later, seen = threading.Event(), Future(), Future()
 
-    async def scored(request: Request) -> float:  # not before the callback is there, or this thread would call it
+    async def scored(request: Request) -> float:
+        # blocks until the callback is added: a callback that is added to a finished future runs in the adding thread
         await asyncio.to_thread(go.wait, 10)
         return float(request.response)
 
@@ -247,11 +249,11 @@ def test_a_callback_may_submit_read_metrics_and_close_but_not_wait() -> None:
     assert alive() == []
 
 
-def test_a_fork_is_told_to_open_its_own() -> None:
+def test_a_forked_child_gets_a_user_error_and_the_parent_goes_on() -> None:
     with BlockingRewardAgent(Slow()) as agent:
         reader, writer = os.pipe()
         child = os.fork()
-        if child == 0:  # never back into pytest
+        if child == 0:  # the child must not return into pytest
             try:
                 agent.submit(TASK, "1")
             except UserError as error:
@@ -279,7 +281,7 @@ def said(error):
 
 
 def ended(code: str, tmp_path: Path, *, interrupt: bool = False) -> tuple[int, str, str, float]:
-    """Exit status, output, errors, and seconds from "ready" to the end of a program."""
+    """Run a program. Return its exit status, output, errors, and the seconds from its line "ready" to its end."""
     root = Path(__file__).parents[2]
     with (tmp_path / "errors").open("w+") as errors:
         program = subprocess.Popen(
@@ -295,7 +297,8 @@ def ended(code: str, tmp_path: Path, *, interrupt: bool = False) -> tuple[int, s
         started = time.monotonic()
         if interrupt:
             program.send_signal(signal.SIGINT)
-        rest = program.stdout.read()  # not communicate(), which would miss what came with the line
+        # communicate() would lose output that was buffered together with the first line
+        rest = program.stdout.read()
         status = program.wait(60)
         seconds = time.monotonic() - started
         errors.seek(0)
@@ -316,7 +319,7 @@ reporter.start()
 """
 
 
-def test_ctrl_c_ends_a_program_that_waits(tmp_path: Path) -> None:
+def test_ctrl_c_ends_a_program_that_waits_for_scores(tmp_path: Path) -> None:
     code = WAITS + "with agent:\n    agent.score_groups([[(TASK, 'hang'), (TASK, '2')]])\n"
     status, _, errors, seconds = ended(code, tmp_path, interrupt=True)
     assert status == -signal.SIGINT
@@ -325,7 +328,7 @@ def test_ctrl_c_ends_a_program_that_waits(tmp_path: Path) -> None:
     assert seconds < 100  # it would hang for ever
 
 
-def test_a_program_ends_without_closing_while_threads_wait(tmp_path: Path) -> None:
+def test_a_program_that_does_not_close_the_agent_ends_while_threads_wait(tmp_path: Path) -> None:
     code = """
 def wait():
     try:
@@ -342,7 +345,7 @@ reporter.join()
     assert seconds < 100  # it would hang for ever
 
 
-def test_a_program_ends_without_closing_its_worker_processes(tmp_path: Path) -> None:
+def test_a_program_that_does_not_close_the_agent_ends_while_a_worker_process_hangs(tmp_path: Path) -> None:
     code = """
 from tests.rewards.graders import troublesome
 agent = BlockingRewardAgent(troublesome, isolation="process", workers=2, journal=os.environ["JOURNAL"])

@@ -1,4 +1,5 @@
-"""Sums of rewards: exact, concurrent, every part logged, and never 0 for what failed."""
+"""Tests of `gleanrl.rewards.compose.Weighted`: the weighted sum is exact, parts run concurrently and are all logged,
+and a failed part never counts as 0."""
 
 from __future__ import annotations
 
@@ -32,6 +33,8 @@ Reward = Callable[[Request], Awaitable[Any]]
 
 
 def constant(value: Any, seconds: float = 0.0, calls: list[str] | None = None) -> Reward:
+    """Return a reward that gives ``value`` after ``seconds`` and appends the trajectory's id to ``calls``."""
+
     async def reward(request: Request) -> Any:
         if calls is not None:
             calls.append(request.trajectory_id)
@@ -42,7 +45,7 @@ def constant(value: Any, seconds: float = 0.0, calls: list[str] | None = None) -
 
 
 def failing(*errors: Exception | None, then: float = 1.0) -> Reward:
-    """Raises the errors, one a call, then gives a score; None gives a score too."""
+    """Return a reward that raises one of ``errors`` in each call (None: scores) and afterwards always scores."""
     left = list(errors)
 
     async def reward(request: Request) -> float:
@@ -60,7 +63,7 @@ def scored(weighted: Weighted, request: Request = REQUEST) -> Score:
     return virtual_time.run(main())
 
 
-def test_a_sum_with_every_part_logged() -> None:
+def test_a_weighted_sum_logs_the_score_of_every_part() -> None:
     judge = Score(0.5, parts={"judge": 5.0, "cost/prompt_tokens": 10.0}, explanation="fine")
     other = Score(1.0, parts={"cost/prompt_tokens": 3.0})
     weighted = Weighted(
@@ -86,7 +89,7 @@ def test_a_sum_with_every_part_logged() -> None:
     assert score.explanation == "judge: fine"
 
 
-def test_parts_are_asked_at_once() -> None:
+def test_parts_run_concurrently() -> None:
     async def main() -> float:
         await Weighted({name: constant(1.0, seconds) for name, seconds in (("a", 3.0), ("b", 5.0), ("c", 4.0))})(
             REQUEST
@@ -110,7 +113,9 @@ def test_parts_are_asked_at_once() -> None:
         (failing(UserError("a mistake")), UserError, "^a mistake$"),
     ],
 )
-def test_without_one_part_there_is_no_score(failure: Reward, raised: type[Exception], said: str) -> None:
+def test_a_failed_part_fails_the_sum_with_an_error_that_names_the_part(
+    failure: Reward, raised: type[Exception], said: str
+) -> None:
     with pytest.raises(raised, match=said) as error:
         scored(Weighted({"a": constant(1.0), "b": failure}))
     assert type(error.value) is raised
@@ -118,12 +123,12 @@ def test_without_one_part_there_is_no_score(failure: Reward, raised: type[Except
         assert (getattr(error.value, "after_s", None), getattr(error.value, "cause", None)) == (7.0, "rate_limit")
 
 
-def test_an_environment_without_a_score_is_no_zero() -> None:
+def test_a_missing_environment_score_fails_the_sum_and_does_not_count_as_zero() -> None:
     with pytest.raises(Fatal, match="environment: the environment gave no score"):
         scored(Weighted({"environment": {"weight": 1}}), Request(Task("t"), ()))
 
 
-def test_what_was_scored_is_not_asked_again() -> None:
+def test_a_retry_does_not_repeat_the_parts_that_are_scored() -> None:
     calls: list[str] = []
     weighted = Weighted({"paid": constant(1.0, 1.0, calls), "b": failing(Retryable("busy"), Retryable("busy"))})
 
@@ -135,7 +140,7 @@ def test_what_was_scored_is_not_asked_again() -> None:
     assert len(calls) == 1
 
 
-def test_what_was_scored_is_kept_where_the_agent_runs_out_of_patience() -> None:
+def test_a_timeout_of_one_part_keeps_the_scores_of_the_others() -> None:
     calls: list[str] = []
     slow = [100.0, 1.0]
 
@@ -152,7 +157,7 @@ def test_what_was_scored_is_kept_where_the_agent_runs_out_of_patience() -> None:
     assert len(calls) == 1
 
 
-def test_a_fatal_part_ends_the_others() -> None:
+def test_a_fatal_part_cancels_the_others() -> None:
     async def main() -> tuple[float, int]:
         with pytest.raises(Fatal):
             await Weighted({"slow": constant(1.0, 100.0), "b": failing(Fatal("no"))})(REQUEST)
@@ -161,8 +166,8 @@ def test_a_fatal_part_ends_the_others() -> None:
     assert virtual_time.run(main()) == (0.0, 1)
 
 
-# --- leaving parts out ----------------------------------------------------------------------------------
-def test_a_part_that_fails_may_be_left_out() -> None:
+# --- on_failure = "renormalise" -------------------------------------------------------------------------
+def test_renormalise_leaves_out_a_failed_part() -> None:
     parts = {
         "a": {"reward": constant(0.5), "weight": 1},
         "b": {"reward": failing(Fatal("no")), "weight": 2},
@@ -174,7 +179,7 @@ def test_a_part_that_fails_may_be_left_out() -> None:
     assert score.explanation == "b: no"
 
 
-def test_trouble_that_may_pass_is_waited_for_before_a_part_is_left_out() -> None:
+def test_a_part_with_retryable_errors_is_retried_before_it_is_left_out() -> None:
     weighted = Weighted({"a": constant(0.5), "b": failing(*[Retryable("busy")] * 9)}, on_failure="renormalise")
     for _ in range(ATTEMPTS - 1):
         with pytest.raises(Retryable, match="b: busy"):
@@ -182,7 +187,7 @@ def test_trouble_that_may_pass_is_waited_for_before_a_part_is_left_out() -> None
     assert scored(weighted).parts == {"a": 0.5, "left_out": 1.0}
 
 
-def test_without_any_part_there_is_no_score() -> None:
+def test_renormalise_is_fatal_if_all_parts_with_weight_failed() -> None:
     parts = {
         "a": failing(Fatal("no")),
         "b": constant(Score.failed("never")),
@@ -192,13 +197,13 @@ def test_without_any_part_there_is_no_score() -> None:
         scored(Weighted(parts, on_failure="renormalise"))
 
 
-def test_a_part_without_weight_costs_nothing_where_it_fails() -> None:
+def test_a_failed_part_of_weight_zero_does_not_change_the_score() -> None:
     parts = {"a": constant(0.5), "seen": {"reward": failing(Fatal("no")), "weight": 0}}
     score = scored(Weighted(parts))
     assert (score.value, score.parts) == (0.5, {"a": 0.5, "left_out": 1.0})
 
 
-def test_a_sum_that_is_no_number_is_no_score() -> None:
+def test_an_infinite_sum_is_fatal() -> None:
     with pytest.raises(Fatal, match="sum of the parts is inf"):
         scored(Weighted({"a": constant(1e308), "b": constant(1e308)}))
 
@@ -208,7 +213,7 @@ PARTS = st.lists(st.tuples(WEIGHTS, st.floats(-10, 10), st.booleans()), min_size
 
 
 @given(PARTS.filter(lambda parts: any(there for _, _, there in parts)))
-def test_the_rest_is_scaled_to_the_whole_weight(parts: list[tuple[float, float, bool]]) -> None:
+def test_the_remaining_parts_are_scaled_to_the_total_absolute_weight(parts: list[tuple[float, float, bool]]) -> None:
     table = {
         f"p{i}": {"reward": constant(value) if there else failing(Fatal("no")), "weight": weight}
         for i, (weight, value, there) in enumerate(parts)
@@ -220,9 +225,9 @@ def test_the_rest_is_scaled_to_the_whole_weight(parts: list[tuple[float, float, 
     assert score.value == pytest.approx(total * whole / left)
 
 
-# --- with the rest of the house ---------------------------------------------------------------------------
+# --- post-processing, threads and settings ----------------------------------------------------------------
 class Ranked:
-    """A reward that sees whole groups: each score becomes its rank."""
+    """A reward whose post-processing replaces each score by its rank in the group, and fails for a score of 13."""
 
     async def compute_score(self, request: Request) -> float:
         return float(request.response)
@@ -242,19 +247,19 @@ def grouped(parts: dict[str, Any], responses: Sequence[str]) -> list[Score]:
     return virtual_time.run(main())
 
 
-def test_parts_that_see_whole_groups_see_them() -> None:
+def test_post_processing_of_a_part_sees_the_whole_group() -> None:
     scores = grouped({"rank": {"reward": Ranked, "weight": 10}, "one": constant(1.0)}, ["7", "3", "5"])
     assert [score.value for score in scores] == [21.0, 1.0, 11.0]
     assert [score.parts["rank"] for score in scores] == [2.0, 0.0, 1.0]
 
 
-def test_a_group_that_a_part_cannot_finish_is_no_zero() -> None:
+def test_failed_post_processing_of_a_part_makes_the_whole_group_invalid() -> None:
     scores = grouped({"rank": Ranked, "one": constant(1.0)}, ["7", "13"])
     assert not any(score.valid for score in scores)
     assert all("rank" in (score.explanation or "") for score in scores)
 
 
-def test_sync_parts_run_in_no_more_threads_than_they_have() -> None:
+def test_a_sync_part_uses_at_most_sixteen_threads_by_default() -> None:
     busy, most, lock = Counter[str](), Counter[str](), threading.Lock()
 
     def slow(request: Request) -> float:
@@ -294,14 +299,14 @@ def test_sync_parts_run_in_no_more_threads_than_they_have() -> None:
         ([constant(1)], {}, "a table of rewards"),
     ],
 )
-def test_a_mistake_is_one_clear_line(parts: Any, options: dict[str, Any], said: str) -> None:
+def test_invalid_parts_raise_a_one_line_user_error(parts: Any, options: dict[str, Any], said: str) -> None:
     with pytest.raises(UserError) as error:
         Weighted(parts, **options)
     assert said in str(error.value)
     assert "\n" not in str(error.value)
 
 
-def test_the_version_changes_with_what_changes_a_score() -> None:
+def test_the_version_changes_with_everything_that_changes_a_score() -> None:
     def version(
         weight: float = 1.0, name: str = "a", policy: Any = "fail", clip: Any = None, value: Any = Ranked
     ) -> str:
@@ -322,9 +327,9 @@ class Other(Ranked):
     version = "other"
 
 
-# --- limits of their own ----------------------------------------------------------------------------------
+# --- limits of single parts -------------------------------------------------------------------------------
 class Narrow:
-    """A service that takes ``slots`` requests at once, each for a second."""
+    """A reward that declares with ``slots`` how many calls it takes at once; each call takes ``seconds``."""
 
     def __init__(self, slots: int = 2, seconds: float = 1.0) -> None:
         self.slots, self.seconds = slots, seconds
@@ -339,7 +344,7 @@ class Narrow:
 
 
 @pytest.mark.parametrize("summed", [False, True])
-def test_a_request_that_waits_for_room_does_not_run_out_of_time(summed: bool) -> None:
+def test_waiting_for_a_slot_does_not_count_towards_the_timeout(summed: bool) -> None:
     narrow = Narrow()
     quick = constant(1.0, 0.1)
     reward = Weighted({"narrow": narrow, "quick": {"reward": quick, "weight": 0}}) if summed else narrow
@@ -354,7 +359,7 @@ def test_a_request_that_waits_for_room_does_not_run_out_of_time(summed: bool) ->
     assert narrow.most == 2
 
 
-def test_a_part_that_takes_too_long_is_told_by_name() -> None:
+def test_the_explanation_of_a_timeout_names_the_slow_part() -> None:
     parts = {"slow": constant(1.0, 9.0), "quick": constant(1.0)}
 
     async def main() -> str | None:
@@ -366,7 +371,7 @@ def test_a_part_that_takes_too_long_is_told_by_name() -> None:
     assert virtual_time.run(main()) == "slow: no score within 2 s"
 
 
-def test_a_part_that_cancels_itself_fails_alone() -> None:
+def test_a_part_that_raises_cancelled_error_fails_the_sum_and_is_named() -> None:
     async def reward(request: Request) -> float:
         raise asyncio.CancelledError
 
@@ -374,7 +379,7 @@ def test_a_part_that_cancels_itself_fails_alone() -> None:
         scored(Weighted({"a": constant(1.0), "b": reward}))
 
 
-def test_threads_of_parts_are_as_many_as_the_settings_say() -> None:
+def test_the_workers_setting_bounds_the_threads_of_a_part() -> None:
     together = threading.Barrier(3, timeout=30)
     active, most, lock = 0, 0, threading.Lock()
 
@@ -397,7 +402,7 @@ def test_threads_of_parts_are_as_many_as_the_settings_say() -> None:
     assert most == 3
 
 
-def test_a_sync_part_runs_in_processes_and_an_async_one_on_the_loop() -> None:
+def test_process_isolation_runs_sync_parts_in_processes_and_async_parts_on_the_loop() -> None:
     async def here(request: Request) -> float:
         return float(os.getpid())
 
@@ -412,14 +417,14 @@ def test_a_sync_part_runs_in_processes_and_an_async_one_on_the_loop() -> None:
     assert score.parts["there"] != os.getpid()
 
 
-def test_what_was_loaded_before_keeps_its_own_threads() -> None:
+def test_a_part_that_was_loaded_before_keeps_its_own_number_of_threads() -> None:
     mine = load_reward(lambda request: 1.0, settings=RewardSettings(workers=5))
     weighted = Weighted({"mine": mine, "other": lambda request: 1.0})
     RewardAgent(weighted, workers=2)
     assert [part.scorer.slots for part in weighted._parts] == [5, 2]
 
 
-def test_evaluation_does_not_delay_training_where_a_part_has_few_threads() -> None:
+def test_evaluation_does_not_delay_training_although_a_part_has_one_thread() -> None:
     def slow(request: Request) -> float:
         time.sleep(0.05)
         return 1.0
@@ -440,9 +445,9 @@ def test_evaluation_does_not_delay_training_where_a_part_has_few_threads() -> No
     assert asyncio.run(main()) < 12
 
 
-# --- parts that nobody hears ------------------------------------------------------------------------------
+# --- unreachable parts ------------------------------------------------------------------------------------
 class Away:
-    """Answers, but accepts nobody between two moments."""
+    """A reward that refuses connections between two times in seconds, and scores 1 otherwise."""
 
     def __init__(self, start: float, end: float) -> None:
         self.start, self.end = start, end
@@ -463,7 +468,7 @@ async def one_a_second(agent: RewardAgent, count: int) -> list[Score]:
 
 
 @pytest.mark.parametrize("on_failure", ["fail", "renormalise"])
-def test_an_outage_of_half_a_minute_costs_no_part(on_failure: Any) -> None:
+def test_an_outage_of_half_a_minute_loses_no_part(on_failure: Any) -> None:
     async def main() -> list[Score]:
         weighted = Weighted({"a": constant(0.5), "b": Away(10.0, 40.0)}, on_failure=on_failure)
         async with RewardAgent(weighted) as agent:
@@ -474,7 +479,7 @@ def test_an_outage_of_half_a_minute_costs_no_part(on_failure: Any) -> None:
     assert [score.parts for score in virtual_time.run(main())] == [{"a": 0.5, "b": 1.0}] * 60
 
 
-def test_a_part_that_stays_away_is_left_out_in_time() -> None:
+def test_a_part_that_stays_unreachable_is_left_out_after_down_after_s() -> None:
     async def main() -> float:
         weighted = Weighted({"a": constant(0.5), "b": Away(10.0, 1e9)}, on_failure="renormalise")
         async with RewardAgent(weighted, down_after_s=200.0, max_backoff_s=10.0) as agent:
@@ -485,17 +490,17 @@ def test_a_part_that_stays_away_is_left_out_in_time() -> None:
     assert 110.0 <= virtual_time.run(main()) < 125.0
 
 
-def test_a_part_that_asks_for_a_day_is_left_out() -> None:
+def test_a_part_with_a_retry_after_of_a_day_is_left_out() -> None:
     busy = failing(Retryable("quota", 86400.0, cause="rate_limit"))
     assert scored(Weighted({"a": constant(0.5), "b": busy}, on_failure="renormalise")).parts["left_out"] == 1.0
 
 
-# --- what parts have cost, and what is kept of them -------------------------------------------------------
+# --- costs and stored scores of parts ---------------------------------------------------------------------
 def paid(calls: list[str], seconds: float = 0.0) -> Reward:
     return constant(Score(1.0, parts={"cost/prompt_tokens": 10.0}), seconds, calls)
 
 
-def test_tokens_of_every_part_are_counted_once_whatever_becomes_of_the_sum() -> None:
+def test_the_tokens_of_every_part_are_counted_once_even_if_the_sum_fails() -> None:
     bad = Retryable("unreadable", cost={"cost/prompt_tokens": 3.0})
 
     async def main(*errors: Exception) -> float:
@@ -510,7 +515,7 @@ def test_tokens_of_every_part_are_counted_once_whatever_becomes_of_the_sum() -> 
     assert virtual_time.run(main(bad, Fatal("no", cost={"cost/prompt_tokens": 5.0}))) == 18.0
 
 
-def test_a_resumed_run_asks_for_the_missing_parts_alone(tmp_path: Path) -> None:
+def test_a_resumed_run_computes_only_the_missing_parts(tmp_path: Path) -> None:
     calls: list[str] = []
     trajectory = make_trajectory(make_task(), "abc", own=Score(0.5))
 
@@ -523,14 +528,14 @@ def test_a_resumed_run_asks_for_the_missing_parts_alone(tmp_path: Path) -> None:
             spent = agent.metrics().get("service/prompt_tokens", 0.0)
             return count_rows(agent._journal.path), asking.result() if done else None, spent
 
-    assert virtual_time.run(main(20.0))[:2] == (1, None)  # the environment's own score is no row
+    assert virtual_time.run(main(20.0))[:2] == (1, None)  # the environment's score is not in the journal
     _, score, spent = virtual_time.run(main(60.0))
     assert score is not None
     assert score.value == 2.5
     assert (len(calls), spent) == (1, 0.0)
 
 
-def test_what_was_paid_for_is_not_lost_where_another_part_fails(tmp_path: Path) -> None:
+def test_a_scored_part_is_not_computed_again_after_another_part_failed(tmp_path: Path) -> None:
     calls: list[str] = []
 
     async def late(request: Request) -> float:
@@ -551,5 +556,5 @@ def test_what_was_paid_for_is_not_lost_where_another_part_fails(tmp_path: Path) 
     assert len(calls) == 2
 
 
-def test_a_payload_that_is_no_json_has_a_sum_too() -> None:
+def test_a_payload_that_is_not_json_can_be_scored() -> None:
     assert scored(Weighted({"a": constant(1.0)}), Request(Task("t", (), {"x": object()}), ())).value == 1.0

@@ -1,4 +1,5 @@
-"""Groups come out complete, at once, whole, and in the order in which they became so."""
+"""Tests of `RewardAgent.score_groups` in virtual time: each group is yielded as soon as its last reward is known,
+groups are read from the source only while there is room, and errors reach the consumer."""
 
 from __future__ import annotations
 
@@ -20,12 +21,14 @@ from tests.strategies import examples
 TASK = make_task()
 
 
-async def as_long_as_it_says(request: Request) -> float:
+async def sleep_then_score(request: Request) -> float:
+    """Sleep for the number of seconds that is written in the response, and return this number as the score."""
     await asyncio.sleep(float(request.response))
     return float(request.response)
 
 
 def group(*seconds: float) -> list[Any]:
+    """Return a group with one response for each number of seconds."""
     return [(TASK, str(s)) for s in seconds]
 
 
@@ -39,10 +42,10 @@ def now() -> float:
 
 @settings(max_examples=examples(30))
 @given(st.lists(st.lists(st.floats(0, 50), max_size=5), max_size=12))
-def test_each_group_is_delivered_the_moment_that_its_last_reward_is_in(groups: list[list[float]]) -> None:
+def test_each_group_is_yielded_as_soon_as_its_last_reward_is_known(groups: list[list[float]]) -> None:
     async def main() -> None:
         seen = []
-        async with RewardAgent(as_long_as_it_says, timeout_s=100) as agent:
+        async with RewardAgent(sleep_then_score, timeout_s=100) as agent:
             async for index, scores in agent.score_groups(group(*seconds) for seconds in groups):
                 assert [score.value for score in scores] == groups[index]
                 assert now() == pytest.approx(max(groups[index], default=0.0), abs=1e-6)
@@ -52,18 +55,18 @@ def test_each_group_is_delivered_the_moment_that_its_last_reward_is_in(groups: l
     virtual_time.run(main())
 
 
-def test_what_a_group_may_hold() -> None:
+def test_a_group_may_hold_texts_message_lists_and_trajectories() -> None:
     async def main() -> None:
         conversation = [*TASK.prompt, Message(role="assistant", content="2")]
         items = [(TASK, "1"), (TASK, conversation), (TASK, make_trajectory(TASK, "3"))]
-        async with RewardAgent(as_long_as_it_says) as agent:
+        async with RewardAgent(sleep_then_score) as agent:
             results = [scores async for _, scores in agent.score_groups([items], lane="eval")]
         assert [score.value for score in results[0]] == [1.0, 2.0, 3.0]
 
     virtual_time.run(main())
 
 
-def test_an_endless_source_is_taken_as_there_is_room() -> None:
+def test_an_endless_source_is_read_only_as_far_as_max_concurrency_allows() -> None:
     taken = 0
 
     def endless() -> Iterator[list[Any]]:
@@ -74,10 +77,11 @@ def test_an_endless_source_is_taken_as_there_is_room() -> None:
 
     async def main() -> None:
         got = 0
-        async with RewardAgent(as_long_as_it_says, max_concurrency=20, cache=0) as agent:
+        async with RewardAgent(sleep_then_score, max_concurrency=20, cache=0) as agent:
             async for _ in agent.score_groups(endless()):
                 got += 1
-                assert taken - got <= 21  # 2 x 20 members are 20 groups of two
+                # at most 2 x max_concurrency = 40 members are in work, which are 20 groups of two
+                assert taken - got <= 21
                 if got == 500:
                     break
             await asyncio.sleep(0.1)
@@ -86,7 +90,7 @@ def test_an_endless_source_is_taken_as_there_is_room() -> None:
     virtual_time.run(main())
 
 
-def test_a_slow_consumer_holds_the_source_back() -> None:
+def test_a_slow_consumer_limits_how_far_the_source_is_read_ahead() -> None:
     taken = 0
 
     async def source() -> AsyncIterator[list[Any]]:
@@ -96,7 +100,7 @@ def test_a_slow_consumer_holds_the_source_back() -> None:
             yield group(1)
 
     async def main() -> None:
-        async with RewardAgent(as_long_as_it_says, max_concurrency=5, cache=0) as agent:
+        async with RewardAgent(sleep_then_score, max_concurrency=5, cache=0) as agent:
             count = 0
             async for _ in agent.score_groups(source()):
                 await asyncio.sleep(10)
@@ -107,7 +111,7 @@ def test_a_slow_consumer_holds_the_source_back() -> None:
     virtual_time.run(main())
 
 
-def test_a_source_that_comes_late_is_waited_for_and_one_that_breaks_is_heard() -> None:
+def test_a_slow_source_is_awaited_and_its_exception_reaches_the_consumer() -> None:
     async def late() -> AsyncIterator[list[Any]]:
         yield group(1)
         await asyncio.sleep(100)
@@ -121,7 +125,7 @@ def test_a_source_that_comes_late_is_waited_for_and_one_that_breaks_is_heard() -
             async for index, _ in agent.score_groups(late()):
                 seen.append((index, now()))
 
-        async with RewardAgent(as_long_as_it_says) as agent:
+        async with RewardAgent(sleep_then_score) as agent:
             with pytest.raises(LookupError, match="no more rows"):
                 await consume()
             await asyncio.sleep(0)
@@ -150,7 +154,7 @@ def test_a_source_that_cannot_be_iterated_raises_its_error() -> None:
             raise FileNotFoundError("rows.jsonl")
 
     async def main() -> None:
-        async with RewardAgent(as_long_as_it_says) as agent:
+        async with RewardAgent(sleep_then_score) as agent:
             with pytest.raises(FileNotFoundError):
                 await asyncio.wait_for(_all(agent.score_groups(Rows())), 5)
 

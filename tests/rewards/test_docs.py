@@ -1,4 +1,5 @@
-"""The code of the page on rewards runs and prints what it says."""
+"""Tests of docs/howto/rewards.md: its code prints the output that the page shows, its excerpts equal the files in
+examples/, and the metrics that it names exist."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "howto" / "rewards.md"
 
 
-def test_the_code_of_the_page_runs(
+def test_the_code_of_the_page_prints_the_shown_output(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -25,7 +26,7 @@ def test_the_code_of_the_page_runs(
     assert [line.split()[1] for line in lines[4:]] == ["0.0", "1.0"]
 
 
-def test_the_page_shows_the_examples_as_they_are() -> None:
+def test_the_excerpts_of_the_page_equal_the_example_files() -> None:
     blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
     for example, begins in (("trl_rewards.py", "def reward_function"), ("verl_rewards.py", "async def compute_score")):
         (excerpt,) = [block for block in blocks if block.startswith(begins)]

@@ -1,4 +1,5 @@
-"""Every form of a reward gives its score, and what is no number is a failure."""
+"""Tests of `gleanrl.rewards.adapter.load_reward`: functions, classes, objects, import paths and the reward functions
+of verl and TRL all become scorers, and a return value that is no finite number is a failure, never a score of 0."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ def score(reward: Any, asked: Request | None = None, **options: Any) -> Score:
     return virtual_time.run(main())
 
 
-# --- the house's own form -------------------------------------------------------------------------
+# --- rewards in the form of gleanrl -------------------------------------------------------------------
 @pytest.mark.parametrize(
     "reward",
     [
@@ -54,30 +55,30 @@ def score(reward: Any, asked: Request | None = None, **options: Any) -> Score:
         lambda request: Score(4.0),
         lambda request: graders.length_async(request),
     ],
-    # names that are the same in every process, which parallel test workers compare
+    # default ids would contain object addresses, which differ between parallel test workers
     ids=["path", "async path", "class path", "file", "function", "async", "class", "object", "lambda", "awaitable"],
 )
-def test_functions_classes_objects_and_their_names(reward: Any) -> None:
+def test_functions_classes_objects_and_import_paths_are_accepted_as_rewards(reward: Any) -> None:
     assert score(reward).value == 4
 
 
-def test_options_make_the_class_or_complete_the_function() -> None:
+def test_options_are_passed_to_the_class_or_bound_to_the_function() -> None:
     assert score(f"{HERE}:Scaled", options={"scale": 2.5}).value == 10
     assert score(lambda request, bonus: bonus, options={"bonus": 3}).value == 3
     with pytest.raises(UserError, match=r"Scaled.*no_such"):
         score(f"{HERE}:Scaled", options={"no_such": 1})
 
 
-def test_the_environments_own_score() -> None:
+def test_the_environment_reward_returns_the_score_of_the_environment() -> None:
     assert score("environment") == Score(0.25)
 
 
-def test_a_mapping_has_parts_and_an_explanation() -> None:
+def test_a_returned_mapping_becomes_score_parts_and_explanation() -> None:
     got = score(lambda request: {"score": np.float32(0.5), "style": 1, "note": "x", "explanation": "well"})
     assert got == Score(0.5, parts={"style": 1.0}, explanation="well")
 
 
-def test_an_object_is_closed_and_its_version_used() -> None:
+def test_an_object_is_closed_with_its_scorer_and_gives_the_version() -> None:
     scaled = graders.Scaled()
     assert score(scaled).value == 4
     assert scaled.closed
@@ -85,7 +86,7 @@ def test_an_object_is_closed_and_its_version_used() -> None:
     assert load_reward(scaled).version == "v7"  # type: ignore[attr-defined]
 
 
-def test_the_version_changes_with_options_and_with_the_file(tmp_path: Path) -> None:
+def test_the_version_changes_with_the_options_and_with_the_source_file(tmp_path: Path) -> None:
     def version(reward: Any, **options: Any) -> str:
         return load_reward(reward, options=options).version  # type: ignore[attr-defined]
 
@@ -100,14 +101,14 @@ def test_the_version_changes_with_options_and_with_the_file(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("reward", [f"{HERE}:no_such", "nowhere:fn", 3, f"{HERE}:HERE", "length"])
-def test_what_is_no_reward_is_one_line(reward: Any) -> None:
+def test_an_object_or_path_that_is_no_reward_raises_a_user_error(reward: Any) -> None:
     with pytest.raises(UserError):
         load_reward(reward)
 
 
-# --- what is returned -----------------------------------------------------------------------------
+# --- return values --------------------------------------------------------------------------------
 @pytest.mark.parametrize("value", [True, 1, 1.0, np.float32(1), np.int64(1), np.bool_(True), np.array([[1.0]])])
-def test_numbers_of_any_kind_are_scores(value: Any) -> None:
+def test_every_numeric_type_is_accepted_as_a_score(value: Any) -> None:
     got = score(lambda request: value)
     assert got == Score(1.0)
     assert type(got.value) is float
@@ -118,7 +119,7 @@ NO_NUMBERS = [math.nan, math.inf, -math.inf, None, "1.0", b"1", [1.0], {}, {"val
 
 
 @pytest.mark.parametrize("value", NO_NUMBERS, ids=lambda value: type(value).__name__)
-def test_what_is_no_number_is_a_failure_and_never_zero(value: Any) -> None:
+def test_a_return_value_that_is_no_finite_number_fails_and_never_scores_zero(value: Any) -> None:
     with pytest.raises(Fatal) as caught:
         score(lambda request: value)
     assert caught.value.cause == "not_a_number"
@@ -136,12 +137,12 @@ def test_what_is_no_number_is_a_failure_and_never_zero(value: Any) -> None:
     assert got.explanation
 
 
-# --- verl's and TRL's ---------------------------------------------------------------------------------
+# --- reward functions of verl and TRL -----------------------------------------------------------------
 VERL = {"data_source": "float", "reward_model": {"ground_truth": "four"}, "extra_info": {"index": 3}}
 
 
 @pytest.mark.parametrize("source", ["float", "dict"])
-def test_verls_function(source: str) -> None:
+def test_a_verl_reward_function_gives_its_score_and_parts(source: str) -> None:
     asked = request(**{**VERL, "data_source": source})
     for reward in (f"verl:{HERE}:compute_score", verl(graders.compute_score)):
         got = score(reward, asked)
@@ -149,7 +150,7 @@ def test_verls_function(source: str) -> None:
         assert got.parts == ({"acc": 1.0} if source == "dict" else {})
 
 
-def test_verls_class_with_post_processing_of_what_is_valid() -> None:
+def test_a_verl_reward_class_post_processes_only_valid_scores() -> None:
     asked = request("five", **VERL)
     assert score(f"verl:{HERE}:RewardAgent", asked) == Score(0.0, explanation="float, 3")
 
@@ -162,32 +163,32 @@ def test_verls_class_with_post_processing_of_what_is_valid() -> None:
     assert got[1].explanation == "no"
 
 
-def test_verl_sees_all_that_was_played_after_the_prompt() -> None:
+def test_the_solution_str_of_verl_holds_all_messages_after_the_prompt() -> None:
     messages = (*make_task().prompt, *(Message(role=r, content=c) for r, c in
                 [("assistant", "a"), ("tool", "b"), ("assistant", "c")]))  # fmt: skip
     payload = {**VERL, "reward_model": {"ground_truth": "a\nb\nc"}}
     assert score(f"verl:{HERE}:compute_score", Request(Task("t", payload=payload), messages)).value == 1.0
 
 
-def test_verl_without_its_row_is_one_line() -> None:
+def test_a_verl_reward_without_ground_truth_in_the_payload_raises_a_user_error() -> None:
     with pytest.raises(UserError, match=r"reward_model.ground_truth.*'t'.*answer"):
         score(f"verl:{HERE}:compute_score", request(answer="x"))
 
 
-def test_trls_function_sync_and_async() -> None:
+def test_sync_and_async_trl_reward_functions_give_their_score() -> None:
     for reward in (f"trl:{HERE}:exact_match", trl(graders.exact_match)):
         assert score(reward, request("four", answer="four", completion="left out")).value == 1.0
         assert score(reward, request("four", answer="five")).value == 0.0
     assert score(f"trl:{HERE}:exact_match_async").value == 1.0
 
 
-def test_trls_none_is_not_applicable_and_neither_zero_nor_a_failure() -> None:
+def test_none_from_a_trl_reward_is_not_applicable_and_spends_no_error_budget() -> None:
     with pytest.raises(NotApplicable):
         score(f"trl:{HERE}:exact_match", request(answer=None))
 
     async def main() -> None:
         async with RewardAgent(f"trl:{HERE}:exact_match") as agent:
-            for n in range(64):  # more than an error budget would take
+            for n in range(64):  # so many failures would exceed the error budget
                 task = make_task(str(n), answer=None)
                 assert not (await agent.score(task, make_trajectory(task, "x"))).valid
             assert agent.metrics()["service/failed/not_applicable"] == 64
@@ -196,12 +197,14 @@ def test_trls_none_is_not_applicable_and_neither_zero_nor_a_failure() -> None:
 
 
 @pytest.mark.parametrize("value", [1.0, [], [1.0, 2.0], None])
-def test_trls_list_of_another_length_is_a_failure(value: Any) -> None:
+def test_a_trl_reward_that_returns_no_list_of_length_one_fails(value: Any) -> None:
     with pytest.raises(Fatal, match="list of one"):
         score(trl(lambda **columns: value))
 
 
-def test_a_prefix_is_a_prefix_only_before_an_import_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_path_with_a_colon_is_not_read_as_a_framework_prefix(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "mine.py").write_text("def fn(request):\n    return 7\ndef columns(**columns):\n    return 7\n")
     monkeypatch.chdir(tmp_path)
     assert score("mine.py:fn").value == 7
@@ -209,7 +212,7 @@ def test_a_prefix_is_a_prefix_only_before_an_import_path(tmp_path: Path, monkeyp
         score("trl:mine.py:columns")
 
 
-def test_a_sync_class_finishes_groups_in_threads() -> None:
+def test_scores_of_a_sync_class_are_post_processed_by_group() -> None:
     async def main() -> None:
         async with RewardAgent(f"{HERE}:Scaled") as agent:
             groups = [[(make_task(), "x" * n) for n in (1, 5, 3)]]
@@ -220,7 +223,7 @@ def test_a_sync_class_finishes_groups_in_threads() -> None:
     asyncio.run(main())
 
 
-def test_post_processing_that_is_none_is_no_post_processing() -> None:
+def test_post_process_scores_set_to_none_means_no_post_processing() -> None:
     class Plain:
         post_process_scores = None
 

@@ -1,4 +1,4 @@
-"""HTTP rewards against a real service that goes wrong in every way."""
+"""Tests of `gleanrl.rewards.http.HttpReward` against a scripted HTTP server on loopback that shows many faults."""
 
 from __future__ import annotations
 
@@ -29,6 +29,8 @@ def asked(says: str, own: Score | None = None) -> Request:
 
 
 def served(plan: Plan, use: Callable[[Service, HttpReward], Awaitable[None]], **options: Any) -> Service:
+    """Call ``use`` with a running service and a reward that sends to it, and return the service."""
+
     async def main() -> Service:
         async with Service(plan) as service:
             reward = HttpReward(f"{service.url}/score", **options)
@@ -39,7 +41,7 @@ def served(plan: Plan, use: Callable[[Service, HttpReward], Awaitable[None]], **
     return asyncio.run(main())
 
 
-def test_a_trajectory_goes_out_and_its_score_comes_back() -> None:
+def test_a_trajectory_is_sent_as_json_and_its_score_is_returned() -> None:
     async def use(service: Service, reward: HttpReward) -> None:
         score = await reward(asked("4, worth 7", Score(0.5)))
         assert (score.value, score.parts, score.explanation) == (7.0, {"length": 3.0}, "by its worth")
@@ -71,7 +73,7 @@ def test_a_trajectory_goes_out_and_its_score_comes_back() -> None:
         ("drop", "connection", "http:"),
     ],
 )
-def test_trouble_that_may_pass_is_retryable_and_passes(fault: str, cause: str, said: str) -> None:
+def test_a_transient_fault_raises_retryable_and_the_next_call_succeeds(fault: str, cause: str, said: str) -> None:
     async def use(service: Service, reward: HttpReward) -> None:
         with pytest.raises(Retryable, match=said) as error:
             await reward(asked("worth 3"))
@@ -83,7 +85,7 @@ def test_trouble_that_may_pass_is_retryable_and_passes(fault: str, cause: str, s
     assert dict(service.met) == {fault: 1}
 
 
-def test_nobody_there_is_retryable() -> None:
+def test_a_refused_connection_raises_retryable_with_cause_unreachable() -> None:
     async def main() -> None:
         async with Service() as service:
             url = service.url
@@ -110,7 +112,7 @@ def test_nobody_there_is_retryable() -> None:
         (200, {"score": 10**400}, "no number at score"),
     ],
 )
-def test_what_trying_again_cannot_mend_is_fatal(status: int, answer: Any, said: str) -> None:
+def test_permanent_errors_and_answers_without_a_score_raise_fatal(status: int, answer: Any, said: str) -> None:
     async def use(service: Service, reward: HttpReward) -> None:
         with pytest.raises(Fatal, match=said):
             await reward(asked("worth 3"))
@@ -118,14 +120,14 @@ def test_what_trying_again_cannot_mend_is_fatal(status: int, answer: Any, said: 
     served(Plan(answer=lambda path, body: (status, answer)), use)
 
 
-def test_the_score_may_lie_deeper() -> None:
+def test_the_score_option_is_a_path_into_the_answer() -> None:
     async def use(service: Service, reward: HttpReward) -> None:
         assert (await reward(asked("x"))).value == 0.25
 
     served(Plan(answer=lambda path, body: (200, {"data": [{"value": 0.25}]})), use, score="data.0.value")
 
 
-def test_lone_surrogates_and_arrays_travel() -> None:
+def test_lone_surrogates_and_arrays_are_sent_and_other_objects_refused() -> None:
     import numpy as np
 
     async def use(service: Service, reward: HttpReward) -> None:
@@ -145,13 +147,13 @@ def test_lone_surrogates_and_arrays_travel() -> None:
         ({"retry-after": "-1"}, 0.0),
         ({"retry-after-ms": "250", "retry-after": "9"}, 0.25),
         ({"retry-after": formatdate(1_000_030, usegmt=True), "date": formatdate(1_000_000, usegmt=True)}, 30.0),
-        ({"retry-after": formatdate(1_000_000, usegmt=True)}, 0.0),  # long ago
+        ({"retry-after": formatdate(1_000_000, usegmt=True)}, 0.0),  # a date in the past
         ({"retry-after": "soon"}, None),
         ({"retry-after": "inf"}, None),
         ({}, None),
     ],
 )
-def test_when_to_come_again(fields: dict[str, str], seconds: float | None) -> None:
+def test_retry_after_headers_are_read_as_seconds(fields: dict[str, str], seconds: float | None) -> None:
     assert retry_after(fields) == seconds
 
 
@@ -167,13 +169,13 @@ def test_when_to_come_again(fields: dict[str, str], seconds: float | None) -> No
         ({"api_key_env": "NOT_THERE"}, "NOT_THERE is not set"),
     ],
 )
-def test_a_mistake_is_one_clear_line(options: dict[str, Any], said: str) -> None:
+def test_invalid_settings_raise_a_one_line_user_error(options: dict[str, Any], said: str) -> None:
     with pytest.raises(UserError, match=said) as error:
         HttpReward(**{"url": "http://localhost:1", **options})
     assert "\n" not in str(error.value)
 
 
-def test_the_version_tells_settings_apart() -> None:
+def test_the_version_depends_on_the_settings_that_change_a_score() -> None:
     versions = {
         HttpReward(**options).version  # type: ignore[arg-type]
         for options in (
@@ -188,7 +190,7 @@ def test_the_version_tells_settings_apart() -> None:
     assert HttpReward("http://a").version == HttpReward("http://a", timeout_s=3).version
 
 
-def test_a_thousand_requests_at_once_keep_their_connections() -> None:
+def test_a_thousand_concurrent_requests_reuse_their_connections() -> None:
     count = 1000
 
     async def use(service: Service, reward: HttpReward) -> None:
@@ -201,7 +203,7 @@ def test_a_thousand_requests_at_once_keep_their_connections() -> None:
     assert service.connections <= count
 
 
-def test_no_more_connections_than_allowed() -> None:
+def test_the_connections_setting_bounds_the_open_connections() -> None:
     async def use(service: Service, reward: HttpReward) -> None:
         await asyncio.gather(*(reward(asked(f"worth {i}")) for i in range(40)))
 
@@ -210,7 +212,7 @@ def test_no_more_connections_than_allowed() -> None:
     assert service.connections == 5
 
 
-def test_no_more_connections_than_the_process_may_open_files() -> None:
+def test_the_connection_limit_stays_below_the_limit_of_open_files() -> None:
     code = (
         "import resource; from gleanrl.utils.http import connection_limit as allowed;"
         "resource.setrlimit(resource.RLIMIT_NOFILE, (600, 1000)); print(allowed(50), allowed(4096), allowed(4096));"
@@ -220,7 +222,7 @@ def test_no_more_connections_than_the_process_may_open_files() -> None:
     assert out.split() == ["50", "488", "488", "1000"]
 
 
-def test_a_client_serves_one_event_loop_after_another() -> None:
+def test_one_client_works_in_successive_event_loops() -> None:
     async def once() -> float:
         async with Service() as service:
             reward._client.url = f"{service.url}/score"
@@ -230,8 +232,8 @@ def test_a_client_serves_one_event_loop_after_another() -> None:
     assert [asyncio.run(once()), asyncio.run(once())] == [3.0, 3.0]
 
 
-def test_through_the_agent_every_reward_comes_to_its_own_trajectory() -> None:
-    """A service with every fault at once: what can be had is had, what cannot is invalid and says why."""
+def test_the_agent_scores_every_trajectory_correctly_through_a_faulty_service() -> None:
+    """The service shows all faults at once. Only an answer without a score stays invalid, and it names the reason."""
     faults = {
         "429": 0.08,
         "500": 0.06,
@@ -263,12 +265,12 @@ def test_through_the_agent_every_reward_comes_to_its_own_trajectory() -> None:
     assert metrics["service/retries"] == sum(service.met.values()) - service.met["no_score"]
 
 
-def test_every_try_of_a_request_has_one_key_and_no_other_request_has_it() -> None:
+def test_all_tries_of_a_request_share_an_idempotency_key_that_no_other_request_has() -> None:
     plan = Plan(faults={"500": 0.3, "hang": 0.1, "drop": 0.2, "garbage": 0.2}, repeats=2)
     items = [(TASK, f"worth {n}") for n in range(30)]
 
     async def once(plan: Plan) -> Service:
-        """All scored, by an agent that knows nothing of an earlier one."""
+        """Score all items with a new agent, which has no cache or journal of an earlier one."""
         async with Service(plan) as service:
             reward = HttpReward("http://127.0.0.1:1/score", timeout_s=2.0)
             reward._client.url = f"{service.url}/score"
@@ -287,15 +289,15 @@ def messages_of(text: str) -> tuple[Message, ...]:
     return ({"role": "assistant", "content": text},)
 
 
-def test_what_has_no_key_has_no_header() -> None:
+def test_a_request_without_a_key_has_no_idempotency_header() -> None:
     async def use(service: Service, reward: HttpReward) -> None:
         await reward._client.request("POST", "", {"messages": []})
 
     assert "idempotency-key" not in served(Plan(), use).headers[0]
 
 
-def test_a_second_request_beside_a_slow_one_has_a_key_of_its_own() -> None:
-    """A service that honours keys would make it wait for the first."""
+def test_a_hedged_request_has_its_own_idempotency_key() -> None:
+    """With the same key, a service that honours idempotency keys would make the hedge wait for the slow request."""
     slow: set[str] = set()
 
     async def main() -> Service:
@@ -321,7 +323,7 @@ def test_a_second_request_beside_a_slow_one_has_a_key_of_its_own() -> None:
     assert keys[1] == f"{keys[0]}-second"
 
 
-def test_requests_that_wait_for_a_connection_do_not_run_out_of_time() -> None:
+def test_waiting_for_a_connection_does_not_count_towards_the_timeout() -> None:
     async def main() -> list[Score]:
         async with Service(Plan(latency=lambda draws: 0.2)) as service:
             reward = HttpReward(f"{service.url}/score", connections=2)
@@ -333,7 +335,9 @@ def test_requests_that_wait_for_a_connection_do_not_run_out_of_time() -> None:
     assert [score.value for score in asyncio.run(main())] == [float(i) for i in range(20)]
 
 
-def test_what_a_body_takes_from_the_environment_is_sent_and_told_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_secret_from_the_environment_is_sent_in_the_body_and_redacted_elsewhere(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("GRADER_TOKEN", "s3cret-of-the-grader")
     fields = {"token": "env:GRADER_TOKEN", "deep": [{"x": "env:GRADER_TOKEN"}]}
 

@@ -1,4 +1,5 @@
-"""What the journal acknowledged is there, whatever happened since."""
+"""Tests of `gleanrl.rewards.journal.Journal`, the SQLite file of finished scores: a stored score survives a kill of the
+process, and damaged files, foreign databases and full disks give clear errors."""
 
 from __future__ import annotations
 
@@ -33,6 +34,8 @@ def key(number: int) -> str:
 
 
 def use(path: Path, what: Any) -> Any:
+    """Open the journal at ``path``, await ``what(journal)``, close the journal and return the result."""
+
     async def main() -> Any:
         journal = Journal(path)
         try:
@@ -45,7 +48,7 @@ def use(path: Path, what: Any) -> Any:
 
 @settings(max_examples=examples(20))
 @given(value=FLOATS, parts=st.dictionaries(st.text(), FLOATS), explanation=st.none() | st.text())
-def test_a_score_comes_back_exactly(
+def test_a_stored_score_is_read_back_exactly(
     tmp_path_factory: pytest.TempPathFactory, value: float, parts: dict[str, float], explanation: str | None
 ) -> None:
     path = tmp_path_factory.mktemp("journal") / "rewards.sqlite"
@@ -61,7 +64,7 @@ def test_a_score_comes_back_exactly(
     virtual_time.run(main())
 
 
-def test_what_comes_during_a_commit_shares_the_next(tmp_path: Path) -> None:
+def test_scores_that_arrive_during_a_commit_share_the_next_commit(tmp_path: Path) -> None:
     commits: list[int] = []
 
     async def many(journal: Journal) -> None:
@@ -75,7 +78,7 @@ def test_what_comes_during_a_commit_shares_the_next(tmp_path: Path) -> None:
     assert len(commits) <= 3
 
 
-def test_a_failed_score_is_not_final(tmp_path: Path) -> None:
+def test_a_failed_score_is_refused(tmp_path: Path) -> None:
     async def put(journal: Journal) -> None:
         with pytest.raises(ValueError, match="only a valid score"):
             await journal.put(key(1), Score.failed("no"))
@@ -104,7 +107,7 @@ asyncio.run(main())
 """
 
 
-def test_after_a_kill_nothing_that_was_delivered_is_asked_again(tmp_path: Path) -> None:
+def test_scores_delivered_before_a_kill_are_not_computed_again(tmp_path: Path) -> None:
     path = tmp_path / "rewards.sqlite"
     process = subprocess.Popen(
         [sys.executable, "-c", CHILD, str(path)],
@@ -133,7 +136,7 @@ def test_after_a_kill_nothing_that_was_delivered_is_asked_again(tmp_path: Path) 
     assert [name for _, name in service.calls] == ["-1"]
 
 
-def test_another_version_of_the_reward_is_asked(tmp_path: Path) -> None:
+def test_a_new_version_of_the_reward_is_called_despite_the_journal(tmp_path: Path) -> None:
     async def main(version: str) -> int:
         service = Service((0, 0))
         service.version = version
@@ -145,7 +148,7 @@ def test_another_version_of_the_reward_is_asked(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["header", "middle", "cut", "not a database"])
-def test_a_damaged_file_is_moved_aside_with_one_line(
+def test_a_damaged_file_is_renamed_with_a_one_line_warning(
     tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "rewards.sqlite"
@@ -172,7 +175,7 @@ def test_a_damaged_file_is_moved_aside_with_one_line(
     assert count_rows(path) == 500
 
 
-def test_damage_found_while_it_runs_is_one_line(tmp_path: Path) -> None:
+def test_damage_found_while_reading_raises_a_user_error(tmp_path: Path) -> None:
     path = tmp_path / "rewards.sqlite"
 
     async def fill(journal: Journal) -> None:
@@ -192,7 +195,7 @@ def test_damage_found_while_it_runs_is_one_line(tmp_path: Path) -> None:
     use(path, read)
 
 
-def test_another_programs_database_is_left_alone(tmp_path: Path) -> None:
+def test_a_database_of_another_program_is_refused_and_not_changed(tmp_path: Path) -> None:
     path = tmp_path / "pool.sqlite"
     with sqlite3.connect(path) as database:
         database.execute("CREATE TABLE mine (x)")
@@ -203,14 +206,14 @@ def test_another_programs_database_is_left_alone(tmp_path: Path) -> None:
     assert path.read_bytes() == before
 
 
-def test_a_path_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
+def test_a_path_that_cannot_be_opened_raises_a_user_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for path in (tmp_path / "file" / "rewards.sqlite", tmp_path):
         with pytest.raises(UserError, match="cannot be opened"):
             Journal(path)
 
 
-def test_a_full_disk_stops_everybody_and_delivers_nothing(tmp_path: Path) -> None:
+def test_a_full_disk_raises_a_user_error_in_every_waiting_call(tmp_path: Path) -> None:
     async def main() -> None:
         async def reward(request: Any) -> Score:
             return Score(1.0, explanation=request.response)
@@ -237,7 +240,7 @@ def test_a_full_disk_stops_everybody_and_delivers_nothing(tmp_path: Path) -> Non
     ],
     ids=str,
 )
-def test_whatever_numbers_a_score_holds_can_be_kept(tmp_path: Path, returned: Any) -> None:
+def test_scores_with_numpy_numbers_and_invalid_parts_are_stored_as_floats(tmp_path: Path, returned: Any) -> None:
     async def reward(request: Any) -> Any:
         return returned
 
@@ -253,7 +256,7 @@ def test_whatever_numbers_a_score_holds_can_be_kept(tmp_path: Path, returned: An
     assert first.explanation is None or len(first.explanation) <= 4000
 
 
-def test_a_score_that_is_no_number_fails_alone(tmp_path: Path) -> None:
+def test_a_score_with_a_non_numeric_value_fails_without_affecting_others(tmp_path: Path) -> None:
     class Odd:
         def __float__(self) -> float:
             return 1.0
@@ -268,7 +271,7 @@ def test_a_score_that_is_no_number_fails_alone(tmp_path: Path) -> None:
     assert virtual_time.run(main()) == [False, False, True]
 
 
-def test_bools_come_back_as_numbers(tmp_path: Path) -> None:
+def test_bools_are_read_back_as_floats(tmp_path: Path) -> None:
     async def what(journal: Journal) -> Score | None:
         await journal.put(key(1), Score(True, parts={"right": True}))
         return journal.get(key(1))

@@ -1,4 +1,5 @@
-"""The judge against a real OpenAI-compatible server on loopback."""
+"""Tests of `gleanrl.rewards.judge.Judge` against a scripted OpenAI-compatible server on loopback, and of the code and
+configurations in docs/howto/judge.md."""
 
 from __future__ import annotations
 
@@ -36,6 +37,8 @@ def asked(says: str = "4, worth 5", task: Task = TASK) -> Request:
 
 
 def judged(plan: Plan, use: Callable[[Judge], Awaitable[None]], **options: Any) -> Service:
+    """Call ``use`` with a judge that asks a running service, and return the service."""
+
     async def main() -> Service:
         async with Service(plan) as service:
             judge = Judge(f"{service.url}/v1", "judge-1", **options)
@@ -47,7 +50,7 @@ def judged(plan: Plan, use: Callable[[Judge], Awaitable[None]], **options: Any) 
 
 
 def shown(template: str, request: Request | None = None, **options: Any) -> str:
-    """What the judge's last message holds."""
+    """Return the content of the last message that is sent to the judge model."""
 
     async def use(judge: Judge) -> None:
         await judge(request or asked())
@@ -56,11 +59,12 @@ def shown(template: str, request: Request | None = None, **options: Any) -> str:
 
 
 def writes(text: str | None, **choice: Any) -> Plan:
+    """Return a plan with which the judge model always answers ``text``."""
     message = {"message": {"content": text}, "finish_reason": "stop"}
     return Plan(answer=lambda path, body: (200, {"choices": [{**message, **choice}]}))
 
 
-def test_a_judgement_by_structured_output() -> None:
+def test_structured_output_gives_a_scaled_score_with_costs_and_explanation() -> None:
     said = '{"reasoning": "It is what it is.", "score": 5.0}'
     scores: list[Score] = []
 
@@ -89,7 +93,7 @@ def test_a_judgement_by_structured_output() -> None:
         (lambda text: len(text), "four", 0.4),
     ],
 )
-def test_where_the_score_is_found(parse: Any, text: str, value: float) -> None:
+def test_the_score_is_parsed_from_json_or_by_a_regex_or_a_function(parse: Any, text: str, value: float) -> None:
     async def use(judge: Judge) -> None:
         assert (await judge(asked())).value == pytest.approx(value)
 
@@ -97,7 +101,7 @@ def test_where_the_score_is_found(parse: Any, text: str, value: float) -> None:
     assert ("response_format" in service.bodies[0]) == (parse == "json")
 
 
-def test_a_parser_of_the_users_own_by_its_path(tmp_path: Path) -> None:
+def test_a_parser_is_loaded_by_path_and_its_source_changes_the_version(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text("def stars(text):\n    return text.count('*') or None\n")
 
@@ -131,7 +135,7 @@ def test_a_parser_of_the_users_own_by_its_path(tmp_path: Path) -> None:
         (lambda text: None, "7"),
     ],
 )
-def test_an_answer_without_a_score_is_asked_for_once_more_and_never_zero(parse: Any, text: str | None) -> None:
+def test_an_answer_without_a_score_is_retryable_once_and_then_fatal(parse: Any, text: str | None) -> None:
     async def use(judge: Judge) -> None:
         for _ in range(2):
             with pytest.raises(Retryable) as first:
@@ -144,7 +148,7 @@ def test_an_answer_without_a_score_is_asked_for_once_more_and_never_zero(parse: 
     judged(writes(text), use, parse=parse)
 
 
-def test_the_second_answer_counts() -> None:
+def test_after_an_unreadable_answer_the_second_answer_gives_the_score() -> None:
     async def use(judge: Judge) -> None:
         with pytest.raises(Retryable, match=r"no score: .*I would rather not say") as first:
             await judge(asked())
@@ -158,7 +162,7 @@ def test_the_second_answer_counts() -> None:
 
 
 @pytest.mark.parametrize("repeats", [1, 0])
-def test_tokens_of_every_answer_are_counted_also_where_there_is_no_score(repeats: int) -> None:
+def test_the_tokens_of_answers_without_a_score_are_counted_too(repeats: int) -> None:
     async def main() -> None:
         async with Service(Plan(faults={"no_score": 1.0}, repeats=repeats)) as service:
             judge = Judge(f"{service.url}/v1", "m")
@@ -172,8 +176,8 @@ def test_tokens_of_every_answer_are_counted_also_where_there_is_no_score(repeats
     asyncio.run(main())
 
 
-def test_tries_share_a_key_and_asking_once_more_has_its_own() -> None:
-    """A service that honours keys repeats its answer, so the unreadable one would come again."""
+def test_retries_share_an_idempotency_key_and_a_second_question_has_its_own() -> None:
+    """A service that honours idempotency keys repeats its answer, so the same key would return the unreadable one."""
 
     async def use(judge: Judge) -> None:
         key = asked().key(judge.version)
@@ -196,7 +200,7 @@ def test_tries_share_a_key_and_asking_once_more_has_its_own() -> None:
 
 
 @pytest.mark.parametrize(("parse", "text"), [(r"regex:score: (\d+)", "Let me think"), ("json", '{"reasoning": "Let')])
-def test_an_answer_cut_short_says_what_to_do(parse: str, text: str) -> None:
+def test_a_truncated_answer_raises_an_error_that_names_max_tokens(parse: str, text: str) -> None:
     async def use(judge: Judge) -> None:
         with pytest.raises(Retryable, match="raise max_tokens"):
             await judge(asked())
@@ -216,7 +220,7 @@ def test_a_refusal_is_fatal(choice: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("answer", [{}, {"choices": []}, [], {"choices": [{"message": None}]}, "x", {"choices": [3]}])
-def test_what_is_no_chat_completion_is_retryable(answer: Any) -> None:
+def test_an_answer_that_is_no_chat_completion_is_retryable(answer: Any) -> None:
     async def use(judge: Judge) -> None:
         with pytest.raises(Retryable, match="no chat completion"):
             await judge(asked())
@@ -225,7 +229,7 @@ def test_what_is_no_chat_completion_is_retryable(answer: Any) -> None:
 
 
 # --- the template -------------------------------------------------------------------------------------
-def test_a_template_shows_what_it_names_and_reads_nothing_twice() -> None:
+def test_a_template_inserts_its_fields_and_does_not_expand_inserted_text() -> None:
     text = shown(
         "{{{task}}} {payload.truth.value} {payload.truth} {payload.hints.0} {low}-{high}: {response}", scale=[1, 5]
     )
@@ -233,17 +237,17 @@ def test_a_template_shows_what_it_names_and_reads_nothing_twice() -> None:
     assert shown("{response}", asked("{task} {0} worth 5")) == "{task} {0} worth 5"
 
 
-def test_a_conversation_is_shown_with_its_tools() -> None:
+def test_the_conversation_field_shows_tool_calls_and_tool_results() -> None:
     played = [("user", "What is 2+2?"), ("assistant", '\n[calls] [{"name": "add"}]'), ("tool", "{4}")]
     expected = "\n\n".join(f"[{role}]\n{said}" for role, said in [*played, ("assistant", "4, worth 5")])
     assert shown("{conversation}") == expected
 
 
-def test_where_the_environment_opens_its_first_message_is_the_task() -> None:
+def test_for_a_task_without_prompt_the_first_message_is_shown_as_the_task() -> None:
     assert shown("{task}|{response}", asked(task=Task("t"))) == "What is 2+2?|4, worth 5"
 
 
-def test_a_payload_without_the_field_stops_the_run() -> None:
+def test_a_template_field_that_the_payload_lacks_raises_a_user_error() -> None:
     async def use(judge: Judge) -> None:
         with pytest.raises(UserError, match=r"task 't' has no \{payload.truth.word\}"):
             await judge(asked())
@@ -278,14 +282,14 @@ def test_a_payload_without_the_field_stops_the_run() -> None:
         ({"api_key_env": "NOT_THERE"}, "NOT_THERE is not set"),
     ],
 )
-def test_a_mistake_is_one_clear_line(options: dict[str, Any], said: str) -> None:
+def test_invalid_settings_raise_a_one_line_user_error(options: dict[str, Any], said: str) -> None:
     with pytest.raises(UserError) as error:
         Judge(**{"base_url": "http://localhost:1/v1", "model": "m", **options})
     assert said in str(error.value)
     assert "\n" not in str(error.value)
 
 
-def test_the_version_changes_with_what_changes_a_score_and_only_with_that(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_version_depends_only_on_settings_that_change_a_score(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JUDGE_KEY", "sk-1234")
     base = Judge("http://a", "m").version
     others = [
@@ -302,12 +306,11 @@ def test_the_version_changes_with_what_changes_a_score_and_only_with_that(monkey
     assert same.version == base
 
 
-# --- through the agent --------------------------------------------------------------------------------
-# --- the page -------------------------------------------------------------------------------------------
+# --- docs/howto/judge.md --------------------------------------------------------------------------------
 PAGE = (Path(__file__).parents[2] / "docs" / "howto" / "judge.md").read_text(encoding="utf-8")
 
 
-def test_every_configuration_of_the_page_makes_a_reward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_configuration_of_the_docs_page_creates_an_agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("OPENAI_API_KEY", "sk-1234")
     (tmp_path / "mine.py").write_text("def length(request):\n    return len(request.response) / 100\n")
@@ -316,7 +319,7 @@ def test_every_configuration_of_the_page_makes_a_reward(tmp_path: Path, monkeypa
     assert len(made) == 4
 
 
-def test_the_code_of_the_page_runs(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_code_of_the_docs_page_prints_the_shown_output(capsys: pytest.CaptureFixture[str]) -> None:
     (code,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
     exec(code, {})
     assert capsys.readouterr().out == "0.997 {'environment': 1.0, 'length': 0.03}\n"

@@ -1,4 +1,5 @@
-"""Limits hold in every window and every instant, and lanes do not delay one another."""
+"""Tests of `gleanrl.rewards.limits.RateLimiter` in virtual time: the limits hold in every window of a minute, and the
+lanes do not delay each other."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ LANES = {"train": (4, 0.75), "eval": (2, 0.25)}
     arrivals=st.lists(st.floats(0, 90), min_size=1, max_size=60),
     slots=st.integers(1, 20),
 )
-def test_requests_a_minute_are_never_exceeded_in_any_window(per_minute: int, arrivals: list[float], slots: int) -> None:
+def test_requests_per_minute_holds_in_every_window(per_minute: int, arrivals: list[float], slots: int) -> None:
     limiter = RateLimiter({"train": (slots, 1.0)}, requests_per_minute=per_minute)
     lane, passed = limiter.lanes["train"], []
 
@@ -49,7 +50,7 @@ def test_requests_a_minute_are_never_exceeded_in_any_window(per_minute: int, arr
     sizes=st.lists(st.integers(1, 50), min_size=1, max_size=80),
     corrections=st.lists(st.integers(-40, 40), min_size=80, max_size=80),
 )
-def test_tokens_a_minute_count_what_was_really_taken(sizes: list[int], corrections: list[int]) -> None:
+def test_tokens_per_minute_counts_the_corrected_numbers_of_tokens(sizes: list[int], corrections: list[int]) -> None:
     limiter = RateLimiter({"train": (1, 1.0)}, tokens_per_minute=1000)
     lane, passed = limiter.lanes["train"], []
 
@@ -62,11 +63,11 @@ def test_tokens_a_minute_count_what_was_really_taken(sizes: list[int], correctio
             limiter.release(lane)
 
     virtual_time.run(main())
-    # the last request of a window may turn out larger than it was let through with
+    # the last request of a window may turn out up to 40 tokens larger than its estimate
     assert busiest_window(passed) <= 1000 + 40
 
 
-def test_a_rate_is_nearly_used_up() -> None:
+def test_at_least_ninety_percent_of_a_rate_can_be_used() -> None:
     limiter = RateLimiter({"train": (1000, 1.0)}, requests_per_minute=600)
 
     async def main() -> float:
@@ -77,8 +78,8 @@ def test_a_rate_is_nearly_used_up() -> None:
     assert 10 * 60 * 0.9 < virtual_time.run(main()) < 10 * 60 * 1.1
 
 
-def test_a_request_larger_than_the_burst_goes_and_is_paid_for() -> None:
-    limiter = RateLimiter({"train": (9, 1.0)}, tokens_per_minute=600)  # 9.5 a second
+def test_a_request_larger_than_the_burst_passes_and_delays_the_next_ones() -> None:
+    limiter = RateLimiter({"train": (9, 1.0)}, tokens_per_minute=600)  # 9.5 tokens a second
 
     async def main() -> list[float]:
         times = []
@@ -93,7 +94,7 @@ def test_a_request_larger_than_the_burst_goes_and_is_paid_for() -> None:
     assert third - second == pytest.approx(1 / 9.5, rel=0.01)
 
 
-def test_lanes_share_a_rate_by_their_shares_and_neither_waits_for_the_others_queue() -> None:
+def test_lanes_divide_a_rate_by_their_shares_whatever_waits_in_the_other_lane() -> None:
     limiter = RateLimiter({"train": (10_000, 0.75), "eval": (10_000, 0.25)}, requests_per_minute=60)
     passed: list[str] = []
 
@@ -111,13 +112,13 @@ def test_lanes_share_a_rate_by_their_shares_and_neither_waits_for_the_others_que
                 group.create_task(one("train"))
             await asyncio.sleep(40)
             mixed = passed[before : before + 40]
-            assert 27 <= mixed.count("train") <= 30  # three of four, although 170 of evaluation came before
+            assert 27 <= mixed.count("train") <= 30  # the share of 0.75, although 170 evaluation requests came before
 
     virtual_time.run(main())
     assert passed.count("eval") == 200
 
 
-def test_slots_of_a_lane_are_its_own_and_shared_slots_are_fair() -> None:
+def test_each_lane_has_its_own_slots_and_shared_slots_follow_the_lane_shares() -> None:
     async def main() -> None:
         limiter = RateLimiter(LANES)
         for _ in range(4):
@@ -143,7 +144,7 @@ def test_slots_of_a_lane_are_its_own_and_shared_slots_are_fair() -> None:
     virtual_time.run(main())
 
 
-def test_a_cancelled_waiter_leaves_nothing_behind() -> None:
+def test_cancelled_waiters_hold_no_permit() -> None:
     async def main() -> None:
         limiter = RateLimiter({"train": (1, 1.0)}, requests_per_minute=60)
         lane = limiter.lanes["train"]

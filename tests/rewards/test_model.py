@@ -1,4 +1,5 @@
-"""Reward models: a tiny random one, made on the spot, and a pooling server."""
+"""Tests of `gleanrl.rewards.model`: `RewardModel` with a tiny random classifier that is made here, and `PoolingServer`
+against a scripted HTTP server."""
 
 from __future__ import annotations
 
@@ -70,7 +71,7 @@ def reference(folder: str) -> Any:
 
 
 def alone(folder: str, request: Request) -> float:
-    """What the model itself says, one conversation at a time."""
+    """Return the model's score of one conversation, computed without batching and padding."""
     model = reference(folder)
     text = "".join(f"<{m['role']}> {m['content']} " for m in request.messages)
     ids = torch.tensor([[WORDS.index(word) for word in text.split()]])
@@ -82,8 +83,9 @@ async def together(model: RewardModel, requests: list[Request]) -> list[float]:
     return [score.value for score in await asyncio.gather(*(model(request) for request in requests))]
 
 
-@pytest.mark.parametrize("pad", [None, 0, 5])  # not said, never in a text, or a word of the texts
-def test_a_score_does_not_depend_on_who_shares_its_batch(tmp_path: Path, pad: int | None) -> None:
+# the padding token: none is set, a token that is in no text, or a token of the texts
+@pytest.mark.parametrize("pad", [None, 0, 5])
+def test_a_score_does_not_depend_on_the_rest_of_its_batch(tmp_path: Path, pad: int | None) -> None:
     folder = saved(tmp_path, pad=pad)
     requests = [asked(i) for i in range(30)]
     model = RewardModel(folder, tokens_per_batch=128)
@@ -94,7 +96,7 @@ def test_a_score_does_not_depend_on_who_shares_its_batch(tmp_path: Path, pad: in
     assert sum(model.batches) == 30
 
 
-def test_what_comes_while_a_round_is_computed_forms_the_next(folder: str) -> None:
+def test_requests_that_arrive_during_a_forward_pass_form_the_next_batch(folder: str) -> None:
     model = RewardModel(folder)
     entered, go = threading.Event(), threading.Event()
     forward = model._forward
@@ -122,14 +124,14 @@ def test_what_comes_while_a_round_is_computed_forms_the_next(folder: str) -> Non
     assert model.batches == [1, 8]
 
 
-def test_lengths_are_bucketed(folder: str) -> None:
+def test_batches_hold_conversations_of_similar_length(folder: str) -> None:
     model = RewardModel(folder, tokens_per_batch=100)
-    requests = [asked(i, words=2 if i % 2 else 40) for i in range(12)]  # 6 tokens, or 44
+    requests = [asked(i, words=2 if i % 2 else 40) for i in range(12)]  # 6 or 44 tokens each
     asyncio.run(together(model, requests))
     assert model.batches == [2, 2, 2, 6]
 
 
-def test_one_conversation_that_cannot_be_scored_costs_only_itself(folder: str) -> None:
+def test_a_conversation_longer_than_the_context_fails_without_affecting_others(folder: str) -> None:
     async def main() -> list[Any]:
         model = RewardModel(folder, activation="sigmoid")
         results = await asyncio.gather(
@@ -146,7 +148,7 @@ def test_one_conversation_that_cannot_be_scored_costs_only_itself(folder: str) -
         assert score.value == pytest.approx(torch.sigmoid(raw).item(), abs=1e-6)
 
 
-def test_a_long_conversation_loses_its_beginning_where_asked_for(folder: str) -> None:
+def test_too_long_truncate_cuts_the_beginning_of_a_long_conversation(folder: str) -> None:
     long = asyncio.run(together(RewardModel(folder, too_long="truncate", max_length=8), [asked(3, words=30)]))[0]
     model = reference(folder)
     words = asked(3, words=30).response.split()[-8:]
@@ -155,7 +157,7 @@ def test_a_long_conversation_loses_its_beginning_where_asked_for(folder: str) ->
         assert long == pytest.approx(float(model(input_ids=ids).logits[0, 0]), abs=1e-5)
 
 
-def test_a_batch_that_does_not_fit_into_memory_is_halved(folder: str) -> None:
+def test_a_batch_that_runs_out_of_memory_is_halved(folder: str) -> None:
     model = RewardModel(folder)
     forward = model._forward
 
@@ -177,7 +179,7 @@ def test_a_batch_that_does_not_fit_into_memory_is_halved(folder: str) -> None:
     assert max(model.batches) <= 3
 
 
-def test_an_output_that_is_no_number_is_no_score(folder: str) -> None:
+def test_a_nan_output_raises_fatal(folder: str) -> None:
     model = RewardModel(folder)
     with torch.no_grad():
         model._model.score.weight.fill_(float("nan"))
@@ -185,7 +187,7 @@ def test_an_output_that_is_no_number_is_no_score(folder: str) -> None:
         asyncio.run(together(model, [asked(0)]))
 
 
-def test_through_the_agent(folder: str) -> None:
+def test_the_agent_scores_groups_with_a_reward_model(folder: str) -> None:
     async def main() -> list[float]:
         async with RewardAgent("gleanrl.rewards.model:RewardModel", options={"model": folder}) as agent:
             group = [(request.task, list(request.messages)) for request in map(asked, range(12))]
@@ -194,7 +196,7 @@ def test_through_the_agent(folder: str) -> None:
     assert asyncio.run(main()) == pytest.approx([alone(folder, asked(i)) for i in range(12)], abs=1e-5)
 
 
-def test_mistakes_are_one_clear_line(tmp_path: Path, folder: str) -> None:
+def test_unusable_models_and_options_raise_a_user_error(tmp_path: Path, folder: str) -> None:
     with pytest.raises(UserError, match="2 labels"):
         RewardModel(saved(tmp_path / "two", labels=2))
     with pytest.raises(UserError, match="no chat template"):
@@ -207,7 +209,7 @@ def test_mistakes_are_one_clear_line(tmp_path: Path, folder: str) -> None:
     assert RewardModel(folder).version != RewardModel(folder, activation="sigmoid").version
 
 
-def test_importing_rewards_leaves_torch_alone() -> None:
+def test_importing_rewards_does_not_import_torch() -> None:
     code = (
         "import sys, gleanrl.rewards, gleanrl.rewards.model, gleanrl.rewards.judge, gleanrl.rewards.compose;"
         "print([m for m in ('torch', 'transformers', 'aiohttp') if m in sys.modules])"
@@ -216,9 +218,9 @@ def test_importing_rewards_leaves_torch_alone() -> None:
     assert out.strip() == "[]"
 
 
-# --- behind a server -----------------------------------------------------------------------------------
+# --- pooling server ------------------------------------------------------------------------------------
 @pytest.mark.parametrize("endpoint", ["classify", "pooling"])
-def test_a_pooling_server(endpoint: Any) -> None:
+def test_a_pooling_server_scores_through_both_endpoints(endpoint: Any) -> None:
     async def main() -> Service:
         async with Service() as service:
             model = PoolingServer(service.url, "rm", endpoint=endpoint, extra={"use_activation": False})
@@ -244,7 +246,7 @@ def test_a_pooling_server(endpoint: Any) -> None:
         ({}, "no data"),
     ],
 )
-def test_a_server_that_says_something_else(answer: Any, said: str) -> None:
+def test_an_answer_without_exactly_one_number_raises_fatal(answer: Any, said: str) -> None:
     async def main() -> None:
         async with Service(Plan(answer=lambda path, body: (200, answer))) as service:
             with pytest.raises(Fatal, match=said):
@@ -257,7 +259,8 @@ def test_a_server_that_says_something_else(answer: Any, said: str) -> None:
 
 @pytest.mark.parametrize("joined", [False, True])
 def test_evaluation_does_not_delay_training(folder: str, joined: bool) -> None:
-    model = RewardModel(folder, tokens_per_batch=1)  # one conversation a batch
+    """With ``joined``, three of the training requests are identical to evaluation requests that already wait."""
+    model = RewardModel(folder, tokens_per_batch=1)  # so each batch holds one conversation
     entered, go = threading.Event(), threading.Event()
     forward = model._forward
 

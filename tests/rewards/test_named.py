@@ -1,4 +1,5 @@
-"""Rewards by their names, and options that do not fit them."""
+"""Tests of `load_reward` and `check_reward`: rewards given by name, and one-line errors for unknown names and for
+options that do not fit the reward."""
 
 from __future__ import annotations
 
@@ -43,7 +44,9 @@ def test_a_short_name_and_the_import_path_make_the_same_scorer() -> None:
     ],
 )
 @pytest.mark.parametrize("how", [check_reward, load_reward])
-def test_what_does_not_fit_is_one_line(how: Any, reward: Any, options: dict[str, Any], said: str) -> None:
+def test_unknown_names_and_unfitting_options_raise_a_one_line_user_error(
+    how: Any, reward: Any, options: dict[str, Any], said: str
+) -> None:
     with pytest.raises(UserError) as error:
         how(reward, options=options)
     assert said in str(error.value)
@@ -55,7 +58,7 @@ def test_what_does_not_fit_is_one_line(how: Any, reward: Any, options: dict[str,
     [
         ("environment", {}),
         ("judge", {**JUDGE, "timeout_s": 3, "connections": 9, "headers": {"X-Team": "blue"}}),
-        ("model", {"model": "/no/such/model"}),  # whether it can be loaded shows when it is
+        ("model", {"model": "/no/such/model"}),  # the check does not load the model
         (
             "weighted",
             {"parts": {"environment": {}, "len": f"{HERE}:length", "m": {"reward": "judge", "options": JUDGE}}},
@@ -68,10 +71,10 @@ def test_what_does_not_fit_is_one_line(how: Any, reward: Any, options: dict[str,
         (graders.Scaled(), {}),
     ],
 )
-def test_what_fits_is_not_refused(reward: Any, options: dict[str, Any]) -> None:
+def test_valid_names_and_options_are_accepted(reward: Any, options: dict[str, Any]) -> None:
     check_reward(reward, options=options)
 
 
-def test_a_scorer_that_is_loaded_is_taken_as_it_is() -> None:
+def test_load_reward_returns_a_loaded_scorer_unchanged() -> None:
     scorer = load_reward("judge", options=JUDGE)
     assert load_reward(scorer) is scorer

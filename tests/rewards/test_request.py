@@ -1,4 +1,5 @@
-"""A request is one conversation, and its key the same wherever it is made."""
+"""Tests of `gleanrl.rewards.Request`: which messages it takes from a trajectory, and that its key is equal in all
+processes and depends on everything that the score depends on."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ def request(**changes: object) -> Request:
     return replace(Request.of(task, make_trajectory(task, "42")), **changes)
 
 
-def test_the_conversation_and_the_answer() -> None:
+def test_a_request_holds_the_conversation_and_its_last_response() -> None:
     made = request()
     assert [message["role"] for message in made.messages] == ["user", "assistant"]
     assert made.response == "42"
@@ -50,7 +51,7 @@ def test_the_key_is_the_same_in_every_process() -> None:
     int(key, 16)
 
 
-def test_the_key_changes_with_all_that_the_score_depends_on() -> None:
+def test_the_key_changes_with_everything_that_the_score_depends_on() -> None:
     base = request()
     others = [
         base.key("w"),
@@ -63,13 +64,13 @@ def test_the_key_changes_with_all_that_the_score_depends_on() -> None:
     assert request(trajectory_id="other", info={"turns": 3}).key("v") == base.key("v")
 
 
-def test_arrays_in_a_payload_have_a_key_and_objects_none() -> None:
+def test_payloads_with_arrays_have_a_key_and_payloads_with_other_objects_raise() -> None:
     assert request(task=Task("t", payload={"x": np.float32(0.5)})).key("v")
     with pytest.raises(TypeError, match="JSON"):
         request(task=Task("t", payload={"x": object()})).key("v")
 
 
-def test_a_rewritten_context_shows_each_message_once() -> None:
+def test_each_message_appears_once_although_the_context_was_rewritten() -> None:
     def turn(role: str, content: str, *, sampled: bool = False) -> Turn:
         return Turn(Message(role=role, content=content), np.arange(2), np.zeros(2) if sampled else None)
 
@@ -80,7 +81,7 @@ def test_a_rewritten_context_shows_each_message_once() -> None:
     assert contents == ["q", "<think>x</think>a", "more", "b"]
 
 
-def test_experience_that_the_agent_was_shown_is_not_judged() -> None:
+def test_experience_inserted_into_the_prompt_is_left_out_of_the_request() -> None:
     def turn(role: str, content: str, *, sampled: bool = False) -> Turn:
         return Turn(Message(role=role, content=content), np.arange(2), np.zeros(2) if sampled else None)
 

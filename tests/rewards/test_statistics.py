@@ -1,4 +1,5 @@
-"""Percentiles over bounded samples, and when an error budget is spent."""
+"""Tests of `gleanrl.rewards.statistics`: percentiles of bounded samples, the quantile of recent values, and the
+error budget, which stops a run after too many failed rewards."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from gleanrl.rewards.statistics import ErrorBudget, RecentQuantile, Reservoir
 from gleanrl.utils.errors import UserError
 
 
-def test_a_reservoir_is_bounded_and_fair() -> None:
+def test_a_reservoir_keeps_a_bounded_and_unbiased_sample() -> None:
     reservoir = Reservoir(1000)
     for value in range(100_000):
         reservoir.add(value / 100_000)
@@ -33,7 +34,7 @@ def test_the_quantile_of_recent_values_follows_a_change() -> None:
         assert recent.value == pytest.approx(shift + 0.9, abs=0.08)
 
 
-def test_a_budget_looks_at_a_window_of_at_least_32() -> None:
+def test_the_error_budget_is_checked_over_its_window_from_32_results_on() -> None:
     budget = ErrorBudget(0.5, window=40, down_after_s=1e9)
     for _ in range(31):
         budget.ended(True, "x")
@@ -49,10 +50,10 @@ def test_a_budget_looks_at_a_window_of_at_least_32() -> None:
         budget.ended(True, "the reason")
 
 
-def test_only_several_requests_over_some_time_make_an_outage() -> None:
+def test_an_outage_needs_failures_of_several_requests_for_down_after_s() -> None:
     budget = ErrorBudget(1.0, window=32, down_after_s=60.0)
     for now in range(100):
-        budget.attempt_failed(now % 3, ValueError("x"), float(now))  # three requests are few
+        budget.attempt_failed(now % 3, ValueError("x"), float(now))  # three requests are too few for an outage
     for request in range(9):
         budget.succeeded()
         budget.attempt_failed(request, ValueError("x"), 1000.0 + request)

@@ -1,4 +1,5 @@
-"""The judge against a real vLLM server: a tiny model that was taught to judge, saved and served as any other."""
+"""Tests of `gleanrl.rewards.judge.Judge` against a real vLLM server. The server runs a tiny model that is fine-tuned
+here to write judgements."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ from gleanrl.types import Score, Task
 from gleanrl.utils.errors import UserError
 
 ROOT = Path(__file__).parents[2]
-START_S = 900  # for vLLM, on a machine that has other things to do
+START_S = 900  # seconds within which vLLM must start; long, because the machine may be busy
 WORDS = {"awful": 0, "poor": 2, "fair": 5, "good": 8, "perfect": 10}
 TASK = Task("t", ({"role": "user", "content": "What is 2+2?"},))
 SHORT: dict[str, Any] = {"template": "{response}", "max_tokens": 60}
@@ -31,9 +32,10 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(3 * START_
 
 
 def command() -> list[str]:
-    """What serves the model whose folder follows."""
+    """Return the command that starts a vLLM server; the folder of the model must follow as its last argument."""
     python = ROOT / ".venv-vllm" / "bin" / "python"
-    if python.exists():  # not its `vllm serve`, which asks for the version of a package that is called otherwise here
+    # `vllm serve` fails in this environment: it reads the version of a package that has another name here
+    if python.exists():
         return [str(python), "-m", "vllm.entrypoints.openai.api_server", "--model"]
     vllm = shutil.which("vllm")
     if vllm is None:
@@ -50,14 +52,14 @@ def word_of(response: str) -> str:
 
 
 def responses(numbers: range) -> list[tuple[str, float]]:
-    """Different responses, and what each is worth."""
+    """Return different responses, each with its score from 0 to 1."""
     words = list(WORDS)
     return [(f"{words[n % 5]}, {n}", WORDS[words[n % 5]] / 10) for n in numbers]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model of 0.4 M parameters that has learned what to say of each word."""
+    """The folder of a model with 0.4 M parameters, fine-tuned to write the judgement of each word in ``WORDS``."""
     from gleanrl.config.settings import ModelSettings
     from gleanrl.learners.supervised import fine_tune
     from gleanrl.learners.tiny import build_model, build_tokenizer
@@ -126,7 +128,7 @@ class Server:
             self.log.append(line)
             if "Application startup complete" in line:
                 ready.set()
-        ready.set()  # it ended
+        ready.set()  # the process ended, so it will not become ready
 
 
 @pytest.fixture(scope="module")
@@ -151,7 +153,7 @@ def judged(
     return asyncio.run(main())
 
 
-# what a user may ask of a server, and how its answer is read
+# the formats that a user may request from a server, each with its parser
 KINDS: dict[str, dict[str, Any]] = {
     "schema": {**SHORT},
     "text": {**SHORT, "parse": r'regex:"score": (\d+)'},
@@ -164,13 +166,13 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_many_at_once_are_judged_and_their_tokens_counted(server: Server, folder: Path, kind: str) -> None:
+def test_concurrent_responses_are_judged_and_their_tokens_counted(server: Server, folder: Path, kind: str) -> None:
     from transformers import AutoTokenizer
 
-    asked = responses(range(1000, 1000 + MANY))  # most of which it was never shown
+    asked = responses(range(1000, 1000 + MANY))  # most are not in the training data
     scores, metrics = judged(server, [text for text, _ in asked], {**KINDS[kind]})
     assert [score.valid for score in scores] == [True] * MANY, scores
-    if kind != "choice":  # which it was not taught
+    if kind != "choice":  # the model was not trained to write these choices
         assert [score.value for score in scores] == [worth for _, worth in asked]
         assert [score.explanation for score in scores] == [says(word_of(text)) for text, _ in asked]
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -184,7 +186,7 @@ def test_many_at_once_are_judged_and_their_tokens_counted(server: Server, folder
     assert metrics["time/reward_in_flight_most"] == MANY
 
 
-def test_what_the_server_refuses_is_no_score_and_says_why(server: Server) -> None:
+def test_a_refused_request_gives_an_invalid_score_with_the_reason_of_the_server(server: Server) -> None:
     for wrong, text, said in (
         ({"model": "another"}, "good 1", "another"),
         ({}, "good " * 600, "512"),
@@ -197,14 +199,14 @@ def test_what_the_server_refuses_is_no_score_and_says_why(server: Server) -> Non
         assert metrics["service/failed/refused"] == 1
 
 
-def test_structured_output_that_is_cut_short_says_what_to_do(server: Server) -> None:
+def test_truncated_structured_output_gives_an_explanation_that_names_max_tokens(server: Server) -> None:
     ((score,), metrics) = judged(server, ["good 1"], {**SHORT, "max_tokens": 3}, backoff_s=0.01)
     assert not score.valid
     assert "raise max_tokens" in (score.explanation or "")
     assert metrics["service/failed/answer"] == 1
 
 
-def test_a_server_killed_in_the_middle_ends_the_run_and_started_again_judges_what_it_had_not(
+def test_a_server_kill_stops_the_run_and_the_next_run_judges_only_the_missing_responses(
     server: Server, tmp_path: Path
 ) -> None:
     asked = responses(range(2000, 2000 + MANY))
@@ -232,7 +234,7 @@ def test_a_server_killed_in_the_middle_ends_the_run_and_started_again_judges_wha
         if number in judged_before:
             assert isinstance(score, Score)
             assert score.value == expected[number]
-        else:  # what was under way ended with the outage, and nothing else was asked for
+        else:  # the outage ended the requests under way, and the waiting ones were not sent
             assert isinstance(score, UserError)
             assert "has only failed for" in str(score)
     server.start()

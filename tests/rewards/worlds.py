@@ -1,4 +1,4 @@
-"""Tasks, answers and rewards of many tempers, for tests of the reward agent in virtual time."""
+"""Tasks, trajectories and a scripted reward service, for tests of the reward agent in virtual time."""
 
 from __future__ import annotations
 
@@ -32,10 +32,11 @@ def stream(*names: Any) -> random.Random:
 
 
 class Service:
-    """An async reward: the score is the number that was answered, after a time that depends on the answer alone.
+    """An async reward whose score is the number in the response. Its latency is drawn from the range ``latency``
+    (seconds) and depends only on the response and on the number of calls so far.
 
-    ``faults`` gives by answer what happens on the n-th call of it: an exception to raise, a value to return, or
-    ``"hang"``; without an entry it is scored.
+    ``faults`` maps a response to what happens on its first, second, ... call: an exception is raised, ``"hang"`` never
+    returns, None is scored normally, and any other value is returned. Later calls are scored normally.
     """
 
     version = "service-1"
@@ -44,7 +45,7 @@ class Service:
         self, latency: tuple[float, float] = (1.0, 4.0), faults: Mapping[str, list[Any]] | None = None
     ) -> None:
         self.latency, self.faults = latency, {name: list(items) for name, items in (faults or {}).items()}
-        self.calls: list[tuple[float, str]] = []  # when, and for what
+        self.calls: list[tuple[float, str]] = []  # (time, response) of each call
         self.active = self.most_active = self.cancelled = 0
 
     async def __call__(self, request: Request) -> Any:
@@ -77,7 +78,7 @@ def count_rows(journal: Path) -> int:
 
 
 def busiest_window(times: list[tuple[float, float]], seconds: float = 60.0) -> float:
-    """The largest sum of amounts in any half-open window, from ``(time, amount)`` in order."""
+    """Return the largest sum of amounts in any window of ``seconds``. ``times``: sorted pairs ``(time, amount)``."""
     most, start, total = 0.0, 0, 0.0
     for now, amount in times:
         total += amount
