@@ -133,12 +133,33 @@ def test_bad_import_paths_are_one_clear_line(tmp_path: Path, path: str, told: st
     assert "\n" not in str(caught.value)
 
 
-def test_objects_from_files_can_be_unpickled_elsewhere(mine: str) -> None:
-    load_object(f"{mine}:Mine")
-    name = next(name for name, file in loaded_files().items() if file == str(Path(mine).resolve()))
-    del sys.modules[name]
-    restore_files({name: mine})
-    assert hasattr(sys.modules[name], "Mine")
+def test_objects_from_files_can_be_unpickled_elsewhere(mine: str, tmp_path: Path) -> None:
+    """Elsewhere is a process that imports the file that it needs, and not the one that it does not need."""
+    (tmp_path / "unneeded.py").write_text("class Unneeded: ...")
+    load_object(f"{tmp_path / 'unneeded.py'}:Unneeded")
+    own = load_object(f"{mine}:Mine")
+    packed = pickle.dumps(own)
+    files = {name: file for name, file in loaded_files().items() if str(tmp_path) in file}
+    assert len(files) == 2
+    for name in files:
+        del sys.modules[name]
+    restore_files(files)
+    found = pickle.loads(packed)
+    assert found is not own
+    assert found is load_object(f"{mine}:Mine")
+    assert [Path(files[name]).name for name in files if name in sys.modules] == [Path(mine).name]
+
+
+def test_a_file_that_is_gone_when_it_is_unpickled_is_one_clear_line(tmp_path: Path) -> None:
+    file = tmp_path / "brief.py"
+    file.write_text("class Brief: ...")
+    packed = pickle.dumps(load_object(f"{file}:Brief"))
+    files = {name: path for name, path in loaded_files().items() if path == str(file.resolve())}
+    sys.modules.pop(*files)
+    file.unlink()
+    restore_files(files)
+    with pytest.raises(UserError, match="no file"):
+        pickle.loads(packed)
 
 
 def test_the_cache_is_where_the_user_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

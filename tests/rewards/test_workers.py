@@ -16,7 +16,6 @@ import pytest
 from gleanrl.rewards import RewardAgent, executors
 from gleanrl.simulate import virtual_time
 from gleanrl.types import Score
-from gleanrl.utils import importing
 from gleanrl.utils.errors import UserError
 from tests.rewards.worlds import make_task, make_trajectory
 
@@ -218,8 +217,7 @@ def test_causes_survive_a_process(name: str, cause: str) -> None:
     asyncio.run(main())
 
 
-def test_what_cannot_travel_or_load_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importing, "_files", {})  # no other test's workers shall load it
+def test_what_cannot_travel_or_load_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"pickled.*import path"):
         RewardAgent(lambda request: 1.0, isolation="process")
     file = tmp_path / "main_only.py"

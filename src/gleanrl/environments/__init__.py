@@ -15,15 +15,15 @@ import importlib.util
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from pydantic import ValidationError
-
-from gleanrl.config.settings import EnvironmentSettings
 from gleanrl.protocols import Taskset
 from gleanrl.utils.errors import UserError
 from gleanrl.utils.importing import load_object
 from gleanrl.utils.text import nearest
+
+if TYPE_CHECKING:
+    from gleanrl.config.settings import EnvironmentSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +72,10 @@ def load_taskset(settings: EnvironmentSettings, seed: int) -> Taskset:
         UserError: the name is unknown, a package is missing, an option is unknown or missing or has a value that the
             taskset refuses, or the object that is made does not derive from `Taskset` or lacks one of its methods.
     """
+    # Imported here, because every worker process of an environment imports this package. Without pydantic, a worker
+    # whose taskset does not use it starts in half the time.
+    from pydantic import ValidationError
+
     factory = _factory(settings.name)
     options = _checked_options(settings.name, factory, settings.options, seed)
     if inspect.isabstract(factory):

@@ -19,9 +19,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from gleanrl.config.settings import RewardSettings
 from gleanrl.rewards.executors import Processes
 from gleanrl.rewards.http import version_of
 from gleanrl.rewards.request import Request, Scorer
@@ -29,6 +28,9 @@ from gleanrl.rollout.thinking import answer_of
 from gleanrl.types import Score
 from gleanrl.utils.errors import UserError
 from gleanrl.utils.retry import Fatal, Retryable
+
+if TYPE_CHECKING:
+    from gleanrl.config.settings import RewardSettings
 
 Extract = Literal["auto", "boxed", "tags", "last_number"]
 Compare = Literal["math", "text"]

@@ -7,8 +7,10 @@ import importlib
 import importlib.util
 import pkgutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -79,15 +81,49 @@ def load_file(file: str, path: str | None = None) -> ModuleType:
 def loaded_files() -> Mapping[str, str]:
     """Return the absolute path of each file that `load_file` has loaded, keyed by the name of its module.
 
-    Another process must load these files with `restore_files` before it can unpickle objects of their classes.
+    Another process must pass them to `restore_files` before it can unpickle objects of their classes.
     """
     return dict(_files)
 
 
 def restore_files(files: Mapping[str, str]) -> None:
-    """Import the ``files`` that `loaded_files` returned in another process."""
-    for file in files.values():
-        load_file(file)
+    """Let this process import the ``files`` that `loaded_files` returned in another process.
+
+    A file is imported when its module is first needed, for example by `pickle.loads`. So a worker process does not
+    spend time and memory on files that only other parts of the run use. An import raises the errors of `load_file`.
+    """
+    _restored.files.update(files)
+    if _restored not in sys.meta_path:
+        sys.meta_path.append(_restored)
+
+
+class _RestoredFiles(MetaPathFinder):
+    """Finds the modules of `restore_files`. ``files`` has the path of each file, keyed by module name."""
+
+    def __init__(self) -> None:
+        self.files: dict[str, str] = {}
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        file = self.files.get(fullname)
+        return None if file is None else ModuleSpec(fullname, _RestoredFile(file))
+
+
+class _RestoredFile(Loader):
+    """Loads one file of `restore_files`."""
+
+    def __init__(self, file: str) -> None:
+        self._file = file
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return load_file(self._file)
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Do nothing, because `load_file` has already executed the module."""
+
+
+_restored = _RestoredFiles()
 
 
 def file_versions(value: Any) -> list[str]:

@@ -104,7 +104,7 @@ def pack(make: Callable[[], Served], *, raises: tuple[type[Exception], ...] = ()
         pickle.PicklingError: ``make`` cannot be pickled.
     """
     try:
-        # `make` is pickled separately, so that a worker can import the files that define it before it unpickles it.
+        # `make` is pickled separately, so that a worker knows the files that define it before it unpickles it.
         return pickle.dumps((dict(loaded_files()), sys.path, pickle.dumps((make, raises))))
     except Exception as error:
         raise pickle.PicklingError(str(error) or type(error).__name__) from error
