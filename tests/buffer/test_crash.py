@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-import os
+import itertools
+import multiprocessing as mp
 import random
-import signal
-import subprocess
-import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,42 +19,55 @@ from tests.buffer.world import assert_same, trajectory
 
 ROUNDS = 4  # benchmarks/buffer_kills.py does hundreds
 
-WRITER = """
-import sys
-from gleanrl.buffer import TrajectoryReplayBuffer
-from tests.buffer.world import trajectory
-with TrajectoryReplayBuffer(sys.argv[1], seed=0, segment_bytes=1 << 18, max_rows=int(sys.argv[2]) or None) as buffer:
-    print("ready", flush=True)
-    for number in range(buffer.trajectory_counter, 10**6):
-        ids = buffer.add_trajectories([trajectory(number, 1 + number % 20, extra=number % 5 == 0)])
-        print(ids[0], flush=True)
-        if number % 7 == 0:
-            buffer.save_checkpoint(sys.argv[3])
-"""
-SAMPLER = """
-import sys, time
-from gleanrl.buffer import TrajectoryReplayBuffer
-with TrajectoryReplayBuffer(sys.argv[1], seed=0, read_only=True) as buffer:
-    print("ready", flush=True)
-    while True:
-        sample = buffer.sample(32, allow_short=True, fields=["actions", "rewards", "curr_obs", "next_obs"])
-        mark = sample["actions"][:, :1]
-        assert (sample["actions"][:, 1:] == -mark).all(), sample["actions"]
-        assert (sample["rewards"] == mark / 7).all()
-        assert (sample["curr_obs"]["state"] == mark).all()
-        assert ((sample["next_obs"]["state"] == mark + 20)).all()
-        time.sleep(0.005)  # leaves the core to the writer
-"""
+
+def write(acknowledge: Connection, folder: Path, limit: int, checkpoint: Path) -> None:
+    """Add trajectories until this process is killed, and say the id of each."""
+    with TrajectoryReplayBuffer(folder, seed=0, segment_bytes=1 << 18, max_rows=limit or None) as buffer:
+        for number in itertools.count(buffer.trajectory_counter):
+            ids = buffer.add_trajectories([trajectory(number, 1 + number % 20, extra=number % 5 == 0)])
+            acknowledge.send(ids[0])
+            if number % 7 == 0:
+                buffer.save_checkpoint(checkpoint)
 
 
-def started(script: str, *arguments: object) -> subprocess.Popen[str]:
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    made = subprocess.Popen(
-        [sys.executable, "-c", script, *map(str, arguments)], stdout=subprocess.PIPE, text=True, env=env
-    )
-    assert made.stdout is not None
-    assert made.stdout.readline() == "ready\n"
-    return made
+def sample(begun: Connection, folder: Path) -> None:
+    """Sample until this process is killed; it ends with an error if it meets a torn trajectory."""
+    with TrajectoryReplayBuffer(folder, seed=0, read_only=True) as buffer:
+        begun.send(True)
+        while True:
+            batch = buffer.sample(32, allow_short=True, fields=["actions", "rewards", "curr_obs", "next_obs"])
+            mark = batch["actions"][:, :1]
+            assert (batch["actions"][:, 1:] == -mark).all(), batch["actions"]
+            assert (batch["rewards"] == mark / 7).all()
+            assert (batch["curr_obs"]["state"] == mark).all()
+            assert (batch["next_obs"]["state"] == mark + 20).all()
+            time.sleep(0.005)  # leaves the core to the writer
+
+
+@contextmanager
+def started(target: Callable[..., None], *arguments: Any) -> Iterator[tuple[Any, Connection]]:
+    """A process, which is killed at the end, and what it says. It forks from one that has loaded the libraries."""
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    said, says = context.Pipe(duplex=False)
+    process = context.Process(target=target, args=(says, *arguments), daemon=True)
+    process.start()
+    says.close()
+    try:
+        yield process, said
+    finally:
+        process.kill()
+        process.join()
+        said.close()
+
+
+def all_said(said: Connection) -> Iterator[int]:
+    """What a process that is dead had still said."""
+    try:
+        while True:
+            yield said.recv()
+    except EOFError:
+        return
 
 
 @pytest.mark.slow
@@ -61,17 +77,16 @@ def test_what_was_acknowledged_survives_a_kill(tmp_path: Path, limit: int) -> No
     acknowledged = -1
     with TrajectoryReplayBuffer(tmp_path / "buffer", seed=0, segment_bytes=1 << 18) as buffer:
         buffer.add_trajectories([trajectory(0)])
-    sampler = started(SAMPLER, tmp_path / "buffer")
-    try:
+    with started(sample, tmp_path / "buffer") as (sampler, begun):
+        assert begun.recv()
         for _ in range(ROUNDS):
-            writer = started(WRITER, tmp_path / "buffer", limit, tmp_path / "checkpoint")
-            assert writer.stdout is not None
-            for _ in range(chance.randrange(1, 25)):
-                acknowledged = max(acknowledged, int(writer.stdout.readline()))
-            writer.send_signal(signal.SIGKILL)
-            rest, _ = writer.communicate()
-            acknowledged = max([acknowledged, *(int(line) for line in rest.split())])  # said before it died
-            assert sampler.poll() is None, "the sampling process met a torn trajectory"
+            with started(write, tmp_path / "buffer", limit, tmp_path / "checkpoint") as (writer, said):
+                for _ in range(chance.randrange(1, 25)):
+                    acknowledged = max(acknowledged, said.recv())
+                writer.kill()
+                writer.join()
+                acknowledged = max([acknowledged, *all_said(said)])  # said before it died
+            assert sampler.is_alive(), "the sampling process met a torn trajectory"
             with TrajectoryReplayBuffer(tmp_path / "buffer", seed=0, segment_bytes=1 << 18) as buffer:
                 assert buffer.trajectory_counter - 1 in (acknowledged, acknowledged + 1)  # one may be on disk unsaid
                 acknowledged = buffer.trajectory_counter - 1
@@ -85,6 +100,3 @@ def test_what_was_acknowledged_survives_a_kill(tmp_path: Path, limit: int) -> No
             if (tmp_path / "checkpoint").exists():
                 with TrajectoryReplayBuffer(tmp_path / "checkpoint", read_only=True) as checkpoint:
                     assert checkpoint.verify() == []
-    finally:
-        sampler.kill()
-        sampler.communicate()
