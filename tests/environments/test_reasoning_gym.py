@@ -10,10 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gleanrl.environments import splits
 from gleanrl.environments.adapters.reasoning_gym import ReasoningGymTaskset
 from gleanrl.environments.pool import EnvironmentPool
-from gleanrl.protocols import Observation, Split, Taskset
-from gleanrl.types import Task
+from gleanrl.protocols import Split, Taskset
+from gleanrl.types import Score, Task
 from gleanrl.utils.errors import UserError
 from tests.strategies import examples
 
@@ -26,15 +27,23 @@ def spelling(**options: Any) -> ReasoningGymTaskset:
     return ReasoningGymTaskset(task="spell_backward", config={"max_word_len": 7}, **options)
 
 
-def answered(taskset: Taskset, task: Task, text: str, workers: int = 0) -> Observation:
-    async def run() -> Observation:
+def answered(taskset: Taskset, task: Task, *texts: str, workers: int = 0) -> list[Score]:
+    """The scores of episodes of one pool, which answer with a text each."""
+
+    async def run() -> list[Score]:
+        scores = []
         async with EnvironmentPool(taskset, workers=workers) as pool:
-            environment = pool.environment(task)
-            first = await environment.reset()
-            assert (first.messages, first.done) == ((), False)  # the question is the task's prompt
-            assert first.score is not None
-            assert first.score.value == 0.0
-            return await environment.step({"role": "assistant", "content": text})
+            for text in texts:
+                environment = pool.environment(task)
+                first = await environment.reset()
+                assert (first.messages, first.done) == ((), False)  # the question is the task's prompt
+                assert first.score is not None
+                assert first.score.value == 0.0
+                last = await environment.step({"role": "assistant", "content": text})
+                assert last.done
+                assert last.score is not None
+                scores.append(last.score)
+        return scores
 
     return asyncio.run(run())
 
@@ -80,17 +89,14 @@ def test_answers_are_scored_by_the_package(workers: int) -> None:
     oracle = conversation[-1]["content"]
     assert taskset.has_expert
     assert (conversation[0], score.value) == (task.prompt[0], 1.0)
-    right = answered(taskset, task, f"Let me think. {oracle} is it.", workers)
-    assert (right.done, right.score and right.score.value) == (True, 1.0)
-    assert right.score
-    assert right.score.parts == {"answered": 1.0}
     word = oracle.removeprefix("<answer>").removesuffix("</answer>")
-    bare = answered(taskset, task, word, workers)
-    assert bare.score
-    assert (bare.score.value, bare.score.parts) == (0.0, {"answered": 0.0})
+    right, bare = answered(taskset, task, f"Let me think. {oracle} is it.", word, workers=workers)
+    assert (right.value, right.parts) == (1.0, {"answered": 1.0})
+    assert (bare.value, bare.parts) == (0.0, {"answered": 0.0})
     whole = ReasoningGymTaskset(task="spell_backward", config={"max_word_len": 7}, answer="whole")
-    assert (answered(whole, task, f" {word}\n").score or score).value == 1.0
-    assert (answered(whole, task, "x" + word).score or score).value < 1.0
+    right, wrong = answered(whole, task, f" {word}\n", "x" + word)
+    assert right.value == 1.0
+    assert wrong.value < 1.0
 
 
 @pytest.mark.parametrize("name", ["chain_sum", "leg_counting", "countdown", "maze", "basic_arithmetic"])
@@ -100,7 +106,7 @@ def test_tasks_of_all_kinds_are_solved_by_their_own_answers(name: str) -> None:
         for task in taskset.tasks(split, 3):
             conversation, score = taskset.demonstrate(task, seed=0)
             assert score.value == 1.0
-            assert (answered(taskset, task, conversation[-1]["content"]).score or score).value == 1.0
+            assert answered(taskset, task, conversation[-1]["content"])[0].value == 1.0
 
 
 @pytest.mark.parametrize("answer", ["tags", "whole"])
@@ -137,7 +143,8 @@ def test_bad_options_are_one_clear_line(options: dict[str, Any], named: str) -> 
     assert "\n" not in str(caught.value)
 
 
-def test_too_few_problems_is_told() -> None:
+def test_too_few_problems_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(splits, "_PATIENCE", 60)
     few = ReasoningGymTaskset(task="spell_backward", config={"min_word_len": 3, "max_word_len": 3})
     with pytest.raises(UserError, match=r"different problems for 'eval', of 100000 asked for; lower environment.eval"):
         few.tasks("eval", 100_000)
