@@ -29,10 +29,18 @@ def serve() -> dict[str, Any]:
     """Answer requests until standard input ends; returns only in a child, with its request."""
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
+    import gleanrl.cli.evaluate
+    import gleanrl.cli.pool
+    import gleanrl.cli.train
+    import gleanrl.experience.replay
     import gleanrl.runtime.local
+    import gleanrl.samplers.transformers
     import gleanrl.tracking.monitors.file
     import gleanrl.tracking.report  # noqa: F401
+    from gleanrl.learners.tiny import build_tokenizer
+    from gleanrl.rollout.renderer import Renderer
 
+    Renderer(build_tokenizer(["warm"], 128))  # compiles the chat template, which transformers keeps
     get_checkpoint_conversion_mapping("llama")  # half a second of computing, which transformers keeps
     gc.collect()
     gc.freeze()  # or each child would look through all of the libraries when it ends: a second of computing

@@ -34,7 +34,7 @@ def cpu_seconds(command: list[str], environment: dict[str, str]) -> float:
 
 def test_help_and_version_are_there_at_once(gleanrl: CommandLine) -> None:
     command = [sys.executable, "-m", "gleanrl", "--help"]
-    assert min(cpu_seconds(command, gleanrl.environment) for _ in range(3)) < 1.0
+    assert any(cpu_seconds(command, gleanrl.environment) < 1.0 for _ in range(3))
     shown = gleanrl.python("--help")
     assert all(name in shown.stdout for name in ("train", "evaluate", "report", "doctor"))
     for name in ("train", "evaluate", "report", "doctor"):

@@ -83,26 +83,33 @@ def test_a_band_of_ratios_holds_where_recorded_entropy_selects(gleanrl: CommandL
     assert sum(metrics["replay/rejected"] for metrics in rows(gleanrl, "arm")) > 0
 
 
-@pytest.mark.parametrize("moment", [1, 3, 5])
-@pytest.mark.parametrize(
-    "more",
-    [("--replay.pool_updates", "0"), ("--replay.pool_updates", "1", "--guidance.enabled", "true")],
+@pytest.fixture(
+    scope="module",
+    params=[("--replay.pool_updates", "0"), ("--replay.pool_updates", "1", "--guidance.enabled", "true")],
     ids=["plain", "all"],
 )
+def undisturbed(
+    request: pytest.FixtureRequest, make_gleanrl: Callable[[], CommandLine]
+) -> tuple[tuple[str, ...], CommandLine]:
+    """Settings, and a run with them to the end."""
+    whole, settings = make_gleanrl(), (*REPLAY, *request.param, "--run.steps", "6", "--checkpoint.every", "2")
+    assert whole.train("run", *settings).status == 0
+    return settings, whole
+
+
+@pytest.mark.parametrize("moment", [1, 3, 5])
 def test_killed_and_resumed_is_bit_for_bit_the_same(
-    make_gleanrl: Callable[[], CommandLine], moment: int, more: tuple[str, ...]
+    gleanrl: CommandLine, undisturbed: tuple[tuple[str, ...], CommandLine], moment: int
 ) -> None:
     """Pool and learner agree wherever the run was killed: before the first checkpoint, and after."""
-    whole, killed = make_gleanrl(), make_gleanrl()
-    settings = (*REPLAY, *more, "--run.steps", "6", "--checkpoint.every", "2")
-    assert whole.train("run", *settings).status == 0
+    settings, whole = undisturbed
     at = ("gleanrl.learners.engine:LocalEngine.step", moment, "SIGKILL")
-    assert killed.train("run", *settings, at=at).status == -9
-    ended = killed.train("run", *settings, "--resume")
+    assert gleanrl.train("run", *settings, at=at).status == -9
+    ended = gleanrl.train("run", *settings, "--resume")
     assert ended.status == 0, ended.stderr
-    assert_same(whole.run("run"), killed.run("run"))
+    assert_same(whole.run("run"), gleanrl.run("run"))
     contents = []
-    for each in (whole, killed):
+    for each in (whole, gleanrl):
         with ExperiencePool(each.run("run").path / "experience.sqlite", read_only=True) as pool:
             stats = pool.stats()
             contents.append({name: stats[name] for name in ("tasks", "eligible", "trajectories", "buckets")})

@@ -101,19 +101,25 @@ def test_without_it_the_falsified_are_replayed(gleanrl: CommandLine, tainted: Pa
     assert any(name.startswith("lie-") for name in replayed(gleanrl.run("run"))), ended.stderr
 
 
+@pytest.fixture(scope="module")
+def undisturbed(make_gleanrl: Callable[[], CommandLine], tainted: Path) -> tuple[tuple[str, ...], CommandLine]:
+    """Settings, and a run with them to the end."""
+    whole, settings = make_gleanrl(), (*REVERIFY, "--replay.seed_from", str(tainted), "--checkpoint.every", "2")
+    assert whole.train("run", *settings).status == 0
+    return settings, whole
+
+
 @pytest.mark.parametrize("moment", [1, 3, 5])
 def test_killed_and_resumed_it_evicts_the_same(
-    make_gleanrl: Callable[[], CommandLine], tainted: Path, moment: int
+    gleanrl: CommandLine, undisturbed: tuple[tuple[str, ...], CommandLine], moment: int
 ) -> None:
-    whole, killed = make_gleanrl(), make_gleanrl()
-    settings = (*REVERIFY, "--replay.seed_from", str(tainted), "--checkpoint.every", "2")
-    assert whole.train("run", *settings).status == 0
+    settings, whole = undisturbed
     at = ("gleanrl.learners.engine:LocalEngine.step", moment, "SIGKILL")
-    assert killed.train("run", *settings, at=at).status == -9
-    ended = killed.train("run", *settings, "--resume")
+    assert gleanrl.train("run", *settings, at=at).status == -9
+    ended = gleanrl.train("run", *settings, "--resume")
     assert ended.status == 0, ended.stderr
-    assert_same(whole.run("run"), killed.run("run"))
-    pools = [each.run("run").path / "experience.sqlite" for each in (whole, killed)]
+    assert_same(whole.run("run"), gleanrl.run("run"))
+    pools = [each.run("run").path / "experience.sqlite" for each in (whole, gleanrl)]
     assert held(pools[0]) == held(pools[1])
     assert evicted(pools[0]) == evicted(pools[1])
     assert evicted(pools[0])["reverify"] > 0
