@@ -167,7 +167,7 @@ class Trajectory:
     @property
     def version(self) -> int:
         """Version of the oldest weights that sampled any turn; -1 if no turn was sampled."""
-        return min((turn.version for turn in self.sampled_turns()), default=-1)
+        return min((turn.version for segment in self.segments for turn in segment if turn.sampled), default=-1)
 
     @property
     def sampled_tokens(self) -> int:
@@ -249,7 +249,7 @@ class Group:
     @property
     def version(self) -> int:
         """Version of the oldest weights that sampled a valid fresh member; -1 if no such member was sampled."""
-        return min((t.version for t in self.valid_fresh if t.version >= 0), default=-1)
+        return min((version for t in self.valid_fresh if (version := t.version) >= 0), default=-1)
 
 
 def _frozen(array: npt.NDArray[Any], dtype: type[np.generic]) -> npt.NDArray[Any]:
