@@ -1,4 +1,7 @@
-"""A wrong configuration is one clear line that names the key and the mend."""
+"""Loading a configuration (`gleanrl.config`): presets, overrides, defaults, and the errors for wrong values.
+
+Every error is one line that names the wrong key.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +20,12 @@ from gleanrl.utils.errors import UserError
 from gleanrl.utils.settings import JobConfig
 
 
-def checked(overrides: list[tuple[str, str]]) -> None:
-    """As the command line does before anything else."""
+def load_and_check(overrides: list[tuple[str, str]]) -> None:
+    """Load and check a configuration in the way the command line does before it starts a run."""
     validate.check(load("quickstart", overrides))
 
 
-def test_every_preset_is_valid_and_survives_being_written() -> None:
+def test_every_preset_is_valid_and_unchanged_after_writing_and_reading_toml() -> None:
     for name in presets():
         config = load_job(name)
         assert type(config).model_validate(tomllib.loads(config.to_toml())) == config
@@ -41,7 +44,7 @@ def test_the_plan_counts_the_evaluations_that_the_run_makes(
         "environment": {"eval_tasks": 10},
         "evaluation": {"every": every, "at_start": at_start, "greedy": greedy, "samples": 3},
     }
-    # The rule of `train.start_evaluation_if_due`; without `at_start`, the evaluator skips step 0.
+    # This repeats the rule of `train.start_evaluation_if_due`. Without `at_start`, the evaluator skips step 0.
     due = [step for step in range(steps + 1) if step in (0, steps) or (every and step % every == 0)]
     count = len(due) - (not at_start)
     episodes = count * 10 * (3 + greedy)
@@ -50,7 +53,7 @@ def test_the_plan_counts_the_evaluations_that_the_run_makes(
     )
 
 
-def test_overrides_are_read_by_the_type_of_their_field() -> None:
+def test_overrides_are_parsed_according_to_the_type_of_their_field() -> None:
     config = load(
         "quickstart",
         [
@@ -88,19 +91,21 @@ def test_overrides_are_read_by_the_type_of_their_field() -> None:
         ("schedule.preset", "synch", ["schedule.preset = 'synch'", "'sync'"]),
     ],
 )
-def test_a_bad_value_is_named_with_its_mend(key: str, value: str, words: list[str]) -> None:
+def test_the_error_for_a_wrong_key_or_value_names_it_and_suggests_a_correction(
+    key: str, value: str, words: list[str]
+) -> None:
     with pytest.raises(UserError) as error:
-        checked([(key, value)])
+        load_and_check([(key, value)])
     for word in words:
         assert word in str(error.value)
     assert "\n" not in str(error.value)
 
 
-def test_chunks_must_divide_the_batch_and_batch_statistics_need_all_of_it() -> None:
+def test_chunks_must_divide_the_batch_and_are_rejected_with_batch_statistics() -> None:
     with pytest.raises(UserError, match=r"schedule\.chunks = 5"):
-        checked([("schedule.preset", "pipelined"), ("schedule.chunks", "5")])
+        load_and_check([("schedule.preset", "pipelined"), ("schedule.chunks", "5")])
     with pytest.raises(UserError, match="whole batch"):
-        checked([("schedule.preset", "pipelined"), ("credit.estimator", "reinforce_plus_plus")])
+        load_and_check([("schedule.preset", "pipelined"), ("credit.estimator", "reinforce_plus_plus")])
 
 
 @pytest.mark.parametrize(
@@ -112,7 +117,7 @@ def test_chunks_must_divide_the_batch_and_batch_statistics_need_all_of_it() -> N
         ("[run]\nname = 'a/b'\n", ["bad.toml", "run.name"]),
     ],
 )
-def test_a_bad_file_is_named(tmp_path: Path, text: str, words: list[str]) -> None:
+def test_the_error_for_an_invalid_file_names_the_file_and_the_key(tmp_path: Path, text: str, words: list[str]) -> None:
     path = tmp_path / "bad.toml"
     path.write_text(text)
     with pytest.raises(UserError) as error:
@@ -121,7 +126,7 @@ def test_a_bad_file_is_named(tmp_path: Path, text: str, words: list[str]) -> Non
         assert word in str(error.value)
 
 
-def test_a_missing_file_and_a_mistyped_preset() -> None:
+def test_a_missing_file_and_a_mistyped_preset_raise_clear_errors() -> None:
     with pytest.raises(UserError, match=r"cannot read nowhere\.toml"):
         load("nowhere.toml")
     with pytest.raises(UserError, match="did you mean 'quickstart'"):
@@ -132,14 +137,14 @@ def test_a_missing_file_and_a_mistyped_preset() -> None:
     ("key", "value"),
     [("run.seed", "5"), ("environment.options.same_kind", "2"), ("model.layers", "3"), ("warm_start.lr", "1e-5")],
 )
-def test_a_resumed_run_cannot_become_another_one(key: str, value: str) -> None:
+def test_resuming_with_a_different_seed_task_or_model_setting_raises(key: str, value: str) -> None:
     before = load("quickstart")
     shown = ".".join(key.split(".")[:2])
     with pytest.raises(UserError, match=rf"was started with {shown} = .*--run\.name"):
         check_resumed(before, load("quickstart", [(key, value)]))
 
 
-def test_a_resumed_run_may_be_longer_and_elsewhere() -> None:
+def test_resuming_with_more_steps_or_another_learning_rate_or_schedule_is_allowed() -> None:
     more = [
         ("run.steps", "500"),
         ("learner.lr", "1e-5"),
@@ -150,19 +155,23 @@ def test_a_resumed_run_may_be_longer_and_elsewhere() -> None:
 
 
 @pytest.mark.parametrize("job", [Config, *JOBS.values()])
-def test_every_setting_has_a_help_text_of_few_lines(job: type[JobConfig]) -> None:
+def test_every_setting_has_a_help_text_of_at_most_360_characters(job: type[JobConfig]) -> None:
     texts = {name: " ".join((field.description or "").split()) for name, field in fields(job)}
     assert [name for name, text in texts.items() if not text.endswith(".")] == []
     assert [name for name, text in texts.items() if len(text) > 360] == []
 
 
-def test_every_setting_is_read_somewhere() -> None:
-    """A key that nothing reads would be accepted and ignored: a silent error."""
+def test_every_setting_is_read_by_some_module_of_the_package() -> None:
+    """A setting that no module reads would be accepted without any effect.
+
+    The test searches the source for the name of each setting.
+    """
     package = Path(gleanrl.__file__).parent
     files = set(package.rglob("*.py")) - {package / "config" / "settings.py"}
     source = "\n".join(path.read_text() for path in files)
     sections = [value for value in vars(settings).values() if isinstance(value, type) and issubclass(value, Settings)]
-    sections.remove(settings.RaySettings)  # resources are looked up by the kind of actor
+    # The settings of Ray are read by names that are computed from the kind of the actor.
+    sections.remove(settings.RaySettings)
     assert len(sections) > 10
     unread = [
         f"{section.__name__}.{name}"
@@ -184,7 +193,9 @@ def test_every_setting_is_read_somewhere() -> None:
         ([("model.init", "a/model"), ("context.max_tokens_per_turn", "16")], 1e-6, 16),
     ],
 )
-def test_what_nobody_set_suits_the_model(tmp_path: Path, given: list[tuple[str, str]], lr: float, tokens: int) -> None:
+def test_defaults_of_lr_and_max_tokens_per_turn_depend_on_the_model(
+    tmp_path: Path, given: list[tuple[str, str]], lr: float, tokens: int
+) -> None:
     (tmp_path / "own.toml").write_text("[run]\nsteps = 3\n")
     config = load(str(tmp_path / "own.toml"), given)
     (tmp_path / "resolved.toml").write_text(config.to_toml())

@@ -1,4 +1,4 @@
-"""What fits and what does not, where that depends on more than one section."""
+"""`gleanrl.config.validate` rejects or warns about combinations of settings from several sections."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ def load(**settings: str) -> configuration.Config:
 
 @pytest.mark.parametrize("wants", [{"credit__estimator": "reinforce_plus_plus"}, {"loss__name": "clip_cov"}])
 @pytest.mark.parametrize("preset", PIPELINED)
-def test_what_needs_a_whole_batch_is_refused_in_chunks_and_only_there(preset: str, wants: dict[str, str]) -> None:
+def test_algorithms_that_need_the_whole_batch_are_rejected_only_with_several_chunks(
+    preset: str, wants: dict[str, str]
+) -> None:
     validate.check(load(schedule__preset=preset, schedule__chunks="1", **wants))
     with pytest.raises(UserError, match=r"use sync or one_step_off, or schedule\.chunks = 1"):
         validate.check(load(schedule__preset=preset, schedule__chunks="2", **wants))
@@ -26,7 +28,7 @@ def test_what_needs_a_whole_batch_is_refused_in_chunks_and_only_there(preset: st
 
 
 @pytest.mark.parametrize("old", ["recompute", "loglinear"])
-def test_decoupled_ppo_without_its_weight_is_told(old: str) -> None:
+def test_decoupled_ppo_without_a_correction_warns(old: str) -> None:
     stale = {"schedule__preset": "one_step_off", "learner__old_logprobs": old}
     [line] = validate.warnings(load(**stale))
     assert f"learner.old_logprobs = '{old}'" in line
@@ -58,11 +60,11 @@ SERVER = {"sampler__name": "openai", "sampler__options.base_url": "http://a/v1"}
         ),
     ],
 )
-def test_a_server_trains_only_where_it_takes_weights_and_evaluates_none_beside(settings: dict, why: str) -> None:
+def test_a_server_that_takes_no_weights_or_also_serves_evaluation_is_rejected(settings: dict, why: str) -> None:
     with pytest.raises(UserError, match=why):
         validate.check(load(**SERVER, **settings))
 
 
-def test_a_server_for_training_and_one_for_evaluation_are_fine() -> None:
+def test_separate_servers_for_training_and_evaluation_are_accepted() -> None:
     two = {"sampler__options.update": "vllm", "sampler__evaluation_options.base_url": "http://b/v1"}
     validate.check(load(**SERVER, **two))

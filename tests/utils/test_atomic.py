@@ -1,4 +1,7 @@
-"""Files are whole or absent, whatever fails in between."""
+"""`gleanrl.utils.atomic` replaces files and directories atomically, also when writing fails or the disk is full.
+
+The tests write below ``tmp_path`` and simulate a full disk or a missing system call by patching.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from gleanrl.utils import atomic
 from gleanrl.utils.errors import UserError
 
 
-def test_a_file_is_replaced_and_nothing_else_is_left(tmp_path: Path) -> None:
+def test_a_file_is_replaced_and_no_temporary_file_remains(tmp_path: Path) -> None:
     target = tmp_path / "deep" / "a.txt"
     atomic.write_text(target, "one")
     atomic.write_text(target, "zwei ß")
@@ -20,7 +23,7 @@ def test_a_file_is_replaced_and_nothing_else_is_left(tmp_path: Path) -> None:
     assert os.listdir(target.parent) == ["a.txt"]
 
 
-def test_an_error_keeps_the_old_file_and_removes_the_new_one(tmp_path: Path) -> None:
+def test_an_error_while_writing_keeps_the_old_file_and_removes_the_temporary_one(tmp_path: Path) -> None:
     target = tmp_path / "a.bin"
     atomic.write_bytes(target, b"old")
     with pytest.raises(ZeroDivisionError), atomic.file(target) as partial:
@@ -29,7 +32,7 @@ def test_an_error_keeps_the_old_file_and_removes_the_new_one(tmp_path: Path) -> 
     assert os.listdir(tmp_path) == ["a.bin"]
 
 
-def test_a_directory_appears_whole_and_replaces_the_old_one(tmp_path: Path) -> None:
+def test_a_directory_appears_only_when_complete_and_replaces_the_old_one(tmp_path: Path) -> None:
     target = tmp_path / "step-1"
     for content in ("one", "two"):
         with atomic.directory(target) as folder:
@@ -40,7 +43,7 @@ def test_a_directory_appears_whole_and_replaces_the_old_one(tmp_path: Path) -> N
     assert os.listdir(tmp_path) == ["step-1"]
 
 
-def test_a_failing_directory_leaves_the_old_one(tmp_path: Path) -> None:
+def test_an_error_while_a_directory_is_written_keeps_the_old_directory(tmp_path: Path) -> None:
     target = tmp_path / "step-1"
     with atomic.directory(target) as folder:
         (folder / "a").write_text("kept")
@@ -50,14 +53,16 @@ def test_a_failing_directory_leaves_the_old_one(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["step-1"]
 
 
-def _full(*_: object) -> None:
+def _raise_disk_full(*_: object) -> None:
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
-def test_a_full_disk_is_one_line_with_path_and_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_raises_a_one_line_error_with_path_and_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     target = tmp_path / "big.bin"
     atomic.write_bytes(target, b"old")
-    monkeypatch.setattr(os, "fsync", _full)
+    monkeypatch.setattr(os, "fsync", _raise_disk_full)
     with pytest.raises(UserError, match=r"big\.bin: the disk is full: 2\.0 KiB needed") as caught:
         atomic.write_bytes(target, b"x" * 2048)
     assert "\n" not in str(caught.value)
@@ -68,21 +73,23 @@ def test_a_full_disk_is_one_line_with_path_and_size(tmp_path: Path, monkeypatch:
     assert os.listdir(tmp_path) == ["big.bin"]
 
 
-def test_a_full_disk_is_recognised_through_a_library_that_hides_the_errno(tmp_path: Path) -> None:
+def test_a_full_disk_is_recognised_by_the_message_of_an_error_without_errno(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="disk is full"), atomic.file(tmp_path / "m.safetensors"):
         raise RuntimeError("I/O error: No space left on device (os error 28)")
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_where_names_cannot_be_exchanged_the_old_directory_is_moved_aside(
+def test_a_directory_is_replaced_or_restored_on_systems_without_renameat2(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: bool
 ) -> None:
     target, real = tmp_path / "step-1", os.replace
     with atomic.directory(target) as folder:
         (folder / "a").write_text("old")
-    monkeypatch.setattr("ctypes.CDLL", lambda *_, **__: None)  # a C library without renameat2
+    # This C library has no `renameat2`, so that two directories cannot be exchanged in one step.
+    # The old directory is renamed first, the new one takes its name, and if that fails, the old one is renamed back.
+    monkeypatch.setattr("ctypes.CDLL", lambda *_, **__: None)
     if fails:
-        moves = iter([real, _full, real])
+        moves = iter([real, _raise_disk_full, real])
         monkeypatch.setattr(os, "replace", lambda one, other: next(moves)(one, other))
         with pytest.raises(UserError, match="disk is full"), atomic.directory(target) as folder:
             (folder / "a").write_text("new")
@@ -93,7 +100,7 @@ def test_where_names_cannot_be_exchanged_the_old_directory_is_moved_aside(
     assert os.listdir(tmp_path) == ["step-1"]
 
 
-def test_what_killed_writers_left_is_found_and_what_is_being_written_is_not(tmp_path: Path) -> None:
+def test_left_behind_lists_the_leftovers_of_killed_writers_but_not_running_writes(tmp_path: Path) -> None:
     left = tmp_path / f"{atomic.TEMPORARY_PREFIX}0123abcd-step-1"
     left.mkdir()
     (tmp_path / f"{atomic.TEMPORARY_PREFIX}0123abcd-step-10").mkdir()

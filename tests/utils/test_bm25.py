@@ -1,4 +1,7 @@
-"""BM25 against the formula, to the bit, however texts and queries come."""
+"""`gleanrl.utils.bm25` returns the same scores, bit for bit, as a direct implementation of the BM25 formula.
+
+A property test compares both on random texts and queries.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +17,14 @@ from gleanrl.utils.bm25 import Bm25, words
 K1, B = 1.2, 0.75
 
 
-def plain(texts: Sequence[str], query: str, k: int, without: Collection[int] = ()) -> list[tuple[int, float]]:
-    """The formula, text by text, in Python's floats; words rarest first, as sums are only equal in one order."""
+def reference_search(
+    texts: Sequence[str], query: str, k: int, without: Collection[int] = ()
+) -> list[tuple[int, float]]:
+    """Return the ``k`` best texts and their scores, by the BM25 formula in Python floats.
+
+    The terms of a sum are added from the rarest word to the most frequent one, as in `Bm25`, because floating-point
+    sums in another order differ in their last bits.
+    """
     split = [Counter(words(text)) for text in texts]
     total = sum(sum(each.values()) for each in split)
     asked = [(word, times, sum(word in each for each in split)) for word, times in Counter(words(query)).items()]
@@ -39,28 +48,30 @@ LETTERS = st.lists(st.sampled_from("aaaabbbccdefgh"), max_size=12).map(" ".join)
     out=st.sets(st.integers(0, 60)),
 )
 @example(rounds=[(["a b"] * 40, "a b")], k=3, out={39})
-def test_the_best_are_those_of_the_formula(rounds: list[tuple[list[str], str]], k: int, out: set[int]) -> None:
-    """Texts come between queries, which changes how rare a word is and the mean length."""
+def test_search_results_equal_the_formula_while_texts_are_added_between_queries(
+    rounds: list[tuple[list[str], str]], k: int, out: set[int]
+) -> None:
+    """Each round adds texts and then searches: new texts change the document frequencies and the mean length."""
     index, texts = Bm25(), list[str]()
     for new, query in rounds:
         assert [index.add(text) for text in new] == list(range(len(texts), len(texts) + len(new)))
         texts += new
         without = {number for number in out if number < len(texts)}
-        assert index.search(query, k, without) == plain(texts, query, k, without)
+        assert index.search(query, k, without) == reference_search(texts, query, k, without)
 
 
-def test_among_hundreds_of_texts_too() -> None:
-    """Where many scores lie close together."""
+def test_search_results_equal_the_formula_among_500_texts() -> None:
+    """With this many texts, many scores are nearly equal, so that a rounding error would change the order."""
     rng = np.random.default_rng(0)
     texts = [" ".join(f"w{x}" for x in rng.zipf(1.4, rng.integers(1, 20)) % 200) for _ in range(500)]
     index = Bm25()
     for text in texts:
         index.add(text)
     for query, k in ((texts[-1], 1), (texts[-2], 4)):
-        assert index.search(query, k) == plain(texts, query, k)
+        assert index.search(query, k) == reference_search(texts, query, k)
 
 
-def test_of_equal_texts_the_later_comes_first() -> None:
+def test_of_texts_with_equal_scores_the_last_added_comes_first() -> None:
     index = Bm25()
     for text in ["a b", "b a", "c", "a b"]:
         index.add(text)

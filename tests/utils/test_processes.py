@@ -1,4 +1,7 @@
-"""Worker processes: what a call returns and raises, and what becomes of a worker that hangs, dies or is cancelled."""
+"""Calls to worker processes (`gleanrl.utils.processes`): results, errors, time limits, cancellation, worker death.
+
+The tests start real worker processes.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ class Mine(Served):
 """
 
 
-class Known(Exception):
+class ListedError(Exception):
     pass
 
 
@@ -49,7 +52,7 @@ class Worker(Served):
         os.kill(os.getpid(), signal.SIGKILL)
 
     def fail(self, kind: str) -> None:
-        raise {"known": Known, "user": UserError, "other": KeyError, "exit": SystemExit}[kind]("why")
+        raise {"known": ListedError, "user": UserError, "other": KeyError, "exit": SystemExit}[kind]("why")
 
     def give(self, what: str) -> Any:
         return Unloadable() if what == "unloadable" else (lambda: 0) if what == "lambda" else b"x" * 3_000_000
@@ -60,34 +63,34 @@ class Unloadable:
         return int, ("no number",)
 
 
-class Unmade(Served):
+class FailsInConstructor(Served):
     def __init__(self) -> None:
         raise UserError("cannot be made")
 
 
-class Exits(Served):
+class ExitsInConstructor(Served):
     def __init__(self) -> None:
         os._exit(4)
 
 
-def in_pool(
+def run_in_pool(
     body: Callable[[ProcessPool], Awaitable[None]], make: Any = Worker, *, count: int = 1, timeout_s: float = 20.0
 ) -> None:
     async def run() -> None:
-        async with ProcessPool(make, count=count, timeout_s=timeout_s, raises=(Known,)) as pool:
+        async with ProcessPool(make, count=count, timeout_s=timeout_s, raises=(ListedError,)) as pool:
             await body(pool)
 
     asyncio.run(run())
 
 
-def test_calls_return_raise_and_keep_their_process() -> None:
+def test_calls_return_values_or_raise_errors_without_ending_the_process() -> None:
     async def body(pool: ProcessPool) -> None:
         pid = await pool.call("pid")
         assert pid != os.getpid()
         assert await pool.call("add", 1, 2, 3) == 6
         assert await pool.call("sleep", 0.01) == "awake"
         assert len(await pool.call("give", "much")) == 3_000_000
-        with pytest.raises(Known, match="why"):
+        with pytest.raises(ListedError, match="why"):
             await pool.call("fail", "known")
         with pytest.raises(UserError, match="why"):
             await pool.call("fail", "user")
@@ -101,10 +104,10 @@ def test_calls_return_raise_and_keep_their_process() -> None:
                 await pool.call("give", what)
         assert await pool.call("pid") == pid
 
-    in_pool(body)
+    run_in_pool(body)
 
 
-def test_a_call_that_blocks_dies_or_is_cancelled_costs_its_process_and_the_next_has_another() -> None:
+def test_a_process_that_blocks_or_dies_is_replaced_and_one_that_awaits_is_kept() -> None:
     async def body(pool: ProcessPool) -> None:
         pids = {await pool.call("pid")}
         with pytest.raises(WorkerTimeout, match="block"):
@@ -118,47 +121,50 @@ def test_a_call_that_blocks_dies_or_is_cancelled_costs_its_process_and_the_next_
                 await pool.call("block", 600)
         pids.add(await pool.call("pid"))
         assert len(pids) == 4
-        with pytest.raises(WorkerTimeout, match="sleep"):  # it awaits: cancelled alone
+        # `sleep` awaits, so that the call can be cancelled without killing its process.
+        with pytest.raises(WorkerTimeout, match="sleep"):
             await pool.call("sleep", 600)
         assert await pool.call("pid") in pids
 
-    in_pool(body, timeout_s=0.5)
+    run_in_pool(body, timeout_s=0.5)
 
 
-def test_as_many_processes_as_calls_at_once_up_to_the_count() -> None:
+def test_a_pool_starts_a_process_per_concurrent_call_up_to_its_count() -> None:
     async def body(pool: ProcessPool) -> None:
         await asyncio.gather(*(pool.call("sleep", 0.1) for _ in range(5)))
         assert len(set(await asyncio.gather(*(pool.call("pid") for _ in range(8))))) == 2
 
-    in_pool(body, count=2)
+    run_in_pool(body, count=2)
 
 
-@pytest.mark.parametrize(("make", "error"), [(Unmade, UserError), (Exits, WorkerDied), (dict, RemoteError)])
-def test_an_object_that_cannot_be_made(make: Any, error: type[Exception]) -> None:
+@pytest.mark.parametrize(
+    ("make", "error"), [(FailsInConstructor, UserError), (ExitsInConstructor, WorkerDied), (dict, RemoteError)]
+)
+def test_every_call_raises_if_the_constructor_of_the_served_object_fails(make: Any, error: type[Exception]) -> None:
     async def body(pool: ProcessPool) -> None:
         for _ in range(2):
             with pytest.raises(error):
                 await pool.call("pid")
 
-    in_pool(body, make)
+    run_in_pool(body, make)
 
 
-def test_what_cannot_be_pickled_raises_at_once() -> None:
+def test_a_factory_that_cannot_be_pickled_raises_when_the_pool_is_created() -> None:
     with pytest.raises(pickle.PicklingError):
         ProcessPool(lambda: Worker(), count=1, timeout_s=1.0)
 
 
-def test_an_object_from_a_file(tmp_path: Path) -> None:
+def test_a_worker_serves_a_class_that_is_loaded_from_a_file(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text(FILE)
 
     async def body(pool: ProcessPool) -> None:
         assert await pool.call("greet") == "from a file"
 
-    in_pool(body, load_object(f"{file}:Mine"))
+    run_in_pool(body, load_object(f"{file}:Mine"))
 
 
-def test_one_process_serves_many_calls_and_reports_which_had_not_begun() -> None:
+def test_one_process_runs_calls_concurrently_and_its_death_reports_which_never_began() -> None:
     async def run() -> None:
         worker = WorkerProcess(pack(Worker), timeout_s=20.0)
         sleeping = [asyncio.ensure_future(worker.call("sleep", 0.3)) for _ in range(50)]
@@ -178,7 +184,7 @@ def test_one_process_serves_many_calls_and_reports_which_had_not_begun() -> None
     asyncio.run(run())
 
 
-def test_closing_ends_a_process_that_blocks() -> None:
+def test_closing_the_pool_kills_a_process_that_blocks() -> None:
     async def body(pool: ProcessPool) -> None:
         pid = await pool.call("pid")
         blocked = asyncio.ensure_future(pool.call("block", 600))
@@ -189,10 +195,10 @@ def test_closing_ends_a_process_that_blocks() -> None:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
 
-    in_pool(body)
+    run_in_pool(body)
 
 
-def test_a_worker_closed_while_it_starts_leaves_no_lost_error() -> None:
+def test_closing_a_worker_while_it_starts_logs_no_unretrieved_exception() -> None:
     async def main() -> list[str]:
         said: list[str] = []
         asyncio.get_running_loop().set_exception_handler(lambda _, context: said.append(context["message"]))

@@ -1,4 +1,4 @@
-"""The registry: by name, by import path, and what is said where neither fits."""
+"""`gleanrl.utils.registry.Registry` finds entries by name or import path, and its errors suggest corrections."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_an_entry_is_found_by_its_name() -> None:
     assert registry.get("blue") is blue
 
 
-def test_an_unknown_name_names_the_nearest_or_all() -> None:
+def test_an_unknown_name_raises_an_error_with_the_nearest_name_or_all_names() -> None:
     with pytest.raises(UserError, match=r"^paint\.colour: unknown value 'gren'; did you mean 'green'\?$"):
         colours().get("gren")
     with pytest.raises(UserError, match=r"^paint\.colour: unknown value 'xyz'; known are green, red$"):
@@ -48,23 +48,24 @@ def test_an_unknown_name_names_the_nearest_or_all() -> None:
     assert nearest("x", [], list_all=True) == "; known are none"
 
 
-def test_a_name_is_taken_once() -> None:
+def test_adding_a_second_function_under_a_taken_name_raises() -> None:
     registry = colours()
     red = registry.get("red")
-    assert registry.add(red) is red  # the same entry again changes nothing
+    # Adding the same entry a second time is allowed and changes nothing.
+    assert registry.add(red) is red
     with pytest.raises(UserError, match=r"paint\.colour 'red' is taken by .*mix; choose another name"):
         registry.add(Colour("red", stir))
     assert registry.get("red") is red
 
 
-def test_a_function_defined_again_takes_the_place_of_the_first() -> None:
+def test_adding_a_redefinition_of_the_same_function_replaces_the_entry() -> None:
     registry = colours()
     again = Colour("red", mix)
     assert registry.add(again) is again
     assert registry.get("red") is again
 
 
-def test_an_import_path_finds_what_is_not_registered(tmp_path: Path) -> None:
+def test_an_import_path_finds_an_unregistered_entry_and_its_errors_name_the_fault(tmp_path: Path) -> None:
     file = tmp_path / "paints.py"
     file.write_text(f"from {__name__} import Colour\nown = Colour('own')\n\ndef plain():\n    pass\n")
     assert colours().get(f"{file}:own") == Colour("own")

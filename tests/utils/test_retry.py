@@ -1,4 +1,8 @@
-"""The retry policy, on a virtual clock."""
+"""Retries and time limits of `gleanrl.utils.retry`.
+
+The retry tests run on a virtual clock, so that waiting takes no time. The `Timeout` tests that block the event loop
+run on the real clock.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +21,7 @@ from gleanrl.utils.retry import UNREACHABLE, Fatal, Retries, Retryable, RetryPol
 
 
 def failing(*errors: Exception) -> Callable[[], asyncio.Future[int]]:
-    """A call that raises these errors in turn and then returns how often it was made."""
+    """Return a function that raises one of the errors per call, in order, and then returns the number of calls."""
     left = list(errors)
 
     async def call() -> int:
@@ -51,14 +55,16 @@ def test_the_last_error_is_raised_once_all_attempts_are_used() -> None:
 
 
 @given(st.integers(1, 12), st.floats(0.01, 10), st.floats(0.01, 100))
-def test_waits_are_bounded(failures: int, backoff_s: float, most_s: float) -> None:
+def test_the_total_wait_is_at_most_the_sum_of_the_backoff_limits(
+    failures: int, backoff_s: float, most_s: float
+) -> None:
     policy = RetryPolicy(attempts=failures + 1, backoff_s=backoff_s, max_backoff_s=most_s)
     made, seconds = timed(policy, *(Retryable("busy") for _ in range(failures)))
     assert made == failures + 1
     assert seconds <= sum(min(backoff_s * 2**n, most_s) for n in range(failures)) * (1 + 1e-9)
 
 
-def test_what_the_service_asks_for_is_honoured() -> None:
+def test_a_wait_that_the_service_asks_for_is_kept_or_raises_if_over_the_outage_limit() -> None:
     made, seconds = timed(RetryPolicy(backoff_s=0.01), Retryable("busy", 7.0), Retryable("busy"))
     assert made == 3
     assert 7.0 <= seconds < 7.1
@@ -66,8 +72,8 @@ def test_what_the_service_asks_for_is_honoured() -> None:
         timed(RetryPolicy(outage_s=600.0), Retryable("busy", 700.0))
 
 
-def outage(policy: RetryPolicy, seconds: float, *, answered_before: bool) -> float:
-    """When a call succeeds that finds no service before ``seconds`` are over."""
+def time_of_success_after_outage(policy: RetryPolicy, seconds: float, *, answered_before: bool) -> float:
+    """Return the time at which a call succeeds if the service is unreachable for the first ``seconds``."""
 
     async def main() -> float:
         loop = asyncio.get_running_loop()
@@ -82,28 +88,29 @@ def outage(policy: RetryPolicy, seconds: float, *, answered_before: bool) -> flo
     return virtual_time.run(main())
 
 
-def test_an_outage_is_waited_for_within_its_bound() -> None:
+def test_an_unreachable_service_is_retried_for_outage_s_if_it_answered_before() -> None:
     policy = RetryPolicy(attempts=2, backoff_s=0.5, outage_s=100.0)
-    assert 30.0 <= outage(policy, 30.0, answered_before=True) <= 60.0
+    assert 30.0 <= time_of_success_after_outage(policy, 30.0, answered_before=True) <= 60.0
     with pytest.raises(Retryable):
-        outage(policy, 1000.0, answered_before=True)
-    with pytest.raises(Retryable):  # no service was there before: a wrong address, say
-        outage(policy, 30.0, answered_before=False)
+        time_of_success_after_outage(policy, 1000.0, answered_before=True)
+    # A service that never answered is probably a wrong address, so that the call fails after its attempts.
+    with pytest.raises(Retryable):
+        time_of_success_after_outage(policy, 30.0, answered_before=False)
 
 
-def test_without_a_number_of_attempts_time_is_the_only_bound() -> None:
+def test_with_attempts_none_retries_are_limited_by_outage_s_only() -> None:
     policy = RetryPolicy(attempts=None, backoff_s=0.1, max_backoff_s=5.0, outage_s=60.0)
     assert timed(policy, *(Retryable("busy") for _ in range(9)))[0] == 10
     with pytest.raises(Retryable):
         timed(policy, *(Retryable("busy") for _ in range(10_000)))
 
 
-def test_errors_travel_between_processes() -> None:
+def test_a_retryable_error_keeps_its_fields_when_pickled() -> None:
     error = pickle.loads(pickle.dumps(Retryable("busy", 3.0, cause="server", cost={"cost/prompt_tokens": 2.0})))
     assert (str(error), error.after_s, error.cause, error.cost) == ("busy", 3.0, "server", {"cost/prompt_tokens": 2.0})
 
 
-def test_reasons_are_one_line() -> None:
+def test_reason_of_returns_one_line_and_cause_of_classifies_errors() -> None:
     assert reason_of(ValueError("two\nlines")) == "ValueError: two lines"
     assert [cause_of(e) for e in (TimeoutError(), ConnectionRefusedError(), ConnectionResetError(), KeyError())] == [
         "timeout",
@@ -114,13 +121,14 @@ def test_reasons_are_one_line() -> None:
 
 
 # --- time limits ----------------------------------------------------------------------------------------
-def test_an_answer_that_arrives_while_the_loop_stands_still_is_in_time() -> None:
+def test_data_that_arrives_while_the_event_loop_is_blocked_does_not_time_out() -> None:
     async def main() -> bytes:
         ours, theirs = socket.socketpair()
         reader, writer = await asyncio.open_connection(sock=ours)
         try:
             async with Timeout(0.2):
-                asyncio.get_running_loop().call_later(0.1, time.sleep, 0.5)  # the loop does nothing else
+                # Blocks the event loop for 0.5 s, which is longer than the limit.
+                asyncio.get_running_loop().call_later(0.1, time.sleep, 0.5)
                 theirs.sendall(b"x")
                 await asyncio.sleep(0.15)
                 return await reader.read(1)
@@ -131,7 +139,7 @@ def test_an_answer_that_arrives_while_the_loop_stands_still_is_in_time() -> None
     assert asyncio.run(main()) == b"x"
 
 
-def test_a_loop_that_only_stands_still_does_not_extend_a_limit_for_ever() -> None:
+def test_an_event_loop_that_keeps_blocking_extends_a_timeout_only_so_far() -> None:
     async def stall() -> None:
         loop = asyncio.get_running_loop()
         while True:
@@ -152,7 +160,7 @@ def test_a_loop_that_only_stands_still_does_not_extend_a_limit_for_ever() -> Non
 
 
 @pytest.mark.parametrize("seconds", [2.0, None])
-def test_a_limit_ends_what_takes_longer(seconds: float | None) -> None:
+def test_a_timeout_cancels_its_block_after_the_limit_and_none_means_no_limit(seconds: float | None) -> None:
     async def main() -> float:
         limit = Timeout(seconds)
         try:

@@ -1,4 +1,7 @@
-"""What is serialised comes back bit for bit, in both forms, and nothing else passes for it."""
+"""`gleanrl.utils.serialize` restores values bit for bit from MessagePack and JSON, and rejects invalid data.
+
+Property tests generate the values.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,7 @@ observations = st.builds(
 
 @given(value=tasks | scores | trajectories | groups() | observations)
 @settings(max_examples=examples(300))
-def test_everything_comes_back_bit_for_bit_in_both_forms(value: Any) -> None:
+def test_every_type_is_restored_bit_for_bit_from_messagepack_and_json(value: Any) -> None:
     assert same(value, serialize.decode(serialize.encode(value), type(value)))
     line = serialize.to_json(value)
     assert b"\n" not in line
@@ -37,7 +40,7 @@ def test_everything_comes_back_bit_for_bit_in_both_forms(value: Any) -> None:
     assert same(value, serialize.from_json(line, type(value)))
 
 
-def test_every_bit_of_a_log_prob_survives() -> None:
+def test_log_probs_of_any_bit_pattern_are_restored_exactly() -> None:
     bits = np.array([0x00000001, 0x80000000, 0x7FC00001, 0xFF800000, 0xBF7FFFFF, 0xB3D6BF95], np.uint32)
     turn = Turn({"role": "assistant", "content": ""}, np.array([2**31 - 1, 0, 1, 2, 3, -(2**31)]), bits.view("f4"), 1)
     for back in (
@@ -47,13 +50,13 @@ def test_every_bit_of_a_log_prob_survives() -> None:
         assert same(turn, back)
 
 
-def test_a_score_that_is_not_applicable_stays_so() -> None:
+def test_a_score_that_is_not_applicable_is_restored_as_not_applicable() -> None:
     score = Score(math.nan, valid=False, explanation="not for this", applicable=False)
     assert not serialize.decode(serialize.encode(score), Score).applicable
     assert not serialize.from_json(serialize.to_json(score), Score).applicable
 
 
-def test_numpy_and_odd_containers_in_free_form_values_become_plain() -> None:
+def test_numpy_values_and_containers_in_info_become_plain_python_values() -> None:
     class Name(str):
         pass
 
@@ -64,8 +67,10 @@ def test_numpy_and_odd_containers_in_free_form_values_become_plain() -> None:
         "floats": (np.array([0.5, 1.5], np.float32), [0.5, 1.5]),
         "mapping": (MappingProxyType({"a": 1}), {"a": 1}),
         "tuple": ((1, Name("x")), [1, "x"]),
-        "big": (2**70, 2**70),  # last: MessagePack has no such number
+        # MessagePack has no integers this large, so that the whole value is written in another way.
+        "big": (2**70, 2**70),
     }
+    # Once with the large integer and once without it.
     for names in (list(pairs), list(pairs)[:-1]):
         trajectory = Trajectory("a", "t", (), Score(0.0), StopReason.DONE, {name: pairs[name][0] for name in names})
         expected = {name: pairs[name][1] for name in names}
@@ -73,7 +78,7 @@ def test_numpy_and_odd_containers_in_free_form_values_become_plain() -> None:
         assert serialize.from_json(serialize.to_json(trajectory), Trajectory).info == expected
 
 
-def test_what_cannot_be_serialised_is_named() -> None:
+def test_the_error_for_a_value_that_cannot_be_serialised_names_its_cause() -> None:
     circular: dict[str, Any] = {}
     circular["self"] = circular
     for payload, named in (({"handle": object()}, "object"), (circular, "itself")):
@@ -84,7 +89,7 @@ def test_what_cannot_be_serialised_is_named() -> None:
 
 @given(value=trajectories, cut=st.integers(0, 10**6))
 @settings(max_examples=examples(100))
-def test_no_cut_data_pass(value: Trajectory, cut: int) -> None:
+def test_truncated_data_raise_a_decode_error(value: Trajectory, cut: int) -> None:
     for data, read in (
         (serialize.encode(value), serialize.decode),
         (serialize.to_json(value), serialize.from_json),
@@ -109,7 +114,7 @@ TURN = {"message": {"role": "user", "content": ""}, "tokens": [1, 2], "logprobs"
         {"version": "new"},
     ],
 )
-def test_fields_that_do_not_fit_are_refused(change: dict[str, Any]) -> None:
+def test_turn_fields_of_a_wrong_type_length_or_range_are_rejected(change: dict[str, Any]) -> None:
     assert serialize.from_builtins(TURN, Turn).version == 1
     with pytest.raises(serialize.DecodeError):
         serialize.from_builtins({**TURN, **change}, Turn)
@@ -117,7 +122,7 @@ def test_fields_that_do_not_fit_are_refused(change: dict[str, Any]) -> None:
         serialize.decode(serialize.encode({**TURN, **change}), Turn)
 
 
-def test_a_wrong_field_is_named_and_an_unknown_one_ignored() -> None:
+def test_a_decode_error_names_the_wrong_field_and_unknown_fields_are_ignored() -> None:
     with pytest.raises(serialize.DecodeError, match="valid"):
         serialize.from_json(b'{"value": 1.0, "valid": "maybe"}', Score)
     with pytest.raises(serialize.DecodeError, match="finite"):
@@ -130,7 +135,7 @@ def test_a_wrong_field_is_named_and_an_unknown_one_ignored() -> None:
             serialize.from_json(junk, Group)
 
 
-def test_arrays_of_another_type_do_not_pass_for_a_field() -> None:
+def test_an_array_with_the_wrong_dtype_for_its_field_is_rejected() -> None:
     frozen = np.array([0.5, 1.0], np.float32)
     frozen.flags.writeable = False
     with pytest.raises(serialize.DecodeError, match="float32"):

@@ -1,4 +1,4 @@
-"""The console says what happens, how far it is and how long it takes, on a terminal and in a log."""
+"""The console monitor prints stages, progress, remaining time and metrics, as log lines or as bars on a terminal."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ class Clock:
         return self.now
 
 
-def plain() -> tuple[Console, io.StringIO, Clock]:
+def log_console() -> tuple[Console, io.StringIO, Clock]:
     out, clock = io.StringIO(), Clock()
     return Console(rich.console.Console(file=out, width=60), interval_s=10, clock=clock), out, clock
 
 
-def test_a_log_gets_plain_lines_at_most_every_interval() -> None:
-    console, out, clock = plain()
+def test_in_a_log_progress_lines_are_printed_at_most_once_per_interval() -> None:
+    console, out, clock = log_console()
     with console.stage("making households", 100) as stage:
         for _ in range(100):
             clock.now += 0.25
@@ -36,15 +36,15 @@ def test_a_log_gets_plain_lines_at_most_every_interval() -> None:
     ]
 
 
-def test_a_log_gets_one_line_a_step_with_the_metrics_that_are_there() -> None:
-    console, out, _ = plain()
+def test_in_a_log_each_step_is_one_line_of_the_known_metrics() -> None:
+    console, out, _ = log_console()
     console.log(3, {"reward/mean": 0.53125, "reward/success": 0.5, "sampler/tokens_per_s": 5210.4, "loss/odd": 1.0})
     console.log(4, {"groups/zero_variance": 2.0})
     assert out.getvalue() == "step 3: reward 0.531 · success 0.5 · tokens/s 5,210\n"
 
 
-def test_turns_that_are_mostly_cut_off_are_told_of_once() -> None:
-    console, out, _ = plain()
+def test_a_large_share_of_cut_off_turns_is_reported_once() -> None:
+    console, out, _ = log_console()
     for step, share in enumerate((0.5, 0.75, 0.9), start=1):
         console.log(step, {"episode/cut_turns": share})
     assert out.getvalue() == (
@@ -52,8 +52,8 @@ def test_turns_that_are_mostly_cut_off_are_told_of_once() -> None:
     )
 
 
-def test_stages_nest() -> None:
-    console, out, clock = plain()
+def test_a_stage_inside_another_keeps_the_outer_stage_open() -> None:
+    console, out, clock = log_console()
     with console.stage("training", 2) as training:
         with console.stage("evaluation", 8) as evaluation:
             evaluation.advance(8)
@@ -63,24 +63,24 @@ def test_stages_nest() -> None:
     assert out.getvalue().splitlines()[-1] == "training: 1/2 in 1 min 30 s · reward 0.25"
 
 
-def test_what_a_resumed_run_had_done_before_says_nothing_about_its_speed() -> None:
-    console, out, clock = plain()
+def test_the_remaining_time_of_a_resumed_run_ignores_the_steps_done_before() -> None:
+    console, out, clock = log_console()
     with console.stage("training", 100, done=90) as training:
         clock.now += 20
         training.advance(2)
         assert out.getvalue().splitlines() == ["training: 10 to do", "training: 92/100, 1 min 20 s left"]
 
 
-def test_metrics_belong_to_training_although_an_evaluation_runs_beside_it() -> None:
-    console, out, _ = plain()
+def test_metrics_are_shown_on_the_training_stage_while_an_evaluation_runs() -> None:
+    console, out, _ = log_console()
     with console.stage("training", 2), console.stage("evaluating step 0", 8):
         console.log(1, {"reward/mean": 0.5})
     assert "training: 0/2 in 0.0 s · reward 0.5" in out.getvalue().splitlines()
     assert "evaluating step 0: 0/8 in 0.0 s" in out.getvalue().splitlines()
 
 
-def test_an_interrupted_stage_says_how_far_it_came() -> None:
-    console, out, _ = plain()
+def test_an_interrupted_stage_prints_how_much_was_done() -> None:
+    console, out, _ = log_console()
 
     def interrupted() -> None:
         with console.stage("warm start", 10) as stage:
@@ -94,7 +94,7 @@ def test_an_interrupted_stage_says_how_far_it_came() -> None:
     assert out.getvalue().count("warm start") == 2
 
 
-def test_a_terminal_gets_bars_and_keeps_one_line_a_stage() -> None:
+def test_on_a_terminal_progress_is_a_bar_and_a_finished_stage_leaves_one_line() -> None:
     out, clock = io.StringIO(), Clock()
     terminal = rich.console.Console(file=out, force_terminal=True, width=160, legacy_windows=False)
     console = Console(terminal, clock=clock)
@@ -103,18 +103,20 @@ def test_a_terminal_gets_bars_and_keeps_one_line_a_stage() -> None:
         console.log(1, {"eval/sampled/pass@1": 0.25})
         console.log(2, {"reward/mean": 0.75})
         assert console.bars is not None
-        console.bars.refresh()  # a real one does ten times a second
+        # On a real terminal, rich refreshes the bars ten times per second.
+        console.bars.refresh()
     text = out.getvalue()
     assert "1/4" in text
     assert "reward 0.75" in text
     assert "step 1: held-out 0.25" in text
-    assert "step 2" not in text  # on a terminal only evaluations scroll by; the rest is in the bar
+    # On a terminal, only evaluation metrics are printed as lines. All other metrics are shown in the bar.
+    assert "step 2" not in text
     assert "training: 1/4 in 0.0 s" in text
     assert console.bars is None
 
 
-def test_markup_in_a_name_is_only_text() -> None:
-    console, out, _ = plain()
+def test_rich_markup_in_a_stage_name_is_printed_literally() -> None:
+    console, out, _ = log_console()
     with console.stage("task [bold]x[/bold]"):
         pass
     assert out.getvalue().splitlines()[0] == "task [bold]x[/bold] ..."
@@ -124,5 +126,5 @@ def test_markup_in_a_name_is_only_text() -> None:
     ("seconds", "text"),
     [(0.04, "0.0 s"), (9.94, "9.9 s"), (42.4, "42 s"), (59.7, "1 min 00 s"), (200, "3 min 20 s"), (7530, "2 h 05 min")],
 )
-def test_durations_read_naturally(seconds: float, text: str) -> None:
+def test_duration_formats_seconds_minutes_and_hours(seconds: float, text: str) -> None:
     assert duration(seconds) == text

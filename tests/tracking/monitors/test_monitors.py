@@ -1,4 +1,4 @@
-"""What watches a run writes what it saw, and never stops the run."""
+"""Monitors (`gleanrl.tracking.monitors`) write the metrics of a run. An error in a monitor does not stop the run."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ class Broken:
         raise ConnectionError("no network")
 
 
-# --- metrics.jsonl ------------------------------------------------------------------------------
-def test_every_logged_step_is_on_disk_at_once(tmp_path: Path) -> None:
+# --- the file monitor, which writes metrics.jsonl -----------------------------------------------
+def test_a_logged_step_is_on_disk_immediately_and_nan_becomes_null(tmp_path: Path) -> None:
     about = info(tmp_path)
     monitor = FileMonitor(about)
     monitor.log(1, {"reward/mean": 0.5, "loss/policy": math.nan, "loss/kl": math.inf})
@@ -49,13 +49,14 @@ def test_every_logged_step_is_on_disk_at_once(tmp_path: Path) -> None:
     assert line["time"] > 1e9
 
 
-def test_resuming_forgets_what_came_after_the_checkpoint(tmp_path: Path) -> None:
+def test_resuming_drops_the_rows_after_the_checkpoint(tmp_path: Path) -> None:
     first = FileMonitor(info(tmp_path))
     for step in range(8):
         first.log(step, {"reward/mean": step / 10})
     first.close()
     with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 8, "rew')  # the crash
+        # A crash while a row was being written leaves an incomplete line.
+        file.write('{"step": 8, "rew')
     again = FileMonitor(info(tmp_path, resumed=5))
     again.log(6, {"reward/mean": 0.99})
     rows = RunFolder(tmp_path / "run").read_metrics()
@@ -64,7 +65,7 @@ def test_resuming_forgets_what_came_after_the_checkpoint(tmp_path: Path) -> None
     assert rows[5].metrics == {"reward/mean": 0.5}
 
 
-def test_a_new_run_in_an_old_folder_starts_its_own_file(tmp_path: Path) -> None:
+def test_a_new_run_in_an_existing_folder_overwrites_the_old_metrics(tmp_path: Path) -> None:
     FileMonitor(info(tmp_path)).log(1, {"a": 1.0})
     FileMonitor(info(tmp_path)).log(1, {"b": 2.0})
     rows = RunFolder(tmp_path / "run").read_metrics()
@@ -72,8 +73,8 @@ def test_a_new_run_in_an_old_folder_starts_its_own_file(tmp_path: Path) -> None:
     assert isinstance(rows[0], Row)
 
 
-# --- all of them --------------------------------------------------------------------------------
-def test_a_monitor_that_fails_is_named_once_and_the_others_go_on(
+# --- all monitors -------------------------------------------------------------------------------
+def test_a_failing_monitor_is_reported_once_and_the_others_continue(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     settings = MonitorSettings(use=(f"{Path(__file__)}:Broken", "file"))
@@ -87,7 +88,7 @@ def test_a_monitor_that_fails_is_named_once_and_the_others_go_on(
     assert warnings == ["monitor Broken failed (ConnectionError: no network); the run goes on"]
 
 
-def test_a_monitor_of_the_users_own_gets_the_run(tmp_path: Path) -> None:
+def test_a_user_defined_monitor_receives_metrics_and_run_info(tmp_path: Path) -> None:
     broken = Broken(info(tmp_path))
     monitors = Monitors([broken])
     monitors.log(1, {})
@@ -102,19 +103,22 @@ def test_a_monitor_of_the_users_own_gets_the_run(tmp_path: Path) -> None:
         ("no_such_package.monitors:Mine", "no_such_package"),
     ],
 )
-def test_a_wrong_name_is_one_clear_line(tmp_path: Path, name: str, message: str) -> None:
+def test_an_unknown_monitor_name_raises_an_error_with_suggestions(tmp_path: Path, name: str, message: str) -> None:
     with pytest.raises(UserError) as caught:
         load_monitors(MonitorSettings(use=(name,)), info(tmp_path))
     assert message in str(caught.value)
 
 
 @pytest.mark.parametrize("name", ["tensorboard", "wandb", "trackio", "mlflow"])
-def test_a_missing_package_names_the_extra(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tracker_whose_package_is_missing_raises_an_error_that_names_the_extra(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for module in [
         m for m in sys.modules if m == name or m.startswith((f"{name}.", f"gleanrl.tracking.monitors.{name}"))
     ]:
         monkeypatch.delitem(sys.modules, module)
-    monkeypatch.setitem(sys.modules, name, None)  # importing it raises, as if it were not installed
+    # With None in `sys.modules`, importing the package raises ImportError, as if it were not installed.
+    monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(UserError, match=rf"monitor '{name}' needs .*: pip install 'gleanrl\[{name}\]'"):
         load_monitors(MonitorSettings(use=(name,)), info(tmp_path))
 
@@ -128,7 +132,7 @@ def test_the_default_monitors_import_neither_torch_nor_a_tracker() -> None:
     assert out.stdout.strip() == "[]"
 
 
-def test_console_is_the_one_that_the_caller_shares(tmp_path: Path) -> None:
+def test_a_console_passed_by_the_caller_is_used_as_the_console_monitor(tmp_path: Path) -> None:
     console = Console()
     seen: list[int] = []
     console.log = lambda step, metrics: seen.append(step)  # type: ignore[method-assign]

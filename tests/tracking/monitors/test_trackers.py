@@ -1,4 +1,7 @@
-"""The trackers, each through its real package where that is installed, over a resume, without a network."""
+"""Each tracker monitor writes to its real package, without a network, and continues the same run after a resume.
+
+A test is skipped if its package is not installed.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from gleanrl.utils.settings import MonitorSettings
 
 
 def run_and_resume(tracker: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> RunFolder:
-    """Log steps 1 to 3, resume from 2, log 3 again with another value."""
+    """Log steps 1 to 3 with value 0.25, resume from step 2, and log step 3 again with value 0.75."""
     folder = RunFolder(tmp_path / "a-run")
     config = {"schedule": {"batch": 16}, "monitors": {"use": ["file"]}}
     for resumed, steps, value in [(None, (1, 2, 3), 0.25), (2, (3,), 0.75)]:
@@ -26,7 +29,7 @@ def run_and_resume(tracker: str, tmp_path: Path, caplog: pytest.LogCaptureFixtur
     return folder
 
 
-def test_tensorboard(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_tensorboard_has_one_value_per_step_after_a_resume(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -37,9 +40,12 @@ def test_tensorboard(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert "eval/sampled/pass@1" in events.Tags()["scalars"]
 
 
-def test_mlflow(tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mlflow_continues_the_same_run_after_a_resume(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     mlflow = pytest.importorskip("mlflow")
-    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # without SQLAlchemy there is no other local store
+    # The file store is the only local store that works without SQLAlchemy.
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     mlflow.set_tracking_uri((tmp_path / "mlruns").as_uri())
     folder = run_and_resume("mlflow", tmp_path, caplog)
     client = mlflow.tracking.MlflowClient()
@@ -54,18 +60,24 @@ def test_mlflow(tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: p
     assert (folder.path / "trackers" / "mlflow.id").read_text().strip() == run.info.run_id
 
 
-def test_wandb(tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_continues_the_same_run_id_after_a_resume(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
     folder = run_and_resume("wandb", tmp_path, caplog)
     name = (folder.path / "trackers" / "wandb.id").read_text().strip()
     written = list((folder.path / "wandb").glob(f"offline-run-*-{name}/run-{name}.wandb"))
-    assert len(written) in (1, 2)  # both stretches under one id; one folder if they began in the same second
+    # The first run and the resumed run have the same id, and each writes a folder that is named after its start time.
+    # If both start in the same second, there is only one folder.
+    assert len(written) in (1, 2)
     assert b"reward/mean" in b"".join(path.read_bytes() for path in written)
 
 
-def test_trackio(tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trackio_continues_the_same_run_after_a_resume(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
     storage = pytest.importorskip("trackio.sqlite_storage").SQLiteStorage
     folder = run_and_resume("trackio", tmp_path, caplog)

@@ -1,4 +1,4 @@
-"""A report as a reader meets it: the data inside, and the page after its script ran."""
+"""Helpers for tests of the HTML report: read its embedded data, and load it in a headless browser."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def embedded(page: Path) -> dict[str, Any]:
 
 
 def opened(page: Path, profile: Path) -> str:
-    """The document after the page's script ran in a headless browser."""
+    """Return the HTML of the page after its script ran in headless Chromium. Skips the test without Chromium."""
     if BROWSER is None:
         pytest.skip("no Chromium here: the report is not opened in a browser")
     flags = [

@@ -1,4 +1,7 @@
-"""A run folder as a real run leaves it, made in a second through the same writers."""
+"""Makes a run folder with synthetic metrics, timeline and trajectories, for tests of the report.
+
+The files are written by the same classes as in a real run, so that they have the same format.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +51,7 @@ PIECES = re.compile(r"<\|\w+\|>|[a-z]+ \d+|\w+|[^\w<]|<")
 
 
 class Words:
-    """A word-level tokenizer that learns as it goes, and saves itself as a real ``tokenizer.json``."""
+    """A word-level tokenizer that gives each new word the next id. It can be saved as ``tokenizer.json``."""
 
     def __init__(self) -> None:
         self.ids: dict[str, int] = {"<|unk|>": 0}
@@ -66,7 +69,7 @@ class Words:
 
 
 def make_run(path: Path, steps: int = 60, seed: int = 0) -> RunFolder:
-    """A finished run of ``steps`` steps in which an agent learns; equal for equal seeds."""
+    """Write a finished run of ``steps`` steps in which the success rate rises. Equal seeds give equal runs."""
     folder, random, words = RunFolder(path), np.random.default_rng(seed), Words()
     path.mkdir(parents=True, exist_ok=True)
     folder.config_path.write_text(CONFIG)

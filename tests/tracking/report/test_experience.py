@@ -1,4 +1,7 @@
-"""The report shows the experience pool: what the metrics and the pool's file say, and a run without either."""
+"""The report's section on the experience pool, which is made from the metrics and from the pool's SQLite file.
+
+Some tests load the page in a headless browser.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ UPDATE_METRICS = ("tokens/trained", "loss/policy", "loss/replayed/ratio/mean", "
 
 
 def run_with_replay(path: Path, steps: int = STEPS) -> RunFolder:
-    """A pool that fills step by step, each trajectory's uses equal to its place among the stored ones."""
+    """Write a run that adds one group per step to its pool. The n-th stored trajectory has been replayed n times."""
     folder = RunFolder(path)
     path.mkdir(parents=True)
     folder.config_path.write_text("[run]\nsteps = 12\n[replay]\nenabled = true\n")
@@ -51,7 +54,7 @@ def _losses(random: np.random.Generator, step: int) -> dict[str, float]:
     return {name: float(random.uniform(0.1, 5)) for name in names}
 
 
-def test_the_section_is_drawn_in_a_browser(tmp_path: Path) -> None:
+def test_the_section_shows_all_cards_and_the_most_used_trajectories_in_a_browser(tmp_path: Path) -> None:
     document = opened(build(run_with_replay(tmp_path / "run")), tmp_path / "profile")
     assert_drawn(document)
     page = document[: document.index('id="payload"')]
@@ -61,13 +64,14 @@ def test_the_section_is_drawn_in_a_browser(tmp_path: Path) -> None:
     titles = re.findall(r'class="name"><span title="(.*?)"', section)
     assert len(titles) == 14
     assert sum(title.startswith("Extra updates: ") for title in titles) == 5
-    assert section.count("update 2") >= len(UPDATE_METRICS)  # in the legend of each of their cards
+    # Each card of an extra-update metric names the second update in its legend.
+    assert section.count("update 2") >= len(UPDATE_METRICS)
     assert "Ratio of replayed tokens, now to recorded" in titles
     assert section.count('class="mono task"') == MOST_USED
     assert "task-1&lt;/script&gt;&lt;b&gt;" in section
 
 
-def test_the_embedded_numbers_are_those_of_the_metrics_and_the_pool(tmp_path: Path) -> None:
+def test_the_embedded_numbers_equal_those_of_the_metrics_and_the_pool(tmp_path: Path) -> None:
     folder = run_with_replay(tmp_path / "run")
     data = embedded(build(folder))["experience"]
     shown, rows = data["buckets"], folder.read_metrics()
@@ -115,7 +119,7 @@ def test_the_embedded_numbers_are_those_of_the_metrics_and_the_pool(tmp_path: Pa
     ],
     ids=["missing", "another file", "cut"],
 )
-def test_a_pool_that_cannot_be_read_costs_one_line(tmp_path: Path, harm: Any, expected: str) -> None:
+def test_a_pool_that_cannot_be_read_is_replaced_by_a_one_line_problem(tmp_path: Path, harm: Any, expected: str) -> None:
     folder = run_with_replay(tmp_path / "run")
     harm(folder.experience_path)
     page = build(folder)
@@ -126,10 +130,11 @@ def test_a_pool_that_cannot_be_read_costs_one_line(tmp_path: Path, harm: Any, ex
     document = opened(page, tmp_path / "profile")
     assert_drawn(document)
     assert "The pool's file cannot be shown: " in document
-    assert "Tasks that can be replayed" in document  # what the metrics say is there
+    # The part of the section that is made from the metrics is still shown.
+    assert "Tasks that can be replayed" in document
 
 
-def test_a_damaged_record_costs_only_its_reward(tmp_path: Path) -> None:
+def test_a_damaged_record_is_shown_without_its_reward(tmp_path: Path) -> None:
     folder = run_with_replay(tmp_path / "run")
     before = embedded(build(folder))["experience"]["pool"]["most"]
     with sqlite3.connect(folder.experience_path) as db:
@@ -146,7 +151,7 @@ def test_a_run_without_replay_has_no_section(tmp_path: Path) -> None:
     assert experience(folder, plain, {}) is None
 
 
-def test_a_run_that_only_began_says_so(tmp_path: Path) -> None:
+def test_a_run_without_steps_shows_that_no_step_was_trained_yet(tmp_path: Path) -> None:
     folder = run_with_replay(tmp_path / "run", steps=0)
     data = embedded(build(folder))["experience"]
     assert data["buckets"]["steps"] == data["pool"]["most"] == []
@@ -155,7 +160,7 @@ def test_a_run_that_only_began_says_so(tmp_path: Path) -> None:
     assert "No step has been learned from yet." in document
 
 
-def test_many_solve_rates_are_put_together_and_no_task_is_lost() -> None:
+def test_many_solve_rates_are_merged_into_ranges_without_losing_tasks() -> None:
     sizes = {f"pool/bucket/{s}_of_{n}": float(s + 1) for n in (15, 16) for s in range(n + 1)}
     shown = buckets([Row(1, 0.0, {"pool/tasks": 9.0, "pool/bucket/0_of_0": 5.0, **sizes})])
     assert len(shown["labels"]) == MAX_RATES + 1
@@ -167,7 +172,7 @@ def test_many_solve_rates_are_put_together_and_no_task_is_lost() -> None:
     assert values["0-14 %"] == sum(s + 1 for n in (15, 16) for s in range(1, n + 1) if s / n < 1 / 7)
 
 
-def test_retired_tasks_say_so_in_the_table(tmp_path: Path) -> None:
+def test_retired_tasks_are_marked_in_the_table(tmp_path: Path) -> None:
     folder = run_with_replay(tmp_path / "run")
     with ExperiencePool(folder.experience_path) as pool:
         retire(pool, TASKS[:1])

@@ -1,4 +1,7 @@
-"""The report shows what the run folder holds, in one file, in a real browser, whatever state the run is in."""
+"""The HTML report and the terminal summary of a run (`gleanrl.tracking.report`), for complete and incomplete runs.
+
+Some tests load the page in a headless browser.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
 
 
 # --- the page -----------------------------------------------------------------------------------
-def test_a_whole_run_draws_every_section_in_a_browser(run: RunFolder, tmp_path: Path) -> None:
+def test_the_page_of_a_finished_run_shows_every_section_in_a_browser(run: RunFolder, tmp_path: Path) -> None:
     document = opened(build(run), tmp_path)
     assert_drawn(document)
     headings = re.findall(r"<h2>(.*?)</h2>", document)
@@ -50,7 +53,7 @@ def test_a_whole_run_draws_every_section_in_a_browser(run: RunFolder, tmp_path: 
     assert 'class="token"' in document
 
 
-def test_a_run_that_only_began_still_makes_a_page(tmp_path: Path) -> None:
+def test_a_run_without_metrics_still_makes_a_page(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.toml").write_text("[run]\nsteps = 10\n")
     document = opened(build(tmp_path / "run"), tmp_path / "profile")
@@ -58,7 +61,7 @@ def test_a_run_that_only_began_still_makes_a_page(tmp_path: Path) -> None:
     assert "not evaluated yet" in document
 
 
-def test_hostile_text_one_step_and_no_tokenizer_stay_harmless(tmp_path: Path) -> None:
+def test_the_page_escapes_hostile_text_and_needs_only_one_step_and_no_tokenizer(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "run")
     folder.path.mkdir()
     folder.metrics_path.write_text('{"step": 1, "time": 5, "reward/mean": 0.5, "loss/policy": null, "odd": -1e12}\n')
@@ -84,7 +87,7 @@ def test_the_page_asks_nothing_of_the_network(run: RunFolder) -> None:
     assert not re.search(r"@import|url\(|<link[^>]+href=\"(?!data:)|<script[^>]+src=", page)
 
 
-def test_a_users_mistake_is_one_line(tmp_path: Path) -> None:
+def test_a_missing_run_folder_raises_a_user_error(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no run folder"):
         build(tmp_path / "nowhere")
 
@@ -117,12 +120,13 @@ def test_hovering_clicking_and_filtering_work_in_a_browser(run: RunFolder, tmp_p
     root = document[: document.index("<head>")]
     assert 'data-filtered="true"' in root
     cards, told = (int(re.search(rf'data-{name}="(\d+)"', root)[1]) for name in ("cards", "told"))  # type: ignore[index]
-    assert cards > 20  # "Show all metrics" was clicked; the first page holds twelve
+    # The page shows twelve cards at first. The script has clicked "Show all metrics".
+    assert cards > 20
     assert told > 50
 
 
-# --- what it holds ------------------------------------------------------------------------------
-def test_the_embedded_numbers_are_those_of_the_run(run: RunFolder) -> None:
+# --- the embedded data --------------------------------------------------------------------------
+def test_the_embedded_numbers_equal_those_of_the_run(run: RunFolder) -> None:
     data = embedded(build(run))
     rows = run.read_metrics()
     reward = next(curve for curve in data["curves"] if curve["name"] == "reward/mean")
@@ -136,7 +140,7 @@ def test_the_embedded_numbers_are_those_of_the_run(run: RunFolder) -> None:
     assert data["facts"]["seconds"] == pytest.approx(sum(r.metrics.get("time/step_s", 0) for r in rows))
 
 
-def test_trajectories_keep_tokens_masks_and_advantages(run: RunFolder) -> None:
+def test_embedded_trajectories_keep_their_tokens_and_log_prob_masks(run: RunFolder) -> None:
     shown = sample_rollouts(run)
     by_id = {(t["step"], t["id"]): t for t in shown["trajectories"]}
     step = shown["trajectories"][0]["step"]
@@ -150,7 +154,7 @@ def test_trajectories_keep_tokens_masks_and_advantages(run: RunFolder) -> None:
     assert any(t["replayed"] for t in shown["trajectories"])
 
 
-def test_the_share_of_trajectories_is_bounded_and_spread_over_the_run(run: RunFolder) -> None:
+def test_embedded_trajectories_fit_a_size_limit_and_are_spread_over_the_run(run: RunFolder) -> None:
     whole = sample_rollouts(run)
     small = sample_rollouts(run, limit=60_000)
     assert 0 < len(json.dumps(small["trajectories"])) < 80_000
@@ -158,14 +162,14 @@ def test_the_share_of_trajectories_is_bounded_and_spread_over_the_run(run: RunFo
     assert max(t["step"] for t in whole["trajectories"]) == run.rollout_steps()[-1]
 
 
-def test_a_damaged_tokenizer_costs_only_the_token_texts(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_damaged_tokenizer_leaves_out_only_the_token_texts(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = make_run(tmp_path / "run", steps=2)
     (folder.tokenizer_path / "tokenizer.json").write_text("{")
     assert sample_rollouts(folder)["tokens"] == {}
     assert "cannot be read" in caplog.text
 
 
-def test_long_curves_are_averaged_and_keep_their_intervals() -> None:
+def test_long_curves_are_averaged_together_with_their_intervals() -> None:
     rows = [Row(i, float(i), {"x": float(i), "x_low": i - 1.0, "x_high": i + 1.0, "y_low": 3.0}) for i in range(4000)]
     found = {curve["name"]: curve for curve in curves(rows)}
     assert found.keys() == {"x", "y_low"}
@@ -175,7 +179,7 @@ def test_long_curves_are_averaged_and_keep_their_intervals() -> None:
     assert x["low"][5] == pytest.approx(x["values"][5] - 1)
 
 
-def test_late_evaluations_are_averaged_not_the_best_one_picked() -> None:
+def test_the_headline_uses_the_last_evaluation_and_the_mean_of_late_ones() -> None:
     name = "eval/sampled/pass@1"
     rows = [Row(i, 0.0, {name: v}) for i, v in [(0, 0.2), (5, 0.9), (10, 0.5), (15, 0.6), (20, 0.7)]]
     head = facts(rows, {})["headline"]
@@ -184,12 +188,12 @@ def test_late_evaluations_are_averaged_not_the_best_one_picked() -> None:
     assert head["late_steps"] == [10, 15, 20]
 
 
-def test_one_evaluation_alone_has_no_change() -> None:
+def test_a_single_evaluation_has_no_change_in_the_headline() -> None:
     head = facts([Row(0, 0.0, {"eval/greedy/success": 0.2})], {})["headline"]
     assert (head["after"], head["change"], head["late_mean"]) == (None, None, None)
 
 
-def test_each_kind_of_task_has_its_line_under_the_whole() -> None:
+def test_each_kind_of_task_has_its_own_lines_below_the_overall_line() -> None:
     rows = [
         Row(i, 0.0, {"eval/greedy/success": v, "eval/kind/heat/success": v, "eval/kind/heat/pass@1": 0.1})
         for i, v in enumerate((0.2, 0.4))
@@ -204,7 +208,7 @@ def span(kind: str, start: float, end: float, **tags: Any) -> dict[str, Any]:
     return {"kind": kind, "start": start, "end": end, **tags}
 
 
-def test_a_window_clips_spans_to_its_step_and_measures_the_union() -> None:
+def test_a_timeline_window_clips_spans_to_its_step_and_busy_time_counts_overlaps_once() -> None:
     spans = [
         span("train", 6, 10, step=2),
         span("decode", 8, 12),
@@ -223,7 +227,7 @@ def test_a_window_clips_spans_to_its_step_and_measures_the_union() -> None:
     assert publish["spans"] == [[0, 9, 10, ""]]
 
 
-def test_a_window_says_how_idle_the_device_was_and_how_much_of_that_it_waited_for_rewards() -> None:
+def test_a_timeline_window_measures_device_idle_time_and_the_part_spent_on_rewards() -> None:
     spans = [
         span("train", 0, 10, step=0),
         span("decode", 10, 12),
@@ -237,7 +241,7 @@ def test_a_window_says_how_idle_the_device_was_and_how_much_of_that_it_waited_fo
     assert (window["idle"], window["reward_wait"]) == (6, 4)
 
 
-def test_many_overlapping_spans_fit_the_rows_there_are_and_tiny_ones_join() -> None:
+def test_overlapping_spans_use_at_most_max_rows_and_adjacent_tiny_spans_are_merged() -> None:
     crowd = [span("score", 0.01 * i, 5 + 0.01 * i) for i in range(100)]
     (window,) = windows([*crowd, span("train", 9, 10, step=1)])
     assert window["lanes"][0]["rows"] == MAX_ROWS
@@ -246,14 +250,14 @@ def test_many_overlapping_spans_fit_the_rows_there_are_and_tiny_ones_join() -> N
     assert len(window["lanes"][0]["spans"]) == 1
 
 
-def test_without_steps_the_run_is_cut_into_equal_windows() -> None:
+def test_a_timeline_without_train_spans_is_cut_into_equal_windows() -> None:
     found = windows([span("decode", i, i + 0.5) for i in range(100)])
     assert len(found) == 10
     assert {round(w["seconds"], 2) for w in found} == {9.95}
     assert windows([]) == []
 
 
-def test_spread_keeps_both_ends() -> None:
+def test_spread_keeps_the_first_and_last_item() -> None:
     assert spread(list(range(100)), 5) == [0, 25, 50, 74, 99]
     assert spread([1, 2], 5) == [1, 2]
 
@@ -269,7 +273,7 @@ def test_the_summary_fits_a_narrow_terminal(run: RunFolder) -> None:
     assert any(line.startswith("tokens sampled:") for line in lines)
 
 
-def test_a_transcript_reads_as_the_conversation_was(run: RunFolder) -> None:
+def test_a_transcript_contains_every_message_and_the_score(run: RunFolder) -> None:
     trajectory = next(r.trajectory for r in run.read_rollouts(3) if r.trajectory.score.value == 1.0)
     text = transcript(trajectory)
     assert text.startswith(f"task {trajectory.task_id}: score 1, ended done, sampled by version 2")

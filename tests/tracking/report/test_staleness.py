@@ -1,4 +1,7 @@
-"""The report shows how old what was learned from was: the counts of the metrics, in a browser, and nothing without."""
+"""The report's section on staleness: how many policy versions old the trained groups were.
+
+The counts come from the metrics that `StalenessLog` writes. One test loads the page in a headless browser.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ def ages_of(step: int) -> list[int]:
 
 
 def stale_run(path: Path, steps: int = 20, config: str = CONFIG) -> RunFolder:
-    """Metrics as the loop writes them, of groups from 0 to 4 steps old."""
+    """Write a run whose metrics, in the format of the training loop, are of groups that are 0 to 4 steps old."""
     folder = RunFolder(path)
     path.mkdir(parents=True)
     folder.config_path.write_text(config)
@@ -38,13 +41,14 @@ def stale_run(path: Path, steps: int = 20, config: str = CONFIG) -> RunFolder:
     return folder
 
 
-def test_the_section_is_drawn_in_a_browser_with_the_runs_counts(tmp_path: Path) -> None:
+def test_the_section_shows_the_counts_of_the_run_in_a_browser(tmp_path: Path) -> None:
     page = build(stale_run(tmp_path / "run"))
     counts = Counter(age for step in range(20) for age in ages_of(step))
     shown = embedded(page)["staleness"]
     assert shown["bound"] == 4
     assert dict(zip(map(int, shown["labels"]), shown["groups"], strict=True)) == {**counts, 0: 8}
-    assert shown["tokens"] == [2 * count for count in shown["groups"]]  # two tokens each
+    # Each group has two tokens.
+    assert shown["tokens"] == [2 * count for count in shown["groups"]]
     assert [sum(values) for values in zip(*shown["by_step"], strict=True)] == [BATCH] * 20
     assert shown["steps"] == list(range(1, 21))
     document = opened(page, tmp_path / "profile")
@@ -60,7 +64,7 @@ def test_the_section_is_drawn_in_a_browser_with_the_runs_counts(tmp_path: Path) 
     assert ">bound</text>" in section
 
 
-def test_the_histograms_are_no_curves(tmp_path: Path) -> None:
+def test_staleness_histograms_are_not_drawn_as_metric_curves(tmp_path: Path) -> None:
     names = {curve["name"] for curve in embedded(build(stale_run(tmp_path / "run")))["curves"]}
     assert {"schedule/staleness_mean", "schedule/staleness_max", "schedule/staleness_tokens"} <= names
     assert not [name for name in names if name.startswith((GROUPS, TOKENS))]
@@ -81,11 +85,13 @@ def row(step: int, **counts: float) -> Row:
     ],
     ids=["nothing logged", "an older run", "sync", "pipelined", "no configuration"],
 )
-def test_a_run_in_which_nothing_is_ever_old_has_no_section(rows: list[Row], config: dict[str, Any]) -> None:
+def test_a_run_without_staleness_counts_or_with_a_synchronous_schedule_has_no_section(
+    rows: list[Row], config: dict[str, Any]
+) -> None:
     assert staleness(rows, config) is None
 
 
-def test_a_bound_that_is_not_used_is_shown_all_the_same() -> None:
+def test_ages_up_to_the_bound_are_shown_even_if_their_count_is_zero() -> None:
     shown = staleness([row(1, k0=6, k1=2)], {"schedule": {"preset": "bounded_async", "staleness": 3}})
     assert shown is not None
     assert shown["labels"] == ["0", "1", "2", "3"]
@@ -93,14 +99,14 @@ def test_a_bound_that_is_not_used_is_shown_all_the_same() -> None:
 
 
 @pytest.mark.parametrize("schedule", [{"preset": "unheard of"}, {"batch": 10, "preset": "pipelined", "chunks": 3}, 5])
-def test_a_configuration_that_makes_no_schedule_costs_only_the_bound(schedule: Any) -> None:
+def test_with_an_invalid_schedule_configuration_only_the_bound_is_missing(schedule: Any) -> None:
     shown = staleness([row(1, k0=1, k2=1)], {"schedule": schedule})
     assert shown is not None
     assert shown["bound"] is None
     assert shown["groups"] == [1, 0, 1]
 
 
-def test_many_ages_are_put_together_and_no_group_is_lost() -> None:
+def test_many_ages_are_merged_into_ranges_without_losing_groups() -> None:
     counts = {f"k{age}": float(age + 1) for age in range(40)}
     shown = staleness([row(1, **counts), row(2, k39=5.0)], {"schedule": {"preset": "bounded_async", "staleness": 40}})
     assert shown is not None
@@ -111,7 +117,7 @@ def test_many_ages_are_put_together_and_no_group_is_lost() -> None:
     assert sum(shown["groups"]) == sum(counts.values()) + 5
 
 
-def test_a_long_run_shows_means_of_steps(tmp_path: Path) -> None:
+def test_a_long_run_is_shown_as_means_over_several_steps(tmp_path: Path) -> None:
     shown = staleness([row(step, k1=4, k2=4) for step in range(3100)], {})
     assert shown is not None
     assert len(shown["steps"]) < 1600
