@@ -346,7 +346,7 @@ def show(runs: Mapping[str, Sequence[Sequence[Step]]], job: Job) -> None:
     figures = {way: [row for run in all_runs for row in counted(run, job.warm_up)] for way, all_runs in runs.items()}
     medians = {way: {name: median(row[name] for row in rows) for name in rows[0]} for way, rows in figures.items()}
     names = list(medians[GLEAN])
-    print(f"{'medians a step':16}" + "".join(f"{name:>13}" for name in names) + f"{'reward':>17}")
+    print(f"{'medians per step':16}" + "".join(f"{name:>13}" for name in names) + f"{'reward':>17}")
     for way, row in medians.items():
         rewards = [[median(run[at].reward for run in runs[way])] for at in (0, -1)]
         cells = "".join(f"{row[name]:13.3f}" if row[name] < 100 else f"{row[name]:13.0f}" for name in names)
@@ -364,11 +364,11 @@ def show(runs: Mapping[str, Sequence[Sequence[Step]]], job: Job) -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=8, help="counted steps of a run")
-    parser.add_argument("--warm-up", type=int, default=2, help="steps before those")
+    parser.add_argument("--steps", type=int, default=8, help="counted steps of each run")
+    parser.add_argument("--warm-up", type=int, default=2, help="steps before the counted ones")
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--groups", type=int, default=16, help="prompts a step")
-    parser.add_argument("--group", type=int, default=8, help="answers a prompt")
+    parser.add_argument("--groups", type=int, default=16, help="prompts per step")
+    parser.add_argument("--group", type=int, default=8, help="answers per prompt")
     parser.add_argument("--max-tokens", type=int, default=24)
     parser.add_argument("--lr", type=float, default=5e-4)
     parser.add_argument("--trl-rows", type=int, nargs="+", default=[32, 128])

@@ -58,7 +58,7 @@ def differences(check: Check, batches: int, seed: int, dtype: torch.dtype) -> di
 
 def compare(peer: Peer, batches: int, seed: int) -> int:
     """Print both tables of a library, and return the number of rows that differ although they should agree."""
-    print(f"\n## {peer.name} {peer.version}\n")
+    print(f"\n## {peer.name} {peer.version}\n\nLargest differences of values and of gradients:\n")
     print("| ours | theirs | values, float64 | gradient, float64 | values, float32 | gradient, float32 | |")
     print("|---|---|---|---|---|---|---|")
     disagreeing = 0
@@ -70,7 +70,7 @@ def compare(peer: Peer, batches: int, seed: int) -> int:
             cells += "".join(f" {found[what]:.0e} |" if what in found else " |" for what in ("values", "gradient"))
         disagreeing += not agrees
         print(f"| {check.ours} | {check.theirs} |{cells} {'agrees' if agrees else '**DIFFERS**'} |", flush=True)
-    print(f"\n| on purpose | ours | {peer.name} |\n|---|---|---|")
+    print(f"\n| intentional difference | ours | {peer.name} |\n|---|---|---|")
     for difference in peer.differences():
         print(f"| {difference.about} | {difference.ours} | {difference.theirs} |")
     return disagreeing

@@ -42,7 +42,7 @@ def main() -> None:
     options = parser.parse_args()
     AlfworldTaskset().tasks("train", 1)  # imports modules and parses the grammar, which shall not be measured
     generation()
-    print(f"\n{'household':10}{'engine':8}{'load ms':>9}{'cold steps/s':>14}{'warm steps/s':>14}{'KB a game':>11}")
+    print(f"\n{'household':10}{'engine':8}{'load ms':>9}{'cold steps/s':>14}{'warm steps/s':>14}{'KB/game':>11}")
     for size, layout in SIZES.items():
         tasks = AlfworldTaskset(goals=GOALS, seed=options.seed, **layout).tasks("eval", options.games)
         ours(size, tasks)

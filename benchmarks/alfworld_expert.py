@@ -30,7 +30,16 @@ def main() -> None:
     parser.add_argument("--size", choices=["small", "full"], default="full")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    heads = ("receptacles", "objects", "open at start", "won", "commands", "won, noisy", "commands", "ms a game")
+    heads = (
+        "receptacles",
+        "objects",
+        "open at start",
+        "won",
+        "commands",
+        "won, noisy",
+        "noisy commands",
+        "CPU ms/game",
+    )
     print(f"{'':10}" + "".join(f"{head:>15}" for head in heads))
     for goal in GOALS:
         print(f"{goal:10}" + "".join(f"{cell:>15}" for cell in row(goal, args.size, args.games, args.seed)), flush=True)

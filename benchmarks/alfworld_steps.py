@@ -66,7 +66,12 @@ def cpu_seconds() -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--games", type=int, default=12)
-    parser.add_argument("--episodes", type=int, default=48, help="of ours; stock plays fewer, it is slow")
+    parser.add_argument(
+        "--episodes",
+        type=int,
+        default=48,
+        help="concurrent episodes of our environment; the stock one plays fewer, because it is slow",
+    )
     parser.add_argument("--turns", type=int, default=40, help="of an episode, at most")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
@@ -76,8 +81,8 @@ def main() -> None:
         generated = AlfworldTaskset(goals=list(GOALS), size="full", seed=args.seed).tasks("train", args.games)
         for number, task in enumerate(generated):
             write(Path(folder), task, number)
-        print(f"{'':36}{'load':>12}{'steps/s of':>14}{'steps/s of':>14}")
-        print(f"{'':36}{'ms/game':>12}{'the clock':>14}{'CPU':>14}")
+        print(f"{'':44}{'load, CPU':>12}{'steps per':>14}{'steps per':>14}")
+        print(f"{'':44}{'ms/game':>12}{'second':>14}{'CPU second':>14}")
         for batch in (1, args.workers):
             rounds = max(1, args.games // 2 // batch)
             row(f"stock, batch of {batch}", *play_stock(Path(folder), batch, rounds, args.turns, args.seed))
@@ -135,7 +140,7 @@ async def play_ours(taskset: AlfworldTaskset, tasks: Sequence[Task], workers: in
                 for _ in range(rounds):
                     numbered = [(tasks[number % len(tasks)], number) for number in range(episodes)]
                     steps += sum(await asyncio.gather(*(episode(pool, task, n, turns) for task, n in numbered)))
-            row(f"ours, {where}, {episodes} at once, {title}", len(tasks), steps, loading, stepping)
+            row(f"ours, {where}, {episodes} concurrent episodes, {title}", len(tasks), steps, loading, stepping)
 
 
 async def episode(pool: EnvironmentPool, task: Task, number: int, turns: int) -> int:
@@ -153,7 +158,7 @@ async def episode(pool: EnvironmentPool, task: Task, number: int, turns: int) ->
 
 def row(title: str, episodes: int, steps: int, loading: Meter, stepping: Meter) -> None:
     rates = (steps / stepping.wall, steps / stepping.cpu)
-    print(f"{title:36}{1e3 * loading.cpu / episodes:>12.1f}" + "".join(f"{rate:>14,.0f}" for rate in rates), flush=True)
+    print(f"{title:44}{1e3 * loading.cpu / episodes:>12.1f}" + "".join(f"{rate:>14,.0f}" for rate in rates), flush=True)
 
 
 if __name__ == "__main__":

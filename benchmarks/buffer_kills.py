@@ -62,7 +62,7 @@ def sample(folder: Path, pipe: Connection) -> None:
             whole = (batch["actions"][:, 1:] == -mark) & (batch["rewards"] == mark / 7)
             whole = whole & (batch["curr_obs"]["state"] == mark) & (batch["next_obs"]["state"] == mark + 20)
             if not whole.all():
-                raise SystemExit("torn rows were served")
+                raise SystemExit("sampled rows are incomplete or mixed up")
             served += len(mark)
     pipe.send(served)
 
@@ -95,27 +95,31 @@ def main() -> None:
             try:
                 while True:
                     said = max(said, hear.recv())
-                    counts["acknowledged"] += 1
+                    counts["trajectories reported as added"] += 1
             except EOFError:
                 pass
             with TrajectoryReplayBuffer(folder / "buffer", segment_bytes=args.segment_bytes) as buffer:
                 first, last = buffer.trajectory_counter - len(buffer), buffer.trajectory_counter - 1
-                counts["acknowledged and lost"] += max(0, said - last)
-                counts["on disk, not acknowledged yet"] += max(0, last - said)
-                counts["damaged"] += len(buffer.verify())
+                counts["reported but lost"] += max(0, said - last)
+                counts["on disk but not yet reported"] += max(0, last - said)
+                counts["damaged trajectories"] += len(buffer.verify())
                 said = last
                 for number in {first, (first + last) // 2, last}:
-                    counts["compared whole"] += 1
+                    counts["trajectories compared with what was written"] += 1
                     wanted, found = trajectory(number), buffer.trajectory(number)
-                    counts["other than written"] += not torch.equal(found.next_obs["state"], wanted.next_obs["state"])
+                    counts["different from what was written"] += not torch.equal(
+                        found.next_obs["state"], wanted.next_obs["state"]
+                    )
             if (folder / "checkpoint").exists():
                 with TrajectoryReplayBuffer(folder / "checkpoint", read_only=True) as checkpoint:
                     counts["checkpoints verified"] += 1
-                    counts["damaged in checkpoints"] += len(checkpoint.verify())
+                    counts["damaged trajectories in checkpoints"] += len(checkpoint.verify())
             if not sampler.is_alive():
-                raise SystemExit("the sampling process ended: it was served torn rows, or met an error")
+                raise SystemExit(
+                    "the sampling process ended: its rows were incomplete or mixed up, or an error occurred"
+                )
         ours.send("stop")
-        counts["rows served meanwhile, all whole"] = ours.recv()
+        counts["rows sampled by the other process, all correct"] = ours.recv()
         sampler.join()
     print(f"{args.kills} kills")
     for what, count in counts.items():

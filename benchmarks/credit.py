@@ -66,19 +66,19 @@ def main() -> None:
     clock = time.process_time if args.clock == "cpu" else time.perf_counter
     torch.set_num_threads(args.threads)
     columns: list[dict[str, float]] = []
-    shapes = [(max(MEMBERS, int(rows * args.rows)), length) for rows, length in (*SHAPES, LONG)]
+    shapes = [(MEMBERS * max(1, int(rows * args.rows / MEMBERS)), length) for rows, length in (*SHAPES, LONG)]
     for rows, length in shapes:
         batch = make(rows, length)
         names = OF_TOKENS if length == LONG[1] else ESTIMATORS.names()
         columns.append({name: milliseconds(name, batch, args.runs, clock) for name in names})
         if length > 1:
             ending = milliseconds("reinforce_plus_plus", batch, args.runs, clock, across_turns=False)
-            columns[-1]["reinforce_plus_plus to the turn"] = ending
+            columns[-1]["reinforce_plus_plus, last turn"] = ending
     print(
-        f"{f'{args.clock} ms, best of {args.runs}':34}"
+        f"{f'{args.clock} ms, fastest of {args.runs} runs':34}"
         + "".join(f"{f'{rows:,} x {length:,}':>16}" for rows, length in shapes)
     )
-    for name in (*ESTIMATORS.names(), "reinforce_plus_plus to the turn"):
+    for name in (*ESTIMATORS.names(), "reinforce_plus_plus, last turn"):
         print(f"{name:34}" + "".join(f"{column[name]:16.1f}" if name in column else f"{'':16}" for column in columns))
 
 

@@ -210,7 +210,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=6, help="of a run")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--turns", type=int, default=10, help="of the episode that the last line is about")
+    parser.add_argument("--turns", type=int, default=10, help="turns of the episode that the last lines are about")
     parser.add_argument("--observed", type=int, default=150, help="words a turn")
     parser.add_argument("--sampled", type=int, default=50, help="tokens a turn")
     args = parser.parse_args()
@@ -218,19 +218,19 @@ def main() -> None:
     world = World(args.observed, args.sampled)
     tokens = len(world.renderer.tokenizer(world.text())["input_ids"])
     print(f"a turn observes {args.observed} words ({tokens} tokens) and samples {args.sampled} tokens")
-    print(f"{'groups':>8}{'group':>8}{'turns':>8}{'ms a step':>12}{'fit':>8}")
+    print(f"{'groups':>8}{'members':>9}{'turns':>8}{'CPU ms/step':>13}{'fitted':>8}")
     step_s(world, SHAPES[0], 3)  # imports modules and fills caches, which shall not be measured
     measured = [min(step_s(world, shape, args.steps) for _ in range(args.repeats)) for shape in SHAPES]
     events = np.array([(1, g, g * m, g * m * t, g * m * t * (t - 1) / 2) for g, m, t in SHAPES], float)
     seconds = np.array(measured)
     fit = fitted_costs(events, seconds)
     for (groups, members, turns), took, fitted in zip(SHAPES, measured, events @ fit, strict=True):
-        print(f"{groups:>8}{members:>8}{turns:>8}{1000 * took:>12.1f}{1000 * fitted:>8.1f}")
-    print("\nmicroseconds of processor time")
-    for name, cost in zip(("constant, a step", "group", "trajectory", "turn", "earlier turn"), fit, strict=True):
+        print(f"{groups:>8}{members:>9}{turns:>8}{1000 * took:>13.1f}{1000 * fitted:>8.1f}")
+    print("\nmicroseconds of CPU time for each")
+    for name, cost in zip(("step (constant)", "group", "trajectory", "turn", "earlier turn"), fit, strict=True):
         print(f"{name:<20}{1e6 * cost:>8.0f}")
-    print(f"{f'turn, of {args.turns}':<20}{1e6 * (fit[3] + fit[4] * (args.turns - 1) / 2):>8.0f}")
-    print(f"{'of it tokenizing':<20}{1e6 * world.tokenizing_s():>8.0f}")
+    print(f"{f'mean turn of {args.turns}':<20}{1e6 * (fit[3] + fit[4] * (args.turns - 1) / 2):>8.0f}")
+    print(f"{'- of it tokenizing':<20}{1e6 * world.tokenizing_s():>8.0f}")
 
 
 if __name__ == "__main__":

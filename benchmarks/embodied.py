@@ -215,17 +215,17 @@ def reached(points: list[tuple[int, float]], goal: float) -> int | None:
 def table(curves: list[Curve], arms: list[str], goal: float) -> str:
     by_arm = {arm: [curve for curve in curves if curve.arm == arm] for arm in arms}
     width = 2 + max(16, 6 * len(by_arm[arms[0]]))  # some cells contain a number for each seed
-    lines = [f"{'steps':>10}" + "".join(f"{arm:>{width}}" for arm in arms)]
+    lines = [f"{'steps':>14}" + "".join(f"{arm:>{width}}" for arm in arms)]
     for i, (steps, _) in enumerate(curves[0].points):
         values = [[curve.points[i][1] for curve in by_arm[arm] if i < len(curve.points)] for arm in arms]
         means = (f"{statistics.fmean(own):.1f}" if own else "" for own in values)
-        lines.append(f"{steps:>10}" + "".join(f"{mean:>{width}}" for mean in means))
+        lines.append(f"{steps:>14}" + "".join(f"{mean:>{width}}" for mean in means))
 
     def row(name: str, show: Callable[[Curve], str]) -> str:
-        return f"{name:>10}" + "".join(f"{' '.join(map(show, by_arm[arm])):>{width}}" for arm in arms)
+        return f"{name:>14}" + "".join(f"{' '.join(map(show, by_arm[arm])):>{width}}" for arm in arms)
 
-    lines.append(row(f"at {goal:g}", lambda curve: str(reached(curve.points, goal) or "never")))
-    lines.append(row("cpu s", lambda curve: f"{curve.cpu_s:.0f}"))
+    lines.append(row(f"steps to {goal:g}", lambda curve: str(reached(curve.points, goal) or "never")))
+    lines.append(row("CPU seconds", lambda curve: f"{curve.cpu_s:.0f}"))
     return "\n".join(lines)
 
 
@@ -250,7 +250,10 @@ def main() -> None:
             for arm in arms:
                 config = configured(task, args, seed, Path(folder), arm)
                 curves.append(sb3(config) if arm == "sb3" else ours(config, arm))
-                print(f"# {arm}, seed {seed}: {curves[-1].points[-1][1]:.1f}, {curves[-1].cpu_s:.0f} s", flush=True)
+                print(
+                    f"# {arm}, seed {seed}: return {curves[-1].points[-1][1]:.1f}, {curves[-1].cpu_s:.0f} CPU s",
+                    flush=True,
+                )
                 if args.out is not None:
                     with args.out.open("a") as file:
                         file.write(json.dumps({"task": args.task, **vars(curves[-1])}) + "\n")

@@ -130,11 +130,10 @@ def main() -> None:
     logging.disable(logging.WARNING)
 
     if arguments.only in (None, "pool"):
-        print(f"{'pool: what it adds to a step':<40}{'us':>8}")
+        print(f"{'overhead of the worker pool':<40}{'us/step':>8}")
         for workers, live in ((0, 1), (1, 1), (1, 8), (1, 64), (arguments.workers, 64)):
-            print(
-                f"{f'  {workers} workers, {live} live episodes':<40}{asyncio.run(overhead(workers, live)) * 1e6:>8.0f}"
-            )
+            title = f"  {workers} workers, {live} concurrent episodes"
+            print(f"{title:<40}{asyncio.run(overhead(workers, live)) * 1e6:>8.0f}")
     rows = [
         ("textworld", "textworld, coin_collector", {}, wander),
         ("textworld", "textworld, custom", {"game": "custom", "rooms": 4}, wander),

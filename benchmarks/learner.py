@@ -163,14 +163,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for budget, learner in learners.items():
             started = clock()
             metrics = asyncio.run(learner.update(batch))
-            name = f"gleanrl, {budget} tokens a micro-batch"
+            name = f"gleanrl, {budget} tokens per micro-batch"
             runs.setdefault(name, []).append(tokens / (clock() - started))
             padding[name] = f"{metrics['learner/padding']:.1%}"
     best = max(statistics.median(r) for name, r in runs.items() if name.startswith("plain"))
-    print(f"{'':40} {'tokens/s':>10} {'of best plain':>14} {'padding':>8}")
+    print(f"{'':40} {'tokens/s':>10} {'of fastest loop':>16} {'padding':>8}")
     for name, rates in runs.items():
         median = statistics.median(rates)
-        print(f"{name:40} {median:10.0f} {median / best:14.2f} {padding.get(name, '-'):>8}")
+        print(f"{name:40} {median:10.0f} {median / best:16.2f} {padding.get(name, '-'):>8}")
 
 
 if __name__ == "__main__":

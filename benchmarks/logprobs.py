@@ -123,7 +123,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--clock", choices=("wall", "cpu"), default="wall")
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--most", type=float, default=12.0, help="GiB that a way may need")
+    parser.add_argument("--most", type=float, default=12.0, help="GiB that an implementation may need")
     parser.add_argument("--frozen", action="store_true", help="no gradient of the head")
     parser.add_argument("--no-entropy", action="store_true", help="no gradient of the entropy")
     parser.add_argument("--way", choices=(*WAYS, "bound"), help="run only this way, here, and print JSON")
@@ -141,7 +141,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 runs.append(in_a_process(way, tokens[way], given))
     print(
         f"{options.tokens} tokens, vocabulary {options.vocabulary}, hidden {options.hidden}, float32, "
-        f"{options.threads} thread(s), {options.clock} clock, medians of {options.runs} run(s); one tensor of logits: "
+        f"{options.threads} thread(s), {options.clock} clock, medians of {options.runs} run(s); all logits: "
         f"{4 * options.tokens * options.vocabulary / GIB:.2f} GiB"
     )
     print(f"{'':8} {'tokens':>7} {'peak GiB':>9} {'forward s':>10} {'total s':>8} {'us/token':>9} {'of bound':>9}")
@@ -152,7 +152,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             continue
         seconds, forward, gib = (statistics.median(r.get(k, 0.0) for r in runs) for k in ("seconds", "forward", "gib"))
         each = seconds / tokens[way]
-        fewer = "" if tokens[way] == options.tokens else f"  all tokens need over {options.most:g} GiB"
+        fewer = "" if tokens[way] == options.tokens else f"  {options.tokens} tokens need over {options.most:g} GiB"
         print(
             f"{way:8} {tokens[way]:7} {gib:9.2f} {forward:10.2f} {seconds:8.2f} {each * 1e6:9.0f} "
             f"{each / bound:9.2f}{fewer}"

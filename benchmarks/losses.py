@@ -95,7 +95,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     clock = time.process_time if options.clock == "cpu" else time.perf_counter
 
     micro = median(model_pass(), max(options.rounds // 2, 3), clock)
-    print(f"{options.threads} thread(s); the model takes {1e3 * micro:.0f} ms for {CPU_TOKENS_PER_MICROBATCH} tokens")
+    print(
+        f"{options.threads} thread(s); a model pass takes {1e3 * micro:.0f} ms for {CPU_TOKENS_PER_MICROBATCH} tokens"
+    )
+    print("milliseconds of each loss, and their share of the passes over the same tokens\n")
     print(f"{'':24}" + "".join(f"{f'{count:,} tokens':>26}" for count in TOKENS))
     rows = {name: LossSettings(name=name) for name in POLICY_LOSSES.names()} | {"ppo, everything": EVERYTHING}
     for name, settings in rows.items():

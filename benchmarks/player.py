@@ -188,14 +188,14 @@ def main() -> None:
                 measure(folder, turns, new, profile=True)
             return
         runs = [[in_process(tree, folder, args.turns) for tree in trees] for _ in range(args.repeats)]
-    print(f"{'turns':>6} {'texts':<10}{'tokens observed a turn':>24}" + "".join(f"{_label(t):>12}" for t in trees))
+    print(f"{'turns':>6} {'texts':<10}{'observed tokens per turn':>26}" + "".join(f"{_label(t):>12}" for t in trees))
     for arm, (turns, new) in enumerate(arms):
         found = [[run[tree][arm] for run in runs] for tree in range(len(trees))]
         if len({one["digest"] for side in found for one in side}) > 1:
             sys.exit("the trees made different tokens of the same episodes")
         costs = "".join(f"{min(one['us'] for one in side):>9.1f} µs" for side in found)
         kind = "all new" if new else "as played"
-        print(f"{turns:>6} {kind:<10}{found[0][0]['observed']:>24.1f}{costs}")
+        print(f"{turns:>6} {kind:<10}{found[0][0]['observed']:>26.1f}{costs}")
 
 
 def _label(tree: Path) -> str:

@@ -27,7 +27,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--calls", type=int, default=200)
     calls = parser.parse_args().calls
-    print(f"{'isolation':<12} {'check ms':>9} {'how':<22} {'calls/s':>8} {'median ms':>10} {'p99 ms':>8}")
+    print(f"{'isolation':<12} {'start ms':>9} {'how':<22} {'calls/s':>8} {'median ms':>10} {'p99 ms':>8}")
     for isolation in ("bubblewrap", "none"):
         asyncio.run(measure(cast(Isolation, isolation), calls))
     seconds = [timed_process() for _ in range(max(5, calls // 20))]
@@ -44,7 +44,7 @@ async def measure(isolation: Isolation, calls: int) -> None:
     start_s = time.perf_counter() - started
     session = sandbox.session()
     try:
-        for how, one in (("a process a call", sandbox.run), ("a process an episode", session.run)):
+        for how, one in (("process per call", sandbox.run), ("process per episode", session.run)):
             seconds = []
             for _ in range(calls):
                 ran = await one(CODE)
@@ -56,11 +56,11 @@ async def measure(isolation: Isolation, calls: int) -> None:
             show(isolation, start_s, how, seconds, time.perf_counter() - started)
 
         async def caller() -> list[float]:
-            return [(await sandbox.run(CODE)).seconds for _ in range(calls // CALLERS)]
+            return [(await sandbox.run(CODE)).seconds for _ in range(max(1, calls // CALLERS))]
 
         started = time.perf_counter()
         seconds = [s for own in await asyncio.gather(*[caller() for _ in range(CALLERS)]) for s in own]
-        show(isolation, start_s, f"{CALLERS} callers", seconds, time.perf_counter() - started)
+        show(isolation, start_s, f"{CALLERS} concurrent calls", seconds, time.perf_counter() - started)
     finally:
         await session.close()
 

@@ -111,7 +111,7 @@ def main() -> None:
         seconds = asyncio.run(measure(config, args, Path(name).absolute(), console))
     batch = config.schedule.batch
     print(f"steps of {batch} groups of {config.schedule.group} episodes, {os.cpu_count()} cores")
-    print(f"{'runtime':24}{'steps':>7}{'s a step':>10}{'quartiles':>16}{'ms a group':>12}{'cpu s a step':>14}")
+    print(f"{'runtime':24}{'steps':>7}{'s/step':>10}{'quartiles':>16}{'ms/group':>12}{'CPU s/step':>14}")
     for name, (times, cpu) in seconds.items():
         low, middle, high = np.percentile(times, [25, 50, 75])
         quartiles = f"{low:.3f}-{high:.3f}"

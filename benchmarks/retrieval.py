@@ -67,7 +67,10 @@ def main() -> None:
     args = parser.parse_args()
     sizes = [10**power for power in range(3, 9) if 10**power < args.texts] + [args.texts]
     others = [name for name in ("bm25s", "rank_bm25") if _installed(name)]
-    print(f"{'ms':24}{'median':>9}{'slowest':>9}{'after add':>11}{'add us':>9}" + "".join(f"{o:>11}" for o in others))
+    print(
+        f"{'CPU ms of a query':24}{'median':>9}{'slowest':>9}{'after add':>11}{'add us':>9}"
+        + "".join(f"{o:>11}" for o in others)
+    )
     for kind, make in (("household", household), ("zipf", zipf), ("even", even)):
         rng = random.Random(0)
         texts = [make(rng) for _ in range(args.texts)]

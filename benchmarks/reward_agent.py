@@ -139,7 +139,7 @@ def main() -> None:
         print(json.dumps(measure(args.measure, args)))
         return
     print(f"{args.requests} rewards of {args.latency[0]:g} to {args.latency[1]:g} s in groups of {args.group}")
-    print(f"{'arm':<9}{'s':>9}{'least':>9}{'per s':>9}{'share':>8}{'us CPU':>9}{'p50 ms':>9}{'p99 ms':>9}{'MB':>8}")
+    print(f"{'arm':<9}{'s':>9}{'minimum':>9}{'per s':>9}{'share':>8}{'CPU us':>9}{'p50 ms':>9}{'p99 ms':>9}{'MB':>8}")
     for arm in args.arms:
         command = [sys.executable, __file__, *sys.argv[1:], "--measure", arm]
         row = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)

@@ -82,9 +82,9 @@ preset = "one_step_off"
 
 OUTCOMES = {
     "number": "answered with a number", "nan": "answered with NaN", "error": "answered with status 500",
-    "hang": "never answered", "lost": "under way when the service went away",
-    "unheard": "worked for, but nobody listened any more", "number again": "answered with what it had answered before",
-    "nan again": "answered with the NaN that it had answered before",
+    "hang": "never answered", "lost": "being processed when the service went down",
+    "unheard": "computed, but the connection was closed", "number again": "answered with the same number as before",
+    "nan again": "answered with NaN as before",
 }  # fmt: skip
 
 Counts = dict[str, int]
@@ -228,22 +228,24 @@ def trained(evidence: Evidence) -> tuple[Counts, Counts]:
         for trajectory, advantage in members:
             score = trajectory.score
             if not score.valid:
-                counts[f"failed for good: {reason(score)}"] += 1
-                wrong["failed rewards that count as a number"] += not math.isnan(score.value) or advantage is not None
+                counts[f"rewards that failed: {reason(score)}"] += 1
+                wrong["failed rewards that have a value or an advantage"] += (
+                    not math.isnan(score.value) or advantage is not None
+                )
                 continue
             values.append(score.value)
             sums[trajectory.task_id] += advantage or 0.0
             request = asked(tasks[trajectory.task_id], trajectory)
             expected = world.worth(request.task.id, request.messages)
-            wrong["rewards on a wrong trajectory"] += score.value != expected
-            wrong["rewards that the service never gave"] += given.get(request.key(version)) != score.value
+            wrong["rewards assigned to a wrong trajectory"] += score.value != expected
+            wrong["rewards that the service did not send"] += given.get(request.key(version)) != score.value
         counts["rewards delivered and trained on"] += len(values)
         wrong["trajectories missing from a step"] += args.batch * args.group - len(members)
         off = abs(means.get(step, math.nan) - math.fsum(values) / max(len(values), 1))
         wrong["steps whose mean is not that of the valid rewards"] += not off < 1e-9
         wrong["groups with advantages not centred on the valid rewards"] += sum(abs(s) > 1e-3 for s in sums.values())
     wrong["steps missing"] += args.steps - len(steps)
-    wrong["values on disk that are not the service's"] += sum(
+    wrong["values in the journal that the service did not send"] += sum(
         given.get(key) != value for key, value in evidence.journals[-1].items()
     )
     return dict(counts), dict(wrong)
@@ -257,7 +259,7 @@ def asked(task: Task, trajectory: Trajectory) -> Request:
 def reason(score: Score) -> str:
     """Return a short name for the reason that the explanation of an invalid score gives."""
     said = score.explanation or ""
-    known = {"status 500": "errors in every try", "no score within": "no answer in time", "no number": "NaN"}
+    known = {"status 500": "status 500 in all attempts", "no score within": "no answer in time", "no number": "NaN"}
     return next((name for words, name in known.items() if words in said), said)
 
 
@@ -269,14 +271,18 @@ def served(evidence: Evidence) -> tuple[Counts, Counts]:
     for outcome, name in OUTCOMES.items():
         counts[f"  {name}"] = outcomes.pop(outcome, 0)
     arrived = Counter(life for life, _, _ in requests)
-    counts["further tries within a life"] = len(requests) - len({(life, key) for life, key, _ in requests})
+    counts["repeated attempts within a life of the trainer"] = len(requests) - len(
+        {(life, key) for life, key, _ in requests}
+    )
     nobody, tries = last_life(evidence, "unreachable"), last_life(evidence, "scored", "retries", "failed")
-    counts["tries that found nobody (last life)"] = nobody
-    counts["tries cut off before they were read (last life)"] = tries - nobody - arrived[f"life-{evidence.args.kills}"]
+    counts["attempts without a connection (since the last kill)"] = nobody
+    counts["attempts ended before they were read (since the last kill)"] = (
+        tries - nobody - arrived[f"life-{evidence.args.kills}"]
+    )
     wrong = {
-        "outcomes unheard of": sum(outcomes.values()),
-        "keys that stood for two contents": evidence.account["conflicts"],
-        "moments that never came (fewer under way than asked for)": len(evidence.account["moments"]),
+        "requests with an unknown outcome": sum(outcomes.values()),
+        "idempotency keys of two different requests": evidence.account["conflicts"],
+        "planned kills or outages that did not take place": len(evidence.account["moments"]),
     }
     return counts, wrong
 
@@ -292,23 +298,25 @@ def paid(evidence: Evidence) -> tuple[Counts, Counts]:
         durable, later = evidence.journals[number].keys(), f"life-{number + 1}"
         asked_later = {key for life, key, _ in requests if life == later}
         done = {key for life, key in evidence.account["paid"] if life == f"life-{number}"}
-        counts[f"kill {number + 1}: requests under way at the service"] = kill["under_way"]
-        counts[f"kill {number + 1}: rewards on disk"] = len(durable)
-        counts[f"kill {number + 1}: worked for, not on disk yet, asked for again"] = len((done - durable) & asked_later)
+        counts[f"kill {number + 1}: requests that the service was processing"] = kill["under_way"]
+        counts[f"kill {number + 1}: rewards in the journal"] = len(durable)
+        counts[f"kill {number + 1}: computed, not in the journal, requested again"] = len(
+            (done - durable) & asked_later
+        )
         again += len(durable & asked_later)
     double = sum(count - 1 for count in times.values())
     in_a_life = Counter(map(tuple, evidence.account["paid"]))
     heard_twice = sum(count - 1 for count in sent.values() if count > 1)
-    counts["answers that the service worked for"] = sum(times.values())
-    counts["  for the second time, all in all"] = double
+    counts["answers that the service computed"] = sum(times.values())
+    counts["  computed more than once"] = double
     unheard = sum(in_a_life.values()) - len(in_a_life) - heard_twice
-    counts["  within a life, the trainer having given up waiting"] = max(0, unheard)
+    counts["  again in the same life, after a timeout of the trainer"] = max(0, unheard)
     # The answer was sent when the trainer had just given up waiting. Neither side can know this, so only a service that
     # supports idempotency keys avoids computing the answer again.
-    counts["  within a life, the answer crossing the trainer's giving up"] = heard_twice
-    wrong = {"asked for again although on disk": again}
+    counts["  again in the same life, answered at the moment of a timeout"] = heard_twice
+    wrong = {"requested again although in the journal": again}
     if evidence.args.idempotent:
-        wrong["worked for twice although keys are honoured"] = double
+        wrong["computed twice in spite of idempotency keys"] = double
     return counts, wrong
 
 
@@ -368,7 +376,7 @@ def main() -> int:
     print(f"{args.steps} steps of {args.batch} x {args.group}, latency {args.latency[0]:g} to {args.latency[1]:g} s, "
           f"{args.kills} kills, {args.down:g} s without the service: {evidence.seconds:.0f} s\n")  # fmt: skip
     show(*counts)
-    print("\nmust be 0")
+    print("\nthese counts must be 0:")
     show(*wrong)
     return int(any(count for table in wrong for count in table.values()))
 

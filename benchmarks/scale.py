@@ -16,10 +16,10 @@ from collections.abc import Mapping
 from gleanrl.cli.main import main as gleanrl
 
 ASSUMED: Mapping[str, float] = {
-    "tokens sampled a second by one GPU, 64 trajectories at once": 2_500,
-    "tokens trained on a second by one GPU": 8_000,
+    "tokens that a GPU samples per second, with 64 concurrent trajectories": 2_500,
+    "tokens that a GPU trains on per second": 8_000,
     "tokens of a trajectory: 10 turns, 600 observed and 200 sampled each": 8_000,
-    "tokens of it that are sampled": 2_000,
+    "tokens of a trajectory that are sampled": 2_000,
 }
 _SAMPLING, _TRAINING, _ALL, _SAMPLED = ASSUMED.values()
 COMMON = (

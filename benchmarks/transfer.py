@@ -33,7 +33,7 @@ def main() -> None:
         with ExperiencePool(folder / "source.sqlite", tokenizer="one", vocabulary=VOCABULARY) as source:
             fill(source, 0, args.rows, Episodes(args.tokens, np.random.default_rng(0)))
         export_parquet(folder / "source.sqlite", folder / "source.parquet")
-        print(f"{f'{args.rows:,} rows x {args.tokens:,} tokens':28}{'rows/s':>10}{'cpu us':>10}")
+        print(f"{f'{args.rows:,} rows x {args.tokens:,} tokens':28}{'rows/s':>10}{'CPU us/row':>12}")
         report(folder, "import", args.rows, lambda pool: import_parquet(pool, folder / "source.parquet"))
         report(folder, "seed", args.rows, lambda pool: seed_from_pool(pool, folder / "source.sqlite"))
 
@@ -46,7 +46,7 @@ def report(folder: Path, name: str, rows: int, bring: Callable[[ExperiencePool],
         faults = pool.verify()
         if moved.stored != rows or faults:
             raise SystemExit(f"{name}: {moved}, {faults}")
-    print(f"{name:28}{rows / wall:10.0f}{1e6 * cpu / rows:10.0f}", flush=True)
+    print(f"{name:28}{rows / wall:10.0f}{1e6 * cpu / rows:12.0f}", flush=True)
 
 
 if __name__ == "__main__":

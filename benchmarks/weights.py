@@ -102,7 +102,11 @@ async def measure(cluster: Any, args: argparse.Namespace) -> None:
     await asyncio.gather(holder.start(), takers.start())
     (learner,), samplers = holder.members.values(), list(takers.members.values())
     columns = ("offer", "take", "publish", "memcpy")
-    print(f"{'parameters':>12}{'type':>10}{'way':>11}" + "".join(f"{f'{name} ms':>12}" for name in columns) + "  times")
+    print(
+        f"{'parameters':>12}{'type':>10}{'way':>11}"
+        + "".join(f"{f'{name} ms':>12}" for name in columns)
+        + "  publish / memcpy"
+    )
     try:
         for parameters in map(int, args.sizes):
             half = parameters >= args.half
@@ -113,7 +117,7 @@ async def measure(cluster: Any, args: argparse.Namespace) -> None:
                 times = row["publish"] / row["memcpy"]
                 told = "".join(f"{1e3 * row[name]:12.1f}" for name in columns)
                 print(
-                    f"{parameters:>12,}{'bfloat16' if half else 'float32':>10}{way:>11}{told}{times:7.1f}", flush=True
+                    f"{parameters:>12,}{'bfloat16' if half else 'float32':>10}{way:>11}{told}{times:19.1f}", flush=True
                 )
     finally:
         await asyncio.gather(holder.close(), takers.close())
