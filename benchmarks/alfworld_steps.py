@@ -20,6 +20,7 @@ import asyncio
 import contextlib
 import io
 import json
+import math
 import os
 import random
 import sys
@@ -157,7 +158,7 @@ async def episode(pool: EnvironmentPool, task: Task, number: int, turns: int) ->
 
 
 def row(title: str, episodes: int, steps: int, loading: Meter, stepping: Meter) -> None:
-    rates = (steps / stepping.wall, steps / stepping.cpu)
+    rates = (steps / stepping.wall, steps / stepping.cpu if stepping.cpu else math.nan)
     print(f"{title:44}{1e3 * loading.cpu / episodes:>12.1f}" + "".join(f"{rate:>14,.0f}" for rate in rates), flush=True)
 
 

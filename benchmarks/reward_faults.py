@@ -46,6 +46,7 @@ from gleanrl.rewards.http import HttpReward
 from gleanrl.rewards.request import Request
 from gleanrl.runtime.run_folder import RunFolder
 from gleanrl.types import Score, Task, Trajectory
+from gleanrl.utils import serialize
 
 WORLD = Path(world.__file__).resolve()
 CONFIG = f"""
@@ -200,7 +201,7 @@ def journal(path: Path) -> dict[str, float]:
         database = sqlite3.connect(copy)
         rows = database.execute("SELECT key, score FROM rewards").fetchall()
         database.close()
-    return {key.hex(): json.loads(score)[0] for key, score in rows}
+    return {key.hex(): serialize.decode(score, Score).value for key, score in rows}
 
 
 # --- counts ---------------------------------------------------------------------------------------
