@@ -1,7 +1,8 @@
-"""An OpenAI-compatible completions server with token ids on loopback, around the transformers sampler.
+"""An OpenAI-compatible completions server for tests, which samples with `TransformersSampler` and runs on 127.0.0.1.
 
-It answers as vLLM does, and takes weights as a vLLM server with Glean RL's worker extension does. ``twist`` changes an
-answer's choice before it is sent, so that every way in which another server falls short can be had.
+Its responses have the format of vLLM's. It accepts weight updates like a vLLM server with Glean RL's worker extension.
+``twist`` is a function that can change each response's choice before it is sent, so that a test can imitate servers
+that do not return what `OpenAISampler` needs.
 """
 
 from __future__ import annotations
@@ -22,19 +23,20 @@ from safetensors.torch import load_file
 from gleanrl.protocols import Completion, SamplingParams
 from tests.samplers.conversations import make_sampler, token_logprobs
 
-Twist = Callable[[dict[str, Any], dict[str, Any]], Any]  # (the request's body, the choice)
+# Called with the body of the request and the choice. It changes the choice in place or returns another one.
+Twist = Callable[[dict[str, Any], dict[str, Any]], Any]
 
 
 class CompletionsServer:
-    """Attributes: ``bodies`` of all completions asked for, ``admin`` paths asked for, ``aborted`` requests."""
+    """The server. ``bodies`` lists the bodies of all completion requests, ``admin`` the paths of all other requests."""
 
     def __init__(self, model: Any, twist: Twist | None = None) -> None:
         self.model, self.twist = model, twist
         self.bodies: list[dict[str, Any]] = []
         self.admin: list[str] = []
-        self.failing = 0  # so many of the next requests get status 503
-        self.lossy = False  # says that it took weights, and did not
-        self.deaf = False  # does not even know that there were any
+        self.failing = 0  # number of the next requests that are answered with status 503
+        self.lossy = False  # True: updates are confirmed, but the weights are not loaded
+        self.deaf = False  # True: updates are neither confirmed nor loaded
         self.loop = asyncio.new_event_loop()
         self.running = asyncio.Event()
         self.running.set()
@@ -47,7 +49,7 @@ class CompletionsServer:
     def serving(self) -> Iterator[CompletionsServer]:
         thread = threading.Thread(target=self.loop.run_forever, daemon=True)
         thread.start()
-        self.held = copy.deepcopy(self.model)  # what is served
+        self.held = copy.deepcopy(self.model)  # model with the weights that are served
         self.sampler = make_sampler(self.model, deterministic=False, inflight=True)
         self.http = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
         serving = threading.Thread(target=self.http.serve_forever, daemon=True)
@@ -120,7 +122,7 @@ class CompletionsServer:
                 self.wfile.write(content)
 
             def log_message(self, format: str, *args: Any) -> None:
-                """Nothing."""
+                """Do not print the requests."""
 
         return Handler
 

@@ -1,4 +1,4 @@
-"""Random conversations for sampler tests, and what a plain forward pass says about the answers."""
+"""Random conversations for tests of samplers, and the log-probs of a plain forward pass to compare theirs with."""
 
 from __future__ import annotations
 
@@ -70,7 +70,8 @@ def make_model(name: str = "qwen2", seed: int = 0) -> Any:
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(CONFIGS[name]).eval()
-        for parameter in model.parameters():  # also those that start as zeros or ones must matter
+        # Biases start as zeros and norm weights as ones. Noise makes sure that an error in using them has an effect.
+        for parameter in model.parameters():
             parameter.data += 0.05 * torch.randn_like(parameter)
         return model
 
@@ -83,7 +84,11 @@ Record = list[tuple[IntArray, SamplingParams, Completion]]
 
 
 async def converse(sampler: Any, seed: int, *, turns: int = 5, diverge: float = 0.3, delay: float = 0.0) -> Record:
-    """One episode: prompts mostly extend one another, and sometimes drop, change or repeat what was there."""
+    """Sample ``turns`` completions in one session, and return the prompts, parameters and completions.
+
+    Most prompts extend the previous prompt and its completion. With probability ``diverge``, a prompt is first cut and
+    sometimes changed at one token. ``delay`` is the longest pause before a request, in seconds.
+    """
     random, pauses = np.random.default_rng(seed), np.random.default_rng()
     record: Record = []
     async with sampler.session(seed) as session:
@@ -105,7 +110,7 @@ async def converse(sampler: Any, seed: int, *, turns: int = 5, diverge: float = 
 
 
 def plain_logprobs(model: Any, prompt: IntArray, params: SamplingParams, completion: Completion) -> np.ndarray:
-    """Float32 log-probs of the answer by one full forward pass of the model, no cache."""
+    """Return the float32 log-probs of the completion's tokens from one full forward pass without a KV cache."""
     tokens = torch.tensor(np.concatenate([prompt, completion.tokens])).long()
     with torch.inference_mode():
         logits = model(tokens[None], use_cache=False).logits[0, prompt.size - 1 : -1].float()
@@ -114,7 +119,7 @@ def plain_logprobs(model: Any, prompt: IntArray, params: SamplingParams, complet
 
 
 def token_logprobs(model: Any, tokens: IntArray) -> list[float]:
-    """Of all tokens but the first, as `model` computes them, in its own dtype."""
+    """Return the log-probs of all tokens but the first, at temperature 1. The model computes in its own dtype."""
     ids = torch.tensor(tokens).long()
     with torch.inference_mode():
         logprobs = model(ids[None], use_cache=False).logits[0, :-1].float().log_softmax(-1)
@@ -130,7 +135,7 @@ def assert_exact(model: Any, records: Sequence[Record], tolerance: float = 1e-4)
 
 
 def flatten(records: Sequence[Record]) -> list[bytes]:
-    """Everything that was sampled, to the bit."""
+    """Return the bytes of all sampled tokens and log-probs, for bitwise comparison of two runs."""
     return [part.tobytes() for record in records for _, _, c in record for part in (c.tokens, c.logprobs)]
 
 

@@ -1,4 +1,7 @@
-"""The test prompt tells right weights from wrong ones, whichever weight is wrong, and needs no copy of them."""
+"""`gleanrl.samplers.canary.Canary` detects an engine that samples with other weights than the published ones.
+
+The engines are simulated by Hugging Face models whose weights are, or are not, updated.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +23,12 @@ from tests.builders import tiny_model
 from tests.samplers.conversations import CONFIGS, CONTEXT, make_model
 
 
-def answered(model: Any, canary: Canary, temperature: float = 1.0) -> tuple[list[int], list[float]]:
-    """What an engine that computes ``model`` would give: greedy tokens, and the log-probs from the second token on."""
+def engine_answer(model: Any, canary: Canary, temperature: float = 1.0) -> tuple[list[int], list[float]]:
+    """Return what an engine that serves ``model`` returns for the test prompt.
+
+    These are the tokens of the greedy completion, and the log-probs of all tokens but the first of prompt and
+    completion.
+    """
     tokens = list(canary.prompt)
     with torch.inference_mode():
         for _ in range(ANSWER):
@@ -37,30 +44,31 @@ def compare(canary: Canary, weights: Mapping[str, Any], answer: tuple[list[int],
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_right_weights_pass_and_any_stale_one_is_found(name: str) -> None:
+def test_current_weights_pass_and_a_single_stale_weight_raises(name: str) -> None:
     model = make_model(name)
     canary = Canary(model, torch.float32, "it")
     weights = {key: parameter.detach().clone() for key, parameter in model.named_parameters()}
-    answer = answered(model, canary)
+    answer = engine_answer(model, canary)
     compare(canary, weights, answer)
     for key, weight in weights.items():
         if key.endswith("k_proj.bias"):
-            continue  # adds the same to every score of a query, so that attention does not change
+            # This bias adds the same number to all attention scores of a query, so that it has no effect.
+            continue
         changed = {**weights, key: weight + 0.1 * torch.randn_like(weight)}
         with pytest.raises(UserError, match="it does not compute what the learner's weights compute now"):
             compare(canary, changed, answer)
 
 
-def test_its_modules_hold_no_weight() -> None:
+def test_the_canary_keeps_no_copy_of_the_weights() -> None:
     canary = Canary(make_model(), torch.float32, "it")
     assert all(parameter.is_meta for parameter in canary._modules.parameters())
 
 
-def test_log_probs_of_an_answer_alone_and_of_another_temperature() -> None:
+def test_log_probs_of_only_the_completion_are_compared_at_their_temperature() -> None:
     model = make_model()
     canary = Canary(model, "float32", "it")
     weights = dict(model.named_parameters())
-    tokens, logprobs = answered(model, canary, 0.7)
+    tokens, logprobs = engine_answer(model, canary, 0.7)
     reference = canary.reference(weights, tokens)
     assert reference.distance(logprobs[-ANSWER:], 0.7)[1] < canary.tolerance
     assert reference.distance(logprobs[-ANSWER:])[1] > canary.tolerance
@@ -68,7 +76,7 @@ def test_log_probs_of_an_answer_alone_and_of_another_temperature() -> None:
 
 @dataclass
 class Training:
-    """A model that takes small steps, as a learner's does, and a bfloat16 engine that may or may not get them."""
+    """A float32 model that is trained in small steps, and a bfloat16 copy as engine, which `load` updates."""
 
     lr: float
 
@@ -94,41 +102,48 @@ class Training:
 
 
 @pytest.mark.parametrize(("lr", "within"), [(1e-5, 20), (1e-6, 200)])
-def test_a_bfloat16_engine_that_takes_no_update_is_found_once_that_shows(lr: float, within: int) -> None:
-    """The answer alone stays within what rounding may do, 0.2 nats, for much longer."""
+def test_a_bfloat16_engine_that_is_never_updated_raises_within_few_steps(lr: float, within: int) -> None:
+    """The canary finds it by comparing with the log-probs of older weights.
+
+    The distance to the current weights alone is still below 0.1 nats then, less than the tolerance for bfloat16.
+    """
     training = Training(lr)
     canary = Canary(training.model, torch.bfloat16, "it")
-    stale = answered(training.engine, canary)
+    stale = engine_answer(training.engine, canary)
     compare(canary, training.weights, stale)
 
-    def go_on() -> None:
+    def train_with_stale_engine() -> None:
         for _ in range(within):
             training.step()
             compare(canary, training.weights, stale)
 
     with pytest.raises(UserError, match=r"but what older ones do: .* it learns from wrong samples$") as found:
-        go_on()
+        train_with_stale_engine()
     assert "\n" not in str(found.value)
     off, _ = canary.reference(training.weights, stale[0]).distance(stale[1])
     assert off < 0.1
 
 
 @pytest.mark.parametrize("lr", [1e-2, 1e-5, 1e-6])
-def test_a_bfloat16_engine_that_takes_every_update_never_stops_a_run(lr: float) -> None:
+def test_a_bfloat16_engine_that_gets_every_update_never_raises(lr: float) -> None:
     training = Training(lr)
     canary = Canary(training.model, torch.bfloat16, "it")
     seen = 0
     for _ in range(60):
         training.load()
         before = canary._held
-        compare(canary, training.weights, answered(training.engine, canary))
+        compare(canary, training.weights, engine_answer(training.engine, canary))
         seen += canary._held is not before
         training.step()
     assert seen > (30 if lr == 1e-2 else 0)
 
 
 class Layered(torch.nn.Module):
-    """A model that sees where its weights are. Those of transformers look at values, and the meta device has none."""
+    """A model that records, before each of its layers runs, which of its weights are on the meta device.
+
+    The test uses the meta device as a second device. Models of transformers cannot run there, because their code
+    reads values of tensors.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -149,18 +164,21 @@ class Layered(torch.nn.Module):
         return SimpleNamespace(logits=self.head(hidden))
 
 
-def test_weights_from_elsewhere_come_to_the_models_buffers_layer_by_layer() -> None:
-    """On Ray they lie in the store, in the machine's memory, and the modules' buffers on the GPU."""
+def test_weights_on_another_device_are_moved_to_the_device_of_the_buffers_layer_by_layer() -> None:
+    """On Ray, the published weights are in the object store, in host memory, and the modules' buffers on the GPU."""
     model = Layered()
     canary = Canary(model, "float32", "it")
     weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
     with torch.no_grad():
         expected = model(torch.tensor(canary.prompt)[None], use_cache=False).logits[0]
-    assert torch.equal(canary.reference(weights, [1]).logits, expected)  # where nothing has to be moved
+    # All tensors are on the CPU here, so that nothing is moved.
+    assert torch.equal(canary.reference(weights, [1]).logits, expected)
     modules = canary._modules
     modules.seen.clear()
-    modules.scale = modules.scale.to("meta")  # any other device
-    with pytest.raises(NotImplementedError, match="meta"):  # logits that cannot be copied to the CPU
+    # The meta device stands for any other device. The forward pass runs on it, but its logits have no values that could
+    # be copied to the CPU, so that `reference` raises at its end.
+    modules.scale = modules.scale.to("meta")
+    with pytest.raises(NotImplementedError, match="meta"):
         canary.reference(weights)
     embedding, head, *layers = ([place[i] for place in modules.seen] for i in range(8))
     assert embedding == head == [True, True, True]
@@ -170,11 +188,11 @@ def test_weights_from_elsewhere_come_to_the_models_buffers_layer_by_layer() -> N
 
 
 @pytest.mark.parametrize("name", SAMPLERS)
-def test_every_name_is_of_a_sampler(name: str) -> None:
+def test_every_sampler_name_can_be_imported(name: str) -> None:
     assert callable(load_object(SAMPLERS[name]))
 
 
 @pytest.mark.skipif(find_spec("vllm") is not None, reason="vLLM is installed")
-def test_without_vllm_one_line_says_what_to_install() -> None:
+def test_without_vllm_the_error_says_what_to_install() -> None:
     with pytest.raises(UserError, match=r"^sampler.name = 'vllm' needs vLLM: pip install 'gleanrl\[vllm\]'$"):
         load_object(SAMPLERS["vllm"])(make_model(), max_context=CONTEXT)

@@ -1,4 +1,7 @@
-"""Log-probs are those of the model, whatever a row held before, whoever shares the batch, whichever engine computes."""
+"""The log-probs of `TransformersSampler` equal those of a full forward pass of the model.
+
+This is tested for all supported architectures, both engines, and random conversations that share KV caches and batches.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +44,7 @@ def one_thread():
 
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("deterministic", [True, False])
-def test_conversations_are_exact_for_every_architecture(name: str, deterministic: bool) -> None:
+def test_log_probs_of_conversations_are_exact_for_every_architecture(name: str, deterministic: bool) -> None:
     model = make_model(name)
 
     async def run():
@@ -66,7 +69,7 @@ def test_conversations_are_exact_for_every_architecture(name: str, deterministic
     st.sampled_from([3, 64]),
     st.booleans(),
 )
-def test_every_interleaving_is_exact_and_draws_are_the_sessions_own(seeds, rows, prefill, deterministic) -> None:
+def test_concurrent_sessions_are_exact_and_sample_the_same_tokens_as_alone(seeds, rows, prefill, deterministic) -> None:
     model = make_model()
 
     async def together():
@@ -79,12 +82,13 @@ def test_every_interleaving_is_exact_and_draws_are_the_sessions_own(seeds, rows,
 
     records = asyncio.run(together())
     assert_exact(model, records)
-    # A draw differs only where rounding moves a boundary across a uniform, far rarer than any test.
+    # Batching changes the rounding of probabilities. A drawn token could only differ if the rounding moved a boundary
+    # of the cumulative distribution across the session's random number, which is too rare to occur in this test.
     assert tokens_of(records) == tokens_of(asyncio.run(alone()))
 
 
 @pytest.mark.parametrize("name", FUSED)
-def test_the_fused_engine_equals_the_modules(name: str) -> None:
+def test_the_fused_engine_computes_the_same_logits_as_the_models_modules(name: str) -> None:
     model = make_model(name)
     engines = [build(model, CONTEXT, torch.float32) for build in (FusedEngine, ModuleEngine)]
     assert isinstance(choose_engine(model, CONTEXT, torch.float32), FusedEngine)
@@ -105,7 +109,7 @@ def test_the_fused_engine_equals_the_modules(name: str) -> None:
             lengths[row] += piece.size
 
 
-def test_equal_openings_are_computed_once_and_stay_exact() -> None:
+def test_a_prompt_shared_by_several_sessions_is_prefilled_once_and_stays_exact() -> None:
     model, params = make_model(), SamplingParams(6, (STOP,))
     opening = np.random.default_rng(0).integers(3, VOCABULARY, 40).astype(np.int32)
 
@@ -130,7 +134,7 @@ def test_equal_openings_are_computed_once_and_stay_exact() -> None:
     assert stats["prefill_tokens"] < 40 + 8 * 2 * 8 < 8 * 40
 
 
-def test_greedy_is_what_generate_says() -> None:
+def test_greedy_completions_equal_those_of_generate() -> None:
     model = make_model("llama")
     prompts = [np.random.default_rng(i).integers(3, VOCABULARY, 4 + i).astype(np.int32) for i in range(8)]
 
@@ -152,7 +156,7 @@ def test_greedy_is_what_generate_says() -> None:
         assert completion.finish == ("stop" if expected[-1] == STOP else "length")
 
 
-def test_bfloat16_is_close() -> None:
+def test_bfloat16_log_probs_are_within_half_a_nat_of_float32() -> None:
     model = make_model()
 
     async def run():
@@ -162,7 +166,7 @@ def test_bfloat16_is_close() -> None:
     assert_exact(model, asyncio.run(run()), tolerance=0.5)
 
 
-def test_a_wrong_engine_is_found_out() -> None:
+def test_probe_raises_if_the_engine_has_a_wrong_weight() -> None:
     model = make_model()
     engine = FusedEngine(model, CONTEXT, torch.float32)
     probe(engine, model, torch.float32)
@@ -171,7 +175,7 @@ def test_a_wrong_engine_is_found_out() -> None:
         probe(engine, model, torch.float32)
 
 
-def test_what_cannot_be_served_is_named() -> None:
+def test_models_and_contexts_that_cannot_be_served_exactly_raise() -> None:
     with pytest.raises(UserError, match="cannot serve a BloomForCausalLM exactly"):
         make_sampler(BloomForCausalLM(BloomConfig(vocab_size=32, hidden_size=16, n_layer=1, n_head=2)))
     windowed = MistralForCausalLM(
@@ -187,7 +191,7 @@ def test_what_cannot_be_served_is_named() -> None:
         make_sampler(make_model(), max_context=CONTEXT + 1)
 
 
-def test_the_model_may_go_on_training() -> None:
+def test_training_the_model_does_not_change_the_weights_of_the_sampler() -> None:
     model = make_model()
     model.train()
     sampler = make_sampler(model)

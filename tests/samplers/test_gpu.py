@@ -1,4 +1,4 @@
-"""The sampler on a GPU: its log-probs are those of a plain pass on a CPU."""
+"""`TransformersSampler` on a GPU: its log-probs equal those of a plain forward pass on the CPU."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = [
 DEVICE = "cuda"
 
 
-async def talk(device: str, name: str, dtype: torch.dtype | None, publish: bool = False) -> list:
+async def sample_conversations(device: str, name: str, dtype: torch.dtype | None, publish: bool = False) -> list:
     sampler = make_sampler(make_model(name).to(device), dtype=dtype)
     try:
         if publish:
@@ -27,18 +27,18 @@ async def talk(device: str, name: str, dtype: torch.dtype | None, publish: bool 
 
 
 @pytest.mark.parametrize("name", ["qwen2", "llama3 rope", "gpt neox"])
-def test_log_probs_in_float32_are_those_of_a_cpu(name: str) -> None:
-    """Both engines (fused and the model's own modules), to 1e-3; and the weights that were published."""
+def test_float32_log_probs_on_a_gpu_equal_those_on_the_cpu(name: str) -> None:
+    """Covers both engines (fused, and the model's own modules), before and after a publication."""
     for publish in (False, True):
-        records = asyncio.run(talk(DEVICE, name, torch.float32, publish))
+        records = asyncio.run(sample_conversations(DEVICE, name, torch.float32, publish))
         assert_exact(make_model(name, seed=int(publish)), records, tolerance=1e-3)
 
 
-def test_the_same_seed_gives_the_same_answers() -> None:
-    first, second = (asyncio.run(talk(DEVICE, "qwen2", torch.float32)) for _ in range(2))
+def test_the_same_seeds_give_the_same_tokens_on_a_gpu() -> None:
+    first, second = (asyncio.run(sample_conversations(DEVICE, "qwen2", torch.float32)) for _ in range(2))
     assert tokens_of(first) == tokens_of(second)
 
 
-def test_bfloat16_is_the_default_and_near() -> None:
-    records = asyncio.run(talk(DEVICE, "qwen2", None))
+def test_the_default_dtype_on_a_gpu_is_bfloat16_within_0_3_nats() -> None:
+    records = asyncio.run(sample_conversations(DEVICE, "qwen2", None))
     assert_exact(make_model("qwen2"), records, tolerance=0.3 if DEVICE == "cuda" else 1e-4)

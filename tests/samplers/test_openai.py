@@ -1,4 +1,7 @@
-"""A server as sampler: exact where it returns what is needed, refused in one line where it does not."""
+"""`OpenAISampler` samples exactly with a suitable server, and rejects a server that does not return what it needs.
+
+The server is `CompletionsServer`, which runs in this process and is reached over HTTP.
+"""
 
 from __future__ import annotations
 
@@ -54,14 +57,14 @@ def weights_of(model: Any) -> dict[str, torch.Tensor]:
     return dict(model.named_parameters())
 
 
-def changed(model: Any) -> Any:
+def add_noise(model: Any) -> Any:
     for parameter in model.parameters():
         parameter.data += 0.05 * torch.randn_like(parameter)
     return model
 
 
 # --- sampling -------------------------------------------------------------------------------------
-def test_conversations_are_exact_and_the_sessions_own(server: CompletionsServer, model: Any) -> None:
+def test_log_probs_are_exact_and_tokens_depend_only_on_the_sessions_seed(server: CompletionsServer, model: Any) -> None:
     async def once() -> Any:
         sampler = make_client(server)
         records = await asyncio.gather(*(converse(sampler, seed) for seed in range(10)))
@@ -78,10 +81,11 @@ def test_conversations_are_exact_and_the_sessions_own(server: CompletionsServer,
     tested = 1 + 1 + openai.TESTED
     assert stats["sampled_tokens"] == sum(c.tokens.size for _, _, c in turns) + tested
     assert stats["reused_tokens"] == stats["requests"] == len(turns) + 3
-    assert flatten(records)[::2] == flatten(again)[::2]  # tokens
+    # Tokens and log-probs alternate; only the tokens are compared, because batching changes the rounding of log-probs.
+    assert flatten(records)[::2] == flatten(again)[::2]
 
 
-def test_the_server_is_told_to_sample_from_the_whole_distribution(server: CompletionsServer) -> None:
+def test_requests_ask_the_server_to_sample_from_the_full_distribution(server: CompletionsServer) -> None:
     async def test() -> None:
         sampler = make_client(server, extra={"no_stop_trim": True})
         async with sampler.session(0) as session:
@@ -102,7 +106,7 @@ def test_the_server_is_told_to_sample_from_the_whole_distribution(server: Comple
     run(test())
 
 
-def test_rows_are_given_first_come_first_served(server: CompletionsServer) -> None:
+def test_sessions_beyond_max_rows_open_in_order_of_arrival(server: CompletionsServer) -> None:
     async def test() -> list[int]:
         sampler, order = make_client(server, max_rows=2), []
 
@@ -125,7 +129,7 @@ def test_rows_are_given_first_come_first_served(server: CompletionsServer) -> No
     assert order[2:] == [0, 2, 3, 4]
 
 
-def test_trouble_that_passes_is_waited_for(server: CompletionsServer, monkeypatch: Any) -> None:
+def test_a_request_that_fails_with_503_is_retried_up_to_the_limit(server: CompletionsServer, monkeypatch: Any) -> None:
     monkeypatch.setattr(openai, "RETRIES", RetryPolicy(attempts=4, backoff_s=0.01))
 
     async def test() -> None:
@@ -141,7 +145,7 @@ def test_trouble_that_passes_is_waited_for(server: CompletionsServer, monkeypatc
     run(test())
 
 
-def test_closing_fails_what_waits(server: CompletionsServer) -> None:
+def test_closing_the_sampler_raises_in_sessions_that_wait_to_open(server: CompletionsServer) -> None:
     async def test() -> None:
         sampler = make_client(server, max_rows=1)
         async with sampler.session(0):
@@ -171,7 +175,7 @@ def _no_stop_token(body: dict[str, Any], choice: dict[str, Any]) -> None:
         choice["logprobs"]["token_logprobs"] = choice["logprobs"]["token_logprobs"][: len(choice["token_ids"])]
 
 
-def _raw(body: dict[str, Any], choice: dict[str, Any]) -> None:
+def _logprobs_of_temperature_1(body: dict[str, Any], choice: dict[str, Any]) -> None:
     from tests.samplers.conversations import plain_logprobs
 
     tokens = np.array(choice["token_ids"], np.int32)
@@ -180,7 +184,7 @@ def _raw(body: dict[str, Any], choice: dict[str, Any]) -> None:
     choice["logprobs"]["token_logprobs"] = raw.tolist()
 
 
-def _short(body: dict[str, Any], choice: dict[str, Any]) -> None:
+def _more_logprobs_than_tokens(body: dict[str, Any], choice: dict[str, Any]) -> None:
     choice["logprobs"]["token_logprobs"].append(-1.0)
 
 
@@ -190,12 +194,12 @@ def _short(body: dict[str, Any], choice: dict[str, Any]) -> None:
         (_no_ids, "returns no token ids"),
         (_no_logprobs, "returns no log-probs"),
         (_no_stop_token, "no stop token, or does not return it"),
-        (_raw, "log-probs of temperature 1, not of the sampling temperature"),
-        (_short, "returned 1 tokens and 2 log-probs"),
+        (_logprobs_of_temperature_1, "log-probs of temperature 1, not of the sampling temperature"),
+        (_more_logprobs_than_tokens, "returned 1 tokens and 2 log-probs"),
     ],
 )
 @pytest.mark.parametrize("first", ["session", "publication"])
-def test_a_server_that_falls_short_is_refused_before_the_first_episode(
+def test_a_server_without_the_needed_outputs_is_rejected_before_the_first_episode(
     model: Any, twist: Twist, why: str, first: str
 ) -> None:
     async def test(server: CompletionsServer) -> None:
@@ -211,7 +215,7 @@ def test_a_server_that_falls_short_is_refused_before_the_first_episode(
         run(test(server))
 
 
-def test_ids_may_come_in_place_of_the_tokens_texts(model: Any) -> None:
+def test_token_ids_may_be_returned_in_place_of_the_tokens_texts(model: Any) -> None:
     def ids_as_texts(body: dict[str, Any], choice: dict[str, Any]) -> None:
         del choice["token_ids"]
 
@@ -224,7 +228,7 @@ def test_ids_may_come_in_place_of_the_tokens_texts(model: Any) -> None:
         run(test(server))
 
 
-def test_a_server_with_another_model_is_refused(server: CompletionsServer) -> None:
+def test_a_server_with_other_weights_and_no_update_method_is_rejected(server: CompletionsServer) -> None:
     async def test() -> None:
         sampler = make_client(server, make_model(seed=1))
         with pytest.raises(UserError, match=r"does not serve these weights .* cannot take them"):
@@ -245,14 +249,14 @@ def test_a_server_with_another_model_is_refused(server: CompletionsServer) -> No
         ({"time_out_s": 3}, "no 'time_out_s'; did you mean 'timeout_s'"),
     ],
 )
-def test_mistakes_get_one_line(server: CompletionsServer, options: dict[str, Any], why: str) -> None:
+def test_wrong_options_raise_a_user_error(server: CompletionsServer, options: dict[str, Any], why: str) -> None:
     with pytest.raises(UserError, match=why):
         make_client(server, **options)
 
 
 # --- publication ----------------------------------------------------------------------------------
 @pytest.mark.parametrize("inflight", [False, True])
-def test_weights_reach_the_server_through_a_file(inflight: bool) -> None:
+def test_publish_updates_the_servers_weights_and_waits_for_sessions_unless_in_flight(inflight: bool) -> None:
     model = make_model()
 
     async def test(server: CompletionsServer) -> None:
@@ -262,7 +266,7 @@ def test_weights_reach_the_server_through_a_file(inflight: bool) -> None:
             records = await asyncio.gather(*(converse(sampler, seed) for seed in range(4)))
             assert_exact(model, records)
             assert {completion.version for record in records for _, _, completion in record} == {version}
-            changed(model)
+            add_noise(model)
         async with sampler.session(0) as session:
             publication = asyncio.create_task(sampler.publish(weights_of(model), 3))
             if inflight:
@@ -274,7 +278,8 @@ def test_weights_reach_the_server_through_a_file(inflight: bool) -> None:
         await publication
         await sampler.close()
 
-    served = make_model(seed=1)  # other weights, which the first publication replaces
+    # The server starts with other weights, which the first publication replaces.
+    served = make_model(seed=1)
     with CompletionsServer(served).serving() as server:
         server.model = model
         run(test(server))
@@ -282,13 +287,13 @@ def test_weights_reach_the_server_through_a_file(inflight: bool) -> None:
     assert server.admin == 4 * update
 
 
-def test_an_update_that_did_not_happen_stops_the_run(model: Any) -> None:
+def test_an_update_that_the_server_confirms_but_does_not_load_raises(model: Any) -> None:
     async def test(server: CompletionsServer) -> None:
         sampler = make_client(server, update="vllm")
         await sampler.publish(weights_of(model), 1)
         server.lossy = True
         with pytest.raises(UserError, match="does not compute what the learner's weights compute after an update"):
-            await sampler.publish(weights_of(changed(make_model())), 2)
+            await sampler.publish(weights_of(add_noise(make_model())), 2)
         assert sampler.version == 1
         assert server.running.is_set()
         await sampler.close()
@@ -297,8 +302,8 @@ def test_an_update_that_did_not_happen_stops_the_run(model: Any) -> None:
         run(test(server))
 
 
-def test_a_server_that_does_not_say_that_it_took_weights_stops_the_run(model: Any) -> None:
-    """One update moves log-probs by less than rounding: nobody would see that the old ones stayed."""
+def test_an_update_that_the_server_does_not_confirm_raises(model: Any) -> None:
+    """In bfloat16 the first update changes log-probs by less than rounding does, so that they cannot reveal it."""
 
     async def test(server: CompletionsServer) -> None:
         sampler = make_client(server, update="vllm", server_dtype="bfloat16")
@@ -312,8 +317,8 @@ def test_a_server_that_does_not_say_that_it_took_weights_stops_the_run(model: An
         run(test(server))
 
 
-def test_the_first_weights_that_a_server_kept_are_found_in_half_precision_too(model: Any) -> None:
-    """What is served must be nearer to a checkpoint than to the model that it was trained from."""
+def test_a_bfloat16_server_of_the_base_model_is_rejected_when_a_checkpoint_is_published(model: Any) -> None:
+    """The served log-probs must be nearer to those of the checkpoint than to those of the base model."""
     trained = make_model()
     with torch.no_grad():
         for parameter in trained.parameters():
@@ -333,7 +338,7 @@ def test_the_first_weights_that_a_server_kept_are_found_in_half_precision_too(mo
         run(test(server, trained, model))
 
 
-def test_weights_that_do_not_fit_are_not_sent(server: CompletionsServer, model: Any) -> None:
+def test_weights_of_a_wrong_shape_are_not_sent_to_the_server(server: CompletionsServer, model: Any) -> None:
     async def test() -> None:
         sampler = make_client(server, update="vllm")
         with pytest.raises(ValueError, match=r"has shape \(3,\), not \(32,\)"):
@@ -344,20 +349,23 @@ def test_weights_that_do_not_fit_are_not_sent(server: CompletionsServer, model: 
     run(test())
 
 
-def test_the_evaluation_of_what_is_served_takes_its_own_weights_only(server: CompletionsServer, model: Any) -> None:
+def test_without_an_update_method_only_the_served_weights_can_be_published(
+    server: CompletionsServer, model: Any
+) -> None:
     async def test() -> None:
         sampler = make_client(server)
         await sampler.publish(weights_of(model), 0)
         assert_exact(model, [await converse(sampler, 1)])
         with pytest.raises(UserError, match="cannot take them"):
-            await sampler.publish(weights_of(changed(make_model())), 1)
+            await sampler.publish(weights_of(add_noise(make_model())), 1)
         await sampler.close()
 
     run(test())
 
 
-def test_the_settings_of_the_page_are_understood(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "vllm", ModuleType("vllm"))  # the page is for who has it
+def test_the_settings_in_the_vllm_howto_are_valid(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The page assumes that vLLM is installed, and the settings are only accepted then.
+    monkeypatch.setitem(sys.modules, "vllm", ModuleType("vllm"))
     page = (Path(__file__).parents[2] / "docs" / "howto" / "vllm.md").read_text(encoding="utf-8")
     blocks = re.findall(r"```toml\n(.*?)```", page, re.DOTALL)
     assert len(blocks) == 2

@@ -1,4 +1,7 @@
-"""A server's sampler beside learners that change the model which it was made with."""
+"""`OpenAISampler` publishes correctly after a learner has changed the model that the sampler was made with.
+
+Learners add LoRA adapters to the model, or shard its parameters. The server is `CompletionsServer`.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +19,12 @@ from tests.learners.many import led
 from tests.samplers.completions_server import CompletionsServer
 from tests.samplers.conversations import CONTEXT, assert_exact, converse, make_model
 
-pytestmark = pytest.mark.xdist_group("ranks")  # tests.learners.many.led
+# `led` starts several processes. Tests that use it run in one worker of pytest-xdist, one after another.
+pytestmark = pytest.mark.xdist_group("ranks")
 
 
-async def published(server: CompletionsServer, sampler: OpenAISampler, weights: Any, first: bool) -> None:
-    """``first``: a session opens before anything is published, and is compared with the model as it was."""
+async def publish_and_sample(server: CompletionsServer, sampler: OpenAISampler, weights: Any, first: bool) -> None:
+    """Publish ``weights`` and check the log-probs. With ``first``, also open a session before the publication."""
     if first:
         assert_exact(server.model, [await converse(sampler, 0)])
     await sampler.publish(weights, 1)
@@ -33,23 +37,23 @@ def make_client(server: CompletionsServer, model: Any) -> OpenAISampler:
 
 
 @pytest.mark.parametrize("first", [True, False])
-def test_adapters_that_a_learner_adds_to_the_model(first: bool) -> None:
+def test_merged_weights_can_be_published_after_a_learner_added_adapters(first: bool) -> None:
     model = make_model()
     with CompletionsServer(make_model()).serving() as server:
         sampler = make_client(server, model)
         weights = merged_weights(add_adapters(model, LearnerSettings(lora_rank=2), 0))
-        asyncio.run(published(server, sampler, weights, first))
+        asyncio.run(publish_and_sample(server, sampler, weights, first))
 
 
-def spread_out(ranks: Ranks) -> str:
+def publish_from_sharded_learner(ranks: Ranks) -> str:
     model = make_model()
     with CompletionsServer(make_model()).serving() as server:
         sampler = make_client(server, model)
         engine = ShardedEngine(ranks, model, LearnerSettings(), LossSettings(), pad_token=0, temperature=1.0)
-        asyncio.run(published(server, sampler, engine.weights(), False))
-    return "published"
+        asyncio.run(publish_and_sample(server, sampler, engine.weights(), False))
+    return "publish_and_sample"
 
 
 @pytest.mark.slow
-def test_a_learner_of_several_ranks() -> None:
-    assert led(2, spread_out) == "published"
+def test_a_sharded_learner_of_two_ranks_can_publish() -> None:
+    assert led(2, publish_from_sharded_learner) == "publish_and_sample"

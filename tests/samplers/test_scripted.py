@@ -1,4 +1,4 @@
-"""The scripted sampler keeps the promises of a real one, so that loops tested on it are tested."""
+"""`ScriptedSampler` follows the contract of the real samplers, because other tests use it in their place."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gleanrl.samplers.scripted import ScriptedSampler
 PROMPT = np.array([4, 5], np.int32)
 
 
-def test_answers_are_the_scripts_cut_at_stop_and_length() -> None:
+def test_completions_are_the_scripts_tokens_cut_at_a_stop_token_or_max_tokens() -> None:
     async def test():
         sampler = ScriptedSampler(lambda prompt, seed: [*prompt.tolist(), 1, 9], logprob=-0.25)
         async with sampler.session(0) as session:
@@ -30,7 +30,7 @@ def test_answers_are_the_scripts_cut_at_stop_and_length() -> None:
     asyncio.run(test())
 
 
-def test_seeds_differ_by_session_and_turn_and_repeat_by_run() -> None:
+def test_seeds_differ_by_session_and_turn_and_are_the_same_in_every_run() -> None:
     async def once() -> list[int]:
         seen: list[int] = []
         sampler = ScriptedSampler(lambda prompt, seed: seen.append(seed) or [1])
@@ -46,7 +46,7 @@ def test_seeds_differ_by_session_and_turn_and_repeat_by_run() -> None:
 
 
 @pytest.mark.parametrize("inflight", [False, True])
-def test_publication_drains_unless_inflight(inflight: bool) -> None:
+def test_publish_waits_for_open_sessions_unless_in_flight(inflight: bool) -> None:
     async def test():
         sampler = ScriptedSampler(lambda prompt, seed: [1], inflight=inflight)
         async with sampler.session(0):
@@ -82,6 +82,6 @@ def test_a_waiting_session_starts_when_the_publication_is_cancelled() -> None:
     asyncio.run(test())
 
 
-def test_it_needs_no_torch() -> None:
+def test_importing_the_scripted_sampler_does_not_import_torch() -> None:
     check = "import sys, gleanrl.samplers.scripted; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", check]).returncode == 0

@@ -1,4 +1,7 @@
-"""Who is served when: determinism, admission, publication, cancellation, failure."""
+"""`TransformersSampler`: sampling distribution, determinism, admission, publication, cancellation and failure.
+
+The tests run many sessions concurrently on a tiny model. `slowed` makes decoding slow enough to act during a burst.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +51,7 @@ def run(test) -> None:
 
 
 def slowed(sampler):
-    """Each step takes 3 ms at least, so that what happens in the middle of a burst happens there on any machine."""
+    """Make every decoding step take at least 3 ms, so that a test can act during a burst on any machine."""
     engine = sampler.decoder.engine
     works = engine.logits
 
@@ -60,7 +63,7 @@ def slowed(sampler):
     return sampler
 
 
-async def begun(sampler) -> None:
+async def first_token_sampled(sampler) -> None:
     while not sampler.stats()["sampled_tokens"]:  # noqa: ASYNC110
         await asyncio.sleep(0.001)
 
@@ -81,10 +84,11 @@ def test_draws_follow_the_distribution_at_every_temperature() -> None:
         assert observed[3] == 0
         kept = expected.numpy() * count > 5
         chi_square = (((observed - expected.numpy() * count) ** 2) / np.maximum(expected.numpy() * count, 1e-9))[kept]
-        assert chi_square.sum() < 31.3  # 0.1 % of chance at 11 degrees of freedom
+        # A chi-square value with 11 degrees of freedom is above 31.3 with a probability of 0.1 %.
+        assert chi_square.sum() < 31.3
 
 
-def test_the_largest_uniform_never_reaches_an_impossible_token() -> None:
+def test_the_largest_random_number_never_draws_a_token_of_probability_zero() -> None:
     logits = torch.tensor([[0.0, 1.0, -torch.inf], [-torch.inf, 3.0, -torch.inf]])
     for uniform in (0.0, 1.0 - 2.0**-53):
         tokens, logprobs = draw(logits, torch.ones(2), torch.full((2,), uniform, dtype=torch.float64))
@@ -93,7 +97,7 @@ def test_the_largest_uniform_never_reaches_an_impossible_token() -> None:
         assert torch.isfinite(logprobs).all()
 
 
-def test_answers_through_the_sampler_follow_the_models_distribution(model) -> None:
+def test_first_tokens_of_many_sessions_follow_the_models_distribution(model) -> None:
     async def test():
         sampler = make_sampler(model, max_rows=500)
 
@@ -116,7 +120,7 @@ def test_answers_through_the_sampler_follow_the_models_distribution(model) -> No
 
 # --- determinism ----------------------------------------------------------------------------------
 @pytest.mark.parametrize("rows", [3, 64])
-def test_timing_changes_no_bit(model, rows: int) -> None:
+def test_tokens_and_log_probs_are_bitwise_equal_whatever_the_timing_of_requests(model, rows: int) -> None:
     async def once(delay: float):
         sampler = make_sampler(model, max_rows=rows, prefill_tokens=32)
         return flatten(await asyncio.gather(*(converse(sampler, seed, delay=delay) for seed in range(10))))
@@ -133,12 +137,13 @@ def test_a_deterministic_burst_waits_for_every_open_session(model) -> None:
             async with sampler.session(2):
                 await asyncio.sleep(0.05)
                 assert not early.done()
-            await early  # the other closed without asking
+            # The other session has closed without a request, so that the burst can start.
+            await early
 
     run(test())
 
 
-def test_without_determinism_nobody_waits(model) -> None:
+def test_a_nondeterministic_burst_does_not_wait_for_open_sessions(model) -> None:
     async def test():
         sampler = make_sampler(model, deterministic=False)
         async with sampler.session(1) as one, sampler.session(2):
@@ -147,14 +152,14 @@ def test_without_determinism_nobody_waits(model) -> None:
     run(test())
 
 
-def test_a_newcomer_joins_a_long_burst(model) -> None:
+def test_a_new_request_is_answered_while_a_long_completion_is_decoded(model) -> None:
     no_stop = SamplingParams(140, ())
 
     async def test():
         sampler = slowed(make_sampler(model, deterministic=False))
         async with sampler.session(1) as one, sampler.session(2) as two:
             long = asyncio.create_task(one.sample(PROMPT, no_stop))
-            await begun(sampler)
+            await first_token_sampled(sampler)
             await two.sample(PROMPT, ONE)
             assert not long.done()
             assert_exact(model, [[(PROMPT, no_stop, await long)]])
@@ -163,7 +168,7 @@ def test_a_newcomer_joins_a_long_burst(model) -> None:
 
 
 # --- admission ------------------------------------------------------------------------------------
-def test_rows_are_given_first_come_first_served(model) -> None:
+def test_sessions_beyond_max_rows_open_in_order_of_arrival(model) -> None:
     async def test():
         sampler, order = make_sampler(model, max_rows=2), []
 
@@ -180,7 +185,7 @@ def test_rows_are_given_first_come_first_served(model) -> None:
     run(test())
 
 
-def test_limits_and_stops(model) -> None:
+def test_sampling_ends_at_a_stop_token_or_the_context_limit_and_empty_prompts_raise(model) -> None:
     async def test():
         sampler = make_sampler(model)
         async with sampler.session(0) as session:
@@ -201,7 +206,7 @@ def test_limits_and_stops(model) -> None:
 
 
 # --- publication ----------------------------------------------------------------------------------
-def test_new_weights_wait_for_open_sessions_and_keep_new_ones_out(model) -> None:
+def test_publish_waits_for_open_sessions_and_new_sessions_wait_for_it(model) -> None:
     other = make_model(seed=1)
 
     async def test():
@@ -230,14 +235,14 @@ def test_new_weights_wait_for_open_sessions_and_keep_new_ones_out(model) -> None
     run(test())
 
 
-def test_inflight_weights_come_in_between_bursts_and_the_oldest_version_is_told(model) -> None:
+def test_in_flight_weights_load_between_bursts_and_completions_have_the_oldest_version(model) -> None:
     other, long = make_model(seed=1), SamplingParams(140, ())
 
     async def test():
         sampler = slowed(make_sampler(model, inflight=True, deterministic=False))
         async with sampler.session(0) as session:
             answer = asyncio.create_task(session.sample(PROMPT, long))
-            await begun(sampler)
+            await first_token_sampled(sampler)
             await sampler.publish(dict(other.named_parameters()), 3)
             assert sampler.version == 3
             assert not answer.done()
@@ -248,7 +253,7 @@ def test_inflight_weights_come_in_between_bursts_and_the_oldest_version_is_told(
     run(test())
 
 
-def test_weights_that_do_not_fit_leave_the_old_ones_in_place(model) -> None:
+def test_weights_that_are_missing_or_misshapen_raise_and_the_old_ones_stay(model) -> None:
     async def test():
         sampler, weights = make_sampler(model), dict(model.named_parameters())
         with pytest.raises(ValueError, match=r"lack 'model.norm.weight'"):
@@ -261,8 +266,8 @@ def test_weights_that_do_not_fit_leave_the_old_ones_in_place(model) -> None:
     run(test())
 
 
-# --- what goes wrong ------------------------------------------------------------------------------
-def test_a_cancelled_episode_frees_its_row_at_any_moment(model) -> None:
+# --- cancellation and failure ---------------------------------------------------------------------
+def test_a_cancelled_episode_frees_its_row_whenever_it_is_cancelled(model) -> None:
     async def test():
         sampler = make_sampler(model, max_rows=2, deterministic=True)
         random = np.random.default_rng(0)
@@ -282,7 +287,7 @@ def test_a_cancelled_episode_frees_its_row_at_any_moment(model) -> None:
     run(test())
 
 
-def test_a_request_given_up_leaves_a_session_that_works(model) -> None:
+def test_a_session_still_works_after_one_of_its_requests_was_cancelled(model) -> None:
     async def test():
         sampler = slowed(make_sampler(model, deterministic=False))
         async with sampler.session(0) as session:
@@ -293,7 +298,7 @@ def test_a_request_given_up_leaves_a_session_that_works(model) -> None:
     run(test())
 
 
-def test_a_failing_engine_fails_everybody_who_waits_and_then_works_again(model) -> None:
+def test_an_engine_error_raises_in_all_waiting_requests_and_later_ones_succeed(model) -> None:
     async def test():
         sampler = make_sampler(model)
         engine = sampler.decoder.engine
@@ -312,7 +317,7 @@ def test_a_failing_engine_fails_everybody_who_waits_and_then_works_again(model) 
     run(test())
 
 
-def test_closing_fails_what_waits(model) -> None:
+def test_closing_the_sampler_raises_in_running_requests_and_waiting_sessions(model) -> None:
     async def test():
         sampler = slowed(make_sampler(model, max_rows=1))
         async with sampler.session(0) as session:
@@ -328,21 +333,22 @@ def test_closing_fails_what_waits(model) -> None:
     run(test())
 
 
-def test_one_sampler_serves_one_event_loop_after_another(model) -> None:
+def test_a_sampler_works_on_a_new_event_loop_after_the_first_one_ended(model) -> None:
     sampler = make_sampler(model)
     expected = flatten([asyncio.run(converse(make_sampler(model), 3))])
 
     async def abandoned():
         task = asyncio.create_task(converse(sampler, 1, turns=50))
         await asyncio.sleep(0.01)
-        return task  # the loop ends with an episode in the middle of a burst
+        # The event loop ends here, while the episode is in the middle of a burst.
+        return task
 
     asyncio.run(abandoned())
     assert flatten([asyncio.run(converse(sampler, 3))]) == expected
 
 
-# --- beside other work ----------------------------------------------------------------------------
-def test_the_lease_is_held_around_bursts_only_and_spans_are_told(model) -> None:
+# --- device lock and event loop -------------------------------------------------------------------
+def test_the_device_lock_is_held_only_during_bursts_and_spans_are_recorded(model) -> None:
     spans: list[tuple[str, float, float]] = []
     holds: list[str] = []
     held = threading.Event()
@@ -362,7 +368,8 @@ def test_the_lease_is_held_around_bursts_only_and_spans_are_told(model) -> None:
     async def test():
         sampler = make_sampler(model, device_lock=device_lock, timeline=Timeline())
         await asyncio.gather(*(converse(sampler, seed) for seed in range(4)))
-        await sampler.close()  # the last burst has ended then
+        # `close` waits for the end of the last burst.
+        await sampler.close()
         assert not held.is_set()
         return sampler.stats()
 
@@ -374,8 +381,10 @@ def test_the_lease_is_held_around_bursts_only_and_spans_are_told(model) -> None:
 
 
 @pytest.mark.parametrize(("order", "bursts"), [(SAMPLE_FIRST, 5), (TRAIN_FIRST, 1)])
-def test_bursts_follow_one_another_unless_somebody_goes_first(model, monkeypatch, order, bursts: int) -> None:
-    """An answer of 20 tokens is five bursts of four; a learner asks in the middle of the first."""
+def test_waiting_training_gets_the_device_lock_between_bursts_only_if_it_has_priority(
+    model, monkeypatch, order, bursts: int
+) -> None:
+    """A completion of 20 tokens takes five bursts of four tokens. Training requests the lock during the first burst."""
     monkeypatch.setattr(sessions, "_STEPS_PER_BURST", 4)
 
     async def test():
@@ -383,7 +392,7 @@ def test_bursts_follow_one_another_unless_somebody_goes_first(model, monkeypatch
         sampler = slowed(make_sampler(model, device_lock=device_lock))
         async with sampler.session(1) as session:
             answer = asyncio.create_task(session.sample(PROMPT, SamplingParams(20, ())))
-            await begun(sampler)
+            await first_token_sampled(sampler)
             async with device_lock("train"):
                 assert sampler.stats()["bursts"] == bursts
                 await asyncio.sleep(0.02)
@@ -395,7 +404,7 @@ def test_bursts_follow_one_another_unless_somebody_goes_first(model, monkeypatch
     run(test())
 
 
-def test_the_event_loop_stays_free_during_a_burst(model) -> None:
+def test_the_event_loop_is_not_blocked_during_a_burst(model) -> None:
     async def test():
         sampler, ticks = make_sampler(model), 0
         answer = asyncio.create_task(converse(sampler, 1, turns=20, diverge=0.0))

@@ -1,4 +1,4 @@
-"""vLLM inside this process: exact tokens and log-probs."""
+"""`VllmSampler`, which runs vLLM in this process, samples exact tokens and log-probs. Needs vLLM."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def inflight(model: Any) -> Iterator[VllmSampler]:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_conversations_are_exact_and_stay_so_after_every_publication(name: str) -> None:
+def test_log_probs_and_greedy_tokens_are_exact_after_every_publication(name: str) -> None:
     model = make_model(name)
 
     async def test() -> None:
@@ -59,7 +59,7 @@ def test_conversations_are_exact_and_stay_so_after_every_publication(name: str) 
 
 
 def greedy(model: Any, prompt: np.ndarray, count: int) -> list[int]:
-    """What Hugging Face answers at temperature 0, by full passes."""
+    """Return the greedy completion of the Hugging Face model, computed by full forward passes."""
     tokens = prompt.tolist()
     for _ in range(count):
         with torch.inference_mode():
@@ -67,7 +67,7 @@ def greedy(model: Any, prompt: np.ndarray, count: int) -> list[int]:
     return tokens[prompt.size :]
 
 
-def test_answers_follow_the_models_distribution(model: Any, inflight: VllmSampler) -> None:
+def test_first_tokens_of_many_sessions_follow_the_models_distribution(model: Any, inflight: VllmSampler) -> None:
     async def first(seed: int) -> int:
         async with inflight.session(seed) as session:
             return int((await session.sample(PROMPT, SamplingParams(1, (), 1.5))).tokens[0])
@@ -87,8 +87,8 @@ def test_answers_follow_the_models_distribution(model: Any, inflight: VllmSample
     assert statistic < freedom + 4 * np.sqrt(2 * freedom)
 
 
-def test_more_prompts_than_are_computed_at_once(model: Any) -> None:
-    """On a CPU vLLM fails where a seeded request is prefilled in parts."""
+def test_more_prompt_tokens_than_fit_in_one_prefill_batch_are_sampled_exactly(model: Any) -> None:
+    """On a CPU, vLLM fails if a seeded request is prefilled in several chunks, so the sampler must prevent chunking."""
 
     async def test() -> None:
         sampler = make_sampler(model, enable_prefix_caching=False)
@@ -106,7 +106,7 @@ def test_more_prompts_than_are_computed_at_once(model: Any) -> None:
     run(test())
 
 
-def test_timing_changes_no_bit(model: Any) -> None:
+def test_tokens_and_log_probs_are_bitwise_equal_whatever_the_timing_of_requests(model: Any) -> None:
     async def once(sampler: VllmSampler, delay: float) -> list[bytes]:
         await sampler.publish(weights_of(model), 0)
         return flatten(await asyncio.gather(*(converse(sampler, seed, delay=delay) for seed in range(10))))
@@ -121,7 +121,7 @@ def test_timing_changes_no_bit(model: Any) -> None:
     run(test())
 
 
-def test_the_prefix_of_a_conversation_is_computed_once(model: Any) -> None:
+def test_the_shared_prefix_of_successive_prompts_is_reused_from_the_cache(model: Any) -> None:
     async def test() -> dict[str, float]:
         sampler = make_sampler(model)
         prompt = np.arange(3, 61, dtype=np.int32)
@@ -135,7 +135,8 @@ def test_the_prefix_of_a_conversation_is_computed_once(model: Any) -> None:
 
     stats = run(test())
     assert stats["prompt_tokens"] == 58 + 69 + 80
-    assert stats["reused_tokens"] == 64 + 64  # whole blocks of 32 tokens
+    # vLLM reuses whole cache blocks, which have 32 tokens.
+    assert stats["reused_tokens"] == 64 + 64
     assert stats["sampled_tokens"] == 24
     assert stats["prefill_s"] > 0
     assert stats["decode_s"] > 0

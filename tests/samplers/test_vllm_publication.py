@@ -1,4 +1,4 @@
-"""No publication to vLLM is only said to have arrived."""
+"""`VllmSampler.publish`: vLLM samples with the published weights, and an incomplete update raises. Needs vLLM."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def inflight(model: Any) -> Iterator[VllmSampler]:
     asyncio.run(sampler.close())
 
 
-def test_in_flight_weights_come_between_two_tokens_and_the_rest_is_exact(inflight: VllmSampler) -> None:
+def test_in_flight_weights_load_between_two_tokens_and_later_log_probs_are_exact(inflight: VllmSampler) -> None:
     old, new = make_model(), make_model(seed=1)
 
     async def test() -> None:
@@ -54,7 +54,8 @@ def test_in_flight_weights_come_between_two_tokens_and_the_rest_is_exact(infligh
             switched = int(np.argmin(before))
             assert switched >= 3
             assert before[:switched].all()
-            assert after[switched:].all()  # the context of the old weights was computed again
+            # The log-probs can only be exact if the KV cache was recomputed with the new weights.
+            assert after[switched:].all()
             later = await session.sample(PROMPT, SamplingParams(5, ()))
             assert later.version == 3
             assert_exact(new, [[(PROMPT, SamplingParams(5, ()), later)]])
@@ -62,14 +63,15 @@ def test_in_flight_weights_come_between_two_tokens_and_the_rest_is_exact(infligh
     run(test())
 
 
-def test_no_prefix_of_older_weights_is_used() -> None:
+def test_cached_prefixes_of_older_weights_are_not_reused_after_a_publication() -> None:
     model, prompt = make_model(), np.arange(100, dtype=np.int32) % (VOCABULARY - 3) + 3
 
     async def test() -> None:
         sampler = make_sampler(model)
         for version in range(3):
             async with sampler.session(version) as session:
-                for _ in range(2):  # the second time from the cache
+                # The second request reads the prompt from the prefix cache.
+                for _ in range(2):
                     completion = await session.sample(prompt, SamplingParams(5, ()))
                     assert_exact(model, [[(prompt, SamplingParams(5, ()), completion)]])
             assert sampler.stats()["reused_tokens"] == 96 * (version + 1)
@@ -83,7 +85,7 @@ def test_no_prefix_of_older_weights_is_used() -> None:
     run(test())
 
 
-def test_publishing_waits_for_open_sessions_unless_in_flight(model: Any) -> None:
+def test_publish_waits_for_open_sessions(model: Any) -> None:
     async def test() -> None:
         sampler = make_sampler(model)
         async with sampler.session(0) as session:
@@ -98,7 +100,7 @@ def test_publishing_waits_for_open_sessions_unless_in_flight(model: Any) -> None
 
 
 @pytest.mark.parametrize("missed", ["model.embed_tokens.weight", "model.layers.1.mlp.down_proj.weight"])
-def test_an_update_that_misses_one_weight_stops_the_run(monkeypatch: Any, missed: str) -> None:
+def test_an_update_that_leaves_one_weight_unchanged_raises(monkeypatch: Any, missed: str) -> None:
     model = make_model()
 
     async def test() -> None:
@@ -112,7 +114,8 @@ def test_an_update_that_misses_one_weight_stops_the_run(monkeypatch: Any, missed
             return rpc(method, kwargs=kwargs, **rest)
 
         monkeypatch.setattr(sampler._worker._engine, "collective_rpc", lossy)
-        await sampler.publish(weights_of(model), 1)  # nothing has changed yet
+        # The weights have not changed yet, so that this incomplete update is not noticed.
+        await sampler.publish(weights_of(model), 1)
         changed(model, 0.01)
         with pytest.raises(UserError, match="does not compute what the learner's weights compute") as refused:
             await sampler.publish(weights_of(model), 2)
@@ -127,8 +130,14 @@ MISSED = [None, "model.embed_tokens.weight", "model.layers.1.mlp.down_proj.weigh
 
 
 @pytest.mark.parametrize("missed", MISSED)
-def test_in_half_precision_too_however_little_has_changed(monkeypatch: Any, missed: str | None) -> None:
-    """What an update (None: all of it) did not write is no number: old values would pass for new ones."""
+def test_an_incomplete_update_of_a_bfloat16_engine_raises_however_small_the_change(
+    monkeypatch: Any, missed: str | None
+) -> None:
+    """The update leaves out the weight ``missed``, or all weights if it is None.
+
+    The change of the weights is far smaller than rounding errors, so that old values could not be told from new ones.
+    The worker therefore sets all weights to NaN before an update.
+    """
     model = make_model()
 
     async def test() -> None:
@@ -153,7 +162,7 @@ def test_in_half_precision_too_however_little_has_changed(monkeypatch: Any, miss
     run(test())
 
 
-def test_a_bfloat16_engine_takes_small_updates_without_end() -> None:
+def test_a_bfloat16_engine_accepts_40_small_updates() -> None:
     model = make_model()
 
     async def test() -> None:
@@ -167,14 +176,14 @@ def test_a_bfloat16_engine_takes_small_updates_without_end() -> None:
     run(test())
 
 
-def test_what_vllm_calls_a_reload_alone_is_found_out(monkeypatch: Any) -> None:
-    """The packed copy of a tied output head stays behind; `pack_embeddings` is what renews it."""
+def test_reloading_weights_without_repacking_tied_embeddings_raises(monkeypatch: Any) -> None:
+    """vLLM's reload does not update the packed copy of a tied output head. `pack_embeddings` makes the copy again."""
     monkeypatch.setattr("gleanrl.samplers.vllm.pack_embeddings", lambda worker: None)
     with pytest.raises(UserError, match="vLLM does not compute what the learner's weights compute"):
         make_sampler(make_model())
 
 
-def test_weights_that_do_not_fit_leave_the_old_ones_in_place(model: Any, inflight: VllmSampler) -> None:
+def test_weights_that_do_not_fit_raise_and_the_old_ones_stay(model: Any, inflight: VllmSampler) -> None:
     async def test() -> None:
         weights = weights_of(model)
         await inflight.publish(weights, 0)

@@ -1,4 +1,7 @@
-"""A real vLLM server as sampler, in an environment of its own: exact, updated in place, refused where it is not."""
+"""`OpenAISampler` with a real vLLM server: sampling is exact, weights are updated in place, wrong options are rejected.
+
+The server runs in its own Python environment; see `tests.rewards.test_vllm`.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(3 * START_
 
 
 class Updatable(Server):
-    """A server that Glean RL can train with: the options that docs/howto/vllm.md gives."""
+    """A vLLM server that Glean RL can train with. It has the options that docs/howto/vllm.md recommends."""
 
     options = (
         "--served-model-name policy --enforce-eager --dtype float32 --max-model-len 4096 --block-size 32 "
@@ -34,17 +37,17 @@ class Updatable(Server):
         "--generation-config vllm --logprobs-mode processed_logprobs "
         "--worker-extension-cls gleanrl.samplers.vllm.WorkerExtension"
     )
-    # the extension is this checkout's, whatever else is installed beside vLLM
+    # PYTHONPATH makes the server import the worker extension from this checkout.
     environment: Mapping[str, str] = {**Server.environment, "VLLM_SERVER_DEV_MODE": "1", "PYTHONPATH": SOURCE}
 
 
-class Plain(Updatable):
+class RawLogprobsServer(Updatable):
     options = Updatable.options.replace("processed_logprobs", "raw_logprobs")
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """A random model of 0.3 M parameters; ``folder`` is where it was saved."""
+    """Return a random model of 0.3 million parameters, saved in the folder that is its attribute ``folder``."""
     from gleanrl.config.settings import ModelSettings
     from gleanrl.learners.tiny import build_model, build_tokenizer
 
@@ -82,14 +85,14 @@ def weights_of(model: Any) -> dict[str, torch.Tensor]:
     return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
 
 
-def total(server: Server, name: str) -> float:
-    """A metric, as the server says itself."""
+def read_metric(server: Server, name: str) -> float:
+    """Return the sum of a Prometheus metric of the server over all its labels."""
     with urllib.request.urlopen(f"{server.url.removesuffix('/v1')}/metrics") as page:
         lines = page.read().decode().splitlines()
     return sum(float(line.split()[-1]) for line in lines if line.startswith(f"vllm:{name}{{"))
 
 
-def test_conversations_are_exact_after_every_publication(server: Server, model: Any) -> None:
+def test_log_probs_are_exact_after_every_publication(server: Server, model: Any) -> None:
     async def test() -> dict[str, float]:
         sampler = make_sampler(server, model, update="vllm")
         for version in range(3):
@@ -107,17 +110,18 @@ def test_conversations_are_exact_after_every_publication(server: Server, model: 
     model.load_state_dict(before, strict=False)
 
 
-def test_weights_come_between_two_tokens_of_an_answer(server: Server, model: Any) -> None:
+def test_in_flight_weights_load_between_two_tokens_of_a_completion(server: Server, model: Any) -> None:
     prompt, long, old = np.array([5, 6, 7], np.int32), SamplingParams(4000, ()), weights_of(model)
 
     async def attempt(sampler: Any, version: int) -> Completion | None:
-        """None where a busy machine published only after the last token."""
+        """Publish during a completion and return it; None if the last token was sampled before the publication."""
         model.load_state_dict(old, strict=False)
         await sampler.publish(weights_of(model), version)
         async with sampler.session(0) as session:
-            said = total(server, "generation_tokens_total")
+            said = read_metric(server, "generation_tokens_total")
             answer = asyncio.create_task(session.sample(prompt, long))
-            while total(server, "generation_tokens_total") < said + 5:  # noqa: ASYNC110 - nothing is told in between
+            # The server sends no event when it has sampled a token, so its metric is polled.
+            while read_metric(server, "generation_tokens_total") < said + 5:  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
             for parameter in model.parameters():
                 parameter.data += 0.05 * torch.randn_like(parameter)
@@ -139,7 +143,8 @@ def test_weights_come_between_two_tokens_of_an_answer(server: Server, model: Any
         switched = int(np.argmin(before))
         assert 0 < switched < 4000
         assert before[:switched].all()
-        assert after[switched:].all()  # the context of the old weights was computed again
+        # The log-probs can only be exact if the KV cache was recomputed with the new weights.
+        assert after[switched:].all()
         await sampler.close()
 
     try:
@@ -148,8 +153,8 @@ def test_weights_come_between_two_tokens_of_an_answer(server: Server, model: Any
         model.load_state_dict(old, strict=False)
 
 
-def test_the_prompts_log_probs_say_which_weights_they_are_of(server: Server, model: Any) -> None:
-    """Of temperature 1, whatever is asked for."""
+def test_prompt_log_probs_are_those_of_the_published_weights_at_temperature_1(server: Server, model: Any) -> None:
+    """vLLM computes prompt log-probs at temperature 1, whatever temperature the request has."""
 
     async def test() -> None:
         sampler = make_sampler(server, model, update="vllm")
@@ -167,24 +172,26 @@ def test_the_prompts_log_probs_say_which_weights_they_are_of(server: Server, mod
     model.load_state_dict(before, strict=False)
 
 
-def test_a_cancelled_request_ends_on_the_server(server: Server, model: Any) -> None:
+def test_cancelling_a_request_also_aborts_it_on_the_server(server: Server, model: Any) -> None:
     async def test() -> None:
         sampler = make_sampler(server, model, update="vllm")
         await sampler.publish(weights_of(model), 0)
         async with sampler.session(0) as session:
             with pytest.raises(TimeoutError):
                 await asyncio.wait_for(session.sample(np.array([5], np.int32), SamplingParams(4000, ())), 0.5)
-            await asyncio.sleep(0.5)  # an answer takes several seconds
-            assert total(server, "num_requests_running") == 0
+            # The whole completion would take several seconds.
+            await asyncio.sleep(0.5)
+            assert read_metric(server, "num_requests_running") == 0
             await session.sample(np.array([5], np.int32), SamplingParams(1, ()))
         await sampler.close()
 
     asyncio.run(test())
 
 
-def test_a_server_with_other_log_probs_is_refused(server: Server, model: Any) -> None:
-    server.kill()  # one at a time
-    for plain in serve(Plain(Path(model.folder))):
+def test_a_server_that_returns_raw_log_probs_is_rejected(server: Server, model: Any) -> None:
+    # Only one server runs at a time.
+    server.kill()
+    for plain in serve(RawLogprobsServer(Path(model.folder))):
         sampler = make_sampler(plain, model)
         with pytest.raises(UserError, match="start vLLM with --logprobs-mode processed_logprobs"):
             asyncio.run(converse(sampler, 0))

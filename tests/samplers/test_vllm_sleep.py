@@ -1,4 +1,7 @@
-"""Who may sample around a sleep of vLLM. What the engine does then needs a GPU; who may go on, and when, does not."""
+"""`VllmSampler.sleep` and `wake`: sessions wait while the engine sleeps or has no valid weights.
+
+The worker is replaced by `SleepyWorker`, so that neither vLLM nor a GPU is needed. The engine itself is not tested.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ ONE = SamplingParams(1, (1,))
 
 
 class SleepyWorker:
-    """Samples at once, and remembers which weights it sampled with."""
+    """Replaces the vLLM worker. It returns one token at once and records the calls and the weights it sampled with."""
 
     def __init__(self, *_: Any) -> None:
         self.counters = Counters()
@@ -75,14 +78,14 @@ async def episode(sampler: Any) -> int:
 
 
 async def kept_waiting(sampler: Any) -> asyncio.Task[int]:
-    """An episode that has begun and does not get in."""
+    """Start an episode and check that its session does not open."""
     waiting = asyncio.create_task(episode(sampler))
     await asyncio.sleep(0.02)
     assert not waiting.done()
     return waiting
 
 
-def test_sleep_waits_for_sessions_and_waking_lets_them_in(sampler: Any) -> None:
+def test_sleep_waits_for_open_sessions_and_new_sessions_wait_for_wake(sampler: Any) -> None:
     async def test() -> None:
         async with sampler.session(0) as session:
             falling = asyncio.create_task(sampler.sleep())
@@ -102,7 +105,7 @@ def test_sleep_waits_for_sessions_and_waking_lets_them_in(sampler: Any) -> None:
 
 @pytest.mark.parametrize("level", [1, 2])
 @pytest.mark.parametrize("woken", [False, True])
-def test_nobody_samples_between_waking_and_loading(sampler: Any, level: int, woken: bool) -> None:
+def test_no_session_samples_with_weights_that_sleep_discarded(sampler: Any, level: int, woken: bool) -> None:
     async def test() -> None:
         await sampler.publish({"name": "old"}, 1)
         await sampler.sleep(level)
@@ -110,7 +113,8 @@ def test_nobody_samples_between_waking_and_loading(sampler: Any, level: int, wok
         if woken:
             await sampler.wake()
             await asyncio.sleep(0.02)
-            assert later.done() == (level == 1)  # which kept the weights
+            # Sleep level 1 keeps the weights. Level 2 discards them, so that sessions wait for the next publication.
+            assert later.done() == (level == 1)
         await sampler.publish({"name": "new"}, 2)
         assert await later == (1 if woken and level == 1 else 2)
         assert await episode(sampler) == 2
@@ -121,7 +125,7 @@ def test_nobody_samples_between_waking_and_loading(sampler: Any, level: int, wok
     run(test())
 
 
-def test_weights_that_do_not_fit_do_not_end_a_sleep_that_forgot_the_old_ones(sampler: Any) -> None:
+def test_a_failed_publication_does_not_end_a_sleep_that_discarded_the_weights(sampler: Any) -> None:
     async def test() -> None:
         await sampler.sleep(2)
         later = await kept_waiting(sampler)
@@ -137,7 +141,7 @@ def test_weights_that_do_not_fit_do_not_end_a_sleep_that_forgot_the_old_ones(sam
     run(test())
 
 
-def test_a_sleep_that_is_given_up_before_it_begins_lets_everybody_in(sampler: Any) -> None:
+def test_cancelling_a_sleep_that_waits_lets_new_sessions_open(sampler: Any) -> None:
     async def test() -> None:
         async with sampler.session(0):
             falling = asyncio.create_task(sampler.sleep())
@@ -150,7 +154,7 @@ def test_a_sleep_that_is_given_up_before_it_begins_lets_everybody_in(sampler: An
     run(test())
 
 
-def test_sleep_is_refused_where_it_was_not_asked_for(sampler: Any) -> None:
+def test_sleep_without_enable_sleep_mode_raises(sampler: Any) -> None:
     sampler._sleeps = False
     with pytest.raises(UserError, match="enable_sleep_mode"):
         run(sampler.sleep())

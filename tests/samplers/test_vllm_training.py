@@ -1,4 +1,4 @@
-"""Runs that sample with vLLM, from the configuration to the last publication."""
+"""Training runs that sample with vLLM, from the configuration to the last publication. Needs vLLM."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ OPTIONS = {
     "model.hidden_size": "64",
     "model.heads": "2",
     "model.kv_heads": "1",
-    "learner.lr": "1e-2",  # so that a missed update would be seen
+    "learner.lr": "1e-2",  # large enough that weights that miss an update give clearly different log-probs
 }
 
 
@@ -48,7 +48,7 @@ def toml(tmp_path: Path) -> Path:
 
 
 def greedy_of(model: Any, prompt: list[int], count: int) -> tuple[list[int], list[float]]:
-    """Hugging Face's own: tokens, and their log-probs by a full pass each."""
+    """Return the model's greedy completion of ``count`` tokens and their log-probs, by one full pass per token."""
     tokens, logprobs = list(prompt), []
     for _ in range(count):
         with torch.inference_mode():
@@ -59,7 +59,7 @@ def greedy_of(model: Any, prompt: list[int], count: int) -> tuple[list[int], lis
 
 
 @pytest.mark.parametrize("preset", ["sync", "bounded_async"])
-def test_after_training_vllm_answers_as_hugging_face_does_with_the_trained_weights(
+def test_after_training_vllm_completions_equal_those_of_the_trained_hugging_face_model(
     toml: Path, tmp_path: Path, preset: str
 ) -> None:
     own = {**OPTIONS, "run.folder": str(tmp_path), "run.name": preset, "schedule.preset": preset}
@@ -91,7 +91,7 @@ def test_after_training_vllm_answers_as_hugging_face_does_with_the_trained_weigh
     assert "eval/sampled" in text
 
 
-def test_the_same_seed_gives_the_same_run(toml: Path, tmp_path: Path) -> None:
+def test_two_runs_with_the_same_seed_give_equal_weights(toml: Path, tmp_path: Path) -> None:
     def once(name: str) -> dict[str, torch.Tensor]:
         own = {**OPTIONS, "run.folder": str(tmp_path), "run.name": name}
         flags = [part for key, value in own.items() for part in (f"--{key}", value)]

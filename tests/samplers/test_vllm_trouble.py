@@ -1,4 +1,4 @@
-"""vLLM inside this process when something goes wrong or is given up."""
+"""`VllmSampler` after cancelled episodes, engine errors and wrong options. Needs vLLM."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def model() -> Any:
     return make_model()
 
 
-def test_a_cancelled_episode_is_aborted_at_any_moment(model: Any) -> None:
+def test_a_cancelled_episode_is_aborted_in_the_engine_whenever_it_is_cancelled(model: Any) -> None:
     async def test() -> None:
         sampler = make_sampler(model, max_rows=2)
         random = np.random.default_rng(0)
@@ -51,7 +51,7 @@ def test_a_cancelled_episode_is_aborted_at_any_moment(model: Any) -> None:
     run(test())
 
 
-def test_nothing_more_is_sampled_for_an_answer_that_was_given_up(model: Any) -> None:
+def test_a_cancelled_request_stops_decoding(model: Any) -> None:
     async def test() -> None:
         sampler = make_sampler(model)
         async with sampler.session(0) as session:
@@ -67,7 +67,7 @@ def test_nothing_more_is_sampled_for_an_answer_that_was_given_up(model: Any) -> 
     run(test())
 
 
-def test_a_failing_step_fails_everybody_who_waits_and_then_works_again(model: Any) -> None:
+def test_an_engine_error_raises_in_all_waiting_requests_and_later_ones_succeed(model: Any) -> None:
     async def test() -> None:
         sampler = make_sampler(model)
         works, calls = sampler._worker._engine.step, iter(range(10_000))
@@ -86,8 +86,8 @@ def test_a_failing_step_fails_everybody_who_waits_and_then_works_again(model: An
     run(test())
 
 
-def test_two_samplers_work_side_by_side_with_weights_of_their_own() -> None:
-    """As training's and evaluation's do."""
+def test_two_samplers_in_one_process_keep_separate_weights() -> None:
+    """A run has one sampler for training and may have another for evaluation."""
     models = [make_model(seed=seed) for seed in (1, 2)]
 
     async def test() -> None:
@@ -105,7 +105,7 @@ def test_two_samplers_work_side_by_side_with_weights_of_their_own() -> None:
     run(test())
 
 
-def test_mistakes_get_one_line(model: Any) -> None:
+def test_wrong_engine_options_raise_a_user_error(model: Any) -> None:
     for options, why in (
         ({"max_model_len": 5}, "max_model_len of vLLM follows from the run's other settings"),
         ({"enable_prefix_cachin": True}, "no engine argument 'enable_prefix_cachin'; did you mean"),
@@ -115,7 +115,7 @@ def test_mistakes_get_one_line(model: Any) -> None:
             engine_arguments(options, 4, CONTEXT, torch.float32, cpu=True)
 
 
-def test_a_model_that_vllm_does_not_know_is_refused_in_one_line(model: Any) -> None:
+def test_a_model_class_unknown_to_vllm_raises_a_one_line_error(model: Any) -> None:
     class Strange(type(model)):
         pass
 

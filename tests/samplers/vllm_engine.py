@@ -1,4 +1,4 @@
-"""Models and samplers of the tests that run vLLM in this process; imported where vLLM is installed."""
+"""Models and samplers for tests that run vLLM in this process. Importing this module needs vLLM."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def make_model(name: str = "qwen2", seed: int = 0) -> Any:
 
 
 def changed(model: Any, size: float = 0.05) -> None:
-    """As a training step would change it: every weight."""
+    """Add noise to every weight, in place, as a stand-in for a training step."""
     for parameter in model.parameters():
         parameter.data += size * torch.randn_like(parameter)
 
@@ -63,7 +63,7 @@ def run(test: Any) -> Any:
 
 
 async def begun(sampler: VllmSampler, tokens: int = 3) -> None:
-    """Until an answer has some tokens. Nothing is told in between, so the engine is asked."""
+    """Wait until a completion has ``tokens`` tokens. Polls the scheduler, because vLLM sends no event for a token."""
     requests = sampler._worker._engine.engine_core.engine_core.scheduler.requests
     while not any(request.num_output_tokens >= tokens for request in list(requests.values())):  # noqa: ASYNC110
         await asyncio.sleep(0.001)
