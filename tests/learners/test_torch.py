@@ -30,7 +30,7 @@ GROUPS, STEPS = 4, 6
 
 
 def make_learner(loss: LossSettings | None = None, *, model: Any = None, **options: Any) -> TorchLearner:
-    own = ("device_lock", "timeline", "tokenizer", "temperature", "groups_per_step", "critic", "trains")
+    own = ("device_lock", "timeline", "tokenizer", "temperature", "groups_per_step", "critic", "trains", "reference")
     keywords = {k: options.pop(k) for k in own if k in options}
     return TorchLearner(
         model if model is not None else tiny_model(),

@@ -49,6 +49,16 @@ def test_it_has_a_checkpoint_s_weights_and_nothing_else(options: dict[str, Any],
     assert engine.critic is None
 
 
+def test_it_keeps_the_reference_that_it_was_given(tmp_path: Path) -> None:
+    trained, samples = make_learner(loss=LOSS), make_batch(0, LOSS).samples
+    trained.save(tmp_path)
+    learner = looking(reference=tiny_model(2))
+    before = learner.engine.score(samples, reference=True)[0].logprobs
+    learner.load(tmp_path)
+    same(learner, dict(trained.weights()))
+    assert learner.engine.score(samples, reference=True)[0].logprobs == pytest.approx(before)
+
+
 def spread(ranks: Ranks, folder: Path) -> Weights:
     learner = make(ranks, LOSS, torch.float32, critic=CriticSettings(model="own"))
     learner.save(folder)

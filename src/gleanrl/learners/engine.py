@@ -467,13 +467,14 @@ class LocalEngine:
     def _state(self) -> tuple[dict[str, Tensor], checkpoint.Optimizers]:
         """Return what a checkpoint contains: named tensors, and the optimizers.
 
-        The tensors are the trained weights and, if the engine has a reference or a critic, the weights of these.
+        The tensors are the trained weights and, if the engine trains and has a reference or a critic, the weights of
+        these.
         """
         tensors = {f"weights/{name}": p.detach() for name, p in self.model.named_parameters() if p.requires_grad}
         optimizers: dict[str, tuple[nn.Module, torch.optim.Optimizer]] = {}
         if self.trains:
             optimizers["policy"] = self.model, self.optimizer
-        if self.reference is not None:
+        if self.reference is not None and self.trains:
             tensors |= {f"reference/{name}": p.detach() for name, p in self.reference.named_parameters()}
         if self.critic is not None:
             tensors |= {f"critic/{name}": p.detach() for name, p in self.critic.module.named_parameters()}
