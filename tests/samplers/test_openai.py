@@ -6,6 +6,7 @@ The server is `CompletionsServer`, which runs in this process and is reached ove
 from __future__ import annotations
 
 import asyncio
+import copy
 import re
 import sys
 import tomllib
@@ -336,6 +337,34 @@ def test_a_bfloat16_server_of_the_base_model_is_rejected_when_a_checkpoint_is_pu
         with pytest.raises(UserError, match=r"does not compute .* at the start, but what older ones do"):
             run(test(server, model, trained))
         run(test(server, trained, model))
+
+
+def test_nothing_is_sampled_while_it_is_not_known_what_the_server_serves() -> None:
+    model = make_model()
+
+    async def test(server: CompletionsServer) -> None:
+        sampler = make_client(server, update="vllm", inflight=True)
+        await sampler.publish(weights_of(model), 1)
+        add_noise(model)
+        async with sampler.session(0) as session:
+            server.lossy = True
+            with pytest.raises(UserError, match="does not compute"):
+                await sampler.publish(weights_of(model), 2)
+            with pytest.raises(RuntimeError, match="not known which weights"):
+                await session.sample(PROMPT, ONE)
+            episode = asyncio.create_task(converse(sampler, 1))
+            await asyncio.sleep(0.05)
+            assert not episode.done()
+            server.lossy = False
+            await sampler.publish(weights_of(model), 2)
+            assert (await session.sample(PROMPT, ONE)).version == 2
+        record = await episode
+        assert_exact(model, [record])
+        assert {completion.version for _, _, completion in record} == {2}
+        await sampler.close()
+
+    with CompletionsServer(copy.deepcopy(model)).serving() as server:
+        run(test(server))
 
 
 def test_weights_of_a_wrong_shape_are_not_sent_to_the_server(server: CompletionsServer, model: Any) -> None:

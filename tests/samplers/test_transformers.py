@@ -266,6 +266,25 @@ def test_weights_that_are_missing_or_misshapen_raise_and_the_old_ones_stay(model
     run(test())
 
 
+@pytest.mark.parametrize("inflight", [False, True])
+def test_nothing_is_sampled_with_weights_of_which_only_a_part_was_loaded(model, inflight: bool) -> None:
+    weights = dict(make_model(seed=1).named_parameters())
+    *_, last = weights
+
+    async def test():
+        sampler = make_sampler(model, inflight=inflight)
+        with pytest.raises(NotImplementedError):
+            await sampler.publish({**weights, last: weights[last].to("meta")}, 1)
+        episode = asyncio.create_task(converse(sampler, 1))
+        await asyncio.sleep(0.02)
+        assert sampler.stats()["sampled_tokens"] == 0
+        await sampler.publish(weights, 1)
+        record = await episode
+        assert {completion.version for _, _, completion in record} == {1}
+
+    run(test())
+
+
 # --- cancellation and failure ---------------------------------------------------------------------
 def test_a_cancelled_episode_frees_its_row_whenever_it_is_cancelled(model) -> None:
     async def test():

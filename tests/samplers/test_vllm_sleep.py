@@ -48,6 +48,9 @@ class SleepyWorker:
         self.told.append("load")
         if "wrong" in weights:
             raise ValueError("weights do not fit")
+        if "broken" in weights:
+            self.weights = "broken"
+            raise UserError("weights did not arrive")
         self.weights = weights["name"]
 
     def sleep(self, level: int) -> None:
@@ -133,6 +136,24 @@ def test_a_failed_publication_does_not_end_a_sleep_that_discarded_the_weights(sa
             await sampler.publish({"wrong": 1}, 1)
         await asyncio.sleep(0.02)
         assert not later.done()
+        await sampler.publish({"name": "new"}, 1)
+        assert await later == 1
+        assert sampler._worker.sampled == [("new", 1)]
+        await sampler.close()
+
+    run(test())
+
+
+@pytest.mark.parametrize("asleep", [False, True])
+def test_waking_does_not_let_anybody_sample_with_weights_that_did_not_arrive(sampler: Any, asleep: bool) -> None:
+    async def test() -> None:
+        if asleep:
+            await sampler.sleep()
+        with pytest.raises(UserError, match="did not arrive"):
+            await sampler.publish({"broken": 1}, 1)
+        await sampler.sleep()
+        await sampler.wake()
+        later = await kept_waiting(sampler)
         await sampler.publish({"name": "new"}, 1)
         assert await later == 1
         assert sampler._worker.sampled == [("new", 1)]

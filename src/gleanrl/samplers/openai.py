@@ -133,6 +133,7 @@ class OpenAISampler:
         self._line: list[object] = []  # one object for each waiting session, in the order in which they were requested
         self._open = 0  # number of open sessions
         self._draining = self._closed = False
+        self._uncertain = False  # True after a failed publication, because the server may have any weights
         self._changed = Notifier()
         self._publishing = asyncio.Lock()
         self._comparing = asyncio.Lock()
@@ -269,6 +270,8 @@ class OpenAISampler:
     async def publish(self, weights: Mapping[str, Any], version: int) -> None:
         """See `Sampler.publish`. The caller must not change ``weights`` before this method returns.
 
+        After an error while the server loads weights, nothing is sampled until a later publication succeeds.
+
         Raises:
             ValueError: if a weight is missing, unknown or has another shape. The old weights then stay in use.
             UserError: if the server does not load the weights, or its log-probs differ from those under the weights.
@@ -281,13 +284,17 @@ class OpenAISampler:
                     self._draining = True
                     while self._open:
                         await self._changed.wait()
-                if self._update == "vllm":
-                    await self._send(weights)
-                async with self._comparing:
-                    await self._compare(weights)
-                self._version = version
+                try:
+                    if self._update == "vllm":
+                        await self._send(weights)
+                    async with self._comparing:
+                        await self._compare(weights)
+                except BaseException:
+                    self._uncertain = self._update == "vllm"
+                    raise
+                self._version, self._uncertain = version, False
             finally:
-                self._draining = False
+                self._draining = self._uncertain
                 self._changed.notify()
 
     async def _send(self, weights: Mapping[str, Any]) -> None:
@@ -328,6 +335,10 @@ class OpenAISampler:
         if self._closed:
             raise RuntimeError("the sampler has closed")
 
+    def _check_certain(self) -> None:
+        if self._uncertain:
+            raise RuntimeError(f"it is not known which weights {self._client.url} has, because a publication failed")
+
 
 class _Session:
     """One episode's access to the sampler; see `gleanrl.protocols.Session`."""
@@ -337,12 +348,18 @@ class _Session:
         self._random = np.random.Generator(np.random.Philox(seed))  # draws a seed for each request of this session
 
     async def sample(self, prompt: IntArray, params: SamplingParams) -> Completion:
-        """See `Session.sample`."""
+        """See `Session.sample`.
+
+        Raises:
+            RuntimeError: if the sampler has closed, or a publication failed and no later one has succeeded.
+        """
         sampler, prompt = self._sampler, np.asarray(prompt, np.int32)
         sampler._check_open()
         limit, version = answer_limit(prompt, params, sampler._max_context), sampler._version
         seed = int(self._random.integers(2**31))
+        sampler._check_certain()
         answer = await sampler._ask(prompt.tolist(), limit, params.temperature, seed, params.stop_tokens)
+        sampler._check_certain()  # the publication may have failed while the server sampled
         tokens, logprobs = np.array(answer.tokens, np.int32), np.array(answer.logprobs, np.float32)
         return Completion(tokens, logprobs, version, answer.finish)
 

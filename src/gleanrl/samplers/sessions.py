@@ -364,6 +364,8 @@ class SessionSampler:
     async def publish(self, weights: Mapping[str, Any], version: int) -> None:
         """See `Sampler.publish`. The caller must not change ``weights`` before this method returns.
 
+        After any error of loading but a `ValueError`, nothing is sampled until a later publication succeeds.
+
         Raises:
             ValueError: if a weight is missing or has another shape; the old weights stay in use.
         """
@@ -375,8 +377,14 @@ class SessionSampler:
                     await self._until(lambda: not self._open)
                 self._loading = True
                 await self._until(lambda: not self._working)
-                await self._load(weights)
-                self._version = version
+                try:
+                    await self._load(weights)
+                except ValueError:
+                    raise
+                except BaseException:
+                    self._resting = True  # the worker may have only a part of the weights, or none
+                    raise
+                self._version, self._resting = version, False
             finally:
                 self._resume()
 

@@ -31,7 +31,7 @@ from gleanrl.samplers.sessions import Request, SessionSampler, Worker
 from gleanrl.schedule.device_lock import TakeDevice
 from gleanrl.schedule.timeline import SpanRecorder
 from gleanrl.utils.errors import UserError
-from gleanrl.utils.text import nearest
+from gleanrl.utils.text import first_line, nearest
 
 OWN = frozenset(
     {
@@ -127,8 +127,8 @@ class VllmSampler(SessionSampler):
             self._draining = True
             try:
                 await self._until(lambda: not (self._open or self._working))
+                self._has_weights = not self._resting and level == 1
                 self._loading = self._resting = self._asleep = True
-                self._has_weights = self._has_weights and level == 1
                 await self._work(self._worker.sleep, level)
             finally:
                 self._resume()
@@ -155,7 +155,6 @@ class VllmSampler(SessionSampler):
         if self._asleep:
             await self._wake()
         await super()._load(weights)
-        self._resting, self._has_weights = False, True
 
 
 class VllmWorker(Worker):
@@ -220,13 +219,17 @@ class VllmWorker(Worker):
         """See `Worker.load`. Clears all caches, and checks the log-probs of a test prompt.
 
         Raises:
-            UserError: if vLLM keeps cached prefixes, or its log-probs differ from those under ``weights``.
+            UserError: if vLLM cannot load the weights or keeps cached prefixes, or if its log-probs differ from those
+                under ``weights``.
         """
         self._canary.check_fit(weights)
         tensors = [(name, weight.detach()) for name, weight in weights.items()]
         with _INSIDE:
             self._engine.collective_rpc(forget_weights)
-            self._engine.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(tensors)})
+            try:
+                self._engine.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(tensors)})
+            except ValueError as error:  # a ValueError of this method means that the old weights stay in use
+                raise UserError(f"vLLM cannot load the learner's weights: {first_line(error)}") from error
             if self._cpu:
                 self._engine.collective_rpc(pack_embeddings)
             if not self._engine.reset_prefix_cache(reset_running_requests=True):
