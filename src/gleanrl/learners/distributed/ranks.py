@@ -26,8 +26,8 @@ from gleanrl.utils.text import first_line
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
-# Longest time between two commands. It is practically unlimited, because rank 0 may sample and wait for rewards
-# meanwhile.
+# Longest time between two commands, or between two micro-batches. It is practically unlimited, because rank 0 may
+# sample and wait for rewards meanwhile.
 IDLE = timedelta(days=365)
 WORK = timedelta(minutes=30)  # timeout of a collective inside a command; a process that takes longer is taken to hang
 REASON = timedelta(seconds=2)  # how long to wait for the reason of a failure to appear in the store
