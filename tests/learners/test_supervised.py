@@ -78,6 +78,12 @@ def test_a_deadline_stops_early() -> None:
     assert metrics["seconds"] < 5
 
 
+def test_a_deadline_that_has_passed_already_leaves_one_step() -> None:
+    metrics = fine_tune(tiny_model(), make_examples(), steps=9, batch=8, lr=1e-3, seed=0, deadline_s=0.0)
+    assert metrics["steps"] == 1
+    assert metrics["loss/first"] == metrics["loss/last"] > 0
+
+
 def test_nothing_to_learn_is_an_error() -> None:
     with pytest.raises(ValueError, match="no example"):
         fine_tune(tiny_model(), [(np.arange(3, dtype=np.int32), np.zeros(3, np.bool_))], steps=1, batch=1, lr=1, seed=0)

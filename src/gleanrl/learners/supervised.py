@@ -52,8 +52,9 @@ def fine_tune(
         batch: number of examples in each update.
         progress: called after each step with (steps done, ``steps``, mean loss of the step in nats per token).
         compute_dtype: dtype of forward passes. None means bfloat16 on a GPU and float32 on a CPU.
-        deadline_s: seconds after which training stops even if fewer than ``steps`` updates were made. The learning rate
-            then decays with the elapsed time if that is further along than the steps. None = no deadline.
+        deadline_s: seconds after which training stops even if fewer than ``steps`` updates were made, but not before
+            the first one. The learning rate then decays with the elapsed time if that is further along than the steps.
+            None = no deadline.
 
     Returns:
         A dict of ``loss/first`` and ``loss/last`` (means over the first and the last tenth of the steps, in nats per
@@ -100,7 +101,7 @@ def fine_tune(
             queue += generator.permutation(len(samples)).tolist()
         rows, queue = queue[:batch], queue[batch:]
         elapsed = perf_counter() - started
-        if deadline_s is not None and elapsed >= deadline_s:
+        if step and deadline_s is not None and elapsed >= deadline_s:
             break
         done = max(step / steps, elapsed / deadline_s if deadline_s else 0.0)
         cosine = (1 + math.cos(math.pi * min(1.0, done))) / 2
