@@ -45,7 +45,7 @@ def decode_record(
         raise Unfit(cause, admission.DEFECTS[cause])
     typed = [type(value) for value in columns] == [float, int, float, int, int]
     if not (typed and math.isfinite(columns[0]) and 0 < columns[2] < math.inf):
-        raise Unfit("damaged", "what is noted of it makes no sense")
+        raise Unfit("damaged", "its entropy, version, temperature, step or uses is no valid number")
     return trajectory
 
 

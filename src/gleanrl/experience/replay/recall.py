@@ -181,8 +181,12 @@ class Recall:
                 views = {stored.key: answer for stored, answer in zip(asked, answers, strict=True)}
             except Exception as error:
                 self.counts["estimate_failed"] += 1
-                why = f"{type(error).__name__}: {error}"
-                log.warning("replay: the current policy's view is not to be had (%s); what was recorded decides", why)
+                log.warning(
+                    "replay: the current policy could not compute log-probs of stored trajectories (%s); this batch "
+                    "uses the recorded entropies and no limit of ratios. If this recurs, set replay.entropy_from = "
+                    "'recorded' and leave out replay.max_ratio",
+                    f"{type(error).__name__}: {error}",
+                )
         candidates: list[list[_Candidate]] = []
         for own in tasks:
             candidates.append([])

@@ -48,7 +48,10 @@ def make_reverifier(reward: Reward | None, environment: Callable[[Task], Environ
         # So restore it from ``info``. A trajectory from another source may lack it; its score is then invalid.
         info = {key: v for key, v in trajectory.info.items() if key not in (ENVIRONMENT_SCORE, UNPROCESSED_SCORE)}
         own = trajectory.info.get(ENVIRONMENT_SCORE)
-        played = Score.failed("what the environment gave is not known") if own is None else Score(own)
+        missing = (
+            "the environment's score was not stored with the trajectory; to replay it, set replay.reverify = false"
+        )
+        played = Score.failed(missing) if own is None else Score(own)
         now = await score(task, replace(trajectory, score=played, info=info))
 
         # If the reward post-processed the scores of the group (`Reward.finish`), the recorded score depends on the
