@@ -836,6 +836,18 @@ def test_a_task_that_does_not_read_is_forgotten_until_it_is_seen_again(path: Pat
         assert pool.verify() == []
 
 
+def test_a_damaged_task_may_have_been_another_so_nothing_of_it_stays_under_the_new_one(path: Path) -> None:
+    with ExperiencePool(path) as pool:
+        pool.observe([solved("t", 1, 2)], 0)
+    _rewrite(path, "UPDATE bodies SET data = x'00'")
+    with ExperiencePool(path) as pool:
+        pool.observe([reworded("t", [episode("t", 1.0, (70,)), episode("t", 0.0)])], 1)
+        assert tokens(pool) == [[70]]
+        [drawn] = pool.draw((1, 2), 1, np.random.default_rng(0))
+        assert drawn.task.prompt[0]["content"] == "say it in French"
+        assert pool.verify() == []
+
+
 def test_a_full_disk_is_one_line_and_undoes_the_whole_call(path: Path) -> None:
     with ExperiencePool(path) as pool:
         pool.observe([solved("t", 1, 2)], 0)

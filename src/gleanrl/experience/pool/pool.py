@@ -484,7 +484,7 @@ class ExperiencePool:
         """Return the row with the id of ``task``, and whether the pool's task with this id is the same task.
 
         Tasks are the same if their prompts and payloads are. If the pool has no task with this id, or its data is
-        missing or damaged, the given task is written and counts as the same.
+        missing, the given task is written and counts as the same. A task whose data is damaged counts as another one.
         """
         row = bucket_index.find(self._db, task.id)
         if row is None:
@@ -497,8 +497,7 @@ class ExperiencePool:
             if body is not None:
                 return row, codec.is_same_task(body[0], task)
         except codec.Damaged:
-            # Write the task again below. Its trajectories have checksums of their own, so they may stay.
-            pass
+            return row, False  # it cannot be known whether the trajectories are of the given task
         # INSERT OR REPLACE would delete the old row without firing the trigger that saves it for a rewind (`marks`).
         write = "INSERT INTO bodies VALUES (?, ?) ON CONFLICT (id) DO UPDATE SET data = excluded.data"
         self._db.execute(write, (row.id, codec.encode_task(task)))
@@ -518,8 +517,8 @@ class ExperiencePool:
     def _log_replaced(self) -> None:
         if self._replaced:
             log.warning(
-                "%s: %d tasks (%s is the first) differ, in prompt or payload, from those known under their ids; "
-                "the %d trajectories of the old ones are evicted",
+                "%s: %d tasks (%s is the first) differ, in prompt or payload, from those known under their ids, or the "
+                "known ones are damaged; the %d trajectories of the old ones are evicted",
                 *(self.path, len(self._replaced), next(iter(self._replaced)), sum(self._replaced.values())),
             )
 
