@@ -82,6 +82,16 @@ def test_the_newest_success_of_the_most_similar_task_comes_first(tmp_path: Path)
     assert ask(own, "heat an egg", task="a") == ["heat an egg\n> new"]
 
 
+def test_a_task_is_found_by_the_opening_of_its_newest_success(tmp_path: Path) -> None:
+    retriever = Bm25Retriever(tmp_path / "texts.jsonl")
+    retriever.add(*one("a", "heat an egg", "old"))
+    retriever.add(*one("a", "cool a plate", "new"))
+    for found in (retriever, Bm25Retriever(tmp_path / "texts.jsonl")):
+        assert ask(found, "heat an egg") == []
+        assert ask(found, "cool a plate") == ["cool a plate\n> new"]
+        assert len(found) == 1
+
+
 @settings(max_examples=examples(15))
 @given(
     entries=st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from(["x y", "y z", "é\nz"])), max_size=8),

@@ -60,6 +60,25 @@ def test_search_results_equal_the_formula_while_texts_are_added_between_queries(
         assert index.search(query, k, without) == reference_search(texts, query, k, without)
 
 
+@settings(max_examples=60, deadline=None)
+@given(
+    texts=st.lists(LETTERS, min_size=1, max_size=15),
+    replaced=st.dictionaries(st.integers(0, 14), LETTERS),
+    query=LETTERS,
+)
+def test_an_index_with_replaced_texts_equals_one_of_the_new_texts(
+    texts: list[str], replaced: dict[int, str], query: str
+) -> None:
+    index = Bm25()
+    for text in texts:
+        index.add(text)
+    for number, text in replaced.items():
+        if number < len(texts):
+            index.replace(number, texts[number], text)
+            texts[number] = text
+    assert index.search(query, 6) == reference_search(texts, query, 6)
+
+
 def test_search_results_equal_the_formula_among_500_texts() -> None:
     """With this many texts, many scores are nearly equal, so that a rounding error would change the order."""
     rng = np.random.default_rng(0)

@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 import re
 from array import array
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -58,13 +59,26 @@ class Bm25:
 
     def add(self, text: str) -> int:
         """Add a text and return its number, counted from 0."""
-        number, found = len(self), words(text)
+        number = len(self)
+        self._lengths.append(0)
+        self.replace(number, "", text)
+        return number
+
+    def replace(self, number: int, old: str, new: str) -> None:
+        """Replace the text ``old``, which `add` gave this number, by ``new``."""
+        for word in set(words(old)):
+            texts, counts = self._postings[word]
+            at = bisect_left(texts, number)
+            del texts[at], counts[at]
+            if not texts:
+                del self._postings[word]
+        found = words(new)
         for word, count in Counter(found).items():
             texts, counts = self._postings.setdefault(word, (array("q"), array("i")))
-            texts.append(number)
-            counts.append(count)
-        self._lengths.append(len(found))
-        return number
+            at = bisect_left(texts, number)
+            texts.insert(at, number)
+            counts.insert(at, count)
+        self._lengths[number] = len(found)
 
     def search(self, query: str, k: int, without: Collection[int] = ()) -> list[tuple[int, float]]:
         """Return the numbers and scores of the best ``k`` texts that share a word with ``query``, best first.

@@ -132,7 +132,7 @@ class Bm25Retriever(Retriever):
         self._read(0 if path is None else path.stat().st_size)
 
     def __len__(self) -> int:
-        return len(self._texts)
+        return len(self._found)
 
     def metrics(self) -> Metrics:
         return {"experiences": float(len(self))}
@@ -147,7 +147,7 @@ class Bm25Retriever(Retriever):
     async def retrieve(self, task: Task, k: int) -> list[str]:
         own = self._numbers.get(task.id)
         without = () if self._same_task or own is None else (own,)
-        return [self._texts[number] for number, _ in self._index.search(description(task.prompt), k, without)]
+        return [self._found[number].text for number, _ in self._index.search(description(task.prompt), k, without)]
 
     def mark(self) -> int:
         """Write the file to the disk (fsync) and return its size in bytes; 0 without a file."""
@@ -173,8 +173,8 @@ class Bm25Retriever(Retriever):
         If a crash has left an incomplete last line, that line is removed too.
         """
         self._index = Bm25()
-        self._texts: list[str] = []
-        self._numbers: dict[str, int] = {}  # task id -> number of its text, in ``_texts`` and in the index
+        self._found: list[ExperienceText] = []
+        self._numbers: dict[str, int] = {}  # task id -> number of its text, in ``_found`` and in the index
         if self._path is None:
             return
         with self._path.open("r+b") as file:
@@ -193,12 +193,12 @@ class Bm25Retriever(Retriever):
             file.truncate(whole)
 
     def _store(self, found: ExperienceText) -> bool:
-        """Add the text of a task, or replace its earlier text. Returns False if it had the same text already."""
+        """Add the text of a task, or replace its earlier one. Returns False if it had the same one already."""
         number = self._numbers.get(found.task_id)
-        if number is not None:
-            new = self._texts[number] != found.text
-            self._texts[number] = found.text
-            return new
-        self._numbers[found.task_id] = self._index.add(found.prompt)
-        self._texts.append(found.text)
-        return True
+        if number is None:
+            self._numbers[found.task_id] = self._index.add(found.prompt)
+            self._found.append(found)
+            return True
+        before, self._found[number] = self._found[number], found
+        self._index.replace(number, before.prompt, found.prompt)
+        return before != found
