@@ -61,6 +61,9 @@ class Recorder:
         self.step = step
         self.updates: list[tuple[Batch, int]] = []
 
+    def undo_step(self) -> bool:
+        return True
+
     async def update(self, batch: Batch) -> dict[str, float]:
         return {"tokens/trained": 1.0}
 
@@ -137,6 +140,30 @@ def test_no_extra_update_before_replay_begins(pool: ExperiencePool) -> None:
         assert not learner.updates
         updated(pool, learner, pool_from=source)
         assert len(learner.updates) == 1
+
+
+def test_an_undone_step_counts_no_groups_and_gives_no_successes(pool: ExperiencePool) -> None:
+    learner = Recorder()
+    config = configured(pool_from="batch").model_copy(update={"schedule": ScheduleSettings(batch=2, group=4)})
+    replaying = ReplayUpdateLearner(
+        *(learner, pool, config),  # pyright: ignore[reportArgumentType]
+        seed=1,
+        max_context=64,
+        begun=lambda: True,
+    )
+
+    def consume(name: str) -> None:
+        groups = [solved(name, 1, 4)]
+        replaying.remember(groups)
+        asyncio.run(replaying.update(build(groups, CreditSettings(), LossSettings(), 64)))
+
+    consume("undone")
+    assert replaying.undo_step()
+    consume("first")
+    assert not learner.updates
+    consume("second")
+    [(batch, _)] = learner.updates
+    assert len(batch.parts) == 2
 
 
 def test_what_an_extra_update_could_not_draw_is_counted_and_its_time_told(

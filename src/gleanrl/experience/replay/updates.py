@@ -213,7 +213,11 @@ class ReplayUpdateLearner:
         return [candidates[index] for index in sorted(order.tolist())]
 
     def undo_step(self) -> bool:
-        return self.learner.undo_step()
+        undone = self.learner.undo_step()
+        if undone:
+            self._consumed -= self._consumed % self._config.schedule.batch
+            self._groups = []
+        return undone
 
     def weights(self) -> Mapping[str, Any]:
         return self.learner.weights()
