@@ -57,6 +57,15 @@ def test_safetensors_hold_every_tensor_as_it_was_added(source: Path, tmp_path: P
         assert {name.split(".")[0] for name in tensors} >= {"actions", "rewards", "dones", "curr_obs", "next_obs"}
 
 
+def test_the_size_of_what_is_there_does_not_count_dropped_rows(source: Path) -> None:
+    every, nbytes = transfer.extent([source])
+    with TrajectoryReplayBuffer(source, segment_bytes=1 << 18, max_rows=2 * 18) as buffer:
+        buffer.add_trajectories([made(4)])
+    left, rest = transfer.extent([source])
+    assert left < every == 4
+    assert rest / left == pytest.approx(nbytes / every, rel=0.01)
+
+
 def rows_of(folder: Path) -> list[dict[str, Any]]:
     parquet = pytest.importorskip("pyarrow.parquet")
     files = sorted((folder / "data").rglob("*.parquet"))

@@ -35,7 +35,8 @@ def extent(paths: Iterable[Path], *, pickles: bool = False) -> tuple[int, int]:
         with closing(checkpoint.open_reader(path, pickles=pickles)) as reader:
             now = reader.snapshot
             total += now.next_id - now.first_id
-            nbytes += sum(end * own.schema.row_nbytes for own, (_, end) in zip(now.tables, now.spans, strict=True))
+            spans = zip(now.tables, now.spans, strict=True)
+            nbytes += sum((end - first) * own.schema.row_nbytes for own, (first, end) in spans)
     return total, nbytes
 
 
