@@ -114,6 +114,19 @@ def test_one_that_is_refused_does_not_fail_those_written_with_it(buffer: Traject
     assert_same(buffer.trajectory(2), trajectory(2, wide=False))
 
 
+def test_the_first_of_several_failed_writes_is_reported(buffer: TrajectoryReplayBuffer, gate: Gate) -> None:
+    broken = [TensorTrajectory(actions=torch.zeros(4000, 8, size)) for size in (64, 128)]
+    first = buffer.add_trajectories([broken[0]], wait=False)
+    assert gate.entered.wait(WAIT)
+    second = buffer.add_trajectories([broken[1]], wait=False)
+    gate.open()
+    wait([first, second], WAIT)  # type: ignore[list-item]
+    with pytest.raises(UserError) as raised:
+        buffer.flush()
+    assert raised.value is first.exception()  # type: ignore[union-attr]
+    buffer.flush()
+
+
 def test_what_is_queued_is_a_copy(buffer: TrajectoryReplayBuffer, gate: Gate) -> None:
     flags = torch.zeros(7, 3, 1, dtype=torch.bool)  # with the row before the first step
     given = TensorTrajectory(**{**vars(trajectory(3)), "dones": flags})

@@ -88,7 +88,7 @@ class WriteQueue:
             self.raise_error()
 
     def raise_error(self) -> None:
-        """Raise the error of the last failed write, unless an earlier call has already raised it."""
+        """Raise the error of the first write that failed since the last call that raised one, if there is any."""
         error, self._error = self._error, None
         if error is not None:
             raise error
@@ -142,7 +142,7 @@ class WriteQueue:
                     self._commit([own])
                 return
             with self._changed:
-                self._error = error
+                self._error = self._error or error  # later errors often follow from the first one
             for own in batch:
                 own.done.set_exception(error)
         else:
