@@ -407,6 +407,16 @@ def test_what_is_exported_is_what_rlinf_writes(tmp_path: Path) -> None:
             assert same(torch.load(tmp_path / "ours" / name), torch.load(theirs / name))
 
 
+@pytest.mark.parametrize("name", ["", "..", "a/b", "a\0b", "x" * 300, "é" * 200])
+def test_any_name_of_weights_can_be_exported(tmp_path: Path, name: str) -> None:
+    with TrajectoryReplayBuffer(seed=11, trajectory_format="pt") as buffer:
+        buffer.add_trajectories([{**fields(0), "model_weights_id": name}])
+        buffer.save_checkpoint(tmp_path / "ours")
+    with TrajectoryReplayBuffer(tmp_path / "ours", read_only=True) as buffer:
+        assert name.startswith(buffer.trajectory(0).model_weights_id[:1])
+        assert same(buffer.trajectory(0).actions, fields(0)["actions"])
+
+
 METHODS = {
     "__init__": "seed enable_cache cache_size sample_window_size auto_save auto_save_path trajectory_format",
     "add_trajectories": "trajectories",

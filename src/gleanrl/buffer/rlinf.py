@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import re
 import threading
 import zipfile
 from collections import OrderedDict
@@ -428,7 +429,8 @@ def export(path: Path, trajectories: Iterable[FlatTrajectory], *, seed: int) -> 
     rows_total = 0
     with atomic.directory(path) as folder:
         for number, flat in enumerate(trajectories):
-            weights = flat.model_weights_id.replace("/", "_")  # a file name must not contain a slash
+            # A file name must not contain a slash or a NUL, or be longer than 255 bytes.
+            weights = re.sub(r"[/\0]", "_", flat.model_weights_id).encode()[:200].decode(errors="ignore")
             torch.save(_saved(flat.unflatten(), weights), folder / f"trajectory_{number}_{weights}.pt")
             shape_of = (flat.columns.get(("prev_logprobs",)), flat.columns.get(("rewards",)))
             column = next((own for own in shape_of if own is not None), next(iter(flat.columns.values())))
