@@ -92,6 +92,19 @@ def test_goals_choose_games_and_unplayable_ones_are_left_out(data: Path) -> None
         taskset.tasks("train", rest + 1)
 
 
+@pytest.mark.parametrize(
+    ("eval_split", "folder"),
+    [("households", "valid_seen"), ("unseen", "valid_seen"), ("seen", "train"), ("both", "train")],
+)
+def test_demonstrations_are_of_valid_seen_unless_evaluation_plays_that(
+    data: Path, eval_split: Any, folder: str
+) -> None:
+    for number, task in enumerate(AlfworldTaskset(seed=13).tasks("train", 3)):
+        write(data, FOLDERS[number], task, "trial")
+    (file,) = files_of(AlfworldTaskset(source="alfworld_data", eval_split=eval_split), "warm_start")
+    assert Path(file).parts[-4] == folder
+
+
 def test_a_game_in_two_folders_is_held_out_only(data: Path) -> None:
     task, other = AlfworldTaskset(seed=11).tasks("train", 2)
     write(data, "valid_unseen", task, "trial_a")

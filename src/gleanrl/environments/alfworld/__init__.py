@@ -203,15 +203,15 @@ class AlfworldTaskset(Taskset):
     def _stream(self, split: Split) -> Iterator[Task]:
         """Yield the tasks of a split. If it has two parts (seen and unseen households), they alternate.
 
-        Of ALFWorld's own games, demonstrations use ``valid_seen`` if ``eval_split`` is "households". With any other
-        ``eval_split`` they use the training games, starting with the last ones, while training starts with the first.
-        So training plays a demonstrated game only if a run asks for nearly all of these games.
+        Of ALFWorld's own games, demonstrations use ``valid_seen`` if evaluation does not play that. Otherwise they use
+        the training games, starting with the last ones, while training starts with the first. So training plays a
+        demonstrated game only if a run asks for nearly all of these games.
         """
         evaluated = {"households": ("unseen",), "both": ("seen", "unseen")}.get(self.eval_split, (self.eval_split,))
         real = self.source == "alfworld_data"
         if real:
             parts = tuple(f"valid_{part}" for part in evaluated) if split == "eval" else ("train",)
-            if split == "warm_start" and self.eval_split == "households":
+            if split == "warm_start" and "seen" not in evaluated:
                 parts = ("valid_seen",)
             last_first = split == "warm_start"  # because training plays the first games
             streams = [real_tasks(part, self.layout.goals, last_first=last_first) for part in parts]
