@@ -105,6 +105,13 @@ def test_demonstrations_are_of_valid_seen_unless_evaluation_plays_that(
     assert Path(file).parts[-4] == folder
 
 
+def test_options_of_households_do_not_restrict_the_goals_of_real_games() -> None:
+    options: dict[str, Any] = {"goals": ["heat"], "rooms": ["bathroom"]}
+    with pytest.raises(UserError, match="goal heat needs one of"):
+        AlfworldTaskset(**options)
+    assert AlfworldTaskset(source="alfworld_data", **options).layout.goals == ("heat",)
+
+
 def test_a_game_in_two_folders_is_held_out_only(data: Path) -> None:
     task, other = AlfworldTaskset(seed=11).tasks("train", 2)
     write(data, "valid_unseen", task, "trial_a")
