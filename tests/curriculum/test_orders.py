@@ -1,4 +1,5 @@
-"""Orders of tasks: shares, epochs and levels are exact, and a cursor goes on with the very next task."""
+"""Tests of `gleanrl.curriculum.orders`: shares of sources, epochs and levels are exact, and a resumed curriculum
+continues with the next task."""
 
 from __future__ import annotations
 
@@ -48,7 +49,7 @@ def group(task: Task, *values: float | None) -> Group:
     data=st.data(),
     total=st.integers(1, 120),
 )
-def test_every_stretch_from_the_start_holds_each_source_by_its_weight(
+def test_at_any_point_each_source_has_given_its_share_of_the_tasks(
     counts: dict[str, int], data: st.DataObject, total: int
 ) -> None:
     weights = {name: data.draw(st.floats(0.1, 10)) for name in counts}
@@ -63,7 +64,7 @@ def test_every_stretch_from_the_start_holds_each_source_by_its_weight(
 
 
 @given(seed=st.integers(0, 50))
-def test_a_source_gives_every_task_once_an_epoch_of_its_own(seed: int) -> None:
+def test_each_source_gives_all_its_tasks_once_before_it_repeats_one(seed: int) -> None:
     taken = proposed(order("shuffled", seed), 70)
     for name, count in COUNTS.items():
         own = [task.id for task in taken if source_of(task) == name]
@@ -81,7 +82,9 @@ ORDERS: dict[str, Callable[[], Curriculum]] = {
 @pytest.mark.parametrize("name", ORDERS)
 @settings(max_examples=examples(25))
 @given(batches=st.lists(st.integers(1, 6), min_size=2, max_size=12), data=st.data())
-def test_a_saved_cursor_goes_on_with_the_very_next_task(name: str, batches: Sequence[int], data: st.DataObject) -> None:
+def test_a_resumed_curriculum_continues_with_the_next_task(
+    name: str, batches: Sequence[int], data: st.DataObject
+) -> None:
     cut = data.draw(st.integers(1, len(batches) - 1))
     outcomes = data.draw(st.lists(st.integers(0, 4), min_size=40, max_size=40))
 
@@ -104,7 +107,7 @@ def test_a_saved_cursor_goes_on_with_the_very_next_task(name: str, batches: Sequ
     assert begun + run(resumed, batches[cut:], seen)[0] == whole
 
 
-def test_a_level_begins_when_the_one_before_is_learned_and_is_reviewed_afterwards() -> None:
+def test_a_level_starts_when_the_previous_one_is_learned_and_is_reviewed_later() -> None:
     levels = order("levels", advance=0.75, window=4, review=0.25)
     assert isinstance(levels, Levels)
     for task in (first := proposed(levels, 3)):
@@ -137,13 +140,13 @@ def test_half_solved_tasks_come_most_often_and_none_twice_in_a_batch() -> None:
         assert len(set(batch)) == 3
         counts.update(batch)
     assert counts["half"] > 190
-    chance = math.exp(-(0.5**2) / (2 * 0.2**2))  # of each of the others: nearly all alike
+    chance = math.exp(-(0.5**2) / (2 * 0.2**2))  # the weight of each other task against 1
     assert chance < 0.05
     assert 0 < counts["easy"] < 100
     assert 0 < counts["hard"] < 100
 
 
-def test_exploring_pays_no_regard_to_the_rate() -> None:
+def test_exploration_ignores_the_solve_rate() -> None:
     pool = [Task(f"t{index}", kind="x") for index in range(10)]
     stream = BySolveRate(pool, group=2, seed=0, sigma=0.01, explore=1.0)
     stream.observe([group(task, 1, 1) for task in pool[1:]])
@@ -151,7 +154,7 @@ def test_exploring_pays_no_regard_to_the_rate() -> None:
     assert max(counts.values()) < 2.5 * min(counts.values())
 
 
-def test_a_batch_larger_than_all_tasks_takes_them_all_again() -> None:
+def test_a_batch_larger_than_the_number_of_tasks_repeats_all_tasks() -> None:
     pool = [Task(f"t{index}") for index in range(3)]
     taken = Counter(task.id for task in proposed(BySolveRate(pool, group=2, seed=0), 7))
     assert sorted(taken.values()) == [2, 2, 3]
@@ -169,12 +172,12 @@ def test_a_batch_larger_than_all_tasks_takes_them_all_again() -> None:
         ("shuffled", {"window": 3}, "it takes none"),
     ],
 )
-def test_a_mistake_is_one_line(name: str, options: dict[str, Any], line: str) -> None:
+def test_invalid_options_raise_a_user_error(name: str, options: dict[str, Any], line: str) -> None:
     with pytest.raises(UserError, match=line):
         order(name, **options)
 
 
-def test_levels_need_several_sources_and_a_checkpoint_its_own_order() -> None:
+def test_levels_need_several_sources_and_checkpoints_fit_only_their_own_order() -> None:
     alone = TaskSettings(order="levels")
     with pytest.raises(UserError, match="only 'x'"):
         make_curriculum(alone, [Task("a", kind="x")], {}, group=2, seed=0, greedy=False)

@@ -1,4 +1,5 @@
-"""Whatever the context policy, what is trained is what was sampled, token for token."""
+"""Tests of `gleanrl.rollout.context`: under every context policy, the trained tokens are exactly the sampled ones, and
+prompts are what the chat template renders."""
 
 from __future__ import annotations
 
@@ -48,7 +49,7 @@ def user(text: str) -> tuple[Message, ...]:
 
 
 @pytest.mark.parametrize("template", ["own", "chatml"])
-def test_a_linear_context_is_the_rendered_conversation(template: str) -> None:
+def test_prompts_of_a_linear_context_equal_the_rendered_conversation(template: str) -> None:
     r = renderer(template)
     context = make_context(r, ContextSettings(system_prompt="Nothing happens."))
     messages = [Message(role="system", content="Nothing happens."), *user(TEXTS[0])]
@@ -66,7 +67,7 @@ def test_a_linear_context_is_the_rendered_conversation(template: str) -> None:
 
 
 @pytest.mark.parametrize("template", ["own", "chatml"])
-def test_an_answer_cut_off_is_closed_by_the_context(template: str) -> None:
+def test_the_context_adds_the_end_of_turn_to_a_truncated_answer(template: str) -> None:
     r = renderer(template)
     context = make_context(r, ContextSettings())
     context.observe(user("Nothing happens."))
@@ -79,7 +80,7 @@ def test_an_answer_cut_off_is_closed_by_the_context(template: str) -> None:
     assert context.prompt().tolist() == expected["input_ids"]
 
 
-def test_a_demonstration_trains_the_expert_and_its_end_of_turn_only() -> None:
+def test_a_demonstration_trains_only_the_answer_and_its_end_of_turn() -> None:
     r = renderer()
     conversation = [*user(TEXTS[0]), Message(role="assistant", content="go to fridge 1")]
     tokens, mask, _ = segment_arrays(r.demonstration(conversation))
@@ -87,7 +88,7 @@ def test_a_demonstration_trains_the_expert_and_its_end_of_turn_only() -> None:
     assert tokens.tolist() == r.tokenizer.apply_chat_template(conversation, tokenize=True)["input_ids"]
 
 
-def test_windowed_context_keeps_the_opening_and_the_last_exchanges() -> None:
+def test_a_window_context_keeps_the_opening_and_the_last_exchanges() -> None:
     r = renderer()
     context = make_context(r, ContextSettings(policy="window", window_turns=1))
     context.observe(user(TEXTS[0]))
@@ -101,7 +102,7 @@ def test_windowed_context_keeps_the_opening_and_the_last_exchanges() -> None:
     assert len(context.segments()) == 3
 
 
-def test_a_thought_that_the_generation_prompt_opened_is_stripped_whole() -> None:
+def test_a_thought_opened_by_the_generation_prompt_is_stripped_completely() -> None:
     own = renderer("chatml").tokenizer
     tokenizer = build_tokenizer(TEXTS * 5, 512)
     tokenizer.add_special_tokens({"extra_special_tokens": ["<|im_start|>", "<|im_end|>", "<think>", "</think>"]})
@@ -109,7 +110,7 @@ def test_a_thought_that_the_generation_prompt_opened_is_stripped_whole() -> None
     r = Renderer(tokenizer)
     context = make_context(r, ContextSettings(policy="strip_thinking"))
     context.observe(user("Nothing happens."))
-    for said in ("why</think>go to fridge 1", "why", "why</think>go to fridge 1"):  # the second one is cut off
+    for said in ("why</think>go to fridge 1", "why", "why</think>go to fridge 1"):  # the second is truncated
         assert r.tokenizer.decode(context.prompt().tolist()).endswith("<|im_start|>assistant\n<think>\n")
         context.act(answer(r, said, closed=True))
         context.observe(user("Nothing happens."))
@@ -121,7 +122,7 @@ def test_a_thought_that_the_generation_prompt_opened_is_stripped_whole() -> None
     assert [sum(turn.sampled for turn in segment) for segment in context.segments()] == [1, 2, 0]
 
 
-def test_thinking_is_stripped_by_ids() -> None:
+def test_thoughts_are_stripped_from_later_prompts_and_stay_in_the_sampled_turn() -> None:
     r = renderer()
     context = make_context(r, ContextSettings(policy="strip_thinking"))
     context.observe(user("Nothing happens."))
@@ -150,7 +151,7 @@ def test_thinking_is_stripped_by_ids() -> None:
     window_turns=st.integers(1, 3),
 )
 def test_trained_tokens_are_exactly_the_sampled_ones(policy, template, turns, window_turns) -> None:
-    """For every policy: each sampled turn is trained once, with its own prompt before it, ids and log-probs equal."""
+    """Each sampled turn is trained once, after the prompt that it was sampled from, with equal ids and log-probs."""
     r = renderer(template)
     context = make_context(r, ContextSettings(policy=policy, window_turns=window_turns))
     context.observe(user(TEXTS[0]))
@@ -196,8 +197,8 @@ GOLDEN = {"own": "372216482f348fa9", "chatml": "66112caed074ee38"}
 
 
 @pytest.mark.parametrize("template", ["own", "chatml"])
-def test_conversations_and_demonstrations_have_the_tokens_that_stored_ones_have(template: str) -> None:
-    """Pools and checkpoints of earlier releases hold these tokens: the same text must not become others."""
+def test_rendered_tokens_equal_those_of_earlier_releases(template: str) -> None:
+    """Pools and checkpoints of earlier releases hold these tokens (digests: ``GOLDEN``), so they must not change."""
     r = renderer(template)
     digest = hashlib.sha256()
     said = [("<think>why</think>go to fridge 1", True), ("go to", False), ("", True), ("go to fridge 1", True)]
@@ -219,20 +220,20 @@ def test_conversations_and_demonstrations_have_the_tokens_that_stored_ones_have(
     assert digest.hexdigest()[:16] == GOLDEN[template]
 
 
-def test_a_prompt_belongs_to_who_asked_for_it() -> None:
+def test_overwriting_a_returned_prompt_does_not_change_the_context() -> None:
     r = renderer()
     context = make_context(r, ContextSettings())
     context.observe(user(TEXTS[0]))
     first = context.prompt()
     kept = first.tolist()
-    first[:] = 0  # a sampler may use its memory
+    first[:] = 0  # a sampler may overwrite the array
     assert context.prompt().tolist() == kept
     context.act(answer(r, "go to fridge 1", closed=True))
     context.observe(user("Nothing happens."))
     assert context.prompt().tolist()[: len(kept)] == kept
 
 
-def test_an_opening_is_rendered_once_for_its_group(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_opening_is_rendered_once_for_all_members_of_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = build_tokenizer(TEXTS * 5, 512)
     r, rendered, template = Renderer(tokenizer), list[Any](), tokenizer.apply_chat_template
     monkeypatch.setattr(
@@ -243,7 +244,7 @@ def test_an_opening_is_rendered_once_for_its_group(monkeypatch: pytest.MonkeyPat
     assert len(rendered) == 1
 
 
-def test_thinking_is_looked_for_once_an_answer() -> None:
+def test_each_answer_is_searched_for_thoughts_only_once() -> None:
     r = renderer()
     context = make_context(r, ContextSettings())
     read: list[Any] = []
@@ -262,7 +263,7 @@ def test_thinking_is_looked_for_once_an_answer() -> None:
     assert len(read) == 6
 
 
-def test_an_environment_that_says_nothing_lets_an_answer_go_on_or_is_refused() -> None:
+def test_an_empty_observation_continues_a_truncated_answer_and_is_refused_otherwise() -> None:
     r = renderer()
     context = make_context(r, ContextSettings())
     with pytest.raises(ValueError, match="said nothing"):

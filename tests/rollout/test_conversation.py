@@ -1,4 +1,5 @@
-"""A trajectory read as the conversation that it was."""
+"""Tests of `gleanrl.rollout.conversation`: it reads the messages of a trajectory, each once, from the segments that any
+context policy has made."""
 
 from __future__ import annotations
 
@@ -31,29 +32,29 @@ REWRITTEN = ((SYSTEM, ASK, sampled(GO)), (SYSTEM, ASK, GO, SEEN, sampled(TAKE)),
 
 
 @pytest.mark.parametrize("segments", [(LINEAR,), REWRITTEN])
-def test_it_holds_every_message_once(segments: tuple[Any, ...]) -> None:
+def test_conversation_holds_every_message_once(segments: tuple[Any, ...]) -> None:
     assert conversation(played(*segments)) == [t.message for t in LINEAR]
 
 
 @pytest.mark.parametrize("segments", [(LINEAR,), REWRITTEN])
-def test_experience_that_was_shown_is_left_out(segments: tuple[Any, ...]) -> None:
+def test_conversation_leaves_out_experience_that_was_inserted_into_the_prompt(segments: tuple[Any, ...]) -> None:
     shown = turn("user", "Experience: look in the fridge\n\nfind it")
     guided = [tuple(shown if t is ASK else t for t in segment) for segment in segments]
     shown = conversation(played(*guided, guided="keep", unguided="find it"))
     assert shown == [t.message for t in LINEAR]
 
 
-def test_nothing_was_said() -> None:
+def test_an_empty_trajectory_has_no_messages() -> None:
     assert conversation(played()) == []
     assert opening_turns(played()) == ()
 
 
-def test_the_opening_ends_before_the_first_answer() -> None:
+def test_opening_turns_end_before_the_first_answer() -> None:
     assert opening_turns(played(LINEAR)) == (SYSTEM, ASK)
     assert opening_turns(played((SYSTEM, ASK))) == (SYSTEM, ASK)
 
 
-def test_a_prompt_replaces_the_last_of_the_user() -> None:
+def test_with_prompt_replaces_the_last_user_message() -> None:
     opening = [t.message for t in (SYSTEM, ASK, END)]
     assert with_prompt(opening, "now") == [SYSTEM.message, ASK.message, Message(role="user", content="now")]
     with pytest.raises(ValueError, match="user"):

@@ -1,4 +1,5 @@
-"""Whatever the tokenizer, its ids are what calling it gives."""
+"""Tests of `Encoder` and `cache_rendering` of `gleanrl.rollout.renderer`: for every kind of tokenizer, the ids equal
+those of calling the tokenizer, and equal messages are rendered once."""
 
 from __future__ import annotations
 
@@ -50,8 +51,9 @@ def trained(model: Any, trainer: Any, prepare: Callable[[Tokenizer], None]) -> P
 
 @lru_cache
 def tokenizer(kind: str) -> Any:
-    """As there are: cut by entities; bytes, as GPT-2, Llama 3 and Qwen; pieces of spaces, as SentencePiece; words, as
-    BERT; added tokens that take the spaces around them, as T5."""
+    """Return a trained tokenizer: ``tiny`` of `build_tokenizer`; ``bytes``, byte-level BPE as in GPT-2, Llama 3 and
+    Qwen; ``pieces``, a unigram model as in SentencePiece; ``words``, WordPiece as in BERT; ``stripping``, as ``pieces``
+    with added tokens that absorb the spaces around them, as in T5."""
     if kind == "tiny":
         return build_tokenizer(CORPUS, 256)
     if kind == "bytes":
@@ -136,7 +138,7 @@ TEXT = st.lists(st.sampled_from(HOSTILE) | st.text(max_size=12), max_size=12).ma
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=examples(150))
 @given(text=TEXT)
-def test_ids_are_what_calling_the_tokenizer_gives(kind: str, text: str) -> None:
+def test_ids_equal_those_of_calling_the_tokenizer(kind: str, text: str) -> None:
     made = tokenizer(kind)
     encoder = Encoder(made)
     found = encoder.ids(text)
@@ -147,7 +149,7 @@ def test_ids_are_what_calling_the_tokenizer_gives(kind: str, text: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=examples(60))
 @given(parts=st.lists(TEXT, min_size=1, max_size=4))
-def test_pieces_are_cut_where_a_token_starts(kind: str, parts: list[str]) -> None:
+def test_pieces_are_cut_at_the_first_token_that_starts_at_or_after_a_boundary(kind: str, parts: list[str]) -> None:
     made, text = tokenizer(kind), "".join(parts)
     lengths = np.cumsum([len(part) for part in parts])[:-1].tolist()
     pieces = Encoder(made).pieces(text, lengths)
@@ -159,7 +161,7 @@ def test_pieces_are_cut_where_a_token_starts(kind: str, parts: list[str]) -> Non
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_others_asked_of_the_tokenizer_changes_nothing(kind: str) -> None:
+def test_options_of_other_calls_of_the_tokenizer_do_not_change_the_ids(kind: str) -> None:
     made = tokenizer(kind)
     encoder, text = Encoder(made), "<s>Nothing happens.</s> fridge 1 <|im_end|><|end|>"
     whole = called(made, text)
@@ -167,20 +169,20 @@ def test_what_others_asked_of_the_tokenizer_changes_nothing(kind: str) -> None:
     assert encoder.ids(text).tolist() == whole
     made(text, padding="max_length", max_length=100)
     assert encoder.ids(text).tolist() == whole
-    made(text, split_special_tokens=True)  # stays in the backend until the next call
+    made(text, split_special_tokens=True)  # the backend keeps this option until the next call
     assert encoder.ids(text).tolist() == whole
     made.split_special_tokens = True
     try:
         apart = encoder.ids(text).tolist()
         assert apart == called(made, text)
-        assert apart != whole or kind == "tiny"  # which cuts at these anyway
+        assert apart != whole or kind == "tiny"  # the tiny one gives the same ids both ways
         assert encoder.ids(text).tolist() == apart
     finally:
         made.split_special_tokens = False
     assert encoder.ids(text).tolist() == whole
 
 
-def test_tokens_added_later_count() -> None:
+def test_tokens_that_are_added_to_the_tokenizer_later_are_used() -> None:
     made = build_tokenizer(CORPUS, 256)
     encoder = Encoder(made)
     before = encoder.ids("a <late> word").size
@@ -190,13 +192,13 @@ def test_tokens_added_later_count() -> None:
 
 
 class Filling(PreTrainedTokenizerFast):
-    """Treats some text in a way of its own, as CodeLlama's does."""
+    """A tokenizer that replaces some text before it encodes, as that of CodeLlama does."""
 
     def _encode_plus(self, text: Any, *args: Any, **options: Any) -> Any:
         return super()._encode_plus(text.replace("<FILL_ME>", "1"), *args, **options)
 
 
-def test_a_tokenizer_with_a_way_of_its_own_is_called() -> None:
+def test_a_tokenizer_that_overrides_its_encoding_is_called_itself() -> None:
     made = Filling(tokenizer_object=tokenizer("bytes").backend_tokenizer)
     for encoder in (Encoder(made), Encoder(_patched())):
         assert encoder.ids("fridge <FILL_ME>").tolist() == called(made, "fridge 1")
@@ -209,7 +211,7 @@ def _patched() -> Any:
     return made
 
 
-def test_a_tokenizer_in_python_is_refused(tmp_path: Any) -> None:
+def test_a_tokenizer_implemented_in_python_is_refused(tmp_path: Any) -> None:
     (tmp_path / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a"]))
     slow = BertTokenizerLegacy(str(tmp_path / "vocab.txt"))
     slow.chat_template = CHATML
@@ -217,14 +219,14 @@ def test_a_tokenizer_in_python_is_refused(tmp_path: Any) -> None:
         Renderer(slow)
 
 
-def test_text_that_is_none_is_refused_alike() -> None:
+def test_a_lone_surrogate_raises_the_same_error_as_in_the_tokenizer() -> None:
     made = tokenizer("bytes")
     for way in (lambda: called(made, "\ud800"), lambda: Encoder(made).ids("\ud800")):
         with pytest.raises(TypeError):
             way()
 
 
-def test_threads_share_a_renderer() -> None:
+def test_several_threads_can_share_a_renderer() -> None:
     made = build_tokenizer(CORPUS, 256)
     shared, alone = Renderer(made), Renderer(made)
     texts = [f"{text} {number}" for number in range(40) for text in CORPUS[:3]]
@@ -249,7 +251,7 @@ def _user(text: str) -> Message:
     return Message(role="user", content=text)
 
 
-def test_equal_messages_are_made_once_long_ones_too() -> None:
+def test_equal_messages_are_rendered_once_even_long_ones() -> None:
     made: list[Any] = []
 
     def make(messages: list[Message], closed: bool) -> str:
@@ -269,7 +271,7 @@ def test_equal_messages_are_made_once_long_ones_too() -> None:
         assert len(made) == 4
 
 
-def test_messages_with_lists_are_made_each_time() -> None:
+def test_messages_with_lists_are_rendered_each_time() -> None:
     message = Message(role="assistant", content="", tool_calls=[{"function": {"name": "go"}}])
     made = []
     recall = cache_rendering(lambda messages: made.append(messages) or messages)

@@ -1,4 +1,5 @@
-"""Episodes whose sampler or environment is lost on the way."""
+"""Tests of `gleanrl.rollout.player.Player`: episodes that lose their sampler or environment are played again, episodes
+out of turns or context are concluded, and every environment is closed."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ TASK = Task("one", payload={"word": "right"})
 
 @dataclass
 class Fragile(ScriptedSampler):
-    """Its first sessions are lost: when they open, or with their second turn."""
+    """A sampler whose first ``losses`` sessions raise EpisodeLost, when they open or at their second turn."""
 
     losses: int = 0
     when: str = "sample"
@@ -77,7 +78,7 @@ def played(sampler: Any, *environments: Environment) -> Trajectory:
 
 @pytest.mark.parametrize("when", ["open", "sample"])
 @pytest.mark.parametrize("losses", [0, 1, 4])
-def test_an_episode_that_is_lost_is_replay_actions_from_its_start(when: str, losses: int) -> None:
+def test_an_episode_that_loses_its_sampler_is_played_again_with_the_same_seed(when: str, losses: int) -> None:
     sampler = Fragile(losses, when)
     trajectory = played(sampler, *(GuessEnvironment(TASK) for _ in range(5)))
     assert sampler.seeds == [3] * (losses + 1)
@@ -87,12 +88,12 @@ def test_an_episode_that_is_lost_is_replay_actions_from_its_start(when: str, los
     assert trajectory.info["turns"] == 2
 
 
-def test_so_is_one_whose_environment_is_lost() -> None:
+def test_an_episode_that_loses_its_environment_is_played_again() -> None:
     trajectory = played(Fragile(0, "open"), Lost(TASK), Lost(TASK), GuessEnvironment(TASK))
     assert trajectory.score.value == 1.0
 
 
-def test_an_episode_that_is_always_lost_counts_as_failed() -> None:
+def test_an_episode_that_is_lost_in_every_attempt_is_invalid() -> None:
     trajectory = played(Fragile(99, "sample"), *(GuessEnvironment(TASK) for _ in range(MAX_ATTEMPTS)))
     assert not trajectory.score.valid
     assert trajectory.stop is StopReason.ERROR
@@ -102,7 +103,7 @@ def test_an_episode_that_is_always_lost_counts_as_failed() -> None:
 
 @dataclass
 class AtTheEnd(GuessEnvironment):
-    """Scores nothing before its end, which never comes by itself."""
+    """An environment that never ends by itself and gives its score only in ``conclude``."""
 
     worth: float = 0.25
     ended: list[StopReason] = field(default_factory=list)
@@ -133,7 +134,7 @@ def cut_short(environment: Any, *, max_context: int = 10_000, max_turns: int = 3
     return asyncio.run(player.play(TASK, trajectory_id="t", seed=3))
 
 
-def test_an_episode_out_of_turns_or_context_is_asked_what_it_is_worth() -> None:
+def test_an_episode_out_of_turns_or_context_gets_its_score_from_conclude() -> None:
     environment = AtTheEnd(TASK)
     trajectory = cut_short(environment)
     assert (trajectory.stop, trajectory.score.value) == (StopReason.MAX_TURNS, 0.25)
@@ -145,7 +146,7 @@ def test_an_episode_out_of_turns_or_context_is_asked_what_it_is_worth() -> None:
 
 
 @pytest.mark.parametrize(("limit", "cut"), [(16, 0), (1, 3)])
-def test_turns_that_a_limit_of_tokens_ends_are_counted(limit: int, cut: int) -> None:
+def test_turns_truncated_by_max_tokens_per_turn_are_counted(limit: int, cut: int) -> None:
     sampler = ScriptedSampler(lambda *_: renderer().spoken("right").tolist())
     settings = ContextSettings(max_turns=3, max_tokens_per_turn=limit)
     player = Player(AtTheEnd, sampler, renderer(), settings, 1.0, 10_000)
@@ -155,7 +156,7 @@ def test_turns_that_a_limit_of_tokens_ends_are_counted(limit: int, cut: int) -> 
     assert metrics["episode/cut_turns"] == cut / 3
 
 
-def test_one_that_has_a_score_is_not_asked() -> None:
+def test_conclude_is_not_called_if_the_episode_has_a_score() -> None:
     @dataclass
     class Scored(AtTheEnd):
         async def step(self, message: Message) -> Observation:
@@ -168,7 +169,7 @@ def test_one_that_has_a_score_is_not_asked() -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_so_is_one_in_a_pool(workers: int) -> None:
+def test_conclude_works_through_an_environment_pool(workers: int) -> None:
     async def play() -> Trajectory:
         async with EnvironmentPool(AtTheEnds(), workers=workers) as pool:
             sampler = ScriptedSampler(lambda *_: renderer().spoken("right").tolist())
@@ -179,25 +180,25 @@ def test_so_is_one_in_a_pool(workers: int) -> None:
     assert (trajectory.stop, trajectory.score.value) == (StopReason.MAX_TURNS, 0.25)
 
 
-def test_so_is_one_that_is_guided() -> None:
+def test_conclude_works_through_a_guided_environment() -> None:
     guided = GuidedEnvironment(AtTheEnd(TASK), cast(Any, None), cast(Any, None), TASK, 100)
     assert asyncio.run(guided.conclude(StopReason.MAX_TURNS)) == Score(0.25)
     plain = GuidedEnvironment(GuessEnvironment(TASK), cast(Any, None), cast(Any, None), TASK, 100)
     assert asyncio.run(plain.conclude(StopReason.MAX_TURNS)) is None
 
 
-def test_so_is_one_that_is_verified_again() -> None:
+def test_conclude_gives_the_score_when_actions_are_replayed() -> None:
     trajectory = cut_short(AtTheEnd(TASK))
     assert asyncio.run(replay_actions(AtTheEnd(TASK, worth=0.75), renderer(), trajectory)).value == 0.75
 
 
 @dataclass
 class Counted(GuessEnvironment):
-    """Knows what was still open when it was closed."""
+    """An environment that records how many sampler sessions were open at its close, with the fault ``fails``."""
 
     sampler: ScriptedSampler | None = None
     fails: str = ""
-    closings: list[int] = field(default_factory=list)  # sessions that were open then
+    closings: list[int] = field(default_factory=list)  # number of open sessions at each close
 
     async def step(self, message: Message) -> Observation:
         if self.fails == "lost":
@@ -222,8 +223,8 @@ def counted(sampler: ScriptedSampler, number: int, fails: str = "") -> list[Coun
 @pytest.mark.parametrize(
     ("losses", "fails"), [(0, ""), (2, ""), (MAX_ATTEMPTS, ""), (0, "lost"), (0, "close")], ids=str
 )
-def test_every_environment_is_closed_and_after_its_session(losses: int, fails: str) -> None:
-    """Another episode may wait for the session; none waits for an environment."""
+def test_every_environment_is_closed_after_its_session(losses: int, fails: str) -> None:
+    """The session is closed first, because other episodes may wait for it; none waits for an environment."""
     sampler = Fragile(losses, "sample")
     environments = counted(sampler, MAX_ATTEMPTS, fails)
     played(sampler, *environments)
@@ -231,7 +232,7 @@ def test_every_environment_is_closed_and_after_its_session(losses: int, fails: s
     assert [environment.closings for environment in environments] == [[0]] * begun + [[]] * (MAX_ATTEMPTS - begun)
 
 
-def test_so_is_that_of_an_episode_whose_sampler_fails() -> None:
+def test_the_environment_is_closed_if_the_sampler_raises() -> None:
     def broken(*_: Any) -> list[int]:
         raise MemoryError("no room")
 
@@ -243,7 +244,7 @@ def test_so_is_that_of_an_episode_whose_sampler_fails() -> None:
 
 
 @pytest.mark.parametrize("fails", ["slow", "close"])
-def test_so_is_that_of_a_cancelled_one(fails: str) -> None:
+def test_the_environment_of_a_cancelled_episode_is_closed(fails: str) -> None:
     sampler = ScriptedSampler(lambda *_: renderer().spoken("right").tolist(), delay=0.01)
     environments = counted(sampler, 1, fails)
 
@@ -255,7 +256,7 @@ def test_so_is_that_of_a_cancelled_one(fails: str) -> None:
     asyncio.run(test())
 
 
-def test_a_cancelled_episode_is_not_held_up_by_an_environment_that_does_not_close(monkeypatch: Any) -> None:
+def test_cancelling_does_not_wait_for_an_environment_that_does_not_close(monkeypatch: Any) -> None:
     monkeypatch.setattr(rollout, "CLOSE_TIMEOUT_S", 0.05)
     sampler = ScriptedSampler(lambda *_: renderer().spoken("right").tolist(), delay=30)
     environments = counted(sampler, 1, "stuck")

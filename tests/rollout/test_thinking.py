@@ -1,4 +1,5 @@
-"""Where a thought ends, also one that the chat template opens or that is cut off; and that no call in it counts."""
+"""Tests of `gleanrl.rollout.thinking` and of its users: where a thought ends, also if the chat template opened it or
+if it was truncated, and that a tool call inside a thought is not executed."""
 
 from __future__ import annotations
 
@@ -34,19 +35,19 @@ TOOL: Any = {
     [
         ("4", "4"),
         ("<think>2 or 3</think>4", "4"),
-        ("2 or 3</think>4", "4"),  # the template had opened it
+        ("2 or 3</think>4", "4"),  # the template opened the thought
         ("<think>2 or 3", ""),
         ("<think>1</think>2<think>3</think>4", "4"),
         ("<think>1</think>2<think>3", "2"),
         ("", ""),
     ],
 )
-def test_an_answer_is_what_stands_behind_the_thought(text: str, answer: str) -> None:
+def test_the_answer_is_the_text_after_the_last_closed_thought(text: str, answer: str) -> None:
     assert answer_of(text) == answer
 
 
 @given(st.lists(st.sampled_from([OPEN, CLOSE, "a", " ", "\n", CALL]), max_size=8), st.booleans())
-def test_a_split_loses_nothing_and_what_is_said_begins_with_no_thought(pieces: list[str], opened: bool) -> None:
+def test_split_thought_keeps_all_text_and_the_rest_begins_with_no_thought(pieces: list[str], opened: bool) -> None:
     text = "".join(pieces)
     thought, said = split_thought(text, opened)
     assert thought + said == text
@@ -72,7 +73,7 @@ def test_a_split_loses_nothing_and_what_is_said_begins_with_no_thought(pieces: l
         ("<think>a</think>" + CALL.replace("{}", '{"t": "</think>"}'), False, [Call("rm", {"t": "</think>"})]),
     ],
 )
-def test_a_call_in_a_thought_is_none(text: str, opened: bool, calls: list[Call]) -> None:
+def test_a_call_inside_a_thought_is_not_read_as_a_call(text: str, opened: bool, calls: list[Call]) -> None:
     around, found = AfterThought(HERMES, opened).read(text)
     assert found == calls
     assert around == text or found
@@ -82,7 +83,7 @@ def test_a_call_in_a_thought_is_none(text: str, opened: bool, calls: list[Call])
 
 @lru_cache
 def renderer(name: str, tools: bool = False) -> Renderer:
-    """With the chat template of a model that thinks."""
+    """Return a renderer with the chat template of a reasoning model, which is taken from trl."""
     found = importlib.util.find_spec("trl")
     path = Path(found.origin or "").parent / "chat_templates" / f"{name}.jinja" if found else Path()
     if not path.is_file():
@@ -104,9 +105,9 @@ def said(template: str, text: str, *, tools: bool = False) -> Message:
 @pytest.mark.parametrize(
     ("template", "opens"), [("qwen3_5_think", True), ("deepseek_r1_distill", True), ("qwen3", False)]
 )
-def test_a_cut_off_thought_says_so_where_the_template_opened_it(template: str, opens: bool) -> None:
+def test_a_truncated_thought_is_marked_as_thought_if_the_template_opened_it(template: str, opens: bool) -> None:
     cut, closed, plain = (said(template, text)["content"] for text in ("maybe no", "maybe no</think>4", "<think>no"))
-    assert closed == "maybe no</think>4"  # what was sampled stays as it was sampled
+    assert closed == "maybe no</think>4"  # a closed thought stays as it was sampled
     assert answer_of(closed) == "4"
     assert answer_of(plain) == ""
     assert (cut == "maybe no") is not opens
@@ -114,7 +115,7 @@ def test_a_cut_off_thought_says_so_where_the_template_opened_it(template: str, o
 
 
 @pytest.mark.parametrize("template", ["qwen3_5_think", "deepseek_r1_distill", "qwen3"])
-def test_a_demonstration_is_no_thought_where_the_template_opened_one(template: str) -> None:
+def test_a_demonstration_is_read_as_answer_even_if_the_template_opens_a_thought(template: str) -> None:
     r = renderer(template)
     for text in ("why", "<think>maybe no</think>why", "<think>\nmaybe no\n</think>\n\nwhy", "maybe no</think>why"):
         asked = Message(role="user", content="Q")
@@ -125,7 +126,7 @@ def test_a_demonstration_is_no_thought_where_the_template_opened_one(template: s
     assert r.tokenizer.decode(r.spoken("why")[:-1]) == ("why" if template == "qwen3" else "\n</think>\n\nwhy")
 
 
-def test_a_demonstrated_call_is_one_where_the_template_opened_a_thought() -> None:
+def test_a_demonstrated_call_is_read_as_call_even_if_the_template_opens_a_thought() -> None:
     r = renderer("qwen3_5_think", True)
     call = {"id": "call00000", "type": "function", "function": {"name": "rm", "arguments": {}}}
     for content in ("", "so"):
@@ -134,7 +135,7 @@ def test_a_demonstrated_call_is_one_where_the_template_opened_a_thought() -> Non
         assert answer_of(read["content"]).strip() == content
 
 
-def test_calls_are_read_behind_a_thought_that_the_template_opened() -> None:
+def test_calls_are_read_only_after_the_thought_that_the_template_opened() -> None:
     assert said("qwen3_5_think", "why</think>4", tools=True) == {"role": "assistant", "content": "why</think>4"}
     call = "<tool_call>\n<function=rm>\n</function>\n</tool_call>"
     called = said("qwen3_5_think", f"why</think>\n\n{call}", tools=True)
@@ -144,14 +145,14 @@ def test_calls_are_read_behind_a_thought_that_the_template_opened() -> None:
         assert "tool_calls" not in said("qwen3_5_think", thought, tools=True)
 
 
-def test_an_opening_is_found_at_the_end_of_a_prompt_only() -> None:
+def test_opening_of_finds_an_open_thought_only_at_the_end_of_a_prompt() -> None:
     assert opening_of("<|im_start|>assistant\n<think>\n") == "<think>\n"
     assert opening_of("<|Assistant|><think>") == "<think>"
     for prompt in ("<|im_start|>assistant\n", "<think>\n\n</think>\n\n", "Think in <think> tags.\nassistant\n", ""):
         assert opening_of(prompt) == ""
 
 
-def test_whoever_reads_an_answer_reads_none_of_a_thought() -> None:
+def test_environments_ignore_the_thought_in_an_answer() -> None:
     number = {"properties": {"guess": {"type": "integer"}}}
     assert same_answer("<think>no</think> 4", 4)
     assert not same_answer("<think>4", "<think>4")

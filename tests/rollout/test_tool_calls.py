@@ -1,4 +1,5 @@
-"""Calls are read as the template writes them, and anything else becomes a call that cannot be read."""
+"""Tests of `gleanrl.rollout.tool_calls`: calls are read in the format in which the chat template writes them, and text
+in this format that cannot be read becomes a call without a name that keeps the text."""
 
 from __future__ import annotations
 
@@ -76,11 +77,11 @@ def reading(name: str) -> CallReader:
 
 
 @pytest.mark.parametrize("name", FORMS)
-def test_the_way_to_read_is_learnt_from_one_call(name: str) -> None:
+def test_find_reader_recognises_the_call_format_of_a_template(name: str) -> None:
     assert isinstance(reading(name), FORMS[name][1])
 
 
-def test_a_template_that_writes_nothing_of_a_call_cannot_be_read() -> None:
+def test_find_reader_returns_none_for_a_template_that_writes_no_calls() -> None:
     assert find_reader(lambda calls: "I called something.") is None
 
 
@@ -98,7 +99,7 @@ values = st.recursive(
     name=st.sampled_from(["hermes", "llama", "mistral", "named"]),
     calls=st.lists(st.builds(Call, words, st.dictionaries(words, values, max_size=3)), min_size=1, max_size=3),
 )
-def test_what_is_written_is_read_back(name: str, calls: list[Call]) -> None:
+def test_calls_in_json_are_read_back_as_written(name: str, calls: list[Call]) -> None:
     around, found = reading(name).read(FORMS[name][0](calls))
     assert found == calls
     assert not around
@@ -113,7 +114,7 @@ def test_what_is_written_is_read_back(name: str, calls: list[Call]) -> None:
         max_size=3,
     ),
 )
-def test_tags_are_read_back(name: str, calls: list[Call]) -> None:
+def test_calls_in_tags_are_read_back_as_written(name: str, calls: list[Call]) -> None:
     assert reading(name).read(FORMS[name][0](calls)) == ("", calls)
 
 
@@ -129,7 +130,7 @@ def test_tags_are_read_back(name: str, calls: list[Call]) -> None:
         max_size=8,
     ),
 )  # fmt: skip
-def test_nothing_that_a_model_says_raises(name: str, pieces: list[str]) -> None:
+def test_no_text_of_a_model_makes_a_reader_raise(name: str, pieces: list[str]) -> None:
     text = "".join(pieces)
     around, calls = reading(name).read(text)
     assert calls or around == text
@@ -169,7 +170,7 @@ def test_an_unreadable_named_call_ends_where_the_next_one_begins() -> None:
     assert reading("named").read(text) == ("", [Call("f", '{"a":'), Call("g", {"a": 1})])
 
 
-def test_text_around_calls_is_the_content() -> None:
+def test_text_around_calls_becomes_the_content() -> None:
     text = f"First I add.\n{say_hermes([Call('add', {'a': 1}), Call('sub', {})])}\nThen I see."
     around, calls = reading("hermes").read(text)
     assert around.split("\n")[0] == "First I add."
@@ -182,7 +183,7 @@ def test_an_answer_in_json_is_no_call_unless_it_names_a_tool() -> None:
     assert reading("llama").read('<|python_tag|>{"name": "f", "parameters": {}}') == ("", [Call("f", {})])
 
 
-def test_tags_hold_what_the_schema_says() -> None:
+def test_arguments_in_tags_are_converted_to_the_types_of_the_schema() -> None:
     properties = {"n": {"type": "integer"}, "s": {"type": "string"}, "l": {"anyOf": [{"type": "array"}]}}
     tools = [{"type": "function", "function": {"name": "f", "parameters": {"properties": properties}}}]
     typed = find_reader(say_tagged, tools)
@@ -193,7 +194,7 @@ def test_tags_hold_what_the_schema_says() -> None:
         assert typed.read(say_tagged([Call("f", {"n": unreadable})]))[1] == [Call("f", {"n": unreadable})]
 
 
-def test_the_tokenizers_own_way_comes_first_and_errors_go_to_the_other() -> None:
+def test_the_parser_of_the_tokenizer_comes_first_and_the_reader_handles_its_errors() -> None:
     def parse(text: str) -> dict[str, Any]:
         if "broken" in text:
             raise ValueError("cannot")
@@ -205,7 +206,7 @@ def test_the_tokenizers_own_way_comes_first_and_errors_go_to_the_other() -> None
     assert ResponseTemplate(parse).read("broken") == ("", [Call("", "broken")])
 
 
-def test_both_shapes_of_a_message_are_understood() -> None:
+def test_openai_tool_calls_are_read_and_converted_for_chat_templates() -> None:
     openai = {"id": "call_x", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
     message: Any = {"role": "assistant", "content": None, "tool_calls": [openai]}
     assert read_calls(message) == [Call("f", {"a": 1})]
@@ -215,7 +216,7 @@ def test_both_shapes_of_a_message_are_understood() -> None:
         {"id": "call_x", "type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
     ]
     assert message["tool_calls"] == [openai]
-    assert len(call_message(Call("f", {}), 7)["id"]) == 9  # what Mistral's templates insist on
+    assert len(call_message(Call("f", {}), 7)["id"]) == 9  # Mistral's templates require nine characters
 
 
 @pytest.mark.parametrize(
@@ -226,7 +227,7 @@ def test_both_shapes_of_a_message_are_understood() -> None:
         ('{"a": ' + "[" * 500 + "]" * 500 + "}", None),
     ],
 )
-def test_what_json_reads_and_nobody_else_does(arguments: str, carried: Any) -> None:
+def test_values_that_are_no_strict_json_or_utf8_are_replaced(arguments: str, carried: Any) -> None:
     around, (call,) = JsonCalls("<tool_call>", "</tool_call>", "name", "arguments").read(
         HERMES.format(f'{{"name": "\\ud800", "arguments": {arguments}}}')
     )

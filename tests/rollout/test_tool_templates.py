@@ -1,4 +1,5 @@
-"""Tools in a conversation, through chat templates: shown, called, answered; and trained token for token."""
+"""Tests of tools in chat templates, some written here and some of real models: tools are shown, calls and results are
+rendered and read back, and the trained tokens are exactly the sampled ones."""
 
 from __future__ import annotations
 
@@ -68,7 +69,7 @@ MISTRAL = (
     '[TOOL_RESULTS] {"content": {{ m.content | tojson }}, "call_id": "{{ m.tool_call_id }}"}[/TOOL_RESULTS]'
     "{% else %} {{ m.content }}{{ eos_token }}{% endif %}{% endfor %}"
 )
-STRICT = (  # shows a result only behind the call that it answers
+STRICT = (  # raises for a result without a call before it
     "{% set ns = namespace(called=false) %}{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}"
     "{% if m.role == 'tool' and not ns.called %}{{ raise_exception('no call before this result') }}{% endif %}"
     "<|im_start|>{{ m.role }}\n{{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>"
@@ -76,7 +77,7 @@ STRICT = (  # shows a result only behind the call that it answers
     "{% if m.tool_calls %}{% set ns.called = true %}{% endif %}"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-WHOLE = (  # shows results only with what follows them
+WHOLE = (  # raises for a conversation that ends with a result and has no generation prompt
     "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}"
     "{% if m.role == 'tool' and loop.last and not add_generation_prompt %}{{ raise_exception('and then?') }}{% endif %}"
     "<|im_start|>{{ m.role }}\n{{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>"
@@ -128,8 +129,8 @@ def completion(ids: list[int], version: int = 0) -> Completion:
 
 
 @pytest.mark.parametrize("template", [*OWN, *REAL])
-def test_an_episode_is_the_conversation_as_the_template_writes_it(template: str) -> None:
-    """Opening with tools, a sampled call, its result: the prompt is the template's, id for id."""
+def test_prompts_of_an_episode_with_tools_equal_the_rendered_conversation(template: str) -> None:
+    """After an opening with tools, and after a call and its result, the prompt equals the rendering, id for id."""
     r = renderer(template)
     context = make_context(Renderer(tokenizer(template)), ContextSettings())
     context.observe((USER,), TOOLS)
@@ -137,7 +138,8 @@ def test_an_episode_is_the_conversation_as_the_template_writes_it(template: str)
     said = context.act(completion(r.spoken(CONVERSATION[1]).tolist()))
     assert said == CONVERSATION[1]
     context.observe((result("7"),))
-    if template != "mistral":  # its tools stand before the last of the user wherever that is; ours stay where they were
+    # the template of Mistral moves the tools to the last user message, whereas a context leaves them in their place
+    if template != "mistral":
         assert context.prompt().tolist() == shown(template, CONVERSATION[:3])
     assert context.act(completion(r.spoken("7").tolist())) == ANSWER
     (segment,) = context.segments()
@@ -146,7 +148,7 @@ def test_an_episode_is_the_conversation_as_the_template_writes_it(template: str)
 
 
 @pytest.mark.parametrize("template", ["own", "strict", "whole", "qwen2_5", "qwen3", "qwen3_5_nothink"])
-def test_several_calls_and_their_results(template: str) -> None:
+def test_a_turn_may_hold_several_calls_and_gets_all_results(template: str) -> None:
     r = renderer(template)
     turns = [USER, asks({"a": 3, "b": 4}, {"a": 1, "b": 2}), result("7"), result("3", 1)]
     context = make_context(r, ContextSettings())
@@ -174,13 +176,13 @@ def test_a_demonstration_trains_calls_and_answers_only(template: str) -> None:
     assert "add" in trained
 
 
-def test_a_demonstration_may_come_with_arguments_as_text() -> None:
+def test_a_demonstrated_call_may_have_its_arguments_as_json_text() -> None:
     call = asks({"a": 3, "b": 4})
     call["tool_calls"][0]["function"]["arguments"] = json.dumps({"a": 3, "b": 4})
     assert renderer().spoken(call).tolist() == renderer().spoken(asks({"a": 3, "b": 4})).tolist()
 
 
-def test_text_beside_a_call_is_spoken_where_the_template_shows_it() -> None:
+def test_text_next_to_a_call_is_rendered_or_refused_if_the_template_hides_it() -> None:
     call = asks({"a": 3, "b": 4}, content="I add.")
     for template in ("own", "qwen2_5"):
         tokens = renderer(template).spoken(call)
@@ -211,9 +213,9 @@ def test_text_beside_a_call_is_spoken_where_the_template_shows_it() -> None:
     ),
     window_turns=st.integers(1, 2),
 )  # fmt: skip
-def test_trained_tokens_are_the_sampled_ones_whatever_was_called(policy, template, turns, window_turns) -> None:
-    """Valid, malformed and cut-off calls: each sampled turn is trained once, as sampled, behind its own prompt; a
-    segment only grows; every call gets its result; and the result follows the end of the turn exactly once."""
+def test_trained_tokens_are_exactly_the_sampled_ones_for_any_calls(policy, template, turns, window_turns) -> None:
+    """With valid, malformed and truncated calls, each sampled turn is trained once, as sampled, after its own prompt.
+    A segment only grows, every call gets its result, and the end of the turn comes exactly once before the result."""
     r = renderer(template)
     context = make_context(r, ContextSettings(policy=policy, window_turns=window_turns))
     context.observe((USER,), TOOLS)
@@ -251,7 +253,7 @@ def test_trained_tokens_are_the_sampled_ones_whatever_was_called(policy, templat
         assert turn.version == drawn.version
 
 
-def test_without_tools_nothing_is_a_call() -> None:
+def test_without_tools_the_text_of_a_call_stays_content() -> None:
     r = Renderer(tokenizer("own"))
     text = '<tool_call>\n{"name": "add", "arguments": {}}\n</tool_call>'
     ids = [*r.tokenizer(text, add_special_tokens=False)["input_ids"], r.end_of_turn]
@@ -287,7 +289,7 @@ def test_without_tools_nothing_is_a_call() -> None:
         ),
     ],
 )
-def test_a_template_that_knows_no_tools_is_told_of_in_one_line(template: str, why: str) -> None:
+def test_a_template_that_cannot_handle_tools_raises_a_one_line_error(template: str, why: str) -> None:
     made = build_tokenizer(["add"] * 3, 256)
     made.chat_template = template
     with pytest.raises(ToolsUnknown, match=why) as caught:

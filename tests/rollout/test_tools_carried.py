@@ -1,4 +1,4 @@
-"""Tool calls through everything that plays, stores, shows or rewrites a trajectory."""
+"""Tests that tools and tool calls survive everything that plays, stores, exports, shows or rewrites a trajectory."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ TASK = Task("add/3", (USER,), {"answer": 7})
 
 
 def play(*answers: str | Message, renderer_: Renderer | None = None, task: Task = TASK) -> Trajectory:
-    """An episode through the real rollout, in which the model says this."""
+    """Play an episode through the real `Player`, in which the model gives these answers."""
     schemas = asyncio.run(ToolEnvironment([add]).reset()).tools
     left = iter(answers)
     plain = renderer_ or Renderer(tokenizer("own"))
@@ -58,7 +58,7 @@ def play(*answers: str | Message, renderer_: Renderer | None = None, task: Task 
 PLAYED = play(WRONG, CALL, "7")
 
 
-def test_an_episode_through_the_rollout() -> None:
+def test_the_player_plays_an_episode_with_tool_calls() -> None:
     assert PLAYED.stop is StopReason.DONE
     assert PLAYED.score.value == 1.0
     assert PLAYED.score.parts == {"tool_calls": 2.0, "tool_errors": 1.0}
@@ -72,7 +72,7 @@ def test_an_episode_through_the_rollout() -> None:
     assert PLAYED.info["tools"][0]["function"]["name"] == "add"
 
 
-def test_a_template_without_tools_stops_the_run_not_an_episode() -> None:
+def test_a_template_without_tools_raises_instead_of_failing_the_episode() -> None:
     made = build_tokenizer(["add"] * 3, 256)
     made.chat_template = "{% for m in messages %}<|user|>{{ m.content }}<|end|>{% endfor %}"
     with pytest.raises(ToolsUnknown, match="shows no tools"):
@@ -86,12 +86,12 @@ def same(one: Trajectory, other: Trajectory) -> bool:
     return shown(one) == shown(other) and one.info == other.info
 
 
-def test_records_and_the_pools_blobs_bring_them_back() -> None:
+def test_json_records_and_pool_blobs_keep_tool_calls() -> None:
     assert same(serialize.from_json(serialize.to_json(PLAYED), Trajectory), PLAYED)
     assert same(decode_trajectory(encode_trajectory(PLAYED)), PLAYED)
 
 
-def test_a_parquet_export_brings_them_back(tmp_path: Path) -> None:
+def test_a_parquet_export_keeps_tool_calls(tmp_path: Path) -> None:
     pytest.importorskip("pyarrow")
     with ExperiencePool(tmp_path / "one.sqlite") as one, ExperiencePool(tmp_path / "two.sqlite") as two:
         assert one.add(TASK, PLAYED)
@@ -101,13 +101,13 @@ def test_a_parquet_export_brings_them_back(tmp_path: Path) -> None:
         assert same(stored.trajectory, PLAYED)
 
 
-def test_worker_processes_hand_tools_on() -> None:
+def test_an_observation_with_tools_can_be_pickled_for_worker_processes() -> None:
     observation = asyncio.run(ToolEnvironment([add], row=TASK.payload).reset())
     assert pickle.loads(pickle.dumps(observation)) == observation
     assert observation.tools
 
 
-def test_readers_see_what_was_called() -> None:
+def test_readable_texts_show_tool_calls() -> None:
     assert readable(CALL) == 'I add.\nadd({"a": 3, "b": 4})'
     assert readable(asks({"a": 1}, {"b": 2})) == 'add({"a": 1})\nadd({"b": 2})'
     assert '> I add.\nadd({"a": 3, "b": 4})' in transcript(PLAYED)
@@ -116,7 +116,7 @@ def test_readers_see_what_was_called() -> None:
     assert readable(PLAYED.segments[0][3].message) == 'I add.\nadd({"a": 3, "b": 4})'
 
 
-def test_guidance_is_taken_out_of_an_opening_with_tools() -> None:
+def test_guidance_is_removed_from_an_opening_with_tools() -> None:
     guided = replace(TASK, prompt=tuple(insert("{experience} {prompt}", TASK.prompt, "7")))
     shown = play(WRONG, CALL, "7", task=guided)
     shown = replace(shown, info={**shown.info, "guided": "discard", "unguided": USER["content"]})

@@ -1,4 +1,5 @@
-"""Chunks that adapt, through the whole loop with a real learner: fewer calls, the same groups, the same updates."""
+"""Tests of adaptive chunks through the whole loop with a real learner: the learner is called less often than with fixed
+chunks, with the same groups and the same update in every step."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ BATCH, STEPS = 8, 4
 
 @dataclass
 class SlowLearner:
-    """A torch learner in float64 whose every call takes a second."""
+    """A torch learner in float64 whose every update takes one second of virtual time."""
 
     learner: TorchLearner
     sizes: list[int] = field(default_factory=list)  # groups of each call
@@ -61,14 +62,14 @@ def played(folder: Path, preset: Any, *, adaptive: bool, updates_per_step: int =
 
 
 def consumed(run: Any) -> list[list[tuple[int, str, list[float]]]]:
-    """Of each step, whatever the order: tickets, tasks and rewards."""
+    """For each step, the sorted tickets, task ids and rewards of the groups that it consumed."""
     return [
         sorted((g.ticket, g.spec.task.id, [t.score.value for t in g.trajectories]) for g in groups)
         for _, groups, _ in run.observer.steps
     ]
 
 
-def test_a_step_holds_the_same_groups_and_makes_the_same_update(tmp_path: Path) -> None:
+def test_adaptive_and_fixed_chunks_give_the_same_groups_and_updates(tmp_path: Path) -> None:
     fixed, adaptive = (played(tmp_path / str(on), "pipelined", adaptive=on) for on in (False, True))
     assert consumed(fixed) == consumed(adaptive)
     assert fixed.learner.sizes == [1] * BATCH * STEPS
@@ -87,13 +88,13 @@ def steps_of(run: Any) -> list[dict[str, float]]:
     return [metrics for _, _, metrics in run.observer.steps]
 
 
-def test_a_list_that_spans_mini_batches_still_makes_one_update_for_each(tmp_path: Path) -> None:
+def test_a_chunk_that_spans_mini_batches_makes_one_update_for_each(tmp_path: Path) -> None:
     run = played(tmp_path, "pipelined", adaptive=True, updates_per_step=4)
     assert max(run.learner.sizes) > BATCH // 4
     assert [step["updates/done"] for step in steps_of(run)] == [4.0] * STEPS
 
 
-def test_with_staleness_a_step_is_still_one_batch_within_its_bound(tmp_path: Path) -> None:
+def test_adaptive_chunks_keep_the_batch_size_and_the_staleness_bound(tmp_path: Path) -> None:
     run = played(tmp_path, "pipelined_one_step_off", adaptive=True)
     assert max(run.learner.sizes) > 1
     assert [len(groups) for _, groups, _ in run.observer.steps] == [BATCH] * STEPS
@@ -101,7 +102,7 @@ def test_with_staleness_a_step_is_still_one_batch_within_its_bound(tmp_path: Pat
     assert max(step["schedule/staleness_max"] for step in steps_of(run)) <= 1
 
 
-def test_chunks_do_not_adapt_unless_asked(tmp_path: Path) -> None:
+def test_adaptive_is_off_by_default_and_does_not_change_the_sync_preset(tmp_path: Path) -> None:
     assert not ScheduleSettings().adaptive
     run = played(tmp_path, "sync", adaptive=True)
     assert run.learner.sizes == [BATCH] * STEPS

@@ -1,4 +1,5 @@
-"""The device lock: one holder at a time, priorities, no idle device while anybody waits."""
+"""Tests of `gleanrl.schedule.device_lock.DeviceLock`: one job holds the device at a time, jobs are served by priority,
+and the device is never idle while a job waits."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ class Job:
     asked: float
     takes: float
     patience: float | None = None  # cancelled after this many seconds
-    pieces: int = 1  # between which it gives way
+    pieces: int = 1  # between two pieces the job gives way if another job wants the device
     start: float | None = None
     end: float = 0.0
 
@@ -54,7 +55,7 @@ jobs = st.lists(
 async def play(
     device_lock: DeviceLock, plan: list[Job], stretches: list[tuple[float, float]] | None = None
 ) -> list[Job]:
-    """The jobs as they went; ``stretches``: when the device worked."""
+    """Run the jobs and return them with their start and end. ``stretches`` collects when the device worked."""
     loop = asyncio.get_running_loop()
     stretches = [] if stretches is None else stretches
 
@@ -82,8 +83,10 @@ async def play(
 
 @settings(max_examples=examples(200))
 @given(plan=jobs, orders=st.lists(st.sampled_from([SAMPLE_FIRST, TRAIN_FIRST]), min_size=1))
-def test_one_at_a_time_and_never_idle_while_anybody_waits(plan: list[Job], orders: list[Sequence[Work]]) -> None:
-    """Whatever the order is, even if it changes with each request."""
+def test_one_job_holds_the_device_at_a_time_and_it_is_never_idle_while_a_job_waits(
+    plan: list[Job], orders: list[Sequence[Work]]
+) -> None:
+    """This holds for every order of priority, even for one that changes at each request."""
     changing = itertools.cycle(orders)
 
     stretches: list[tuple[float, float]] = []
@@ -91,13 +94,15 @@ def test_one_at_a_time_and_never_idle_while_anybody_waits(plan: list[Job], order
     stretches.sort()
     assert all(end <= start for (_, end), (start, _) in itertools.pairwise(stretches))
     for job in done:
-        assert job.start is not None or job.patience is not None  # everybody else is served
-        assert covered(stretches, job.asked, job.end) == pytest.approx(job.end - job.asked)  # waited for work only
+        assert job.start is not None or job.patience is not None  # only an impatient job may end unserved
+        assert covered(stretches, job.asked, job.end) == pytest.approx(
+            job.end - job.asked
+        )  # the device worked all the time
 
 
 @settings(max_examples=examples(100))
 @given(plan=jobs, order=st.sampled_from([SAMPLE_FIRST, TRAIN_FIRST]))
-def test_in_order_then_first_come_first_served(plan: list[Job], order: Sequence[Work]) -> None:
+def test_jobs_are_served_by_priority_and_then_in_order_of_arrival(plan: list[Job], order: Sequence[Work]) -> None:
     plan = [replace(job, patience=None, pieces=1) for job in plan]
     done = virtual_time.run(play(DeviceLock(order=lambda: order), plan))
     for job in done:
@@ -125,12 +130,12 @@ CROWD = [Job("sample", 0, 5), Job("evaluate", 1, 1), Job("train", 2, 1), Job("sa
         ("due", True, [0, 8, 5, 7, 6]),
     ],
 )
-def test_who_goes_first_can_be_chosen(first: First, ahead: bool, starts: list[float]) -> None:
+def test_the_first_setting_chooses_which_work_is_served_first(first: First, ahead: bool, starts: list[float]) -> None:
     done = virtual_time.run(play(DeviceLock(order=make_order(first, lambda: ahead)), CROWD))
     assert [job.start for job in done] == starts
 
 
-def test_the_order_is_asked_for_each_time() -> None:
+def test_the_order_of_priority_is_read_at_each_hand_over() -> None:
     plan = [Job("sample", 0, 5), Job("train", 1, 1), Job("sample", 1, 1), Job("evaluate", 2, 1)]
 
     async def main() -> list[Job]:
@@ -141,8 +146,8 @@ def test_the_order_is_asked_for_each_time() -> None:
     assert [job.start for job in virtual_time.run(main())] == [0, 6, 7, 5]
 
 
-def test_who_asks_again_at_once_is_compared_with_those_who_wait() -> None:
-    """A burst after another keeps the device only where sampling goes first."""
+def test_a_task_that_requests_the_device_again_competes_with_waiting_ones() -> None:
+    """Successive bursts of sampling keep waiting training from the device only if sampling goes first."""
 
     async def main(order: Sequence[Work]) -> list[str]:
         device_lock, log = DeviceLock(order=lambda: order), []
@@ -166,12 +171,12 @@ def test_who_asks_again_at_once_is_compared_with_those_who_wait() -> None:
     assert virtual_time.run(main(TRAIN_FIRST)) == ["sample", "train", "sample", "sample"]
 
 
-def test_giving_way_lets_those_through_who_go_first() -> None:
+def test_give_way_lets_work_of_higher_priority_run_first() -> None:
     plan = [Job("train", 0, 6, pieces=3), Job("sample", 1, 1), Job("evaluate", 1, 1)]
     assert [(job.start, job.end) for job in virtual_time.run(play(DeviceLock(), plan))] == [(0, 7), (2, 3), (7, 8)]
 
 
-def test_cancelled_while_it_gives_way_it_lets_go_for_good() -> None:
+def test_a_holder_cancelled_while_giving_way_does_not_take_the_device_back() -> None:
     async def main() -> list[float]:
         loop, times = asyncio.get_running_loop(), []
         device_lock = DeviceLock(clock=loop.time)
@@ -220,7 +225,7 @@ def test_a_device_granted_to_a_task_just_cancelled_is_passed_on() -> None:
     assert virtual_time.run(main()) == 2
 
 
-def test_work_that_raises_gives_the_device_back() -> None:
+def test_work_that_raises_releases_the_device() -> None:
     async def main() -> None:
         device_lock = DeviceLock()
         with pytest.raises(KeyError):
@@ -232,7 +237,7 @@ def test_work_that_raises_gives_the_device_back() -> None:
     virtual_time.run(main())
 
 
-def test_waits_are_on_the_timeline() -> None:
+def test_waits_are_recorded_on_the_timeline() -> None:
     async def main() -> None:
         clock = asyncio.get_running_loop().time
         timeline = Timeline(clock=clock)
@@ -242,7 +247,7 @@ def test_waits_are_on_the_timeline() -> None:
     virtual_time.run(main())
 
 
-def test_work_whose_wait_cannot_be_recorded_gives_the_device_back() -> None:
+def test_an_error_while_recording_a_wait_releases_the_device() -> None:
     class FullDisk(Timeline):
         def record(self, kind: str, start: float, end: float, **tags: object) -> None:
             if tags["who"] == "train":

@@ -1,4 +1,5 @@
-"""A run that ends for want of rewards in the middle of a step: what was finished before is kept, and goes on."""
+"""Tests of a run that the reward agent stops in the middle of a step: the steps before it are saved, and a resumed run
+repeats only the interrupted step."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ PRESETS = ["pipelined", "pipelined_one_step_off", "bounded_async"]
 
 
 class Outage:
-    """Rewards take 1 to 9 s; from ``end`` on the error budget is used up."""
+    """A reward that takes 1 to 9 s. From time ``end`` on it raises UserError, as after an exhausted error budget."""
 
     def __init__(self, end: float) -> None:
         self.end = end
@@ -66,7 +67,7 @@ def make(
 
 
 def cut_in_a_step(folder: Path, preset: str, **options: Any) -> Run:
-    """A run that is ended between two chunks of its third step or a later one."""
+    """Return a run that an outage ended between two chunks of its third step or of a later one."""
     for tenths in range(60, 400, 7):
         run, _ = make(folder / f"{tenths}", preset, end=tenths / 10, **options)
         with pytest.raises(UserError, match="is down"):
@@ -77,20 +78,20 @@ def cut_in_a_step(folder: Path, preset: str, **options: Any) -> Run:
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_the_step_under_way_is_forgotten_and_those_before_it_are_kept(tmp_path: Path, preset: str) -> None:
+def test_a_resumed_run_repeats_only_the_step_that_the_outage_interrupted(tmp_path: Path, preset: str) -> None:
     first = cut_in_a_step(tmp_path, preset)
     second, learner = make(first.checkpoints.folder.parent, preset, resume=True)
     assert second.step == first.step
     virtual_time.run(train(second))
     tickets = [g.ticket for run in (first, second) for _, groups, _ in run.observer.steps for g in groups]
     assert Counter(tickets) == Counter(range(STEPS * BATCH))
-    if preset == "pipelined":  # staleness 0: which groups a step has does not depend on when rewards come
+    if preset == "pipelined":  # with staleness 0, the groups of a step do not depend on the timing of rewards
         whole, expected = make(tmp_path / "whole", preset)
         virtual_time.run(train(whole))
         for name, tensor in expected.weights().items():
             torch.testing.assert_close(learner.weights()[name], tensor, rtol=1e-9, atol=1e-12)
 
 
-def test_a_step_that_has_changed_the_weights_is_not_saved(tmp_path: Path) -> None:
+def test_no_checkpoint_is_saved_if_the_interrupted_step_has_changed_the_weights(tmp_path: Path) -> None:
     run = cut_in_a_step(tmp_path, "pipelined", updates_per_step=BATCH)
     assert run.checkpoints.latest() is None

@@ -1,4 +1,5 @@
-"""Schedules keep their promises whatever the timing: the bound, the counts, no deadlock, exact resume."""
+"""Tests of `Schedule`, `StalenessController` and `GroupQueue`: under any timing, the staleness bound and the counts
+hold, nothing deadlocks, and a resumed run consumes every ticket once."""
 
 from __future__ import annotations
 
@@ -46,6 +47,7 @@ worlds = st.builds(
 
 
 def check(schedule: Schedule, steps: int, trace: Trace, *, adaptive: bool = False) -> None:
+    """Check the staleness bound, the sizes of batches and chunks, and that every ticket was consumed once."""
     for step, chunks in trace.steps.items():
         groups = [group for chunk in chunks for group in chunk]
         assert len(groups) == schedule.batch
@@ -62,12 +64,12 @@ def check(schedule: Schedule, steps: int, trace: Trace, *, adaptive: bool = Fals
 
 @settings(max_examples=examples(300))
 @given(schedule=schedules(), steps=st.integers(1, 6), world=worlds, adaptive=st.booleans())
-def test_any_schedule_keeps_the_bound_and_the_counts(
+def test_every_schedule_keeps_the_staleness_bound_and_the_counts(
     schedule: Schedule, steps: int, world: World, adaptive: bool
 ) -> None:
     trace = virtual_time.run(learn(schedule, steps, world, adaptive=adaptive))  # raises Deadlock instead of hanging
     check(schedule, steps, trace, adaptive=adaptive)
-    assert not trace.stale  # withheld, never cancelled
+    assert not trace.stale  # a ticket is withheld until its group can be consumed in time
 
 
 @settings(max_examples=examples(150))
@@ -88,13 +90,15 @@ def test_resume_at_any_step_consumes_every_ticket_once(schedule: Schedule, world
 
 @settings(max_examples=examples(100))
 @given(schedule=schedules(), world=worlds)
-def test_a_sampler_that_lags_costs_its_groups_and_no_more(schedule: Schedule, world: World) -> None:
+def test_with_a_lagging_sampler_every_ticket_is_still_consumed_within_the_bound(
+    schedule: Schedule, world: World
+) -> None:
     world.lag_chance = 0.3
     trace = virtual_time.run(learn(schedule, 5, world))
     check(schedule, 5, trace)
 
 
-def test_lagging_groups_are_counted_and_their_tickets_come_again() -> None:
+def test_groups_of_a_lagging_sampler_are_dropped_and_their_tickets_issued_again() -> None:
     trace = virtual_time.run(learn(Schedule(4, 2, 0), 4, World(lag_chance=0.3)))
     check(Schedule(4, 2, 0), 4, trace)
     assert trace.stale
@@ -109,12 +113,12 @@ def test_a_dead_producer_ends_the_run_with_its_error(schedule: Schedule, world: 
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_presets_run(preset: Any) -> None:
+def test_every_preset_keeps_the_bound_and_the_counts(preset: Any) -> None:
     schedule = Schedule.from_settings(ScheduleSettings(preset=preset, batch=8, chunks=4))
     check(schedule, 6, virtual_time.run(learn(schedule, 6, World(seed=3, drop_chance=0.2))))
 
 
-def test_presets_are_the_published_table() -> None:
+def test_presets_have_the_documented_parameters() -> None:
     made = {p: Schedule.from_settings(ScheduleSettings(preset=p, batch=12, chunks=3, staleness=5)) for p in PRESETS}
     assert made == {
         "sync": Schedule(12, 12, 0, ordered=True),
@@ -126,7 +130,7 @@ def test_presets_are_the_published_table() -> None:
 
 
 def test_more_overlap_is_never_slower() -> None:
-    """Training costs the same per group in every schedule here, so only waiting differs."""
+    """Training takes the same time per group in every schedule of this test, so only the waiting differs."""
     seconds = {}
     for preset in PRESETS:
         schedule = Schedule.from_settings(ScheduleSettings(preset=preset, batch=8, chunks=4))
@@ -138,7 +142,9 @@ def test_more_overlap_is_never_slower() -> None:
 
 
 @pytest.mark.parametrize("preset", ["sync", "one_step_off"])
-def test_timing_leaves_no_trace_where_a_chunk_is_a_batch(preset: Literal["sync", "one_step_off"]) -> None:
+def test_timing_does_not_change_the_order_of_groups_if_a_chunk_is_a_batch(
+    preset: Literal["sync", "one_step_off"],
+) -> None:
     schedule = Schedule.from_settings(ScheduleSettings(preset=preset, batch=6))
     runs = [virtual_time.run(learn(schedule, 4, World(seed=seed))).numbers() for seed in range(5)]
     assert runs == [list(range(24))] * 5
@@ -161,12 +167,12 @@ def test_timing_leaves_no_trace_where_a_chunk_is_a_batch(preset: Literal["sync",
         ),
     ],
 )
-def test_impossible_numbers_are_named(wrong: Any, words: str) -> None:
+def test_impossible_settings_raise_a_user_error_that_names_them(wrong: Any, words: str) -> None:
     with pytest.raises(UserError, match=words):
         wrong()
 
 
-# --- the mechanism, one move at a time --------------------------------------------------------------
+# --- controller and queue, step by step -------------------------------------------------------------
 async def tickets(controller: StalenessController, count: int) -> list[Ticket]:
     taken = [await controller.ticket() for _ in range(count)]
     return [ticket for ticket in taken if ticket is not None]
@@ -182,7 +188,7 @@ def numbers(groups: list[Group]) -> list[int]:
     return [group.ticket for group in groups]
 
 
-def test_tickets_start_as_early_as_the_bound_allows() -> None:
+def test_tickets_are_issued_as_early_as_the_bound_allows() -> None:
     async def main() -> None:
         controller = StalenessController(Schedule(2, 2, 1), total_steps=4)
         assert [t.number for t in await tickets(controller, 4)] == [0, 1, 2, 3]
@@ -195,7 +201,7 @@ def test_tickets_start_as_early_as_the_bound_allows() -> None:
     virtual_time.run(main())
 
 
-def test_refunds_come_again_lowest_first_and_fresher() -> None:
+def test_refunded_tickets_are_issued_again_lowest_first_with_a_later_version() -> None:
     async def main() -> None:
         controller = StalenessController(Schedule(4, 4, 2), total_steps=4)
         issued = await tickets(controller, 6)
@@ -209,8 +215,8 @@ def test_refunds_come_again_lowest_first_and_fresher() -> None:
     virtual_time.run(main())
 
 
-def test_a_restart_goes_on_with_the_attempts_that_were_reached() -> None:
-    """Also those of tickets of later steps, and of tickets that were not requested yet; twice over."""
+def test_a_resumed_controller_continues_the_attempts_of_every_ticket() -> None:
+    """This includes tickets of later steps, and refunded tickets that have not been issued again."""
 
     async def main() -> None:
         schedule = Schedule(2, 2, 2)
@@ -220,7 +226,8 @@ def test_a_restart_goes_on_with_the_attempts_that_were_reached() -> None:
             controller.refund(ticket)
         again = await tickets(controller, 2)
         assert again == [Ticket(1, 1, 0, 2), Ticket(4, 1, 0, 2)]
-        controller.refund(again[1])  # 4 waits for its third attempt, 5 for its second, 1 has its second under way
+        # then ticket 4 waits for its third attempt and ticket 5 for its second; ticket 1 has its second under way
+        controller.refund(again[1])
         state = json.loads(json.dumps(controller.state_dict()))
         assert state["attempts"] == [[1, 1], [4, 2], [5, 1]]
         resumed = StalenessController.resume(schedule, 4, state)
@@ -243,7 +250,7 @@ def test_sampling_is_ahead_once_this_step_and_the_next_have_their_groups() -> No
         ready.put(issued[3], group_of(3, 0))  # a group that is delivered has been sampled
         assert controller.ahead
         assert numbers(await next_chunk(ready, 0)) == [3]
-        assert controller.ahead  # one less is to come
+        assert controller.ahead  # one group less is needed
         controller.refund(issued[0])
         assert not controller.ahead
         controller.sampled(issued[4])
@@ -262,7 +269,7 @@ def test_sampling_is_ahead_once_this_step_and_the_next_have_their_groups() -> No
 
 
 @pytest.mark.parametrize("staleness", [0, 1])
-def test_no_schedule_up_to_one_step_off_gets_ahead_while_anything_can_be_sampled(staleness: int) -> None:
+def test_with_staleness_up_to_one_sampling_is_not_ahead_while_a_ticket_is_unsampled(staleness: int) -> None:
     async def main() -> None:
         controller = StalenessController(Schedule(3, 3, staleness), total_steps=6)
         issued = await tickets(controller, 3 * (1 + staleness))
@@ -273,11 +280,11 @@ def test_no_schedule_up_to_one_step_off_gets_ahead_while_anything_can_be_sampled
     virtual_time.run(main())
 
 
-def test_slots_are_kept_for_tickets_that_cannot_wait() -> None:
+def test_slots_of_a_step_are_reserved_for_tickets_that_are_due() -> None:
     async def main() -> None:
         controller = StalenessController(Schedule(2, 1, 1), total_steps=3)
         ready = GroupQueue(controller)
-        first = await tickets(controller, 4)  # all under version 0: a deadline of step 1
+        first = await tickets(controller, 4)  # sampled by version 0, so due by step 1
         ready.put(first[2], group_of(2, 0))
         ready.put(first[3], group_of(3, 0))
         assert numbers(await next_chunk(ready, 0)) == [2]
@@ -288,7 +295,8 @@ def test_slots_are_kept_for_tickets_that_cannot_wait() -> None:
         withheld = asyncio.create_task(next_chunk(ready, 1))
         await asyncio.sleep(1)
         assert not withheld.done()  # both slots of step 1 belong to tickets 0 and 1
-        controller.refund(first[0])  # 0 starts afresh: it can wait until step 2, and 4 need not wait for it
+        # ticket 0 will be sampled by version 1 and is then due by step 2, so ticket 4 may take its slot
+        controller.refund(first[0])
         assert numbers(await withheld) == [4]
         ready.put(first[1], group_of(1, 0))
         assert numbers(await next_chunk(ready, 1)) == [1]
@@ -296,7 +304,7 @@ def test_slots_are_kept_for_tickets_that_cannot_wait() -> None:
     virtual_time.run(main())
 
 
-def test_an_adaptive_chunk_takes_what_is_ready() -> None:
+def test_an_adaptive_chunk_takes_the_ready_groups_in_multiples_of_the_chunk_size() -> None:
     async def main() -> None:
         controller = StalenessController(Schedule(8, 2), total_steps=1)
         ready = GroupQueue(controller)
@@ -314,7 +322,7 @@ def test_an_adaptive_chunk_takes_what_is_ready() -> None:
     virtual_time.run(main())
 
 
-def test_a_cancelled_consumer_loses_nothing() -> None:
+def test_a_cancelled_consumer_loses_no_group() -> None:
     async def main() -> None:
         controller = StalenessController(Schedule(3, 2), total_steps=1)
         ready = GroupQueue(controller)
@@ -331,7 +339,7 @@ def test_a_cancelled_consumer_loses_nothing() -> None:
     virtual_time.run(main())
 
 
-def test_what_was_really_sampled_decides_who_goes_first() -> None:
+def test_a_group_sampled_by_older_weights_is_consumed_first() -> None:
     async def main() -> None:
         controller = StalenessController(Schedule(2, 1, 1), total_steps=3)
         ready = GroupQueue(controller)
@@ -340,14 +348,14 @@ def test_what_was_really_sampled_decides_who_goes_first() -> None:
             ready.put(ticket, group_of(ticket.number, 0))
             await next_chunk(ready, 0)
         controller.published(1)
-        ready.put(first[2], group_of(2, 1))  # queued for so long that later weights sampled it
+        ready.put(first[2], group_of(2, 1))  # its sampling started only after version 1 was published
         ready.put(first[3], group_of(3, 0))
         assert numbers(await next_chunk(ready, 1)) == [3]
 
     virtual_time.run(main())
 
 
-def test_the_last_group_ends_the_wait_for_tickets() -> None:
+def test_waiting_for_a_ticket_ends_when_the_last_group_is_consumed() -> None:
     async def main() -> None:
         controller = StalenessController(Schedule(1, 1), total_steps=1)
         ready = GroupQueue(controller)
@@ -362,7 +370,7 @@ def test_the_last_group_ends_the_wait_for_tickets() -> None:
     virtual_time.run(main())
 
 
-def test_replayed_groups_have_no_age() -> None:
+def test_replayed_groups_do_not_count_towards_staleness() -> None:
     async def main() -> None:
         controller = StalenessController(Schedule(1, 1, 1), total_steps=2)
         ready = GroupQueue(controller)
@@ -376,14 +384,14 @@ def test_replayed_groups_have_no_age() -> None:
     virtual_time.run(main())
 
 
-def test_metrics_measure_age_by_group_and_by_token() -> None:
+def test_metrics_report_staleness_by_group_and_by_token() -> None:
     trace = virtual_time.run(learn(Schedule(4, 4, 1, ordered=True), 4, World(train_s=10.0)))
     assert [m["schedule/staleness_mean"] for m in trace.metrics] == [0, 1, 1, 1]
     assert [m["schedule/staleness_tokens"] for m in trace.metrics] == [0, 1, 1, 1]
     assert trace.metrics[0]["schedule/wait_s"] > 0
 
 
-def test_one_wait_is_one_span_however_often_it_was_woken() -> None:
+def test_a_wait_is_one_span_although_groups_arrive_singly() -> None:
     async def main() -> None:
         clock = asyncio.get_running_loop().time
         timeline = Timeline(clock=clock)
@@ -399,7 +407,7 @@ def test_one_wait_is_one_span_however_often_it_was_woken() -> None:
     virtual_time.run(main())
 
 
-def test_misuse_is_refused() -> None:
+def test_invalid_calls_raise_value_errors() -> None:
     async def main() -> None:
         controller = StalenessController(Schedule(2, 2), total_steps=2)
         ready = GroupQueue(controller)
@@ -418,7 +426,7 @@ def test_misuse_is_refused() -> None:
     virtual_time.run(main())
 
 
-def test_an_account_is_only_exact_between_steps() -> None:
+def test_state_dict_raises_in_the_middle_of_a_step() -> None:
     async def main() -> None:
         controller = StalenessController(Schedule(2, 1), total_steps=2)
         ready = GroupQueue(controller)
@@ -431,7 +439,7 @@ def test_an_account_is_only_exact_between_steps() -> None:
     virtual_time.run(main())
 
 
-def test_stop_releases_everyone_who_waits_for_a_ticket() -> None:
+def test_stop_returns_none_to_every_caller_that_waits_for_a_ticket() -> None:
     async def main() -> None:
         controller = StalenessController(Schedule(1, 1), total_steps=5)
         await controller.ticket()

@@ -1,4 +1,5 @@
-"""How old what is consumed is, through the whole loop: never over the bound, and the histogram says exactly how old."""
+"""Tests of the staleness bound through the whole training loop in virtual time: no consumed group or token is older
+than the bound, and the staleness histogram of every step is exact."""
 
 from __future__ import annotations
 
@@ -30,11 +31,11 @@ from tests.schedule_world import group_of
 from tests.strategies import examples
 
 PRESETS = ("sync", "pipelined", "one_step_off", "pipelined_one_step_off", "bounded_async")
-BROKEN = 3  # of 12 tasks: their groups are dropped
+BROKEN = 3  # number of tasks, of 12, whose environment fails, so that their groups are dropped
 
 
 class SlowReward(EnvironmentReward):
-    """What the environment gave; a few scores take much longer than the others."""
+    """The score of the environment, after a random delay that is much longer for a few trajectories."""
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
@@ -62,8 +63,9 @@ def play(
     learner_s: float = 0.0,
     seed: int = 0,
 ) -> Any:
-    """A run in virtual time: answers and rewards take random times, some tasks break, and of the answers a share
-    ``lag`` is by weights older than any step may learn from. ``ordered``: a schedule of no preset."""
+    """Train in virtual time and return the run. Answers and rewards take random times, some tasks break, and a share
+    ``lag`` of the answers comes from weights older than any step may learn from. ``ordered`` builds a schedule with
+    that value instead of the schedule of ``preset``."""
     broken = [Task(f"bad-{i}", payload={"broken": "step", "delay": 0.5}) for i in range(BROKEN)]
     options = ScheduleSettings(
         preset=preset, batch=batch, group=2, chunks=chunks, staleness=bound, adaptive=adaptive,
@@ -92,6 +94,7 @@ def play(
 
 
 def check(run: Any, *, lags: bool = False) -> None:
+    """Check the histograms and counts of every step against the groups that it consumed."""
     bound, batch = run.controller.schedule.staleness, run.controller.schedule.batch
     assert len(run.observer.steps) == run.total_steps
     for done, groups, metrics in run.observer.steps:
@@ -108,7 +111,8 @@ def check(run: Any, *, lags: bool = False) -> None:
         assert metrics["schedule/staleness_mean"] == pytest.approx(sum(k * n for k, n in ages.items()) / batch)
         assert metrics["schedule/staleness_max"] == max(ages)
         assert not any(group.spec.task.id.startswith("bad") for group in groups)
-    if not lags:  # withheld, never cancelled
+    # tickets are withheld until their groups can be consumed in time, so only a lagging sampler makes groups too old
+    if not lags:
         assert not any("groups/dropped_stale" in metrics for _, _, metrics in run.observer.steps)
     tickets = Counter(group.ticket for _, groups, _ in run.observer.steps for group in groups)
     assert tickets == Counter(range(run.total_steps * batch))
@@ -126,7 +130,7 @@ def check(run: Any, *, lags: bool = False) -> None:
     learner_s=st.sampled_from([0.0, 0.5, 30.0]),
     seed=st.integers(0, 10**6),
 )
-def test_nothing_is_consumed_over_the_bound_and_the_histogram_is_exact(
+def test_no_group_or_token_exceeds_the_staleness_bound_and_the_histogram_is_exact(
     preset: str, bound: int, ordered: bool | None, cut: tuple[int, int], adaptive: bool, resample: bool, lag: float,
     learner_s: float, seed: int,
 ) -> None:  # fmt: skip
@@ -140,8 +144,8 @@ def test_nothing_is_consumed_over_the_bound_and_the_histogram_is_exact(
 
 
 @pytest.mark.parametrize("bound", [0, 1, 2, 4])
-def test_a_slow_learner_gets_what_is_as_old_as_the_bound_allows(tmp_path: Path, bound: int) -> None:
-    """So that the property above is not kept by everything being young."""
+def test_with_a_slow_learner_groups_are_as_old_as_the_bound_allows(tmp_path: Path, bound: int) -> None:
+    """The bound is reached, so the property test above does not pass only because all groups are fresh."""
     run = play(tmp_path, "bounded_async", bound=bound, learner_s=1000.0)
     check(run)
     consumed = [histogram(metrics, GROUPS) for _, _, metrics in run.observer.steps]
@@ -149,7 +153,7 @@ def test_a_slow_learner_gets_what_is_as_old_as_the_bound_allows(tmp_path: Path, 
     assert [metrics["schedule/chunks"] for _, _, metrics in run.observer.steps] == [2.0] * 5
 
 
-def test_what_older_weights_sampled_is_dropped_and_in_no_histogram(
+def test_groups_sampled_by_too_old_weights_are_dropped_and_in_no_histogram(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stale = Counter[int]()
@@ -164,11 +168,11 @@ def test_what_older_weights_sampled_is_dropped_and_in_no_histogram(
     check(run, lags=True)
     dropped = sum(metrics.get("groups/dropped_stale", 0.0) for _, _, metrics in run.observer.steps)
     assert dropped > 0
-    assert sum(stale.values()) == dropped  # the curriculum sees each, too
+    assert sum(stale.values()) == dropped  # the curriculum observes each of them
     assert any(metrics.get("groups/dropped_invalid") for _, _, metrics in run.observer.steps)
 
 
-def test_a_group_of_stored_experience_alone_has_no_age() -> None:
+def test_a_group_of_replayed_members_only_does_not_enter_the_histogram() -> None:
     log = StalenessLog()
     log.add([group_of(0, 3), group_of(1, 5), group_of(2, -1)], step=5)
     log.add([group_of(3, 5)], step=5)

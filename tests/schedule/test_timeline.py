@@ -1,4 +1,5 @@
-"""The timeline: what is written reads back, from many threads, over restarts and crashes."""
+"""Tests of `gleanrl.schedule.timeline`: spans are written as JSON lines and read back, also from several threads and
+after restarts and crashes, and busy time counts overlapping spans once."""
 
 from __future__ import annotations
 
@@ -15,6 +16,8 @@ from gleanrl.utils.errors import UserError
 
 
 class Clock:
+    """A clock that the tests set by hand, in seconds."""
+
     def __init__(self, now: float = 0.0) -> None:
         self.now = now
 
@@ -31,7 +34,7 @@ def test_covered_counts_each_second_once(spans: list[tuple[float, float]], since
     assert covered(spans, since, since + length) == len(seconds)
 
 
-def test_spans_read_back_relative_to_the_start(tmp_path: Path) -> None:
+def test_spans_are_read_back_relative_to_the_start_of_the_timeline(tmp_path: Path) -> None:
     clock = Clock(1000.0)
     with Timeline(tmp_path / "run" / "timeline.jsonl", clock=clock) as timeline:
         timeline.record("decode", 1001.0, 1002.5, rows=np.int64(3), loss=np.float32(0.5), path=tmp_path)
@@ -43,14 +46,14 @@ def test_spans_read_back_relative_to_the_start(tmp_path: Path) -> None:
     ]
 
 
-def test_a_span_that_raises_is_marked(tmp_path: Path) -> None:
+def test_a_span_whose_body_raises_is_marked_as_failed(tmp_path: Path) -> None:
     path = tmp_path / "timeline.jsonl"
     with Timeline(path) as timeline, pytest.raises(KeyError), timeline.span("train"):
         raise KeyError
     assert [span["failed"] for span in read_timeline(path)] == [True]
 
 
-def test_busy_is_the_union_of_kinds() -> None:
+def test_busy_counts_overlapping_spans_of_the_given_kinds_once() -> None:
     timeline = Timeline()
     timeline.record("decode", 0.0, 4.0)
     timeline.record("decode", 2.0, 5.0)
@@ -61,7 +64,7 @@ def test_busy_is_the_union_of_kinds() -> None:
     assert timeline.busy("nothing", 0.0, 10.0) == timeline.busy("decode", 3.0, 3.0) == 0.0
 
 
-def test_a_span_counts_while_it_goes_on() -> None:
+def test_an_open_span_counts_as_busy() -> None:
     clock = Clock()
     timeline = Timeline(clock=clock)
     with timeline.span("score"):
@@ -73,7 +76,7 @@ def test_a_span_counts_while_it_goes_on() -> None:
     assert timeline.busy("score", 1.0, 9.0) == 2.0
 
 
-def test_a_span_too_short_is_not_recorded() -> None:
+def test_a_span_shorter_than_least_s_is_not_recorded() -> None:
     clock = Clock()
     timeline = Timeline(clock=clock)
     for seconds in (0.0, 0.5, 1.0):
@@ -83,7 +86,7 @@ def test_a_span_too_short_is_not_recorded() -> None:
     assert timeline.busy("score", 0.0, 2.0) == 1.0
 
 
-def test_threads_lose_no_line(tmp_path: Path) -> None:
+def test_spans_recorded_by_several_threads_are_all_written(tmp_path: Path) -> None:
     path = tmp_path / "timeline.jsonl"
 
     def record(worker: int) -> None:
@@ -100,7 +103,7 @@ def test_threads_lose_no_line(tmp_path: Path) -> None:
     assert seen == {(worker, i) for worker in range(4) for i in range(1000)}
 
 
-def test_lines_reach_the_file_while_the_run_goes_on(tmp_path: Path) -> None:
+def test_lines_are_flushed_while_the_timeline_is_open(tmp_path: Path) -> None:
     path, clock = tmp_path / "timeline.jsonl", Clock()
     timeline = Timeline(path, clock=clock)
     timeline.record("train", 0.0, 1.0)
@@ -110,25 +113,25 @@ def test_lines_reach_the_file_while_the_run_goes_on(tmp_path: Path) -> None:
     assert len(list(read_timeline(path))) == 2
 
 
-def test_a_restart_continues_behind_a_line_cut_short(tmp_path: Path) -> None:
+def test_a_restart_continues_after_a_truncated_line(tmp_path: Path) -> None:
     path = tmp_path / "timeline.jsonl"
     with Timeline(path, clock=Clock(50.0)) as timeline:
         timeline.record("train", 50.0, 60.0)
         timeline.record("decode", 51.0, 52.0)
     with path.open("a") as file:
-        file.write('{"kind": "train", "start": 12')  # killed here
+        file.write('{"kind": "train", "start": 12')  # the process was killed here
     with Timeline(path, clock=Clock(7.0)) as timeline:
         timeline.record("train", 8.0, 9.0)
     assert [(span["start"], span["end"]) for span in read_timeline(path)] == [(0.0, 10.0), (1.0, 2.0), (11.0, 12.0)]
 
 
-def test_what_cannot_be_written_is_one_clear_line(tmp_path: Path) -> None:
+def test_a_path_that_is_a_directory_raises_a_user_error(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"cannot write .*Is a directory"):
         Timeline(tmp_path)
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs the device that is always full")
-def test_a_full_disk_is_one_clear_line(tmp_path: Path) -> None:
+def test_a_full_disk_raises_a_user_error(tmp_path: Path) -> None:
     timeline = Timeline(tmp_path / "timeline.jsonl")
     timeline.path = Path("/dev/full")
     timeline.record("train", 0.0, 1.0)
