@@ -95,9 +95,8 @@ def test_one_job_holds_the_device_at_a_time_and_it_is_never_idle_while_a_job_wai
     assert all(end <= start for (_, end), (start, _) in itertools.pairwise(stretches))
     for job in done:
         assert job.start is not None or job.patience is not None  # only an impatient job may end unserved
-        assert covered(stretches, job.asked, job.end) == pytest.approx(
-            job.end - job.asked
-        )  # the device worked all the time
+        # the device worked during all of the job's wait
+        assert covered(stretches, job.asked, job.end) == pytest.approx(job.end - job.asked)
 
 
 @settings(max_examples=examples(100))
