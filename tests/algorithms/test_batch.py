@@ -1,4 +1,5 @@
-"""From groups to samples to padded tensors: nothing lost, nothing doubled, invalid members nowhere."""
+"""Tests of `gleanrl.algorithms.batch` and `gleanrl.algorithms.microbatch`: groups become samples and padded
+micro-batches that hold every trained token of the valid members exactly once."""
 
 from __future__ import annotations
 
@@ -52,7 +53,7 @@ def test_samples_are_the_segments_of_valid_members_up_to_the_last_trained_token(
 
 @settings(max_examples=examples(50))
 @given(seed=SEEDS, estimator=st.sampled_from(["grpo", "dr_grpo", "rloo"]))
-def test_advantages_are_those_of_the_trajectory_on_every_segment(seed: int, estimator: str) -> None:
+def test_every_segment_has_the_advantage_of_its_trajectory(seed: int, estimator: str) -> None:
     groups = random_groups(np.random.default_rng(seed))
     batch = build(groups, CreditSettings(estimator=estimator), LossSettings(), 256)
     for part, group in zip(batch.parts, groups, strict=True):
@@ -77,7 +78,7 @@ def test_advantages_are_those_of_the_trajectory_on_every_segment(seed: int, esti
 
 @settings(max_examples=examples(40))
 @given(seed=SEEDS, mode=st.sampled_from(AGGREGATIONS))
-def test_a_sequence_of_an_aggregation_is_a_trajectory(seed: int, mode: str) -> None:
+def test_aggregation_weights_count_a_trajectory_as_one_sequence(seed: int, mode: str) -> None:
     batch = build_default(random_groups(np.random.default_rng(seed)), aggregation=mode)
     trained: dict[int, int] = {}
     for sample in batch.samples:
@@ -89,7 +90,7 @@ def test_a_sequence_of_an_aggregation_is_a_trajectory(seed: int, mode: str) -> N
         np.testing.assert_allclose(sample.weights, np.where(sample.mask, weight, 0), rtol=1e-6)
 
 
-def test_dropping_flat_groups_removes_them_from_the_denominator() -> None:
+def test_dropping_groups_without_variance_removes_them_from_the_denominator() -> None:
     random = np.random.default_rng(0)
     flat = make_group(0, [Member(1.0), Member(1.0), Member(None)], random)
     mixed = make_group(1, [Member(1.0), Member(0.0)], random)
@@ -105,8 +106,8 @@ def test_dropping_flat_groups_removes_them_from_the_denominator() -> None:
     assert [part.invalid for part in dropped.parts] == [1, 0]
 
 
-def test_zero_variance_goes_by_the_groups_of_the_estimator() -> None:
-    """A replayed member that is a group of its own has an advantage, whatever the fresh ones earned."""
+def test_zero_variance_drop_follows_the_grouping_of_replayed_members() -> None:
+    """With grouping "own", a replayed member has an advantage whatever rewards the fresh members have."""
     group = make_group(0, [Member(1.0), Member(1.0), Member(1.0, replayed=True)], np.random.default_rng(0))
     credit = CreditSettings(estimator="dr_grpo", zero_variance="drop")
     for grouping, kept in (("shared", []), ("own", [True])):
@@ -117,7 +118,7 @@ def test_zero_variance_goes_by_the_groups_of_the_estimator() -> None:
         assert batch.parts[0].zero_variance
 
 
-def test_replayed_members_stand_beside_a_baseline_of_fresh_ones() -> None:
+def test_replayed_members_are_compared_with_the_baseline_of_fresh_ones() -> None:
     group = make_group(0, [Member(0.0), Member(0.0), Member(1.0, replayed=True)], np.random.default_rng(0))
     samples = build_default([group]).samples
     assert [sample.off_policy for sample in samples] == [False, False, True]
@@ -125,7 +126,7 @@ def test_replayed_members_stand_beside_a_baseline_of_fresh_ones() -> None:
     assert samples[2].advantages[samples[2].mask] == pytest.approx(1.0, abs=2e-6)
 
 
-def test_nothing_valid_is_an_empty_batch() -> None:
+def test_groups_without_valid_members_give_an_empty_batch() -> None:
     group = make_group(0, [Member(None), Member(None)], np.random.default_rng(0))
     batch = build_default([group])
     assert (batch.groups, batch.samples, batch.parts[0].tokens, batch.parts[0].invalid) == (1, (), 0, 2)
@@ -133,7 +134,7 @@ def test_nothing_valid_is_an_empty_batch() -> None:
     assert micro_batches([], 100) == []
 
 
-def test_too_long_is_the_users_to_mend_and_an_unprompted_sample_is_a_bug() -> None:
+def test_a_too_long_sample_raises_a_user_error_and_one_without_prompt_a_value_error() -> None:
     random = np.random.default_rng(0)
     with pytest.raises(UserError, match=r"task-0/0.* has 15 tokens, but model.max_context is 14"):
         build([make_group(0, [Member(turns=(6, 1))], random)], CreditSettings(), LossSettings(), 14)
@@ -147,7 +148,9 @@ def test_too_long_is_the_users_to_mend_and_an_unprompted_sample_is_a_bug() -> No
     budget=st.integers(1, 4000),
     padding=st.sampled_from([0.0, MAX_PADDING, 0.5]),
 )
-def test_a_plan_takes_everything_once_and_keeps_its_bounds(lengths: list[int], budget: int, padding: float) -> None:
+def test_a_plan_takes_every_row_once_within_the_budget_and_padding_limit(
+    lengths: list[int], budget: int, padding: float
+) -> None:
     plans = plan(lengths, budget, padding)
     assert sorted(row for rows in plans for row in rows) == list(range(len(lengths)))
     longest = [max(lengths[row] for row in rows) for rows in plans]
@@ -160,7 +163,7 @@ def test_a_plan_takes_everything_once_and_keeps_its_bounds(lengths: list[int], b
 
 @settings(max_examples=examples(40))
 @given(seed=SEEDS, budget=st.integers(1, 300))
-def test_micro_batches_hold_every_trained_token_where_the_model_predicts_it(seed: int, budget: int) -> None:
+def test_micro_batches_hold_every_trained_token_at_the_position_that_predicts_it(seed: int, budget: int) -> None:
     samples = build_default(random_groups(np.random.default_rng(seed))).samples
     seen: list[int] = []
     for micro in micro_batches(samples, budget, pad_token=0):
@@ -191,7 +194,7 @@ def test_micro_batches_hold_every_trained_token_where_the_model_predicts_it(seed
 
 
 def group_with_prompt(index: int, random: np.random.Generator) -> Group:
-    """Members that begin alike, some with one prompt and some with another, some with the same first action too."""
+    """Return a group whose members begin with one of two prompts; some also share the first action."""
     prompts = [random.integers(1, 9, int(random.integers(1, 30))) for _ in range(2)]
     group = make_group(index, [Member(float(m % 2), turns=(3, 2)) for m in range(int(random.integers(1, 7)))], random)
     members = []
@@ -205,7 +208,7 @@ def group_with_prompt(index: int, random: np.random.Generator) -> Group:
 
 @settings(max_examples=examples(60))
 @given(seed=SEEDS, budget=st.integers(1, 300))
-def test_a_token_sees_the_same_in_a_shared_row_as_alone(seed: int, budget: int) -> None:
+def test_a_token_in_a_shared_row_attends_to_the_same_tokens_as_alone(seed: int, budget: int) -> None:
     random = np.random.default_rng(seed)
     groups = [group_with_prompt(index, random) for index in range(3)] + random_groups(random, 2)
     samples = build_default(groups).samples

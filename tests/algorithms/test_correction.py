@@ -1,4 +1,5 @@
-"""Importance correction: weights, what is left out and of which denominators, and that no cut changes any of it."""
+"""Tests of the importance correction of `gleanrl.algorithms.loss`: its weights, which tokens it leaves out and of which
+denominators, and that dividing an update into parts does not change it."""
 
 from __future__ import annotations
 
@@ -42,7 +43,7 @@ CORRECTED = st.fixed_dictionaries(
 
 
 def loss_of(world: World, config: LossSettings) -> tuple[float, np.ndarray, dict[str, float]]:
-    """`padded_policy_loss` of padded rows, NaN outside the mask; its gradient at the tokens, in order; its metrics."""
+    """Return `padded_policy_loss` of rows padded with NaN, its gradient at the tokens in order, and its metrics."""
     filled = [world.padded(x, np.nan) for x in (world.logp, world.old, world.advantages, world.behaviour)]
     mask = ~filled[0].isnan()
     rows = torch.zeros(len(mask), dtype=torch.bool)
@@ -60,8 +61,8 @@ def loss_of(world: World, config: LossSettings) -> tuple[float, np.ndarray, dict
 @pytest.mark.parametrize("name", NAMES)
 @hypothesis_settings(max_examples=examples(60))
 @given(world=worlds(), mode=st.sampled_from(AGGREGATIONS), corrected=CORRECTED | st.just({}))
-def test_what_is_left_out_was_never_trained(name: str, world: World, mode: Any, corrected: dict[str, Any]) -> None:
-    """The reference drops the tokens first, holds the weights, and aggregates what remains."""
+def test_masked_tokens_count_as_never_trained(name: str, world: World, mode: Any, corrected: dict[str, Any]) -> None:
+    """The reference removes the masked tokens first, holds the weights constant, and aggregates the rest."""
     config = settings(name, aggregation=mode, aggregation_scale=SCALE, **corrected)
     value, gradient, metrics = loss_of(world, config)
     parts, slopes = aggregated(world, config, mode, SCALE)
@@ -72,7 +73,7 @@ def test_what_is_left_out_was_never_trained(name: str, world: World, mode: Any, 
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_auto_is_the_loss_s_own_aggregation(name: str) -> None:
+def test_auto_aggregation_is_the_default_of_the_loss(name: str) -> None:
     world = make_world(np.random.default_rng(0))
     mode = "seq-mean-token-mean" if name == "gspo" else "token-mean"
     assert aggregation_of(settings(name)) == mode
@@ -85,7 +86,7 @@ def test_auto_is_the_loss_s_own_aggregation(name: str) -> None:
 @pytest.mark.parametrize("mode", AGGREGATIONS)
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("name", NAMES)
-def test_all_tokens_left_out_give_nothing(name: str, level: Any, mode: Any) -> None:
+def test_masking_all_tokens_gives_zero_loss_and_gradient(name: str, level: Any, mode: Any) -> None:
     world = make_world(np.random.default_rng(1), replayed=0.0)
     config = settings(
         name, aggregation=mode, correction="mask", correction_level=level, correction_cap=1e9, correction_floor=1e8
@@ -101,7 +102,7 @@ def test_all_tokens_left_out_give_nothing(name: str, level: Any, mode: Any) -> N
 @pytest.mark.parametrize("name", ["ppo", "reinforce"])
 @hypothesis_settings(max_examples=examples(60))
 @given(world=worlds(), corrected=CORRECTED)
-def test_weights(name: str, world: World, corrected: dict[str, Any]) -> None:
+def test_correction_weights_equal_the_formula(name: str, world: World, corrected: dict[str, Any]) -> None:
     config = settings(name, **corrected)
     weight = precompute(world.tokens(torch.tensor(world.logp, requires_grad=True)), config).weight
     assert weight is not None
@@ -111,7 +112,7 @@ def test_weights(name: str, world: World, corrected: dict[str, Any]) -> None:
 
 
 def test_decoupled_ppo_has_the_gradient_of_its_paper() -> None:
-    """Inside clip and cap, w u = pi / pi_behaviour: the proximal policy cancels (arXiv 2110.00641, 2505.24298)."""
+    """Inside clip and cap, w u = pi / pi_behaviour, so the proximal policy cancels (arXiv 2110.00641, 2505.24298)."""
     world = make_world(np.random.default_rng(2), spread=0.02, replayed=0.0)
     for correction in ("truncate", "mask"):
         logp = torch.tensor(world.logp, requires_grad=True)
@@ -121,8 +122,8 @@ def test_decoupled_ppo_has_the_gradient_of_its_paper() -> None:
         np.testing.assert_allclose(logp.grad.numpy(), expected, rtol=1e-9)
 
 
-def test_without_a_behaviour_of_its_own_a_ratio_is_enough() -> None:
-    """A recorded denominator is the behaviour: nothing is left to correct where the loss holds a ratio."""
+def test_with_recorded_old_log_probs_only_losses_without_ratio_are_corrected() -> None:
+    """Old log-probs that are those of the behaviour policy leave nothing to correct in a loss with a ratio."""
     world = make_world(np.random.default_rng(3), replayed=0.0)
     recorded = World(world.logp, world.old, world.old, world.advantages, world.sequence, world.replayed)
     for name in NAMES:
@@ -135,8 +136,8 @@ def test_without_a_behaviour_of_its_own_a_ratio_is_enough() -> None:
 
 @pytest.mark.parametrize("mode", AGGREGATIONS)
 @pytest.mark.parametrize("kind", ["truncate", "mask"])
-def test_kl_and_entropy_of_a_token_left_out_go_with_it(kind: Any, mode: Any) -> None:
-    """They are not weighted, and those of replayed tokens do not exist."""
+def test_kl_and_entropy_terms_of_masked_tokens_are_left_out(kind: Any, mode: Any) -> None:
+    """The KL and entropy terms of other tokens are not weighted, and replayed tokens have none."""
     random = np.random.default_rng(4)
     world = make_world(random, tokens=60, sequences=6)
     config = settings(
@@ -163,11 +164,11 @@ def test_kl_and_entropy_of_a_token_left_out_go_with_it(kind: Any, mode: Any) -> 
     np.testing.assert_allclose((result.values - plain.values).numpy(), expected, rtol=1e-9, atol=1e-12)
 
 
-# --- cuts -----------------------------------------------------------------------------------------
+# --- division into parts --------------------------------------------------------------------------
 def parts_of(
     world: World, config: LossSettings, random: np.random.Generator, cuts: int
 ) -> list[tuple[Any, LossContext]]:
-    """Tokens dealt out at random, each part with its context."""
+    """Divide the tokens at random into ``cuts`` parts; return each part with its context."""
     context, part_of = precompute(world.tokens(), config), random.integers(0, cuts, world.logp.size)
     parts = [np.flatnonzero(part_of == part) for part in range(cuts)]
     return [(part, context.take(torch.tensor(part))) for part in parts]
@@ -182,7 +183,7 @@ def parts_of(
     cuts=st.integers(1, 5),
     seed=st.integers(0, 2**32 - 1),
 )
-def test_no_cut_changes_the_update(
+def test_dividing_an_update_into_parts_does_not_change_it(
     name: str, world: World, mode: Any, corrected: dict[str, Any], cuts: int, seed: int
 ) -> None:
     config = settings(name, aggregation=mode, aggregation_scale=SCALE, kl_coefficient=0.1, **corrected)
@@ -223,10 +224,10 @@ def test_no_cut_changes_the_update(
     corrected=CORRECTED | st.just({}),
     seed=st.integers(0, 2**32 - 1),
 )
-def test_a_part_of_the_scope_s_size_can_be_surveyed_alone(
+def test_precompute_of_a_part_that_covers_the_scope_equals_that_of_the_whole(
     name: str, world: World, mode: Any, corrected: dict[str, Any], seed: int
 ) -> None:
-    """Scope "token": any part. Scope "sequence": one that holds whole sequences."""
+    """With scope "token" this holds for any part, with scope "sequence" for a part that holds whole sequences."""
     config = settings(name, aggregation=mode, aggregation_scale=SCALE, **corrected)
     scope, random = scope_of(config), np.random.default_rng(seed)
     if scope == "update":
@@ -249,8 +250,8 @@ def test_a_part_of_the_scope_s_size_can_be_surveyed_alone(
 
 
 @pytest.mark.parametrize("mode", AGGREGATIONS)
-def test_how_far_a_loss_looks(mode: Any) -> None:
-    """A mask reaches as far as the mean that it takes tokens out of."""
+def test_the_scope_of_a_loss_follows_from_its_correction_and_aggregation(mode: Any) -> None:
+    """A mask changes the denominator of a mean, so it needs to know all tokens of this mean."""
     over_sequences = mode != "token-mean"
     for kind, level in itertools.product(("truncate", "mask"), LEVELS):
         corrected = {"aggregation": mode, "correction": kind, "correction_level": level}
@@ -282,7 +283,7 @@ def test_mismatch_and_correction_are_measured(kind: Any) -> None:
 
 
 # --- loglinear ------------------------------------------------------------------------------------
-def test_loglinear_goes_from_the_recorded_to_the_current() -> None:
+def test_loglinear_interpolates_between_behaviour_and_current_log_probs() -> None:
     behaviour, logp = (torch.tensor(x, dtype=torch.float64) for x in ([-1.0, -2.0, -3.0], [-1.5, -1.0, -7.0]))
     logp.requires_grad_()
     for dtype in (torch.int64, torch.float32):
@@ -294,8 +295,8 @@ def test_loglinear_goes_from_the_recorded_to_the_current() -> None:
     torch.testing.assert_close(loglinear(behaviour, logp, torch.full((3,), 10**12)), logp.detach())
 
 
-def test_loglinear_leaves_a_share_of_the_ratio_and_all_of_its_slope() -> None:
-    """log u = (logp - behaviour) / (d + 1), and the derivative of u is u."""
+def test_the_ratio_to_loglinear_log_probs_has_the_documented_value_and_gradient() -> None:
+    """With staleness d, log u = (logp - behaviour) / (d + 1), and the derivative of u by logp is u."""
     behaviour = torch.tensor([-1.0, -2.0, -3.0], dtype=torch.float64)
     logp = torch.tensor([-0.9, -2.1, -3.0], dtype=torch.float64, requires_grad=True)
     staleness = torch.tensor([0, 1, 4])

@@ -1,4 +1,5 @@
-"""What `estimate` promises of every estimator: its arguments, its errors, replayed members, a user's own estimator."""
+"""Tests of `gleanrl.algorithms.advantages.estimate` that hold for all estimators: checks of the arguments, replayed and
+invalid members, and estimators that users register."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from gleanrl.algorithms.advantages import (
 )
 from gleanrl.utils.errors import UserError
 
-MEANS = ("grpo", "dr_grpo", "rloo", "opo")  # compare with the mean of their group
+MEANS = ("grpo", "dr_grpo", "rloo", "opo")  # estimators that compare a reward with a mean of its group
 
 
 def arguments(rows: int = 2) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -29,13 +30,13 @@ def arguments(rows: int = 2) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     ("name", "expected"),
     [("grpo", 3.0 / (1 + 1e-6)), ("dr_grpo", 3.0), ("rloo", 3.0), ("opo", 3.0), ("gpg", 3.0)],
 )
-def test_a_lone_member_keeps_its_score(name: str, expected: float) -> None:
+def test_the_advantage_of_a_lone_member_is_its_reward(name: str, expected: float) -> None:
     advantages, _ = estimate(name, torch.tensor([[3.0]]), torch.ones(1, 1), torch.tensor([5]))
     assert advantages.item() == pytest.approx(expected, abs=1e-7)
 
 
 @pytest.mark.parametrize("name", MEANS)
-def test_replayed_members_are_compared_with_fresh_ones_and_leave_them_alone(name: str) -> None:
+def test_replayed_members_are_compared_with_fresh_ones_and_do_not_change_them(name: str) -> None:
     fresh, group = torch.tensor([[0.0], [0.0], [1.0], [0.0]]), torch.zeros(4, dtype=torch.long)
     alone, _ = estimate(name, fresh, torch.ones(4, 1), group)
     both, _ = estimate(
@@ -50,7 +51,7 @@ def test_replayed_members_are_compared_with_fresh_ones_and_leave_them_alone(name
     assert both[4].item() == pytest.approx(0.75 / deviation, rel=1e-6)
 
 
-def test_replayed_members_leave_the_whitening_alone() -> None:
+def test_replayed_members_do_not_change_the_whitening() -> None:
     rewards, mask, group = torch.tensor([[0.0], [1.0], [9.0]]), torch.ones(3, 1), torch.zeros(3, dtype=torch.long)
     members = torch.tensor([True, True, False])
     for name in ("reinforce_plus_plus", "reinforce_plus_plus_baseline"):
@@ -71,7 +72,7 @@ def test_a_stored_success_among_failures_has_advantage_one() -> None:
 
 @pytest.mark.parametrize("name", [*MEANS, "gpg"])
 @pytest.mark.parametrize("score", [0.0, 1.0])
-def test_a_stored_success_is_compared_with_a_lone_fresh_member_too(name: str, score: float) -> None:
+def test_a_stored_success_is_compared_with_a_single_fresh_member(name: str, score: float) -> None:
     advantages, _ = estimate(
         name,
         torch.tensor([[score], [1.0]]),
@@ -82,13 +83,13 @@ def test_a_stored_success_is_compared_with_a_lone_fresh_member_too(name: str, sc
     assert advantages[:, 0].tolist() == pytest.approx([score, 1 - score], abs=2e-6)
 
 
-def test_drop_zeroes_flat_groups_only() -> None:
+def test_zero_variance_drop_zeroes_only_groups_with_equal_rewards() -> None:
     rewards = torch.tensor([[2.0], [1.0], [0.0], [5.0]])
     group = torch.tensor([0, 1, 1, 2])
     kept, _ = estimate("dr_grpo", rewards, torch.ones(4, 1), group, zero_variance="drop")
-    assert kept[:, 0].tolist() == [2.0, 0.5, -0.5, 5.0]  # a lone member is not a flat group
+    assert kept[:, 0].tolist() == [2.0, 0.5, -0.5, 5.0]  # a group of one member is kept
     flat = torch.tensor([0, 0, 1, 1]), torch.tensor([[3.0], [3.0], [0.0], [5.0]])
-    for name in ("reinforce_plus_plus", "gpg"):  # one answers per token, one per trajectory
+    for name in ("reinforce_plus_plus", "gpg"):  # advantages per token, and per trajectory
         dropped, _ = estimate(name, flat[1], torch.ones(4, 1), flat[0], zero_variance="drop")
         kept, _ = estimate(name, flat[1], torch.ones(4, 1), flat[0])
         assert not dropped[:2].any()
@@ -99,14 +100,14 @@ def test_drop_zeroes_flat_groups_only() -> None:
         estimate("grpo", *arguments(), zero_variance="dorp")  # pyright: ignore[reportArgumentType]
 
 
-def test_an_unknown_name_names_the_nearest() -> None:
+def test_an_unknown_estimator_raises_an_error_that_suggests_the_nearest_name() -> None:
     with pytest.raises(UserError, match=r"credit.estimator: unknown value 'gpro'.*did you mean 'grpo'"):
         estimate("gpro", *arguments())
     with pytest.raises(UserError, match=r"credit.estimator: unknown value 'gpro'"):
         ESTIMATORS.get("gpro")
 
 
-def test_an_unknown_option_names_the_nearest() -> None:
+def test_an_unknown_option_raises_an_error_that_suggests_the_nearest_name() -> None:
     wrong = r"credit\.options\.gama: estimator 'gae' has no such option; did you mean 'gamma'\?"
     with pytest.raises(UserError, match=wrong):
         check_options("gae", ["lam", "gama"])
@@ -130,13 +131,13 @@ def test_an_unknown_option_names_the_nearest() -> None:
         ({"token_rewards": torch.tensor([[torch.inf], [1.0]])}, "reward of valid member 0 is not finite"),
     ],
 )
-def test_what_does_not_fit_is_refused(change: dict[str, Any], message: str) -> None:
+def test_wrong_shapes_and_non_finite_rewards_raise_value_errors(change: dict[str, Any], message: str) -> None:
     given = dict(zip(("token_rewards", "mask", "group"), arguments(), strict=True)) | change
     with pytest.raises(ValueError, match=message):
         estimate("grpo", **given)
 
 
-def test_invalid_members_may_hold_anything() -> None:
+def test_invalid_members_may_hold_nan_and_infinite_rewards() -> None:
     rewards = torch.tensor([[torch.nan, torch.inf], [1.0, 0.0], [0.0, 0.0]])
     valid = torch.tensor([False, True, True])
     for name in sorted({"grpo_passk", "gpg", "opo", "reinforce_plus_plus", *MEANS}):
@@ -145,19 +146,19 @@ def test_invalid_members_may_hold_anything() -> None:
         assert not got[0].any()
 
 
-def test_values_that_are_not_finite_do_not_leave() -> None:
+def test_a_non_finite_advantage_or_return_raises_a_value_error() -> None:
     with pytest.raises(ValueError, match="estimator 'gae' gave member 1 an advantage or return that is not finite"):
         estimate("gae", *arguments(), values=torch.tensor([[0.0], [torch.nan]]), whiten=False)
 
 
-def test_no_gradient_passes() -> None:
+def test_advantages_and_returns_carry_no_gradient() -> None:
     values = torch.zeros(2, 1, requires_grad=True)
     advantages, returns = estimate("gae", *arguments(), values=values)
     assert not advantages.requires_grad
     assert not returns.requires_grad
 
 
-def test_the_inputs_are_left_alone() -> None:
+def test_estimators_do_not_change_their_inputs() -> None:
     rewards, values = torch.randn(4, 5, dtype=torch.float64), torch.randn(4, 5, dtype=torch.float64)
     mask, group = torch.ones(4, 5, dtype=torch.bool), torch.tensor([0, 0, 1, 1])
     before = [x.clone() for x in (rewards, values, mask, group)]
@@ -201,10 +202,10 @@ def test_a_users_own_estimator_is_chosen_by_its_import_path(tmp_path: Path) -> N
         check_options(f"{file}:scalde", [])
 
 
-def test_an_answer_of_the_wrong_shape_is_refused() -> None:
+def test_an_estimator_that_returns_a_wrong_shape_raises_a_value_error() -> None:
     @estimator("of_shape_n", group_local=True)
     def of_shape_n(rewards: Rewards) -> tuple[torch.Tensor, torch.Tensor]:
-        return rewards.scores, rewards.scores  # [N] would spread over the wrong axis
+        return rewards.scores, rewards.scores  # shape [N] would broadcast over the wrong axis
 
     with pytest.raises(ValueError, match=r"'of_shape_n' gave shape \[2\], not \[2, 1\] or \[2, 2\]"):
         estimate("of_shape_n", torch.ones(2, 2), torch.ones(2, 2), torch.tensor([0, 0]))

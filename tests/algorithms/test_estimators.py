@@ -1,5 +1,5 @@
-"""The ten estimators against naive float64 loops over the definitions, against numbers worked out by hand, and
-against what must hold of all of them."""
+"""Tests of the ten advantage estimators against naive float64 loops over their definitions, against numbers worked out
+by hand, and against properties that hold for all of them."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from gleanrl.utils.errors import UserError
 from tests.strategies import examples
 
 LOCAL = ("grpo", "dr_grpo", "grpo_passk", "rloo", "opo", "remax")
-WHOLE = ("gpg", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gae")  # look at the whole batch
+WHOLE = ("gpg", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gae")  # these depend on the whole batch
 NAMES = (*LOCAL, *WHOLE)
-OF_TOKENS = ("reinforce_plus_plus", "remax", "gae")  # not the same at every token
+OF_TOKENS = ("reinforce_plus_plus", "remax", "gae")  # their advantages differ between the tokens of a trajectory
 
 Matrix = list[list[float]]
 
 
 def naive(name: str, batch: dict[str, Any], **options: Any) -> tuple[Matrix, Matrix]:
-    """Advantages and returns, one trajectory and one token at a time, straight from the definitions."""
+    """Compute advantages and returns from the definitions, one trajectory and one token at a time."""
     lists = {key: value.tolist() for key, value in batch.items()}
     rewards, mask, valid, baseline = (lists[key] for key in ("rewards", "mask", "valid", "baseline"))
     rows, length = range(len(mask)), len(mask[0])
@@ -69,7 +69,7 @@ def naive(name: str, batch: dict[str, Any], **options: Any) -> tuple[Matrix, Mat
 def naive_outcome(
     name: str, i: int, scores: list[float], lists: dict[str, Any], lengths: list[int], f_norm: float = 1.0
 ) -> float:
-    """What one trajectory gets at each of its tokens."""
+    """The advantage of trajectory ``i``, which is the same at each of its tokens."""
     group, valid, baseline = lists["group"], lists["valid"], lists["baseline"]
     members = [j for j in range(len(scores)) if valid[j] and group[j] == group[i]]
     peers = [j for j in members if baseline[j]]
@@ -96,7 +96,7 @@ def naive_outcome(
 
 
 def naive_credited(rewards: list[float], tokens: list[int]) -> dict[int, float]:
-    """Each reward to the trained token at or before it, else to the first."""
+    """Credit each reward to the last trained token at or before it, or else to the first trained token."""
     earned = dict.fromkeys(tokens, 0.0)
     for at, reward in enumerate(rewards):
         if tokens:
@@ -141,7 +141,7 @@ def batches(draw: st.DrawFn) -> dict[str, Any]:
 
 
 def paired(batch: dict[str, Any]) -> dict[str, Any]:
-    """The batch without the groups of which one member is valid, which grpo_passk refuses."""
+    """The batch without the groups that have exactly one valid member, because grpo_passk refuses these."""
     members = {g: int(batch["valid"][batch["group"] == g].sum()) for g in batch["group"].tolist()}
     keep = np.array([members[g] != 1 for g in batch["group"].tolist()])
     return {key: value[keep] for key, value in batch.items()}
@@ -180,7 +180,7 @@ def test_estimators_equal_the_naive_definition(name: str, options: dict[str, Any
     batch = paired(batch) if name == "grpo_passk" else batch
     assume(len(batch["group"]))
     advantages, returns = run(name, batch, **options)
-    # Both compute in float64 and round once; sums of large rewards may cancel to what rounding left.
+    # Both compute in float64 and round once; where large rewards cancel, only the rounding error is left.
     size = max(1.0, float(np.nanmax(np.abs(batch["rewards"]), initial=0.0)))
     for got, wanted in zip((advantages, returns), naive(name, batch, **options), strict=True):
         np.testing.assert_allclose(got.numpy(), np.array(wanted), rtol=1e-6, atol=2e-6 if size < 100 else 1e-8 * size)
@@ -188,7 +188,7 @@ def test_estimators_equal_the_naive_definition(name: str, options: dict[str, Any
         assert torch.isfinite(got).all()
 
 
-def test_every_estimator_is_compared_with_its_definition() -> None:
+def test_registered_estimators_declare_their_scope_and_inputs() -> None:
     assert set(NAMES) <= set(ESTIMATORS.names())
     assert [name for name in NAMES if ESTIMATORS.get(name).group_local] == list(LOCAL)
     lone = {"grpo", "dr_grpo", "grpo_passk", "rloo", "opo", "gpg", "reinforce_plus_plus_baseline"}
@@ -200,7 +200,7 @@ def test_every_estimator_is_compared_with_its_definition() -> None:
 @pytest.mark.parametrize("name", LOCAL)
 @settings(max_examples=examples(30))
 @given(batch=batches())
-def test_a_group_alone_is_a_group_in_a_batch(name: str, batch: dict[str, Any]) -> None:
+def test_group_local_advantages_do_not_depend_on_other_groups(name: str, batch: dict[str, Any]) -> None:
     batch = paired(batch) if name == "grpo_passk" else batch
     whole, _ = run(name, batch)
     for group in np.unique(batch["group"]):
@@ -210,7 +210,7 @@ def test_a_group_alone_is_a_group_in_a_batch(name: str, batch: dict[str, Any]) -
 
 
 @pytest.mark.parametrize("name", WHOLE)
-def test_the_others_depend_on_the_rest_of_the_batch(name: str) -> None:
+def test_whole_batch_advantages_depend_on_other_groups(name: str) -> None:
     rewards = torch.tensor([[1.0], [0.0], [4.0], [4.0]])
     inputs = {"values": torch.zeros(4, 1)} if name == "gae" else {}
     halves = {key: value[:2] for key, value in inputs.items()}
@@ -234,8 +234,8 @@ def test_the_order_of_rows_does_not_matter(name: str, batch: dict[str, Any], see
 @pytest.mark.parametrize("name", sorted({*NAMES} - {"remax", "gae"}))
 @pytest.mark.parametrize("score", [0.1, 1 / 3, 1e-6, 1e6, 7.7])
 @pytest.mark.parametrize("size", [2, 3, 7, 16])
-def test_equal_rewards_are_exactly_no_signal(name: str, score: float, size: int) -> None:
-    rewards = torch.full((size, 1), score, dtype=torch.float64)  # 0.1 + 0.1 + 0.1 is not 0.3
+def test_equal_rewards_give_advantages_of_exactly_zero(name: str, score: float, size: int) -> None:
+    rewards = torch.full((size, 1), score, dtype=torch.float64)  # in floats, 0.1 + 0.1 + 0.1 != 0.3
     rewards = torch.nn.functional.pad(rewards, (3, 0))
     mask = torch.ones(size, 4)
     mask[0, :2] = 0  # lengths differ
@@ -246,7 +246,7 @@ def test_equal_rewards_are_exactly_no_signal(name: str, score: float, size: int)
 @pytest.mark.parametrize("name", NAMES)
 @settings(max_examples=examples(30))
 @given(batch=batches())
-def test_invalid_members_enter_nothing(name: str, batch: dict[str, Any]) -> None:
+def test_invalid_members_do_not_affect_the_others(name: str, batch: dict[str, Any]) -> None:
     batch = paired(batch) if name == "grpo_passk" else batch
     with_them = run(name, batch)
     keep = batch["valid"]
@@ -258,11 +258,11 @@ def test_invalid_members_enter_nothing(name: str, batch: dict[str, Any]) -> None
 
 @settings(max_examples=examples(60))
 @given(batch=batches())
-def test_no_reward_is_lost(batch: dict[str, Any]) -> None:
+def test_every_reward_is_credited_to_a_trained_token(batch: dict[str, Any]) -> None:
     _, returns = run("remax", batch)
     trained = batch["mask"] & batch["valid"][:, None]
     scores = np.where(batch["valid"], batch["rewards"].astype(np.float64).sum(-1), 0.0)
-    first = returns.numpy()[np.arange(len(trained)), trained.argmax(-1)]  # what is earned from the first token on
+    first = returns.numpy()[np.arange(len(trained)), trained.argmax(-1)]  # the return at the first trained token
     size = max(1.0, float(np.nanmax(np.abs(batch["rewards"]), initial=0.0)))
     np.testing.assert_allclose(first, np.where(trained.any(-1), scores, 0.0), rtol=1e-6, atol=1e-6 * size)
 
@@ -282,7 +282,7 @@ def one_group(rewards: list[list[float]], mask: list[list[int]]) -> tuple[torch.
         ("gpg", [1.0, -1.0, 0.0]),  # no reward is 0: alpha is 1
     ],
 )
-def test_three_members_by_hand(name: str, expected: list[float]) -> None:
+def test_advantages_of_three_members_equal_those_worked_out_by_hand(name: str, expected: list[float]) -> None:
     rewards, mask, group = one_group([[0, 3.0], [0, 1.0], [0, 2.0]], [[0, 1], [1, 1], [0, 1]])
     advantages, returns = estimate(name, rewards, mask, group)
     assert advantages[:, 1].tolist() == pytest.approx(expected, abs=1e-7)
@@ -290,48 +290,49 @@ def test_three_members_by_hand(name: str, expected: list[float]) -> None:
     assert torch.equal(advantages, returns)
 
 
-def test_gpg_makes_up_for_members_without_reward() -> None:
+def test_gpg_scales_advantages_up_for_members_without_reward() -> None:
     rewards, mask, _ = one_group([[2.0], [0.0], [1.0]], [[1], [1], [1]])
-    group = torch.tensor([7, 7, 3])  # means 1 and, alone, 0; two of three earned: alpha 3 / 2
+    group = torch.tensor([7, 7, 3])  # means 1 and, for one member, 0; two of three rewards are not 0: alpha 3 / 2
     assert estimate("gpg", rewards, mask, group)[0][:, 0].tolist() == [1.5, -1.5, 1.5]
     assert estimate("gpg", rewards, mask, group, f_norm=3.0)[0][:, 0].tolist() == [0.5, -0.5, 0.5]
     assert not estimate("gpg", torch.zeros(3, 1), mask, group)[0].any()
 
 
-def test_pass_at_k_rewards_a_lead_and_nothing_for_a_tie() -> None:
+def test_pass_at_k_rewards_a_single_best_member_and_nothing_for_a_tie() -> None:
     rewards, mask, group = one_group([[1.0], [1.0], [0.0]], [[1], [1], [1]])
     assert not estimate("grpo_passk", rewards, mask, group)[0].any()
     invalid = torch.tensor([True, False, True])  # 1 against 0: deviation sqrt(1/2)
     got, _ = estimate("grpo_passk", rewards, mask, group, valid=invalid)
     assert got[:, 0].tolist() == pytest.approx([math.sqrt(2), 0.0, 0.0], abs=1e-5)
-    # a stored success beats the failures whose deviation is 0, and so counts as 1
+    # the deviation of the failures is 0 and counts as 1, so the stored success has advantage 1
     fresh = torch.tensor([False, True, True])
     rewards = torch.tensor([[1.0], [0.0], [0.0]])
     got, _ = estimate("grpo_passk", rewards, mask, group, baseline_members=fresh)
     assert got[:, 0].tolist() == pytest.approx([1.0, 0.0, 0.0], abs=2e-6)
 
 
-def test_a_stored_success_takes_no_lead_from_a_fresh_one() -> None:
+def test_stored_successes_do_not_reduce_the_advantage_of_a_fresh_one() -> None:
     rewards, mask, group = one_group([[1.0], [0.0], [0.0], [1.0], [2.0]], [[1]] * 5)
     fresh = torch.tensor([True, True, True, False, False])
     alone, _ = estimate("grpo_passk", rewards[:3], mask[:3], group[:3])
     both, _ = estimate("grpo_passk", rewards, mask, group, baseline_members=fresh)
     assert torch.equal(both[:3], alone)
-    assert both[:, 0].tolist() == pytest.approx([3**0.5, 0, 0, 0, 3**0.5], abs=1e-5)  # by deviation sqrt(1/3)
+    # a lead of 1, divided by the deviation sqrt(1/3)
+    assert both[:, 0].tolist() == pytest.approx([3**0.5, 0, 0, 0, 3**0.5], abs=1e-5)
     lone, _ = estimate("grpo_passk", rewards, mask, group, baseline_members=torch.tensor([True] + [False] * 4))
     assert lone[:, 0].tolist() == pytest.approx([0, 0, 0, 0, 1], abs=2e-6)
     none, _ = estimate("grpo_passk", rewards, mask, group, baseline_members=torch.zeros(5, dtype=torch.bool))
     assert not none.any()
 
 
-def test_pass_at_k_refuses_a_lone_member_but_not_a_lost_group() -> None:
+def test_pass_at_k_refuses_groups_with_one_valid_member_but_not_with_none() -> None:
     rewards, mask, group = torch.ones(3, 1), torch.ones(3, 1), torch.tensor([0, 1, 1])
     with pytest.raises(UserError, match=r"with one valid member: 1; set schedule\.min_valid"):
         estimate("grpo_passk", rewards, mask, group)
     estimate("grpo_passk", rewards, mask, group, valid=torch.tensor([False, True, True]))
 
 
-def test_returns_end_at_a_hole_or_flow_over_it() -> None:
+def test_returns_stop_at_masked_positions_only_without_across_turns() -> None:
     rewards, mask, group = one_group([[0, 0, 0, 1.0]], [[1, 1, 0, 1]])
 
     def returns(given: torch.Tensor = rewards, **options: Any) -> list[float]:
@@ -339,7 +340,7 @@ def test_returns_end_at_a_hole_or_flow_over_it() -> None:
 
     assert returns() == [0.25, 0.5, 0.0, 1.0]
     assert returns(across_turns=False) == [0.0, 0.0, 0.0, 1.0]
-    in_hole = torch.tensor([[0, 0, 4.0, 1.0]])  # the 4 belongs to the token before
+    in_hole = torch.tensor([[0, 0, 4.0, 1.0]])  # the 4 is credited to the trained token before
     assert returns(in_hole, across_turns=False) == [2.0, 4.0, 0.0, 1.0]
     # values 0, 0, 1: mean 1/3, variance 1/3
     whitened, raw = estimate("reinforce_plus_plus", rewards, mask, group, across_turns=False)
@@ -348,15 +349,15 @@ def test_returns_end_at_a_hole_or_flow_over_it() -> None:
     assert raw[0].tolist() == [0.0, 0.0, 0.0, 1.0]
 
 
-def test_whitening_counts_tokens_not_trajectories() -> None:
+def test_whitening_takes_the_mean_over_tokens_and_not_over_trajectories() -> None:
     rewards, mask, _ = one_group([[3.0, 0], [1.0, 0], [2.0, 0]], [[1, 0], [1, 1], [1, 0]])
-    # r - mean is 1, -1 and, alone, 2; by token 1, -1, -1, 2: mean 1/4, variance 6.75 / 3
+    # r - mean is 1, -1 and, in a group of one, 2; over the tokens 1, -1, -1, 2 the mean is 1/4, the variance 6.75 / 3
     got, _ = estimate("reinforce_plus_plus_baseline", rewards, mask, torch.tensor([0, 0, 1]))
     assert got[:, 0].tolist() == pytest.approx([0.75 / 1.5, -1.25 / 1.5, 1.75 / 1.5])
 
 
 @pytest.mark.parametrize("name", ["reinforce_plus_plus", "reinforce_plus_plus_baseline", "gae"])
-def test_whitening_one_token_does_not_explode(name: str) -> None:
+def test_whitening_a_single_token_stays_bounded(name: str) -> None:
     inputs = {"values": torch.tensor([[0.5], [0.5]])} if name == "gae" else {}
     rewards, mask, group = torch.tensor([[3.0], [5.0]]), torch.ones(2, 1), torch.tensor([0, 1])
     for chosen in (torch.tensor([True, False]), torch.tensor([False, False])):
@@ -366,20 +367,20 @@ def test_whitening_one_token_does_not_explode(name: str) -> None:
     assert not got.any()
 
 
-def test_a_trajectory_without_tokens_has_no_say_in_whitening() -> None:
+def test_a_trajectory_without_trained_tokens_does_not_affect_the_whitening() -> None:
     rewards, mask, group = one_group([[3.0], [5.0]], [[1], [0]])
     got, _ = estimate("reinforce_plus_plus_baseline", rewards, mask, group)
-    assert not got.any()  # one token: r - mean is -1, and so is the mean of the tokens
+    assert not got.any()  # the only trained token has r - mean = -1, which is also the mean over the tokens
 
 
-def test_remax_subtracts_the_greedy_reward() -> None:
+def test_remax_subtracts_the_reward_of_the_greedy_rollout() -> None:
     rewards, mask, group = one_group([[1.0, 0, 2.0]], [[1, 0, 1]])
     advantages, returns = estimate("remax", rewards, mask, group, reward_baselines=torch.tensor([0.5]))
     assert advantages[0].tolist() == [2.5, 0.0, 1.5]
     assert returns[0].tolist() == [3.0, 0.0, 2.0]
 
 
-def test_gae_by_hand() -> None:
+def test_gae_equals_numbers_worked_out_by_hand() -> None:
     rewards, mask, group = one_group([[1.0, 0, 2.0]], [[1, 0, 1]])
     options = {"values": torch.tensor([[0.5, torch.nan, 1.0]]), "gamma": 0.5, "lam": 0.5}
     # 2 - 1 = 1; (1 + 0.5 * 1 - 0.5) + 0.25 * 1 = 1.25, the masked position skipped
@@ -392,7 +393,7 @@ def test_gae_by_hand() -> None:
 
 
 @pytest.mark.parametrize(("gamma", "lam"), [(1.0, 1.0), (0.99, 0.95), (0.9, 0.3), (1.0, 0.0)])
-def test_gae_is_the_textbook_double_sum(gamma: float, lam: float) -> None:
+def test_gae_equals_the_textbook_double_sum(gamma: float, lam: float) -> None:
     random = np.random.default_rng(1)
     rewards, values = random.normal(size=(3, 37)), random.normal(size=(3, 37))
     wanted = np.zeros_like(rewards)
@@ -408,7 +409,7 @@ def test_gae_is_the_textbook_double_sum(gamma: float, lam: float) -> None:
 
 @settings(max_examples=examples(80))
 @given(seed=st.integers(0, 2**32 - 1), size=st.integers(0, 300), factor=st.sampled_from([0.0, 0.5, 0.999, 1.0]))
-def test_doubling_is_the_loop_backwards(seed: int, size: int, factor: float) -> None:
+def test_discounted_sums_equal_a_backward_loop(seed: int, size: int, factor: float) -> None:
     random = np.random.default_rng(seed)
     values, joined = random.normal(size=size), random.random(max(0, size - 1)) < random.random() ** 0.1
     wanted = values.copy()
@@ -418,9 +419,9 @@ def test_doubling_is_the_loop_backwards(seed: int, size: int, factor: float) -> 
     np.testing.assert_allclose(got.numpy(), wanted, rtol=1e-12, atol=1e-12)
 
 
-def test_a_small_reward_survives_beside_a_large_one() -> None:
+def test_a_small_reward_is_not_lost_next_to_a_large_one() -> None:
     rewards, mask = torch.zeros(2, 4096, dtype=torch.float64), torch.ones(2, 4096)
-    rewards[0, -1], rewards[1, -1] = 1e-9, 1e12  # what one cumulative sum over the batch would lose
+    rewards[0, -1], rewards[1, -1] = 1e-9, 1e12  # one cumulative sum over the batch would lose the 1e-9
     _, returns = estimate("remax", rewards, mask, torch.tensor([0, 1]), reward_baselines=torch.zeros(2))
     assert returns[0, 0].item() == pytest.approx(1e-9)
 
@@ -428,7 +429,9 @@ def test_a_small_reward_survives_beside_a_large_one() -> None:
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("rewards", [torch.float16, torch.bfloat16, torch.float64, torch.int32, torch.bool])
 @pytest.mark.parametrize("mask", [torch.int32, torch.bool, torch.float16])
-def test_any_dtype_is_accepted(name: str, rewards: torch.dtype, mask: torch.dtype) -> None:
+def test_rewards_and_masks_of_any_dtype_give_the_same_result(
+    name: str, rewards: torch.dtype, mask: torch.dtype
+) -> None:
     given = torch.tensor([[1, 0, 1], [0, 0, 1], [1, 0, 0], [0, 0, 0]])
     trained = torch.tensor([[1, 0, 1], [1, 1, 1], [0, 1, 0], [1, 1, 0]])
     inputs = {"values": torch.full((4, 3), 0.5), "reward_baselines": torch.full((4,), 0.5)}
@@ -441,7 +444,7 @@ def test_any_dtype_is_accepted(name: str, rewards: torch.dtype, mask: torch.dtyp
 
 
 @pytest.mark.parametrize(("name", "missing"), [("gae", "values"), ("remax", "reward_baselines")])
-def test_a_missing_input_is_named(name: str, missing: str) -> None:
+def test_a_missing_input_raises_a_value_error_that_names_it(name: str, missing: str) -> None:
     arguments = (torch.ones(2, 3), torch.ones(2, 3), torch.zeros(2, dtype=torch.long))
     for options in ({}, {missing: None}):
         with pytest.raises(ValueError, match=f"'{name}' needs {missing}: float"):
@@ -463,7 +466,7 @@ def test_a_missing_input_is_named(name: str, missing: str) -> None:
         ("gae", "lam", math.nan),
     ],
 )
-def test_an_options_value_that_cannot_be_is_named(name: str, option: str, value: Any) -> None:
+def test_an_invalid_option_value_raises_a_user_error_that_names_it(name: str, option: str, value: Any) -> None:
     inputs = {"values": torch.zeros(2, 3)} if name == "gae" else {}
     with pytest.raises(UserError, match=rf"credit.options.{option} = .*: must be "):
         estimate(
@@ -477,7 +480,7 @@ def test_an_options_value_that_cannot_be_is_named(name: str, option: str, value:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_batch_of_nothing(name: str) -> None:
+def test_an_empty_batch_gives_empty_advantages(name: str) -> None:
     inputs = {"values": torch.zeros(0, 3), "reward_baselines": torch.zeros(0)}
     inputs = {need: inputs[need] for need in ESTIMATORS.get(name).needs}
     advantages, returns = estimate(

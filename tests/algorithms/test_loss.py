@@ -1,4 +1,5 @@
-"""What is around the policy losses: aggregation, KL, the critic's loss, statistics; each against numpy, in float64."""
+"""Tests of what surrounds the policy losses in `gleanrl.algorithms.loss`: aggregation, KL, the critic's loss and the
+statistics, each against numpy in float64."""
 
 from __future__ import annotations
 
@@ -48,7 +49,7 @@ def naive_aggregate(values: np.ndarray, mask: np.ndarray, mode: str, scale: floa
 
 @st.composite
 def tables(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray, np.random.Generator]:
-    """Values [N, L] and a mask."""
+    """Draw values [N, L], a mask of the same shape, and a random generator."""
     random = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     shape = (draw(st.integers(1, 6)), draw(st.integers(1, 10)))
     return random.normal(size=shape), random.random(shape) < draw(st.sampled_from([0.0, 0.5, 1.0])), random
@@ -56,7 +57,7 @@ def tables(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray, np.random.Generator
 
 @settings(max_examples=examples(60))
 @given(table=tables(), mode=st.sampled_from(AGGREGATIONS), scale=st.sampled_from([None, 3.5]))
-def test_aggregate(table: Any, mode: str, scale: float | None) -> None:
+def test_aggregate_equals_the_naive_mean_and_ignores_masked_values(table: Any, mode: str, scale: float | None) -> None:
     values, mask, _ = table
     dirty = torch.tensor(np.where(mask, values, np.nan))
     result = aggregate(dirty, torch.tensor(mask), mode, scale=scale)
@@ -65,7 +66,7 @@ def test_aggregate(table: Any, mode: str, scale: float | None) -> None:
 
 @settings(max_examples=examples(60))
 @given(table=tables(), mode=st.sampled_from(AGGREGATIONS), scale=st.sampled_from([None, 3.5]), cuts=st.integers(1, 5))
-def test_weights_and_normaliser_make_an_aggregate_of_any_cut(
+def test_weights_and_normaliser_aggregate_any_division_of_the_tokens(
     table: Any, mode: str, scale: float | None, cuts: int
 ) -> None:
     values, mask, random = table
@@ -79,7 +80,7 @@ def test_weights_and_normaliser_make_an_aggregate_of_any_cut(
 
 # --- KL -------------------------------------------------------------------------------------------
 def naive_kl(d: float, kind: str) -> tuple[float, float]:
-    """Value and its derivative by d."""
+    """The value and its derivative with respect to ``d``."""
     if kind in ("k1", "kl"):
         return d, 1.0
     if kind == "abs":
@@ -93,8 +94,8 @@ def naive_kl(d: float, kind: str) -> tuple[float, float]:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("kind", [*KINDS, *(f"{kind}+" for kind in KINDS)])
-def test_kl_penalty(kind: str, dtype: torch.dtype) -> None:
-    """A kind with + has the value of the kind without and the gradient of k2."""
+def test_kl_penalty_has_the_value_and_gradient_of_its_kind(kind: str, dtype: torch.dtype) -> None:
+    """A kind with + has the value of the same kind without it, and the gradient of k2."""
     logp = torch.tensor(DIFFERENCES, dtype=dtype, requires_grad=True)
     result = kl_penalty(logp, torch.zeros_like(logp), kind)
     result.sum().backward()
@@ -112,14 +113,14 @@ def test_kl_penalty(kind: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_gradient_of_kl_is_that_of_its_value(kind: str) -> None:
+def test_the_gradient_of_kl_penalty_is_that_of_its_value(kind: str) -> None:
     logp = torch.tensor([-2.0, -0.7, 0.3, 2.0, 9.0], dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda x: kl_penalty(x, torch.zeros_like(x), kind), logp)
 
 
-def test_what_the_estimates_estimate() -> None:
-    """Averaged over the policy k1 and k3 give KL(policy || reference), and k2's gradient and that of every + its
-    gradient."""
+def test_expected_kl_penalties_equal_the_exact_kl_and_its_gradient() -> None:
+    """In expectation over the policy, the values of k1 and k3 equal KL(policy || reference), and the gradients of k2
+    and of every kind with + equal its gradient."""
     logits = torch.tensor([0.7, -0.4, 0.2], dtype=torch.float64, requires_grad=True)
     reference = torch.tensor([0.4, 0.4, 0.2], dtype=torch.float64).log()
     logp = logits.log_softmax(-1)
@@ -138,7 +139,7 @@ def test_every_kl_of_the_settings_exists() -> None:
         assert kl_penalty(torch.ones(1), torch.zeros(1), kind).shape == (1,)
 
 
-def test_kl_and_entropy_act_on_fresh_tokens_only() -> None:
+def test_kl_and_entropy_terms_apply_to_fresh_tokens_only() -> None:
     logp = torch.tensor([-1.0, -1.0], dtype=torch.float64, requires_grad=True)
     entropy = torch.tensor([2.0, 2.0], dtype=torch.float64, requires_grad=True)
     ref_logp = torch.tensor([-3.0, -3.0], dtype=torch.float64)
@@ -160,7 +161,7 @@ def test_kl_and_entropy_act_on_fresh_tokens_only() -> None:
         objective(tokens, config, ref_logp=ref_logp)
 
 
-def test_the_coefficient_of_the_kl_can_be_given_or_lie_in_the_reward() -> None:
+def test_the_kl_coefficient_can_be_overridden_and_is_unused_with_kl_in_reward() -> None:
     logp, zero = torch.full((2,), -1.0), torch.zeros(2)
     tokens = Tokens(logp, logp, zero, zero.long(), zero.bool())
 
@@ -176,7 +177,7 @@ def test_the_coefficient_of_the_kl_can_be_given_or_lie_in_the_reward() -> None:
 # --- the critic -----------------------------------------------------------------------------------
 @settings(max_examples=examples(60))
 @given(seed=st.integers(0, 2**32 - 1), clip=st.sampled_from([None, 0.2, 0.5, 10.0]))
-def test_value_loss(seed: int, clip: float | None) -> None:
+def test_the_clipped_value_loss_and_its_gradient_equal_the_formula(seed: int, clip: float | None) -> None:
     random = np.random.default_rng(seed)
     new, old, returns = random.normal(size=(3, 20))
     variable = torch.tensor(new, requires_grad=True)
@@ -194,7 +195,7 @@ def test_value_loss(seed: int, clip: float | None) -> None:
 
 
 # --- statistics -----------------------------------------------------------------------------------
-def test_statistics_add_up_over_any_cut_and_keep_the_origins_apart() -> None:
+def test_statistics_add_up_over_parts_and_separate_fresh_from_replayed_tokens() -> None:
     random = np.random.default_rng(0)
     world = make_world(random, tokens=500, sequences=20, spread=0.9)
     config, entropy = LossConfig(dual_clip=1.5), random.exponential(size=500)
@@ -240,8 +241,10 @@ def test_statistics_add_up_over_any_cut_and_keep_the_origins_apart() -> None:
     tokens=st.integers(1, 3000),
     parts=st.integers(1, 4),
 )
-def test_the_p99_of_the_ratio_is_numpys_to_its_resolution(seed: int, spread: float, tokens: int, parts: int) -> None:
-    """Whatever the ratios are like, and however the tokens were cut into micro-batches."""
+def test_the_p99_of_the_ratio_equals_the_numpy_quantile_within_its_resolution(
+    seed: int, spread: float, tokens: int, parts: int
+) -> None:
+    """This holds for any distribution of ratios and any division of the tokens into micro-batches."""
     random = np.random.default_rng(seed)
     log_ratio = spread * random.standard_t(3, tokens)
     replayed, part = random.random(tokens) < 0.3, random.integers(0, parts, tokens)
@@ -262,7 +265,7 @@ def test_the_p99_of_the_ratio_is_numpys_to_its_resolution(seed: int, spread: flo
             assert metrics[f"{prefix}ratio/min"] <= found <= metrics[f"{prefix}ratio/max"]
 
 
-def test_behaviour_log_probs_are_measured() -> None:
+def test_the_mismatch_to_behaviour_log_probs_is_measured() -> None:
     one = torch.zeros(1, 2)
     behaviour = torch.tensor([[0.5, -0.5]])
     metrics = padded_policy_loss(one, one, one, torch.ones(1, 2), config=LossConfig(), behaviour_logp=behaviour).metrics
@@ -270,7 +273,7 @@ def test_behaviour_log_probs_are_measured() -> None:
     assert metrics["loss/mismatch_k3"] == pytest.approx(math.cosh(0.5) - 1)
 
 
-def test_replayed_may_be_told_by_sequence_or_by_token() -> None:
+def test_replayed_may_be_given_per_sequence_or_per_token() -> None:
     random = np.random.default_rng(0)
     logp, old, advantages = (torch.tensor(x) for x in random.normal(size=(3, 3, 4)))
     rows = torch.tensor([True, False, True])
@@ -282,7 +285,7 @@ def test_replayed_may_be_told_by_sequence_or_by_token() -> None:
     assert losses[0] != float(padded_policy_loss(logp, old, advantages, torch.ones(3, 4), config=LossConfig()).loss)
 
 
-def test_unknown_names_name_the_nearest() -> None:
+def test_unknown_names_raise_a_user_error_that_suggests_the_nearest() -> None:
     one = torch.ones(1, 1)
     with pytest.raises(UserError, match=r"loss\.aggregation: unknown value 'token_mean'; did you mean 'token-mean'"):
         aggregate(one, one, "token_mean")

@@ -1,4 +1,5 @@
-"""Rows that samples share: everything once, true prefixes, and sharing only where it pays."""
+"""Tests of `gleanrl.algorithms.microbatch.lay_out`, which puts samples with a common prefix into one row: rows hold
+every sample once, a prefix is common to its samples, and a row is shared only where that saves computation."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ def arrays(lists: list[list[int]]) -> list[np.ndarray]:
 
 @hypothesis_settings(deadline=None)
 @given(samples=SEQUENCES, longest=st.integers(1, 60))
-def test_rows_hold_everything_once_and_what_they_call_a_prefix_is_one(
+def test_rows_hold_every_sample_once_and_their_prefix_is_common_to_their_samples(
     samples: list[tuple[int, list[int]]], longest: int
 ) -> None:
     inputs, groups = arrays([tokens for _, tokens in samples]), [group for group, _ in samples]
@@ -43,12 +44,13 @@ def test_a_long_common_prompt_is_shared_and_a_short_one_before_long_remainders_i
     assert lay_out(members(30, 9), [0] * 8) == [Row(tuple(range(8)), 30, 30 + 8 * 10)]
     inputs = members(20, 400)
     assert sorted(lay_out(inputs, [0] * 8), key=lambda row: row.samples) == [Row((i,), 0, 421) for i in range(8)]
-    assert all(len(row.samples) == 1 for row in lay_out(members(30, 9), list(range(8))))  # no group, no sharing
+    # samples of different groups share no row
+    assert all(len(row.samples) == 1 for row in lay_out(members(30, 9), list(range(8))))
     assert max(row.length for row in lay_out(members(400, 300), [0] * 8)) <= LONGEST_SHARED_ROW
 
 
-def test_those_who_went_on_alike_share_more() -> None:
-    """Two prompts in a group: each is a row of its own, whatever the order of its members."""
+def test_members_with_the_same_prompt_share_a_row() -> None:
+    """The group has two prompts, whose members alternate; each prompt gets a row."""
     inputs = arrays([[1] * 20 + [5], [2] * 20 + [5], [1] * 20 + [6], [2] * 20 + [6]])
     rows = lay_out(inputs, [0] * 4)
     assert {row.samples for row in rows} == {(0, 2), (1, 3)}

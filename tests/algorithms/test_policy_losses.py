@@ -1,4 +1,5 @@
-"""Every policy loss against its formula, one token at a time; its gradient; what it does with extreme numbers."""
+"""Tests of the policy losses of `gleanrl.algorithms.loss`: value and gradient of every loss equal its formula, token by
+token; extreme numbers stay finite; users can register losses."""
 
 from __future__ import annotations
 
@@ -41,7 +42,7 @@ from tests.strategies import examples
 
 
 def value_and_slope(world: World, config: LossSettings, **inputs: Any) -> tuple[Objective, np.ndarray]:
-    """The objective of all tokens, and the derivative of each value by its own log-prob."""
+    """Return the objective of all tokens, and the derivative of each value with respect to its own log-prob."""
     logp = torch.tensor(world.logp, requires_grad=True)
     result = objective(world.tokens(logp), config, **inputs)
     result.values.sum().backward()
@@ -49,7 +50,7 @@ def value_and_slope(world: World, config: LossSettings, **inputs: Any) -> tuple[
     return result, logp.grad.numpy()
 
 
-def test_every_built_in_loss_is_proved_here() -> None:
+def test_every_built_in_loss_is_covered_by_these_tests() -> None:
     losses = [POLICY_LOSSES.get(name) for name in POLICY_LOSSES.names()]
     assert {loss.name for loss in losses if loss.function.__module__.startswith("gleanrl.")} == set(NAMES)
 
@@ -84,10 +85,10 @@ def test_value_and_derivative_equal_the_formula(
 @pytest.mark.parametrize("name", NAMES)
 @hypothesis_settings(max_examples=examples(20))
 @given(world=worlds())
-def test_fresh_tokens_do_not_see_replayed_ones(name: str, world: World) -> None:
+def test_replayed_tokens_do_not_change_the_loss_of_fresh_ones(name: str, world: World) -> None:
     config = settings(name)
     if name == "kl_cov":
-        highest_covariance(world, 0.2)  # no ties
+        highest_covariance(world, 0.2)  # rejects worlds with ties, whose choice is ambiguous
     mixed, alone = objective(world.tokens(), config), objective(world.take(~world.replayed).tokens(), config)
     np.testing.assert_allclose(mixed.values.numpy()[~world.replayed], alone.values.numpy(), rtol=1e-12)
 
@@ -98,7 +99,7 @@ def test_fresh_tokens_do_not_see_replayed_ones(name: str, world: World) -> None:
 def test_the_order_of_tokens_does_not_matter(name: str, world: World, seed: int) -> None:
     config = settings(name, options={"share": 0.2, "low": 0.0}) if name == "clip_cov" else settings(name)
     if name == "kl_cov":
-        highest_covariance(world, 0.2)  # no ties
+        highest_covariance(world, 0.2)  # rejects worlds with ties, whose choice is ambiguous
     order = np.random.default_rng(seed).permutation(world.logp.size)
     values, slopes = value_and_slope(world, config)
     shuffled, shuffled_slopes = value_and_slope(world.take(order), config)
@@ -110,8 +111,8 @@ def test_the_order_of_tokens_does_not_matter(name: str, world: World, seed: int)
     "replay", [{}, {"replay_mode": "shape"}, {"replay_mode": "shape", "replay_importance": "current"}]
 )
 @pytest.mark.parametrize("name", NAMES)
-def test_gradient_is_that_of_the_value_with_the_stopped_part_held(name: str, replay: dict[str, Any]) -> None:
-    """`gradcheck` varies log-probs; what a loss stops the gradient of stays at the first ones."""
+def test_the_gradient_is_that_of_the_value_with_detached_parts_held_constant(name: str, replay: dict[str, Any]) -> None:
+    """`gradcheck` varies the log-probs; the parts that a loss detaches are computed from the original ones."""
     config = settings(name, **replay)
     world = make_world(np.random.default_rng(5), tokens=60, sequences=8)
     ratios = np.exp(world.logp - world.old)
@@ -143,8 +144,8 @@ def test_gradient_is_that_of_the_value_with_the_stopped_part_held(name: str, rep
     np.testing.assert_allclose(value_and_slope(world, config)[1], stopped.numpy(), rtol=1e-9, atol=1e-12)
 
 
-def test_gspo_keeps_the_digits_of_a_small_mean() -> None:
-    """float32, log-probs near -15, ratios near 1 + 1e-6."""
+def test_gspo_keeps_the_precision_of_a_small_mean_log_ratio() -> None:
+    """In float32, with log-probs near -15 and ratios near 1 + 1e-6."""
     old = torch.full((8,), -15.0)
     tokens = Tokens(old.clone(), old, torch.ones(8), torch.zeros(8).long(), torch.zeros(8, dtype=torch.bool))
     config, small = LossSettings(name="gspo"), 3e-7
@@ -155,7 +156,7 @@ def test_gspo_keeps_the_digits_of_a_small_mean() -> None:
 # --- the tokens of high covariance --------------------------------------------------------------------
 @hypothesis_settings(max_examples=examples(60))
 @given(world=worlds(spreads=(0.0, 0.3)), share=st.sampled_from([2e-4, 0.1, 0.5]))
-def test_clip_cov_draws_its_share_from_the_band(world: World, share: float) -> None:
+def test_clip_cov_draws_its_share_of_tokens_from_the_covariance_band(world: World, share: float) -> None:
     config = settings("clip_cov", options={"share": share, "low": 0.1, "high": 5.0})
     chosen = precompute(world.tokens(), config).precomputed
     assert chosen is not None
@@ -167,8 +168,8 @@ def test_clip_cov_draws_its_share_from_the_band(world: World, share: float) -> N
     assert not values[chosen].any()
 
 
-def test_clip_cov_draws_evenly() -> None:
-    """Which candidates are drawn has nothing to do with how high their covariance is."""
+def test_clip_cov_draws_uniformly_from_its_candidates() -> None:
+    """Whether a candidate is drawn does not depend on how high its covariance is."""
     config = settings("clip_cov", options={"share": 0.05, "low": 0.1, "high": 5.0})
     drawn, possible = [], []
     for seed in range(40):
@@ -185,8 +186,8 @@ def test_clip_cov_draws_evenly() -> None:
     assert np.mean(drawn) == pytest.approx(0.5, abs=0.06)  # four standard errors
 
 
-def test_a_tie_does_not_hold_back_more_than_the_share() -> None:
-    """Without variance every covariance is 0; sampled with certainty, every log-prob is."""
+def test_tied_covariances_do_not_increase_the_share_of_chosen_tokens() -> None:
+    """Covariances tie if all advantages are equal, or if many tokens were sampled with probability 1."""
     count = 1000
     zero, fresh = torch.zeros(count), torch.zeros(count, dtype=torch.bool)
     for name, share in itertools.product(("clip_cov", "kl_cov"), (2e-4, 0.01)):
@@ -201,7 +202,7 @@ def test_a_tie_does_not_hold_back_more_than_the_share() -> None:
 
 @hypothesis_settings(max_examples=examples(40))
 @given(world=worlds(spreads=(0.3,)), share=st.sampled_from([2e-4, 0.1, 0.5]))
-def test_kl_cov_holds_back_the_highest(world: World, share: float) -> None:
+def test_kl_cov_chooses_the_tokens_of_highest_covariance(world: World, share: float) -> None:
     chosen = precompute(world.tokens(), LossSettings(name="kl_cov", options={"share": share})).precomputed
     assert chosen is not None
     assert set(chosen.nonzero()[:, 0].tolist()) == highest_covariance(world, share)
@@ -221,7 +222,7 @@ CORRECTIONS = [
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("name", NAMES)
-def test_nothing_leaves_the_numbers(name: str, dtype: torch.dtype) -> None:
+def test_losses_gradients_and_metrics_stay_finite_for_extreme_log_probs(name: str, dtype: torch.dtype) -> None:
     rows = np.array(list(itertools.product(EXTREME, EXTREME, EXTREME, (-2.0, 0.0, 3.0))))
     logp, old, behaviour, advantages = np.concatenate([rows, rows]).T
     sequence = np.arange(logp.size) // 5
@@ -244,7 +245,7 @@ def test_nothing_leaves_the_numbers(name: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("count", [0, 1])
-def test_no_token_and_a_single_one(name: str, count: int) -> None:
+def test_losses_accept_no_token_and_a_single_token(name: str, count: int) -> None:
     world = make_world(np.random.default_rng(0), tokens=count, sequences=1, replayed=0.0)
     for correction in CORRECTIONS:
         result, slopes = value_and_slope(world, settings(name, **correction))
@@ -254,7 +255,7 @@ def test_no_token_and_a_single_one(name: str, count: int) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_without_advantage_there_is_no_loss(name: str) -> None:
+def test_zero_advantages_give_zero_loss_and_gradient(name: str) -> None:
     world = make_world(np.random.default_rng(1), spread=3.0)
     flat = World(world.logp, world.old, world.behaviour, 0 * world.advantages, world.sequence, world.replayed)
     config = settings(name, options={"coefficient": 0.0}) if name == "kl_cov" else settings(name)
@@ -263,7 +264,7 @@ def test_without_advantage_there_is_no_loss(name: str) -> None:
     assert not slopes.any()
 
 
-# --- a user's own -------------------------------------------------------------------------------------
+# --- losses of users ----------------------------------------------------------------------------------
 OWN = """
 import torch
 from gleanrl.algorithms.loss import TokenLosses, policy_loss
@@ -296,7 +297,7 @@ def own(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
     return file
 
 
-def test_a_loss_of_ones_own(own: Path) -> None:
+def test_a_users_loss_replaces_the_loss_of_fresh_tokens_only(own: Path) -> None:
     world = make_world(np.random.default_rng(2))
     fresh = world.take(~world.replayed)
 
@@ -313,7 +314,7 @@ def test_a_loss_of_ones_own(own: Path) -> None:
     assert objective(world.tokens(), config).statistics.metrics()["loss/clip_high"] == pytest.approx(share)
 
 
-def test_a_loss_of_ones_own_that_needs_the_whole_update(own: Path) -> None:
+def test_a_users_loss_may_precompute_values_over_the_whole_update(own: Path) -> None:
     world = make_world(np.random.default_rng(3), replayed=0.0)
     config = LossSettings(name=f"{own}:centred", options={"shift": 0.5})
     assert scope_of(config) == "update"
@@ -327,7 +328,7 @@ def test_a_loss_of_ones_own_that_needs_the_whole_update(own: Path) -> None:
     assert float(loss) == pytest.approx(expected.sum() / 5)  # its own aggregation: a sum for each of 5 sequences
 
 
-def test_what_is_wrong_with_a_loss_is_said(own: Path) -> None:
+def test_invalid_losses_and_options_raise_errors_that_name_the_fault(own: Path) -> None:
     with pytest.raises(UserError, match="plain function"):
         find(LossSettings(name=f"{own}:plain"))
     with pytest.raises(UserError, match=r"loss\.options\.pover: '.*_squares' has no such option; did you mean 'power'"):
