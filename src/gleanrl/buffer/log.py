@@ -138,7 +138,8 @@ class Log:
         name: name of the file. If ``writable``, a missing file is created.
         writable: whether records can be appended. Incomplete records at the end, which a crash leaves, are then removed
             from the file.
-        limit: largest number of records to read. A checkpoint needs a limit, because a buffer may append to the file.
+        limit: largest number of records to read. A checkpoint shares this file with a buffer that may append to it;
+            the limit excludes the records that were appended after the checkpoint.
         least: number of records that are known to have been written. If there are fewer, the log is damaged.
 
     Raises:

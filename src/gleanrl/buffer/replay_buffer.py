@@ -336,7 +336,7 @@ class MixedReplayBuffer:
         return num_chunks - shown, shown
 
     def sample(self, num_chunks: int, **how: Any) -> Batch:
-        """Draw a batch as `TrajectoryReplayBuffer.sample` does, which also takes the arguments ``how``.
+        """Draw a batch from both buffers with `TrajectoryReplayBuffer.sample`; ``how`` holds further arguments for it.
 
         ``demonstration``, bool ``[num_chunks]``, is added to the batch. It is True for chunk steps of demonstrations.
         """

@@ -523,9 +523,10 @@ class ExperiencePool:
             )
 
     def _add(self, incoming: Incoming) -> bool:
-        """Store a trajectory from another source, and return whether it was stored. `add` lists the reasons against it.
+        """Store a trajectory from another source, and return whether it was stored.
 
-        A different task with the same id is replaced if it has neither trajectories nor attempts.
+        The docstring of `add` lists the reasons for which a trajectory is not stored. A different task under
+        the same id is replaced if it has neither trajectories nor attempts; otherwise the trajectory is not stored.
         """
         trajectory, temperature, score = incoming.trajectory, float(incoming.temperature), incoming.trajectory.score
         succeeded = score.valid and score.value >= self.settings.success_threshold

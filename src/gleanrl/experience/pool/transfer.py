@@ -386,7 +386,7 @@ def _rows(source: Path) -> Iterator[dict[str, Any]]:
 def _from_row(row: Mapping[str, Any]) -> Incoming:
     """Convert a row to a trajectory and its task.
 
-    If the row is invalid, raises `ValueError` or another error of the conversion; `import_parquet` lists them.
+    Raises `ValueError` or another error if the row is invalid. `import_parquet` catches them and counts such rows.
     """
     sizes, sampled, versions = row["turn_tokens"], row["turn_sampled"], row["turn_version"]
     messages, described, info = (json.loads(row[name]) for name in ("messages", "task", "info"))
