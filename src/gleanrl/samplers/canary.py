@@ -59,10 +59,11 @@ class Reference:
         return scaled.gather(-1, self.tokens[1:, None])[:, 0].double().numpy()
 
     def distance(self, found: Sequence[float], temperature: float = 1.0) -> tuple[float, float]:
-        """Return the largest error of ``found``, the engine's log-probs at ``temperature`` of the last tokens.
+        """Return (error, relative error) of ``found``, the engine's log-probs at ``temperature`` of the last tokens.
 
-        The first number is the error in nats. The second is the error divided by the standard deviation of the correct
-        log-probs, or by 1 nat if the deviation is smaller, as for a policy that is certain of its completion.
+        The error is the largest absolute difference from the correct log-probs, in nats. The relative error is the same
+        divided by the standard deviation of the correct log-probs, or by 1 nat if the deviation is smaller, as for a
+        policy that is certain of its completion.
         """
         expected = self.logprobs(temperature)[-len(found) :]
         off = float(np.abs(np.array(found) - expected).max())

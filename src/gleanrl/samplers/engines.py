@@ -25,11 +25,12 @@ from gleanrl.samplers.kv_cache import Feed, KeyValueStore
 from gleanrl.utils.errors import UserError
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-_FIXED_ROPE = ("default", "linear", "llama3", "yarn")  # types whose frequencies do not depend on the sequence length
-# Number of tokens that two rows get in each of three feeds. The rows differ in length, and the last feed has one token
-# for each row, like a decoding step.
+# Types of rotary position embedding whose frequencies do not depend on the sequence length.
+_FIXED_ROPE = ("default", "linear", "llama3", "yarn")
+# The three forward passes of `probe`: for each pass, the number of tokens that it appends to each of two sequences. The
+# sequences differ in length, and the last pass appends one token to each, like a decoding step.
 _PROBE = ((2, 3), (2, 1), (1, 1))
-# Largest error of the probe's logits, as a share of their standard deviation.
+# Largest error of the logits that `probe` accepts, as a share of their standard deviation, by the engine's dtype.
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.2, torch.float16: 0.05}
 
 
@@ -217,7 +218,8 @@ class FusedEngine:
             self._layers.append(layer)
         self._norm = fused("model.norm.weight")
         head = optional("lm_head.weight")
-        self._head = self._embedding if head is None else head  # without weights of its own, it shares the embedding's
+        # A model without weights of its own for the output head multiplies by those of the embedding.
+        self._head = self._embedding if head is None else head
         if unknown := sorted(set(weights) - set(targets)):
             raise CannotServe(f"weight {unknown[0]} is not fused")
         self.targets: Mapping[str, torch.Tensor] = targets

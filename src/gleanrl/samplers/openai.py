@@ -114,13 +114,15 @@ class OpenAISampler:
             raise UserError(f"sampler.options.server_dtype = {server_dtype!r}: float32, float16 or bfloat16")
         if update not in ("none", "vllm"):
             raise UserError(f"sampler.options.update = {update!r}: none or vllm")
-        from gleanrl.samplers.canary import Canary  # imported here, because it imports torch
+        # Imported here, because the canary imports torch, which an import of this module must not load.
+        from gleanrl.samplers.canary import Canary
 
         self._client = HttpClient(base_url, setting="sampler.options.base_url", **connection)
         root = base_url.rstrip("/").removesuffix("/v1")
         self._admin = HttpClient(root, setting="sampler.options.base_url", **connection)
         self._body = {"model": served_model, "logprobs": 1, "return_token_ids": True, **WHOLE, **EXACT, **(extra or {})}
-        # The canary is made now, because the learner may later add adapters to the model or shard it.
+        # The canary, which compares the server's log-probs with the model's, copies the model's modules. It is made
+        # now, because the learner may later add adapters to the model or shard it.
         self._canary = Canary(model, server_dtype or dtype or "float32", self._client.url, max_context)
         # Weights with which the server is compared in the first session, unless weights are published before.
         self._initial: Mapping[str, Any] = dict(model.named_parameters())

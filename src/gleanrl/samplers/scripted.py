@@ -1,4 +1,8 @@
-"""A sampler without a model, whose completions are computed by a function. It makes tests of loops exact and fast."""
+"""A sampler without a model, whose completions are computed by a function.
+
+With it, tests of the training loop are fast and have exact expected results. Demonstrations are recorded with it too,
+to play the answers of an expert.
+"""
 
 from __future__ import annotations
 

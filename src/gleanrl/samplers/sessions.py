@@ -91,7 +91,10 @@ class Counters:
 
 
 class Worker(ABC):
-    """Computes bursts with a model. `SessionSampler` calls its methods on one thread only."""
+    """Computes completions with a model, in bursts (see the module's docstring).
+
+    `SessionSampler` calls its methods on one thread only.
+    """
 
     def __init__(self, timeline: SpanRecorder | None) -> None:
         self.counters = Counters()
@@ -135,7 +138,9 @@ class Worker(ABC):
 
 
 class SessionSampler:
-    """Implements `gleanrl.protocols.Sampler` by the bursts of a worker. Subclasses provide the worker.
+    """Implements `gleanrl.protocols.Sampler` with a worker, which a subclass provides.
+
+    The worker computes completions in bursts (see the module's docstring).
 
     Args:
         make: returns the worker. Called once, on the thread on which the worker will run.

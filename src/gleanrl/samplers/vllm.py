@@ -199,7 +199,7 @@ class VllmWorker(Worker):
                 self._engine.add_request(name, {"prompt_token_ids": request.prompt.tolist()}, parameters)
                 self._requests[name] = request
                 self.counters.prompt_tokens += request.prompt.size
-        # `load` steps the engine too, so requests may have been completed since the last burst.
+        # `load` calls the engine's `step` too, so requests may have been completed since the last burst.
         if answered := [request for request in requests if request.finish]:
             deliver(answered)
         if new:
@@ -236,8 +236,8 @@ class VllmWorker(Worker):
                 raise UserError(
                     "vLLM kept prefixes that older weights computed; the run stops before it samples from them"
                 )
-            # These steps also advance the requests of sessions. Those that are completed here are delivered in the next
-            # burst.
+            # These steps also advance the requests of sessions. Requests that are completed here are delivered in the
+            # next burst.
             name, outputs = f"canary {next(self._names)}", []
             parameters = _parameters(ANSWER, 0.0, prompt_logprobs=0)
             self._engine.add_request(name, {"prompt_token_ids": self._canary.prompt}, parameters)
@@ -399,9 +399,10 @@ class WorkerExtension:
     """
 
     def load_published(self, path: str) -> str | None:
-        """Load the weights of the safetensors file ``path``, and return the mark in the file's metadata.
+        """Load the weights of the safetensors file ``path``, and return the entry ``mark`` of the file's metadata.
 
-        The caller wrote the mark, and knows by it that the worker has read this file and not an older one.
+        The mark is a random string that the caller wrote into the file. By comparing it, the caller checks that the
+        worker has read this file and not an older one at the same path.
         """
         from safetensors import safe_open
 
@@ -425,8 +426,8 @@ def forget_weights(worker: Any) -> None:
         for parameter in module.parameters(recurse=False):
             if parameter.is_floating_point():
                 parameter.data.fill_(math.nan)
-        # On a CPU this function multiplies by a packed copy of the weight. The copy cannot be reached to overwrite it,
-        # so the function is replaced by one that returns NaN.
+        # On a CPU vLLM's function ``cpu_linear`` multiplies by a packed copy of the weight. Nothing outside of the
+        # function can overwrite this copy, so the function is replaced by one that returns NaN.
         if hasattr(module, "cpu_linear"):
             module.cpu_linear = partial(_no_number, module.cpu_linear)
 
@@ -438,8 +439,8 @@ def _no_number(multiply: Callable[..., torch.Tensor], *arguments: Any) -> torch.
 def pack_embeddings(worker: Any) -> None:
     """Pack the weights of the embedding again after new weights were loaded into a vLLM worker on a CPU.
 
-    There an output head that is tied to the embedding multiplies by a packed copy of it, which vLLM's
-    ``reload_weights`` does not update.
+    On a CPU, an output head that is tied to the embedding multiplies by a packed copy of the embedding's weights, which
+    vLLM's ``reload_weights`` does not update.
     """
     from vllm.model_executor.layers import utils, vocab_parallel_embedding  # pyright: ignore[reportMissingImports]
 
