@@ -31,8 +31,10 @@ from gleanrl.utils.errors import UserError
 class Sample:
     """One segment of a trajectory, cut after its last trained token.
 
-    A trajectory has more than one segment only if its context was rewritten during the episode. Position 0 is never
-    trained, because no earlier token predicts it.
+    A segment is a sequence of turns that the model saw as one context. A trajectory has more than one segment only if
+    its context was rewritten during the episode. Position 0 is never trained, because no earlier token predicts it.
+
+    "Before the update" means under the weights before the first update on the batch that the learner receives.
     """
 
     tokens: IntArray  # int32[n], token ids
@@ -101,9 +103,9 @@ class ModelEstimates(NamedTuple):
     A field is None if the settings do not need it. Its entries are 0 where a token is not trained.
     """
 
-    proximal: FloatArray | None = None  # float32[n], log-probs under the current policy
+    proximal: FloatArray | None = None  # float32[n], log-probs under the policy before the update (see `Sample`)
     penalty: FloatArray | None = None  # float32[n], KL to the reference times its coefficient, to subtract from rewards
-    values: FloatArray | None = None  # float32[n], the critic's predictions
+    values: FloatArray | None = None  # float32[n], the critic's predictions before the update
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,8 +282,10 @@ def assign_advantages(
 def weighted_batch(groups: Sequence[Group], weights: Sequence[float], loss: LossSettings, max_length: int) -> Batch:
     """Return a batch whose advantages come from ``weights`` and not from an estimator.
 
-    The advantage of every trained token is its group's entry of ``weights``. The batch is meant for the loss in
-    ``loss``; for replayed groups this is the weight times a clipped or shaped probability ratio, not a cross-entropy.
+    The advantage of every trained token is its group's entry of ``weights``. The settings ``loss``, with which the
+    learner must train on the batch, determine how the losses of tokens are aggregated. The loss of a replayed token is
+    minus its advantage times a clipped or shaped probability ratio (`gleanrl.algorithms.loss.replayed_loss`), and not a
+    cross-entropy.
     """
     built = build_samples(groups, max_length)
     advantages = np.array([weights[m.group] for m in built.members], np.float32)[:, None] * built.mask

@@ -198,11 +198,11 @@ class LossContext(NamedTuple):
     length: Tensor | None  # float, number of tokens of a token's sequence
 
     def take(self, index: Tensor | slice) -> LossContext:
-        """Return the context of those tokens that an index tensor, a bool mask [T] or a slice selects."""
+        """Return the `LossContext` of those tokens that an index tensor, a bool mask [T] or a slice selects."""
         return LossContext(*(None if value is None else value[index] for value in self))
 
     def split(self, sizes: Sequence[int]) -> list[LossContext]:
-        """Split the context into consecutive parts; ``sizes`` holds the number of tokens of each part."""
+        """Split this `LossContext` into those of consecutive tokens; ``sizes`` holds the number of tokens of each."""
         ends = list(accumulate(sizes, initial=0))
         return [self.take(slice(start, stop)) for start, stop in pairwise(ends)]
 

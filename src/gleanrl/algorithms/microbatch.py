@@ -69,7 +69,7 @@ class MicroBatch:
         return replace(self, **moved)
 
     def untrained(self) -> MicroBatch:
-        """Return a copy with the same rows and an empty list of trained tokens."""
+        """Return a copy with the same rows and no trained tokens, for a forward pass that computes no logits."""
         tensors = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("tokens", "places", "owners")}
         nothing = {name: value[:0] for name, value in tensors.items() if isinstance(value, Tensor)}
         return replace(self, **nothing, samples=())

@@ -168,8 +168,8 @@ def _random_state() -> dict[str, Tensor]:
 def _torch_errors() -> Iterator[None]:
     """Raise a `CheckpointException` of torch, which does not derive from `Exception`, as a RuntimeError.
 
-    The RuntimeError carries the first failure of the checkpoint. Torch's warning that only one process is used is
-    hidden.
+    A `CheckpointException` collects the errors of all processes. The RuntimeError has the class and the message of the
+    first one. Torch's warning that only one process is used is hidden.
     """
     try:
         with warnings.catch_warnings():

@@ -194,17 +194,21 @@ class Placement:
         return list(micros)
 
     def join(self, parts: Sequence[Tokens]) -> tuple[Tokens, slice]:
-        """Return the tokens of all processes as one list, and the slice of it that holds this process's ``parts``."""
+        """Join the tokens of all processes, because the loss of a token may depend on tokens of other processes.
+
+        ``parts`` holds the tokens of each of this process's micro-batches. Returns all tokens as one `Tokens`, and the
+        slice of these that are this process's.
+        """
         return join_tokens(parts), slice(None)
 
     def total(self, seen: Pass) -> Pass:
-        """Return the sum of ``seen`` over all processes."""
+        """Return the sum of the statistics of all processes. ``seen`` are the statistics of this process."""
         return seen
 
     def gather(self, rows: Mapping[int, T]) -> Mapping[int, T]:
-        """Return the results of all processes, by index of the sample. ``rows`` holds those of this process.
+        """Return the results for all samples, by index of the sample. ``rows`` holds those that this process computed.
 
-        Only the process that `leads` must get all of them.
+        Only the process that `leads` must get the results of the other processes.
         """
         return rows
 
@@ -292,9 +296,10 @@ class LocalEngine:
                 body.train()  # transformers uses activation checkpointing in training mode only
 
         def may_share_rows() -> bool:
-            """Return whether rows that several samples share give exact log-probs and are faster than separate rows.
+            """Return whether shared rows give exact log-probs and are faster than one row for each sample.
 
-            They were measured to be faster on a CPU in float32, and are exact for models that `can_share_rows` accepts.
+            A shared row holds several samples of a group, and their common prefix only once. Shared rows were measured
+            to be faster on a CPU in float32, and are exact for models that `can_share_rows` accepts.
             """
             if device.type != "cpu" or self.compute_dtype != torch.float32:
                 return False

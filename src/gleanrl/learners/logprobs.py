@@ -27,8 +27,9 @@ PROBE_LOGIT = 1e4  # the probe's largest logit; far above any soft cap
 # Largest difference allowed between the probe's logits and the head's output, as a share of the largest logit. It is
 # above the rounding of bfloat16 and below the effect of any soft cap.
 PROBE_TOLERANCE = 1e-3
-# Largest difference allowed between log-probs from shared and from separate rows, in nats. It is far above the rounding
-# of float32, and far below the effect of a model that ignores the mask or the positions.
+# Largest difference in nats that `can_share_rows` allows between the log-probs of samples in a shared row and those of
+# the same samples in separate rows. It is far above the rounding of float32, and far below the effect of a model that
+# ignores the mask or the positions.
 SHARING_TOLERANCE = 1e-4
 ROWS_AT_ONCE = 1 << 20  # number of logits in a block of rows: 4 MiB in float32, about the cache of a core
 # Whether a model's logits are exactly its head's output, without a soft cap, a scale or another operation.

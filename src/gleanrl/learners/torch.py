@@ -162,8 +162,8 @@ class TorchLearner:
         meter = Meter(self.settings.epochs)
         meter.seconds["logprobs"], self._estimating_s = self._estimating_s, 0.0
         if self.settings.old_logprobs == "recompute":
-            # Compute the denominator of the probability ratio once, under the weights before any update on the batch.
-            # Samples for which `estimate` has computed it already have ``proximal``.
+            # Compute the log-probs in the denominator of the probability ratio once, under the weights before any
+            # update on the batch. Samples for which `estimate` has computed them have them already, as ``proximal``.
             started = perf_counter()
             samples = [
                 sample
@@ -239,7 +239,11 @@ class TorchLearner:
         return self._critic is not None or self._penalises
 
     async def estimate(self, samples: Sequence[Sample]) -> list[ModelEstimates]:
-        """Compute, for each of ``samples``, what advantages need from the current weights (see `ModelEstimates`)."""
+        """Compute, for each of ``samples``, the quantities of a model that its advantages need (see `ModelEstimates`).
+
+        They are computed under the weights at the time of the call. A run calls this method before any update on these
+        samples.
+        """
         started = perf_counter()
         estimates = await self._on_device("logprobs", lambda _: self._estimates(samples), samples=len(samples))
         self._estimating_s += perf_counter() - started

@@ -71,7 +71,7 @@ class Fsdp(Placement):
             for module in unit.modules():
                 for name, parameter in list(module.named_parameters(recurse=False)):
                     if isinstance(parameter, DTensor):
-                        continue  # it belongs to a layer that is sharded already
+                        continue  # the parameter belongs to a layer that is sharded already
                     if id(parameter) not in received:
                         value = parameter.detach()
                         if not self.leads:

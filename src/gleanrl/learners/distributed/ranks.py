@@ -157,9 +157,10 @@ class Ranks:
             raise
 
     def _settle(self, error: Exception | None) -> None:
-        """Exchange with the other processes whether the work failed, and in which way; ``error`` is this process's.
+        """Compare the outcome of a command in all processes: success, or the class of the error that was raised.
 
-        Raises `UserError` if the processes cannot continue together.
+        ``error`` is the error that the command raised in this process; None if it succeeded. Raises `UserError` if the
+        outcomes differ or a process has ended, because the processes cannot continue together then.
         """
         if error is None:
             try:

@@ -74,7 +74,7 @@ class ShardedEngine:
         self.discard: Callable[[], None] = partial(self._everywhere, "discard")
         self.score: Callable[..., list[TokenScores]] = partial(self._everywhere, "score")
         self.values: Callable[..., list[FloatArray]] = partial(self._everywhere, "values")
-        self.weights: Callable[[], Mapping[str, Tensor]] = partial(self._everywhere, "weights")  # on rank 0 only
+        self.weights: Callable[[], Mapping[str, Tensor]] = partial(self._everywhere, "weights")  # gathered on rank 0
         self.usage = self.local.usage
         self.between: Callable[[], None] = lambda: None
 
