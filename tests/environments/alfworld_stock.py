@@ -1,4 +1,7 @@
-"""The stock ALFWorld engine, as alfworld plays it: TextWorld's PddlEnv under alfworld's own demangler."""
+"""Plays episodes on the original ALFWorld engine and compares them with Glean RL's engine.
+
+The original engine is TextWorld's `PddlEnv` with alfworld's `AlfredDemangler`, as alfworld itself uses it.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ class Move(NamedTuple):
 
 
 def game_file(task: Task, path: Path) -> Path:
-    """A generated household as a game file of the real layout."""
+    """Write a generated household as a game file in the format of the published ALFWorld games."""
     domain, grammar = package_texts()
     text = grammar.replace("UNKNOWN GOAL", task.payload["task"])
     game = {"pddl_domain": domain, "grammar": text, "pddl_problem": task.payload["problem"], "solvable": True}
@@ -43,12 +46,15 @@ def start(path: Path) -> Any:
 
 class Episode(NamedTuple):
     moves: list[Move]
-    seconds: float  # of CPU that the engine took to step
+    seconds: float  # CPU seconds that the engine's steps took in all
 
 
 def play(env: Any, seed: int, steps: int, script: Sequence[str] = ()) -> Episode:
-    """An episode on the stock engine: a script, then an expert's commands mixed with random valid, stale and
-    nonsensical ones."""
+    """Play an episode on the original engine.
+
+    The commands of ``script`` come first. The later commands are the expert's, mixed with random valid commands,
+    commands that were valid in earlier states, and nonsense.
+    """
     rng = random.Random(seed)
     state = env.reset()
     moves = [_move("", state)]
@@ -75,14 +81,18 @@ def _command(rng: random.Random, expert: Expert, admissible: Sequence[str], ever
     draw = rng.random()
     if draw < 0.45:
         return expert.act()
-    if draw < 0.82:  # by verb, or nearly all would be "go to"
+    # The verb is drawn first, because most admissible commands are "go to".
+    if draw < 0.82:
         verb = rng.choice(sorted({command.split()[0] for command in admissible}))
         return rng.choice([command for command in admissible if command.split()[0] == verb])
     return rng.choice(ever) if draw < 0.94 else rng.choice(NONSENSE)
 
 
 def differences(game: Game, episodes: list[list[Move]], order: list[int]) -> list[str]:
-    """Where our engine answers otherwise; ``order`` says whose move is replayed next, to interleave episodes."""
+    """Replay recorded episodes on Glean RL's engine and describe every difference from the original engine.
+
+    ``order`` gives the index of the episode whose move is replayed next, so that episodes can be interleaved.
+    """
     states = [game.start] * len(episodes)
     at = [0] * len(episodes)
     found: list[str] = []

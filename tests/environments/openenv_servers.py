@@ -1,4 +1,4 @@
-"""OpenEnv servers to play with: a game with a number for an action, and one whose actions are tool calls."""
+"""Two OpenEnv servers for tests: a guessing game whose action is a number, and one whose actions are tool calls."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Problems made for tests: arithmetic and algebra with answers in LaTeX, in TRL's and verl's rows."""
+"""Generates arithmetic and algebra problems with answers in LaTeX, as data set rows in TRL's and in verl's format."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Row = dict[str, Any]
 
 
 def problems(count: int, seed: int = 0) -> list[tuple[str, str, str]]:
-    """Question, worked solution with its answer in a box, and the answer; all questions differ."""
+    """Return ``count`` triples of question, worked solution with a boxed answer, and answer. All questions differ."""
     draw = random.Random(seed)
     found: dict[str, tuple[str, str, str]] = {}
     while len(found) < count:
@@ -36,7 +36,7 @@ def _latex(value: Fraction) -> str:
 
 
 def trl_rows(count: int, *, messages: bool = True, seed: int = 0) -> list[Row]:
-    """TRL's: a prompt and columns."""
+    """Return rows in TRL's format: a prompt (messages or a string), and the columns ``solution`` and ``answer``."""
     return [
         {"prompt": [{"role": "user", "content": q}] if messages else q, "solution": how, "answer": answer}
         for q, how, answer in problems(count, seed)
@@ -44,7 +44,7 @@ def trl_rows(count: int, *, messages: bool = True, seed: int = 0) -> list[Row]:
 
 
 def verl_rows(count: int, seed: int = 0) -> list[Row]:
-    """verl's: the truth in a table."""
+    """Return rows in verl's format, whose answer is ``reward_model.ground_truth``."""
     return [
         {
             "data_source": "made/up",
@@ -58,7 +58,7 @@ def verl_rows(count: int, seed: int = 0) -> list[Row]:
 
 
 def written(path: Path, rows: Sequence[Mapping[str, Any]]) -> str:
-    """The rows as a file of the kind that its name says."""
+    """Write the rows to a Parquet, JSON or JSON Lines file, according to the suffix of ``path``. Returns the path."""
     if path.suffix == ".parquet":
         import pyarrow
         import pyarrow.parquet

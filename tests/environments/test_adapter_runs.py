@@ -1,4 +1,4 @@
-"""Whole runs on environments of other packages: two steps of training, and an evaluation."""
+"""Complete runs on environments of gymnasium and TextArena: two steps of training, then an evaluation."""
 
 from __future__ import annotations
 
@@ -35,7 +35,9 @@ evaluation = { every = 0, samples = 1 }
 
 @pytest.mark.slow
 @pytest.mark.parametrize("environment", [GYMNASIUM, TEXTARENA], ids=["gymnasium", "textarena"])
-def test_a_model_is_trained_and_evaluated(environment: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_is_trained_and_evaluated_on_an_adapted_environment(
+    environment: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     pytest.importorskip("gymnasium" if environment is GYMNASIUM else "textarena")
     (tmp_path / "run.toml").write_text(f"{RUN}\n[environment]\n{environment}")
     assert cli.main(["train", str(tmp_path / "run.toml"), "--run.folder", str(tmp_path)]) == 0

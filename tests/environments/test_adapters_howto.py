@@ -1,4 +1,4 @@
-"""The configurations of docs/howto/adapters.md (TextArena, gymnasium) and docs/howto/datasets.md do what they say."""
+"""The configurations in docs/howto/adapters.md (TextArena, gymnasium) and docs/howto/datasets.md work as described."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def blocks(page: str, kind: str, section: str | None = None) -> list[str]:
 
 
 @pytest.mark.parametrize(("section", "package"), [("TextArena", "textarena"), ("gymnasium", "gymnasium")])
-def test_the_games_of_the_page_are_played_by_their_experts(tmp_path: Path, section: str, package: str) -> None:
+def test_experts_win_the_games_configured_on_the_adapters_page(tmp_path: Path, section: str, package: str) -> None:
     pytest.importorskip(package)
     [text] = blocks("adapters.md", "toml", section)
     (tmp_path / "page.toml").write_text(text)
@@ -38,7 +38,7 @@ def test_the_games_of_the_page_are_played_by_their_experts(tmp_path: Path, secti
         assert taskset.demonstrate(task, seed=0)[1].value == 1.0
 
 
-def test_every_commented_option_of_the_page_is_one() -> None:
+def test_the_options_in_comments_of_the_adapters_page_are_accepted() -> None:
     pytest.importorskip("textarena")
     [text] = blocks("adapters.md", "toml", "TextArena")
     options = tomllib.loads(re.sub(r"^# (?=arguments|seat|reward_range)", "", text, flags=re.MULTILINE))["environment"]
@@ -46,7 +46,7 @@ def test_every_commented_option_of_the_page_is_one() -> None:
     assert (taskset.arguments, taskset.reward_range) == ({"max_number": 50}, (0.0, 1.0))
 
 
-def test_the_data_set_of_the_page_is_prepared_and_both_rows_are_scored(
+def test_the_configurations_and_rows_of_the_datasets_page_are_valid(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("pyarrow")

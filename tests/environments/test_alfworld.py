@@ -1,4 +1,4 @@
-"""ALFWorld: households, splits, episodes, the expert and bad options."""
+"""`AlfworldTaskset` with generated households: tasks and splits, episodes, the expert, and errors for bad options."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from tests.strategies import examples
 SPLITS: tuple[Split, ...] = ("train", "eval", "warm_start")
 
 
-def say(observation: Observation) -> str:
+def text_of(observation: Observation) -> str:
     (message,) = observation.messages
     assert message["role"] == "user"
     return message["content"]
@@ -43,7 +43,8 @@ async def play(taskset: AlfworldTaskset, task: Task, commands: list[str]) -> lis
     environment = taskset.environment(task)
     seen = [await environment.reset()]
     for command in commands:
-        await asyncio.sleep(0)  # other episodes run in between
+        # Lets other episodes on the event loop take a step.
+        await asyncio.sleep(0)
         seen.append(await environment.step({"role": "assistant", "content": command}))
     await environment.close()
     return seen
@@ -64,7 +65,7 @@ def test_tasks_are_deterministic_and_a_longer_list_extends_a_shorter_one() -> No
     assert all(task.prompt == () for task in long)
 
 
-def test_ids_do_not_depend_on_the_process() -> None:
+def test_task_ids_do_not_depend_on_the_process_or_its_hash_seed() -> None:
     code = (
         "from gleanrl.environments.alfworld import AlfworldTaskset;"
         "print(*[t.id for t in AlfworldTaskset(goals=['clean'], seed=5).tasks('eval', 3)])"
@@ -91,7 +92,7 @@ def test_no_household_is_in_two_splits_whatever_the_seed() -> None:
 
 
 def canonical(task: Task) -> str:
-    """A household from its text alone: what stands in what kind of place, and the goal."""
+    """Return a text that equal households share, from the game alone: its goal and the objects in each receptacle."""
     world = game_of(task)._world
     inside: dict[str, list[str]] = {receptacle: [] for _, receptacle, _ in world.static("receptacletype")}
     kind = {thing: k for _, thing, k in (*world.static("objecttype"), *world.static("receptacletype"))}
@@ -103,7 +104,7 @@ def canonical(task: Task) -> str:
     return json.dumps([payload["goal"], payload["target"], payload["destination"], places])
 
 
-def test_too_small_a_layout_says_so() -> None:
+def test_asking_for_more_tasks_than_a_layout_has_raises() -> None:
     taskset = AlfworldTaskset(receptacles=4, objects=1, object_kinds=["bread"])
     with pytest.raises(UserError, match=r"has \d+ train tasks, 500 were asked for; allow more receptacles"):
         taskset.tasks("train", 500)
@@ -111,7 +112,7 @@ def test_too_small_a_layout_says_so() -> None:
 
 @settings(max_examples=examples(60))
 @given(seed=st.integers(0, 2**40), goal=st.sampled_from(sorted(GOALS)), size=st.integers(5, 12))
-def test_every_draw_is_a_possible_household_and_its_goal_is_open(seed: int, goal: str, size: int) -> None:
+def test_every_drawn_household_is_valid_and_its_goal_is_not_yet_reached(seed: int, goal: str, size: int) -> None:
     room = GOALS[goal].rooms[seed % len(GOALS[goal].rooms)]
     household = draw(Layout(goals=(goal,), rooms=(room,), receptacles=(size, size), objects=(3, 8)), seed)
     if household is None:
@@ -127,7 +128,7 @@ def test_every_draw_is_a_possible_household_and_its_goal_is_open(seed: int, goal
     assert not needs or household.target in thor().VAL_ACTION_OBJECTS[needs]
 
 
-def test_rooms_and_goals_speak_of_kinds_that_alfworld_knows() -> None:
+def test_rooms_and_goals_use_only_kinds_that_alfworld_defines() -> None:
     for room in ROOMS.values():
         for kind in (*room.always, *room.maybe):
             assert kind in thor().VAL_RECEPTACLE_OBJECTS
@@ -138,20 +139,20 @@ def test_rooms_and_goals_speak_of_kinds_that_alfworld_knows() -> None:
 
 
 # --- episodes ---------------------------------------------------------------------------------
-def test_an_episode_reads_like_the_real_game() -> None:
+def test_an_episode_has_the_texts_of_the_original_game() -> None:
     taskset = AlfworldTaskset(seed=1)
     task = taskset.tasks("train", 1)[0]
     seen = asyncio.run(play(taskset, task, ["  Go To FRIDGE 1\n", "open fridge 1", "dance", "open fridge 1"]))
-    assert say(seen[0]).startswith("You are in the middle of a room. Looking quickly around you, you see a ")
-    assert say(seen[0]).endswith(f"\n\nYour task is to: {task.payload['task']}.")
-    assert say(seen[1]) == "You arrive at fridge 1. The fridge 1 is closed."
-    assert say(seen[2]).startswith("You open the fridge 1. The fridge 1 is open. In it, you see ")
-    assert [say(observation) for observation in seen[3:]] == ["Nothing happens."] * 2
+    assert text_of(seen[0]).startswith("You are in the middle of a room. Looking quickly around you, you see a ")
+    assert text_of(seen[0]).endswith(f"\n\nYour task is to: {task.payload['task']}.")
+    assert text_of(seen[1]) == "You arrive at fridge 1. The fridge 1 is closed."
+    assert text_of(seen[2]).startswith("You open the fridge 1. The fridge 1 is open. In it, you see ")
+    assert [text_of(observation) for observation in seen[3:]] == ["Nothing happens."] * 2
     assert not any(observation.done for observation in seen)
     assert all(observation.score is not None and observation.score.value == 0.0 for observation in seen)
 
 
-def test_the_win_ends_the_episode_with_a_score_of_one() -> None:
+def test_winning_ends_the_episode_with_score_one() -> None:
     taskset = AlfworldTaskset(goals=["heat"])
     task = taskset.tasks("train", 1)[0]
     seen = asyncio.run(play(taskset, task, commands_of(taskset, task)))
@@ -161,16 +162,16 @@ def test_the_win_ends_the_episode_with_a_score_of_one() -> None:
     assert seen[-1].info["won"] is True
 
 
-def test_banner_and_admissible_commands_are_options() -> None:
+def test_the_banner_and_admissible_commands_are_shown_if_their_options_are_set() -> None:
     taskset = AlfworldTaskset(banner=True, admissible_commands=True)
     task = taskset.tasks("eval", 1)[0]
     (first,) = asyncio.run(play(taskset, task, []))
-    assert say(first).startswith("-= Welcome to TextWorld, ALFRED! =-\n\nYou are in the middle")
+    assert text_of(first).startswith("-= Welcome to TextWorld, ALFRED! =-\n\nYou are in the middle")
     assert "go to fridge 1" in first.info["admissible_commands"]
     assert "go to fridge 2" not in first.info["admissible_commands"]
 
 
-def test_many_interleaved_episodes_equal_episodes_played_alone() -> None:
+def test_interleaved_episodes_equal_the_same_episodes_played_alone() -> None:
     taskset = AlfworldTaskset(goals=["put", "clean", "examine"], seed=2)
     tasks = taskset.tasks("train", 6)
     scripts = [(task, commands_of(taskset, task, seed, 0.4)) for task in tasks for seed in range(3)]
@@ -184,7 +185,7 @@ def test_many_interleaved_episodes_equal_episodes_played_alone() -> None:
     assert all(episode[-1].done for episode in alone)
 
 
-def test_a_taskset_travels_to_another_process_and_a_task_as_json() -> None:
+def test_a_pickled_taskset_plays_a_task_from_json_in_the_same_way() -> None:
     taskset = AlfworldTaskset(goals=["cool"])
     task = taskset.tasks("train", 3)[2]
     other = pickle.loads(pickle.dumps(taskset))
@@ -195,7 +196,7 @@ def test_a_taskset_travels_to_another_process_and_a_task_as_json() -> None:
     assert list(other.tasks("train", 3)) == list(taskset.tasks("train", 3))
 
 
-def test_games_held_in_memory_are_bounded_and_the_last_used_stay() -> None:
+def test_the_game_cache_is_bounded_and_evicts_the_least_recently_used_game() -> None:
     made: list[str] = []
     tasks = AlfworldTaskset(seed=14).tasks("train", 4)
 
@@ -214,7 +215,7 @@ def test_games_held_in_memory_are_bounded_and_the_last_used_stay() -> None:
     assert sum(game.operators for game in cache._games.values()) <= max(room, get(cache, 0).operators)
 
 
-def test_the_package_is_light_to_import() -> None:
+def test_importing_the_package_does_not_import_torch_textworld_or_alfworld() -> None:
     heavy = ("torch", "textworld", "alfworld", "fast_downward")
     code = f"import sys, gleanrl.environments.alfworld; print([m for m in {heavy} if m in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
@@ -222,7 +223,7 @@ def test_the_package_is_light_to_import() -> None:
 
 # --- the expert -------------------------------------------------------------------------------
 @pytest.mark.parametrize("goal", sorted(GOALS))
-def test_the_expert_wins_every_game_clean_and_with_noise(goal: str) -> None:
+def test_the_expert_wins_every_game_with_and_without_noise(goal: str) -> None:
     taskset = AlfworldTaskset(goals=[goal], receptacles=(5, 9), objects=(4, 8), same_kind=3, seed=6)
     assert taskset.has_expert
     for task in taskset.tasks("train", 12):
@@ -232,10 +233,10 @@ def test_the_expert_wins_every_game_clean_and_with_noise(goal: str) -> None:
         for messages in (clean, noisy):
             assert [m["role"] for m in messages] == ["user", "assistant"] * (len(messages) // 2)
         seen = asyncio.run(play(taskset, task, [m["content"] for m in noisy if m["role"] == "assistant"]))
-        assert [say(o) for o in seen[:-1]] == [m["content"] for m in noisy if m["role"] == "user"]
+        assert [text_of(o) for o in seen[:-1]] == [m["content"] for m in noisy if m["role"] == "user"]
 
 
-def test_demonstrations_follow_their_seed_and_noise_makes_them_longer() -> None:
+def test_demonstrations_depend_on_their_seed_and_noise_makes_them_longer() -> None:
     taskset = AlfworldTaskset(seed=8)
     tasks = taskset.tasks("warm_start", 20)
     assert [commands_of(taskset, t, 5, 0.3) for t in tasks] == [commands_of(taskset, t, 5, 0.3) for t in tasks]
@@ -245,7 +246,7 @@ def test_demonstrations_follow_their_seed_and_noise_makes_them_longer() -> None:
     assert not any(command == "help" for t in tasks for command in commands_of(taskset, t, noise=0.9))
 
 
-def test_orders_are_read_from_every_template_of_the_real_games() -> None:
+def test_read_order_understands_every_goal_template_of_the_original_games() -> None:
     for kind, goal in GOALS.items():
         for template in goal_library()[goal.library]["templates"]:
             text = template.format(obj="mug", recep="desk", toggle="desklamp")
@@ -253,13 +254,13 @@ def test_orders_are_read_from_every_template_of_the_real_games() -> None:
     assert read_order("please tidy up") is None
 
 
-def test_names_are_numbered_as_in_the_real_games() -> None:
+def test_demangle_numbers_names_as_in_the_original_games() -> None:
     ids = ["cabinet_bar__minus_01_dot_5", "cabinet_bar__plus_00_dot_2", "sink_bar_1_bar_sinkbasin", "agent1"]
     names = demangle(dict.fromkeys(random.sample(ids, 4), "object"))
     assert [names[thing] for thing in ids] == ["cabinet 2", "cabinet 1", "sinkbasin 1", "agent1"]
 
 
-# --- mistakes ---------------------------------------------------------------------------------
+# --- errors -----------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -287,12 +288,12 @@ def test_names_are_numbered_as_in_the_real_games() -> None:
         ({"size": "full", "object_kinds": ["kettel"]}, "did you mean 'kettle'"),
     ],
 )
-def test_a_bad_option_is_one_clear_line(options: dict[str, Any], message: str) -> None:
+def test_a_bad_option_raises_a_one_line_error(options: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message) as caught:
         load_taskset(EnvironmentSettings(name="alfworld", options=options), seed=0)
     assert "\n" not in str(caught.value)
 
 
-def test_a_foreign_task_is_refused() -> None:
+def test_a_task_of_another_environment_is_rejected() -> None:
     with pytest.raises(UserError, match="not an alfworld task"):
         asyncio.run(play(AlfworldTaskset(), Task(id="x", payload={"question": 1}), []))

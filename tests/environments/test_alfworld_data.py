@@ -1,4 +1,7 @@
-"""Real game files: the folder layout of ALFWORLD_DATA, written here from generated households."""
+"""`AlfworldTaskset` with game files in the folder layout of ALFWORLD_DATA.
+
+The files are written by the tests from generated households. Some tests compare with alfworld's own loader.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,7 @@ def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def write(root: Path, folder: str, task: Task, trial: str, room: int = 1, **trajectory: Any) -> Path:
-    """A game and its trajectory where the published data has them."""
+    """Write a game file and its trajectory file at their places in the published data's layout."""
     kind, target, place = GOALS[task.payload["goal"]].library, task.payload["target"], task.payload["destination"]
     place = place or "desklamp"
     name = f"{kind}-{target.title()}-None-{place.title()}-{room}"
@@ -47,7 +50,7 @@ def write(root: Path, folder: str, task: Task, trial: str, room: int = 1, **traj
     return file
 
 
-def test_games_of_the_real_layout_are_played(data: Path) -> None:
+def test_game_files_are_loaded_by_split_and_won_by_the_expert(data: Path) -> None:
     generated = AlfworldTaskset(goals=["put", "heat"], seed=9)
     made: dict[Split, list[Task]] = {}
     for split, folder in BY_SPLIT.items():
@@ -69,13 +72,13 @@ def test_games_of_the_real_layout_are_played(data: Path) -> None:
 
 
 @pytest.mark.parametrize("file", ["/etc/hostname", "../secret.json", "json_2.1.1/../../secret.json"])
-def test_a_task_names_no_file_outside_the_folder(data: Path, file: str) -> None:
+def test_a_task_with_a_file_outside_the_data_folder_is_rejected(data: Path, file: str) -> None:
     (data.parent / "secret.json").write_text("{}")
     with pytest.raises(UserError, match="which is not in the folder of ALFWORLD_DATA"):
         game_of(Task("alfworld-put-0", payload={"file": file}))
 
 
-def test_goals_choose_games_and_unplayable_ones_are_left_out(data: Path) -> None:
+def test_only_playable_games_of_the_chosen_goals_are_loaded(data: Path) -> None:
     generated = AlfworldTaskset(goals=["put", "cool"], seed=10)
     tasks = generated.tasks("train", 8)
     files = [write(data, "train", task, f"trial_{i}") for i, task in enumerate(tasks)]
@@ -96,7 +99,7 @@ def test_goals_choose_games_and_unplayable_ones_are_left_out(data: Path) -> None
     ("eval_split", "folder"),
     [("households", "valid_seen"), ("unseen", "valid_seen"), ("seen", "train"), ("both", "train")],
 )
-def test_demonstrations_are_of_valid_seen_unless_evaluation_plays_that(
+def test_warm_start_tasks_are_from_valid_seen_unless_evaluation_uses_it(
     data: Path, eval_split: Any, folder: str
 ) -> None:
     for number, task in enumerate(AlfworldTaskset(seed=13).tasks("train", 3)):
@@ -105,14 +108,14 @@ def test_demonstrations_are_of_valid_seen_unless_evaluation_plays_that(
     assert Path(file).parts[-4] == folder
 
 
-def test_options_of_households_do_not_restrict_the_goals_of_real_games() -> None:
+def test_options_of_generated_households_do_not_restrict_goals_of_game_files() -> None:
     options: dict[str, Any] = {"goals": ["heat"], "rooms": ["bathroom"]}
     with pytest.raises(UserError, match="goal heat needs one of"):
         AlfworldTaskset(**options)
     assert AlfworldTaskset(source="alfworld_data", **options).layout.goals == ("heat",)
 
 
-def test_a_game_in_two_folders_is_held_out_only(data: Path) -> None:
+def test_a_game_that_is_also_in_a_validation_folder_is_not_trained_on(data: Path) -> None:
     task, other = AlfworldTaskset(seed=11).tasks("train", 2)
     write(data, "valid_unseen", task, "trial_a")
     write(data, "train", task, "trial_b")
@@ -124,7 +127,7 @@ def test_a_game_in_two_folders_is_held_out_only(data: Path) -> None:
         taskset.tasks("train", 1)
 
 
-def test_missing_and_broken_data_are_one_clear_line(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_or_broken_data_raise_clear_errors(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     taskset = AlfworldTaskset(source="alfworld_data")
     with pytest.raises(UserError, match="has no folder train"):
         taskset.tasks("train", 1)
@@ -140,7 +143,7 @@ def test_missing_and_broken_data_are_one_clear_line(data: Path, monkeypatch: pyt
         AlfworldTaskset(source="alfworld_data").tasks("train", 1)
 
 
-def test_an_episode_on_a_real_file(data: Path) -> None:
+def test_replaying_a_demonstration_on_a_game_file_wins(data: Path) -> None:
     write(data, "valid_unseen", AlfworldTaskset(goals=["examine"]).tasks("eval", 1)[0], "trial")
     taskset = AlfworldTaskset(goals=["examine"], source="alfworld_data")
     (task,) = taskset.tasks("eval", 1)
@@ -159,7 +162,7 @@ def test_an_episode_on_a_real_file(data: Path) -> None:
     assert asyncio.run(episode()) == 1.0
 
 
-def test_every_folder_holds_the_games_of_the_stock_loader(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_split_has_the_same_games_as_alfworlds_own_loader(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
     generated = AlfworldTaskset(goals=list(GOALS), seed=12)
     for number, task in enumerate(generated.tasks("train", 21)):
         write(data, FOLDERS[number % 3], task, f"trial_T{number}", room=number)
@@ -185,7 +188,7 @@ STOCK_SPLITS: dict[str, tuple[Split, Any]] = {
 
 
 def spoil(file: Path, how: int) -> None:
-    """Make a game one that alfworld's loader leaves out."""
+    """Change a game in one of four ways (``how``) that make alfworld's loader skip it."""
     game = json.loads(file.read_text())
     if how == 0:
         file.write_text(json.dumps(game | {"solvable": False}))
@@ -200,7 +203,7 @@ def spoil(file: Path, how: int) -> None:
 
 
 def stock_files(data: Path, split: str, task_types: list[int]) -> list[str]:
-    """What alfworld's own environment would play."""
+    """Return the files of the games that alfworld's own environment loads."""
     root = data / "json_2.1.1"
     paths = {"data_path": "train", "eval_id_data_path": "valid_seen", "eval_ood_data_path": "valid_unseen"}
     config = {
@@ -212,14 +215,14 @@ def stock_files(data: Path, split: str, task_types: list[int]) -> list[str]:
 
 
 def files_of(taskset: AlfworldTaskset, split: Split) -> list[str]:
-    """All games of a split: as many as there are."""
+    """Return the files of all games of a split. Their number is read from the error for too many tasks."""
     with pytest.raises(UserError, match=r"has \d+ \w+ tasks") as caught:
         taskset.tasks(split, 10**6)
     count = int(re.findall(r"has (\d+) ", str(caught.value))[0])
     return [str(data_root() / task.payload["file"]) for task in taskset.tasks(split, count)]
 
 
-def test_both_evaluates_seen_and_unseen_games_apart_and_demonstrates_training_games(data: Path) -> None:
+def test_eval_split_both_has_separate_kinds_for_seen_and_unseen_games(data: Path) -> None:
     generated = AlfworldTaskset(goals=["put", "examine"], seed=13)
     for number, task in enumerate(generated.tasks("eval", 9)):
         write(data, FOLDERS[number % 3], task, f"trial_T{number}", room=number)
@@ -231,7 +234,7 @@ def test_both_evaluates_seen_and_unseen_games_apart_and_demonstrates_training_ga
     assert [t.id for t in taskset.tasks("warm_start", 3)] == [t.id for t in taskset.tasks("train", 3)][::-1]
 
 
-def test_a_freely_worded_goal_is_read_from_the_trajectory(data: Path) -> None:
+def test_the_goal_of_a_game_with_free_wording_is_read_from_its_trajectory_file(data: Path) -> None:
     task = AlfworldTaskset(goals=["heat"], seed=15).tasks("eval", 1)[0]
     file = write(data, "valid_unseen", task, "trial_T1")
     game = json.loads(file.read_text())

@@ -1,4 +1,4 @@
-"""ALFWorld at the size of the real games, goals by their official names, and layouts seen and unseen."""
+"""`AlfworldTaskset` with full-size rooms, with ALFWorld's names of goals, and with seen and unseen room layouts."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def furniture(task: Task) -> Counter[str]:
 
 
 def layout_key(task: Task) -> str:
-    """From the game alone: the sort of room and the kinds of its furniture."""
+    """Return the layout key of a task's household, computed from the game alone: its room and kinds of furniture."""
     kinds = sorted(kind for kind, count in furniture(task).items() for _ in range(count))
     spelled = {kind.lower(): kind for kind in thor().VAL_RECEPTACLE_OBJECTS}
     pieces = tuple((spelled[kind.removesuffix("type")], ()) for kind in kinds)
@@ -51,7 +51,7 @@ def test_the_expert_wins_full_size_games_of_every_kind(goal: str) -> None:
         assert len(messages) >= 6
 
 
-def test_full_size_rooms_are_as_large_as_the_real_ones() -> None:
+def test_full_size_rooms_have_as_many_receptacles_and_objects_as_the_original_games() -> None:
     for room, real in FULL_ROOMS.items():
         goal = next(name for name, goal in GOALS.items() if room in goal.rooms)
         layout = Layout(goals=(goal,), rooms=(room,), same_kind=3, full=True)
@@ -68,7 +68,7 @@ def test_full_size_rooms_are_as_large_as_the_real_ones() -> None:
         assert len({household.layout_key for household in drawn}) > 30, "hardly a layout twice"
 
 
-def test_full_size_speaks_of_kinds_that_alfworld_knows_and_that_have_a_place() -> None:
+def test_full_size_rooms_use_only_kinds_that_alfworld_defines_and_can_place() -> None:
     places = thor().VAL_RECEPTACLE_OBJECTS
     for room in FULL_ROOMS.values():
         assert set(room.furniture) <= set(places)
@@ -77,7 +77,7 @@ def test_full_size_speaks_of_kinds_that_alfworld_knows_and_that_have_a_place() -
             assert any(kind in places[receptacle] for receptacle in room.furniture), kind
 
 
-def test_full_size_plays_every_room_of_a_goal_unless_told_otherwise() -> None:
+def test_full_size_tasks_use_every_room_of_a_goal_unless_rooms_is_set() -> None:
     tasks = AlfworldTaskset(goals=["put"], size="full", seed=21).tasks("train", 14)
     assert {task.payload["room"] for task in tasks} == {"kitchen", "bathroom", "bedroom", "living_room"}
     bathrooms = AlfworldTaskset(goals=["put"], size="full", rooms=["bathroom"], seed=21).tasks("train", 3)
@@ -85,7 +85,7 @@ def test_full_size_plays_every_room_of_a_goal_unless_told_otherwise() -> None:
 
 
 # --- names ------------------------------------------------------------------------------------
-def test_goals_go_by_alfworlds_own_names_too() -> None:
+def test_goals_can_be_given_by_alfworlds_own_names() -> None:
     assert sorted(TASK_TYPES.values()) == sorted(goal.library for goal in GOALS.values())
     official = AlfworldTaskset(goals=["pick_heat_then_place", *TASK_TYPES.values()], seed=22)
     ours = AlfworldTaskset(goals=["heat", "put", "examine", "clean", "cool", "put_two"], seed=22)
@@ -95,7 +95,7 @@ def test_goals_go_by_alfworlds_own_names_too() -> None:
 
 
 # --- layouts ----------------------------------------------------------------------------------
-def test_training_and_seen_evaluation_share_layouts_that_unseen_evaluation_never_has() -> None:
+def test_seen_evaluation_shares_layouts_with_training_and_unseen_evaluation_does_not() -> None:
     small: dict[str, Any] = {"receptacles": (5, 6), "objects": (3, 5)}
     sets = {part: AlfworldTaskset(eval_split=part, seed=23, **small) for part in ("seen", "unseen", "both")}
     keys = {part: [layout_key(task) for task in sets[part].tasks("eval", 12)] for part in ("seen", "unseen")}
@@ -110,8 +110,8 @@ def test_training_and_seen_evaluation_share_layouts_that_unseen_evaluation_never
     assert [task.id for task in both[1::2]] == [task.id for task in sets["unseen"].tasks("eval", 6)]
 
 
-def test_a_household_keeps_its_split_whatever_evaluation_asks_for() -> None:
-    """A household of unseen layout is none that a run with other options trains on."""
+def test_the_split_of_a_household_does_not_depend_on_eval_split() -> None:
+    """So a household that one run evaluates on is never trained on by a run with another ``eval_split``."""
     for part in ("households", "seen", "unseen", "both"):
         taskset = AlfworldTaskset(eval_split=part, receptacles=(5, 8), seed=24)
         splits: tuple[Split, ...] = ("train", "eval", "warm_start")
@@ -121,7 +121,7 @@ def test_a_household_keeps_its_split_whatever_evaluation_asks_for() -> None:
 
 
 def household_split(task: Task) -> Split:
-    """From the game alone."""
+    """Return the split of a task's household, computed from the game alone."""
     world, payload = game_of(task)._world, task.payload
     spelled = {kind.lower(): kind for kind in (*thor().VAL_RECEPTACLE_OBJECTS, *thor().OBJECTS_SET, "DeskLamp")}
 
@@ -138,7 +138,7 @@ def household_split(task: Task) -> Split:
     return split_of(Household("", goal, spelled[target], spelled.get(destination, ""), pieces, 0).key)
 
 
-def test_layouts_are_shared_out_as_promised() -> None:
+def test_the_share_of_seen_layouts_is_seen_layouts() -> None:
     drawn = (draw(Layout(goals=("put",), full=True), seed) for seed in range(600))
     seen = [layout_seen(household.layout_key) for household in drawn if household is not None]
     assert abs(sum(seen) / len(seen) - SEEN_LAYOUTS) < 0.06

@@ -1,4 +1,4 @@
-"""The code and the settings of docs/howto/alfworld.md run as they stand there."""
+"""The code and the settings in docs/howto/alfworld.md work unchanged."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from gleanrl.environments.alfworld.prompts import PROMPTS
 PAGE = (Path(__file__).parents[2] / "docs" / "howto" / "alfworld.md").read_text()
 
 
-def test_the_game_of_the_page_is_shown_and_won(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_python_code_of_the_page_prints_the_expected_game(capsys: pytest.CaptureFixture[str]) -> None:
     (code,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
     exec(compile(code, "alfworld.md", "exec"), {})
     printed = capsys.readouterr().out
@@ -30,7 +30,7 @@ def test_the_game_of_the_page_is_shown_and_won(capsys: pytest.CaptureFixture[str
     assert "\nOK.\n" in printed
 
 
-def test_the_settings_of_the_page_make_full_size_games() -> None:
+def test_the_settings_of_the_page_make_full_size_seen_and_unseen_games() -> None:
     (text,) = re.findall(r"```toml\n(.*?)```", PAGE, re.DOTALL)
     config = Config.model_validate(tomllib.loads(text))
     taskset = load_taskset(config.environment, seed=1)
@@ -40,12 +40,12 @@ def test_the_settings_of_the_page_make_full_size_games() -> None:
     assert len(game_of(next(heats))._world.static("receptacletype")) >= 20
 
 
-def test_the_page_names_every_choice() -> None:
+def test_the_page_lists_every_eval_split_and_prompt_format() -> None:
     for name in (*EVAL_SPLITS, *PROMPTS):
         assert f"`{name}`" in PAGE
 
 
-def test_the_preset_judges_all_six_kinds_in_rooms_of_unseen_layouts() -> None:
+def test_the_alfworld_six_preset_evaluates_all_six_kinds_on_unseen_layouts() -> None:
     config = load("alfworld_six", [])
     taskset = load_taskset(config.environment, seed=0)
     assert {task.kind for task in taskset.tasks("eval", 40)} == set(config.environment.options["goals"])

@@ -1,4 +1,7 @@
-"""Data sets in TRL's and verl's shape, from files of every kind, as tasks; and training on them."""
+"""`DatasetTaskset`: tasks from data sets in TRL's and verl's format, from files of several kinds, and their rewards.
+
+The tests write small files of generated problems.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +47,7 @@ def question(task: Task) -> str:
 
 @pytest.mark.parametrize("kind", ["jsonl", "json", "parquet"])
 @pytest.mark.parametrize("shape", ["trl", "verl"])
-def test_every_row_is_one_task_in_one_split_whatever_the_file(tmp_path: Path, kind: str, shape: str) -> None:
+def test_every_row_is_one_task_in_one_split_in_every_file_format(tmp_path: Path, kind: str, shape: str) -> None:
     if kind == "parquet":
         pytest.importorskip("pyarrow")
     rows = trl_rows(300) if shape == "trl" else verl_rows(300)
@@ -63,11 +66,12 @@ def test_every_row_is_one_task_in_one_split_whatever_the_file(tmp_path: Path, ki
         assert task.kind == row.get("data_source", "")
         assert json.loads(json.dumps(task.payload)) == task.payload
     lines = loaded(written(tmp_path / "same.jsonl", rows), warm_start_share=0.2)
-    assert everything(lines) == tasks  # also the ids: nothing depends on the file's format
+    # The tasks, including their ids, do not depend on the format of the file.
+    assert everything(lines) == tasks
     assert [t.id for t in found["train"][:7]] == [t.id for t in taskset.tasks("train", 7)]
 
 
-def test_rows_are_read_again_in_any_order_and_travel(tmp_path: Path) -> None:
+def test_tasks_can_be_read_in_any_order_and_pickled(tmp_path: Path) -> None:
     pytest.importorskip("pyarrow")
     files = [
         written(tmp_path / f"part-{i}.{kind}", trl_rows(120, seed=i)) for i, kind in enumerate(("jsonl", "parquet"))
@@ -81,7 +85,7 @@ def test_rows_are_read_again_in_any_order_and_travel(tmp_path: Path) -> None:
     assert len(everything(several)) == len({**everything(loaded(files[0])), **everything(loaded(files[1]))})
 
 
-def test_the_same_row_twice_is_one_task_and_another_order_of_columns_no_other(tmp_path: Path) -> None:
+def test_repeated_rows_are_one_task_whatever_the_order_of_columns(tmp_path: Path) -> None:
     rows = trl_rows(20)
     again = [dict(reversed(row.items())) for row in rows]
     taskset = loaded(written(tmp_path / "rows.jsonl", rows + again + rows))
@@ -90,7 +94,7 @@ def test_the_same_row_twice_is_one_task_and_another_order_of_columns_no_other(tm
     assert sum(counted) == 20
 
 
-def test_a_row_keeps_its_own_id_and_two_contents_may_not_share_one(tmp_path: Path) -> None:
+def test_a_rows_id_is_the_tasks_id_and_two_different_rows_with_one_id_raise(tmp_path: Path) -> None:
     rows = [{"id": f"row-{i}", **row} for i, row in enumerate(trl_rows(30))]
     path = written(tmp_path / "rows.jsonl", [*rows, rows[3]])
     assert set(everything(loaded(path))) == {f"row-{i}" for i in range(30)}
@@ -113,7 +117,7 @@ def test_the_same_question_is_never_in_two_splits(tmp_path: Path) -> None:
     assert sum(map(len, asked.values())) == 60
 
 
-def test_evaluation_may_have_its_own_file_whose_questions_are_not_trained_on(tmp_path: Path) -> None:
+def test_questions_of_a_separate_evaluation_file_are_not_trained_on(tmp_path: Path) -> None:
     train, test = trl_rows(80), trl_rows(30, seed=9)
     path, own = written(tmp_path / "a.jsonl", train + test[:10]), written(tmp_path / "b.jsonl", test)
     taskset = loaded(path, eval_path=own, warm_start_share=0.0)
@@ -123,7 +127,7 @@ def test_evaluation_may_have_its_own_file_whose_questions_are_not_trained_on(tmp
     assert trained == {row["prompt"][0]["content"] for row in train} - asked
 
 
-def test_hugging_face_data_sets_saved_or_as_a_folder_of_files(tmp_path: Path) -> None:
+def test_saved_hugging_face_data_sets_and_folders_of_files_can_be_loaded(tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")
     parts = {"train": trl_rows(60), "test": trl_rows(20, seed=4)}
     saved = datasets.DatasetDict({name: datasets.Dataset.from_list(rows) for name, rows in parts.items()})
@@ -145,14 +149,14 @@ def test_hugging_face_data_sets_saved_or_as_a_folder_of_files(tmp_path: Path) ->
         loaded(str(tmp_path / "saved"), eval_split="tests").tasks("eval", 1)
 
 
-def test_a_data_set_that_cannot_be_loaded_is_one_line() -> None:
+def test_a_data_set_that_cannot_be_loaded_raises_a_one_line_error() -> None:
     pytest.importorskip("datasets")
     with pytest.raises(UserError, match="cannot load the data set nobody/nothing: ") as named:
         loaded("nobody/nothing")
     assert "\n" not in str(named.value)
 
 
-def test_what_is_shown_around_the_question(tmp_path: Path) -> None:
+def test_system_message_few_shot_examples_and_instruction_are_added_to_the_prompt(tmp_path: Path) -> None:
     rows = [{"prompt": [{"role": "system", "content": "old"}, {"role": "user", "content": "2+2?"}], "answer": "4"}]
     path, shots = written(tmp_path / "rows.jsonl", rows), written(tmp_path / "shots.jsonl", trl_rows(1, messages=False))
     options = {"eval_share": 0.0, "instruction": " Box it."}
@@ -167,7 +171,7 @@ def test_what_is_shown_around_the_question(tmp_path: Path) -> None:
     assert [m["content"] for m in task.prompt] == ["old", f"{first} Box it.", how, "2+2? Box it."]
 
 
-def test_demonstrations_are_the_solutions(tmp_path: Path) -> None:
+def test_a_demonstration_is_the_rows_solution_and_rows_without_one_raise(tmp_path: Path) -> None:
     taskset = loaded(written(tmp_path / "rows.jsonl", trl_rows(50)))
     task = taskset.tasks("warm_start", 1)[0]
     assert taskset.demonstrate(task, seed=0) == (
@@ -183,7 +187,8 @@ def test_demonstrations_are_the_solutions(tmp_path: Path) -> None:
     said = verl.demonstrate(task, seed=0)[0][-1]["content"]
     assert said == f"It is \\boxed{{{task.payload['reward_model']['ground_truth']}}}."
     none = loaded(written(tmp_path / "none.jsonl", verl_rows(50)))
-    assert sum(len(none.all_tasks(split)) for split in ("train", "eval")) == 50  # nothing is kept for a warm start
+    # The rows have no solutions, so that no share of them is reserved for the warm start.
+    assert sum(len(none.all_tasks(split)) for split in ("train", "eval")) == 50
     with pytest.raises(
         UserError, match=r"has 0 rows for 'warm_start', not 1: set environment\.options\.warm_start_share"
     ):
@@ -215,7 +220,7 @@ GOOD = {"prompt": "2+2?", "answer": "4"}
         ('{"prompt": [{"role": "assistant", "content": "!"}]}', "line 3: prompt ends with the assistant's message"),
     ],
 )
-def test_a_bad_row_is_one_line_with_file_number_and_key(tmp_path: Path, text: str, named: str) -> None:
+def test_the_error_for_a_bad_row_names_file_line_and_key(tmp_path: Path, text: str, named: str) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text(f"{json.dumps(GOOD)}\n\n{text}\n")
     with pytest.raises(UserError) as caught:
@@ -224,7 +229,7 @@ def test_a_bad_row_is_one_line_with_file_number_and_key(tmp_path: Path, text: st
     assert "\n" not in str(caught.value)
 
 
-def test_what_json_cannot_hold_is_named_and_may_be_dropped(tmp_path: Path) -> None:
+def test_a_column_that_json_cannot_represent_raises_unless_it_is_dropped(tmp_path: Path) -> None:
     pytest.importorskip("pyarrow")
     path = written(tmp_path / "rows.parquet", [{**row, "picture": b"png"} for row in trl_rows(9)])
     with pytest.raises(UserError, match=r"rows.parquet row 1: picture is b'png', which JSON cannot hold; leave it out"):
@@ -245,7 +250,7 @@ def test_what_json_cannot_hold_is_named_and_may_be_dropped(tmp_path: Path) -> No
         ({"evalshare": 0.5}, "environment.options.evalshare: 'dataset' has no such option; did you mean 'eval_share'?"),
     ],
 )
-def test_bad_options_are_one_clear_line(
+def test_bad_options_raise_a_one_line_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], named: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -257,14 +262,14 @@ def test_bad_options_are_one_clear_line(
     assert "\n" not in str(caught.value)
 
 
-def test_a_file_that_is_no_parquet_file_is_one_line(tmp_path: Path) -> None:
+def test_a_file_that_is_not_parquet_raises_a_user_error(tmp_path: Path) -> None:
     pytest.importorskip("pyarrow")
     (tmp_path / "rows.parquet").write_text("no")
     with pytest.raises(UserError, match=r"rows.parquet is not a parquet file"):
         loaded(str(tmp_path / "rows.parquet"))
 
 
-def test_only_what_is_asked_for_is_read_of_a_large_file(tmp_path: Path) -> None:
+def test_a_large_file_is_read_only_as_far_as_the_requested_tasks_need(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     line = json.dumps({"prompt": "What is %d?", "answer": "%d", "solution": "%d"}) + "\n"
     with path.open("w") as file:
@@ -279,7 +284,7 @@ def test_only_what_is_asked_for_is_read_of_a_large_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_an_answer_ends_the_episode_and_is_for_the_reward_to_score(tmp_path: Path, workers: int) -> None:
+def test_an_episode_ends_after_one_message_without_a_valid_score(tmp_path: Path, workers: int) -> None:
     taskset = loaded(written(tmp_path / "rows.jsonl", trl_rows(10)))
     task = taskset.tasks("train", 1)[0]
 
@@ -302,7 +307,7 @@ def answers(task: Task) -> list[str]:
 
 
 def scored(name: str, task: Task, said: str) -> Score | None:
-    """By the form that a run uses; None where there is nothing to say."""
+    """Return the score of the message ``said`` by the reward ``name``; None if the reward does not apply."""
     request = Request(task, (*task.prompt, {"role": "assistant", "content": said}))
     try:
         return asyncio.run(_score_once(name, request))
@@ -319,7 +324,7 @@ async def _score_once(name: str, request: Request) -> Score:
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
-def test_verls_function_scores_as_called_by_hand(tmp_path: Path, kind: str) -> None:
+def test_a_verl_reward_function_gives_the_same_scores_as_a_direct_call(tmp_path: Path, kind: str) -> None:
     rows = verl_rows(40)
     tasks = everything(loaded(written(tmp_path / f"rows.{kind}", rows))).values()
     by_question = {row["prompt"][0]["content"]: row for row in rows}
@@ -335,7 +340,9 @@ def test_verls_function_scores_as_called_by_hand(tmp_path: Path, kind: str) -> N
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
 @pytest.mark.parametrize(("function", "messages"), [("boxed", True), ("terse", False)])
-def test_trls_function_scores_as_called_by_hand(tmp_path: Path, kind: str, function: str, messages: bool) -> None:
+def test_a_trl_reward_function_gives_the_same_scores_as_a_direct_call(
+    tmp_path: Path, kind: str, function: str, messages: bool
+) -> None:
     rows = trl_rows(40, messages=messages)
     tasks = everything(loaded(written(tmp_path / f"rows.{kind}", rows))).values()
     by_question = {row["prompt"][0]["content"] if messages else row["prompt"]: row for row in rows}
@@ -349,10 +356,11 @@ def test_trls_function_scores_as_called_by_hand(tmp_path: Path, kind: str, funct
             score = scored(f"trl:tests.rewards.own_rewards:{function}", task, said)
             assert (None if score is None else score.value) == by_hand
             heard.add(by_hand)
-    assert len(heard) > 2  # also None, or different lengths
+    # `boxed` also returns None for some completions, and `terse` returns a value for each length.
+    assert len(heard) > 2
 
 
-def test_trls_own_accuracy_reward_scores_as_called_by_hand(tmp_path: Path) -> None:
+def test_trls_accuracy_reward_gives_the_same_scores_as_a_direct_call(tmp_path: Path) -> None:
     pytest.importorskip("math_verify")
     accuracy = pytest.importorskip("trl.rewards").accuracy_reward
     task = loaded(written(tmp_path / "rows.jsonl", trl_rows(3)), eval_share=0.0).tasks("train", 1)[0]
@@ -366,7 +374,7 @@ def test_trls_own_accuracy_reward_scores_as_called_by_hand(tmp_path: Path) -> No
     assert values[:2] == [1.0, 0.0]
 
 
-def test_verls_own_score_is_the_same_as_called_by_hand(tmp_path: Path) -> None:
+def test_verls_default_compute_score_gives_the_same_scores_as_a_direct_call(tmp_path: Path) -> None:
     gsm8k = pytest.importorskip("verl.utils.reward_score.gsm8k")
     rows = [{**row, "data_source": "openai/gsm8k"} for row in verl_rows(5)]
     for task in everything(loaded(written(tmp_path / "rows.jsonl", rows))).values():
@@ -422,7 +430,7 @@ samples = 1
 
 
 @pytest.mark.slow
-def test_a_model_is_trained_on_a_parquet_file_with_the_math_reward(tmp_path: Path) -> None:
+def test_a_model_can_be_trained_on_a_parquet_file_with_the_math_reward(tmp_path: Path) -> None:
     pytest.importorskip("pyarrow")
     pytest.importorskip("math_verify")
     rows = [
@@ -436,23 +444,25 @@ def test_a_model_is_trained_on_a_parquet_file_with_the_math_reward(tmp_path: Pat
     lines = [json.loads(line) for line in (tmp_path / "sums" / "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if "reward/mean" in line]
     assert len(steps) == 2
-    assert any(step.get("learner/grad_norm", 0.0) > 0 for step in steps)  # some answers were right, others wrong
+    # A gradient that is not zero means that the rewards within some group differ.
+    assert any(step.get("learner/grad_norm", 0.0) > 0 for step in steps)
     assert all(0.0 < step["reward/formatted"] <= 1.0 for step in steps), sorted(steps[0])
     assert all(line["eval/sampled/valid"] == 1.0 for line in lines if "eval/sampled/valid" in line)
 
 
-def test_a_file_that_was_written_again_is_another(tmp_path: Path) -> None:
+def test_a_rewritten_file_changes_the_version_and_tasks_of_the_taskset(tmp_path: Path) -> None:
     path = written(tmp_path / "rows.jsonl", trl_rows(30))
     taskset = loaded(path)
     before, version = everything(taskset), taskset.version
     assert loaded(path).version == version
     written(tmp_path / "rows.jsonl", trl_rows(40, seed=3))
-    assert taskset.version != version  # of which cached demonstrations depend
+    # Cached demonstrations are keyed by the version, so that it must change with the file.
+    assert taskset.version != version
     assert len(everything(taskset)) == 40
     assert not set(everything(loaded(path))) & set(before)
 
 
-def test_a_data_set_without_a_reward_is_told_before_anything_starts(
+def test_training_on_a_data_set_without_a_reward_stops_with_an_error_at_the_start(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "sums.toml").write_text(RUN.format(path=written(tmp_path / "rows.jsonl", trl_rows(50))))

@@ -1,4 +1,4 @@
-"""gymnasium's environments in words: its toy texts, and environments of one's own with texts and tables."""
+"""`GymnasiumTaskset`: gymnasium's toy text environments, and user-defined ones, played with text messages."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ STRAIGHT = {"kwargs": {"is_slippery": False}}
 
 
 class Parrot(gymnasium.Env):
-    """Says a word, wants it back, and shows a table next to it."""
+    """An environment with text actions, whose reward is 1 if the action repeats the word that was shown."""
 
     observation_space = gymnasium.spaces.Dict(
         {
@@ -54,7 +54,7 @@ class Parrot(gymnasium.Env):
 
 
 class Dial(gymnasium.Env):
-    """An action space that needs a function, and an observation that does too."""
+    """An environment whose actions and observations can only be converted from and to text by user functions."""
 
     observation_space = gymnasium.spaces.Box(0, 1, (30, 30))
     action_space = gymnasium.spaces.Box(-1, 1, (1,))
@@ -116,8 +116,8 @@ def score_of(seen: list[Observation]) -> Score:
     return seen[-1].score
 
 
-def by_hand(env_id: str, seed: int, actions: list[int], **kwargs: Any) -> float:
-    """What gymnasium itself gives for these actions."""
+def return_of_actions(env_id: str, seed: int, actions: list[int], **kwargs: Any) -> float:
+    """Return the sum of rewards that gymnasium gives for the actions, without Glean RL's adapter."""
     env = gymnasium.make(env_id, **kwargs)
     env.reset(seed=seed)
     total = 0.0
@@ -139,7 +139,7 @@ def by_hand(env_id: str, seed: int, actions: list[int], **kwargs: Any) -> float:
         ("Blackjack-v1", -0.3, -0.3),
     ],
 )
-def test_experts_play_gymnasiums_toy_texts(env_id: str, least: float, most_random: float) -> None:
+def test_experts_play_toy_text_environments_better_than_random(env_id: str, least: float, most_random: float) -> None:
     taskset = loaded(env_id)
     tasks = taskset.tasks("train", 60)
     shown = [taskset.demonstrate(task, seed=i) for i, task in enumerate(tasks)]
@@ -152,16 +152,16 @@ def test_experts_play_gymnasiums_toy_texts(env_id: str, least: float, most_rando
         seen = played(taskset, task, said)
         assert seen[-1].done
         assert score_of(seen) == score
-        names = _names(taskset, conversation[0]["content"])
-        assert score.value == by_hand(env_id, task.payload["seed"], [names.index(text) for text in said])
+        names = _action_names(taskset, conversation[0]["content"])
+        assert score.value == return_of_actions(env_id, task.payload["seed"], [names.index(text) for text in said])
 
 
-def _names(taskset: GymnasiumTaskset, opening: str) -> list[str]:
+def _action_names(taskset: GymnasiumTaskset, opening: str) -> list[str]:
     listed = next(line for line in opening.splitlines() if line.startswith("Actions: "))
     return listed.removeprefix("Actions: ").removesuffix(".").split(", ")
 
 
-def test_tasks_are_stable_and_no_seed_is_in_two_splits() -> None:
+def test_tasks_are_deterministic_and_no_seed_is_in_two_splits() -> None:
     taskset = loaded("Taxi-v4")
     tasks = {split: taskset.tasks(split, 30) for split in SPLITS}
     assert len({task.id for found in tasks.values() for task in found}) == 90
@@ -171,7 +171,7 @@ def test_tasks_are_stable_and_no_seed_is_in_two_splits() -> None:
     assert first(loaded("FrozenLake-v1", **STRAIGHT)).id != first(loaded("FrozenLake-v1")).id
 
 
-def test_other_limits_rewards_and_words_are_other_tasks_in_the_same_split() -> None:
+def test_tasks_with_other_options_have_other_ids_but_the_same_seeds_and_split() -> None:
     options: list[dict[str, Any]] = [
         {},
         {"max_steps": 20},
@@ -191,12 +191,13 @@ def test_other_limits_rewards_and_words_are_other_tasks_in_the_same_split() -> N
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_message_without_an_action_is_answered_and_counted(workers: int) -> None:
+def test_a_message_without_an_action_gets_a_reminder_and_counts_as_invalid(workers: int) -> None:
     taskset = loaded(**STRAIGHT, invalid_reward=-0.25)
     seen = played(taskset, first(taskset), ["fly", "go <action>DOWN</action> and left", "upright"], workers)
     named = "That is no action. Actions: left, down, right, up."
     assert [s.messages[0]["content"] == named for s in seen] == [False, True, False, True]
-    assert seen[2].messages[0]["content"].splitlines()[1].startswith("*")  # one row down
+    # The action "down" has moved the player to the second row.
+    assert seen[2].messages[0]["content"].splitlines()[1].startswith("*")
     assert score_of(seen) == Score(-0.5, parts={"return": -0.5, "steps": 1.0, "invalid": 2.0})
     assert taskset.phrases == (named,)
 
@@ -205,18 +206,18 @@ def test_a_message_without_an_action_is_answered_and_counted(workers: int) -> No
     ("said", "row", "column"),
     [("right", 0, 1), ("I go Right.", 0, 1), ("not down but right", 0, 1), ("<think>down</think> right", 0, 1)],
 )
-def test_the_last_action_named_counts(said: str, row: int, column: int) -> None:
+def test_the_last_action_named_in_a_message_is_taken(said: str, row: int, column: int) -> None:
     taskset = loaded(**STRAIGHT)
     board = [line.split() for line in played(taskset, first(taskset), [said])[1].messages[0]["content"].splitlines()]
     assert board[row][column] == "*"
 
 
-def test_an_action_in_a_thought_that_is_cut_off_is_none() -> None:
+def test_an_action_inside_an_unclosed_think_tag_is_not_taken() -> None:
     taskset = loaded(**STRAIGHT)
     assert score_of(played(taskset, first(taskset), ["<think>down, then right"])).parts["invalid"] == 1.0
 
 
-def test_actions_may_be_named_otherwise_or_by_number() -> None:
+def test_actions_can_be_renamed_by_the_actions_option() -> None:
     taskset = loaded(actions=["west", "south", "east", "north"], introduction="Go.", **STRAIGHT)
     seen = played(taskset, first(taskset), ["east", "right"])
     assert seen[0].messages[0]["content"].startswith("Go.\n* F F F")
@@ -226,42 +227,45 @@ def test_actions_may_be_named_otherwise_or_by_number() -> None:
         loaded(actions=["a", "b"])
 
 
-def test_limits_and_success() -> None:
+def test_max_steps_ends_an_episode_and_success_sets_the_return_that_counts_as_one() -> None:
     taskset = loaded("CliffWalking-v1", max_steps=3, success=-3.0)
     seen = played(taskset, first(taskset), ["up"] * 9)
     assert (len(seen), seen[-1].done) == (4, True)
     assert (score_of(seen).value, score_of(seen).parts["return"]) == (1.0, -3.0)
     assert [s.score.value for s in seen[:-1] if s.score] == [0.0, 0.0, 0.0]
-    seen = played(taskset, first(taskset), ["right"] * 9)  # down the cliff
+    # Every move to the right falls off the cliff, which costs 100.
+    seen = played(taskset, first(taskset), ["right"] * 9)
     assert (score_of(seen).value, score_of(seen).parts["return"]) == (0.0, -300.0)
     with pytest.raises(RuntimeError, match="no step before reset or after the end"):
         asyncio.run(taskset.environment(first(taskset)).step({"role": "assistant", "content": "up"}))
 
 
-def test_what_the_environment_draws_itself() -> None:
+def test_describe_render_shows_the_environments_own_text_rendering() -> None:
     taskset = loaded("Taxi-v4", describe="render")
     [opening] = played(taskset, first(taskset), [])
     board = [line for line in opening.messages[0]["content"].splitlines() if line.startswith(("|", "+"))]
     assert len(board) == 7
     assert "\x1b" not in opening.messages[0]["content"]
-    assert sum("[" in line for line in board) == 1  # the taxi
+    # Square brackets mark the coloured cell, which is the taxi.
+    assert sum("[" in line for line in board) == 1
     assert strip_colours("\n\x1b[41mS\x1b[0mF\x1b[35mG\x1b[0m\n") == "[S]FG"
 
 
-def test_texts_and_tables_of_ones_own() -> None:
+def test_a_user_defined_environment_with_text_and_dict_spaces_is_played() -> None:
     taskset = loaded("gleanrl-tests/Parrot-v0", kwargs={"times": 3}, introduction="Repeat.", expert=f"{HERE}:parrot")
     task = first(taskset)
     seen = played(taskset, task, ["zzz", "aaa"])
     lines = seen[0].messages[0]["content"].splitlines()
     assert (lines[0], [line.split(":")[0] for line in lines[1:]]) == ("Repeat.", ["say", "left", "mood"])
-    assert seen[1].messages[0]["content"] == "That is no action."  # z is no letter of the space
+    # The action space has only the letters a, b and c.
+    assert seen[1].messages[0]["content"] == "That is no action."
     assert (seen[2].score or Score(9)).parts["steps"] == 1.0
     conversation, score = taskset.demonstrate(task, seed=0)
     assert (score.value, len(conversation)) == (3.0, 6)
     assert write_out({"a": (1, 2.5), "b": [True]}) == "a: 1, 2.5\nb: True"
 
 
-def test_other_spaces_take_functions() -> None:
+def test_spaces_without_a_text_form_need_parse_and_describe_functions() -> None:
     with pytest.raises(UserError, match=r"environment\.options\.parse: gleanrl-tests/Dial-v0 wants actions of Box"):
         loaded("gleanrl-tests/Dial-v0")
     with pytest.raises(UserError, match=r"environment\.options\.describe: .* is 900 numbers"):
@@ -286,7 +290,7 @@ def test_other_spaces_take_functions() -> None:
         ({"action": ["a"]}, "environment.options.action: 'gymnasium' has no such option; did you mean 'actions'?"),
     ],
 )
-def test_bad_options_are_one_clear_line(options: dict[str, Any], named: str) -> None:
+def test_bad_options_raise_a_one_line_error(options: dict[str, Any], named: str) -> None:
     with pytest.raises(UserError) as caught:
         loaded(**options)
     assert named in str(caught.value)

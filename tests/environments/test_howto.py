@@ -1,4 +1,4 @@
-"""The code of docs/howto/environment.md runs as it stands there."""
+"""The code and the configuration in docs/howto/environment.md work unchanged."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_a_new_environment_takes_under_sixty_lines() -> None:
+def test_the_example_environment_has_fewer_than_sixty_lines() -> None:
     assert len(ENVIRONMENT.splitlines()) < 60
 
 
-def test_the_environment_plays_as_its_expert_says(folder: Path) -> None:
+def test_replaying_the_experts_demonstrations_wins_in_the_example_environment(folder: Path) -> None:
     settings = EnvironmentSettings(**tomllib.loads(CONFIGURATION)["environment"])
     taskset = load_taskset(settings, seed=1)
     assert taskset.has_expert
@@ -66,14 +66,14 @@ def test_the_environment_plays_as_its_expert_says(folder: Path) -> None:
     asyncio.run(play())
 
 
-def test_the_pool_works_in_a_loop_of_ones_own(folder: Path) -> None:
+def test_the_example_loop_with_an_environment_pool_runs(folder: Path) -> None:
     answer = subprocess.run([sys.executable, "loop.py"], cwd=folder, capture_output=True, text=True, timeout=60)
     assert answer.returncode == 0, answer.stderr
     assert re.match(r"The treasure is -?\d+ north and -?\d+ east of you. Score\(value=[01]", answer.stdout)
 
 
 @pytest.mark.heavy
-def test_training_on_it_teaches_the_way_to_places_never_visited(folder: Path) -> None:
+def test_training_on_the_example_environment_improves_held_out_success(folder: Path) -> None:
     command = [sys.executable, "-m", "gleanrl", "train", "treasure.toml", "--run.steps", "30", "--run.threads", "1"]
     ended = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=250)
     assert ended.returncode == 0, ended.stderr

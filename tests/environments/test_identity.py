@@ -1,4 +1,7 @@
-"""One id is one problem and in one split: whatever counts are asked for, whichever parts a mixture has."""
+"""Task ids: one id means one problem and belongs to one split, for data sets, tools and mixtures.
+
+Property tests draw rows, options and task counts.
+"""
 
 from __future__ import annotations
 
@@ -40,14 +43,17 @@ def loaded(name: str, seed: int = 0, **options: Any) -> Taskset:
 
 
 def problem(task: Task) -> str:
-    """All that a task is, but which part of a mixture it is of."""
+    """Return a text of the task's prompt and payload, without the name of its part of a mixture."""
     return json.dumps([task.prompt, {k: v for k, v in task.payload.items() if k != "mixture"}], sort_keys=True)
 
 
-def agree(
+def check_ids(
     taskset: Taskset, counts: Iterable[int], splits: Iterable[Split] = SPLITS
 ) -> tuple[dict[str, str], dict[str, set[str]]]:
-    """Problem and splits of each id in all lists that are not refused; fails where an id means two problems."""
+    """Check that every id means one problem in all lists of tasks. Counts that the taskset rejects are skipped.
+
+    Returns the problem of each id, and the splits in which each id was found.
+    """
     meant: dict[str, str] = {}
     places: dict[str, set[str]] = {}
     for split in splits:
@@ -76,21 +82,23 @@ OPTIONS = st.fixed_dictionaries(
 
 @settings(max_examples=examples(80))
 @given(rows=ROWS, own=st.one_of(st.none(), ROWS), options=OPTIONS, counts=COUNTS)
-def test_rows_keep_their_ids_whatever_is_asked_for(rows: Any, own: Any, options: Any, counts: list[int]) -> None:
+def test_ids_of_data_set_rows_mean_one_problem_in_one_split_for_all_counts(
+    rows: Any, own: Any, options: Any, counts: list[int]
+) -> None:
     with tempfile.TemporaryDirectory() as folder:
         options = dict(options, path=written(Path(folder) / "rows.jsonl", rows))
         if own is not None:
             options["eval_path"] = written(Path(folder) / "eval.jsonl", own)
-        _, places = agree(loaded("dataset", **options), counts)
+        _, places = check_ids(loaded("dataset", **options), counts)
     assert all(len(splits) == 1 for splits in places.values())
 
 
 @settings(max_examples=examples(80))
 @given(rows=ROWS, counts=COUNTS)
-def test_tasks_with_tools_keep_theirs(rows: Any, counts: list[int]) -> None:
+def test_ids_of_tool_tasks_mean_one_problem_in_one_split_for_all_counts(rows: Any, counts: list[int]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         made = loaded("tools", tools=[ECHO], data=written(Path(folder) / "rows.jsonl", rows))
-        meant, places = agree(made, counts)
+        meant, places = check_ids(made, counts)
     assert all(len(splits) == 1 for splits in places.values())
     assert "None" not in meant
 
@@ -101,8 +109,10 @@ def test_tasks_with_tools_keep_theirs(rows: Any, counts: list[int]) -> None:
     use=st.lists(st.tuples(st.integers(0, 2), OPTIONS, st.booleans(), st.booleans()), min_size=2, max_size=3),
     counts=COUNTS,
 )
-def test_no_question_that_a_part_is_evaluated_on_is_trained_on_by_another(rows: Any, use: Any, counts: Any) -> None:
-    """Parts that read the same files, each by rules of its own."""
+def test_no_part_of_a_mixture_trains_on_a_question_that_another_part_evaluates_on(
+    rows: Any, use: Any, counts: Any
+) -> None:
+    """The parts read the same files, each with its own shares and its own evaluation file."""
     with tempfile.TemporaryDirectory() as folder:
         files = [written(Path(folder) / f"{i}.jsonl", own) for i, own in enumerate(rows)]
         parts = []
@@ -115,14 +125,14 @@ def test_no_question_that_a_part_is_evaluated_on_is_trained_on_by_another(rows: 
         made = loaded("mixture", parts=parts)
         asked: dict[str, set[str]] = {}
         for split in SPLITS:
-            found, _ = agree(made, counts, [split])
+            found, _ = check_ids(made, counts, [split])
             asked[split] = {json.loads(told)[0][-1]["content"].removesuffix(" Now.") for told in found.values()}
     assert not asked["train"] & asked["eval"]
     assert not asked["warm_start"] & asked["eval"]
     assert not asked["train"] & asked["warm_start"]
 
 
-def test_parts_of_rows_share_what_is_left_of_each_others_evaluation(tmp_path: Path) -> None:
+def test_a_part_leaves_out_rows_that_another_part_on_the_same_file_evaluates_on(tmp_path: Path) -> None:
     rows = [{"id": i, "prompt": f"capital of {i}?", "answer": str(i)} for i in range(200)]
     path = written(tmp_path / "rows.jsonl", rows)
     one = {"name": "dataset", "label": "x", "options": {"path": path}, "eval_tasks": 0}
@@ -131,12 +141,13 @@ def test_parts_of_rows_share_what_is_left_of_each_others_evaluation(tmp_path: Pa
     train, held = ({task.id for task in made.tasks(split, 60)} for split in ("train", "eval"))
     assert not train & held
     alone = loaded("mixture", parts=[one])
-    assert {task.id for task in alone.tasks("train", 100)} & held  # which is why they are left out
+    # Without the other part, some of its evaluation rows would be trained on.
+    assert {task.id for task in alone.tasks("train", 100)} & held
     with pytest.raises(UserError, match=r"has \d+ rows for 'train', not 100; lower environment.train_tasks"):
         made.tasks("train", 100)
 
 
-def test_two_problems_of_parts_under_one_id_are_refused_whatever_they_are_made_of(tmp_path: Path) -> None:
+def test_two_parts_with_different_problems_under_one_id_are_rejected(tmp_path: Path) -> None:
     def part(label: str, question: str, **more: Any) -> dict[str, Any]:
         rows = [{"id": i, "prompt": f"{question} {i}?", "answer": str(i), **more} for i in range(200)]
         return {"name": "tools", "label": label, "options": {"data": written(tmp_path / f"{label}.jsonl", rows),
@@ -145,13 +156,14 @@ def test_two_problems_of_parts_under_one_id_are_refused_whatever_they_are_made_o
     for split in SPLITS:
         with pytest.raises(UserError, match=r"both have a task '.*one id means one problem: give the rows"):
             loaded("mixture", parts=[part("a", "capital of"), part("b", "sum of")]).tasks(split, 20)
-    with pytest.raises(UserError, match="one id means one problem"):  # of one question, with two answers
+    # The questions are equal, but the rows of one part have a further column.
+    with pytest.raises(UserError, match="one id means one problem"):
         loaded("mixture", parts=[part("a", "sum of"), part("b", "sum of", level=2)]).tasks("train", 20)
     same = loaded("mixture", parts=[part("a", "sum of"), part("b", "sum of")]).tasks("train", 40)
     assert len({task.id for task in same}) == 40
 
 
-def test_evaluations_own_rows_may_count_from_0_too(tmp_path: Path) -> None:
+def test_rows_of_a_separate_evaluation_file_get_ids_with_the_prefix_eval(tmp_path: Path) -> None:
     paths = {}
     for name, question in (("train", "capital of"), ("test", "sum of")):
         rows = [{"id": i, "prompt": f"{question} {i}?", "answer": str(i)} for i in range(200)]
@@ -165,7 +177,7 @@ def test_evaluations_own_rows_may_count_from_0_too(tmp_path: Path) -> None:
         loaded("dataset", path=clash, eval_path=paths["test"]).tasks("train", 1)
 
 
-def test_an_id_of_two_contents_is_found_also_where_they_are_in_two_splits(tmp_path: Path) -> None:
+def test_two_rows_with_one_id_raise_even_if_they_are_in_different_splits(tmp_path: Path) -> None:
     rows = [{"id": i, "prompt": f"question {i}?", "answer": str(i)} for i in range(60)]
     options = {"eval_share": 0.5, "warm_start_share": 0.0}
     whole = loaded("dataset", path=written(tmp_path / "rows.jsonl", rows), **options)
@@ -173,13 +185,14 @@ def test_an_id_of_two_contents_is_found_also_where_they_are_in_two_splits(tmp_pa
     assert trained < held
     rows[held]["id"] = trained
     made = loaded("dataset", path=written(tmp_path / "clash.jsonl", rows), **options)
-    assert str(trained) in {task.id for task in made.tasks("train", 3)}  # it means the first row's problem
+    # The second row with this id has not been read yet, so that the id means the first row.
+    assert str(trained) in {task.id for task in made.tasks("train", 3)}
     assert len(made.tasks("eval", 3)) == 3
     with pytest.raises(UserError, match=rf"line {held + 1}: its id '{trained}' is also that of .* line {trained + 1}"):
         made.tasks("eval", 10)
 
 
-def test_rows_without_an_id_and_with_a_null_one_are_told_apart_by_their_content(tmp_path: Path) -> None:
+def test_rows_without_an_id_or_with_a_null_id_get_ids_from_their_content(tmp_path: Path) -> None:
     rows = [{"id": None, "prompt": f"q {i}?", "answer": str(i)} for i in range(200)]
     ids = {}
     for name, own in (("null", rows), ("none", [{k: v for k, v in row.items() if k != "id"} for row in rows])):
@@ -189,7 +202,7 @@ def test_rows_without_an_id_and_with_a_null_one_are_told_apart_by_their_content(
     assert ids["null"] == ids["none"]
 
 
-def test_rows_of_one_id_that_say_different_things_are_refused(tmp_path: Path) -> None:
+def test_different_rows_with_one_id_are_rejected_and_equal_rows_are_one_task(tmp_path: Path) -> None:
     rows = [{"id": i % 10, "prompt": f"q {i}?", "answer": str(i)} for i in range(60)]
     made = loaded("tools", tools=[ECHO], data=written(tmp_path / "rows.jsonl", rows))
     for split in SPLITS:
@@ -200,13 +213,14 @@ def test_rows_of_one_id_that_say_different_things_are_refused(tmp_path: Path) ->
     assert sum(_how_many(again, split) for split in SPLITS) == 11
 
 
-def test_a_file_is_looked_through_to_its_end_however_often_it_repeats_a_row(tmp_path: Path) -> None:
+def test_all_rows_of_a_file_are_found_although_it_repeats_one_row_many_times(tmp_path: Path) -> None:
     rows = [{"id": "same", "prompt": "q?"}] * 700 + [{"id": i, "prompt": f"q {i}?"} for i in range(40)]
     made = loaded("tools", tools=[ECHO], data=written(tmp_path / "rows.jsonl", rows))
     assert sum(_how_many(made, split) for split in SPLITS) == 41
     marks = [(fingerprint("a"), 0)] * 700
     place = split_of(marks[0][0])
-    with pytest.raises(UserError, match="found 1 different problems"):  # what never ends is given up
+    # The search stops in a source that repeats the same problem for ever.
+    with pytest.raises(UserError, match="found 1 different problems"):
         list(select(iter(lambda: marks[0], None), place, 2, "it"))
 
 
@@ -219,7 +233,7 @@ def _how_many(taskset: Taskset, split: Split) -> int:
     raise AssertionError("no end")
 
 
-def test_a_name_is_the_mark_where_nothing_is_unusual() -> None:
+def test_a_task_name_is_the_fingerprint_extended_only_by_unusual_options() -> None:
     mark = fingerprint("game", "1")
     assert named(mark, {}) == mark
     names = {named(mark, unusual) for unusual in ({}, {"seat": 0}, {"seat": 1}, {"seat": 1, "opponent": "expert"})}

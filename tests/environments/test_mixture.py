@@ -1,4 +1,4 @@
-"""Mixtures: whose task it is, that one id is one problem, and what each part sees of its own."""
+"""Mixtures of environments: shares of the parts, ids of tasks, and episodes and demonstrations of each part."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def mixture(*parts: dict[str, Any], seed: int = 0) -> Taskset:
     return load_taskset(EnvironmentSettings(name="mixture", options={"parts": list(parts)}), seed)
 
 
-def test_each_split_holds_the_parts_by_weight_and_no_id_twice() -> None:
+def test_each_split_has_tasks_of_the_parts_by_weight_without_repeated_ids() -> None:
     made = mixture(WORDS, SUMS)
     seen: set[str] = set()
     for split, count in (("train", 40), ("eval", 12), ("warm_start", 8)):
@@ -48,7 +48,7 @@ def test_each_split_holds_the_parts_by_weight_and_no_id_twice() -> None:
     assert made.tasks("train", 10) == made.tasks("train", 40)[:10]
 
 
-def test_a_problem_of_two_parts_belongs_to_the_first_and_the_other_draws_further_ones() -> None:
+def test_a_problem_of_two_parts_is_given_to_the_first_and_replaced_in_the_second() -> None:
     tasks = mixture(WORDS, LONGER).tasks("train", 120)
     assert Counter(task.payload["mixture"] for task in tasks) == {"words": 60, "longer": 60}
     assert len({task.id for task in tasks}) == 120
@@ -59,13 +59,13 @@ def test_a_problem_of_two_parts_belongs_to_the_first_and_the_other_draws_further
     assert {t.id for t in alone["words"].tasks("train", 300)} & {t.id for t in alone["longer"].tasks("train", 300)}
 
 
-def test_one_id_with_two_prompts_is_refused() -> None:
+def test_two_parts_with_different_prompts_under_one_id_are_rejected() -> None:
     other = {**WORDS, "label": "whole", "options": {**WORDS["options"], "answer": "whole"}}
     with pytest.raises(UserError, match="one id means one problem"):
         mixture(WORDS, other).tasks("train", 400)
 
 
-def test_an_episode_is_its_parts_own_also_in_another_process() -> None:
+def test_a_pickled_mixture_plays_and_demonstrates_the_tasks_of_its_parts() -> None:
     made = pickle.loads(pickle.dumps(mixture(WORDS, SUMS)))
     assert made.has_expert
     for task in made.tasks("train", 8):
@@ -82,7 +82,7 @@ def test_an_episode_is_its_parts_own_also_in_another_process() -> None:
         assert asyncio.run(play()) == 1.0
 
 
-def test_a_part_has_at_most_its_limit_and_the_others_fill_up() -> None:
+def test_a_part_has_at_most_its_task_limit_and_other_parts_supply_the_rest() -> None:
     few = {**SUMS, "train_tasks": 2, "eval_tasks": 0}
     made = mixture(WORDS, few)
     assert Counter(t.payload["mixture"] for t in made.tasks("train", 10)) == {"sums": 2, "words": 8}
@@ -91,7 +91,7 @@ def test_a_part_has_at_most_its_limit_and_the_others_fill_up() -> None:
         mixture(few).tasks("train", 3)
 
 
-def test_only_parts_with_an_expert_give_demonstrations() -> None:
+def test_only_parts_with_an_expert_supply_warm_start_tasks() -> None:
     silent = {"name": "tests.environments.test_mixture:Silent"}
     assert not mixture(silent).has_expert
     made = mixture({**silent, "label": "silent"}, WORDS)
@@ -102,7 +102,7 @@ def test_only_parts_with_an_expert_give_demonstrations() -> None:
         made.demonstrate(task, seed=0)
 
 
-def test_a_part_with_tools_is_shown_with_its_own_and_the_others_without(tmp_path: Path) -> None:
+def test_demonstrations_have_tools_only_if_their_part_has_tools(tmp_path: Path) -> None:
     factory = Path(__file__).parents[2] / "examples" / "calculator.py"
     tools = {"name": "tools", "label": "sums", "options": {"environment_factory": f"{factory}:Calculator"}}
     config = Config.model_validate(
@@ -121,7 +121,7 @@ def test_a_part_with_tools_is_shown_with_its_own_and_the_others_without(tmp_path
     assert len(supervised_examples(config, tokenizer, demonstrate(config, made, Console()))) == 8
 
 
-def test_every_part_prepares_its_own_and_progress_counts_all() -> None:
+def test_each_part_prepares_its_own_tasks_and_progress_counts_all_tasks() -> None:
     made = mixture({"name": "tests.environments.test_mixture:Prepared", "label": "slow"}, WORDS)
     told: list[tuple[int, int]] = []
     made.prepare(made.tasks("train", 6), progress=lambda done, total: told.append((done, total)))
@@ -130,7 +130,7 @@ def test_every_part_prepares_its_own_and_progress_counts_all() -> None:
 
 
 class Silent(Taskset):
-    """Tasks without an expert."""
+    """A taskset without an expert."""
 
     def tasks(self, split: str, count: int) -> list[Any]:
         from gleanrl.types import Task
@@ -142,9 +142,10 @@ class Silent(Taskset):
 
 
 class Prepared(Silent):
-    """Tasks that must be prepared."""
+    """A taskset that records the tasks that it prepares."""
 
-    seen: list[str] = []  # noqa: RUF012 - of the class: the mixture makes the object
+    # An attribute of the class, because the mixture makes the object.
+    seen: list[str] = []  # noqa: RUF012
 
     def tasks(self, split: str, count: int) -> list[Any]:
         from gleanrl.types import Task
@@ -170,18 +171,18 @@ class Prepared(Silent):
         ([{**WORDS, "options": {"task": "spell_backwards", "level": 0}}], "did you mean 'spell_backward'"),
     ],
 )
-def test_a_mistake_is_one_line(parts: list[dict[str, Any]], line: str) -> None:
+def test_a_bad_part_raises_a_user_error(parts: list[dict[str, Any]], line: str) -> None:
     with pytest.raises(UserError, match=line):
         mixture(*parts)
 
 
-def test_a_task_of_another_mixture_is_told() -> None:
+def test_a_task_of_another_mixture_is_rejected() -> None:
     made, other = mixture(WORDS), mixture(SUMS)
     with pytest.raises(UserError, match="of no part of this mixture"):
         other.environment(made.tasks("train", 1)[0])
 
 
-def test_the_configurations_of_the_page_make_tasks_and_orders() -> None:
+def test_the_configurations_of_the_mixtures_page_make_tasks_and_curricula() -> None:
     page = (Path(__file__).parents[2] / "docs" / "howto" / "mixtures.md").read_text()
     for text in re.findall(r"```toml[^\n]*\n(.*?)```", page, re.DOTALL):
         config = Config.model_validate(tomllib.loads(text))

@@ -1,4 +1,7 @@
-"""The OpenEnv client, against servers that the package itself makes and runs. Needs the package: make openenv."""
+"""The OpenEnv client: conversion of text to actions and of observations to text, options, and real OpenEnv servers.
+
+The tests in `TestServers` need the package openenv (make openenv).
+"""
 
 from __future__ import annotations
 
@@ -40,7 +43,7 @@ def said(content: str, **fields: Any) -> Message:
     return Message(role="assistant", content=content, **fields)
 
 
-# --- what text means ------------------------------------------------------------------------------------
+# --- actions, observations and options ------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("text", "action"),
     [
@@ -52,11 +55,11 @@ def said(content: str, **fields: Any) -> Message:
         ('```json\n{"number": 4}\n```', {"number": 4}),
     ],
 )
-def test_a_number_is_an_action(text: str, action: dict[str, Any]) -> None:
+def test_the_last_number_or_a_json_object_in_a_message_is_the_action(text: str, action: dict[str, Any]) -> None:
     assert to_action(said(text), NUMBER) == action
 
 
-def test_text_is_an_action_of_one_field_and_objects_are_of_more() -> None:
+def test_text_fills_an_action_of_one_text_field_and_json_fills_several_fields() -> None:
     one = {"properties": {"message": {"type": "string"}, "metadata": {"type": "object"}}, "required": ["message"]}
     two = {"properties": {"name": {}, "arguments": {}}, "required": ["name", "arguments"]}
     assert to_action(said(" hello, {you} \n"), one) == {"message": "hello, {you}"}
@@ -68,13 +71,13 @@ def test_text_is_an_action_of_one_field_and_objects_are_of_more() -> None:
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, '{"number": ' * 100_000, "9" * 400, "9" * 5000])
-def test_what_no_parser_takes_is_a_mistake_of_the_model(text: str) -> None:
+def test_text_that_no_parser_accepts_raises_a_value_error(text: str) -> None:
     for kind in ("integer", "number"):
         with pytest.raises(ValueError, match="number is a number"):
             to_action(said(text), {"properties": {"number": {"type": kind}}})
 
 
-def test_observations_as_text() -> None:
+def test_describe_shows_prompt_messages_or_fields_of_an_observation() -> None:
     talk = {"prompt": "Rules.", "messages": [{"sender_id": 0, "content": "Go."}], "metadata": {"x": 1}}
     assert describe(talk, True) == "Rules.\nGo."
     assert describe(talk, False) == "Go."
@@ -95,12 +98,12 @@ def test_observations_as_text() -> None:
         ({"url": "http://127.0.0.1:1", "token_env": "NO_SUCH_TOKEN"}, "NO_SUCH_TOKEN"),
     ],
 )
-def test_a_wrong_option_is_named(options: dict[str, Any], named: str) -> None:
+def test_the_error_for_a_wrong_option_names_the_option(options: dict[str, Any], named: str) -> None:
     with pytest.raises(UserError, match=named):
         load_taskset(EnvironmentSettings(name="openenv", options=options), seed=0).tasks("train", 1)
 
 
-def test_a_server_that_is_not_there_is_one_line() -> None:
+def test_an_unreachable_server_raises_an_error_with_its_url() -> None:
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{closed.getsockname()[1]}"
@@ -108,12 +111,14 @@ def test_a_server_that_is_not_there_is_one_line() -> None:
             taskset(url).tasks("train", 1)
 
 
-def test_ids_are_of_the_environment_and_of_how_it_is_played(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ids_depend_on_the_environments_name_and_the_options_not_on_the_url(monkeypatch: pytest.MonkeyPatch) -> None:
     names = {"http://a": "guess", "http://b": "guess", "http://c": "", "http://d": ""}
     monkeypatch.setattr("gleanrl.environments.adapters.openenv.fetch_description", lambda url, *_: {"name": names[url]})
     ids = {url: [task.id for task in taskset(url).tasks("train", 9)] for url in names}
-    assert ids["http://a"] == ids["http://b"]  # it moved
-    assert not set(ids["http://c"]) & set(ids["http://d"])  # these may be two environments
+    # Both servers have an environment of the same name, which is taken to be the same environment at another address.
+    assert ids["http://a"] == ids["http://b"]
+    # Servers without a name may have different environments, so that their ids must differ.
+    assert not set(ids["http://c"]) & set(ids["http://d"])
     for options in ({"reward": "last"}, {"action": "json:loads"}, {"observe": "json:dumps"}):
         other = taskset("http://a", **options).tasks("train", 9)
         assert not {task.id for task in other} & set(ids["http://a"])
@@ -121,7 +126,7 @@ def test_ids_are_of_the_environment_and_of_how_it_is_played(monkeypatch: pytest.
         assert [task.payload["reset"] for task in other] == [task.payload["reset"] for task in plain]
 
 
-def test_every_reset_of_a_list_is_found_however_often_it_repeats_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_resets_of_a_list_are_found_although_it_repeats_one_many_times(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gleanrl.environments.adapters.openenv.fetch_description", lambda *_: {"name": "guess"})
     source = taskset("http://a", resets=[{"seed": 0}] * 700 + [{"seed": seed} for seed in range(60)])
     assert [len(source.tasks(split, 3)) for split in ("train", "eval", "warm_start")] == [3, 3, 3]
@@ -136,7 +141,10 @@ needs_package = [
 
 @contextmanager
 def serving(app: str, folder: Path) -> Iterator[str]:
-    """A server of ``app`` on a port that is taken before it starts, so that early connections wait."""
+    """Run a server of ``app`` and return its URL.
+
+    The socket listens before the server starts, so that early connections wait and are not refused.
+    """
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
@@ -156,7 +164,10 @@ def serving(app: str, folder: Path) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def parrot(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The environment that `openenv init` makes: it echoes, pays for length, and takes one session at a time."""
+    """Return the URL of a server with the environment that `openenv init` generates.
+
+    The environment echoes the message, its reward grows with the length, and it allows one session at a time.
+    """
     folder = tmp_path_factory.mktemp("openenv")
     command = [sys.executable, "-m", "openenv.cli", "init", "parrot_env"]
     subprocess.run(command, cwd=folder, check=True, capture_output=True, timeout=120)
@@ -176,7 +187,7 @@ def sums() -> Iterator[str]:
         yield url
 
 
-def played(source: Taskset, *answers: str | Message, task: int = 0) -> list[Observation]:
+def play_episode(source: Taskset, *answers: str | Message, task: int = 0) -> list[Observation]:
     async def talk() -> list[Observation]:
         environment = source.environment(source.tasks("train", task + 1)[task])
         try:
@@ -195,14 +206,14 @@ def scores(observations: list[Observation]) -> list[float | None]:
 class TestServers:
     pytestmark = needs_package
 
-    def test_the_environment_of_the_package_echoes_and_pays(self, parrot: str) -> None:
-        heard = played(taskset(parrot), "hi there", "a longer answer")
+    def test_an_episode_on_the_generated_environment_has_its_texts_and_rewards(self, parrot: str) -> None:
+        heard = play_episode(taskset(parrot), "hi there", "a longer answer")
         assert [o.messages[0]["content"] for o in heard][1:] == ["hi there", "a longer answer"]
         assert "ready" in heard[0].messages[0]["content"]
         assert scores(heard) == [0.0, 0.8, 1.8]
-        assert scores(played(taskset(parrot, reward="last"), "hi there", "yes")) == [0.0, 0.8, 0.3]
+        assert scores(play_episode(taskset(parrot, reward="last"), "hi there", "yes")) == [0.0, 0.8, 0.3]
 
-    def test_a_session_too_many_is_told_and_one_that_closes_makes_room(self, parrot: str) -> None:
+    def test_more_sessions_than_the_server_allows_raise_until_one_closes(self, parrot: str) -> None:
         source = taskset(parrot)
         first, second, third = (source.environment(task) for task in source.tasks("train", 3))
 
@@ -217,10 +228,10 @@ class TestServers:
 
         assert "ready" in asyncio.run(episodes())
 
-    def test_numbers_and_mistakes_of_the_model(self, guess: str) -> None:
+    def test_a_message_that_is_no_valid_action_gets_an_error_text(self, guess: str) -> None:
         source = taskset(guess, reset={"highest": 4})
         seed = source.tasks("train", 1)[0].payload["reset"]["seed"]
-        opening, lost, refused, wrong, end = played(source, "no idea", '{"number": "x"}', "0", str(seed % 4 + 1))
+        opening, lost, refused, wrong, end = play_episode(source, "no idea", '{"number": "x"}', "0", str(seed % 4 + 1))
         assert opening.messages[0]["content"] == "Guess a number.\nBetween 1 and 4."
         assert lost.messages[0]["content"] == "error: number is a number"
         assert refused.messages[0]["content"].startswith("error: number: Input should be a valid integer")
@@ -228,15 +239,15 @@ class TestServers:
         assert (end.done, end.messages[0]["content"]) == (True, "right")
         assert scores([opening, lost, refused, wrong, end]) == [None, None, None, -0.25, 0.75]
 
-    def test_an_engine_that_breaks_costs_the_episode(self, guess: str) -> None:
+    def test_an_error_in_the_environment_ends_the_episode(self, guess: str) -> None:
         with pytest.raises(Lost, match="the engine broke"):
-            played(taskset(guess), "666")
+            play_episode(taskset(guess), "666")
 
-    def test_a_server_of_tool_calls_has_tools(self, sums: str) -> None:
+    def test_tools_of_a_tool_server_are_declared_and_called(self, sums: str) -> None:
         source = taskset(sums)
         calls = [call_message(Call("add", arguments), n) for n, arguments in enumerate([{"a": 1, "b": 2}, '{"a": '])]
         wrong = call_message(Call("add", {"a": "one", "b": 2}), 7)
-        opening, heard, refused, end = played(
+        opening, heard, refused, end = play_episode(
             source, said("", tool_calls=calls), said("", tool_calls=[wrong]), "It is three."
         )
         assert opening.messages[0]["content"] == "1 + 2"
@@ -248,7 +259,7 @@ class TestServers:
         assert refused.messages[0]["content"].startswith("error: ")
         assert (heard.done, end.done, end.messages) == (False, True, ())
 
-    def test_mappings_of_ones_own(self, guess: str, tmp_path: Path) -> None:
+    def test_user_defined_action_and_observe_functions_are_used(self, guess: str, tmp_path: Path) -> None:
         own = tmp_path / "own.py"
         own.write_text(
             "def act(message, schema):\n"
@@ -258,12 +269,14 @@ class TestServers:
             "    return [{'role': 'user', 'content': observation['messages'][0]['content'].upper()}]\n"
         )
         source = taskset(guess, action=f"{own}:act", observe=f"{own}:observe", resets=[{"seed": n} for n in range(40)])
-        opening, refused, wrong = played(source, "pass", "")
+        opening, refused, wrong = play_episode(source, "pass", "")
         assert opening.messages[0]["content"] == "BETWEEN 1 AND 10."
         assert refused.messages[0]["content"] == "error: one may not pass"
         assert wrong.messages[0]["content"] == "HIGHER"
 
-    def test_training_from_the_command_line(self, parrot: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_model_can_be_trained_on_an_openenv_server(
+        self, parrot: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.chdir(tmp_path)
         tokenizer = build_tokenizer(["Parrot environment ready!", "hello you there"], 160)
         settings = ModelSettings(hidden_size=32, layers=2, max_context=256)
@@ -287,7 +300,7 @@ environment = {{ name = "openenv", train_tasks = 4, eval_tasks = 2, options = {{
         assert all(row["stop/max_turns"] == row["reward/valid"] == 1.0 for row in rows)
         assert all(row["reward/mean"] > 0 and row["learner/grad_norm"] > 0 for row in rows)
 
-    def test_tasks_are_what_resets_get_and_stay_the_same(self, guess: str) -> None:
+    def test_tasks_are_deterministic_and_splits_share_none(self, guess: str) -> None:
         source = taskset(guess)
         splits = [source.tasks(split, 12) for split in ("train", "warm_start", "eval")]
         assert len({task.id for tasks in splits for task in tasks}) == 36

@@ -1,4 +1,7 @@
-"""The OpenEnv client against a server of ours that speaks the protocol: what is said, and to whom a token goes."""
+"""The OpenEnv client with a minimal server of the protocol: messages, replaced servers, redirects and tokens.
+
+The server runs in the test's event loop and records what it receives. The package openenv is not needed.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +24,8 @@ def said(content: str, **fields: Any) -> Message:
 
 
 @asynccontextmanager
-async def speaking(schema: dict[str, Any], port: int = 0) -> AsyncIterator[tuple[str, list[Any]]]:
-    """Its url, and what it hears."""
+async def protocol_server(schema: dict[str, Any], port: int = 0) -> AsyncIterator[tuple[str, list[Any]]]:
+    """Run a server whose actions have the given schema. Yields its URL and the list of what it receives."""
     web = pytest.importorskip("aiohttp.web")
     heard: list[Any] = []
 
@@ -60,9 +63,9 @@ async def resets(url: str, **options: Any) -> tuple[Any, Observation]:
     return environment, await environment.reset()
 
 
-def test_what_the_model_says_reaches_the_server_or_comes_back_as_an_error() -> None:
+def test_a_message_is_sent_as_an_action_or_answered_with_an_error() -> None:
     async def episode() -> tuple[list[Observation], list[Any]]:
-        async with speaking({"properties": {"a": {}, "b": {}}}) as (url, heard):
+        async with protocol_server({"properties": {"a": {}, "b": {}}}) as (url, heard):
             environment, _ = await resets(url)
             texts = ['{"a": 1, "b": "\\ud800"}', '{"a": 1, "b": NaN}', '{"a": ' + "[" * 5000, '{"a": "ä", "b": 1}']
             answers = [await environment.step(said(text)) for text in texts]
@@ -74,9 +77,9 @@ def test_what_the_model_says_reaches_the_server_or_comes_back_as_an_error() -> N
     assert steps == [{"a": "ä", "b": 1}]
 
 
-def test_arguments_that_no_parser_takes() -> None:
+def test_tool_arguments_that_no_parser_accepts_are_answered_with_an_error() -> None:
     async def episode() -> Observation:
-        async with speaking({"title": "CallToolAction"}) as (url, _):
+        async with protocol_server({"title": "CallToolAction"}) as (url, _):
             environment, opening = await resets(url)
             assert [tool["function"]["name"] for tool in opening.tools] == ["add"]
             answer = await environment.step(said("", tool_calls=[call_message(Call("add", "[" * 100_000), 0)]))
@@ -86,15 +89,15 @@ def test_arguments_that_no_parser_takes() -> None:
     assert asyncio.run(episode()).messages[0]["content"].startswith("error: ")
 
 
-def test_a_server_that_replaces_another_is_asked_again() -> None:
+def test_the_action_schema_is_read_again_after_the_server_was_replaced() -> None:
     async def episodes() -> list[Any]:
         one, two = ({"properties": {name: {"type": "string"}}} for name in ("old", "new"))
-        async with speaking(one) as (url, _):
+        async with protocol_server(one) as (url, _):
             environment, _ = await resets(url)
         with pytest.raises(Lost):
             await environment.step(said("x"))
         await environment.close()
-        async with speaking(two, int(url.rpartition(":")[2])) as (url, heard):
+        async with protocol_server(two, int(url.rpartition(":")[2])) as (url, heard):
             environment, _ = await resets(url)
             await environment.step(said("x"))
             await environment.close()
@@ -105,7 +108,7 @@ def test_a_server_that_replaces_another_is_asked_again() -> None:
 
 @asynccontextmanager
 async def redirecting(target: str) -> AsyncIterator[str]:
-    """A server that sends every request to the same path of another one."""
+    """Run a server that redirects every request to the same path of ``target``. Yields its URL."""
     web = pytest.importorskip("aiohttp.web")
 
     async def redirect(request: Any) -> Any:
@@ -123,11 +126,13 @@ async def redirecting(target: str) -> AsyncIterator[str]:
 
 
 @pytest.mark.parametrize("token_env", ["SESAME", None])
-def test_a_redirect_of_a_description_names_its_target(token_env: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_redirect_of_the_metadata_request_raises_an_error_with_the_target(
+    token_env: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("SESAME", "open-sesame")
 
     async def episode() -> list[Any]:
-        async with speaking({}) as (url, heard), redirecting(url) as first:
+        async with protocol_server({}) as (url, heard), redirecting(url) as first:
             taskset = OpenEnvTaskset(url=first, token_env=token_env)
             with pytest.raises(UserError, match=f"{url}/metadata"):
                 await asyncio.to_thread(taskset.tasks, "train", 1)
@@ -136,11 +141,11 @@ def test_a_redirect_of_a_description_names_its_target(token_env: str | None, mon
     assert asyncio.run(episode()) == []
 
 
-def test_a_token_is_sent_to_no_other_server(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_token_is_not_sent_to_the_target_of_a_redirect(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SESAME", "open-sesame")
 
     async def episode() -> list[Any]:
-        async with speaking({}) as (url, heard), redirecting(url) as first:
+        async with protocol_server({}) as (url, heard), redirecting(url) as first:
             session, _ = await _Session.open(first, "SESAME", {})
             await session.close()
             session, _ = await _Session.open(url, "SESAME", {})
@@ -150,7 +155,7 @@ def test_a_token_is_sent_to_no_other_server(monkeypatch: pytest.MonkeyPatch) -> 
     assert asyncio.run(episode()) == [("/ws", None), ("/ws", "Bearer open-sesame")]
 
 
-def test_a_token_over_plain_text_is_warned_of_once(
+def test_sending_a_token_unencrypted_to_another_machine_warns_once(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SESAME", "open-sesame")

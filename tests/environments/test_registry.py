@@ -1,4 +1,4 @@
-"""Environments by name, import paths, the cache, and what a user is told who gets one of them wrong."""
+"""Loading environments by name or import path, the cache folder, and the errors for wrong names and options."""
 
 from __future__ import annotations
 
@@ -62,20 +62,22 @@ def load(name: str, **options: Any) -> Any:
         ("reasoning_gym", {"task": "spell_backward"}),
     ],
 )
-def test_what_comes_with_gleanrl_loads_by_name_and_takes_the_seed(name: str, options: dict[str, Any]) -> None:
+def test_built_in_environments_load_by_name_and_get_the_seed(name: str, options: dict[str, Any]) -> None:
     pytest.importorskip(BUILT_IN[name].packages[0])
     seven = pickle.dumps(load(name, **options))
     assert pickle.dumps(load(name, **options, seed=7)) == seven
     assert pickle.dumps(load(name, **options, seed=9)) != seven
 
 
-def test_a_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_environment_whose_package_is_missing_raises_an_error_that_names_the_extra(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, package=None: None)
     with pytest.raises(UserError, match=r"environment 'reasoning_gym' needs the extra: pip install 'gleanrl\[reaso"):
         load("reasoning_gym", task="spell_backward")
 
 
-def test_a_taskset_of_ones_own(mine: str) -> None:
+def test_a_user_defined_taskset_gets_its_options_and_the_seed(mine: str) -> None:
     assert load(f"{mine}:Mine", size=2).made == (2, 7, "red")
     assert load(f"{mine}:Mine", size=2, seed=1, colour="blue").made == (2, 1, "blue")
 
@@ -97,14 +99,14 @@ def test_a_taskset_of_ones_own(mine: str) -> None:
         ("textworld", {"quest_lenght": 3}, "'textworld' has no such option; did you mean 'quest_length'?"),
     ],
 )
-def test_bad_names_and_options_are_one_clear_line(mine: str, name: str, options: dict[str, Any], told: str) -> None:
+def test_bad_names_and_options_raise_a_one_line_error(mine: str, name: str, options: dict[str, Any], told: str) -> None:
     with pytest.raises(UserError) as caught:
         load(name.replace("{}", mine), **options)
     assert told.replace("{}", mine) in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
-def test_import_paths(mine: str) -> None:
+def test_load_object_finds_names_attributes_and_nested_classes(mine: str) -> None:
     assert load_object("gleanrl.types:Task").__name__ == "Task"
     assert load_object("gleanrl.types:Score.failed")("x").explanation == "x"
     assert load_object(f"{mine}:Outer.Inner").__name__ == "Inner"
@@ -124,7 +126,7 @@ def test_import_paths(mine: str) -> None:
         ("{}/broken.py:Task", "line 2: "),
     ],
 )
-def test_bad_import_paths_are_one_clear_line(tmp_path: Path, path: str, told: str) -> None:
+def test_bad_import_paths_raise_a_one_line_error(tmp_path: Path, path: str, told: str) -> None:
     (tmp_path / "needy.py").write_text("import not_installed_here")
     (tmp_path / "broken.py").write_text("\ndef x(:\n")
     with pytest.raises(UserError) as caught:
@@ -133,8 +135,8 @@ def test_bad_import_paths_are_one_clear_line(tmp_path: Path, path: str, told: st
     assert "\n" not in str(caught.value)
 
 
-def test_objects_from_files_can_be_unpickled_elsewhere(mine: str, tmp_path: Path) -> None:
-    """Elsewhere is a process that imports the file that it needs, and not the one that it does not need."""
+def test_objects_from_files_can_be_unpickled_after_restore_files(mine: str, tmp_path: Path) -> None:
+    """Only the file that the object needs is imported again, not the other file that had been loaded."""
     (tmp_path / "unneeded.py").write_text("class Unneeded: ...")
     load_object(f"{tmp_path / 'unneeded.py'}:Unneeded")
     own = load_object(f"{mine}:Mine")
@@ -150,7 +152,7 @@ def test_objects_from_files_can_be_unpickled_elsewhere(mine: str, tmp_path: Path
     assert [Path(files[name]).name for name in files if name in sys.modules] == [Path(mine).name]
 
 
-def test_a_file_that_is_gone_when_it_is_unpickled_is_one_clear_line(tmp_path: Path) -> None:
+def test_unpickling_an_object_whose_file_was_deleted_raises_a_user_error(tmp_path: Path) -> None:
     file = tmp_path / "brief.py"
     file.write_text("class Brief: ...")
     packed = pickle.dumps(load_object(f"{file}:Brief"))
@@ -162,7 +164,9 @@ def test_a_file_that_is_gone_when_it_is_unpickled_is_one_clear_line(tmp_path: Pa
         pickle.loads(packed)
 
 
-def test_the_cache_is_where_the_user_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gleanrl_cache_sets_the_cache_folder_and_an_unusable_folder_raises(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("GLEANRL_CACHE", str(tmp_path / "here"))
     file = cache_dir("things") / "one"
     file.write_bytes(b"1")
@@ -172,7 +176,7 @@ def test_the_cache_is_where_the_user_says(tmp_path: Path, monkeypatch: pytest.Mo
         cache_dir("things")
 
 
-def test_names_cost_no_third_party_import() -> None:
+def test_importing_the_environment_pool_imports_no_environment_packages_or_torch() -> None:
     heavy = "{'torch', 'textworld', 'reasoning_gym', 'alfworld'}"
     code = f"import gleanrl.environments.pool, sys; print(sorted({heavy} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"

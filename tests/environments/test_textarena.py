@@ -1,4 +1,4 @@
-"""TextArena's real games: alone, against opponents of every kind, by the command line."""
+"""`TextarenaTaskset` with TextArena's games: single-player games, opponents, seats, scores and errors."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SPLITS: tuple[Split, ...] = ("train", "eval", "warm_start")
 
 
 class Echo:
-    """A user's own agent; it says the first listed move and keeps what it saw."""
+    """A user-defined opponent that plays one of the listed moves and records the observations in ``heard``."""
 
     heard: list[str] = []  # noqa: RUF012
 
@@ -38,7 +38,7 @@ class Echo:
         return self.prefix + choose_listed_move(observation, random.Random(self.seed))
 
 
-def shouting(observation: str, *, move: str) -> str:
+def say_move(observation: str, *, move: str) -> str:
     return move
 
 
@@ -49,7 +49,7 @@ def loaded(env_id: Any = "GuessTheNumber-v0", **options: Any) -> TextarenaTaskse
 
 
 def played(taskset: TextarenaTaskset, task: Task, moves: list[str], workers: int = 0) -> list[Observation]:
-    """What the environment says to these moves, until it is over."""
+    """Play the moves until the episode is done, and return the observations."""
 
     async def main() -> list[Observation]:
         async with EnvironmentPool(taskset, workers=workers) as pool:
@@ -75,7 +75,7 @@ def score_of(seen: list[Observation]) -> Score:
     return seen[-1].score
 
 
-def test_tasks_are_stable_and_no_game_is_in_two_splits() -> None:
+def test_tasks_are_deterministic_and_no_game_is_in_two_splits() -> None:
     taskset = loaded(["GuessTheNumber-v0", "Nim-v0"])
     tasks = {split: taskset.tasks(split, 20) for split in SPLITS}
     assert {split: len({task.id for task in found}) for split, found in tasks.items()} == dict.fromkeys(SPLITS, 20)
@@ -87,7 +87,7 @@ def test_tasks_are_stable_and_no_game_is_in_two_splits() -> None:
     assert loaded(arguments={"max_number": 50}).tasks("train", 1)[0].id != loaded().tasks("train", 1)[0].id
 
 
-def test_another_opponent_seat_or_reward_is_another_task_in_the_same_split() -> None:
+def test_tasks_with_other_options_have_other_ids_but_the_same_seeds_and_split() -> None:
     options: list[dict[str, Any]] = [
         {},
         {"opponent": "expert"},
@@ -112,20 +112,22 @@ def test_another_opponent_seat_or_reward_is_another_task_in_the_same_split() -> 
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_the_expert_halves_and_wins_wherever_it_is_played(workers: int) -> None:
+def test_the_expert_of_guess_the_number_wins_in_at_most_five_moves(workers: int) -> None:
     taskset = loaded()
     assert taskset.has_expert
     for task in taskset.tasks("train", 1 if workers else 8):
         moves = moves_of(taskset, task)
-        assert len(moves) <= 5  # 20 numbers
+        # Bisection finds one of 20 numbers in at most five moves.
+        assert len(moves) <= 5
         seen = played(taskset, task, moves, workers)
         assert seen[-1].done
         assert score_of(seen).value == 1.0
         assert score_of(seen).parts == {"won": 1.0, "reward": 1.0, "moves": float(len(moves)), "invalid_moves": 0.0}
-        assert all(not any(move in s.messages[0]["content"] for move in moves) for s in seen[1:])  # no echo
+        # The observations do not repeat the player's own moves.
+        assert all(not any(move in s.messages[0]["content"] for move in moves) for s in seen[1:])
 
 
-def test_a_move_in_a_thought_that_is_cut_off_is_none() -> None:
+def test_a_move_inside_an_unclosed_think_tag_is_not_played() -> None:
     taskset = loaded()
     task = taskset.tasks("train", 1)[0]
     (move, *_) = moves_of(taskset, task)
@@ -142,20 +144,22 @@ def test_experts_beat_random_players(env_id: str) -> None:
     assert sum(best) > sum(stray)
     assert sum(best) >= 8.0
     if env_id == "TicTacToe-v0":
-        assert min(best) >= 0.0  # never lost
+        # The expert never loses, and against itself it never wins.
+        assert min(best) >= 0.0
         against = loaded(env_id, opponent="expert")
         scores = {against.demonstrate(task, seed=i)[1].value for i, task in enumerate(against.tasks("train", 4))}
-        assert scores == {0.0}  # nor won against itself
+        assert scores == {0.0}
 
 
-def test_moves_that_a_game_refuses_are_answered_and_the_second_ends_it() -> None:
+def test_an_invalid_move_is_answered_and_a_second_one_ends_the_game() -> None:
     taskset = loaded(reward_range=[0.0, 2.0])
     task = taskset.tasks("train", 1)[0]
     seen = played(taskset, task, ["no idea", "what?"])
     assert "You attempted an invalid move. Reason: Invalid move format." in seen[1].messages[0]["content"]
     assert (seen[1].done, seen[2].done) == (False, True)
     assert score_of(seen).parts == {"won": 0.0, "reward": 0.0, "moves": 2.0, "invalid_moves": 2.0}
-    assert score_of(seen).value == 1.0  # 0 of [-1, 1] in [0, 2]
+    # `reward_range` maps the game's reward of 0 from [-1, 1] to [0, 2].
+    assert score_of(seen).value == 1.0
     with pytest.raises(RuntimeError, match="no step after the end"):
         asyncio.run(_beyond(taskset, task))
 
@@ -167,7 +171,7 @@ async def _beyond(taskset: TextarenaTaskset, task: Task) -> None:
         await environment.step({"role": "assistant", "content": move})
 
 
-def test_a_reward_that_the_game_gives_as_text_is_found() -> None:
+def test_a_game_that_ends_with_an_invalid_move_keeps_a_partial_reward() -> None:
     taskset = loaded("Countdown-v0")
     seen = played(taskset, taskset.tasks("train", 1)[0], ["no", "no"])
     assert seen[-1].done
@@ -175,7 +179,7 @@ def test_a_reward_that_the_game_gives_as_text_is_found() -> None:
     assert 0.0 <= score_of(seen).parts["reward"] <= 1.0
 
 
-def test_whoever_sits_where_the_task_says_plays_against_the_opponent() -> None:
+def test_the_policy_plays_the_seat_of_the_task_against_the_opponent() -> None:
     taskset = loaded("TicTacToe-v0", opponent=["[0]", "[1]", "[2]"])
     tasks = taskset.tasks("train", 12)
     assert {task.payload["seat"] for task in tasks} == {0, 1}
@@ -183,7 +187,8 @@ def test_whoever_sits_where_the_task_says_plays_against_the_opponent() -> None:
     second = next(task for task in tasks if task.payload["seat"] == 1)
     seen = played(taskset, first, ["[4]", "[8]", "[3]", "[6]"])
     assert "[Player 1] [0]" in seen[1].messages[0]["content"]
-    assert score_of(seen).parts["won"] == 0.0  # 0, 1, 2 are a row
+    # The opponent has completed the row of cells 0, 1 and 2.
+    assert score_of(seen).parts["won"] == 0.0
     assert score_of(seen).value == -1.0
     taskset = loaded("TicTacToe-v0", opponent=["[0]", "[1]", "[8]"])
     seen = played(taskset, second, ["[4]", "[3]", "[5]"])
@@ -192,7 +197,7 @@ def test_whoever_sits_where_the_task_says_plays_against_the_opponent() -> None:
     assert {t.payload["seat"] for t in loaded("TicTacToe-v0", seat=1).tasks("train", 9)} == {1}
 
 
-def test_a_game_that_the_turn_limit_ends_is_no_draw_against_an_opponent() -> None:
+def test_an_unfinished_game_against_an_opponent_scores_the_option_unfinished() -> None:
     for env_id, options, value in [
         ("Nim-v0", {}, -1.0),
         ("Nim-v0", {"unfinished": 0.5}, 0.5),
@@ -204,18 +209,18 @@ def test_a_game_that_the_turn_limit_ends_is_no_draw_against_an_opponent() -> Non
         assert (opening.done, opening.score.value, opening.score.valid) == (False, value, True)
 
 
-def test_an_agent_of_ones_own_may_be_a_class_or_a_function() -> None:
+def test_a_user_defined_opponent_may_be_a_class_or_a_function() -> None:
     here = "tests.environments.test_textarena"
     taskset = loaded("TicTacToe-v0", seat=0, opponent=f"{here}:Echo", opponent_options={"prefix": "I say "})
     Echo.heard.clear()
     seen = played(taskset, taskset.tasks("train", 1)[0], ["[4]"])
     assert "[Player 1] I say [" in seen[1].messages[0]["content"]
     assert "You are Player 1 in Tic Tac Toe" in Echo.heard[0]
-    taskset = loaded("TicTacToe-v0", seat=0, opponent=f"{here}:shouting", opponent_options={"move": "[8]"})
+    taskset = loaded("TicTacToe-v0", seat=0, opponent=f"{here}:say_move", opponent_options={"move": "[8]"})
     assert "[Player 1] [8]" in played(taskset, taskset.tasks("train", 1)[0], ["[4]"])[1].messages[0]["content"]
 
 
-def test_a_model_behind_an_endpoint_plays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_behind_an_openai_endpoint_can_be_the_opponent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PLAYERS_KEY", "a-key-1234567")
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
 
@@ -236,7 +241,7 @@ def test_a_model_behind_an_endpoint_plays(monkeypatch: pytest.MonkeyPatch) -> No
     assert "You are Player 1 in Tic Tac Toe" in service.bodies[0]["messages"][-1]["content"]
 
 
-def test_the_observation_is_the_news_or_what_textarenas_wrappers_show() -> None:
+def test_the_observation_is_the_latest_message_or_the_whole_text_of_textarena() -> None:
     news, whole = loaded(), loaded(observation="textarena")
     task = news.tasks("train", 1)[0]
     assert whole.tasks("train", 1)[0].payload["observation"] == "textarena"
@@ -246,7 +251,7 @@ def test_the_observation_is_the_news_or_what_textarenas_wrappers_show() -> None:
     assert second.endswith("[Player] [1]\n[GAME] The target number is higher.")
 
 
-def test_games_beside_one_another_are_played_as_alone_and_draw_nothing_of_others() -> None:
+def test_interleaved_games_equal_games_played_alone_and_keep_the_global_random_state() -> None:
     taskset = loaded("2048-v0-mega-easy")
     tasks = taskset.tasks("train", 3)
     moves = ["[up]", "[left]", "[down]", "[right]"] * 5
@@ -271,7 +276,7 @@ def test_games_beside_one_another_are_played_as_alone_and_draw_nothing_of_others
     assert len({said[0] for said in alone}) == 3
 
 
-def test_three_and_more_players() -> None:
+def test_games_with_three_players_assign_all_seats() -> None:
     taskset = loaded("ThreePlayerTicTacToe-v0")
     tasks = taskset.tasks("train", 20)
     assert {task.payload["seat"] for task in tasks} == {0, 1, 2}
@@ -291,14 +296,16 @@ def test_three_and_more_players() -> None:
     assert {score.parts["won"] for score in scores} == {0.0, 1.0}
 
 
-def test_a_game_that_cannot_be_created_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_game_that_cannot_be_created_raises_a_one_line_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OPENROUTER_API_KEY", raising=False)
     with pytest.raises(UserError, match=r"GuessWho-v0.*OPENROUTER_API_KEY") as caught:
         loaded("GuessWho-v0")
     assert "\n" not in str(caught.value)
 
 
-def test_a_missing_resource_is_one_line_and_no_download(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_missing_nltk_resource_raises_an_error_and_is_not_downloaded(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     import nltk
 
     monkeypatch.setattr(nltk.data, "path", [str(tmp_path)])
@@ -324,14 +331,14 @@ def test_a_missing_resource_is_one_line_and_no_download(monkeypatch: pytest.Monk
         ({"observation": "all"}, "environment.options.observation"),
     ],
 )
-def test_bad_options_are_one_clear_line(options: dict[str, Any], named: str) -> None:
+def test_bad_options_raise_a_one_line_error(options: dict[str, Any], named: str) -> None:
     with pytest.raises(UserError) as caught:
         loaded(**options)
     assert named in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
-def test_a_game_without_expert_says_so_and_takes_one() -> None:
+def test_a_game_without_an_expert_raises_unless_one_is_given() -> None:
     taskset = loaded("2048-v0-mega-easy")
     with pytest.raises(UserError, match="has no expert"):
         taskset.demonstrate(taskset.tasks("train", 1)[0], seed=0)
@@ -345,7 +352,7 @@ def corner(game: Any, seat: int) -> str:
     return "[down]" if game.state.turn % 2 else "[left]"
 
 
-def test_an_opponent_that_never_ends_its_turn_costs_the_episode(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_opponent_that_never_ends_its_turn_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     taskset = loaded("Nim-v0", seat=1)
     monkeypatch.setattr(Game, "move", lambda self, text: None)
     with pytest.raises(RuntimeError, match="1000 moves in a row"):

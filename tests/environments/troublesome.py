@@ -1,4 +1,4 @@
-"""Environments that do as their messages tell them: everything that can go wrong, on demand."""
+"""Environments that fail on command: a message tells the environment to raise, block, wait, exit or be killed."""
 
 # ruff: noqa: ASYNC220, ASYNC240, ASYNC251 - blocking is the trouble that they make
 
@@ -26,9 +26,9 @@ def say(text: str) -> Message:
 
 @dataclass(frozen=True)
 class Troublesome(Taskset):
-    """Tasks whose environment counts its steps and obeys; a payload may give it trouble on reset."""
+    """Tasks whose environment executes the commands in messages, and in the payload keys ``reset`` and ``close``."""
 
-    marks: str = ""  # a folder where closed episodes leave a file
+    marks: str = ""  # folder in which each closed episode writes a file; "" = no files are written
 
     def tasks(self, split: Split, count: int) -> Sequence[Task]:
         return [Task(f"{split}-{i}") for i in range(count)]
@@ -58,7 +58,7 @@ class Obedient(Environment):
         await obey(str(self.task.payload.get("close", "")))
 
     def seen(self) -> Observation:
-        """All that it ever heard, so that a message lost, doubled or gone astray shows."""
+        """Return an observation with all messages so far, so that a lost, repeated or misdirected one is noticed."""
         text = f"{self.task.id}: {' '.join(self.heard)}"
         return Observation(({"role": "user", "content": text},), score=Score(0.0), info={"pid": os.getpid()})
 
@@ -80,10 +80,12 @@ async def obey(order: str) -> None:
             seconds, _, begun = argument.partition(" ")
             if begun:
                 Path(begun).touch()
-            time.sleep(float(seconds))  # an environment that does not await
+            # Blocks the whole worker, like an environment that does not await.
+            time.sleep(float(seconds))
         case "await":
             await asyncio.sleep(float(argument))
-        case "start":  # a program that would outlive its worker; it leaves its pid in a file
+        # Starts a program that would outlive its worker, and writes its pid to a file.
+        case "start":
             Path(argument).write_text(str(subprocess.Popen(["sleep", "600"]).pid))
 
 
