@@ -1,16 +1,17 @@
 """The staleness bound. `StalenessController` decides when a group may start, `GroupQueue` which step consumes it.
 
-A run consumes ``total_steps * batch`` groups. Each group is sampled under a *ticket*; tickets are numbered from 0.
-Ticket ``k`` may start once ``k // batch <= version + staleness``, where ``version`` is the version of the weights that
-were published last. Its group is consumed by a step in which the group is at most ``staleness`` versions old.
-Synchronous, pipelined, one-step-off and asynchronous training differ only in the five values of `Schedule`.
+A run consumes ``total_steps * batch`` groups, ``batch`` in each step. Each group is sampled under a *ticket*; tickets
+are numbered from 0. Ticket ``k`` may start once ``k // batch <= version + staleness``, where ``version`` is the version
+of the weights that were published last: version ``v`` is the result of the first ``v`` steps. The ticket's group is
+consumed by a step in which the group is at most ``staleness`` versions old. Synchronous, pipelined, one-step-off and
+asynchronous training differ only in the five values of `Schedule`.
 
-**Why no group becomes older than the bound.** Let ``t`` be the current step, ``r`` the number of groups that it still
-has to consume, ``B`` the batch and ``s`` the staleness bound. A ticket that starts under version ``v`` gets the
-deadline ``v + s``: the last step that may consume its group. A ticket is *outstanding* from its start until its group
-is consumed. The steps from ``t`` to ``t + j`` consume ``r + j*B`` more groups. The invariant is therefore: for every
-``j >= 0``, at most ``r + j*B`` outstanding tickets have a deadline of ``t + j`` or earlier. As long as it holds, every
-group can be consumed by its deadline.
+**Why no group becomes older than the bound.** Let ``t`` be the step that is consuming groups, ``r`` the number of
+groups that it still has to consume, ``B`` the number of groups per step and ``s`` the staleness bound. A ticket that
+starts under version ``v`` gets the deadline ``v + s``: the last step that may consume its group. A ticket is
+*outstanding* from its start until its group is consumed. The steps from ``t`` to ``t + j`` consume ``r + j*B`` more
+groups. The invariant is therefore: for every ``j >= 0``, at most ``r + j*B`` outstanding tickets have a deadline of
+``t + j`` or earlier. As long as it holds, every group can be consumed by its deadline.
 
 * Starting a ticket keeps the invariant. All tickets started so far have numbers below ``(v + s + 1) * B``, where
   ``v <= t``, and ``(t + 1) * B - r`` groups have been consumed. So at most ``r + (v + s - t) * B`` tickets are
@@ -78,12 +79,13 @@ class StalenessController:
         self.first_step = first_step
         self.version = first_step
         self.consumed = first_step * schedule.batch  # groups consumed since the run began, restarts included
-        self.started = 0  # tickets handed out by this process, including further attempts
+        self.started = 0  # number of times that this process has handed out a ticket
         self.in_flight: Counter[int] = Counter()  # number of tickets in flight, by deadline
         self.changed = Notifier()
         self._next = first_step * schedule.batch
         self._again: list[tuple[int, int]] = []  # heap of (number, attempt) to hand out before _next
-        self._attempts: dict[int, int] = {}  # after a restart: attempt of each ticket from number _next on, if not 0
+        # After a restart: for tickets from number _next on, how many groups of the ticket were dropped, if any.
+        self._attempts: dict[int, int] = {}
         self._ahead: set[int] = set()  # after a restart: tickets from number _next on that were already consumed
         self._outstanding: dict[int, Ticket] = {}
         self._sampling: set[int] = set()
@@ -201,7 +203,10 @@ class StalenessController:
 
     @property
     def ahead(self) -> bool:
-        """Whether all groups that the current and the next step will consume have been sampled."""
+        """Whether the groups that the unfinished step and the step after it still need have all been sampled.
+
+        The unfinished step is the first one whose weights have not been published.
+        """
         wanted = (self.version + 2) * self.schedule.batch - self.consumed
         return len(self._outstanding) - len(self._sampling) >= wanted
 
@@ -249,7 +254,9 @@ class GroupQueue:
         self.controller = controller
         self._timeline, self._clock = timeline, clock
         self._on_drop = on_drop
-        self._groups: defaultdict[int, deque[tuple[Ticket, Group]]] = defaultdict(deque)  # complete groups by deadline
+        # Complete groups by deadline. Unless the schedule is ordered, a complete group's deadline follows from the
+        # version of the oldest weights that sampled it, and not from the ticket.
+        self._groups: defaultdict[int, deque[tuple[Ticket, Group]]] = defaultdict(deque)
         self._failure: BaseException | None = None
         self._changed = controller.changed
         self._step = controller.first_step
@@ -294,7 +301,8 @@ class GroupQueue:
         the remaining groups.
 
         Raises:
-            ValueError: ``step`` is neither the current step nor the step after a finished one.
+            ValueError: ``step`` is neither the step of the previous call, nor, if all groups of that step have been
+                yielded, the step after it.
             Exception: the error that was passed to `fail`.
         """
         if step != self._step:
@@ -320,7 +328,10 @@ class GroupQueue:
             yield groups
 
     def metrics(self) -> dict[str, float]:
-        """Return the metrics of the current step: ages of its groups and tokens in steps, and the seconds waited."""
+        """Return the ages of the groups and tokens of the step last passed to `chunks`, and how long it has waited.
+
+        See `StalenessLog.metrics`.
+        """
         return self._log.metrics()
 
     def _take(self, adaptive: bool) -> list[Group]:

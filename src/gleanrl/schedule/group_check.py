@@ -19,7 +19,9 @@ The metrics ``groups/REASON`` count the groups that were dropped for each reason
 """
 
 MIN_EPISODES = 32  # the share of failed episodes is checked only once this many episodes have ended
-UNSCORED_WINDOWS = 4  # a run stops if no episode in this many windows got a score; a window is at least one batch long
+# A run stops if no episode of this many windows got a score. A window is as many episodes as a batch has, or
+# `MIN_EPISODES` if that is more.
+UNSCORED_WINDOWS = 4
 
 
 class GroupCheck:
@@ -39,8 +41,8 @@ class GroupCheck:
         ``resampled``: number of groups that were dropped since the last step because they had no variance.
 
         Raises:
-            UserError: more than ``schedule.max_failed_fraction`` of the latest episodes failed, or none of them got a
-                score.
+            UserError: more than ``schedule.max_failed_fraction`` failed in the latest window of episodes to which the
+                reward applies, or no episode of the latest `UNSCORED_WINDOWS` windows got a score.
         """
         settings = self._settings
         self._scored.extend(t.score.valid for t in group.fresh)
@@ -63,7 +65,7 @@ class GroupCheck:
         members = [*group.trajectories]
         if group.greedy is not None:
             if not group.greedy.score.valid:
-                return INVALID  # the score of the greedy attempt is the baseline of all members
+                return INVALID  # the score of the greedy episode is the baseline of all members
             members.append(group.greedy)
         has_variance = len({t.score.value for t in members if t.score.valid}) > 1
         may_resample = settings.dynamic_sampling and resampled < (settings.max_resample - 1) * settings.batch

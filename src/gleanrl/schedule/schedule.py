@@ -17,9 +17,10 @@ class Schedule:
 
     Attributes:
         batch: number of groups that a step consumes.
-        chunk: number of groups that the learner receives in one call.
+        chunk: number of groups that the learner receives in one call, or with ``adaptive = true`` a multiple of it.
         staleness: how many versions old a group may be when it is consumed.
-        ordered: True if step ``t`` consumes exactly the groups of the tickets ``t * batch`` to ``(t + 1) * batch - 1``.
+        ordered: True if groups are consumed in the order in which they were started: step ``t`` consumes those with the
+            numbers (tickets) ``t * batch`` to ``(t + 1) * batch - 1``. If False, a step consumes any complete groups.
         inflight: True if the sampler uses new weights at once, also in the middle of an episode.
 
     Raises:

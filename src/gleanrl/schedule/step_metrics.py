@@ -1,4 +1,8 @@
-"""Metrics of one step: rewards, lengths and ages of its groups, and the learner's metrics combined over all chunks."""
+"""Metrics of one step: rewards, lengths and ages of its groups, and the learner's metrics.
+
+The learner receives the groups of a step in one or more chunks (see `GroupQueue.chunks`), and returns metrics for each
+chunk. They are combined to metrics of the step.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +51,11 @@ class StepMetrics:
 
 
 def group_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """Return metrics about the rewards, lengths and stop reasons of a batch, computed from the fresh members."""
+    """Return metrics about the rewards, lengths and stop reasons of a batch.
+
+    They are computed from the fresh members, and not from replayed ones. Only ``reward/greedy`` is the mean score of
+    the greedy episodes.
+    """
     fresh = [t for group in groups for t in group.fresh]
     valid = [t for t in fresh if t.score.valid]
     out = {
