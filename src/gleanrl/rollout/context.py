@@ -144,7 +144,9 @@ def strip_thinking(
                 low, high = (low, middle) if CLOSE in decode(ids[:middle]) else (middle + 1, high)
             rest = turn.tokens[low:]
             text = decode(rest.tolist(), skip_special_tokens=True).lstrip("\n")
-            if "tool_calls" in turn.message:  # `text` contains the calls too, which the message has in `tool_calls`
+            # ``text`` also contains the tool calls. The content of the message does not, because the message holds
+            # its calls separately.
+            if "tool_calls" in turn.message:
                 text = answer_of(turn.message["content"]).lstrip("\n")
             stripped = Turn({**turn.message, "content": text}, rest)
         # Keep a reference to the turn: if it were garbage-collected, another object could get its id.

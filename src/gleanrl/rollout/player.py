@@ -126,7 +126,8 @@ class Player:
             "episode_s": perf_counter() - started,
         }
         if context.tools:
-            info["tools"] = list(context.tools)  # needed if the messages before the first answer are rendered again
+            # A renderer with the same tools is needed to render or parse messages of this trajectory again later.
+            info["tools"] = list(context.tools)
         if altered is not None:
             info["altered_sampling"] = altered
         return Trajectory(trajectory_id, task.id, context.segments(), score, stop, info)

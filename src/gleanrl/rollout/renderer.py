@@ -32,8 +32,10 @@ T = TypeVar("T")
 
 _MARK = "gleanmark"  # placeholder for an answer's text, by which the text around the answer is found
 _PROBE = "Go, 12 times:\n\n  café → <|unk|>\t{'x': [1]}  "  # text with which `Encoder` compares tokenizer and backend
-_SHORT = 1000  # a rendering is stored in the cache for short messages if they have at most this many characters in all
-_SHORT_CACHED, _LONG_CACHED = 1 << 14, 1 << 8  # entries of both caches; few long ones, because they need more memory
+# Renderings are kept in two caches: one for messages with at most this many characters in all, one for longer messages.
+_SHORT = 1000
+# Largest number of entries in the cache for short and for long messages. Long messages need more memory.
+_SHORT_CACHED, _LONG_CACHED = 1 << 14, 1 << 8
 
 
 class Tokenizer(Protocol):
@@ -223,7 +225,7 @@ def _ends_of_messages(text: str, messages: Sequence[Message], show: Callable[[Se
 class Encoder:
     """Tokenises text with a Hugging Face fast tokenizer.
 
-    If the result is the same, the tokenizer's Rust backend is called directly, which is faster. Special tokens that
+    If this gives the same tokens, the tokenizer's Rust backend is called directly, which is faster. Special tokens that
     are written in the text become their ids. No special tokens are added.
 
     Raises:
@@ -238,7 +240,8 @@ class Encoder:
             )
         self._tokenizer = tokenizer
         # Some tokenizer classes change the text before they pass it to the backend, such as CodeLlama's for
-        # fill-in-the-middle. These classes override one of the two methods, which the others inherit from transformers.
+        # fill-in-the-middle. Such a class overrides one of the two methods below, which other classes inherit from
+        # transformers. The backend is called directly only for classes that override neither.
         methods = [getattr(tokenizer, name, None) for name in ("__call__", "_encode_plus")]
         self._only_backend = (
             hasattr(getattr(tokenizer, "backend_tokenizer", None), "encode_batch_fast")

@@ -1,8 +1,9 @@
 """Renders tool calls with a model's chat template, and parses them from the text that the model samples.
 
 The format of calls is found out from the chat template, so no list of models is needed. `CallTemplate` renders a probe
-(a known tool, a call and its result) with the template, and selects the first reader of this module that parses the
-call exactly. If the tokenizer has a ``response_template``, this is tried first.
+(a known tool, a call and its result) with the template, and selects the first *reader* that parses the call exactly. A
+reader is an object of this module that parses calls in one format (`CallReader`). If the tokenizer has a
+``response_template``, the reader that uses it (`ResponseTemplate`) is tried first.
 
 A call that cannot be parsed raises no error. It becomes a `Call` whose ``arguments`` are the sampled text, and the
 environment decides how to answer it.
@@ -386,7 +387,10 @@ def _end_of(body: str, start: int, closing: str) -> int:
 
 # --- what a chat template does with tools -----------------------------------------------------------------------------
 class Template(Protocol):
-    """A chat template. A call renders a conversation to text, with the generation prompt if ``generate`` is true."""
+    """A function that renders a conversation to text with a chat template.
+
+    The text ends with the generation prompt if ``generate`` is true.
+    """
 
     def __call__(self, messages: Sequence[Message], *, generate: bool, tools: Tools = ()) -> str: ...
 
