@@ -1,4 +1,4 @@
-"""Small episodes and groups for tests of the pool, and a look at everything that a pool's file holds."""
+"""Small episodes and groups for tests of the pool, and a function that reads all tables of a pool's file."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def group(name: str, fresh: Sequence[Trajectory], replayed: Sequence[Trajectory]
 
 
 def solved(name: str, successes: int, attempts: int, *, first: int = 0, version: int = 0) -> Group:
-    """A fresh group whose members all have token sequences of their own, from ``first`` on."""
+    """Return a fresh group whose member ``i`` has the tokens ``(first + i, 5)``, so that all members differ."""
     return group(
         name,
         [episode(name, float(i < successes), (first + i, 5), version=version) for i in range(attempts)],
@@ -48,7 +48,7 @@ def solved(name: str, successes: int, attempts: int, *, first: int = 0, version:
 
 
 def contents(path: Path, *, marks: bool = False) -> dict[str, list[tuple[Any, ...]]]:
-    """Every row of every table that a mark binds; with ``marks``, of the marks and the undo log too."""
+    """Return all rows of the tables that `rewind` restores; with ``marks``, of the marks and the undo log too."""
     tables = list(TRACKED)
     if marks:
         tables += ["clock", "marks", *(f"undo_{table}" for table in TRACKED)]

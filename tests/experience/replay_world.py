@@ -1,4 +1,5 @@
-"""Pools with known contents, and the scripted world of `tests.loop_world` with replay around its task stream."""
+"""Pools with known contents, and the scripted training loop of `tests.loop_world` with replay around its task
+stream."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ from tests.loop_world import alter_answers, make_run, renderer, tasks
 def trajectory(
     task: str, number: int, score: float | None = 1.0, *, logprob: float = -0.5, version: int = 0
 ) -> Trajectory:
-    """Two turns with context between; its tokens tell it from all others of its task."""
+    """Return a trajectory of two sampled turns, whose tokens no other ``number`` of the task has."""
     context = Turn({"role": "user", "content": "?"}, np.array([1, 2], np.int32))
     tokens = np.array([number % 50, number // 50, 3], np.int32)
     sampled = Turn({"role": "assistant", "content": "!"}, tokens, np.full(3, logprob, np.float32), version)
@@ -35,7 +36,7 @@ def trajectory(
 def group(
     task: str, successes: int, attempts: int, *, first: int = 0, logprobs: Sequence[float] = (), **more: Any
 ) -> Group:
-    """A fresh group; its members are numbered from ``first``, successes first."""
+    """Return a fresh group whose members are numbered from ``first``, successes first."""
     logprobs = [*logprobs, *[-0.5] * attempts]
     members = tuple(
         trajectory(task, first + i, float(i < successes), logprob=logprobs[i], **more) for i in range(attempts)
@@ -49,7 +50,7 @@ def retire(pool: ExperiencePool, names: Sequence[str], attempts: int = 4) -> Non
 
 
 class Stream:
-    """Proposes tasks ``t0 t1 ...`` in turn, for ever, and counts what it was asked for."""
+    """A curriculum that proposes the tasks ``names`` in turn, for ever, and records the observed groups."""
 
     def __init__(self, names: Sequence[str], size: int, *, greedy: bool = False) -> None:
         self.names, self.size, self.greedy = names, size, greedy
@@ -83,9 +84,10 @@ def make_replay_run(
     estimate: EstimatePolicy | None = None,
     **options: Any,
 ) -> tuple[Run, ReplayCurriculum]:
-    """A whole run on the scripted world with replay. Its answers differ in the first turn and win in half of all cases.
+    """Return a run of the scripted world with replay, and its curriculum. Half of the answers are right.
 
-    Log-probs are random numbers fixed by the session's seed, so that no two sampled turns have the same.
+    The answers of the first turn differ in length, and the log-probs are random numbers from the session's seed, so
+    that no two sampled turns are equal.
     """
     run = make_run(folder, schedule, steps=steps, problems=problems, **options)
     sampler, r = run.player.sampler, renderer()

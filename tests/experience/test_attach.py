@@ -1,4 +1,5 @@
-"""Stored successes in groups that another loop sampled."""
+"""Tests of `gleanrl.experience.attach_replayed`, which adds stored successes to groups that another training loop has
+sampled."""
 
 from __future__ import annotations
 
@@ -20,11 +21,11 @@ def pool(tmp_path: Path) -> Iterator[ExperiencePool]:
 
 
 def tokens(groups: list[Group]) -> list[list[list[int]]]:
-    """Of each group, the sampled tokens of each replayed member."""
+    """For each group, the sampled tokens of each replayed member."""
     return [[[*map(int, turn.tokens)] for t in g.spec.replayed for turn in t.sampled_turns()] for g in groups]
 
 
-def test_a_prompt_that_comes_again_meets_its_success(pool: ExperiencePool) -> None:
+def test_a_stored_success_is_added_to_a_later_group_of_its_task(pool: ExperiencePool) -> None:
     pool.observe([solved("a", 1, 2)], step=0)
     fresh = [solved("a", 0, 3, first=50), solved("b", 1, 3)]
     a, b = attach_replayed(fresh, pool)
@@ -36,14 +37,14 @@ def test_a_prompt_that_comes_again_meets_its_success(pool: ExperiencePool) -> No
     assert pool.stored(["a"])["a"][0].uses == 1
 
 
-def test_a_group_does_not_meet_what_it_has_just_sampled(pool: ExperiencePool) -> None:
+def test_a_group_is_not_given_its_own_successes(pool: ExperiencePool) -> None:
     fresh = [solved("a", 1, 2)]
     assert tokens(attach_replayed(fresh, pool)) == [[]]
     pool.observe(fresh, step=0)
     assert tokens(attach_replayed([solved("a", 1, 2, first=50)], pool)) == [[[0, 5]]]
 
 
-def test_mixed_groups_teach_the_pool_by_their_fresh_members(pool: ExperiencePool) -> None:
+def test_the_pool_stores_only_fresh_members_of_mixed_groups(pool: ExperiencePool) -> None:
     pool.observe([solved("a", 1, 2)], step=0)
     pool.observe(attach_replayed([solved("a", 0, 4, first=50)], pool), step=1)
     assert pool.buckets() == {(0, 4): 1}
@@ -54,7 +55,7 @@ def test_mixed_groups_teach_the_pool_by_their_fresh_members(pool: ExperiencePool
     ("select", "expected"),
     [("lowest_entropy", [[3], [2]]), ("highest_entropy", [[1], [2]]), ("newest", [[2], [3]])],
 )
-def test_the_pool_settings_choose(tmp_path: Path, select: str, expected: list[list[int]]) -> None:
+def test_the_pool_settings_choose_the_replayed_members(tmp_path: Path, select: str, expected: list[list[int]]) -> None:
     chosen = ReplaySettings.model_validate({"per_group": 2, "select": select})
     with ExperiencePool(tmp_path / "pool.sqlite", chosen) as pool:
         for token, logprob in ((1, -3.0), (3, -1.0), (2, -2.0)):
@@ -72,7 +73,7 @@ def test_random_choice_follows_the_seed(tmp_path: Path) -> None:
         assert len({str(tokens(attach_replayed(fresh, pool, seed=seed))) for seed in range(20)}) > 3
 
 
-def test_retired_tasks_are_left_alone(pool: ExperiencePool) -> None:
+def test_a_group_of_a_retired_task_is_unchanged(pool: ExperiencePool) -> None:
     pool.observe([solved("a", 1, 2)], step=0)
     for step in (1, 2):
         pool.observe([solved("a", 2, 2)], step=step)
@@ -81,26 +82,26 @@ def test_retired_tasks_are_left_alone(pool: ExperiencePool) -> None:
     assert attach_replayed(fresh, pool) == fresh
 
 
-def test_a_group_without_a_valid_score_is_left_alone(pool: ExperiencePool) -> None:
+def test_a_group_without_a_valid_score_is_unchanged(pool: ExperiencePool) -> None:
     pool.observe([solved("a", 1, 2)], step=0)
     fresh = [group("a", [episode("a", None, (8,)), episode("a", None, (9,))])]
     assert attach_replayed(fresh, pool) == fresh
     assert pool.stored(["a"])["a"][0].uses == 0
 
 
-def test_none_are_added_where_none_are_asked_for(tmp_path: Path) -> None:
+def test_per_group_zero_adds_no_member(tmp_path: Path) -> None:
     with ExperiencePool(tmp_path / "pool.sqlite", ReplaySettings(per_group=0)) as pool:
         pool.observe([solved("a", 1, 2)], step=0)
         assert tokens(attach_replayed([solved("a", 0, 2)], pool)) == [[]]
         assert pool.stored(["a"])["a"][0].uses == 0
 
 
-def test_two_groups_of_a_task_are_given_the_same(pool: ExperiencePool) -> None:
+def test_two_groups_of_a_task_get_the_same_success(pool: ExperiencePool) -> None:
     pool.observe([solved("a", 1, 2)], step=0)
     assert tokens(attach_replayed([solved("a", 0, 2), solved("a", 0, 2, first=9)], pool)) == [[[0, 5]], [[0, 5]]]
 
 
-def test_a_group_is_not_mixed_twice(pool: ExperiencePool) -> None:
+def test_a_group_that_already_has_replayed_members_is_refused(pool: ExperiencePool) -> None:
     mixed = group("a", [episode("a", 0.0)], [episode("a", tokens=(9,))])
     with pytest.raises(ValueError, match="task 'a' already holds replayed"):
         attach_replayed([mixed], pool)

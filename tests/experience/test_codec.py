@@ -1,4 +1,5 @@
-"""A blob brings back bit for bit what was put in, and nothing else passes for one."""
+"""Tests of `gleanrl.experience.pool.codec`: blobs are decoded bit for bit to the task or trajectory that they hold,
+and a damaged or foreign blob raises `Damaged`."""
 
 from __future__ import annotations
 
@@ -21,12 +22,12 @@ from tests.strategies import examples, same, tasks, trajectories
 
 @given(trajectory=trajectories, task=tasks)
 @settings(max_examples=examples(150))
-def test_records_come_back_bit_for_bit(trajectory: Trajectory, task: Task) -> None:
+def test_trajectories_and_tasks_are_decoded_bit_for_bit(trajectory: Trajectory, task: Task) -> None:
     assert same(trajectory, codec.decode_trajectory(codec.encode_trajectory(trajectory)))
     assert same(task, codec.decode_task(codec.encode_task(task)))
 
 
-def test_compression_is_used_where_it_pays_only() -> None:
+def test_compression_is_used_only_if_it_saves_space() -> None:
     repetitive = episode("t", tokens=[5] * 1000)
     assert len(codec.encode_trajectory(repetitive)) < 400
     random = np.random.default_rng(0)
@@ -37,7 +38,7 @@ def test_compression_is_used_where_it_pays_only() -> None:
 
 @given(at=st.integers(0, 10**6), flip=st.integers(1, 255))
 @settings(max_examples=examples(200))
-def test_no_changed_byte_passes(at: int, flip: int) -> None:
+def test_any_changed_byte_is_detected(at: int, flip: int) -> None:
     blob = bytearray(codec.encode_trajectory(episode("t", tokens=range(50))))
     blob[at % len(blob)] ^= flip
     with pytest.raises(codec.Damaged):
@@ -45,7 +46,7 @@ def test_no_changed_byte_passes(at: int, flip: int) -> None:
 
 
 @pytest.mark.parametrize("keep", [0, 3, 11, 12, 13, 60])
-def test_no_cut_blob_passes(keep: int) -> None:
+def test_a_truncated_blob_is_detected(keep: int) -> None:
     with pytest.raises(codec.Damaged):
         codec.decode_trajectory(codec.encode_trajectory(episode("t", tokens=range(50)))[:keep])
 
@@ -61,7 +62,7 @@ def test_no_cut_blob_passes(keep: int) -> None:
         {"segments": [[{"message": {"role": "user", "content": ""}, "tokens": [1], "logprobs": [0.5, 0.5]}]]},
     ],
 )
-def test_a_record_with_a_good_checksum_that_says_something_else_is_damage(change: dict[str, Any]) -> None:
+def test_an_invalid_record_with_a_valid_checksum_is_detected(change: dict[str, Any]) -> None:
     good = serialize.to_builtins(episode("t"))
 
     def blob(value: dict[str, Any], more: bytes = b"") -> bytes:
@@ -77,7 +78,7 @@ def test_a_record_with_a_good_checksum_that_says_something_else_is_damage(change
 
 
 @pytest.mark.parametrize("cut", [1, 4, 8, 60])
-def test_missing_tokens_or_log_probs_are_damage(cut: int) -> None:
+def test_missing_tokens_or_log_probs_are_detected(cut: int) -> None:
     body = codec.unpack(codec.encode_trajectory(episode("t", tokens=range(50))))
     with pytest.raises(codec.Damaged):
         codec.decode_trajectory(codec.pack(body[:-cut]))
@@ -88,7 +89,7 @@ def framed(flags: int, size: int, body: bytes) -> bytes:
     return struct.pack("<2sBBII", b"GX", codec.FORMAT, flags, checksum, size) + body
 
 
-def test_a_frame_may_not_claim_another_size_or_format() -> None:
+def test_a_frame_with_a_wrong_size_or_format_is_detected() -> None:
     squeezed = codec.zstandard.ZstdCompressor().compress(b"a" * 1000)
     assert codec.unpack(framed(1, 1000, squeezed)) == b"a" * 1000
     for flags, size, body in (
@@ -106,7 +107,7 @@ def test_a_frame_may_not_claim_another_size_or_format() -> None:
         codec.unpack(bytes(other))
 
 
-def test_a_digest_tells_tokens_and_boundaries_and_nothing_else() -> None:
+def test_a_token_digest_depends_only_on_tokens_and_turn_boundaries() -> None:
     one, two = np.array([1, 2]), np.array([3])
     both = np.array([1, 2, 3])
 
@@ -132,7 +133,7 @@ def test_a_digest_tells_tokens_and_boundaries_and_nothing_else() -> None:
     assert all(len(each) == 16 for each in different)
 
 
-def test_a_task_keeps_its_kind_which_is_no_part_of_what_the_problem_is() -> None:
+def test_a_decoded_task_keeps_its_kind_and_is_same_task_ignores_it() -> None:
     named = Task("a", (), {"n": 1}, kind="heat")
     assert codec.decode_task(codec.encode_task(named)).kind == "heat"
     assert codec.is_same_task(codec.encode_task(Task("a", (), {"n": 1})), named)

@@ -1,4 +1,5 @@
-"""How a batch is planned and what is learned from it, on a real pool and a stream of known tasks."""
+"""Tests of `ReplayCurriculum` on a real pool and a stream of known tasks: how a batch is planned, when replay begins,
+which trajectories are replayed, and what a checkpoint keeps."""
 
 from __future__ import annotations
 
@@ -76,7 +77,7 @@ def worlds(draw: st.DrawFn) -> dict[str, Any]:
 
 @settings(max_examples=examples(80), suppress_health_check=[HealthCheck.too_slow])
 @given(worlds())
-def test_every_plan_keeps_the_promises(world: dict[str, Any]) -> None:
+def test_every_plan_has_the_right_counts_for_any_pool_and_settings(world: dict[str, Any]) -> None:
     replay, size, batch = world["replay"], world["size"], world["batch"]
     with TemporaryDirectory() as folder:
         curriculum = wrap(Path(folder), replay, Stream(world["names"], size), size)
@@ -111,7 +112,7 @@ def test_every_plan_keeps_the_promises(world: dict[str, Any]) -> None:
         pool.close()
 
 
-def test_the_expected_counts_hold(folder: Path) -> None:
+def test_half_of_a_batch_is_replayed_and_placement_sets_the_number_of_fresh_members(folder: Path) -> None:
     for placement, fresh in (("replace", 6), ("add", 8)):
         (folder / placement).mkdir()
         replay = ReplaySettings(per_group=2, placement=placement, probe_fraction=0)
@@ -122,7 +123,7 @@ def test_the_expected_counts_hold(folder: Path) -> None:
             assert Counter((spec.fresh, len(spec.replayed)) for spec in specs) == {(8, 0): 8, (fresh, 2): 8}
 
 
-def test_what_was_really_retrieved_counts(folder: Path) -> None:
+def test_placement_replace_removes_one_fresh_member_per_retrieved_trajectory(folder: Path) -> None:
     replay = ReplaySettings(per_group=3, placement="replace", task_ratio=1.0, probe_fraction=0)
     curriculum = wrap(folder, replay, Stream(NAMES, 8))
     curriculum.pool.observe([group("t20", 1, 8), group("t21", 2, 8), group("t22", 5, 8)], 0)
@@ -130,7 +131,7 @@ def test_what_was_really_retrieved_counts(folder: Path) -> None:
     assert found == {"t20": (7, 1), "t21": (6, 2), "t22": (5, 3)}
 
 
-def test_an_empty_pool_leaves_the_inner_plan_as_it_is_and_says_so_once(folder: Path, caplog: Any) -> None:
+def test_with_an_empty_pool_the_inner_plan_is_unchanged_and_this_is_logged_once(folder: Path, caplog: Any) -> None:
     curriculum = wrap(folder, ReplaySettings(), Stream(NAMES, 8))
     with caplog.at_level(logging.INFO):
         found = names([spec for _ in range(3) for spec in propose(curriculum, 4)])
@@ -149,14 +150,14 @@ def test_displaced_tasks_come_first_in_the_next_batch(folder: Path) -> None:
     assert curriculum.observe([])["replay/displaced"] == 4
 
 
-def test_replayed_groups_lie_among_the_fresh(folder: Path) -> None:
+def test_replayed_groups_have_varying_positions_in_a_batch(folder: Path) -> None:
     curriculum = wrap(folder, ReplaySettings(probe_fraction=0), Stream(NAMES[:20], 8))
     curriculum.pool.observe([group(f"t{i}", 4, 8) for i in range(20, 40)], 0)
     layouts = {tuple(bool(spec.replayed) for spec in propose(curriculum, 8)) for _ in range(6)}
     assert len(layouts) > 1
 
 
-def test_a_shortage_is_filled_with_fresh_tasks(folder: Path) -> None:
+def test_missing_replayed_tasks_are_filled_with_fresh_tasks(folder: Path) -> None:
     curriculum = wrap(folder, ReplaySettings(probe_fraction=0), Stream(NAMES[:30], 8))
     curriculum.pool.observe([group("t38", 4, 8), group("t39", 4, 8)], 0)
     specs = propose(curriculum, 8)
@@ -166,8 +167,8 @@ def test_a_shortage_is_filled_with_fresh_tasks(folder: Path) -> None:
     assert (metrics["replay/planned"], metrics["replay/wanting"]) == (2, 2)
 
 
-def test_where_only_replayed_tasks_could_fill_the_batch_it_is_plain(folder: Path, caplog: Any) -> None:
-    """A task is never in both halves, not even where there is no other."""
+def test_a_batch_that_only_replayed_tasks_could_fill_has_no_replay(folder: Path, caplog: Any) -> None:
+    """A task is never both fresh and replayed in a batch, not even if there is no other task."""
     curriculum = wrap(folder, ReplaySettings(task_ratio=1.0, probe_fraction=0), Stream(NAMES[:2], 8))
     curriculum.pool.observe([group("t0", 4, 8), group("t1", 4, 8)], 0)
     assert all(spec.replayed for spec in propose(curriculum, 2))
@@ -178,7 +179,7 @@ def test_where_only_replayed_tasks_could_fill_the_batch_it_is_plain(folder: Path
     assert "2 places" in caplog.text
 
 
-def test_selection_only_chooses_tasks_and_replays_nothing(folder: Path) -> None:
+def test_per_group_zero_chooses_tasks_from_the_pool_and_replays_nothing(folder: Path) -> None:
     curriculum = wrap(folder, ReplaySettings(per_group=0, placement="replace", probe_fraction=0), Stream(NAMES[:20], 8))
     curriculum.pool.observe([group(f"t{i}", 4, 8) for i in range(20, 40)], 0)
     specs = propose(curriculum, 8)
@@ -186,7 +187,7 @@ def test_selection_only_chooses_tasks_and_replays_nothing(folder: Path) -> None:
     assert sum(int(spec.task.id[1:]) >= 20 for spec in specs) == 4
 
 
-def test_retired_tasks_stay_out_until_nothing_else_is_left(folder: Path) -> None:
+def test_retired_tasks_are_proposed_only_if_other_tasks_do_not_suffice(folder: Path) -> None:
     curriculum = wrap(folder, ReplaySettings(probe_fraction=0), Stream(NAMES[:10], 4), 4)
     retire(curriculum.pool, NAMES[:7])
     assert [sorted(names(propose(curriculum, 3))) for _ in range(3)] == [NAMES[7:10]] * 3
@@ -195,7 +196,7 @@ def test_retired_tasks_stay_out_until_nothing_else_is_left(folder: Path) -> None
     assert len(set(specs)) == 5
 
 
-def test_retired_tasks_are_probed_at_their_share(folder: Path) -> None:
+def test_retired_tasks_are_probed_at_probe_fraction(folder: Path) -> None:
     curriculum = wrap(folder, ReplaySettings(probe_fraction=0.05), Stream(NAMES[:30], 4), 4)
     retire(curriculum.pool, NAMES[30:])
     probed = [sum(int(name[1:]) >= 30 for name in names(propose(curriculum, 8))) for _ in range(20)]
@@ -203,7 +204,7 @@ def test_retired_tasks_are_probed_at_their_share(folder: Path) -> None:
     assert max(probed) == 1
 
 
-def test_a_ticket_that_starts_again_gets_another_task_and_the_proportion_stays(folder: Path) -> None:
+def test_refunded_tickets_get_other_tasks_at_the_same_replay_ratio(folder: Path) -> None:
     curriculum = wrap(folder, ReplaySettings(probe_fraction=0), Stream(NAMES[:20], 8))
     curriculum.pool.observe([group(f"t{i}", 4, 8) for i in range(20, 40)], 0)
     batch = propose(curriculum, 8)
@@ -213,13 +214,13 @@ def test_a_ticket_that_starts_again_gets_another_task_and_the_proportion_stays(f
     assert len(propose(curriculum, 8)) == 8
 
 
-def test_batches_of_one_replay_at_the_ratio_too(folder: Path) -> None:
+def test_proposals_of_one_group_are_replayed_at_the_task_ratio(folder: Path) -> None:
     curriculum = wrap(folder, ReplaySettings(task_ratio=0.25, probe_fraction=0), Stream(NAMES[:4], 8))
     curriculum.pool.observe([group("t39", 4, 8)], 0)
     assert [bool(propose(curriculum, 1)[0].replayed) for _ in range(8)] == [False, False, False, True] * 2
 
 
-def test_greedy_attempts_are_asked_for_in_both_halves(folder: Path) -> None:
+def test_fresh_and_replayed_groups_keep_the_greedy_attempt(folder: Path) -> None:
     curriculum = wrap(folder, ReplaySettings(), Stream(NAMES[:20], 8, greedy=True))
     curriculum.pool.observe([group("t39", 4, 8)], 0)
     specs = propose(curriculum, 4)
@@ -227,7 +228,7 @@ def test_greedy_attempts_are_asked_for_in_both_halves(folder: Path) -> None:
     assert all(spec.greedy for spec in specs)
 
 
-def test_draws_depend_on_the_seed_and_the_number_of_the_proposal(folder: Path) -> None:
+def test_equal_seeds_give_equal_plans(folder: Path) -> None:
     def plan(name: str, seed: int) -> list[Any]:
         (folder / name).mkdir()
         curriculum = wrap(folder / name, ReplaySettings(probe_fraction=0), Stream(NAMES[:20], 8), seed=seed)
@@ -245,18 +246,18 @@ def test_draws_depend_on_the_seed_and_the_number_of_the_proposal(folder: Path) -
         (ReplaySettings(tasks="difficulty", difficulty=9), "difficulty"),
     ],
 )
-def test_settings_that_cannot_work_are_refused(folder: Path, replay: ReplaySettings, message: str) -> None:
+def test_unusable_settings_raise_a_user_error(folder: Path, replay: ReplaySettings, message: str) -> None:
     with pytest.raises(UserError, match=message):
         wrap(folder, replay, Stream(NAMES, 8))
 
 
-def test_a_difficulty_counts_only_where_it_chooses(folder: Path) -> None:
+def test_difficulty_is_checked_only_if_tasks_are_chosen_by_it(folder: Path) -> None:
     wrap(folder, ReplaySettings(difficulty=9), Stream(NAMES, 8)).pool.close()
     wrap(folder, ReplaySettings(tasks="difficulty", difficulty=8), Stream(NAMES, 8))
 
 
-def test_a_refunded_ticket_is_no_batch_of_the_run(folder: Path) -> None:
-    """Groups that were dropped and planned again bring the start of replay no nearer."""
+def test_proposals_for_refunded_tickets_do_not_count_as_progress(folder: Path) -> None:
+    """Replacing dropped groups does not bring the start of replay closer."""
     curriculum = wrap(folder, ReplaySettings(start_progress=0.3), Stream(NAMES, 4), 4)
     for count in (4, 1, 1, 1, 4, 1, 1, 4):
         propose(curriculum, count)
@@ -265,7 +266,7 @@ def test_a_refunded_ticket_is_no_batch_of_the_run(folder: Path) -> None:
     assert curriculum.on
 
 
-def test_no_probe_is_saved_up_while_nothing_is_retired(folder: Path) -> None:
+def test_probes_do_not_accumulate_while_no_task_is_retired(folder: Path) -> None:
     curriculum = wrap(folder, ReplaySettings(probe_fraction=0.25), Stream(NAMES[:30], 4), 4)
     for _ in range(8):
         propose(curriculum, 4)
@@ -274,7 +275,7 @@ def test_no_probe_is_saved_up_while_nothing_is_retired(folder: Path) -> None:
     assert probed == [2, 1, 1]
 
 
-def test_probes_are_full_groups_with_a_greedy_attempt_where_others_have_one(folder: Path) -> None:
+def test_probes_are_full_groups_with_a_greedy_attempt_if_others_have_one(folder: Path) -> None:
     curriculum = wrap(folder, ReplaySettings(probe_fraction=0.5), Stream(NAMES[:30], 4, greedy=True), 4)
     retire(curriculum.pool, NAMES[30:])
     probes = [spec for spec in propose(curriculum, 4) if int(spec.task.id[1:]) >= 30]
@@ -283,7 +284,7 @@ def test_probes_are_full_groups_with_a_greedy_attempt_where_others_have_one(fold
     assert all(spec.task.payload == {"word": "left"} for spec in probes)
 
 
-def test_probes_leave_the_replayed_tasks_their_places(folder: Path) -> None:
+def test_probes_do_not_reduce_the_number_of_replayed_tasks(folder: Path) -> None:
     curriculum = wrap(folder, ReplaySettings(task_ratio=0.75, probe_fraction=0.5), Stream(NAMES[:20], 4), 4)
     curriculum.pool.observe([group(f"t{i}", 2, 4) for i in range(20, 30)], 0)
     retire(curriculum.pool, NAMES[30:])
@@ -293,7 +294,7 @@ def test_probes_leave_the_replayed_tasks_their_places(folder: Path) -> None:
     assert len(specs) == 4
 
 
-# --- when it begins ---------------------------------------------------------------------------------
+# --- when replay begins -----------------------------------------------------------------------------
 def replay_began(curriculum: ReplayCurriculum, rates: list[int]) -> list[bool]:
     out = []
     for solved in rates:
@@ -303,12 +304,12 @@ def replay_began(curriculum: ReplayCurriculum, rates: list[int]) -> list[bool]:
     return out
 
 
-def test_replay_begins_at_its_share_of_the_batches(folder: Path) -> None:
+def test_replay_begins_at_start_progress(folder: Path) -> None:
     curriculum = wrap(folder, ReplaySettings(start_progress=0.35), Stream(NAMES, 4), 4)
     assert replay_began(curriculum, [0] * 6) == [False] * 4 + [True] * 2
 
 
-def test_replay_begins_once_enough_is_solved_of_late_and_never_ends(folder: Path) -> None:
+def test_replay_begins_at_start_solve_rate_and_does_not_end_again(folder: Path) -> None:
     curriculum = wrap(folder, ReplaySettings(start_solve_rate=0.35), Stream(NAMES, 4), 4)
     solved = [0, 0, 2, 2, 2, 2, 0, 0, 0, 0]
     mean, tried, expected = 0.0, 0.0, []
@@ -319,7 +320,7 @@ def test_replay_begins_once_enough_is_solved_of_late_and_never_ends(folder: Path
     assert expected[5:7] == [False, True]
 
 
-def test_whichever_start_comes_first_counts_where_both_are_set(folder: Path) -> None:
+def test_with_two_start_conditions_replay_begins_at_the_first_one_met(folder: Path) -> None:
     both = ReplaySettings(start_solve_rate=0.9, start_progress=0.3)
     assert replay_began(wrap(folder, both, Stream(NAMES, 4), 4), [0] * 5) == [False] * 3 + [True] * 2
 
@@ -332,7 +333,9 @@ def test_whichever_start_comes_first_counts_where_both_are_set(folder: Path) -> 
         (ReplaySettings(start_solve_rate=0.9, start_progress=0.2), "progress"),
     ],
 )
-def test_each_step_says_whether_replay_is_on_and_what_began_it(folder: Path, replay: ReplaySettings, by: str) -> None:
+def test_metrics_of_each_step_say_whether_replay_is_on_and_what_started_it(
+    folder: Path, replay: ReplaySettings, by: str
+) -> None:
     def step(curriculum: ReplayCurriculum) -> dict[str, float]:
         propose(curriculum, 2)
         return dict(curriculum.observe([group("t1", 2, 4)]))
@@ -352,7 +355,7 @@ def test_each_step_says_whether_replay_is_on_and_what_began_it(folder: Path, rep
     assert step(resumed)[f"replay/on_by_{by}"] == 1.0
 
 
-def test_nothing_is_replayed_before_that_but_all_is_admitted(folder: Path) -> None:
+def test_before_replay_begins_nothing_is_replayed_but_successes_are_stored(folder: Path) -> None:
     curriculum = wrap(folder, ReplaySettings(start_progress=0.2, probe_fraction=0), Stream(NAMES, 4), 4)
     seen = []
     for step in range(4):
@@ -364,7 +367,7 @@ def test_nothing_is_replayed_before_that_but_all_is_admitted(folder: Path) -> No
 
 # --- which trajectories -----------------------------------------------------------------------------
 def one_task(folder: Path, replay: ReplaySettings, logprobs: list[float], **more: Any) -> ReplayCurriculum:
-    """A pool of one task with a success for each log-prob, whose entropy is minus that."""
+    """The pool holds one task with one success for each log-prob; its entropy is minus the log-prob."""
     curriculum = wrap(folder, replay.model_copy(update={"probe_fraction": 0.0}), Stream(NAMES[:20], 8), **more)
     curriculum.pool.observe([group("t39", len(logprobs), len(logprobs) + 1, logprobs=logprobs)], 0)
     return curriculum
@@ -378,17 +381,19 @@ def replayed(curriculum: ReplayCurriculum) -> list[str]:
     ("select", "expected"),
     [("lowest_entropy", ["t39.1", "t39.3"]), ("highest_entropy", ["t39.2", "t39.0"]), ("newest", ["t39.3", "t39.2"])],
 )
-def test_recorded_entropy_selects(folder: Path, select: str, expected: list[str]) -> None:
+def test_select_chooses_by_recorded_entropy_or_by_order_of_storing(
+    folder: Path, select: str, expected: list[str]
+) -> None:
     replay = ReplaySettings(select=select, per_group=2, entropy_from="recorded")
     assert replayed(one_task(folder, replay, [-0.7, -0.1, -0.9, -0.2])) == expected
 
 
-def test_the_current_policy_is_asked_once_for_all_candidates_and_decides(folder: Path) -> None:
+def test_the_current_policy_estimates_all_candidates_in_one_call_and_decides(folder: Path) -> None:
     calls = []
 
     async def estimate(trajectories: Any) -> list[tuple[float, float]]:
         calls.append([t.id for t in trajectories])
-        return [(float(t.id[-1]), 0.0) for t in trajectories]  # against what was recorded
+        return [(float(t.id[-1]), 0.0) for t in trajectories]  # the reverse of the recorded entropies
 
     replay = ReplaySettings(task_ratio=1.0, probe_fraction=0, entropy_from="current")
     curriculum = wrap(folder, replay, Stream(NAMES[:20], 8), estimate=estimate)
@@ -404,7 +409,7 @@ def test_the_current_policy_is_asked_once_for_all_candidates_and_decides(folder:
 
 
 @pytest.mark.parametrize("answer", [RuntimeError("out of memory"), [(1.0, 0.0)], [(np.nan, 0.0)] * 3])
-def test_where_the_policy_cannot_be_asked_the_recorded_entropy_decides(folder: Path, answer: Any, caplog: Any) -> None:
+def test_without_a_valid_estimate_the_recorded_entropy_decides(folder: Path, answer: Any, caplog: Any) -> None:
     async def estimate(trajectories: Any) -> Any:
         if isinstance(answer, Exception):
             raise answer
@@ -416,7 +421,7 @@ def test_where_the_policy_cannot_be_asked_the_recorded_entropy_decides(folder: P
     assert curriculum.observe([])["replay/estimate_failed"] == 1
 
 
-def test_a_trajectory_whose_ratio_left_the_band_is_not_replayed_now(folder: Path) -> None:
+def test_a_trajectory_over_max_ratio_is_not_replayed_but_stays_in_the_pool(folder: Path) -> None:
     log_ratios = {"t39.0": 0.5, "t39.1": 0.8, "t39.2": -0.8}
 
     async def estimate(trajectories: Any) -> list[tuple[float, float]]:
@@ -434,7 +439,7 @@ def test_a_trajectory_whose_ratio_left_the_band_is_not_replayed_now(folder: Path
     assert len(curriculum.pool.stored(["t39"])["t39"]) == 3
 
 
-def test_what_scores_otherwise_now_is_evicted_and_the_next_best_taken(folder: Path) -> None:
+def test_a_trajectory_that_fails_reverification_is_evicted_and_the_next_best_taken(folder: Path) -> None:
     verdicts = {"t39.1": Score(0.0), "t39.3": Score.failed("the judge is away"), "t39.0": Score(1.0)}
 
     async def reverify(task: Task, trajectory: Trajectory) -> Score:
@@ -452,12 +457,12 @@ def test_what_scores_otherwise_now_is_evicted_and_the_next_best_taken(folder: Pa
     assert metrics["pool/evicted/reverify"] == 1
 
 
-def test_a_checkpoint_taken_while_a_batch_is_planned_sees_the_pool_before_it(folder: Path) -> None:
-    """What is found false is evicted with the plan, not on the way to it: resumed, the same batch comes out."""
+def test_a_checkpoint_during_planning_saves_the_pool_as_before_the_plan(folder: Path) -> None:
+    """Evictions take effect together with the plan, so a resumed run plans the same batch again."""
     asked, released = asyncio.Event(), asyncio.Event()
 
     async def reverify(task: Task, trajectory: Trajectory) -> Score:
-        if int(task.id[1:]) % 2:  # found false at once; the others have to wait
+        if int(task.id[1:]) % 2:  # these fail at once; the others wait
             return Score(0.0)
         asked.set()
         await released.wait()
@@ -484,7 +489,7 @@ def test_a_checkpoint_taken_while_a_batch_is_planned_sees_the_pool_before_it(fol
     assert curriculum.pool.stats()["evicted"] == evicted
 
 
-def test_no_more_are_scored_again_than_are_replayed(folder: Path) -> None:
+def test_reverification_stops_when_enough_trajectories_are_found(folder: Path) -> None:
     asked: list[str] = []
 
     async def reverify(task: Task, trajectory: Trajectory) -> Score:
@@ -498,7 +503,7 @@ def test_no_more_are_scored_again_than_are_replayed(folder: Path) -> None:
     assert curriculum.observe([])["replay/reverified"] == 3
 
 
-def test_a_task_that_cannot_be_read_is_replaced(folder: Path, caplog: Any) -> None:
+def test_a_task_whose_trajectories_cannot_be_read_is_replaced(folder: Path, caplog: Any) -> None:
     curriculum = wrap(folder, ReplaySettings(probe_fraction=0, task_ratio=1.0), Stream(NAMES[:10], 8))
     curriculum.pool.observe([group(f"t{i}", 4, 8) for i in range(30, 33)], 0)
     stored = curriculum.pool.stored
@@ -509,15 +514,15 @@ def test_a_task_that_cannot_be_read_is_replaced(folder: Path, caplog: Any) -> No
     assert curriculum.observe([])["replay/missing"] > 0
 
 
-def test_uses_are_counted(folder: Path) -> None:
+def test_uses_of_replayed_trajectories_are_counted(folder: Path) -> None:
     curriculum = one_task(folder, ReplaySettings(entropy_from="recorded"), [-0.7, -0.1])
     for _ in range(3):
         assert replayed(curriculum) == ["t39.1"]
     assert [s.uses for s in curriculum.pool.stored(["t39"])["t39"]] == [0, 3]
 
 
-# --- learning and checkpoints -----------------------------------------------------------------------
-def test_only_fresh_members_are_learned_from_and_ages_are_in_versions(folder: Path) -> None:
+# --- observation and checkpoints --------------------------------------------------------------------
+def test_only_fresh_members_are_stored_and_ages_are_counted_in_versions(folder: Path) -> None:
     inner = Stream(NAMES, 4)
     curriculum = wrap(folder, ReplaySettings(), inner, 4)
     for _ in range(6):
@@ -548,7 +553,7 @@ def test_only_fresh_members_are_learned_from_and_ages_are_in_versions(folder: Pa
     assert all(isinstance(value, float) for value in metrics.values())
 
 
-def test_a_success_is_what_reaches_the_threshold(folder: Path) -> None:
+def test_a_success_is_a_score_of_at_least_success_threshold(folder: Path) -> None:
     curriculum = wrap(folder, ReplaySettings(success_threshold=0.7), Stream(NAMES, 4), 4, temperature=0.6)
     members = tuple(trajectory("t1", i, score) for i, score in enumerate((0.7, 0.69, 0.0, 0.5)))
     metrics = curriculum.observe([Group(GroupSpec(Task("t1"), 4), members, 0)])
@@ -557,7 +562,7 @@ def test_a_success_is_what_reaches_the_threshold(folder: Path) -> None:
     assert (stored.trajectory.id, stored.temperature) == ("t1.0", 0.6)
 
 
-def test_what_another_run_sampled_later_is_not_younger_than_new(folder: Path) -> None:
+def test_a_later_version_of_another_run_gives_age_zero(folder: Path) -> None:
     curriculum = wrap(folder, ReplaySettings(), Stream(NAMES, 4), 4)
     old = trajectory("t1", 9, version=50)
     fresh = group("t1", 1, 4)
@@ -565,8 +570,8 @@ def test_what_another_run_sampled_later_is_not_younger_than_new(folder: Path) ->
     assert metrics["replay/age_mean"] == metrics["replay/age_max"] == 0
 
 
-def test_what_another_run_sampled_is_as_old_as_the_pool_says(folder: Path) -> None:
-    """Its own version counts the steps of the run that sampled it; a checkpoint between plan and step knows both."""
+def test_the_age_of_a_seeded_trajectory_counts_from_its_version_in_the_pool(folder: Path) -> None:
+    """The version in the trajectory counts steps of the run that sampled it. A checkpoint keeps both versions."""
     curriculum = wrap(folder, ReplaySettings(task_ratio=1.0, probe_fraction=0), Stream(NAMES, 4), 4)
     seeded = trajectory("t39", 9, version=50)
     assert curriculum.pool.add(Task("t39"), seeded, version=2, attempts=4, successes=2)
@@ -574,7 +579,7 @@ def test_what_another_run_sampled_is_as_old_as_the_pool_says(folder: Path) -> No
         curriculum.observe([])
     [spec] = (spec for spec in propose(curriculum, 2) if spec.replayed)
     spec = serialize.from_json(serialize.to_json(spec), GroupSpec)
-    assert [t.version for t in spec.replayed] == [50]  # as sampled, to the bit
+    assert [t.version for t in spec.replayed] == [50]  # the trajectory is unchanged
     fresh = group("t39", 1, 4, first=20, version=5)
     metrics = curriculum.observe([Group(spec, (*fresh.trajectories, *spec.replayed), 0)])
     assert metrics["replay/age_mean"] == metrics["replay/age_max"] == 3
@@ -582,9 +587,9 @@ def test_what_another_run_sampled_is_as_old_as_the_pool_says(folder: Path) -> No
 
 @pytest.mark.parametrize(
     ("staleness", "ahead", "due"),
-    [(0, 0, 6), (1, 1, 7), (3, 3, 9), (3, 1, 7), (0, 4, 6), (1, 4, 7)],  # ahead by more: tickets were refunded
+    [(0, 0, 6), (1, 1, 7), (3, 3, 9), (3, 1, 7), (0, 4, 6), (1, 4, 7)],  # ahead > staleness: tickets were refunded
 )
-def test_no_older_than_max_age_in_the_step_that_it_is_planned_for(
+def test_replayed_trajectories_are_within_max_age_in_the_step_they_are_planned_for(
     folder: Path, staleness: int, ahead: int, due: int
 ) -> None:
     replay = ReplaySettings(task_ratio=1.0, probe_fraction=0, max_age=4)
@@ -599,13 +604,13 @@ def test_no_older_than_max_age_in_the_step_that_it_is_planned_for(
     assert sorted(versions) == list(range(due - 4, 8))
     metrics = curriculum.observe([])
     assert (metrics["replay/too_old"], metrics["replay/missing"]) == (due - 4, 0)
-    assert metrics["pool/evicted/age"] == 3  # those that would be over it in step 7, the next
+    assert metrics["pool/evicted/age"] == 3  # they would exceed max_age in the next step, 7
     propose(curriculum, 8)
     assert curriculum.observe([])["replay/too_old"] == max(min(due + 1, 7 + staleness) - 4 - 3, 0)
 
 
-def test_each_step_is_told_what_was_planned_for_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Counts and seconds start from zero with each; choosing is not counted as planning too."""
+def test_counts_and_times_of_planning_are_reported_per_step(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counts and seconds restart from zero in each step, and the time of selection is not part of planning."""
     now = [0.0]
     for module in ("curriculum", "recall"):
         monkeypatch.setattr(f"gleanrl.experience.replay.{module}.perf_counter", lambda: now[0])
@@ -646,7 +651,7 @@ def test_each_step_is_told_what_was_planned_for_it(folder: Path, monkeypatch: py
     assert (metrics["time/replay_plan_s"], metrics["time/replay_select_s"]) == (0, 0)
 
 
-def test_a_spec_survives_a_checkpoint_to_the_bit() -> None:
+def test_a_group_spec_survives_a_checkpoint_bit_for_bit() -> None:
     old = trajectory("t1", 7, logprob=-0.1234567)
     spec = GroupSpec(Task("t1", ({"role": "user", "content": "hä?"},), {"a": [1]}), 3, (old,), greedy=True)
     back = serialize.from_json(serialize.to_json(spec), GroupSpec)
@@ -669,7 +674,7 @@ def drive(curriculum: ReplayCurriculum, steps: range) -> list[Any]:
     return seen
 
 
-def test_it_goes_on_from_a_checkpoint_as_if_nothing_had_happened(folder: Path) -> None:
+def test_a_resumed_curriculum_plans_the_same_batches_as_an_uninterrupted_one(folder: Path) -> None:
     replay = ReplaySettings(start_solve_rate=0.3, per_group=2, probe_fraction=0.1)
     curriculum = wrap(folder, replay, Stream(NAMES[:14], 4), 4)
     drive(curriculum, range(5))
@@ -684,8 +689,8 @@ def test_it_goes_on_from_a_checkpoint_as_if_nothing_had_happened(folder: Path) -
     assert any(replayed for batch in first for _, _, replayed in batch)
 
 
-def test_a_checkpoint_in_the_middle_of_a_plan_loses_no_task(folder: Path) -> None:
-    """The policy is asked while a checkpoint is taken: the batch is then planned again from the same tasks."""
+def test_a_checkpoint_during_planning_loses_no_task(folder: Path) -> None:
+    """The checkpoint is taken during the policy's estimates; after a resume, the same tasks are planned again."""
     states = []
 
     async def estimate(trajectories: Any) -> list[tuple[float, float]]:
@@ -716,14 +721,14 @@ def test_marks_of_old_checkpoints_are_forgotten(folder: Path) -> None:
 
 
 def test_shares_and_progress_survive_a_checkpoint(folder: Path, caplog: Any) -> None:
-    """Half a pool task that is owed, batches planned, and what has been said already."""
+    """They include the fraction of a replayed task that is owed, and which messages have been logged."""
     replay = ReplaySettings(start_progress=0.3, probe_fraction=0.0)
     curriculum = wrap(folder, replay, Stream(NAMES[:20], 4), 4)
     for _ in range(3):
         propose(curriculum, 4)
     states = [json.dumps(curriculum.state_dict())]
     with caplog.at_level(logging.INFO):
-        propose(curriculum, 4)  # nothing is in the pool, and it says so
+        propose(curriculum, 4)  # logs that the pool is empty
         curriculum.pool.observe([group(f"t{i}", 2, 4) for i in range(20, 40)], 0)
         assert not propose(curriculum, 1)[0].replayed
         states.append(json.dumps(curriculum.state_dict()))
@@ -753,21 +758,21 @@ def test_a_refunded_ticket_of_a_resumed_run_repeats_no_task_of_its_batch(folder:
     assert names(propose(again, 1)) == ["t3"]
 
 
-def test_later_tickets_repeat_no_task_of_the_batch_either(folder: Path) -> None:
+def test_tickets_after_a_batch_repeat_no_task_of_it(folder: Path) -> None:
     curriculum = wrap(folder, ReplaySettings(), Stream(["t0", "t1", "t2", "t3", "t0", "t4"], 4), 4)
     assert names(propose(curriculum, 3)) == ["t0", "t1", "t2"]
     assert [names(propose(curriculum, 1)) for _ in range(2)] == [["t3"], ["t4"]]
 
 
-def test_nothing_is_owed_from_before_the_start(folder: Path) -> None:
+def test_no_replayed_task_is_owed_for_proposals_before_the_start(folder: Path) -> None:
     replay = ReplaySettings(start_progress=0.5, probe_fraction=0)
     curriculum = wrap(folder, replay, Stream(NAMES[:20], 4), 4, total_batches=6)
     curriculum.pool.observe([group(f"t{i}", 2, 4) for i in range(20, 40)], 0)
     assert [bool(propose(curriculum, 1)[0].replayed) for _ in range(7)] == [False] * 4 + [True, False, True]
 
 
-def test_what_was_planned_is_told_once_wherever_a_checkpoint_falls(folder: Path) -> None:
-    """Before, during or after the plan of a step: counts and evictions are those of a run without one."""
+def test_metrics_of_a_plan_are_reported_once_wherever_a_checkpoint_falls(folder: Path) -> None:
+    """With a checkpoint before, during or after a plan, counts and evictions equal those without a checkpoint."""
 
     def counts(metrics: Any) -> dict[str, float]:
         return {name: value for name, value in metrics.items() if not name.startswith("time/")}
@@ -791,7 +796,7 @@ def test_what_was_planned_is_told_once_wherever_a_checkpoint_falls(folder: Path)
     assert "pool/evicted/reverify" not in curriculum.observe([])
 
 
-def test_how_much_is_solved_of_late_survives_a_checkpoint(folder: Path) -> None:
+def test_the_running_solve_rate_survives_a_checkpoint(folder: Path) -> None:
     replay = ReplaySettings(start_solve_rate=0.35)
     curriculum = wrap(folder, replay, Stream(NAMES, 4), 4)
     propose(curriculum, 4)
@@ -805,7 +810,7 @@ def test_how_much_is_solved_of_late_survives_a_checkpoint(folder: Path) -> None:
     assert again.on
 
 
-def test_more_may_be_added_to_a_group_than_it_has_members(folder: Path) -> None:
+def test_placement_add_may_add_more_members_than_the_group_has(folder: Path) -> None:
     replay = ReplaySettings(placement="add", per_group=5, task_ratio=1.0, probe_fraction=0)
     curriculum = wrap(folder, replay, Stream(NAMES[:20], 4), 4)
     curriculum.pool.observe([group("t39", 6, 7)], 0)
@@ -813,8 +818,8 @@ def test_more_may_be_added_to_a_group_than_it_has_members(folder: Path) -> None:
     assert (spec.fresh, len(spec.replayed)) == (4, 5)
 
 
-def test_the_way_back_before_the_run_is_there_until_a_checkpoint_is_on_disk(folder: Path) -> None:
-    """A mark is forgotten while a checkpoint is made, which may yet fail: the first one forgets nothing."""
+def test_the_mark_from_before_the_run_is_kept_until_the_second_checkpoint(folder: Path) -> None:
+    """A checkpoint removes old marks while it is made and may still fail, so the first one removes none."""
     pool = ExperiencePool(folder / "pool.sqlite", ReplaySettings())
     found = pool.mark()
     curriculum = ReplayCurriculum(
@@ -832,7 +837,7 @@ def test_a_checkpoint_without_replay_is_refused(folder: Path) -> None:
         wrap(folder, ReplaySettings(), Stream(NAMES, 4)).load_state_dict({"position": 3})
 
 
-def test_an_inner_curriculum_that_proposes_nothing_is_named(folder: Path) -> None:
+def test_an_inner_curriculum_that_proposes_nothing_raises_an_error_that_names_it(folder: Path) -> None:
     class Dry(Stream):
         async def propose(self, count: int) -> list[GroupSpec]:
             return []

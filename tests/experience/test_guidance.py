@@ -1,4 +1,5 @@
-"""Who is shown experience, what is trained of it, and that nothing of it can stop a run: through the real loop."""
+"""Tests of guidance through the real training loop: which members are shown experience, what of it is trained, and
+that a failing retriever or environment does not stop a run."""
 
 from __future__ import annotations
 
@@ -43,7 +44,7 @@ TEMPLATE = "{experience} {prompt}"
 
 @dataclass
 class Hints(Retriever):
-    """A retriever that says one thing, slowly or not at all."""
+    """A retriever that returns ``text`` after ``delay`` seconds, or fails."""
 
     text: str = "right left"
     delay: float = 0.001
@@ -65,7 +66,7 @@ class Hints(Retriever):
 
 
 class Inner(TaskStream):
-    """Notes what the wrapped curriculum observes."""
+    """A task stream that records the groups that it observes."""
 
     seen: tuple[Group, ...] = ()
 
@@ -84,7 +85,7 @@ def guided_run(
     resume: bool = False,
     **options: Any,
 ) -> tuple[Run, Inner, list[tuple[tuple[Group, ...], Batch]]]:
-    """The loop's world with its curriculum, player and batch wrapped by a guide; what was trained is listed."""
+    """Return a run that is wrapped by a guide, its inner curriculum, and a list that collects what is trained."""
     schedule = ScheduleSettings(preset=preset, batch=4, group=GROUP, chunks=2)  # type: ignore[arg-type]
     run = make_run(folder, schedule, steps=steps, checkpoint_every=1, sample_delay=lambda seed, _: seed % 3 * 1e-4)
     guide = Guide(GuidanceSettings(**{"template": TEMPLATE, **options}), retriever, renderer(), seed=3)
@@ -159,7 +160,7 @@ def test_kept_guidance_is_trained_as_it_was_shown(tmp_path: Path) -> None:
     assert [g.trajectories for g in inner.seen] == [g.trajectories for g in played(run)]
 
 
-def test_mixed_mode_decides_by_task(tmp_path: Path) -> None:
+def test_mixed_mode_uses_one_mode_for_all_groups_of_a_task(tmp_path: Path) -> None:
     run, _, _ = guided_run(tmp_path, Hints(), steps=4, mode="mixed", keep_share=0.5)
     asyncio.run(train(run))
     modes: dict[str, set[str]] = {}
@@ -178,7 +179,7 @@ def test_mixed_mode_decides_by_task(tmp_path: Path) -> None:
         (Hints(text="x" * 90), "too_long"),
     ],
 )
-def test_without_experience_the_run_goes_on_unguided_and_counts_it(
+def test_without_retrieved_experience_the_run_continues_unguided_and_counts_the_cause(
     tmp_path: Path, retriever: Hints, count: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     patience = 0.02 if retriever.delay > 1 else 60.0  # a busy machine may take its time to answer
@@ -191,7 +192,7 @@ def test_without_experience_the_run_goes_on_unguided_and_counts_it(
     assert len([r for r in caplog.records if "no guidance" in r.message]) == (count == "failed")
 
 
-def test_a_broken_environment_costs_its_member_only(tmp_path: Path) -> None:
+def test_a_broken_environment_makes_only_its_member_invalid(tmp_path: Path) -> None:
     @dataclass
     class SometimesBroken(GuessEnvironment):
         async def reset(self) -> Observation:
@@ -209,7 +210,7 @@ def test_a_broken_environment_costs_its_member_only(tmp_path: Path) -> None:
     assert sum(part.invalid for _, batch in batches for part in batch.parts) == len(invalid)
 
 
-def test_the_shortest_success_is_remembered_and_the_search_knows_the_opening(tmp_path: Path) -> None:
+def test_a_success_of_each_solved_group_is_added_and_queries_contain_the_opening(tmp_path: Path) -> None:
     hints = Hints()
     run, _, _ = guided_run(tmp_path, hints)
     asyncio.run(train(run))
@@ -238,7 +239,7 @@ def test_a_resumed_run_is_guided_as_if_it_had_not_stopped(tmp_path: Path) -> Non
     assert shown(first) + shown(second) == shown(whole)
 
 
-def test_the_baseline_is_that_of_unguided_members() -> None:
+def test_the_baseline_is_computed_from_unguided_members() -> None:
     r = renderer()
     plain, guided = episode(r, ["left"], None), episode(r, ["left"], "right left")
     members = [replace(plain, id=f"{i}", score=Score(float(i == 0))) for i in range(4)]
@@ -257,10 +258,10 @@ def test_the_baseline_is_that_of_unguided_members() -> None:
     alone = Group(GroupSpec(task, 2), tuple(members[4:]), 1)
     inner = Inner(tasks(1), 6, seed=1)
     guide.curriculum(inner).observe([group, alone])
-    [seen] = inner.seen  # nothing is left of the other
+    [seen] = inner.seen  # the other group has no unguided member
     assert [t.id for t in seen.trajectories] == ["0", "1", "2", "3", "old"]
     assert (seen.spec.fresh, seen.spec.task.payload) == (4, {"a": 1})
-    [again] = guide.strip([ready])  # which changes nothing
+    [again] = guide.strip([ready])  # stripping twice changes nothing
     assert [a is b for a, b in zip(again.trajectories, ready.trajectories, strict=True)] == [True] * 7
     assert again.spec.fresh == 4
 
@@ -269,7 +270,7 @@ def test_the_baseline_is_that_of_unguided_members() -> None:
 def episode(
     r: Renderer, answers: Sequence[str], experience: str | None, context: ContextSettings | None = None
 ) -> Trajectory:
-    """What a context holds after these answers, each followed by an observation, with and without experience."""
+    """Return the episode of these answers, each after an observation; ``experience`` is inserted into its prompt."""
     held = make_context(r, context or ContextSettings())
     first = [Message(role="user", content="say"), Message(role="user", content="left or right")]
     info: dict[str, Any] = {}
@@ -291,7 +292,7 @@ def episode(
     policy=st.sampled_from(["linear", "window", "strip_thinking"]),
     system=st.sampled_from([None, "right"]),
 )
-def test_what_is_left_is_the_episode_that_never_saw_the_text(
+def test_a_stripped_episode_equals_the_episode_without_guidance(
     answers: list[str], experience: str, policy: Any, system: str | None
 ) -> None:
     context = ContextSettings(policy=policy, window_turns=2, system_prompt=system)
@@ -308,7 +309,7 @@ def test_what_is_left_is_the_episode_that_never_saw_the_text(
         assert a.logprobs is None or np.array_equal(a.logprobs, b.logprobs)
 
 
-def test_a_segment_with_another_opening_is_not_guessed_at() -> None:
+def test_stripping_a_segment_with_another_opening_raises_a_value_error() -> None:
     r = renderer()
     guided = episode(r, ["left", "right", "left", "left"], "x", ContextSettings(policy="window", window_turns=1))
     with pytest.raises(ValueError, match="does not begin with the opening"):
@@ -316,14 +317,14 @@ def test_a_segment_with_another_opening_is_not_guessed_at() -> None:
 
 
 # --- settings ---------------------------------------------------------------------------------------
-def test_texts_with_braces_are_inserted_as_they_are() -> None:
+def test_texts_with_braces_are_inserted_verbatim() -> None:
     made = insert("{{{experience}}} {prompt}", [Message(role="user", content="do {experience}")], "say {prompt}")
     assert made[0]["content"] == "{{say {prompt}}} do {experience}"
     with pytest.raises(ValueError, match=r"\{experience\} once"):
         GuidanceSettings(template="{prompt}")
 
 
-def test_a_retriever_is_named_or_refused_in_one_line(tmp_path: Path) -> None:
+def test_a_retriever_is_loaded_by_name_or_path_and_invalid_ones_raise_a_user_error(tmp_path: Path) -> None:
     assert isinstance(load_retriever(GuidanceSettings(), tmp_path), Bm25Retriever)
     (tmp_path / "mine.py").write_text("class Mine:\n    def __init__(self, depth): self.depth = depth\n")
     mine = GuidanceSettings(retriever=f"{tmp_path}/mine.py:Mine", options={"depth": 3})
@@ -338,8 +339,8 @@ def test_a_retriever_is_named_or_refused_in_one_line(tmp_path: Path) -> None:
             load_retriever(settings_, None)
 
 
-def test_unmarked_tasks_are_played_as_ever(tmp_path: Path) -> None:
-    """Evaluation uses the same player, with names and tasks of its own."""
+def test_tasks_without_guidance_are_played_as_by_the_plain_player(tmp_path: Path) -> None:
+    """Evaluation uses the same player, with its own trajectory ids and tasks."""
     run, _, _ = guided_run(tmp_path, Hints())
     task = loop_world.tasks(1)[0]
     ours = asyncio.run(run.player.play(task, trajectory_id="eval", seed=1))

@@ -1,4 +1,5 @@
-"""The pool's rules against a naive model, its marks, and what it says of files that it cannot use."""
+"""Tests of `ExperiencePool`: its rules against a naive model, its marks, readers in other processes, and what it does
+with damaged and foreign files."""
 
 from __future__ import annotations
 
@@ -44,7 +45,7 @@ def tokens(pool: ExperiencePool, name: str = "t") -> list[list[int]]:
 
 
 # --- admission ----------------------------------------------------------------------------------
-def test_what_is_stored_comes_back_bit_for_bit_after_reopening(path: Path) -> None:
+def test_a_stored_trajectory_is_read_back_bit_for_bit_after_reopening(path: Path) -> None:
     random = np.random.default_rng(0)
 
     def turns(count: int) -> tuple[Turn, ...]:
@@ -76,7 +77,7 @@ def test_what_is_stored_comes_back_bit_for_bit_after_reopening(path: Path) -> No
         *((n, (0.25, 0.75), n == 2) for n in range(5)),
     ],
 )
-def test_bounds_of_the_rate_are_exclusive(
+def test_min_rate_and_max_rate_are_exclusive_bounds(
     path: Path, successes: int, bounds: tuple[float, float], admitted: bool
 ) -> None:
     with ExperiencePool(path, ReplaySettings(min_rate=bounds[0], max_rate=bounds[1])) as pool:
@@ -99,7 +100,7 @@ def test_only_valid_fresh_members_count(pool: ExperiencePool) -> None:
     assert pool.buckets() == {(1, 2): 1}
 
 
-def test_the_threshold_decides_what_a_success_is(path: Path) -> None:
+def test_success_threshold_decides_which_scores_are_successes(path: Path) -> None:
     members = [episode("t", score, (int(10 * score),)) for score in (0.2, 0.69, 0.7, 1.0)]
     with ExperiencePool(path, ReplaySettings(success_threshold=0.7)) as pool:
         pool.observe([group("t", members)], 0)
@@ -116,25 +117,25 @@ def test_identical_tokens_are_stored_once_per_task(pool: ExperiencePool) -> None
     assert (metrics["pool/admitted"], metrics["pool/refused/duplicate"]) == (1, 1)
     pool.observe([group("t", members("t")), group("u", members("u"))], 1)
     stored = pool.stored(["t", "u"])
-    assert [s.entropy for s in stored["t"]] == [1.5]  # the first stands
+    assert [s.entropy for s in stored["t"]] == [1.5]  # the first one is kept
     assert len(stored["u"]) == 1
 
 
 @pytest.mark.parametrize(
     "info", [{"guided": True}, {"guided": "discard"}, {"guided": "stripped"}, {"altered_sampling": "top_p=0.9"}]
 )
-def test_what_was_not_sampled_from_the_policy_itself_is_not_admitted(
+def test_trajectories_not_sampled_from_the_policy_itself_are_not_admitted(
     pool: ExperiencePool, info: dict[str, Any]
 ) -> None:
     fine = [episode("t", 1.0, (2,), info={"guided": False}), episode("t", 1.0, (3,), info={"guided": "keep"})]
     members = [episode("t", 1.0, (1,), info=info), *fine, episode("t", 0.0)]
     assert pool.observe([group("t", members)], 0)["pool/refused/altered"] == 1
-    assert tokens(pool) == [[2], [3]]  # what was kept in its prompt is trained with it
+    assert tokens(pool) == [[2], [3]]  # kept guidance is part of the trained prompt
     assert not pool.add(task("t"), members[0])
     assert pool.observe([solved("greedy", 1, 2)], 0, temperature=0.0)["pool/admitted"] == 0
 
 
-def test_what_can_never_be_trained_on_is_not_admitted(path: Path) -> None:
+def test_trajectories_that_cannot_be_trained_on_are_not_admitted(path: Path) -> None:
     odd = [
         episode("t", 1.0, (1, 100)),
         episode("t", 1.0, (-1, 2)),
@@ -155,14 +156,14 @@ def test_what_can_never_be_trained_on_is_not_admitted(path: Path) -> None:
 
 
 def starting_sampled(name: str, token: int) -> Trajectory:
-    """Its second segment begins with what was sampled, behind a turn of no tokens; the first is whole."""
+    """Return a trajectory whose second segment has no token before its sampled turn; the first one is regular."""
     whole = episode(name, 1.0, (token,))
     nothing = Turn({"role": "user", "content": ""}, np.empty(0, np.int32))
     return Trajectory("odd", name, (*whole.segments, (nothing, whole.segments[0][1])), whole.score, whole.stop)
 
 
-def test_what_this_model_cannot_hold_is_neither_admitted_nor_given_out(path: Path) -> None:
-    def long(name: str) -> Trajectory:  # 3 of context, 2 sampled, 40 of context that no one is trained on
+def test_trajectories_over_max_context_are_neither_admitted_nor_returned(path: Path) -> None:
+    def long(name: str) -> Trajectory:  # 3 context tokens, 2 sampled, 40 context tokens after the last trained one
         (asked, said), tail = episode(name).segments[0], Turn({"role": "user", "content": ""}, np.full(40, 3))
         short = (asked, Turn(said.message, np.array([4]), np.array([-0.5])))
         return Trajectory("long", name, (short, (asked, said, tail)), episode(name).score, episode(name).stop)
@@ -184,7 +185,7 @@ def test_what_this_model_cannot_hold_is_neither_admitted_nor_given_out(path: Pat
 def test_a_task_is_in_the_bucket_of_its_latest_fresh_group_only(pool: ExperiencePool) -> None:
     for successes, attempts in ((1, 4), (3, 4), (2, 5), (0, 4)):
         pool.observe([solved("t", successes, attempts)], 0)
-        assert pool.buckets() == {(successes, attempts): 1}  # rate 0 keeps its trajectories and stays drawable
+        assert pool.buckets() == {(successes, attempts): 1}  # a task of rate 0 keeps its trajectories and can be drawn
     assert len(tokens(pool)) == 3
     (drawn,) = pool.draw((0, 4), 3, np.random.default_rng(0))
     assert (drawn.rate, drawn.live) == (0.0, 3)
@@ -195,7 +196,7 @@ def test_a_task_without_trajectories_is_known_but_never_drawn(pool: ExperiencePo
     assert (pool.buckets(), pool.rates(["t"]), pool.stored(["t"])) == ({}, {"t": 0.0}, {"t": []})
 
 
-def test_two_perfect_groups_in_a_row_retire_and_one_imperfect_brings_back(pool: ExperiencePool) -> None:
+def test_two_perfect_groups_in_a_row_retire_a_task_and_an_imperfect_one_reactivates_it(pool: ExperiencePool) -> None:
     random = np.random.default_rng(0)
     pool.observe([solved("t", 2, 4)], 0)
     pool.observe([solved("t", 4, 4)], 1)
@@ -207,7 +208,7 @@ def test_two_perfect_groups_in_a_row_retire_and_one_imperfect_brings_back(pool: 
     assert (pool.retired(["t", "u"]), pool.buckets()) == ({"t"}, {})
     assert [drawn.task.id for drawn in pool.draw(None, 3, random)] == ["t"]
     assert pool.draw(None, 3, random, {"t"}) == []
-    assert pool.observe([group("t", [episode("t", None)])], 5)["pool/unretired"] == 0  # says nothing
+    assert pool.observe([group("t", [episode("t", None)])], 5)["pool/unretired"] == 0  # no valid member
     assert pool.observe([solved("t", 3, 4)], 6)["pool/unretired"] == 1
     assert (pool.retired(["t"]), pool.buckets(), pool.draw(None, 3, random)) == (set(), {(3, 4): 1}, [])
 
@@ -217,8 +218,10 @@ def test_two_perfect_groups_in_a_row_retire_and_one_imperfect_brings_back(pool: 
     ("select", "kept"),
     [("lowest_entropy", [1, 3, 5]), ("highest_entropy", [2, 4, 5]), ("newest", [3, 4, 5])],
 )
-def test_a_full_task_gives_up_what_would_be_selected_last(path: Path, select: Any, kept: list[int]) -> None:
-    entropies = [2.0, 1.0, 3.0, 2.0, 3.0, 2.0]  # equal ones: the older goes
+def test_a_full_task_evicts_the_trajectory_that_would_be_selected_last(
+    path: Path, select: Any, kept: list[int]
+) -> None:
+    entropies = [2.0, 1.0, 3.0, 2.0, 3.0, 2.0]  # of equal ones, the older is evicted
     with ExperiencePool(path, ReplaySettings(select=select, capacity_per_task=3)) as pool:
         for index, entropy in enumerate(entropies):
             won = episode("t", 1.0, (index,), [-entropy])
@@ -231,7 +234,7 @@ def test_a_full_task_gives_up_what_would_be_selected_last(path: Path, select: An
         assert (metrics["pool/admitted"], metrics["pool/refused/full"]) == (3, 3)
 
 
-def test_random_capacity_keeps_a_uniform_sample_of_all_that_ever_came(path: Path) -> None:
+def test_with_random_selection_a_full_task_keeps_a_uniform_sample_of_all_successes(path: Path) -> None:
     with ExperiencePool(path, ReplaySettings(select="random", capacity_per_task=4)) as pool:
         starts = {str(n): 1000 * n for n in range(150)}
         pool.observe([solved(name, 8, 9, first=own) for name, own in starts.items()], 0)
@@ -243,33 +246,33 @@ def test_random_capacity_keeps_a_uniform_sample_of_all_that_ever_came(path: Path
     assert set(kept) == set(range(16))
 
 
-def test_age_counts_versions(path: Path) -> None:
+def test_max_age_counts_versions(path: Path) -> None:
     with ExperiencePool(path, ReplaySettings(max_age=3)) as pool:
         pool.observe([solved("old", 1, 2, version=0), solved("young", 1, 2, version=2)], 2)
         assert pool.observe([], 2)["pool/evicted/age"] == 0
-        metrics = pool.observe([], 3)  # the next to use it would be step 4
+        metrics = pool.observe([], 3)  # the next step that could replay it is 4
         assert (metrics["pool/evicted/age"], metrics["pool/trajectories"]) == (1, 1)
         assert (tokens(pool, "old"), tokens(pool, "young")) == ([], [[0, 5]])
         assert pool.buckets() == {(1, 2): 1}
-        # what came of age makes room for its twin
+        # after its eviction, the same tokens of a later version are admitted
         pool.observe([solved("young", 1, 2, version=5)], 5)
         assert [s.version for s in pool.stored(["young"])["young"]] == [5]
         assert pool.stats()["evicted"] == {"age": 2}
 
 
 def reworded(name: str, fresh: Sequence[Trajectory]) -> Group:
-    """A group of another problem under the same id."""
+    """Return a group of a task with the same id and another prompt."""
     other = replace(task(name), prompt=({"role": "user", "content": "say it in French"},))
     return Group(GroupSpec(other, len(fresh)), tuple(fresh), 0)
 
 
-def test_a_task_that_became_another_keeps_nothing_of_the_old_one(
+def test_a_task_whose_prompt_changed_loses_its_trajectories(
     pool: ExperiencePool, caplog: pytest.LogCaptureFixture
 ) -> None:
     pool.observe([solved("t", 3, 4), solved("u", 2, 4)], 0)
     pool.observe([solved("t", 4, 4)], 1)
     new = reworded("t", [episode("t", 1.0, (70,)), *(episode("t", 1.0, (71 + i,)) for i in range(3))])
-    assert pool.observe([new], 2)["pool/newly_retired"] == 0  # its first perfect group
+    assert pool.observe([new], 2)["pool/newly_retired"] == 0  # the first perfect group of the changed task
     assert tokens(pool) == []
     pool.observe([reworded("t", [episode("t", 1.0, (70,)), episode("t", 0.0)])], 3)
     assert tokens(pool) == [[70]]
@@ -278,12 +281,12 @@ def test_a_task_that_became_another_keeps_nothing_of_the_old_one(
     assert pool.stats()["evicted"] == {"other_task": 3}
     assert [line for line in caplog.messages if "1 tasks (t is the first) differ" in line and "the 3 tr" in line]
     assert len(tokens(pool, "u")) == 2
-    twin = replace(task("u"), payload={"of": ("a", 1.5), "seed": 1})  # the same, in another order, before it is JSON
+    twin = replace(task("u"), payload={"of": ("a", 1.5), "seed": 1})  # the same as JSON
     pool.observe([Group(GroupSpec(twin, 2), (episode("u", 1.0, (9,)), episode("u", 0.0)), 0)], 4)
     assert len(tokens(pool, "u")) == 3
 
 
-def test_nothing_from_elsewhere_comes_in_under_the_id_of_another_task(pool: ExperiencePool) -> None:
+def test_add_refuses_a_different_task_with_a_known_id(pool: ExperiencePool) -> None:
     pool.observe([solved("t", 2, 4), solved("u", 0, 4)], 0)
     other = replace(task("t"), payload={"seed": 7})
     assert not pool.add(other, episode("t", 1.0, (70,)))
@@ -293,7 +296,9 @@ def test_nothing_from_elsewhere_comes_in_under_the_id_of_another_task(pool: Expe
     assert pool.add(task("t"), episode("t", 1.0, (70,)))
 
 
-def test_a_run_that_begins_tells_what_its_tasks_are(pool: ExperiencePool, caplog: pytest.LogCaptureFixture) -> None:
+def test_update_evicts_the_trajectories_of_changed_tasks(
+    pool: ExperiencePool, caplog: pytest.LogCaptureFixture
+) -> None:
     pool.observe([solved("t", 2, 4), solved("u", 2, 4), solved("gone", 4, 4)], 0)
     pool.observe([solved("gone", 4, 4)], 0)
     before = contents(pool.path)
@@ -321,7 +326,7 @@ def test_uses_and_evictions_are_counted(pool: ExperiencePool) -> None:
     assert pool.stored(["t"])["t"][0].key not in {first, second, third}
 
 
-def test_a_pool_is_seeded_from_elsewhere(pool: ExperiencePool) -> None:
+def test_add_seeds_the_pool_with_trajectories_of_other_sources(pool: ExperiencePool) -> None:
     assert pool.add(task("demo"), episode("demo", version=400), version=0)
     assert not pool.add(task("demo"), episode("demo"))
     assert not pool.add(task("lost"), episode("lost", 0.0))
@@ -336,7 +341,7 @@ def test_a_pool_is_seeded_from_elsewhere(pool: ExperiencePool) -> None:
 
 
 # --- draws --------------------------------------------------------------------------------------
-def test_draws_are_uniform_distinct_and_leave_out_who_is_excluded(pool: ExperiencePool) -> None:
+def test_draws_are_uniform_distinct_and_leave_out_excluded_tasks(pool: ExperiencePool) -> None:
     names = [f"task {i}" for i in range(12)]
     pool.observe([solved(name, 1, 2) for name in names], 0)
     pool.observe([solved("elsewhere", 1, 3)], 0)
@@ -356,7 +361,7 @@ def test_draws_are_uniform_distinct_and_leave_out_who_is_excluded(pool: Experien
 
 
 @pytest.mark.parametrize("leaving", [0, 1, 3])
-def test_who_leaves_a_bucket_leaves_no_gap(pool: ExperiencePool, leaving: int) -> None:
+def test_a_task_that_leaves_a_bucket_leaves_no_gap_in_its_positions(pool: ExperiencePool, leaving: int) -> None:
     names, random = ["a", "b", "c", "d"], np.random.default_rng(0)
     pool.observe([solved(name, 1, 2) for name in names], 0)
     gone = names.pop(leaving)
@@ -381,7 +386,7 @@ class Known:
 
 @dataclass
 class Model:
-    """The rules of the pool as the documentation words them, on dictionaries."""
+    """The documented rules of the pool, implemented on dictionaries."""
 
     settings: ReplaySettings
     tasks: dict[str, Known] = field(default_factory=dict)
@@ -525,7 +530,7 @@ def test_any_history_agrees_with_the_naive_model_and_any_mark_restores_every_tab
 
 
 @pytest.mark.parametrize("back", [0, 1, 2, 3])
-def test_a_mark_restores_every_table_over_later_marks_that_touched_the_same_rows(path: Path, back: int) -> None:
+def test_a_mark_restores_every_table_although_later_marks_changed_the_same_rows(path: Path, back: int) -> None:
     with ExperiencePool(path, ReplaySettings(capacity_per_task=1, select="newest")) as pool:
         marks = []
         for step in range(4):
@@ -543,13 +548,13 @@ def test_a_mark_restores_every_table_over_later_marks_that_touched_the_same_rows
 
 
 # --- marks --------------------------------------------------------------------------------------
-def test_a_mark_that_is_gone_is_refused_and_changes_nothing(pool: ExperiencePool) -> None:
+def test_rewinding_to_a_removed_mark_is_refused_and_changes_nothing(pool: ExperiencePool) -> None:
     first = pool.mark()
     pool.observe([solved("t", 1, 2)], 0)
     second = pool.mark()
     pool.rewind(first)
     third = pool.mark()
-    assert third not in (first, second)  # a checkpoint of what was undone cannot pass for another
+    assert third not in (first, second)  # numbers are not reused, so a mark that was undone is recognised
     before = contents(pool.path, marks=True)
     for gone in (second, 77):
         with pytest.raises(UserError, match=f"no mark {gone}"):
@@ -557,7 +562,7 @@ def test_a_mark_that_is_gone_is_refused_and_changes_nothing(pool: ExperiencePool
     assert contents(pool.path, marks=True) == before
 
 
-def test_no_run_goes_back_over_what_another_did(path: Path) -> None:
+def test_a_run_cannot_rewind_past_changes_of_another_run(path: Path) -> None:
     def opened(run: str | None) -> ExperiencePool:
         return ExperiencePool(path, run=run)
 
@@ -565,7 +570,7 @@ def test_no_run_goes_back_over_what_another_did(path: Path) -> None:
         first = pool.mark()
         pool.observe([solved("t", 1, 2)], 0)
         later = pool.mark()
-        pool.rewind(first)  # its own marks are no obstacle
+        pool.rewind(first)  # its own later marks do not prevent it
         second = pool.mark()
     with opened("b") as pool:
         pool.observe([solved("u", 1, 2)], 0)
@@ -584,24 +589,24 @@ def test_no_run_goes_back_over_what_another_did(path: Path) -> None:
     db = sqlite3.connect(path)
     assert db.execute("SELECT key FROM meta WHERE key LIKE 'mark/%'").fetchall() == [(f"mark/{theirs}",)]
     db.close()
-    with opened(None) as pool:  # who does not say who it is may
+    with opened(None) as pool:  # without a run, any mark may be rewound to
         pool.rewind(theirs)
     assert later not in (first, second, theirs)
 
 
-def test_the_undo_log_holds_what_may_still_be_undone_only(pool: ExperiencePool) -> None:
+def test_the_undo_log_holds_only_what_a_mark_may_still_undo(pool: ExperiencePool) -> None:
     def entries() -> int:
         found = contents(pool.path, marks=True)
         return sum(len(rows) for table, rows in found.items() if table.startswith("undo_"))
 
     pool.observe([solved("t", 1, 2)], 0)
-    assert entries() == 0  # nothing to go back to
+    assert entries() == 0  # there is no mark to go back to
     pool.mark()
     pool.observe([solved("t", 1, 2)], 1)
     once = entries()
     for step in range(2, 20):
         pool.observe([solved("t", 1, 2)], step)
-    assert 0 < once == entries()  # a row touched often is kept once
+    assert 0 < once == entries()  # a row that changes often is logged once
     pool.forget(pool.mark())
     assert entries() == 0
 
@@ -619,7 +624,7 @@ def _read(path: Path, stop: Any, answer: Any) -> None:
     answer.put((looks, faults))
 
 
-def test_readers_in_other_processes_always_see_a_whole_pool(path: Path) -> None:
+def test_readers_in_other_processes_always_see_a_consistent_pool(path: Path) -> None:
     context = multiprocessing.get_context("fork")
     stop, answer = context.Event(), context.Queue()
     ExperiencePool(path).close()
@@ -642,7 +647,7 @@ def test_readers_in_other_processes_always_see_a_whole_pool(path: Path) -> None:
     assert all(looks > 1 and faults == [] for looks, faults in found), found
 
 
-def test_a_reader_changes_nothing_and_a_missing_pool_is_said_to_be_missing(path: Path) -> None:
+def test_a_read_only_pool_refuses_changes_and_a_missing_file_raises_a_user_error(path: Path) -> None:
     with pytest.raises(UserError, match="no experience pool at"):
         ExperiencePool(path, read_only=True)
     assert not list(path.parent.iterdir())
@@ -655,7 +660,7 @@ def test_a_reader_changes_nothing_and_a_missing_pool_is_said_to_be_missing(path:
                     change()
 
 
-def test_a_second_writer_gets_one_line(path: Path) -> None:
+def test_a_second_writer_raises_a_one_line_user_error(path: Path) -> None:
     with ExperiencePool(path), pytest.raises(UserError, match="being written by another process") as refused:
         ExperiencePool(path)
     assert "\n" not in str(refused.value)
@@ -680,7 +685,9 @@ def _rewrite(path: Path, *statements: str) -> None:
         (["DROP TABLE buckets"], "other tables or triggers"),
     ],
 )
-def test_another_schema_is_refused(path: Path, statements: list[str], line: str, read_only: bool) -> None:
+def test_a_file_with_another_schema_is_refused_and_unchanged(
+    path: Path, statements: list[str], line: str, read_only: bool
+) -> None:
     ExperiencePool(path).close()
     _rewrite(path, *statements)
     before = path.read_bytes()
@@ -691,7 +698,7 @@ def test_another_schema_is_refused(path: Path, statements: list[str], line: str,
     assert path.read_bytes() == before
 
 
-def test_another_kind_of_file_is_refused_and_left_alone(path: Path) -> None:
+def test_a_file_that_is_no_pool_is_refused_and_unchanged(path: Path) -> None:
     path.write_bytes(b"not a pool at all, " * 900)
     with pytest.raises(UserError, match="not an SQLite file"):
         ExperiencePool(path)
@@ -705,7 +712,7 @@ def test_another_kind_of_file_is_refused_and_left_alone(path: Path) -> None:
 
 
 @pytest.mark.parametrize("keep", [50, 3000, 0.3, 0.6, 0.99])
-def test_a_cut_file_gives_one_line(path: Path, keep: float) -> None:
+def test_a_truncated_file_raises_a_one_line_user_error(path: Path, keep: float) -> None:
     with ExperiencePool(path) as pool:
         pool.observe([solved(str(n), 3, 4) for n in range(300)], 0)
     data = path.read_bytes()
@@ -716,9 +723,9 @@ def test_a_cut_file_gives_one_line(path: Path, keep: float) -> None:
     assert "\n" not in str(refused.value)
 
 
-def test_a_foreign_tokenizer_is_refused(path: Path) -> None:
+def test_a_different_tokenizer_is_refused(path: Path) -> None:
     ExperiencePool(path).close()
-    ExperiencePool(path, tokenizer="abc").close()  # the first to say is who it is
+    ExperiencePool(path, tokenizer="abc").close()  # the first tokenizer given is recorded
     with pytest.raises(UserError, match=r"another tokenizer \(abc, not xyz\)"):
         ExperiencePool(path, tokenizer="xyz")
     with pytest.raises(UserError, match="another tokenizer"):
@@ -727,19 +734,21 @@ def test_a_foreign_tokenizer_is_refused(path: Path) -> None:
     ExperiencePool(path).close()
 
 
-def test_a_pool_of_nobody_knows_which_tokenizer_is_opened_on_trust_only(path: Path) -> None:
+def test_a_pool_with_unknown_tokenizer_is_opened_only_with_trust_tokenizer(path: Path) -> None:
     with ExperiencePool(path) as pool:
         pool.observe([solved("t", 1, 2)], 0)
     for read_only in (False, True):
         with pytest.raises(UserError, match=r"does not say which tokenizer .* set replay.trust_tokenizer = true"):
             ExperiencePool(path, tokenizer="abc", read_only=read_only)
     ExperiencePool(path, ReplaySettings(trust_tokenizer=True), tokenizer="abc").close()
-    ExperiencePool(path, tokenizer="abc").close()  # it says now
+    ExperiencePool(path, tokenizer="abc").close()  # now the tokenizer is recorded
     with pytest.raises(UserError, match="another tokenizer"):
         ExperiencePool(path, ReplaySettings(trust_tokenizer=True), tokenizer="xyz")
 
 
-def test_token_ids_that_this_run_does_not_have_are_evicted(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_trajectories_with_token_ids_outside_the_vocabulary_are_evicted(
+    path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with ExperiencePool(path) as pool:
         pool.observe([group("t", [episode("t", 1.0, (50,)), episode("t", 1.0, (99,)), episode("t", 0.0)])], 0)
     with ExperiencePool(path, vocabulary=60, read_only=True) as pool:
@@ -763,7 +772,7 @@ def _blob_of(name: str, logprob: float = -0.5) -> bytes:
         "UPDATE blobs SET data = zeroblob(90) WHERE id = 1",
         "UPDATE blobs SET data = 'text' WHERE id = 1",
         "UPDATE blobs SET data = x'00' || substr(data, 2) WHERE id = 1",
-        "UPDATE blobs SET data = (SELECT data FROM blobs WHERE id = 2) WHERE id = 1",  # a good one, but not this one
+        "UPDATE blobs SET data = (SELECT data FROM blobs WHERE id = 2) WHERE id = 1",  # the record of another one
         f"UPDATE blobs SET data = x'{_blob_of('other').hex()}' WHERE id = 1",
         "DELETE FROM blobs WHERE id = 1",
         "UPDATE trajectories SET entropy = 'high' WHERE id = 1",
@@ -773,7 +782,7 @@ def _blob_of(name: str, logprob: float = -0.5) -> bytes:
         "UPDATE trajectories SET uses = 0.5 WHERE id = 1",
     ],
 )
-def test_a_damaged_record_is_evicted_and_never_given_out(
+def test_a_damaged_record_is_evicted_and_never_returned(
     path: Path, change: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with ExperiencePool(path) as pool:
@@ -811,7 +820,7 @@ def test_a_damaged_record_is_evicted_and_never_given_out(
         ("UPDATE counters SET value = 5 WHERE name = 'bytes'", "bytes: 5 counted"),
     ],
 )
-def test_verify_names_what_is_wrong(path: Path, change: str, line: str) -> None:
+def test_verify_describes_each_inconsistency(path: Path, change: str, line: str) -> None:
     with ExperiencePool(path) as pool:
         pool.observe([solved("t", 2, 3), solved("u", 1, 2)], 0)
         assert pool.verify() == []
@@ -820,7 +829,7 @@ def test_verify_names_what_is_wrong(path: Path, change: str, line: str) -> None:
         assert line in "\n".join(pool.verify())
 
 
-def test_a_task_that_does_not_read_is_forgotten_until_it_is_seen_again(path: Path) -> None:
+def test_a_task_that_cannot_be_decoded_is_not_drawn_until_it_is_observed_again(path: Path) -> None:
     with ExperiencePool(path) as pool:
         pool.observe([solved("t", 1, 2), solved("u", 1, 2)], 0)
         pool.observe([solved("gone", 2, 2)], 0)
@@ -848,7 +857,7 @@ def test_a_damaged_task_may_have_been_another_so_nothing_of_it_stays_under_the_n
         assert pool.verify() == []
 
 
-def test_a_full_disk_is_one_line_and_undoes_the_whole_call(path: Path) -> None:
+def test_a_full_disk_raises_a_user_error_and_undoes_the_whole_call(path: Path) -> None:
     with ExperiencePool(path) as pool:
         pool.observe([solved("t", 1, 2)], 0)
         before = contents(path)
@@ -862,7 +871,7 @@ def test_a_full_disk_is_one_line_and_undoes_the_whole_call(path: Path) -> None:
         assert pool.buckets() == {(1, 2): 2}
 
 
-def test_an_error_in_the_middle_undoes_the_whole_call(pool: ExperiencePool) -> None:
+def test_an_error_in_the_middle_of_a_call_undoes_the_whole_call(pool: ExperiencePool) -> None:
     pool.observe([solved("t", 1, 2)], 0)
     before = contents(pool.path)
     with pytest.raises(TypeError, match="object"):

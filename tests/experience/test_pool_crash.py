@@ -1,4 +1,5 @@
-"""Killed at any moment, a pool is what it was after some whole call, and no call that returned is lost."""
+"""Tests that a pool whose writer is killed at any moment holds the state after some complete call, and that no call
+that returned is lost."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ KILLS = 30
 
 
 def operate(pool: ExperiencePool, number: int) -> None:
-    """The ``number``-th change; it depends on nothing but its number and the pool."""
+    """Make the ``number``-th change, which depends only on its number and on the pool."""
     random = np.random.default_rng(number)
     marks = pool.stats()["marks"]
     kind = random.choice(["observe", "mark", "rewind", "forget", "used"], p=[0.7, 0.1, 0.1, 0.05, 0.05])
@@ -48,13 +49,13 @@ def _work(path: Path, number: int, done: Connection) -> None:
 
 
 def _killed(path: Path, number: int, after: float) -> int:
-    """Let a child change the pool from the ``number``-th change on, kill it; how many it said were done."""
+    """Kill a child that changes the pool from the ``number``-th change on; return how many changes it reported."""
     context = multiprocessing.get_context("fork")
     said, saying = context.Pipe(duplex=False)
     child = context.Process(target=_work, args=(path, number, saying), daemon=True)
     child.start()
     saying.close()
-    said.poll(30)  # it is at work
+    said.poll(30)  # wait for the first report
     time.sleep(after)
     os.kill(child.pid or 0, signal.SIGKILL)
     child.join()
@@ -66,7 +67,7 @@ def _killed(path: Path, number: int, after: float) -> int:
         return acknowledged
 
 
-def test_a_killed_writer_loses_nothing_that_it_acknowledged(tmp_path: Path) -> None:
+def test_a_killed_writer_loses_no_change_whose_call_returned(tmp_path: Path) -> None:
     path, random, number, between = tmp_path / "killed.sqlite", np.random.default_rng(0), 0, 0
     with ExperiencePool(tmp_path / "reference.sqlite", SETTINGS) as reference:
         for _ in range(KILLS):
@@ -77,9 +78,9 @@ def test_a_killed_writer_loses_nothing_that_it_acknowledged(tmp_path: Path) -> N
             with ExperiencePool(path, SETTINGS) as pool:
                 assert pool.verify() == []
             found = contents(path, marks=True)
-            if found != contents(reference.path, marks=True):  # killed between the commit and saying so
+            if found != contents(reference.path, marks=True):  # killed between a commit and its report
                 operate(reference, number)
                 number, between = number + 1, between + 1
                 assert found == contents(reference.path, marks=True)
         assert number > 3 * KILLS
-        assert between < KILLS  # or the comparison proves nothing
+        assert between < KILLS  # at least one kill left only reported changes

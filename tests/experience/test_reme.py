@@ -1,4 +1,5 @@
-"""The ReMe client against a real server on the loopback that answers, fails, talks nonsense, hangs and goes away."""
+"""Tests of `gleanrl.experience.interop.reme.ReMeRetriever` against a scripted HTTP server on loopback that answers,
+fails, returns nonsense or hangs."""
 
 from __future__ import annotations
 
@@ -78,7 +79,7 @@ def success(number: int = 0) -> Trajectory:
     return Trajectory(f"{number}", "t", (segment,), Score(1.0), StopReason.DONE)
 
 
-def test_a_query_is_what_the_service_expects_and_its_text_comes_back() -> None:
+def test_a_query_has_the_format_of_the_service_and_returns_its_texts() -> None:
     async def test(server: Server) -> None:
         client = ReMeRetriever(server.url + "/", "egg", headers={"X-Team": "x"})
         assert await client.retrieve(TASK, 2) == ["look in the fridge"]
@@ -110,7 +111,7 @@ def test_a_query_is_what_the_service_expects_and_its_text_comes_back() -> None:
         (None, "0.3 s"),
     ],
 )
-def test_a_service_that_fails_does_so_in_one_line(reply: Any, said: str) -> None:
+def test_a_failing_service_raises_a_one_line_error_and_later_queries_work(reply: Any, said: str) -> None:
     async def test(server: Server) -> None:
         server.reply = reply
         client = ReMeRetriever(server.url, timeout_s=0.3 if reply is None else 10)
@@ -124,7 +125,7 @@ def test_a_service_that_fails_does_so_in_one_line(reply: Any, said: str) -> None
     run(test)
 
 
-def test_an_address_without_a_service_is_reported_at_once() -> None:
+def test_an_address_without_a_service_raises_a_service_error() -> None:
     async def test(server: Server) -> None:
         client = ReMeRetriever("http://127.0.0.1:9", timeout_s=5)
         with pytest.raises(ServiceError, match=r"127\.0\.0\.1:9/retrieve_task_memory"):
@@ -134,7 +135,7 @@ def test_an_address_without_a_service_is_reported_at_once() -> None:
     run(test)
 
 
-def test_a_slow_service_is_waited_for_and_asked_side_by_side() -> None:
+def test_queries_to_a_slow_service_run_concurrently() -> None:
     async def test(server: Server) -> None:
         server.delay = 0.5
         client = ReMeRetriever(server.url)
@@ -146,7 +147,7 @@ def test_a_slow_service_is_waited_for_and_asked_side_by_side() -> None:
     run(test)
 
 
-def test_a_service_that_keeps_failing_is_left_alone_for_a_while() -> None:
+def test_a_service_that_keeps_failing_is_not_called_for_rest_s() -> None:
     async def test(server: Server) -> None:
         server.reply = 500
         client = ReMeRetriever(server.url, rest_s=0.4)
@@ -179,7 +180,7 @@ def test_successes_are_sent_in_the_background_once_each() -> None:
     run(test)
 
 
-def test_what_is_not_taken_is_counted_and_closing_does_not_hang() -> None:
+def test_successes_that_cannot_be_sent_are_counted_and_closing_does_not_hang() -> None:
     async def test(server: Server) -> None:
         server.reply = 500
         client = ReMeRetriever(server.url, waiting=2, timeout_s=0.3)
@@ -196,7 +197,7 @@ def test_what_is_not_taken_is_counted_and_closing_does_not_hang() -> None:
     run(test)
 
 
-def test_what_was_added_before_a_loop_ran_is_sent_once_one_does() -> None:
+def test_a_success_added_outside_an_event_loop_is_sent_once_a_loop_runs() -> None:
     async def test(server: Server) -> None:
         client = await asyncio.to_thread(early, server.url)
         await client.retrieve(TASK, 1)

@@ -1,4 +1,4 @@
-"""Replay through the real loop: rollouts, schedules, batches, checkpoints and a pool on disk."""
+"""Tests of replay through the real training loop, with rollouts, all schedules, checkpoints and a pool on disk."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def run_to_end(run: Run) -> None:
 
 
 def fill(curriculum: ReplayCurriculum, count: int) -> None:
-    """Half-solved groups of the first tasks, as if they had been played before."""
+    """Store half-solved groups of the first ``count`` tasks, as if they had been played before."""
     curriculum.pool.observe([group(f"task-{i}", 4, 8, first=1) for i in range(count)], 0)
 
 
@@ -63,7 +63,7 @@ def exact(trajectory: Trajectory) -> list[Any]:
 
 
 def fingerprint(run: Run) -> list[Any]:
-    """Everything consumed, in order, to the bit."""
+    """Everything that the run consumed, in order and bit for bit."""
     return [
         (step, [(g.ticket, g.spec.task.id, len(g.fresh), [exact(t) for t in g.trajectories]) for g in groups])
         for step, groups, _ in run.observer.steps
@@ -77,7 +77,9 @@ def jitter() -> Any:
 
 @pytest.mark.parametrize("preset", PRESETS)
 @pytest.mark.parametrize(("placement", "fresh"), [("replace", 6), ("add", 8)])
-def test_the_expected_counts_hold_on_every_schedule(tmp_path: Path, preset: str, placement: Any, fresh: int) -> None:
+def test_plans_and_batches_have_the_expected_counts_on_every_schedule(
+    tmp_path: Path, preset: str, placement: Any, fresh: int
+) -> None:
     schedule = ScheduleSettings(preset=preset, batch=8, group=8, chunks=2, staleness=2)
     replay = REPLAY.model_copy(update={"placement": placement})
     run, curriculum = make_replay_run(
@@ -131,8 +133,8 @@ def worlds(draw: st.DrawFn) -> dict[str, Any]:
 
 @settings(max_examples=examples(30))
 @given(worlds())
-def test_whatever_the_settings_each_batch_has_the_expected_counts(world: dict[str, Any]) -> None:
-    """Of a stream of 40 tasks, none twice: in plan, rollout and batch, under every schedule."""
+def test_plans_and_batches_have_the_expected_counts_for_any_settings(world: dict[str, Any]) -> None:
+    """This holds for plans and consumed batches under every schedule; the stream has 40 tasks and repeats none."""
     schedule, replay, steps = world["schedule"], world["replay"], world["steps"]
     delays = np.random.default_rng(world["seed"]).exponential(0.01, 97)
     with TemporaryDirectory() as folder:
@@ -168,9 +170,9 @@ def test_whatever_the_settings_each_batch_has_the_expected_counts(world: dict[st
     assert consumed == shapes if run.controller.schedule.ordered else sum(consumed, Counter()) == sum(shapes, Counter())
     fresh = [spec.task.id for plan in plans for spec in plan if spec.task.id.startswith("task") and not spec.replayed]
     stream = asyncio.run(TaskStream(tasks(40), schedule.group, seed=1).propose(40))
-    if not replay.per_group:  # then nothing tells a task that the pool chose from the stream's
+    if not replay.per_group:  # then a task of the pool cannot be told from one of the stream
         fresh = list(dict.fromkeys(fresh))
-    assert fresh == [spec.task.id for spec in stream[: len(fresh)]]  # who was displaced came next
+    assert fresh == [spec.task.id for spec in stream[: len(fresh)]]  # displaced tasks come next
 
 
 def shapes_of(found: Sequence[tuple[str, int, int]]) -> Counter[tuple[str, int, int]]:
@@ -180,7 +182,7 @@ def shapes_of(found: Sequence[tuple[str, int, int]]) -> Counter[tuple[str, int, 
 def check_plan(
     plan: Sequence[GroupSpec], schedule: ScheduleSettings, replay: ReplaySettings, live: Mapping[str, int], target: int
 ) -> None:
-    """``live``: trajectories of each task that could be replayed; ``target``: tasks that should be."""
+    """Check a plan. ``live``: number of replayable trajectories by task; ``target``: number of tasks to replay."""
     names = [spec.task.id for spec in plan]
     assert len(plan) == len(set(names)) == schedule.batch  # no task in both halves, or twice in one
     mixed = [spec for spec in plan if spec.replayed]
@@ -201,8 +203,8 @@ def test_displaced_tasks_come_back_in_the_order_of_the_stream(tmp_path: Path) ->
     assert fresh == [spec.task.id for spec in stream]
 
 
-def test_under_shortage_the_batch_fills_with_fresh_tasks(tmp_path: Path) -> None:
-    """An empty pool fills as the run goes: as many tasks are replayed as it has, up to the target."""
+def test_missing_replayed_tasks_are_filled_with_fresh_tasks(tmp_path: Path) -> None:
+    """The pool fills during the run; as many tasks are replayed as it holds, up to the target."""
     run, curriculum = make_replay_run(tmp_path, ScheduleSettings(batch=8, group=2), REPLAY, steps=6, problems=tasks(30))
     plans = record_plans(curriculum)
     run_to_end(run)
@@ -254,7 +256,7 @@ def test_staleness_is_that_of_fresh_members_however_old_the_replayed_are(tmp_pat
     assert oldest > run.controller.schedule.staleness
 
 
-def test_broken_and_resampled_groups_leave_batches_whole(tmp_path: Path) -> None:
+def test_broken_and_resampled_groups_do_not_reduce_the_batch(tmp_path: Path) -> None:
     problems = [*tasks(14), *(Task(f"bad-{i}", payload={"broken": "step"}) for i in range(2))]
     schedule = ScheduleSettings(batch=4, group=3, dynamic_sampling=True, max_resample=10)
     run, curriculum = make_replay_run(tmp_path, schedule, REPLAY, steps=8, problems=problems)
@@ -274,7 +276,7 @@ def test_broken_and_resampled_groups_leave_batches_whole(tmp_path: Path) -> None
     assert all(s.trajectory.score.value == 1.0 for s in stored)
 
 
-def test_what_was_replayed_in_a_dropped_group_is_not_counted_as_learned_from(tmp_path: Path) -> None:
+def test_replayed_members_of_dropped_groups_are_not_counted_in_the_metrics(tmp_path: Path) -> None:
     schedule = ScheduleSettings(batch=4, group=3, dynamic_sampling=True, max_resample=10)
     run, curriculum = make_replay_run(tmp_path, schedule, REPLAY, steps=8, problems=tasks(14))
     observe, dropped = curriculum.observe, []
@@ -298,7 +300,7 @@ def test_what_was_replayed_in_a_dropped_group_is_not_counted_as_learned_from(tmp
 
 
 @pytest.mark.parametrize("preset", ["sync", "pipelined", "one_step_off", "pipelined_one_step_off"])
-def test_nothing_is_older_than_max_age_when_it_is_learned_from(tmp_path: Path, preset: str) -> None:
+def test_no_replayed_trajectory_is_older_than_max_age_when_it_is_trained(tmp_path: Path, preset: str) -> None:
     schedule = ScheduleSettings(preset=preset, batch=4, group=6, chunks=2)
     replay = REPLAY.model_copy(update={"max_age": 2})
     run, _ = make_replay_run(
@@ -309,7 +311,7 @@ def test_nothing_is_older_than_max_age_when_it_is_learned_from(tmp_path: Path, p
     assert max(ages) == 2
 
 
-def test_a_sampler_that_draws_otherwise_than_the_policy_fills_no_pool(tmp_path: Path) -> None:
+def test_trajectories_of_a_sampler_with_altered_sampling_are_not_stored(tmp_path: Path) -> None:
     run, curriculum = make_replay_run(tmp_path, ScheduleSettings(batch=4, group=4), REPLAY, steps=2)
     run.player.sampler._altered = "top_p=0.9"
     run_to_end(run)
@@ -326,7 +328,7 @@ def settings_of_resume(preset: str) -> tuple[ScheduleSettings, ReplaySettings]:
     return ScheduleSettings(preset=preset, batch=4, group=3), REPLAY.model_copy(update={"probe_fraction": 0.1})
 
 
-def test_an_interrupted_run_continues_as_if_it_had_not_been(tmp_path: Path) -> None:
+def test_an_interrupted_run_continues_like_an_uninterrupted_one(tmp_path: Path) -> None:
     schedule, replay = settings_of_resume("sync")
     whole, _ = make_replay_run(tmp_path / "whole", schedule, replay, steps=9)
     run_to_end(whole)
@@ -349,8 +351,8 @@ def test_an_interrupted_run_continues_as_if_it_had_not_been(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("preset", ["sync", "one_step_off"])
-def test_a_crash_goes_back_to_the_checkpoint_and_so_does_the_pool(tmp_path: Path, preset: str) -> None:
-    """What the lost steps put into the pool is gone; in lockstep, the run is then the one that never crashed."""
+def test_after_a_crash_the_run_and_the_pool_return_to_the_checkpoint(tmp_path: Path, preset: str) -> None:
+    """What the lost steps stored is removed. With the sync preset, the run then equals one that never crashed."""
     schedule, replay = settings_of_resume(preset)
     whole, full = make_replay_run(tmp_path / "whole", schedule, replay, steps=9)
     run_to_end(whole)
@@ -379,7 +381,7 @@ def test_a_crash_goes_back_to_the_checkpoint_and_so_does_the_pool(tmp_path: Path
         assert [again.pool.stats()[name] for name in counts] == [full.pool.stats()[name] for name in counts]
 
 
-def test_replay_off_until_its_start_is_the_plain_run(tmp_path: Path) -> None:
+def test_until_replay_begins_the_run_equals_one_without_replay(tmp_path: Path) -> None:
     schedule = ScheduleSettings(batch=4, group=3)
     late = REPLAY.model_copy(update={"start_progress": 0.5, "retire_after": 99})
     plain, _ = make_replay_run(

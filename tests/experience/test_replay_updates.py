@@ -1,4 +1,5 @@
-"""Updates on replayed successes after a step's own, and the policy's estimates that replay chooses by."""
+"""Tests of `ReplayUpdateLearner`, which makes updates on replayed successes after the update of a step, and of
+`make_policy_estimator`, whose estimates replay selects by."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ def as_floats(values: npt.ArrayLike) -> FloatArray:
 
 # --- estimates of trajectories ---------------------------------------------------------------------------
 class Knowing:
-    """Gives token ``t`` the entropy ``t`` and a log-prob that is ``t / 100`` above what was recorded."""
+    """A learner that gives token ``t`` the entropy ``t`` and a log-prob ``t / 100`` above the recorded one."""
 
     def __init__(self) -> None:
         self.groups: list[set[int]] = []
@@ -73,7 +74,7 @@ class Recorder:
 
     @property
     def weights(self) -> list[list[float]]:
-        """Of each extra update, of each group, in their order."""
+        """For each extra update, the largest advantage in each of its groups, in order."""
         return [[float(part.samples[0].advantages.max()) for part in batch.parts] for batch, _ in self.updates]
 
 
@@ -86,7 +87,7 @@ def updated(
     reverify: Any = None,
     **replay: Any,
 ) -> dict[str, float]:
-    """The metrics of a step of one group, whose update is followed by those on successes."""
+    """Train a step of one group, with the updates on successes that follow, and return the metrics."""
     config = configured(**replay).model_copy(update={"schedule": ScheduleSettings(batch=1, group=4)})
     replaying = ReplayUpdateLearner(
         *(learner, pool, config),  # pyright: ignore[reportArgumentType]
@@ -108,7 +109,7 @@ def pool(tmp_path: Path) -> Iterator[ExperiencePool]:
         yield made
 
 
-def test_a_task_that_was_never_tried_is_learned_from_with_its_whole_weight(pool: ExperiencePool) -> None:
+def test_a_success_of_a_task_without_attempts_has_advantage_one(pool: ExperiencePool) -> None:
     assert pool.add(task("seeded"), episode("seeded"))
     learner = Recorder()
     assert updated(pool, learner)["replay_update/0/trajectories"] == 1
@@ -118,8 +119,8 @@ def test_a_task_that_was_never_tried_is_learned_from_with_its_whole_weight(pool:
     assert sorted(learner.weights[1]) == [0.75, 1.0]
 
 
-def test_extra_updates_count_as_uses_and_tell_their_ages_by_the_pool(pool: ExperiencePool) -> None:
-    """The age of what another run sampled counts from when it came here."""
+def test_extra_updates_count_as_uses_and_report_ages_by_the_version_in_the_pool(pool: ExperiencePool) -> None:
+    """The age of a trajectory of another run counts from the version at which it entered this pool."""
     pool.add(task("old"), episode("old", version=70), version=1)
     pool.add(task("new"), episode("new", version=4))
     metrics = updated(pool, Recorder(step=6), pool_updates=2)
@@ -166,7 +167,7 @@ def test_an_undone_step_counts_no_groups_and_gives_no_successes(pool: Experience
     assert len(batch.parts) == 2
 
 
-def test_what_an_extra_update_could_not_draw_is_counted_and_its_time_told(
+def test_extra_updates_report_missing_trajectories_and_their_times(
     pool: ExperiencePool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pool.observe([solved(f"t{index}", 1, 4) for index in range(3)], 0)
@@ -202,7 +203,7 @@ def test_what_an_extra_update_could_not_draw_is_counted_and_its_time_told(
     assert metrics["time/replay_update_plan_s"] % 2 == 0
 
 
-def test_extra_updates_take_nothing_over_max_age(pool: ExperiencePool) -> None:
+def test_extra_updates_replay_nothing_older_than_max_age(pool: ExperiencePool) -> None:
     pool.observe([solved(f"t{version}", 1, 4, version=version) for version in range(3)], 2)
     metrics = updated(pool, Recorder(step=4), max_age=2)  # in step 3
     assert (
@@ -212,7 +213,7 @@ def test_extra_updates_take_nothing_over_max_age(pool: ExperiencePool) -> None:
     ) == (2, 2, 1)
 
 
-def test_the_steps_own_successes_are_those_that_reach_the_threshold(pool: ExperiencePool) -> None:
+def test_with_pool_from_batch_successes_are_scores_of_at_least_success_threshold(pool: ExperiencePool) -> None:
     fresh = [episode("t", score, (index, 5)) for index, score in enumerate((0.7, 0.95, 0.6, 0.1))]
     for threshold, weight in ((0.9, 0.75), (0.65, 0.5), (0.5, 0.25)):
         learner = Recorder()

@@ -1,4 +1,5 @@
-"""What is kept of a success, and a file of them that survives crashes and rewinds."""
+"""Tests of `gleanrl.experience.guidance.retrieval`: the text that is kept of a success, and `Bm25Retriever`, whose file
+survives crashes and can be rewound."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from gleanrl.utils.errors import UserError
 from tests.strategies import examples
 
 
-# --- what is kept of a success ----------------------------------------------------------------------
+# --- the text of a success --------------------------------------------------------------------------
 def turn(role: Any, content: str, *, sampled: bool = False) -> Turn:
     tokens = np.arange(3, dtype=np.int32)
     return Turn(Message(role=role, content=content), tokens, np.zeros(3, np.float32) if sampled else None)
@@ -38,7 +39,7 @@ def success(*segments: tuple[Turn, ...], task: str = "t", **info: Any) -> Trajec
 LINEAR = (SYSTEM, ASK, as_sampled(GO), SEEN, as_sampled(TAKE), END)
 
 
-def test_a_success_is_kept_without_system_prompt_thinking_or_long_observations() -> None:
+def test_the_text_leaves_out_system_prompt_thoughts_and_the_rest_of_long_observations() -> None:
     found = experience_text(Task("t"), success(LINEAR))
     assert found.prompt == "find it"
     assert found.text == f"find it\n> go east\n{('an egg ' * 50)[:200]}\n> take egg\ndone"
@@ -47,13 +48,13 @@ def test_a_success_is_kept_without_system_prompt_thinking_or_long_observations()
     assert found.text == "t went done"
 
 
-def test_what_the_environment_says_of_thoughts_stays_and_a_thought_that_was_cut_off_goes() -> None:
+def test_the_text_keeps_think_tags_of_the_environment_and_leaves_out_a_truncated_thought() -> None:
     asked, cut = "think between <think> and </think>, then act", "<think>go ea"
     played = (SYSTEM, turn("user", "find it"), turn("assistant", cut, sampled=True), turn("user", asked))
     assert experience_text(Task("t"), success(played)).text == f"find it\n> \n{asked}"
 
 
-def test_experience_that_was_shown_is_not_passed_on() -> None:
+def test_the_text_leaves_out_experience_that_was_inserted_into_the_prompt() -> None:
     guided = (SYSTEM, turn("user", "SECRET find it"), *LINEAR[2:])
     found = experience_text(Task("t"), success(guided, guided="keep", unguided="find it"))
     assert found == experience_text(Task("t"), success(LINEAR))
@@ -98,7 +99,7 @@ def test_a_task_is_found_by_the_opening_of_its_newest_success(tmp_path: Path) ->
     cut=st.integers(0, 8),
     torn=st.booleans(),
 )
-def test_a_rewound_retriever_is_what_it_was(
+def test_a_rewound_retriever_returns_what_it_returned_at_the_mark(
     tmp_path_factory: pytest.TempPathFactory, entries: list[tuple[str, str]], cut: int, torn: bool
 ) -> None:
     path = tmp_path_factory.mktemp("rewind") / "texts.jsonl"
@@ -122,7 +123,7 @@ def test_a_rewound_retriever_is_what_it_was(
     assert ask(Bm25Retriever(path), "find") == ask(again, "find")
 
 
-def test_another_file_is_refused_in_one_line(tmp_path: Path) -> None:
+def test_a_foreign_or_too_short_file_raises_a_user_error(tmp_path: Path) -> None:
     path = tmp_path / "texts.jsonl"
     path.write_text('{"a": 1}\n')
     with pytest.raises(UserError, match="is no file of experiences"):

@@ -1,4 +1,5 @@
-"""Which tasks and trajectories are chosen: counts, bounds and odds, against sums written down naively."""
+"""Tests of `gleanrl.experience.replay.selection`: how many tasks are drawn from each bucket and how trajectories are
+ranked, against naive computations."""
 
 from __future__ import annotations
 
@@ -22,7 +23,9 @@ modes = st.sampled_from(["gaussian", "uniform", "uniform_buckets", "difficulty",
 
 @settings(deadline=None)
 @given(st.integers(0, 20), st.integers(0, 20), sizes)
-def test_a_level_is_the_nearest_of_a_full_group_and_ends_are_exact(successes: int, failures: int, group: int) -> None:
+def test_a_level_is_the_nearest_count_of_a_full_group_and_none_and_all_are_exact(
+    successes: int, failures: int, group: int
+) -> None:
     found = selection.level((successes, successes + failures), group)
     assert (found == 0) == (successes == 0)
     assert 0 <= found <= group
@@ -45,13 +48,13 @@ def test_a_level_is_the_nearest_of_a_full_group_and_ends_are_exact(successes: in
         ("rescue", [5 * 1.0, 1 * 0.75**8, 7 * 0.5**8, 0]),
     ],
 )
-def test_weights_are_those_of_the_formulas(mode: str, expected: list[float]) -> None:
+def test_weights_equal_the_formulas(mode: str, expected: list[float]) -> None:
     replay = ReplaySettings(tasks=mode, difficulty=4)
     weights = np.exp(selection.log_weights({0: 5, 2: 1, 4: 7, 8: 2}, 8, replay))
     np.testing.assert_allclose(weights, expected, rtol=1e-12)
 
 
-def test_sigma_one_eighth_of_the_rate_is_one_in_counts_of_eight() -> None:
+def test_the_default_sigma_is_one_success_in_groups_of_eight() -> None:
     weights = np.exp(selection.log_weights(dict.fromkeys(range(9), 1), 8, ReplaySettings()))
     np.testing.assert_allclose(weights, [math.exp(-((k - 4) ** 2) / 2) for k in range(9)], rtol=1e-12)
 
@@ -62,7 +65,9 @@ def test_sigma_one_eighth_of_the_rate_is_one_in_counts_of_eight() -> None:
     st.integers(0, 60),
     st.integers(0, 2**32),
 )
-def test_allocation_fills_up_and_never_over(classes: list[tuple[float, int]], total: int, seed: int) -> None:
+def test_allocation_fills_the_total_without_exceeding_any_capacity(
+    classes: list[tuple[float, int]], total: int, seed: int
+) -> None:
     weights = np.array([weight for weight, _ in classes])
     room = [capacity for _, capacity in classes]
     counts = selection.allocate(weights, room, total, np.random.default_rng(seed))
@@ -72,7 +77,7 @@ def test_allocation_fills_up_and_never_over(classes: list[tuple[float, int]], to
     assert not counts[np.isneginf(weights)].any()
 
 
-def test_allocation_has_the_odds_of_its_weights_and_passes_on_what_overflows() -> None:
+def test_allocation_follows_the_weights_and_redistributes_what_exceeds_a_capacity() -> None:
     random = np.random.default_rng(0)
     weights = np.log([0.6, 0.3, 0.1])
     free = sum(selection.allocate(weights, [10**6] * 3, 10, random) for _ in range(3000)) / 30_000
@@ -82,7 +87,7 @@ def test_allocation_has_the_odds_of_its_weights_and_passes_on_what_overflows() -
 
 
 def test_a_narrow_gaussian_falls_back_on_the_nearest_bucket() -> None:
-    """Its weights all vanish in floating point; their odds do not."""
+    """All weights underflow to 0 in floating point, but their ratios are known from the logarithms."""
     replay = ReplaySettings(sigma=1e-3)
     drawn = selection.tasks_by_bucket({(1, 8): 9, (3, 8): 2, (7, 8): 9}, 5, 8, replay, np.random.default_rng(0))
     assert drawn[3, 8] == 2
@@ -91,7 +96,9 @@ def test_a_narrow_gaussian_falls_back_on_the_nearest_bucket() -> None:
 
 @settings(deadline=None)
 @given(pool_buckets, st.integers(0, 40), sizes, modes, st.integers(0, 2**32))
-def test_tasks_come_from_buckets_that_hold_them(buckets, total: int, group: int, mode: str, seed: int) -> None:
+def test_drawn_counts_stay_within_the_buckets_and_ignore_the_order_of_buckets(
+    buckets, total: int, group: int, mode: str, seed: int
+) -> None:
     replay = ReplaySettings(tasks=mode, difficulty=1)
     drawn = selection.tasks_by_bucket(buckets, total, group, replay, np.random.default_rng(seed))
     assert all(0 < count <= buckets[bucket] for bucket, count in drawn.items())
@@ -107,12 +114,12 @@ def test_tasks_come_from_buckets_that_hold_them(buckets, total: int, group: int,
 
 
 def test_buckets_of_one_solve_rate_share_its_weight_by_their_sizes() -> None:
-    """Half-solved in groups of 8 and of 6 (two members were replayed) is one difficulty, not two."""
+    """A half-solved group of 8 and one of 6 (where two members were replayed) have the same difficulty."""
     buckets = {(4, 8): 3000, (3, 6): 1000, (2, 8): 1000}
     random, counts = np.random.default_rng(1), Counter()
     for _ in range(400):
         counts.update(selection.tasks_by_bucket(buckets, 20, 8, ReplaySettings(), random))
-    weight = math.exp(-2)  # of rate 0.25 against rate 0.5
+    weight = math.exp(-2)  # of rate 0.25, relative to rate 0.5
     share = {b: n / counts.total() for b, n in counts.items()}
     assert share[2, 8] == pytest.approx(weight / (1 + weight), abs=0.02)
     assert share[4, 8] / share[3, 6] == pytest.approx(3, rel=0.1)
@@ -131,7 +138,7 @@ def test_trajectories_are_ranked_by_entropy_and_ties_go_to_the_newer(entropies: 
     assert sorted(order("random")) == list(indices)
 
 
-def test_a_share_is_whole_where_its_decimals_say_so() -> None:
+def test_whole_is_not_one_too_small_because_of_rounding_errors() -> None:
     assert int(100 * 0.29) == 28
     assert selection.whole(100 * 0.29) == 29
     assert [selection.whole(n * 0.5) for n in (1, 2, 15)] == [0, 1, 7]

@@ -1,4 +1,5 @@
-"""A pool through parquet and back, what import refuses, and the loops of docs/howto/pool.md."""
+"""Tests of `gleanrl.experience.pool.transfer`: a pool is exported to parquet and imported bit for bit, faulty rows and
+foreign files are refused, and the code of docs/howto/pool.md runs."""
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ trajectories = st.builds(
     lambda segments, value, parts, info: Trajectory(
         "x",
         "t",
-        (*map(tuple, segments), tuple(episode("t").turns())),  # something sampled
+        (*map(tuple, segments), tuple(episode("t").turns())),  # at least one sampled turn
         Score(value, parts=parts, explanation="why" if parts else None),
         StopReason.MAX_TURNS,
         info,
@@ -69,7 +70,9 @@ def held(path: Path) -> list[tuple[Any, ...]]:
 
 @settings(max_examples=examples(15), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(several=st.lists(trajectories, min_size=1, max_size=3), version=st.integers(0, 2**40))
-def test_every_bit_comes_back(several: list[Trajectory], version: int, tmp_path_factory: Any) -> None:
+def test_an_exported_pool_is_imported_bit_for_bit(
+    several: list[Trajectory], version: int, tmp_path_factory: Any
+) -> None:
     pytest.importorskip("pyarrow")
     folder = tmp_path_factory.mktemp("pools")
     with ExperiencePool(folder / "a.sqlite", ROOMY, tokenizer="one") as pool:
@@ -80,12 +83,12 @@ def test_every_bit_comes_back(several: list[Trajectory], version: int, tmp_path_
     assert transfer.parquet_tokenizer(folder / "a.parquet") == "one"
     with ExperiencePool(folder / "b.sqlite", ROOMY) as pool:
         assert transfer.import_parquet(pool, folder / "a.parquet").stored == stored
-        assert transfer.import_parquet(pool, folder / "a.parquet").stored == 0  # they are there already
+        assert transfer.import_parquet(pool, folder / "a.parquet").stored == 0  # all are duplicates
         assert pool.verify() == []
     assert held(folder / "b.sqlite") == held(folder / "a.sqlite")
 
 
-def test_rows_that_do_not_hold_up_are_left_out(tmp_path: Path) -> None:
+def test_faulty_rows_are_left_out_of_an_import(tmp_path: Path) -> None:
     arrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
     with ExperiencePool(tmp_path / "a.sqlite", ROOMY) as pool:
@@ -120,14 +123,14 @@ def test_rows_that_do_not_hold_up_are_left_out(tmp_path: Path) -> None:
         with ExperiencePool(tmp_path / f"{how}.sqlite", ROOMY) as pool:
             moved = transfer.import_parquet(pool, tmp_path / "b.parquet")
         assert (moved.stored, dict(moved.left_out)) == (2, {"faulty": 1}), how
-    assert [value is None for value in whole] == [True] * 3 + [False] * 2  # what was spoilt above lay there
+    assert [value is None for value in whole] == [True] * 3 + [False] * 2  # the cells changed above
 
 
 @pytest.mark.parametrize(("rows", "tokens"), [(1, 10**9), (4, 10**9), (1000, 11), (1000, 10**9)])
-def test_many_in_one_transaction_is_as_one_by_one(
+def test_an_import_in_batches_gives_the_same_pool_as_adding_one_by_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, rows: int, tokens: int
 ) -> None:
-    """The same successes enter and leave, and a faulty row costs itself and is named."""
+    """The same successes are stored and evicted, and a faulty row is left out alone and named in the log."""
     arrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
     with ExperiencePool(tmp_path / "a.sqlite", ROOMY) as pool:
@@ -157,7 +160,7 @@ def test_many_in_one_transaction_is_as_one_by_one(
     assert "row 13 is left out" in caplog.text
 
 
-def test_what_came_before_the_damage_is_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_before_a_damaged_part_of_the_file_are_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("pyarrow")
     with ExperiencePool(tmp_path / "a.sqlite", ROOMY) as pool:
         pool.observe([solved("t", 7, 8)], 2)
@@ -201,7 +204,7 @@ def test_files_that_are_no_export_are_refused(tmp_path: Path) -> None:
         (None, None, False, False, False),
     ],
 )
-def test_tokens_enter_only_a_pool_of_their_tokenizer(
+def test_an_import_is_refused_unless_the_tokenizers_match_or_are_trusted(
     tmp_path: Path, pool: str | None, source: str | None, empty: bool, trust: bool, fits: bool
 ) -> None:
     path = tmp_path / "a.sqlite"
@@ -215,7 +218,7 @@ def test_tokens_enter_only_a_pool_of_their_tokenizer(
             transfer.check_tokenizers(path, source, "it", trust=trust)
 
 
-def test_the_loops_of_the_page_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_code_of_the_docs_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     blocks = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
     assert len(blocks) == 2

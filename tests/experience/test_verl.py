@@ -1,4 +1,5 @@
-"""Groups through the tensor dictionary of verl and AgentEvolver and back."""
+"""Tests of `gleanrl.experience.interop.verl`: groups become the tensor dictionary of verl and AgentEvolver and are read
+back from it."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ from gleanrl.utils.errors import UserError
 from tests.builders import Member, make_group, random_groups
 from tests.strategies import examples
 
-PAD = 5  # a token of the text too: only the masks may decide
+PAD = 5  # also a token of the texts, so that only the masks can tell what is padding
 TASK = Task("t", payload={"n": 1})
 NAMED = {
     *("prompts", "responses", "input_ids", "attention_mask", "position_ids", "loss_mask", "exp_mask", "response_mask"),
@@ -35,7 +36,7 @@ Batch = dict[str, Any]
 
 # --- by hand ------------------------------------------------------------------------------------
 def small() -> list[Group]:
-    """One fresh member with two turns, one replayed with one."""
+    """Return a group of a fresh member with two sampled turns and a replayed member with one."""
     fresh = Trajectory(
         "f",
         "t",
@@ -55,7 +56,7 @@ def sampled(tokens: Sequence[int], logprobs: Sequence[float], version: int) -> T
     return Turn({"role": "assistant", "content": ""}, np.array(tokens), np.array(logprobs), version)
 
 
-def test_every_array_of_a_small_batch() -> None:
+def test_every_array_of_a_small_batch_has_the_expected_values() -> None:
     batch = to_verl(
         small(),
         pad_token=0,
@@ -95,7 +96,7 @@ def test_every_array_of_a_small_batch() -> None:
         assert batch[key].tolist() == values, key
 
 
-def test_a_guided_trajectory_is_off_policy_from_its_prompt_on_and_stays_fresh() -> None:
+def test_a_guided_trajectory_is_off_policy_including_its_prompt_and_stays_fresh() -> None:
     [group] = small()
     guided = replace(group.trajectories[0], info={"guided": "discard"})
     group = replace(group, trajectories=(guided, *group.trajectories[1:]))
@@ -114,7 +115,7 @@ def groups_of(seed: int) -> list[Group]:
 
 
 def identical(a: Trajectory, b: Trajectory) -> bool:
-    """All that the dictionary holds, bit for bit."""
+    """Whether two trajectories are equal, bit for bit, in everything that the dictionary holds."""
 
     def content(trajectory: Trajectory) -> Any:
         score = (trajectory.score.valid, trajectory.score.value if trajectory.score.valid else None)
@@ -152,7 +153,7 @@ def test_a_round_trip_gives_back_every_group_in_any_order_of_rows(seed: int, ten
 
 @settings(max_examples=examples(60))
 @given(st.integers(0, 2**32 - 1))
-def test_rows_are_padded_on_their_sides_and_hold_no_nan(seed: int) -> None:
+def test_prompts_are_padded_left_and_responses_right_without_nan(seed: int) -> None:
     groups = groups_of(seed)
     batch = to_verl(groups, pad_token=PAD, max_prompt=40, max_response=60)
     kept = [t for group in groups for t in group.trajectories if t.score.valid]
@@ -181,7 +182,7 @@ def test_rows_are_padded_on_their_sides_and_hold_no_nan(seed: int) -> None:
     assert all(np.isfinite(value).all() for value in batch.values())
 
 
-def test_invalid_members_are_left_out_unless_asked_for() -> None:
+def test_invalid_members_are_left_out_without_keep_all() -> None:
     group = make_group(0, [Member(1.0), Member(None), Member(0.0)], np.random.default_rng(0))
     assert to_verl([group], pad_token=0)["trajectory_ids"].tolist() == [0, 2]
     batch = to_verl([group], pad_token=0, keep_all=True)
@@ -191,12 +192,12 @@ def test_invalid_members_are_left_out_unless_asked_for() -> None:
     assert [t.score.valid for t in from_verl(batch, [group.spec.task])[0].trajectories] == [True, False, True]
 
 
-def test_a_score_that_float32_cannot_hold_comes_back_exactly() -> None:
+def test_a_score_that_float32_cannot_hold_is_restored_exactly() -> None:
     group = make_group(0, [Member(0.7)], np.random.default_rng(0))
     assert from_verl(to_verl([group], pad_token=0), [group.spec.task])[0].trajectories[0].score.value == 0.7
 
 
-def test_neighbouring_context_turns_stay_apart_and_text_is_decoded() -> None:
+def test_turn_ids_keep_adjacent_context_turns_apart_and_text_is_decoded() -> None:
     segment = (context(1), context(2, 3), sampled([4], [-1.0], 0))
     group = Group(GroupSpec(TASK, 1), (Trajectory("x", "t", (segment,), Score(1.0), StopReason.DONE),), 0)
     batch = to_verl([group], pad_token=0)
@@ -208,7 +209,7 @@ def test_neighbouring_context_turns_stay_apart_and_text_is_decoded() -> None:
     assert [turn.tokens.tolist() for turn in merged] == [[1, 2, 3], [4]]
 
 
-def test_arrays_of_a_trajectory_reach_the_tokens_of_each_of_its_segments() -> None:
+def test_arrays_per_token_are_divided_over_the_segments_of_a_trajectory() -> None:
     group = make_group(0, [Member(1.0, turns=(2, 3, 1), segments=2, trailing=2)], np.random.default_rng(0))
     [trajectory] = group.trajectories
     values = np.arange(trajectory.total_tokens, dtype=np.float32)
@@ -219,15 +220,15 @@ def test_arrays_of_a_trajectory_reach_the_tokens_of_each_of_its_segments() -> No
     assert batch["token_level_rewards"].sum(-1).tolist() == [1.0, 1.0]  # the whole score in every row
 
 
-def test_no_groups_are_an_empty_batch() -> None:
+def test_no_groups_give_an_empty_batch() -> None:
     batch = to_verl([], pad_token=0)
     assert all(len(value) == 0 for value in batch.values())
     assert from_verl(batch, []) == []
 
 
-# --- what AgentEvolver gives --------------------------------------------------------------------
+# --- batches of AgentEvolver --------------------------------------------------------------------
 def foreign() -> Batch:
-    """As AgentEvolver's trainer holds it: other keys, int32, a response mask over environment text too."""
+    """Return a batch as in AgentEvolver: other keys, int32, and a response mask that covers environment text."""
     batch = to_verl(small(), pad_token=0)
     theirs = {key: batch[key].astype(np.int32) for key in ("responses", "input_ids", "attention_mask", "loss_mask")}
     width = batch["prompts"].shape[1]
@@ -239,8 +240,8 @@ def foreign() -> Batch:
         "recorded_old_log_probs": np.where(batch["exp_mask"][:, width:] == 1, batch["recorded_old_log_probs"], 0),
         "old_log_probs": batch["old_log_probs"],
         "token_level_scores": batch["token_level_rewards"],
-        "token_level_rewards": batch["token_level_rewards"] - 0.125,  # a penalty is in it
-        "step_ids": np.zeros((2, 99)),  # not looked at
+        "token_level_rewards": batch["token_level_rewards"] - 0.125,  # includes a penalty
+        "step_ids": np.zeros((2, 99)),  # is ignored
     }
 
 
@@ -288,7 +289,7 @@ def put(key: str, where: Any, value: Any) -> Callable[[Batch], None]:
         (lambda b: b.update(trajectory_ids=np.zeros(2, int), segment_ids=np.zeros(2, int)), "there twice"),
     ],
 )
-def test_what_cannot_be_trusted_is_refused_in_one_line(change: Callable[[Batch], Any], line: str) -> None:
+def test_inconsistent_batches_raise_a_one_line_user_error(change: Callable[[Batch], Any], line: str) -> None:
     batch = foreign()
     change(batch)
     with pytest.raises(UserError, match=line) as caught:
@@ -296,15 +297,15 @@ def test_what_cannot_be_trusted_is_refused_in_one_line(change: Callable[[Batch],
     assert "\n" not in str(caught.value)
 
 
-# --- what does not fit --------------------------------------------------------------------------
-def test_too_long_a_row_is_refused_and_never_cut() -> None:
+# --- sizes that do not fit ----------------------------------------------------------------------
+def test_a_too_long_row_is_refused_and_not_truncated() -> None:
     with pytest.raises(UserError, match=r"'f' has a prompt of 2 tokens, but max_prompt is 1"):
         to_verl(small(), pad_token=0, max_prompt=1)
     with pytest.raises(UserError, match=r"'f' has a response of 5 tokens, but max_response is 4"):
         to_verl(small(), pad_token=0, max_response=4)
 
 
-def test_arrays_that_fit_no_trajectory_are_refused() -> None:
+def test_arrays_of_wrong_sizes_and_trajectories_without_prompt_are_refused() -> None:
     with pytest.raises(ValueError, match="1 items for 2"):
         to_verl(small(), pad_token=0, advantages=[1.0])
     with pytest.raises(ValueError, match=r"shape \(6,\), but the trajectory has 7 tokens"):
@@ -314,20 +315,20 @@ def test_arrays_that_fit_no_trajectory_are_refused() -> None:
         to_verl([Group(GroupSpec(TASK, 1), (lone,), 0)], pad_token=0)
 
 
-# --- next to others -----------------------------------------------------------------------------
+# --- other containers ---------------------------------------------------------------------------
 class LikeTensorDict(dict[str, Any]):
-    """A TensorDict refuses `in`."""
+    """A dictionary that refuses `in`, as a TensorDict does."""
 
     def __contains__(self, key: object) -> bool:
         raise NotImplementedError
 
 
-def test_a_mapping_is_asked_for_its_keys_and_items_only() -> None:
+def test_a_batch_may_be_a_mapping_that_refuses_in() -> None:
     [group] = from_verl(LikeTensorDict(to_verl(small(), pad_token=0)), [TASK], ids=["f", "r"])
     assert all(map(identical, small()[0].trajectories, group.trajectories))
 
 
-def test_a_tensordict_takes_the_batch_and_gives_it_back() -> None:
+def test_a_batch_survives_a_round_trip_through_a_tensordict() -> None:
     tensordict = pytest.importorskip("tensordict")
     batch = to_verl(small(), pad_token=0)
     tensors = tensordict.TensorDict({key: torch.from_numpy(value) for key, value in batch.items()}, batch_size=2)
@@ -335,7 +336,7 @@ def test_a_tensordict_takes_the_batch_and_gives_it_back() -> None:
     assert all(map(identical, small()[0].trajectories, group.trajectories))
 
 
-def test_the_page_runs(tmp_path: Path) -> None:
+def test_the_code_of_the_docs_page_prints_the_shown_output(tmp_path: Path) -> None:
     blocks = re.findall(r"```python[^\n]*\n(.*?)```", PAGE, re.DOTALL)
     (tmp_path / "page.py").write_text("\n".join(blocks))
     answer = subprocess.run([sys.executable, "page.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120)
