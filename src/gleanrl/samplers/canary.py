@@ -91,7 +91,8 @@ class Canary:
         vocabulary = int(model.config.get_text_config().vocab_size)
         length = max(2, min(PROMPT, max_context // 2))
         self.prompt: list[int] = np.random.default_rng(0).integers(vocabulary, size=length).tolist()
-        # The correct log-probs of the prompt under the engine's previous weights; None before the first comparison.
+        # The correct log-probs of the prompt under the engine's previous weights; None until `remember` or the first
+        # comparison has stored them.
         self._held: np.ndarray | None = None
 
     def check_fit(self, weights: Mapping[str, Any]) -> None:

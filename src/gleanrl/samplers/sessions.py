@@ -190,7 +190,8 @@ class SessionSampler:
         self._arrived = 0  # number of requests that arrived since the last burst began
         self._burst: asyncio.Task[None] | None = None
         self._working = False  # True while the worker's thread is busy
-        self._stopping = False  # while True, the running burst ends early, because its caller was cancelled
+        # While True, the running burst ends early, because the task that waits for it in `_work` was cancelled.
+        self._stopping = False
         # State of publications.
         self._publishing = asyncio.Lock()
         self._draining = False  # while True, no session opens
