@@ -153,9 +153,10 @@ class Guide:
 
     @contextmanager
     def share_text(self, group: str, members: int) -> Iterator[_SharedText]:
-        """Yield the shared text of the group with the id ``group``. Each guided member uses this once, for its episode.
+        """Yield the shared text of the group with the id ``group``, for the episode of one guided member.
 
-        ``members`` is the number of guided members of the group. The text is forgotten when the last of them leaves.
+        ``members`` is the number of guided members of the group. Each of them enters this context once. The text is
+        deleted when the last member has left the context.
         """
         shared = self._texts.setdefault(group, _SharedText(members))
         try:
@@ -166,11 +167,12 @@ class Guide:
                 del self._texts[group]
 
     async def find_text(self, task: Task, room: int, tools: Tools) -> str | None:
-        """Retrieve the text for a group. Returns None if retrieval fails, finds nothing, or finds only texts too long.
+        """Retrieve up to ``k`` texts for a group and return them as one text, separated by empty lines.
 
         ``task.prompt`` must hold the whole opening of an episode, because the retriever searches by it. ``room`` is the
-        length of the model's context in tokens. The last texts are left out until the opening with the others fits into
-        the share ``prompt_share`` of it.
+        length of the model's context in tokens. While the opening with the inserted texts is longer than
+        ``prompt_share * room`` tokens, the last text is removed. Returns None if no text is left, if the retriever
+        finds none, or if it fails.
         """
         try:
             async with asyncio.timeout(self.settings.timeout_s):
@@ -232,8 +234,8 @@ class GuidedPlayer(Player):
             # must not add the prompt again.
             bare = replace(task, prompt=())
             played = await Player.play(player, bare, trajectory_id=trajectory_id, seed=seed, temperature=temperature)
-        # If the player lost an episode, it has started it again in a new environment. So the last environment is the
-        # one that the trajectory comes from.
+        # If the process that holds an environment dies (`EpisodeLost`), the player starts the episode again in a new
+        # environment. So the trajectory comes from the last environment that was made.
         if not made or made[-1].unguided is None:
             return played
         return replace(played, info={**played.info, "guided": mark["mode"], "unguided": made[-1].unguided})
@@ -246,7 +248,7 @@ class GuidedEnvironment(Environment):
     inner: Environment
     guide: Guide
     shared: _SharedText
-    task: Task  # without the mark
+    task: Task  # the task, without the `Marked` in its payload
     room: int  # length of the model's context in tokens
     unguided: str | None = field(default=None, init=False)  # original user message; None = no text was inserted
 

@@ -1,6 +1,7 @@
 """Retrievers for guidance: they store past successes as texts, and find texts about tasks similar to a given one.
 
-`Retriever` is the interface, and `Bm25Retriever` the default.
+`Retriever` is the interface, and `Bm25Retriever` the default. Tasks are compared by their *opening*: all messages of an
+episode before its first sampled turn.
 """
 
 from __future__ import annotations
@@ -85,7 +86,7 @@ def experience_text(
 
 
 def description(messages: Sequence[Message]) -> str:
-    """Join the contents of all messages except system messages."""
+    """Return the text by which a retriever searches: the joined contents of all messages except system messages."""
     return "\n".join(message["content"].strip() for message in messages if message["role"] != "system")
 
 

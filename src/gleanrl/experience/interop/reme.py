@@ -98,7 +98,7 @@ class ReMeRetriever(Retriever):
         self._send_waiting()
 
     async def retrieve(self, task: Task, k: int) -> list[str]:
-        """Return the service's answer to the task's opening as one text, or up to ``k`` memories if it has no answer.
+        """Search by ``task.prompt``. Return the service's answer as one text, or up to ``k`` memories if it gives none.
 
         Raises `ServiceError` if the request fails, or without a request after ``PATIENCE`` failures in a row.
         """

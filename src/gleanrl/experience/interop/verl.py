@@ -55,7 +55,7 @@ _KNOWN = _WHOLE | _RESPONSE | {"group_ids", "trajectory_ids", "segment_ids", "sc
 # --- groups to a batch ----------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """A segment of a trajectory, which becomes one row of the batch."""
+    """A segment of a trajectory (see `Trajectory`), which becomes one row of the batch."""
 
     trajectory: Trajectory
     replayed: bool
@@ -82,6 +82,8 @@ def to_verl(
     keep_all: bool = False,
 ) -> dict[str, Array]:
     """Convert groups to a batch of N rows, one for each segment of each trajectory. No token is cut off.
+
+    A trajectory has several segments if its context was rewritten during the episode (see `Trajectory`).
 
     The batch has the following arrays, where P is the width of a prompt and R that of a response. No array contains
     NaN.
@@ -280,7 +282,7 @@ def from_verl(
 
     Args:
         batch: the batch to convert.
-        tasks: the task of each group id. The ticket of a group is its group id.
+        tasks: the task of each group id. The group id also becomes `Group.ticket`, the number of the group.
         ids: for each row, the id of its trajectory (AgentEvolver's ``rollout_ids``). None: an id consists of
             ``prefix``, the id of the task and the number of the trajectory.
         prefix: beginning of the ids of trajectories if ``ids`` is None.

@@ -38,9 +38,9 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """The properties of a stored or new trajectory by which `surplus` chooses what a task above capacity evicts."""
+    """A stored or new trajectory of a task, with the properties by which `surplus` chooses which ones to evict."""
 
-    order: int  # larger for newer trajectories; the key of a stored one
+    order: int  # larger for newer trajectories; for a stored trajectory its key (`Stored.key`)
     entropy: float
     digest: bytes  # `codec.token_digest`
 

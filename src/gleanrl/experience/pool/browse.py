@@ -46,7 +46,7 @@ class Line:
     successes: int  # number of these members that succeeded
     retired: int  # whether the task is retired: 0 or 1
     entropy: float  # mean over its sampled tokens, in nats; estimated when the trajectory was stored
-    version: int  # version from which its age counts
+    version: int  # version of the weights from which its age counts
     temperature: float  # sampling temperature
     step: int  # step after which it was stored
     uses: int  # how often it was replayed
@@ -64,7 +64,10 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Difficulty:
-    """Counts over all tasks whose latest fresh group had ``successes`` out of ``attempts``."""
+    """Counts over all tasks whose latest fresh group had ``successes`` successes in ``attempts`` attempts.
+
+    Attempts are the group's valid fresh members: those with a valid score that were sampled for it and not replayed.
+    """
 
     successes: int
     attempts: int  # 0 = unknown: the trajectories came from another source, and no group was observed

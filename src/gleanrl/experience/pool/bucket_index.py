@@ -1,9 +1,11 @@
 """The pool's index of tasks by difficulty, which draws tasks of one difficulty uniformly at random.
 
-The cost of a draw does not depend on the size of the pool. A bucket contains the tasks that had the same numbers of
-successes and attempts in their latest fresh group. One additional bucket contains the retired tasks. A task is in at
-most one bucket: a retired task is in the bucket of retired tasks, any other task with a stored trajectory is in the
-bucket of its latest fresh group, and a task without a trajectory is in none.
+The cost of a draw does not depend on the size of the pool. A *fresh* member of a group was sampled for the group and
+not replayed, and a *fresh group* is a group with valid fresh members. A bucket contains the tasks whose latest fresh
+group had the same number of attempts (valid fresh members) and the same number of successes among them. One additional
+bucket contains the retired tasks. A task is in at most one bucket: a retired task is in the bucket of retired tasks,
+any other task with a stored trajectory is in the bucket of its latest fresh group, and a task without a trajectory is
+in none.
 
 The tasks of a bucket are numbered by positions 0 .. size - 1 without gaps. A new task gets the position at the end, and
 when a task leaves, the last task takes its position. So a uniform draw of tasks is a uniform draw of positions, and an

@@ -48,7 +48,8 @@ class Stored:
     key: int  # the pool's id of the trajectory; never reused for another trajectory
     trajectory: Trajectory
     entropy: float  # estimated mean entropy of the policy at its sampled tokens, in nats (`admission.entropy`)
-    version: int  # version from which its age counts: the trajectory's own, unless it came from another run
+    # Version of the weights from which its age counts: the trajectory's own, unless another run sampled the trajectory.
+    version: int
     temperature: float  # sampling temperature
     step: int  # step after which it was stored
     uses: int  # how often it was replayed
@@ -125,7 +126,8 @@ class ExperiencePool:
         self._limits, self._run = Limits(vocabulary, max_context), run
         self._guard = threading.RLock()
         self._counts: Counter[str] = Counter()  # content of the table ``counters`` while a write transaction is open
-        self._replaced: dict[str, int] = {}  # id of each task replaced in this transaction -> its evicted trajectories
+        # id of each task replaced in this transaction -> number of its evicted trajectories
+        self._replaced: dict[str, int] = {}
         with ExitStack() as opened:
             if not read_only:
                 opened.enter_context(schema.writer_lock(self.path))
@@ -148,7 +150,8 @@ class ExperiencePool:
         seen: Counter[str] = Counter()
         with self._writing() as db:
             if settings.max_age is not None:
-                oldest = step + 1 - settings.max_age  # step + 1 is the first step that can learn from the pool again
+                # This step has already trained, so the next one that can learn from the pool is step + 1.
+                oldest = step + 1 - settings.max_age
                 rows = db.execute("SELECT id FROM trajectories WHERE version < ?", (oldest,)).fetchall()
                 self._evict([key for (key,) in rows], "age")
             for group in groups:
@@ -301,7 +304,8 @@ class ExperiencePool:
                     drawn.append(PoolTask(task, row.attempts, row.successes, row.step, row.live))
         if damaged and not self.read_only:
             with self._writing() as db:
-                for task_id in damaged:  # the row of the task stays, and its next fresh group writes its data again
+                # The row in ``tasks`` stays. `observe` stores the task in ``bodies`` again with the task's next group.
+                for task_id in damaged:
                     self._evict(_keys_of(db, task_id), "damaged")
                     db.execute("DELETE FROM bodies WHERE id = ?", (task_id,))
                     row = bucket_index.get(db, task_id)
@@ -569,7 +573,8 @@ class ExperiencePool:
                 seen[f"refused/{reason}"] += 1
                 continue
             known.add(digest)
-            order = self._counts["next_key"] + len(new) + 1  # above that of all stored candidates
+            # Larger than the keys of all stored trajectories, because new trajectories rank as newer.
+            order = self._counts["next_key"] + len(new) + 1
             new.append((Candidate(order, admission.entropy(trajectory), digest), trajectory))
         candidates = [*(Candidate(*each) for each in stored), *(candidate for candidate, _ in new)]
         surplus = {candidate.order for candidate in admission.surplus(candidates, self.settings)}

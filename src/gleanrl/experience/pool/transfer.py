@@ -45,7 +45,7 @@ class Moved:
     """How many trajectories an import or a seeding has stored in the pool, and how many it has left out."""
 
     stored: int = 0
-    left_out: Counter[str] = field(default_factory=Counter)  # number of trajectories for each reason
+    left_out: Counter[str] = field(default_factory=Counter)  # reason -> number of trajectories left out for it
 
 
 class Intake:
@@ -318,9 +318,10 @@ def _table(arrow: Any, rows: Sequence[Mapping[str, Any]], schema: Any) -> Any:
 def import_parquet(pool: ExperiencePool, source: Path) -> Moved:
     """Store the trajectory of every valid row of the parquet file ``source`` in the pool, in the order of the file.
 
-    Each keeps its version, temperature and step. Its count of uses starts at 0, and no task is retired. An invalid row,
-    for example one with arrays of different lengths or with a missing log-prob, is left out, and the first few are
-    logged. If a task gets more trajectories than its capacity, ``select`` decides which remain.
+    Each trajectory keeps its version, temperature and step. Its count of uses starts at 0. Tasks that were retired in
+    the exported pool are not retired in this one. An invalid row, for example one with arrays of different lengths or
+    with a missing log-prob, is left out, and the first few of them are logged. If a task gets more trajectories than
+    its capacity, ``select`` decides which remain.
 
     Raises:
         UserError: ``source`` was not written by `export_parquet`, it is damaged, or pyarrow is not installed.
@@ -423,7 +424,9 @@ def _from_row(row: Mapping[str, Any]) -> Incoming:
         raise ValueError(admission.DEFECTS[cause])
     prompt, payload = tuple(described["prompt"]), dict(described["payload"])
     task = Task(row["task_id"], prompt, payload, described.get("kind", ""))
-    codec.encode_trajectory(trajectory)  # raises now, and not within a transaction, if the pool cannot store it
+    # The result is not used. If the pool cannot encode the trajectory, the error is raised here, where it concerns only
+    # one row. Inside the pool's transaction it would undo the whole batch.
+    codec.encode_trajectory(trajectory)
     step, version, attempts, successes = (int(row[name]) for name in ("step", "version", "attempts", "successes"))
     temperature = float(row["temperature"])
     if not (0 < temperature < math.inf and 0 <= successes <= attempts < bucket_index.ATTEMPTS):

@@ -19,9 +19,10 @@ def attach_replayed(groups: Sequence[Group], pool: ExperiencePool, *, seed: int 
     `ReplayCurriculum` adds stored successes and also chooses tasks from the pool.
 
     Each group gets up to ``per_group`` successes. If its task has more, those that the pool's setting ``select`` ranks
-    first are added, where entropies are the recorded ones. The pool counts each added success as used. A group is
-    returned unchanged if its task is retired, if the pool contains no success on it, or if no fresh member has a valid
-    score, because the advantage of a replayed member is computed relative to the fresh ones.
+    first are added. They are ranked by their recorded entropies, whatever ``entropy_from`` says. The pool counts each
+    added success as used. A group is returned unchanged if its task is retired, if the pool contains no success on it,
+    or if no fresh member has a valid score, because the advantage of a replayed member is computed relative to the
+    fresh ones.
 
     Call this function before `ExperiencePool.observe`, which stores the successes of the groups. In the opposite order
     a group would get its own successes again.

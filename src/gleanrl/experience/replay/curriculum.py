@@ -42,9 +42,13 @@ class _State:
     proposals: int = 0  # number of calls of `propose`
     batches: int = 0  # number of whole batches proposed
     batch: int = 0  # number of groups in a whole batch, which is the largest proposal so far
-    in_batch: list[str] = field(default_factory=list)  # ids of the tasks in the latest whole batch and its replacements
-    owed: float = 0.0  # fraction of a replayed task, below 1, carried over from proposals of single groups
-    probes_owed: float = 0.0  # fraction of a probe, at most 1, carried over from earlier proposals
+    # ids of the tasks in the latest whole batch, and in the proposals that replaced dropped groups since then
+    in_batch: list[str] = field(default_factory=list)
+    # How many replayed tasks (below 1) are still due. With ``task_ratio`` 0.3, each proposal of one group adds 0.3. When
+    # the sum reaches 1, the proposal has a replayed task and 1 is subtracted.
+    owed: float = 0.0
+    # How many probes (groups that play a retired task, at most 1) are still due, by the same rule for every proposal.
+    probes_owed: float = 0.0
     steps: int = 0  # number of calls of `observe`, which is the number of finished steps
     solved: float = 0.0  # number of solved fresh rollouts; earlier steps have less weight (`_MEMORY`)
     tried: float = 0.0  # number of all valid fresh rollouts, weighted in the same way
@@ -64,9 +68,10 @@ class ReplayCurriculum:
     task. Retired tasks are skipped, except for the share ``probe_fraction`` of a batch that samples retired tasks again
     (probes), and except if no other task is left.
 
-    A proposal smaller than a batch is for a refunded ticket, whose group was dropped. It counts as a part of the latest
-    batch and repeats no task of it. A pool share below one task is carried over to the next such proposal: with
-    ``task_ratio`` 0.5, every second one is a replayed task.
+    A proposal smaller than a batch replaces groups that were dropped. It counts as a part of the latest batch and
+    repeats no task of that batch. In such proposals, and in batches of one group, the part of ``count * task_ratio``
+    after the decimal point is carried over to the next one. So with ``task_ratio`` 0.5, every second proposal of one
+    group has a replayed task.
 
     Replay begins once the fraction ``start_progress`` of ``total_batches`` is planned. If ``start_solve_rate`` is set,
     replay begins when the running success rate of fresh rollouts (over about ten steps) reaches it, or at
@@ -85,8 +90,9 @@ class ReplayCurriculum:
         temperature: sampling temperature of the run, stored with admitted trajectories.
         staleness: how many steps ahead of training a batch may be planned. Needed because ``max_age`` applies at the
             step that trains on the batch.
-        estimate: returns the mean entropy and log-ratio of trajectories under the current policy. If it is None or
-            raises, trajectories are ranked by their recorded entropy, and ``max_ratio`` is not applied.
+        estimate: returns the mean entropy and log-ratio of trajectories under the weights that the learner has during
+            `propose` (see `EstimatePolicy`). If it is None or raises, trajectories are ranked by their recorded
+            entropy, and ``max_ratio`` is not applied.
         reverify: scores a trajectory again. Called only if ``settings.reverify`` is on.
         keep_marks: number of checkpointed steps whose marks stay in the pool. It must be one more than the number of
             checkpoints kept, because a mark is set before its checkpoint replaces the oldest one.
@@ -145,9 +151,9 @@ class ReplayCurriculum:
         self._begin_if_due()
         random = np.random.default_rng(derive(self._seed, "replay", state.proposals))
         part = count < state.batch  # whether the groups replace dropped groups of a batch that was planned before
-        # Estimate the step that will learn from these groups: usually the one with the number of the batch. But
-        # refunded tickets can use up groups of a later batch, so that batches are planned early and their number is too
-        # high. Therefore limit the step to what the staleness bound allows.
+        # Estimate the step that will learn from these groups. Usually step n learns from batch n. But if groups are
+        # dropped, groups of a later batch can replace them. Batches are then planned early, and their number is higher
+        # than that of the step. Therefore limit the step to what the staleness bound allows.
         step = max(state.steps, min(state.batches - part, state.steps + self._staleness))
         taken = set(state.in_batch) if part else set()
         single = part or count == 1

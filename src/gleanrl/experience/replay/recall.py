@@ -20,10 +20,10 @@ from gleanrl.types import Score, Task, Trajectory
 log = logging.getLogger(__name__)
 
 EstimatePolicy = Callable[[Sequence[Trajectory]], Awaitable[Sequence[tuple[float, float]]]]
-"""A function that evaluates trajectories under the current policy, in one forward pass over all of them.
+"""A function that evaluates trajectories under the current policy: the learner's weights at the time of the call.
 
-It returns for each trajectory the mean entropy and the mean log-ratio (current minus recorded log-prob) of its sampled
-tokens.
+It makes one forward pass over all trajectories. For each trajectory it returns the mean entropy and the mean log-ratio
+(log-prob under the current policy minus recorded log-prob) of the sampled tokens.
 """
 
 Reverify = Callable[[Task, Trajectory], Awaitable[Score]]
@@ -51,7 +51,8 @@ class Disagrees(Exception):
 class Recalled:
     """A task from the pool and its trajectories to replay, best first.
 
-    ``stored`` is empty if ``replay.per_group`` is 0. Then the pool chooses tasks and nothing is replayed.
+    ``stored`` is empty if ``replay.per_group`` is 0. Then only the task is taken from the pool, and all members of its
+    group are sampled.
     """
 
     task: Task
@@ -61,8 +62,8 @@ class Recalled:
 @dataclass(frozen=True, slots=True)
 class _Candidate:
     stored: Stored
-    entropy: float  # by which candidates are ranked: recorded, or under the current policy
-    log_ratio: float | None  # mean of current minus recorded log-prob of the sampled tokens; None = not computed
+    entropy: float  # by which candidates are ranked: recorded, or under the current policy (`EstimatePolicy`)
+    log_ratio: float | None  # mean log-ratio as in `EstimatePolicy`; None = not computed
 
 
 class Recall:
@@ -161,8 +162,9 @@ class Recall:
     async def _make_candidates(self, tasks: Sequence[Sequence[Stored]]) -> list[list[_Candidate]]:
         """Return one list of candidates for each task, with the entropy and the log-ratio of each candidate.
 
-        The forward pass that estimates both under the current policy covers only the tasks whose choice can depend on
-        its result. If it fails, the failure is logged and counted, and the recorded entropies are used without ratios.
+        The forward pass that computes both under the current policy (`EstimatePolicy`) covers only the tasks for which
+        its result can change which trajectories are chosen. If the pass fails, the failure is logged and counted, and
+        the recorded entropies are used without ratios.
         """
         settings = self._settings
         by_entropy = settings.entropy_from == "current" and settings.select.endswith("entropy")

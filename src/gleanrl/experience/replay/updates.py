@@ -62,8 +62,8 @@ class UpdatableLearner(ScoringLearner, Learner, Protocol):
 def make_policy_estimator(learner: ScoringLearner, max_context: int) -> EstimatePolicy:
     """Return a function that computes, for each trajectory, the mean entropy and mean log-ratio of its sampled tokens.
 
-    The function computes both under the learner's current weights, in one forward pass over all trajectories. The
-    log-ratio of a token is its current log-prob minus the recorded one.
+    The function computes both under the weights that the learner has at the time of the call, in one forward pass over
+    all trajectories. The log-ratio of a token is its log-prob under these weights minus the recorded one.
     """
 
     async def estimate(trajectories: Sequence[Trajectory]) -> list[tuple[float, float]]:
@@ -188,7 +188,9 @@ class ReplayUpdateLearner:
         found = await self._recall.recall(self._config.replay.pool_batch, random, set(), step=step)
         self._recall.settle()
         self._pool.used([recalled.stored[0].key for recalled in found])
-        rates = self._pool.rates([recalled.task.id for recalled in found])  # lacks tasks that were never tried
+        # A task has no rate if its trajectories came from a source without solve rates, such as demonstrations, and the
+        # run has not played it yet.
+        rates = self._pool.rates([recalled.task.id for recalled in found])
         chosen = []
         for recalled in found:
             stored = recalled.stored[0]
