@@ -44,8 +44,8 @@ class _State:
     batch: int = 0  # number of groups in a whole batch, which is the largest proposal so far
     # ids of the tasks in the latest whole batch, and in the proposals that replaced dropped groups since then
     in_batch: list[str] = field(default_factory=list)
-    # How many replayed tasks (below 1) are still due. With ``task_ratio`` 0.3, each proposal of one group adds 0.3. When
-    # the sum reaches 1, the proposal has a replayed task and 1 is subtracted.
+    # How many replayed tasks (below 1) are still due. With ``task_ratio`` 0.3, each proposal of one group adds 0.3.
+    # Once the sum is at least 1, the proposal has a replayed task and 1 is subtracted.
     owed: float = 0.0
     # How many probes (groups that play a retired task, at most 1) are still due, by the same rule for every proposal.
     probes_owed: float = 0.0
