@@ -845,7 +845,7 @@ def test_a_task_that_cannot_be_decoded_is_not_drawn_until_it_is_observed_again(p
         assert pool.verify() == []
 
 
-def test_a_damaged_task_may_have_been_another_so_nothing_of_it_stays_under_the_new_one(path: Path) -> None:
+def test_a_damaged_task_loses_its_trajectories_when_a_task_with_its_id_is_observed(path: Path) -> None:
     with ExperiencePool(path) as pool:
         pool.observe([solved("t", 1, 2)], 0)
     _rewrite(path, "UPDATE bodies SET data = x'00'")

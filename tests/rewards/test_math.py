@@ -1,4 +1,5 @@
-"""Answers compared as mathematics, in real processes: forms of one number, formats, and what never ends."""
+"""Tests of the reward `math` in real worker processes: equivalent forms of an answer, where the answer stands in a
+response, time limits, and errors."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ pytest.importorskip("math_verify")
 
 
 def scores(pairs: Sequence[tuple[Any, str]], **options: Any) -> list[Score]:
-    """Of a right answer (or a whole payload) and a response each."""
+    """Score pairs of a right answer (or a whole payload) and a response."""
     payloads = [gold if isinstance(gold, dict) else {"answer": gold} for gold, _ in pairs]
     tasks = [
         (Task(str(i), (), payload), said) for i, (payload, (_, said)) in enumerate(zip(payloads, pairs, strict=True))
@@ -36,7 +37,7 @@ def scores(pairs: Sequence[tuple[Any, str]], **options: Any) -> list[Score]:
 
 @pytest.fixture(scope="module")
 def grader() -> Any:
-    """In this process: no limit is set on its memory."""
+    """A factory of graders that run in this process, without the memory limit of worker processes."""
     made = {}
 
     def grade(extract: Any, compare: Any = "math") -> Grader:
@@ -69,7 +70,7 @@ def grader() -> Any:
         ("-3", r"\boxed{3}", False),
     ],
 )
-def test_forms_of_one_answer_are_one_answer(grader: Any, gold: str, said: str, right: bool) -> None:
+def test_equivalent_forms_of_an_answer_are_equal(grader: Any, gold: str, said: str, right: bool) -> None:
     assert grader("auto").grade(said, [gold]).correct is right
 
 
@@ -97,16 +98,18 @@ def test_forms_of_one_answer_are_one_answer(grader: Any, gold: str, said: str, r
         ("last_number", "so H2", "2", True),
     ],
 )
-def test_what_of_a_message_is_its_answer(extract: Any, said: str, read: str | None, formatted: bool) -> None:
+def test_extract_answer_finds_the_answer_in_each_format(
+    extract: Any, said: str, read: str | None, formatted: bool
+) -> None:
     assert extract_answer(said, extract) == (read, formatted)
 
 
-def test_boxes_nest_and_right_answers_come_out_of_their_solutions() -> None:
+def test_find_boxed_returns_the_content_of_a_box_with_nested_braces() -> None:
     assert find_boxed(r"a \boxed{\frac{1}{2}} b") == r"\frac{1}{2}"
     assert find_boxed("no box") is None
 
 
-def test_only_the_asked_place_counts(grader: Any) -> None:
+def test_only_an_answer_in_the_configured_place_counts(grader: Any) -> None:
     assert not grader("boxed").grade("It is 4.", ["4"]).correct
     assert not grader("tags").grade(r"\boxed{4}", ["4"]).correct
     assert grader("tags").grade("<answer>4.0</answer>", ["4"]).correct
@@ -114,7 +117,7 @@ def test_only_the_asked_place_counts(grader: Any) -> None:
     assert not grader("last_number").grade(r"\boxed{72}, as 1 does", ["72"]).correct
 
 
-def test_choices_are_compared_as_text(grader: Any) -> None:
+def test_compare_text_compares_choices_as_normalised_text(grader: Any) -> None:
     choice = grader("boxed", "text")
     assert choice.grade(r"It is \boxed{\text{ b }}.", ["B"]).correct
     assert choice.grade(r"\boxed{(B)}", ["B"]).correct
@@ -126,7 +129,7 @@ def test_choices_are_compared_as_text(grader: Any) -> None:
         assert choice.grade(rf"\boxed{{{one}}}", [other]).correct is (other == "f(x)."), (one, other)
 
 
-def test_the_reward_of_a_run_finds_the_answer_and_tells_its_parts() -> None:
+def test_the_reward_finds_the_answer_in_the_payload_and_reports_its_parts() -> None:
     verl = {"data_source": "x", "reward_model": {"ground_truth": "4", "style": "rule"}, "extra_info": {"answer": "5"}}
     both = {"answer": ["4", "5"]}
     trl = {"solution": r"It is \boxed{4}"}
@@ -141,7 +144,7 @@ def test_the_reward_of_a_run_finds_the_answer_and_tells_its_parts() -> None:
     assert found[3].explanation == "5, for 4"
 
 
-def test_a_share_of_the_score_may_be_the_formats_and_the_column_may_be_named() -> None:
+def test_format_weight_scores_the_format_and_answer_names_the_column() -> None:
     payload = {"answer": "1", "extra_info": {"truth": "4"}}
     found = scores(
         [(payload, said) for said in (r"\boxed{4}", r"\boxed{1}", "4", "one")],
@@ -151,7 +154,7 @@ def test_a_share_of_the_score_may_be_the_formats_and_the_column_may_be_named() -
     assert [score.value for score in found] == pytest.approx([1.0, 0.1, 0.9, 0.0])
 
 
-def test_an_answer_that_never_ends_is_wrong_and_costs_no_other() -> None:
+def test_an_answer_that_takes_too_long_scores_zero_without_affecting_others() -> None:
     start = time.monotonic()
     said = [r"\boxed{9^{9^{9^{9}}}}", r"\boxed{10000000000!}", r"\boxed{4}"]
     found = scores([("3", said[0]), ("3", said[1]), ("4.0", said[2])], timeout_s=0.5)
@@ -160,7 +163,7 @@ def test_an_answer_that_never_ends_is_wrong_and_costs_no_other() -> None:
     assert time.monotonic() - start < KILL_S  # no process had to be killed
 
 
-def test_a_process_that_python_cannot_interrupt_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_process_that_ignores_the_time_limit_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> list[Score]:
         reward = MathReward(timeout_s=0.1)
         reward._make = Deaf
@@ -175,7 +178,7 @@ def test_a_process_that_python_cannot_interrupt_is_killed(monkeypatch: pytest.Mo
 
 
 class Deaf:
-    """A grader in the hands of a library that hears no signal."""
+    """A grader that blocks the signals of its time limit when the response is "hang", as a C library may do."""
 
     def grade(self, response: str, gold: list[str]) -> Any:
         import signal
@@ -186,13 +189,13 @@ class Deaf:
         return Grader("auto", "math", 5.0).grade(response, gold)
 
 
-def test_a_task_whose_answer_cannot_be_read_has_no_score() -> None:
+def test_a_task_whose_right_answer_cannot_be_parsed_has_no_score() -> None:
     [score] = scores([(r"\boxed{}", "4")])
     assert not score.valid
     assert "the right answer of task '0' is none" in str(score.explanation)
 
 
-def test_a_task_without_an_answer_stops_the_run() -> None:
+def test_a_task_without_an_answer_column_raises_a_user_error() -> None:
     with pytest.raises(UserError, match=r"task '0' has no .*answer.* but question; set reward.options.answer"):
         scores([({"question": "2+2?"}, "4")])
 
@@ -208,20 +211,20 @@ def test_a_task_without_an_answer_stops_the_run() -> None:
         ({"anser": "x"}, "reward math has no option 'anser'; did you mean 'answer'?"),
     ],
 )
-def test_bad_options_are_one_clear_line(options: dict[str, Any], told: str) -> None:
+def test_invalid_options_raise_a_one_line_user_error(options: dict[str, Any], told: str) -> None:
     with pytest.raises(UserError) as caught:
         check_reward("math", options=options)
     assert told in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
-def test_a_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_raises_a_user_error_that_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, package=None: None)
     with pytest.raises(UserError, match=r"needs the extra: pip install 'gleanrl\[math\]'"):
         check_reward("math")
     check_reward("math", options={"compare": "text", "extract": "tags"})
 
 
-def test_it_has_as_many_processes_as_the_settings_say() -> None:
+def test_the_workers_setting_is_the_number_of_processes() -> None:
     scorer = load_reward("math", settings=RewardSettings(name="math", workers=1))
     assert scorer.slots == 1

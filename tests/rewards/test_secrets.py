@@ -1,4 +1,5 @@
-"""A key stays in the environment, whatever a service or a user does with it."""
+"""Tests that an API key appears in no error, log line, score, pickle, journal or settings file, even if the service
+echoes it, and that keys written into options are refused (`gleanrl.utils.secrets`)."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ from gleanrl.utils.retry import Fatal, Retryable
 from gleanrl.utils.secrets import Secret, parse_header, refuse_key_in_url, refuse_keys
 from tests.rewards.service import Plan, Service
 
-KEY = 'sk-proj-"4f8a/9Zq+Lw7'  # with what JSON and addresses write otherwise
+KEY = 'sk-proj-"4f8a/9Zq+Lw7'  # with characters that JSON and URLs escape
 REQUEST = Request(Task("t"), ({"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4, worth 5"}))
 
 
@@ -35,7 +36,7 @@ def _key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JUDGE_KEY", KEY)
 
 
-def test_the_value_is_nowhere_in_the_object() -> None:
+def test_a_secret_does_not_hold_its_value() -> None:
     secret = Secret("JUDGE_KEY")
     assert secret.reveal() == KEY
     assert KEY not in f"{secret} {secret!r} {vars(type(secret))}"
@@ -57,7 +58,7 @@ def test_the_value_is_nowhere_in_the_object() -> None:
         "sk-proj-...",
     ],
 )
-def test_it_is_taken_out_of_a_text_however_it_is_written(form: str) -> None:
+def test_redact_removes_the_key_in_every_encoding(form: str) -> None:
     redacted = Secret("JUDGE_KEY").redact(f"your key {form} is wrong")
     assert "[JUDGE_KEY]" in redacted
     for piece in (KEY, form.strip("\"'"), "sk-proj", "4f8a"):
@@ -66,19 +67,19 @@ def test_it_is_taken_out_of_a_text_however_it_is_written(form: str) -> None:
     assert redacted.endswith(" is wrong")
 
 
-def test_a_text_without_it_stays() -> None:
+def test_redact_does_not_change_other_text() -> None:
     text = "a skill, sk, sk- and ... *** are no keys"
     assert Secret("JUDGE_KEY").redact(text) == text
 
 
 @pytest.mark.parametrize("given", ["sk-abcdef", "abcdef0123", "", "A" * 65, KEY])
-def test_what_may_be_the_key_itself_is_refused_and_not_repeated(given: str) -> None:
+def test_a_key_in_place_of_a_variable_name_is_refused_and_not_repeated(given: str) -> None:
     with pytest.raises(UserError, match="NAME of an environment variable") as error:
         Secret(given)
     assert not given or given not in str(error.value)
 
 
-def test_an_unset_or_unusable_variable_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unset_variable_or_unusable_value_raises_a_user_error(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match="NOT_THERE is not set"):
         Secret("NOT_THERE")
     monkeypatch.setenv("JUDGE_KEY", "sk-ü-secret")
@@ -87,7 +88,7 @@ def test_an_unset_or_unusable_variable_is_named(monkeypatch: pytest.MonkeyPatch)
     assert "secret" not in str(error.value)
 
 
-def test_a_header_that_speaks_of_a_key_takes_it_from_the_environment() -> None:
+def test_headers_that_carry_keys_must_name_an_environment_variable() -> None:
     for name in ("api-key", "Authorization", "X-Auth-Token", "Cookie"):
         with pytest.raises(UserError, match="env:NAME") as error:
             parse_header(name, KEY)
@@ -100,7 +101,7 @@ def test_a_header_that_speaks_of_a_key_takes_it_from_the_environment() -> None:
 @pytest.mark.parametrize(
     "url", ["https://me:pass1@host/v1", "https://host/v1?api_key=pass1", "https://host?a=1&token=pass1"]
 )
-def test_an_address_with_a_key_is_refused_and_not_repeated(url: str) -> None:
+def test_a_url_that_contains_a_key_is_refused_and_not_repeated(url: str) -> None:
     with pytest.raises(UserError, match="holds a key") as error:
         refuse_key_in_url(url, "url")
     assert "pass1" not in str(error.value)
@@ -108,7 +109,7 @@ def test_an_address_with_a_key_is_refused_and_not_repeated(url: str) -> None:
 
 
 def _echoing(path: str, body: Any) -> tuple[int, Any]:
-    """A service that repeats the key in everything that it says."""
+    """Return the answer of a service that repeats the key in everything it sends."""
     if path == "/v1/chat/completions":
         said = json.dumps({"score": 5, "reasoning": f"you sent {KEY}"})
         return 200, {"choices": [{"message": {"content": said}, "finish_reason": "stop"}]}
@@ -116,11 +117,11 @@ def _echoing(path: str, body: Any) -> tuple[int, Any]:
         return 200, {"data": [{"probs": f"{'x' * 290} you sent {KEY}"}]}
     if path == "/score":
         return 200, {"score": 5, "explanation": f"you sent {KEY}"}
-    return 400, {"error": {"message": "x" * 290 + f" you sent {KEY}"}}  # where the message is cut
+    return 400, {"error": {"message": "x" * 290 + f" you sent {KEY}"}}  # at the place where errors are truncated
 
 
 @pytest.mark.parametrize("kind", ["judge", "http"])
-def test_an_explanation_does_not_hold_what_the_service_echoes(kind: str) -> None:
+def test_a_key_that_the_service_echoes_is_redacted_in_the_explanation(kind: str) -> None:
     async def main() -> str | None:
         async with Service(Plan(answer=_echoing)) as service:
             scorer = (
@@ -143,11 +144,11 @@ def test_an_explanation_does_not_hold_what_the_service_echoes(kind: str) -> None
 @pytest.mark.parametrize(
     "faults", [{}, {"500": 1.0}, {"garbage": 1.0}, {"half": 1.0}, {"drop": 1.0}, {"no_score": 1.0}]
 )
-def test_no_error_and_no_log_line_holds_it(faults: dict[str, float], caplog: pytest.LogCaptureFixture) -> None:
+def test_no_error_and_no_log_line_holds_the_key(faults: dict[str, float], caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
 
     async def main() -> str:
-        # without faults the key is wrong, and the service repeats it whole and in pieces
+        # without faults the service expects another key, and its error repeats the sent one whole and in parts
         async with Service(Plan(key=KEY if faults else "another", faults=faults, repeats=0)) as service:
             judge = Judge(f"{service.url}/v1", "m", api_key_env="JUDGE_KEY")
             with pytest.raises((Fatal, Retryable)) as error:
@@ -163,7 +164,7 @@ def test_no_error_and_no_log_line_holds_it(faults: dict[str, float], caplog: pyt
         assert "environment variable JUDGE_KEY" in told
 
 
-def test_neither_dumps_nor_pickles_nor_journals_hold_it(tmp_path: Any) -> None:
+def test_settings_dumps_pickles_and_journals_do_not_hold_the_key(tmp_path: Any) -> None:
     options = {"model": "m", "api_key_env": "JUDGE_KEY", "headers": {"api-key": "env:JUDGE_KEY"}}
 
     async def main() -> Judge:
@@ -188,7 +189,7 @@ def test_neither_dumps_nor_pickles_nor_journals_hold_it(tmp_path: Any) -> None:
     assert KEY not in repr(vars(judge)) + Weighted({"judge": judge}).version
 
 
-def test_a_pooling_server_that_echoes_is_cut_and_cleaned() -> None:
+def test_the_error_of_an_echoing_pooling_server_is_redacted_and_truncated() -> None:
     async def main() -> str:
         async with Service(Plan(answer=_echoing)) as service:
             server = PoolingServer(service.url, "m", api_key_env="JUDGE_KEY")
@@ -255,17 +256,17 @@ def test_a_key_in_options_is_refused_and_not_repeated(name: str, options: dict[s
         {"url": "https://host/v1?api-version=2024-10-21", "template": "Is the task risk-free? sk-ip it"},
     ],
 )
-def test_what_only_sounds_like_a_key_is_taken(options: dict[str, Any]) -> None:
+def test_options_that_only_resemble_keys_are_accepted(options: dict[str, Any]) -> None:
     refuse_keys(options, "reward.options")
     check_reward("tests.rewards.test_secrets:Client", options=options)
 
 
-def test_a_variable_that_is_not_set_is_named() -> None:
+def test_an_unset_variable_in_options_raises_a_user_error_that_names_it() -> None:
     with pytest.raises(UserError, match=r"reward.options.api_key: the environment variable NOT_THERE is not set"):
         check_reward("tests.rewards.test_secrets:Client", options={"api_key": "env:NOT_THERE"})
 
 
-def test_a_users_reward_gets_the_key_and_nobody_else(tmp_path: Any) -> None:
+def test_a_users_reward_receives_the_key_which_is_redacted_in_its_results(tmp_path: Any) -> None:
     options = {"api_key": "env:JUDGE_KEY", "deep": {"keys": ["env:JUDGE_KEY"]}}
 
     async def main() -> list[Any]:

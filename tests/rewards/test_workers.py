@@ -1,4 +1,5 @@
-"""Sync rewards hold up nobody: threads are replaced, processes are killed."""
+"""Tests of sync rewards in threads and worker processes (`gleanrl.rewards.executors`): threads that hang are replaced,
+and processes that hang are killed."""
 
 from __future__ import annotations
 
@@ -28,6 +29,7 @@ async def ask(agent: RewardAgent, answer: str, **payload: Any) -> Score:
 
 
 def until(true: Callable[[], bool]) -> None:
+    """Wait up to 10 s until the condition holds."""
     deadline = time.monotonic() + 10
     while not true() and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -35,6 +37,7 @@ def until(true: Callable[[], bool]) -> None:
 
 
 def gone(pid: int) -> bool:
+    """Whether the process has ended; a zombie counts as ended."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
     except FileNotFoundError:
@@ -42,7 +45,7 @@ def gone(pid: int) -> bool:
 
 
 # --- threads --------------------------------------------------------------------------------------
-def test_threads_work_side_by_side_and_never_more_than_allowed() -> None:
+def test_a_sync_reward_runs_in_as_many_threads_as_the_workers_setting() -> None:
     active, most, lock = 0, 0, threading.Lock()
     together = threading.Barrier(4, timeout=30)
 
@@ -65,7 +68,7 @@ def test_threads_work_side_by_side_and_never_more_than_allowed() -> None:
     assert most == 4
 
 
-def test_calls_that_hang_in_their_threads_are_replaced(caplog: pytest.LogCaptureFixture) -> None:
+def test_threads_that_hang_are_replaced_with_one_warning(caplog: pytest.LogCaptureFixture) -> None:
     release = threading.Event()
 
     def reward(request: Any) -> float:
@@ -86,7 +89,9 @@ def test_calls_that_hang_in_their_threads_are_replaced(caplog: pytest.LogCapture
     assert len([record for record in caplog.records if "hangs in its thread" in record.getMessage()]) == 1
 
 
-def test_where_too_many_hang_the_others_wait_and_lose_no_try(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_while_too_many_threads_hang_other_calls_wait_without_losing_an_attempt(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(executors, "MAX_HUNG_THREADS", 2)
     release = threading.Event()
 
@@ -111,7 +116,7 @@ def test_where_too_many_hang_the_others_wait_and_lose_no_try(monkeypatch: pytest
     asyncio.run(main())
 
 
-def test_threads_that_hang_before_any_answer_fail_fast(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_free_thread_before_the_first_answer_a_call_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(executors, "MAX_HUNG_THREADS", 0)
 
     async def main() -> str | None:
@@ -121,7 +126,7 @@ def test_threads_that_hang_before_any_answer_fail_fast(monkeypatch: pytest.Monke
     assert "isolation = 'process'" in (asyncio.run(main()) or "")
 
 
-def test_a_machine_without_threads_to_spare_costs_no_reward(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_thread_that_cannot_be_started_loses_no_reward(monkeypatch: pytest.MonkeyPatch) -> None:
     start, left = threading.Thread.start, [True, False, False, False, False, False, False]
 
     def starting(thread: threading.Thread) -> None:
@@ -144,7 +149,7 @@ def test_a_machine_without_threads_to_spare_costs_no_reward(monkeypatch: pytest.
     asyncio.run(main())
 
 
-def test_exceptions_of_threads_are_reasons() -> None:
+def test_an_exception_in_a_thread_becomes_the_explanation() -> None:
     def reward(request: Any) -> float:
         raise StopIteration if request.response == "stop" else ValueError("bad\nline")
 
@@ -157,7 +162,7 @@ def test_exceptions_of_threads_are_reasons() -> None:
 
 
 # --- processes --------------------------------------------------------------------------------------
-def test_a_grader_that_hangs_or_dies_is_killed_with_all_it_started(tmp_path: Path) -> None:
+def test_a_worker_process_that_hangs_is_killed_with_its_children_and_replaced(tmp_path: Path) -> None:
     pids = tmp_path / "pids"
 
     async def main() -> None:
@@ -180,7 +185,7 @@ def test_a_grader_that_hangs_or_dies_is_killed_with_all_it_started(tmp_path: Pat
     until(lambda: gone(worker) and gone(child))
 
 
-def test_processes_keep_state_and_finish_groups() -> None:
+def test_worker_processes_take_options_and_post_process_groups() -> None:
     async def main() -> None:
         async with RewardAgent("tests.rewards.graders:Scaled", isolation="process", workers=1,
                                options={"scale": 2.0}) as agent:  # fmt: skip
@@ -190,7 +195,7 @@ def test_processes_keep_state_and_finish_groups() -> None:
     asyncio.run(main())
 
 
-def test_cancelling_a_call_kills_its_process() -> None:
+def test_cancelling_a_call_kills_its_worker_process() -> None:
     async def main() -> None:
         async with RewardAgent(TROUBLE, isolation="process", workers=1) as agent:
             pid = int((await ask(agent, "pid")).value)
@@ -208,7 +213,7 @@ def test_cancelling_a_call_kills_its_process() -> None:
 @pytest.mark.parametrize(
     ("name", "cause"), [("timeout", "timeout"), ("refused", "unreachable"), ("reset", "connection")]
 )
-def test_causes_survive_a_process(name: str, cause: str) -> None:
+def test_the_cause_of_an_error_is_kept_across_processes(name: str, cause: str) -> None:
     async def main() -> None:
         async with RewardAgent(TROUBLE, isolation="process", workers=1, attempts=1) as agent:
             assert not (await ask(agent, name)).valid
@@ -217,7 +222,7 @@ def test_causes_survive_a_process(name: str, cause: str) -> None:
     asyncio.run(main())
 
 
-def test_what_cannot_travel_or_load_is_one_line(tmp_path: Path) -> None:
+def test_a_reward_that_workers_cannot_unpickle_or_import_raises_a_user_error(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"pickled.*import path"):
         RewardAgent(lambda request: 1.0, isolation="process")
     file = tmp_path / "main_only.py"
@@ -233,7 +238,7 @@ def test_what_cannot_travel_or_load_is_one_line(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
-def test_an_async_reward_stays_on_the_loop(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_async_reward_runs_on_the_loop_despite_process_isolation(caplog: pytest.LogCaptureFixture) -> None:
     active = most = 0
 
     async def reward(request: Any) -> float:
