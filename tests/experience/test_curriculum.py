@@ -721,7 +721,7 @@ def test_marks_of_old_checkpoints_are_forgotten(folder: Path) -> None:
 
 
 def test_shares_and_progress_survive_a_checkpoint(folder: Path, caplog: Any) -> None:
-    """They include the fraction of a replayed task that is owed, and which messages have been logged."""
+    """A checkpoint keeps the owed fraction of a replayed task, the progress, and which messages have been logged."""
     replay = ReplaySettings(start_progress=0.3, probe_fraction=0.0)
     curriculum = wrap(folder, replay, Stream(NAMES[:20], 4), 4)
     for _ in range(3):

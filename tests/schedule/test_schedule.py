@@ -216,7 +216,7 @@ def test_refunded_tickets_are_issued_again_lowest_first_with_a_later_version() -
 
 
 def test_a_resumed_controller_continues_the_attempts_of_every_ticket() -> None:
-    """This includes tickets of later steps, and refunded tickets that have not been issued again."""
+    """The attempts of tickets of later steps, and of refunded tickets that wait to be issued again, are kept, too."""
 
     async def main() -> None:
         schedule = Schedule(2, 2, 2)
