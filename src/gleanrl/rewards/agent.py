@@ -78,7 +78,8 @@ class _Job(Permit):
 
     def settle(self, outcome: Score | Exception) -> None:
         for waiter in self.waiters:
-            if waiter.done():  # its caller was cancelled in this iteration of the event loop
+            # The caller was cancelled, and the callback that removes its future from the set has not run yet.
+            if waiter.done():
                 continue
             if isinstance(outcome, Score):
                 waiter.set_result(outcome)
@@ -90,7 +91,8 @@ class _Job(Permit):
 class RewardLane:
     """A `gleanrl.protocols.Reward` that sends requests through one lane of an agent, for training or for evaluation.
 
-    Each lane has its own slots, so that the requests of training and of evaluation do not wait for each other's slots.
+    A lane is the queue of the requests of training or of evaluation. It has its own slots: the number of requests that
+    may be in flight at the same time. So the requests of one lane do not wait for the slots of the other.
     """
 
     agent: RewardAgent
@@ -226,7 +228,7 @@ class RewardAgent:
             return [self._fail("finish", reason) if score.valid else score for score in scores]
 
     def lane(self, name: LaneName) -> RewardLane:
-        """Return the lane ``name``. It has its own slots and shares the reward, cache, journal and rate limits."""
+        """Return the lane ``name`` (see `RewardLane`). All lanes share the reward, cache, journal and rate limits."""
         return RewardLane(self, name)
 
     async def score_groups(
@@ -399,7 +401,8 @@ class RewardAgent:
         ``sent``: a future whose result becomes the event loop time at which the call of the scorer begins.
         """
         loop, limiter = asyncio.get_running_loop(), self._limiter
-        tokens = 0.0  # estimated number, which `_charge` replaces by the number that the service reports
+        # Estimated number of tokens. `_charge` corrects the rate limiter by the number that the service reports.
+        tokens = 0.0
         if limiter.counts_tokens:
             characters = sum(len(message["content"] or "") for message in job.request.messages)
             tokens = characters / _CHARACTERS_PER_TOKEN + self._mean_completion_tokens
@@ -501,7 +504,7 @@ class RewardAgent:
         return used > 0
 
     def _leave(self, job: _Job, waiter: asyncio.Future[Score]) -> None:
-        """Remove ``waiter`` from the job. If it was cancelled and no other caller waits, cancel the job."""
+        """Remove ``waiter`` from the job. If ``waiter`` was cancelled and no other caller waits, cancel the job."""
         job.waiters.discard(waiter)
         if waiter.cancelled() and not job.waiters and job in self._jobs and job.task is not None:
             self._forget(job)

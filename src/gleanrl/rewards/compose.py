@@ -1,4 +1,4 @@
-"""Combines several rewards into their weighted sum, and logs the value of every part by name."""
+"""Combines several rewards, called the parts, into their weighted sum, and logs the value of every part by name."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from gleanrl.utils.text import nearest
 FailurePolicy = Literal["fail", "renormalise"]
 
 ATTEMPTS = 3
-"""Number of attempts to score an optional part before it is left out of the sum."""
+"""Number of attempts to score an optional part (see `Part.optional`) before it is left out of the sum."""
 MAX_UNFINISHED = 4096
 """Largest number of requests whose finished parts are kept in memory between two attempts."""
 
@@ -45,10 +45,10 @@ class Weighted(Scorer):
             range to which the part's value is clipped before it is weighted. A table named ``environment`` needs no
             ``reward``; it is the environment's own score.
         on_failure: what happens if a part fails. ``fail``: the request fails. ``renormalise``: the part is left out of
-            the sum, after `ATTEMPTS` attempts if its error is retryable. The sum of the other parts is then multiplied
-            by the total of all absolute weights divided by the total of the absolute weights of these parts, and
-            ``left_out`` in `Score.parts` is the number of missing parts. The request fails if no part with a weight
-            other than 0 has a score. A part with weight 0 is left out in both cases.
+            the sum, after `ATTEMPTS` attempts if its error is retryable. The sum of the remaining parts is then
+            multiplied by ``a / r``, where ``a`` is the sum of the absolute weights of all parts and ``r`` that of the
+            remaining parts. ``left_out`` in `Score.parts` is the number of missing parts. The request fails if no part
+            with a weight other than 0 has a score. A failed part with weight 0 is left out whatever ``on_failure`` is.
 
     Raises:
         UserError: a part cannot be loaded, or a value is invalid.
@@ -96,7 +96,8 @@ class Weighted(Scorer):
         """
         try:
             key = request.key("parts")
-        except TypeError:  # the task's payload is not JSON-serialisable
+        except TypeError:
+            # The task's payload is not JSON-serialisable, so the journal cannot store the scores of the parts.
             key = None
         name = f"{request.trajectory_id} {key}"
         unfinished = self._unfinished.pop(name, None) or _Unfinished()
@@ -240,7 +241,7 @@ class Weighted(Scorer):
 
 
 class Part:
-    """One reward of a weighted sum, which is called with its own slots and its own time limit.
+    """One reward of a weighted sum, with its own slots (maximum number of concurrent calls) and its own time limit.
 
     Attributes:
         weight: factor of the part's value, negative for a penalty. A part with weight 0 is only logged.

@@ -52,7 +52,8 @@ class Journal:
                 text = "the reward journal %s is damaged (%s); moved to %s, and the rewards in it are requested again"
                 log.warning(text, self.path, " ".join(str(error).split()), aside.name)
                 self._database = self._open()
-            # `get` reads on the event loop. With the connection that writes it would block the loop during a commit.
+            # `get` reads on the event loop. If it used the connection that writes, it would block the event loop during
+            # a commit.
             self._reader = sqlite3.connect(self.path, timeout=_BUSY_S)
         except (OSError, sqlite3.OperationalError) as error:
             raise UserError(f"the reward journal {self.path} cannot be opened: {error}") from None

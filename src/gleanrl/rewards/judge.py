@@ -134,7 +134,7 @@ class Judge(ServiceScorer):
         name = f"{request.trajectory_id} {version_of(prompt)}"
         key = idempotency_key(request, self.version)
         if key is not None and name in self._unread:
-            # The service has answered the first request. With the same key it might return the same answer again.
+            # The first answer had no score. With the same idempotency key, the service might return that answer again.
             key += "-2"
         body = {**self._body, "messages": [*self._messages, prompt]}
         answer = await self._client.request("POST", "/chat/completions", body, idempotency_key=key)

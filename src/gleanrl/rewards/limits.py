@@ -1,9 +1,10 @@
 """Limits the number of requests in flight, and the number of requests and tokens per minute.
 
-Training and evaluation have separate lanes. Each lane has its own slots. Resources that the lanes share (rate limits,
-worker threads) are divided by weighted fair queueing, so that the requests of one lane cannot crowd out the other's.
-All times are times of the event loop's clock. Nothing polls: a waiting request is woken when a slot becomes free or the
-rate limits allow it.
+Training and evaluation have separate lanes. A *lane* is a queue of requests with its own *slots*: a request occupies
+one slot from its admission to its end, and waits while all slots of its lane are occupied. Resources that the lanes
+share (rate limits, worker threads) are divided by weighted fair queueing, so that the requests of one lane cannot crowd
+out the other's. All times are times of the event loop's clock. Nothing polls: a waiting request is woken when a slot
+becomes free or the rate limits allow it.
 
 Existing libraries for leaky buckets are not used. They cannot give back tokens that were estimated but not used, and
 they do not follow the virtual clock of `gleanrl.simulate`.
@@ -64,16 +65,16 @@ class Lane:
     in_flight: int = 0
     # The queue. A key is the future that `RateLimiter.acquire` awaits, its value is the request's estimated tokens.
     waiting: OrderedDict[asyncio.Future[Lane], float] = field(default_factory=OrderedDict)
-    # Weighted fair queueing: the tag grows by 1 / share with each admitted request, and the lane with the lowest tag
-    # is the next one.
+    # Weighted fair queueing: a lane's tag grows by 1 / share with each of its requests that is admitted, and the next
+    # request is admitted from the lane with the lowest tag.
     finish_tag: float = 0.0
 
 
 class Permit:
-    """The lanes in which one request waits at a rate limiter. The lane that admits the request first is the one used.
+    """The lanes in whose queues one request waits at a rate limiter.
 
-    A request gets a second lane when an identical request is made in that lane. It then waits in the queues of both
-    lanes, and its place in the other queue is removed when one of them admits it.
+    A request gets a second lane when an identical request is made in that lane. The request then waits in the queues of
+    both lanes. When one lane admits the request, it occupies a slot of that lane and is removed from the other queue.
     """
 
     __slots__ = ("lanes", "pending")
@@ -123,7 +124,7 @@ class RateLimiter:
         self._tokens = LeakyBucket(tokens_per_minute, unit=0) if tokens_per_minute else None
         self.counts_tokens = self._tokens is not None
         self._timer: asyncio.TimerHandle | None = None
-        self._virtual_time = 0.0  # finish tag of the lane that admitted the last request, before this admission
+        self._virtual_time = 0.0  # `Lane.finish_tag` of the lane that admitted the last request, before that admission
 
     async def acquire(self, permit: Permit, tokens: float = 0.0) -> Lane:
         """Wait until slots and rate limits admit the request. Returns the lane to be passed to `release`.
@@ -137,7 +138,7 @@ class RateLimiter:
         for name in permit.lanes:
             self.queue(name, waiter, tokens)
         try:
-            return await waiter  # the future is already done if there was room
+            return await waiter  # the future is already done if `queue` has admitted the request at once
         except asyncio.CancelledError:
             if not waiter.cancelled():
                 # The request was admitted and then cancelled in the same iteration of the event loop.

@@ -250,8 +250,8 @@ def find_boxed(text: str) -> str | None:
 def _plain(text: str) -> str:
     """Normalise an answer for a comparison as text.
 
-    The result is in lower case and without ``\\text{}``, enclosing dollar signs, a final full stop, one pair of
-    enclosing brackets or the bracket of ``B)``, and repeated spaces.
+    The result is in lower case, without ``\\text{}``, enclosing dollar signs, a final full stop and repeated spaces.
+    One pair of enclosing brackets is removed, or the bracket after an option, as in ``B)``.
     """
     inside = re.sub(r"\\text\s*\{([^{}]*)\}", r"\1", text).strip("$ \t\r\n").removesuffix(".").strip("$ \t\r\n")
     if inside.endswith(")") and "(" not in inside.removeprefix("("):

@@ -122,8 +122,8 @@ class ErrorBudget:
     Args:
         max_failed_fraction: the service counts as down if more than this share of the last ``window`` requests failed.
             The share is checked once 32 requests have ended.
-        down_after_s: the service also counts as down if no call was answered for this many seconds, and the calls that
-            failed meanwhile belong to at least four requests.
+        down_after_s: the service also counts as down if no call has returned a score for this many seconds, and the
+            calls that failed meanwhile belong to at least four requests.
     """
 
     def __init__(self, max_failed_fraction: float, window: int, down_after_s: float) -> None:
@@ -133,10 +133,10 @@ class ErrorBudget:
         self._failing_since: float | None = None
         self._failing: set[int] = set()
         self._warned = False
-        self.answered = False  # whether any call has been answered since the agent was created
+        self.answered = False  # whether any call has returned a score since the agent was created
 
     def succeeded(self) -> None:
-        """Record that a call was answered."""
+        """Record that a call has returned a score, even an invalid one."""
         self.answered, self._warned = True, False
         self._failing_since = None
         self._failing.clear()
