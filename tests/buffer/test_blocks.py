@@ -1,4 +1,4 @@
-"""Many trajectories in one call are stored as they would be one by one."""
+"""Tests of adding many trajectories in one call: the stored bytes equal those of one call per trajectory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.buffer.world import assert_same, trajectory
 
 
 def several() -> list[TensorTrajectory]:
-    """Alike and not: lengths, fields, ends of episodes, final observations, instructions, outcomes, bootstrap rows."""
+    """Twelve trajectories, some of equal schema and length, others with more steps, fields or bootstrap rows."""
     made = []
     for number in range(12):
         steps = 4 if number < 9 else 7
@@ -41,7 +41,7 @@ def several() -> list[TensorTrajectory]:
 
 
 def stored(folder: Path, calls: list[list[TensorTrajectory]]) -> tuple[list[tuple[object, ...]], dict[str, bytes]]:
-    """The records, without their times, and the other files."""
+    """Add each list of trajectories in one call; return the log records without times, and the bytes of other files."""
     with TrajectoryReplayBuffer(folder, seed=0, segment_bytes=1 << 16) as buffer:
         for call in calls:
             buffer.add_trajectories(call)
@@ -54,14 +54,14 @@ def stored(folder: Path, calls: list[list[TensorTrajectory]]) -> tuple[list[tupl
     return records, files
 
 
-def test_one_call_or_many_is_the_same(tmp_path: Path) -> None:
+def test_one_call_stores_the_same_bytes_as_one_call_per_trajectory(tmp_path: Path) -> None:
     made = several()
     together, alone = stored(tmp_path / "a", [made]), stored(tmp_path / "b", [[own] for own in made])
     assert together[0] == alone[0]
     assert together[1] == alone[1]
 
 
-def test_only_what_is_alike_and_small_is_stacked() -> None:
+def test_only_small_trajectories_of_equal_shape_are_joined_into_a_block() -> None:
     rows = [FlatTrajectory.flatten(own) for own in several()]
     found = [[int(member.model_weights_id) for member in stack.members] for stack in join_blocks(rows)]
     assert found == [[0, 1, 2, 3], [4, 5], [6, 7], [8], [9, 10, 11]]
@@ -71,7 +71,7 @@ def test_only_what_is_alike_and_small_is_stacked() -> None:
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 1), (3, 7, 2), (2, 40, 5)])
-def test_steps_left_are_counted_up_to_the_next_end(shape: tuple[int, int, int]) -> None:
+def test_steps_left_counts_the_steps_up_to_the_next_end_of_an_episode(shape: tuple[int, int, int]) -> None:
     ends = torch.rand(shape, generator=torch.Generator().manual_seed(0)) > 0.7
     found = steps_left(ends)
     assert found.dtype == torch.int32

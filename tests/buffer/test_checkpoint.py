@@ -1,4 +1,7 @@
-"""Where checkpoints are written and looked for: nothing but a checkpoint is ever replaced, and none counts twice."""
+"""Tests of saving and loading a buffer's checkpoints: which targets may be replaced, kills, and flipped bits.
+
+``native`` and ``pt`` are the two checkpoint formats; the second is RLinf's.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ def made(path: Path | None, *numbers: int, **how: str) -> TrajectoryReplayBuffer
 
 
 def occupy(path: Path, kind: str) -> None:
-    """Make something where a checkpoint is to be written."""
+    """Create a file or folder of the given kind at the path where the test then saves a checkpoint."""
     if kind == "a file":
         path.write_text("mine")
     elif kind == "a buffer":
@@ -75,12 +78,13 @@ def test_a_checkpoint_does_not_replace_its_own_buffer(tmp_path: Path, form: str)
 
 
 @pytest.mark.parametrize("form", ["native", "pt"])
-def test_what_a_killed_save_left_counts_for_nothing_and_goes_with_the_next(tmp_path: Path, form: str) -> None:
+def test_the_leftovers_of_a_killed_save_are_ignored_and_removed_by_the_next_save(tmp_path: Path, form: str) -> None:
     for rank, numbers in enumerate([(0, 1, 2), (10, 11, 12)]):
         with made(tmp_path / f"buffer-{rank}", *numbers, trajectory_format=form) as buffer:
             buffer.save_checkpoint(tmp_path / "ranks" / f"rank_{rank}")
     left = tmp_path / "ranks" / f"{atomic.TEMPORARY_PREFIX}0123abcd-rank_1"
-    shutil.copytree(tmp_path / "ranks" / "rank_1", left)  # killed just before the rename
+    # A save writes to a temporary folder and renames it; a kill just before the rename leaves that folder behind.
+    shutil.copytree(tmp_path / "ranks" / "rank_1", left)
     found = []
     for rank in range(2):
         with TrajectoryReplayBuffer(rank=rank) as own:
@@ -113,18 +117,19 @@ def test_a_checkpoint_is_replaced_in_one_step(tmp_path: Path, monkeypatch: pytes
     assert os.listdir(tmp_path) == ["checkpoint"]
 
 
-def test_a_checkpoint_that_was_moved_aside_is_named(tmp_path: Path) -> None:
+def test_the_error_for_a_missing_checkpoint_names_the_copy_that_was_moved_aside(tmp_path: Path) -> None:
     with made(None, 1) as buffer:
         buffer.save_checkpoint(tmp_path / "checkpoint")
         aside = tmp_path / f"{atomic.TEMPORARY_PREFIX}0123abcd-checkpoint"
-        (tmp_path / "checkpoint").rename(aside)  # killed between two renames
+        # Without renameat2 a checkpoint is replaced by two renames; this is the state of a kill between them.
+        (tmp_path / "checkpoint").rename(aside)
         with pytest.raises(UserError, match=f"no checkpoint of a buffer; .*; {aside} may be what was there"):
             buffer.load_checkpoint(tmp_path / "checkpoint")
         buffer.load_checkpoint(aside)
         assert_same(buffer.trajectory(0), trajectory(1))
 
 
-def test_a_flipped_bit_does_not_pass_into_a_copy(tmp_path: Path) -> None:
+def test_a_copy_of_a_checkpoint_with_a_flipped_bit_is_refused(tmp_path: Path) -> None:
     with made(tmp_path / "buffer", *range(4)) as buffer:
         buffer.save_checkpoint(tmp_path / "checkpoint")
         width, row = buffer.storage.snapshot.tables[0].schema.record_nbytes, int(buffer.storage.record(2)["row"])  # type: ignore[attr-defined]
@@ -142,7 +147,8 @@ def test_a_flipped_bit_does_not_pass_into_a_copy(tmp_path: Path) -> None:
         with pytest.raises(UserError, match=said):
             buffer.load_checkpoint(source, is_distributed=True, local_rank=1, world_size=2)
         assert_same(buffer.trajectory(0), trajectory(9))
-        buffer.load_checkpoint(source)  # links, so what is wrong is still known
+        # Loading on one rank links the files and their checksums, so verify() still reports the flipped bit.
+        buffer.load_checkpoint(source)
         assert len(buffer.verify()) == 1
         buffer.trajectory_format = "pt"
         with pytest.raises(UserError, match=said):
@@ -150,7 +156,7 @@ def test_a_flipped_bit_does_not_pass_into_a_copy(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == ["buffer", "checkpoint", "new"]
 
 
-def test_a_flipped_bit_in_rlinf_s_files_does_not_pass_into_a_copy(tmp_path: Path) -> None:
+def test_a_flipped_bit_in_an_rlinf_checkpoint_prevents_loading_it(tmp_path: Path) -> None:
     with made(None, 1, 2, trajectory_format="pt") as buffer:
         buffer.save_checkpoint(tmp_path / "rlinf")
     file = next((tmp_path / "rlinf").glob("trajectory_1_*"))

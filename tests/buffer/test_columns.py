@@ -1,4 +1,4 @@
-"""Segments: how many there can be, and what they take of files, addresses and the disk."""
+"""Tests of segments: the file descriptors, address space and disk space that many segments take."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from gleanrl.buffer import TensorTrajectory, TrajectoryReplayBuffer, columns, lo
 from gleanrl.utils.errors import UserError
 from tests.buffer.world import disk_usage
 
-ROWS = 256  # of 2 KiB, and as many fill a segment
+ROWS = 256  # rows of 2 KiB in a segment
 
 
 def full(number: int) -> TensorTrajectory:
-    """Exactly a segment's rows, which say whose they are."""
+    """A trajectory that fills one segment exactly; all its values are ``number``."""
     return TensorTrajectory(
         rewards=torch.full((ROWS, 1, 1), float(number)),
         curr_obs={"state": torch.full((ROWS, 1, 512), float(number))},
@@ -37,7 +37,7 @@ def assert_all_there(buffer: TrajectoryReplayBuffer, first: int, end: int) -> No
     assert torch.equal(batch["curr_obs"]["state"][:, 511], wanted)
 
 
-def test_segments_take_no_file_descriptors(tmp_path: Path) -> None:
+def test_segments_hold_no_file_descriptors(tmp_path: Path) -> None:
     def descriptors() -> int:
         return len(os.listdir("/dev/fd"))
 
@@ -74,8 +74,9 @@ def test_address_space_grows_with_the_rows(tmp_path: Path, monkeypatch: pytest.M
             if reader and number % 7 == 0:
                 assert_all_there(reader, 0, number + 1)
         assert_all_there(buffer, 0, 20)
-        assert first["id"].tolist() == [0]  # what was given out stays
-        buffer.add_trajectories([full(number) for number in range(20, 120)])  # more than four times as much
+        assert first["id"].tolist() == [0]  # a view taken before the address space grew stays valid
+        # The new rows need more than four times the present address space.
+        buffer.add_trajectories([full(number) for number in range(20, 120)])
         assert_all_there(buffer, 0, 120)
         assert len(buffer) == 120
         if reader:
@@ -84,14 +85,14 @@ def test_address_space_grows_with_the_rows(tmp_path: Path, monkeypatch: pytest.M
             reader.close()
 
 
-def test_a_ring_of_addresses_is_used_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_addresses_of_evicted_segments_are_reused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(columns, "ADDRESSES", 5 << 20)
     with opened(tmp_path, max_rows=4 * ROWS) as buffer:
         for number in range(12):
             buffer.add_trajectories([full(number)])
             assert_all_there(buffer, buffer.trajectory_counter - len(buffer), number + 1)
         assert buffer.storage.snapshot.tables[0].columns.slots == 9  # type: ignore[attr-defined]
-        with buffer.storage.held():  # what it still may read keeps its place
+        with buffer.storage.held():  # the addresses of rows that a sample may still read are not reused
             rows = torch.arange(8 * ROWS, 9 * ROWS)
             table = buffer.storage.snapshot.tables[0]
             for number in range(12, 14):
@@ -99,7 +100,9 @@ def test_a_ring_of_addresses_is_used_again(tmp_path: Path, monkeypatch: pytest.M
             assert table.read(rows, [("rewards",)])[("rewards",)].unique().tolist() == [8.0]
 
 
-def test_no_address_space_is_one_line_and_costs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lack_of_address_space_is_a_user_error_and_loses_no_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(columns, "ADDRESSES", 2 << 20)
     with opened(tmp_path) as buffer:
         buffer.add_trajectories([full(0), full(1)])
@@ -116,7 +119,7 @@ def test_no_address_space_is_one_line_and_costs_nothing(tmp_path: Path, monkeypa
         assert_all_there(buffer, 0, 3)
 
 
-def test_many_shapes_cost_little(tmp_path: Path) -> None:
+def test_many_schemas_take_little_address_space_and_disk(tmp_path: Path) -> None:
     with TrajectoryReplayBuffer(tmp_path, seed=0) as buffer:
         before = addresses()
         wide = {"curr_obs": {"s": torch.zeros(2, 1, 600)}, "next_obs": {"s": torch.ones(2, 1, 600)}}
@@ -130,7 +133,7 @@ def test_many_shapes_cost_little(tmp_path: Path) -> None:
 
 
 def addresses() -> int:
-    """Bytes of address space that this process has."""
+    """Return the bytes of address space that this process uses."""
     if not os.path.exists("/proc/self/statm"):
         pytest.skip("the system does not say")
     with open("/proc/self/statm") as file:
@@ -138,7 +141,7 @@ def addresses() -> int:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="address space is not limited elsewhere")
-def test_little_address_space_is_enough(tmp_path: Path) -> None:
+def test_a_buffer_works_with_3_gib_of_address_space(tmp_path: Path) -> None:
     script = """
 import resource, sys, torch
 from gleanrl.buffer import TensorTrajectory, TrajectoryReplayBuffer
@@ -152,7 +155,7 @@ with TrajectoryReplayBuffer(sys.argv[1], seed=0) as buffer:
     assert found.stdout == "24\n", found.stderr
 
 
-def test_a_reader_that_slept_while_segments_went_has_lost_none(tmp_path: Path) -> None:
+def test_a_reader_reports_no_lost_files_after_segments_were_evicted_during_its_sample(tmp_path: Path) -> None:
     with opened(tmp_path / "buffer", max_rows=4 * ROWS) as buffer:
         buffer.add_trajectories([full(0)])
         with opened(tmp_path / "buffer", read_only=True) as reader:

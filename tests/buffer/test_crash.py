@@ -1,4 +1,7 @@
-"""A process that adds is killed at random moments while another samples: what was acknowledged is there, whole."""
+"""A writing process is killed at random moments while another process samples from the same buffer.
+
+Every acknowledged trajectory must survive, and neither process may read a partly written one.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ ROUNDS = 4  # benchmarks/buffer_kills.py does hundreds
 
 
 def write(acknowledge: Connection, folder: Path, limit: int, checkpoint: Path) -> None:
-    """Add trajectories until this process is killed, and say the id of each."""
+    """Add trajectories until this process is killed, and send the id of each after it was added."""
     with TrajectoryReplayBuffer(folder, seed=0, segment_bytes=1 << 18, max_rows=limit or None) as buffer:
         for number in itertools.count(buffer.trajectory_counter):
             ids = buffer.add_trajectories([trajectory(number, 1 + number % 20, extra=number % 5 == 0)])
@@ -31,7 +34,7 @@ def write(acknowledge: Connection, folder: Path, limit: int, checkpoint: Path) -
 
 
 def sample(begun: Connection, folder: Path) -> None:
-    """Sample until this process is killed; it ends with an error if it meets a torn trajectory."""
+    """Sample until this process is killed; exit with an error after reading a partly written trajectory."""
     with TrajectoryReplayBuffer(folder, seed=0, read_only=True) as buffer:
         begun.send(True)
         while True:
@@ -41,12 +44,15 @@ def sample(begun: Connection, folder: Path) -> None:
             assert (batch["rewards"] == mark / 7).all()
             assert (batch["curr_obs"]["state"] == mark).all()
             assert (batch["next_obs"]["state"] == mark + 20).all()
-            time.sleep(0.005)  # leaves the core to the writer
+            time.sleep(0.005)  # leave processor time to the writer
 
 
 @contextmanager
 def started(target: Callable[..., None], *arguments: Any) -> Iterator[tuple[Any, Connection]]:
-    """A process, which is killed at the end, and what it says. It forks from one that has loaded the libraries."""
+    """Start ``target`` in a process; yield the process and the connection on which it sends. Kill it at the end.
+
+    The process forks from a server that has already imported the libraries, which saves seconds for each start.
+    """
     context = mp.get_context("forkserver")
     context.set_forkserver_preload([__name__])
     said, says = context.Pipe(duplex=False)
@@ -62,7 +68,7 @@ def started(target: Callable[..., None], *arguments: Any) -> Iterator[tuple[Any,
 
 
 def all_said(said: Connection) -> Iterator[int]:
-    """What a process that is dead had still said."""
+    """Yield the messages that a dead process had sent and that were not received yet."""
     try:
         while True:
             yield said.recv()
@@ -72,7 +78,7 @@ def all_said(said: Connection) -> Iterator[int]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("limit", [0, 400])
-def test_what_was_acknowledged_survives_a_kill(tmp_path: Path, limit: int) -> None:
+def test_acknowledged_trajectories_survive_a_kill_of_the_writer(tmp_path: Path, limit: int) -> None:
     chance = random.Random(limit)
     acknowledged = -1
     with TrajectoryReplayBuffer(tmp_path / "buffer", seed=0, segment_bytes=1 << 18) as buffer:
@@ -85,10 +91,11 @@ def test_what_was_acknowledged_survives_a_kill(tmp_path: Path, limit: int) -> No
                     acknowledged = max(acknowledged, said.recv())
                 writer.kill()
                 writer.join()
-                acknowledged = max([acknowledged, *all_said(said)])  # said before it died
+                acknowledged = max([acknowledged, *all_said(said)])
             assert sampler.is_alive(), "the sampling process met a torn trajectory"
             with TrajectoryReplayBuffer(tmp_path / "buffer", seed=0, segment_bytes=1 << 18) as buffer:
-                assert buffer.trajectory_counter - 1 in (acknowledged, acknowledged + 1)  # one may be on disk unsaid
+                # One more trajectory may be on disk: written, but killed before its id was sent.
+                assert buffer.trajectory_counter - 1 in (acknowledged, acknowledged + 1)
                 acknowledged = buffer.trajectory_counter - 1
                 assert buffer.verify() == []
                 first = buffer.trajectory_counter - len(buffer)

@@ -1,4 +1,7 @@
-"""A full disk, lost and damaged files: clear errors, nothing acknowledged is lost, the rest is readable."""
+"""Tests of a buffer on a full disk or with lost or damaged files.
+
+The error names the file, acknowledged trajectories are kept, and those that lie in other files stay readable.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from gleanrl.utils import atomic
 from gleanrl.utils.errors import UserError
 from tests.buffer.world import assert_same, flip, trajectory
 
-SMALL = 1 << 18  # bytes of a segment: a few trajectories
+SMALL = 1 << 18  # bytes of a segment; a few trajectories fit
 
 
 def opened(path: Path, **how: Any) -> TrajectoryReplayBuffer:
@@ -24,10 +27,10 @@ def opened(path: Path, **how: Any) -> TrajectoryReplayBuffer:
 
 
 class FullDisk:
-    """Makes the n-th call that needs space fail, and those after it."""
+    """Makes every call that needs disk space fail with ENOSPC after ``left`` such calls have succeeded."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.left: int | None = None  # calls that still succeed; None = all
+        self.left: int | None = None  # None: all calls succeed
         for name in ("posix_fallocate", "pwrite"):
             monkeypatch.setattr(os, name, self.limited(getattr(os, name)))
         monkeypatch.setattr(atomic, "write_bytes", self.limited(atomic.write_bytes))
@@ -46,7 +49,7 @@ class FullDisk:
 @pytest.mark.filterwarnings("ignore:the buffer keeps more than it should")
 @pytest.mark.skipif(not hasattr(os, "posix_fallocate"), reason="space is reserved otherwise here")
 @pytest.mark.parametrize("limits", [{}, {"max_rows": 60}])
-def test_a_full_disk_costs_nothing_that_was_acknowledged(
+def test_a_full_disk_loses_no_acknowledged_trajectory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limits: dict
 ) -> None:
     disk = FullDisk(monkeypatch)
@@ -64,7 +67,8 @@ def test_a_full_disk_costs_nothing_that_was_acknowledged(
                 failed += 1
                 assert len(buffer) == 3
                 assert buffer.verify() == []
-                fresh = [trajectory(3, 2), *fresh]  # others than those that failed lie in their place
+                # The first of these overwrites the rows of the failed add with other values.
+                fresh = [trajectory(3, 2), *fresh]
                 assert buffer.add_trajectories(fresh) == [3, 4, 5]
             known |= dict(enumerate(fresh, 3))
             check(buffer, known)
@@ -90,7 +94,7 @@ def check(buffer: TrajectoryReplayBuffer, known: dict) -> None:
         assert_same(buffer.trajectory(number), known[number])
 
 
-def test_what_cannot_be_evicted_now_is_evicted_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_eviction_that_fails_is_done_by_the_next_add(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with opened(tmp_path, max_rows=1000) as buffer:
         buffer.add_trajectories([trajectory(number, 40) for number in range(8)])
         real = atomic.write_bytes
@@ -109,7 +113,7 @@ def test_what_cannot_be_evicted_now_is_evicted_later(tmp_path: Path, monkeypatch
         assert_same(buffer.trajectory(9), trajectory(9, 40))
 
 
-def test_rows_that_are_being_written_are_not_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_that_are_being_written_are_not_sampled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with opened(tmp_path) as buffer:
         buffer.add_trajectories([trajectory(0)])
         seen: list[set[int]] = []
@@ -126,14 +130,15 @@ def test_rows_that_are_being_written_are_not_drawn(tmp_path: Path, monkeypatch: 
         assert set().union(*seen) == {0}
 
 
-def test_making_room_for_one_of_several_does_not_remove_another(tmp_path: Path) -> None:
+def test_making_room_for_one_trajectory_of_a_call_does_not_evict_another_of_the_call(tmp_path: Path) -> None:
     with opened(tmp_path / "a") as buffer:
         buffer.add_trajectories([trajectory(0)])
         [table] = buffer.storage.snapshot.tables
         steps, quota = table.capacity[0] // 2, table.nbytes + table.columns.segment_nbytes + (1 << 16)
     with TrajectoryReplayBuffer(tmp_path / "b", segment_bytes=SMALL, max_bytes=quota) as buffer:
-        buffer.add_trajectories([trajectory(0, steps, 1), trajectory(1, steps, 1)])  # the first segment, full
-        fresh = [trajectory(2, steps, 1), trajectory(3, steps, 1), trajectory(4, 4, 1)]  # the second; and a third
+        buffer.add_trajectories([trajectory(0, steps, 1), trajectory(1, steps, 1)])  # fill the first segment
+        # Two of these fill the second segment, and the last begins a third, which exceeds the quota.
+        fresh = [trajectory(2, steps, 1), trajectory(3, steps, 1), trajectory(4, 4, 1)]
         assert buffer.add_trajectories(fresh) == [2, 3, 4]
         assert len(buffer) == 3
         assert buffer.verify() == []
@@ -144,7 +149,7 @@ def test_making_room_for_one_of_several_does_not_remove_another(tmp_path: Path) 
 # --- damaged files --------------------------------------------------------------------------------
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Of a buffer with trajectories 0 to 9: several segments, two schemas, instructions."""
+    """The folder of a buffer with trajectories 0 to 9, in several segments and two schemas, with instructions."""
     with opened(tmp_path / "buffer") as buffer:
         for number in range(10):
             buffer.add_trajectories([example(number)])
@@ -157,7 +162,7 @@ def example(number: int) -> TensorTrajectory:
 
 
 def segment_of(folder: Path, number: int) -> tuple[Path, set[int]]:
-    """The segment that a trajectory begins in, and all trajectories with rows in it."""
+    """Return the segment file in which a trajectory begins, and the ids of all trajectories with rows in it."""
     with opened(folder, read_only=True) as buffer:
         record, store = buffer.storage.record(number), buffer.storage
         capacity = store.snapshot.tables[int(record["schema"])].capacity[0]  # type: ignore[attr-defined]
@@ -172,14 +177,14 @@ def segment_of(folder: Path, number: int) -> tuple[Path, set[int]]:
 
 
 @pytest.mark.parametrize("harm", ["remove", "cut short", "forbid"])
-def test_a_lost_segment_is_named_and_the_rest_is_readable(folder: Path, harm: str) -> None:
+def test_a_lost_segment_is_named_and_trajectories_in_other_segments_are_readable(folder: Path, harm: str) -> None:
     path, lost = segment_of(folder, 5)
     if harm == "cut short":
         os.truncate(path, path.stat().st_size // 2)
     else:
         path.unlink()
     if harm == "forbid":
-        path.symlink_to(path)  # root may read everything, but a link to itself is an error for all
+        path.symlink_to(path)  # opening a link to itself fails for root too, whom file modes do not stop
     assert 0 < len(lost) < 8
     with opened(folder, read_only=True) as buffer:
         for number in range(10):
@@ -195,7 +200,7 @@ def test_a_lost_segment_is_named_and_the_rest_is_readable(folder: Path, harm: st
             buffer.save_checkpoint(folder.parent / "other")
     with pytest.raises(UserError, match=f"{path}: .*merge OUT --skip-damaged"):
         opened(folder)
-    with pytest.raises(UserError, match=f"{path}: .*merge OUT --skip-damaged"):  # and the lock is free
+    with pytest.raises(UserError, match=f"{path}: .*merge OUT --skip-damaged"):  # the first try released the lock
         opened(folder)
     left_out: list[str] = []
     found = list(transfer.trajectories([folder], left_out=left_out))
@@ -205,7 +210,7 @@ def test_a_lost_segment_is_named_and_the_rest_is_readable(folder: Path, harm: st
 
 
 @pytest.mark.parametrize("column", ["packed", "large"])
-def test_a_flipped_bit_is_found_in_its_trajectory(folder: Path, column: str) -> None:
+def test_verify_names_the_trajectory_in_which_a_bit_flipped(folder: Path, column: str) -> None:
     path, _ = segment_of(folder, 5)
     with opened(folder, read_only=True) as buffer:
         record, store = buffer.storage.record(5), buffer.storage
@@ -221,7 +226,7 @@ def test_a_flipped_bit_is_found_in_its_trajectory(folder: Path, column: str) -> 
 
 
 @pytest.mark.parametrize("name", ["texts-000000", "instructions.jsonl"])
-def test_a_flipped_bit_in_a_text_is_found_in_its_trajectory(folder: Path, name: str) -> None:
+def test_verify_names_the_trajectories_whose_text_has_a_flipped_bit(folder: Path, name: str) -> None:
     path = folder / f"000-{name}"
     data = path.read_bytes()
     flip(path, data.index(b'"lift 5') if name == "instructions.jsonl" else 2)
@@ -229,12 +234,12 @@ def test_a_flipped_bit_in_a_text_is_found_in_its_trajectory(folder: Path, name: 
         wrong = buffer.verify()
         assert wrong
         assert all(str(path.parent) in line for line in wrong)
-        assert len(wrong) == (1 if name == "instructions.jsonl" else 10)  # these share one text
+        assert len(wrong) == (1 if name == "instructions.jsonl" else 10)  # all ten share the text in texts-000000
         assert wrong[0].startswith("trajectory 5:" if name == "instructions.jsonl" else "trajectory 0:")
     if name == "texts-000000":
         return
     assert len(list(transfer.trajectories([folder], left_out=[]))) == 9
-    with opened(folder) as buffer:  # the other trajectories can be read, and more can be added
+    with opened(folder) as buffer:
         with pytest.raises(UserError, match=f"{path}: "):
             buffer.trajectory(5)
         assert_same(buffer.trajectory(6), example(6))
@@ -243,7 +248,7 @@ def test_a_flipped_bit_in_a_text_is_found_in_its_trajectory(folder: Path, name: 
 
 
 @pytest.mark.parametrize("length", [0, 7 * 128, 7 * 128 + 50])
-def test_a_truncated_log_is_not_taken_for_that_of_a_crash(folder: Path, length: int) -> None:
+def test_a_log_that_lost_acknowledged_records_is_refused_rather_than_repaired(folder: Path, length: int) -> None:
     log, lost = folder / "000-log-000000", 10 - length // 128
     os.truncate(log, length)
     why = "half a record" if length % 128 else "the file is cut short"
@@ -263,7 +268,7 @@ def test_a_truncated_log_is_not_taken_for_that_of_a_crash(folder: Path, length: 
     assert left_out == [f"{folder}: {said}"]
 
 
-def test_a_damaged_record_of_the_log_stops_the_writer_before_it_drops_the_good_ones(folder: Path) -> None:
+def test_a_damaged_log_record_prevents_writing_so_that_later_records_are_kept(folder: Path) -> None:
     log = folder / "000-log-000000"
     flip(log, 6 * 128 + 40)
     said = f"{log}: a record's checksum does not match at record 6; 3 good records from there on do not count"
@@ -279,10 +284,10 @@ def test_a_damaged_record_of_the_log_stops_the_writer_before_it_drops_the_good_o
     assert_same(found[-1].unflatten(), example(9))
 
 
-def test_a_torn_commit_of_several_is_dropped(folder: Path) -> None:
-    """Of records that are written at once any part may reach the disk; they were never acknowledged."""
+def test_a_partly_written_commit_of_several_trajectories_is_dropped(folder: Path) -> None:
+    """A kill during a commit of several records may leave any part of them on disk. None was acknowledged."""
     with opened(folder) as buffer:
-        buffer.add_trajectories([trajectory(10, 1), trajectory(11, 1)])  # no new segment
+        buffer.add_trajectories([trajectory(10, 1), trajectory(11, 1)])  # so short that no new segment is begun
         shutil.copytree(folder, folder.parent / "killed")
     folder = folder.parent / "killed"
     flip(folder / "000-log-000000", 10 * 128 + 40)
@@ -296,7 +301,7 @@ def test_a_torn_commit_of_several_is_dropped(folder: Path) -> None:
     "name", ["000-log-000000", "000-texts-000000", "000-instructions.jsonl", "000-schema-000.json"]
 )
 @pytest.mark.parametrize("read_only", [True, False])
-def test_a_file_without_which_nothing_can_be_read_is_named(folder: Path, name: str, read_only: bool) -> None:
+def test_a_missing_log_texts_instructions_or_schema_file_is_named(folder: Path, name: str, read_only: bool) -> None:
     before = sorted(path.name for path in folder.iterdir())
     (folder / name).unlink()
     with pytest.raises(UserError, match=f"{folder / name}: missing"):
@@ -314,7 +319,7 @@ def test_a_file_without_which_nothing_can_be_read_is_named(folder: Path, name: s
         ("000-schema-000.json", '{"fields": [], "capacity": "x"}', "damaged"),
     ],
 )
-def test_a_damaged_description_is_named_and_nothing_is_touched(
+def test_a_damaged_manifest_or_schema_is_named_and_no_file_is_changed(
     folder: Path, name: str, content: str, said: str
 ) -> None:
     (folder / name).write_bytes(content.encode("utf-8", "surrogatepass"))
@@ -341,25 +346,27 @@ SIZES = '"size": 1, "total_samples": 1, "trajectory_counter": 1'
         ("000-log-000000", 3 * 128),
     ],
 )
-def test_a_damaged_checkpoint_changes_nothing(folder: Path, name: str, content: bytes | int | None) -> None:
-    """``content``: of the file, or its length; None: it is missing."""
+def test_loading_a_damaged_checkpoint_leaves_the_buffer_unchanged(
+    folder: Path, name: str, content: bytes | int | None
+) -> None:
+    """``content`` is the file's damaged content, or the length that it is cut to; None removes the file."""
     file = folder.parent / "checkpoint" / name
     before = file.read_bytes() if file.exists() else b""
-    file.unlink(missing_ok=True)  # it is a link to the buffer's own file
+    file.unlink(missing_ok=True)  # the file is a hard link: writing to it would change the buffer's own file
     if content is not None:
         file.write_bytes(before[:content] if isinstance(content, int) else content)
     with opened(folder.parent / "mine", priority_exponent=1.0) as buffer:
         buffer.add_trajectories([trajectory(77)])
         for how in ({}, {"is_distributed": True, "world_size": 2}):
             if how and name in ("state.json", "priorities.npz"):
-                continue  # the whole is not what another number of ranks goes on with
+                continue  # loading onto another number of ranks does not read these files
             with pytest.raises(UserError, match=name):
                 buffer.load_checkpoint(folder.parent / "checkpoint", **how)
         assert_same(buffer.trajectory(0), trajectory(77))
         assert len(buffer) == 1
 
 
-def test_a_foreign_folder_is_named_and_left_alone(tmp_path: Path) -> None:
+def test_a_folder_without_a_buffer_is_named_and_left_unchanged(tmp_path: Path) -> None:
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "000-rows.txt").write_text("mine")
     (tmp_path / "notes" / "metadata.json").write_text("{}")
@@ -378,7 +385,7 @@ def test_a_foreign_folder_is_named_and_left_alone(tmp_path: Path) -> None:
     assert (tmp_path / "notes" / "000-rows.txt").read_text() == "mine"
 
 
-def test_a_reader_changes_nothing(folder: Path) -> None:
+def test_a_read_only_buffer_refuses_every_change(folder: Path) -> None:
     with opened(folder, read_only=True) as reader:
         for write in (
             lambda: reader.add_trajectories([trajectory(0)]),

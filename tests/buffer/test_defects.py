@@ -1,4 +1,7 @@
-"""One test for each known defect of RLinf's buffer, after which it is named; each of them would be met here."""
+"""One test for each known defect of RLinf's replay buffer: this buffer does not have it.
+
+Each docstring says what RLinf's buffer does; the test would fail there.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,8 @@ from tests.buffer.test_rlinf import fields, write
 from tests.buffer.world import WAIT, assert_same, disk_usage, in_a_thread, numbers, same, trajectory
 
 
-def test_sampling_right_after_add_meets_missing_or_partial_files(tmp_path: Path) -> None:
+def test_sampling_right_after_an_add_returns_the_whole_new_trajectory(tmp_path: Path) -> None:
+    """In RLinf, sampling right after an add meets missing or partly written files."""
     buffer = TrajectoryReplayBuffer(tmp_path, seed=0, sample_window_size=1)
     with buffer, TrajectoryReplayBuffer(tmp_path, seed=0, sample_window_size=1, read_only=True) as reader:
         for number in range(30):
@@ -28,15 +32,16 @@ def test_sampling_right_after_add_meets_missing_or_partial_files(tmp_path: Path)
                 assert torch.equal(sampled["curr_obs"]["state"][:, 0], sampled["actions"][:, 0])
 
 
-def test_a_crash_tears_the_index_and_the_whole_buffer_is_unloadable(tmp_path: Path) -> None:
+def test_a_buffer_whose_last_record_was_cut_by_a_crash_keeps_the_earlier_trajectories(tmp_path: Path) -> None:
+    """In RLinf, a kill while the index is written leaves half an index, and the whole buffer cannot be loaded."""
     with TrajectoryReplayBuffer(tmp_path / "whole", seed=0) as buffer:
         buffer.add_trajectories([trajectory(0)])
         log = next((tmp_path / "whole").glob("*-log-*"))
         before = log.stat().st_size
         buffer.add_trajectories([trajectory(1)])
-        shutil.copytree(tmp_path / "whole", tmp_path / "killed")  # what would be there without a `close`
+        shutil.copytree(tmp_path / "whole", tmp_path / "killed")  # the files as they are before `close`
     log, after = tmp_path / "killed" / log.name, log.read_bytes()
-    for length in range(before, len(after) + 1):  # the second write of the index stops anywhere
+    for length in range(before, len(after) + 1):  # the second record is cut at every length
         shutil.copytree(tmp_path / "killed", tmp_path / str(length), copy_function=os.link)
         log = tmp_path / str(length) / log.name
         log.unlink()
@@ -49,13 +54,15 @@ def test_a_crash_tears_the_index_and_the_whole_buffer_is_unloadable(tmp_path: Pa
             assert buffer.verify() == []
             for number in range(there):
                 assert_same(buffer.trajectory(number), trajectory(number))
-    with TrajectoryReplayBuffer(tmp_path / str(before + 50), seed=0) as buffer:  # last, since all share its segment
+    # This write comes last, because the copies of all lengths are hard links to one segment file.
+    with TrajectoryReplayBuffer(tmp_path / str(before + 50), seed=0) as buffer:
         assert buffer.add_trajectories([trajectory(2)]) == [1]
         assert_same(buffer.trajectory(1), trajectory(2))
 
 
 @pytest.mark.parametrize("auto_save", [True, False])
-def test_save_checkpoint_omits_what_was_added_since_the_last_sample(tmp_path: Path, auto_save: bool) -> None:
+def test_save_checkpoint_contains_what_was_added_since_the_last_sample(tmp_path: Path, auto_save: bool) -> None:
+    """In RLinf, a checkpoint lacks what was added after the last sample."""
     path = tmp_path / "buffer"
     with TrajectoryReplayBuffer(path, seed=0, auto_save=auto_save, sample_window_size=2, cache_size=1) as buffer:
         buffer.add_trajectories([trajectory(0), trajectory(1), trajectory(2)])
@@ -71,7 +78,8 @@ def test_save_checkpoint_omits_what_was_added_since_the_last_sample(tmp_path: Pa
             assert_same(other.trajectory(number), trajectory(number))
 
 
-def test_a_second_resume_drops_the_first_s_data(tmp_path: Path) -> None:
+def test_a_second_resume_keeps_the_trajectories_of_the_first(tmp_path: Path) -> None:
+    """In RLinf, a checkpoint of a resumed run lacks the trajectories of the checkpoint that it resumed from."""
     for life in range(3):
         with TrajectoryReplayBuffer(tmp_path / f"buffer-{life}", seed=0) as buffer:
             if life:
@@ -84,9 +92,11 @@ def test_a_second_resume_drops_the_first_s_data(tmp_path: Path) -> None:
             assert_same(buffer.trajectory(number), trajectory(number))
 
 
-def test_prev_values_with_bootstrap_rows_are_misaligned_on_a_cache_miss(tmp_path: Path) -> None:
+def test_prev_values_with_bootstrap_rows_stay_aligned_on_a_cache_miss(tmp_path: Path) -> None:
+    """In RLinf, a trajectory that is read from its file has its `prev_values` shifted by the bootstrap rows."""
+
     def by_step(number: int, length: int) -> torch.Tensor:
-        """``[2 * length, 3, 1]``: step, 10 * epoch, 100 * trajectory."""
+        """A tensor ``[2 * length, 3, 1]`` whose values are step + 10 * epoch + 100 * trajectory."""
         values = torch.cat([torch.arange(float(length)) + 10 * epoch + 100 * number for epoch in range(2)])
         return values[:, None, None].expand(-1, 3, 1).contiguous()
 
@@ -103,7 +113,8 @@ def test_prev_values_with_bootstrap_rows_are_misaligned_on_a_cache_miss(tmp_path
                 assert torch.equal(buffer.trajectory(3).prev_values, made(3)["prev_values"])  # type: ignore[arg-type]
 
 
-def test_a_trajectory_lacking_a_field_serves_an_evicted_one_s_rows(tmp_path: Path) -> None:
+def test_a_field_that_a_trajectory_lacks_is_left_out_of_the_sample(tmp_path: Path) -> None:
+    """In RLinf, where a trajectory lacks a field, the sample holds rows of a trajectory evicted from the cache."""
     with TrajectoryReplayBuffer(tmp_path, seed=0, sample_window_size=2, cache_size=1) as buffer:
         for number in range(8):
             buffer.add_trajectories([trajectory(number, extra=number % 2 == 0)])
@@ -115,7 +126,8 @@ def test_a_trajectory_lacking_a_field_serves_an_evicted_one_s_rows(tmp_path: Pat
         assert numbers(buffer.sample(18)) == {7}
 
 
-def test_window_0_without_auto_save_divides_by_zero() -> None:
+def test_sampling_works_with_window_0_and_cache_size_0_without_auto_save() -> None:
+    """In RLinf, these settings raise ZeroDivisionError."""
     with TrajectoryReplayBuffer(auto_save=False, sample_window_size=0, enable_cache=True, cache_size=0) as buffer:
         buffer.add_trajectories([trajectory(number) for number in range(5)])
         assert numbers(buffer.sample(90)) == set(range(5))
@@ -125,7 +137,9 @@ def draws(buffer: TrajectoryReplayBuffer) -> tuple[int, ...]:
     return tuple(buffer.sample(18, indices=True)["indices"].tolist())
 
 
-def test_all_ranks_share_one_random_stream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_rank_draws_from_its_own_random_stream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In RLinf, all ranks draw the same random numbers."""
+
     def drawn(rank: int, load: str = "", **how: Any) -> tuple[int, ...]:
         monkeypatch.setenv("RANK", str(rank))
         with TrajectoryReplayBuffer(seed=3) as buffer:
@@ -149,15 +163,16 @@ def test_all_ranks_share_one_random_stream(tmp_path: Path, monkeypatch: pytest.M
         buffer.save_checkpoint(tmp_path / "pt")
     halves: dict[str, Any] = {"is_distributed": True, "local_rank": 1, "world_size": 2}
     for load, how in (("native", {}), ("later", {}), ("pt", {}), ("parts", {}), ("parts", halves)):
-        loaded = [drawn(rank, load, **how) for rank in range(4)]  # all of them the same trajectories
+        loaded = [drawn(rank, load, **how) for rank in range(4)]
         assert len(set(loaded)) == 4
-        assert (loaded[1] == goes_on) == (load == "native")  # whose stream it is
+        # Only the rank that saved the checkpoint continues its random stream.
+        assert (loaded[1] == goes_on) == (load == "native")
         assert drawn(2, load, **how) == loaded[2]
-    assert drawn(2, "later") != drawn(2, "native")  # who resumes twice does not draw the same twice
+    assert drawn(2, "later") != drawn(2, "native")  # two checkpoints of one run
 
 
-def test_a_part_that_another_rank_saved_is_drawn_from_by_a_stream_of_its_own(tmp_path: Path) -> None:
-    """Also where what was saved does not say whose it is, as of earlier versions."""
+def test_a_rank_that_loads_another_rank_s_part_draws_from_its_own_random_stream(tmp_path: Path) -> None:
+    """Checkpoints of earlier versions do not name the rank that saved them; they count as rank 0's."""
     with TrajectoryReplayBuffer(seed=3, rank=0) as buffer:
         buffer.add_trajectories([trajectory(0)])
         buffer.save_checkpoint(tmp_path / "rank_0")
@@ -176,7 +191,8 @@ def test_a_part_that_another_rank_saved_is_drawn_from_by_a_stream_of_its_own(tmp
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_the_random_state_is_reset_on_load(tmp_path: Path, ranks: int) -> None:
+def test_loading_a_checkpoint_restores_the_random_state(tmp_path: Path, ranks: int) -> None:
+    """In RLinf, loading a checkpoint resets the random generator to the seed."""
     wanted = []
     for rank in range(ranks):
         with TrajectoryReplayBuffer(seed=3, rank=rank) as buffer:
@@ -192,7 +208,8 @@ def test_the_random_state_is_reset_on_load(tmp_path: Path, ranks: int) -> None:
             assert buffer.seed == 3
 
 
-def test_the_write_queue_is_unbounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_write_queue_blocks_the_caller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In RLinf, the queue of trajectories to write grows without bound where the disk is slow."""
     from gleanrl.buffer import background
 
     go_on, written, limit = threading.Event(), threading.Event(), 1 << 18
@@ -210,7 +227,7 @@ def test_the_write_queue_is_unbounded(tmp_path: Path, monkeypatch: pytest.Monkey
         added: list[int] = []
 
         def fill() -> None:
-            for number in range(1, 60):  # of 75 kB each
+            for number in range(1, 60):  # 75 kB each
                 buffer.add_trajectories([trajectory(number)], wait=False)
                 added.append(number)
 
@@ -219,14 +236,16 @@ def test_the_write_queue_is_unbounded(tmp_path: Path, monkeypatch: pytest.Monkey
         assert written.wait(WAIT)
         thread.join(0.3)
         assert thread.is_alive(), "nothing held the caller up"
-        assert len(added) * 75_000 <= 2 * limit + 75_000  # what is being written, and what waits
+        # One limit for the batch being written and one for the queue, plus the trajectory that exceeds it.
+        assert len(added) * 75_000 <= 2 * limit + 75_000
         go_on.set()
         thread.join(WAIT)
         buffer.flush()
         assert len(buffer) == 60
 
 
-def test_the_disk_never_shrinks(tmp_path: Path) -> None:
+def test_disk_space_of_evicted_trajectories_is_freed(tmp_path: Path) -> None:
+    """In RLinf, files of evicted trajectories stay on disk."""
     most = 0
     with TrajectoryReplayBuffer(tmp_path, seed=0, max_rows=300, segment_bytes=1 << 18) as buffer:
         for number in range(60):
@@ -239,7 +258,9 @@ def test_the_disk_never_shrinks(tmp_path: Path) -> None:
         assert disk_usage(tmp_path) < most / 2
 
 
-def test_the_demonstration_buffer_is_never_checkpointed(tmp_path: Path) -> None:
+def test_a_checkpoint_contains_the_demonstration_buffer(tmp_path: Path) -> None:
+    """In RLinf, a checkpoint does not contain the demonstration buffer."""
+
     def mixed() -> MixedReplayBuffer:
         return MixedReplayBuffer(TrajectoryReplayBuffer(seed=1), TrajectoryReplayBuffer(seed=2))
 
@@ -252,7 +273,8 @@ def test_the_demonstration_buffer_is_never_checkpointed(tmp_path: Path) -> None:
     assert numbers(after.sample(30)) == {0, 1, 2}
 
 
-def test_a_prefetch_thread_s_error_hangs_the_consumer(tmp_path: Path) -> None:
+def test_an_error_in_the_prefetch_thread_is_raised_to_the_consumer(tmp_path: Path) -> None:
+    """In RLinf, an error in the prefetch thread leaves the consumer waiting for ever."""
     with TrajectoryReplayBuffer(tmp_path, seed=0) as buffer:
         buffer.add_trajectories([trajectory(0)])
         stream = buffer.iterate(18, prefetch=2)
@@ -262,7 +284,8 @@ def test_a_prefetch_thread_s_error_hangs_the_consumer(tmp_path: Path) -> None:
         assert isinstance(error, UserError)
 
 
-def test_language_instructions_are_lost(tmp_path: Path) -> None:
+def test_language_instructions_are_stored_and_sampled(tmp_path: Path) -> None:
+    """In RLinf, the language instructions of a trajectory are not stored."""
     content = ["lift the cup", "öffne 門", ""]
     given = trajectory(0, wide=False, task_descriptions=content)
     within = trajectory(1, wide=False)

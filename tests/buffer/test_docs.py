@@ -1,4 +1,4 @@
-"""The pages on the buffer: their code and commands run, and the format is what they say."""
+"""Tests of the buffer's documentation: the code and commands of the how-to run, and the format page is correct."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HOWTO = (DOCS / "howto" / "buffer.md").read_text(encoding="utf-8")
 FORMAT = (DOCS / "reference" / "buffer_format.md").read_text(encoding="utf-8")
 
 
-def test_the_code_and_the_commands_of_the_page_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_code_and_the_commands_of_the_how_to_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("pyarrow")
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {}
@@ -36,14 +36,14 @@ def test_the_code_and_the_commands_of_the_page_run(tmp_path: Path, monkeypatch: 
     assert len(names) > 10
 
 
-def test_the_page_names_every_command_and_format() -> None:
+def test_the_how_to_names_every_command_and_export_format() -> None:
     for command in ("stats", "verify", "view", "merge", "split", "export"):
         assert re.search(rf"\| `gleanrl buffer PATH \[?{command}\b", HOWTO)
     for name in FORMATS:
         assert f"- **`{name}`**" in HOWTO
 
 
-def test_the_record_is_as_the_page_says() -> None:
+def test_the_format_page_lists_the_fields_of_a_record_with_their_types() -> None:
     rows = re.findall(r"^\| ((?:`\w+` ?)+)\| (\S+)(?: bytes)? \|", FORMAT, re.MULTILINE)
     documented = [(name, kind) for names, kind in rows for name in re.findall(r"`(\w+)`", names)]
     wanted = [(name, RECORD[name].str.lstrip("<|")) for name in RECORD.names or ()]
@@ -51,7 +51,7 @@ def test_the_record_is_as_the_page_says() -> None:
     assert f"{RECORD.itemsize} bytes" in FORMAT
 
 
-def test_the_files_are_those_of_the_page(tmp_path: Path) -> None:
+def test_the_format_page_lists_every_file_of_a_buffer_and_of_a_checkpoint(tmp_path: Path) -> None:
     with TrajectoryReplayBuffer(tmp_path / "a", priority_exponent=1.0) as buffer:
         buffer.add_trajectories([trajectory(0, task_descriptions=["x"] * 3)])
         buffer.save_checkpoint(tmp_path / "b")

@@ -1,4 +1,7 @@
-"""What goes when there is too much of it: the oldest, no more than needed, and never what has just been added."""
+"""Tests of eviction under ``max_rows`` and ``max_bytes``.
+
+The oldest trajectories are evicted first, no more than necessary, and never those that were just added.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ SLACK = 1 << 16  # bytes of the manifest, of schemas, and of pages that are not 
 
 
 def plain(number: int, steps: int = 60) -> TensorTrajectory:
-    """Rows of 2 KiB which say whose they are."""
+    """A trajectory with rows of 2 KiB; all its values are ``number``."""
     return TensorTrajectory(
         rewards=torch.full((steps, 1, 1), float(number)),
         curr_obs={"state": torch.full((steps, 1, 512), float(number))},
@@ -28,7 +31,7 @@ def plain(number: int, steps: int = 60) -> TensorTrajectory:
 
 @contextmanager
 def sampling(buffer: TrajectoryReplayBuffer) -> Iterator[None]:
-    """A sample is under way in another thread."""
+    """While the block runs, another thread holds the buffer as a running sample does."""
     begun, end = threading.Event(), threading.Event()
 
     def run() -> None:
@@ -46,7 +49,7 @@ def sampling(buffer: TrajectoryReplayBuffer) -> Iterator[None]:
         thread.join(WAIT)
 
 
-def test_a_quota_is_kept_while_another_thread_samples(tmp_path: Path) -> None:
+def test_max_bytes_holds_while_another_thread_samples(tmp_path: Path) -> None:
     quota = 12 << 17
     with TrajectoryReplayBuffer(tmp_path / "buffer", segment_bytes=1 << 17, max_bytes=quota) as buffer:
         for number in range(14):
@@ -58,7 +61,8 @@ def test_a_quota_is_kept_while_another_thread_samples(tmp_path: Path) -> None:
                 buffer.add_trajectories([plain(number)])
                 assert len(buffer) >= before - 2
                 assert disk_usage(tmp_path / "buffer") <= quota + SLACK
-            buffer.save_checkpoint(tmp_path / "checkpoint")  # without the files that only the sample still has
+            # The checkpoint must not contain the evicted segments that the sample keeps mapped.
+            buffer.save_checkpoint(tmp_path / "checkpoint")
             assert buffer.storage.unmap_pending
         assert not buffer.storage.unmap_pending
         assert buffer.verify() == []
@@ -67,14 +71,14 @@ def test_a_quota_is_kept_while_another_thread_samples(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_what_was_evicted_goes_though_samples_never_cease(tmp_path: Path) -> None:
+def test_evicted_segments_are_unmapped_although_some_sample_is_always_running(tmp_path: Path) -> None:
     with TrajectoryReplayBuffer(tmp_path, segment_bytes=1 << 17, max_rows=400) as buffer:
         mapped = list[int]()
         one = sampling(buffer)
         one.__enter__()
         for number in range(30):
             buffer.add_trajectories([plain(number)])
-            other = sampling(buffer)  # begins before the last one ends
+            other = sampling(buffer)  # this sample begins before the previous one ends
             other.__enter__()
             one.__exit__(None, None, None)
             one = other
@@ -83,13 +87,13 @@ def test_what_was_evicted_goes_though_samples_never_cease(tmp_path: Path) -> Non
         assert 0 < max(mapped) <= 2 * mapped[12] + 4
 
 
-def test_a_sample_under_way_reads_what_is_evicted_meanwhile(tmp_path: Path) -> None:
+def test_a_running_sample_can_read_rows_that_are_evicted_meanwhile(tmp_path: Path) -> None:
     with TrajectoryReplayBuffer(tmp_path, segment_bytes=1 << 17, max_rows=400) as buffer:
         buffer.add_trajectories([plain(1), plain(2)])
         table = buffer.storage.snapshot.tables[0]
         with buffer.storage.held():
             for number in range(3, 20):
-                with buffer.storage.held():  # begins after some are gone, and ends before the first
+                with buffer.storage.held():  # a second sample, which begins after and ends before the first
                     buffer.add_trajectories([plain(number)])
             found = table.read(torch.arange(120), [("rewards",), ("curr_obs", "state")])
         assert found[("rewards",)].reshape(-1).tolist() == [1.0] * 60 + [2.0] * 60
@@ -97,7 +101,7 @@ def test_a_sample_under_way_reads_what_is_evicted_meanwhile(tmp_path: Path) -> N
         assert buffer.storage.snapshot.first_id > 8
 
 
-def test_what_has_no_room_at_all_evicts_nothing(tmp_path: Path) -> None:
+def test_a_call_that_exceeds_max_bytes_alone_is_refused_and_evicts_nothing(tmp_path: Path) -> None:
     with TrajectoryReplayBuffer(tmp_path, segment_bytes=1 << 17, max_bytes=1 << 20) as buffer:
         buffer.add_trajectories([plain(1), plain(2)])
         with pytest.raises(UserError, match="max_bytes = 1048576: what is added at once needs"):
@@ -108,7 +112,7 @@ def test_what_has_no_room_at_all_evicts_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("instructions", [False, True])
-def test_a_quota_holds_for_log_and_texts_too(tmp_path: Path, instructions: bool) -> None:
+def test_max_bytes_includes_the_log_and_the_texts(tmp_path: Path, instructions: bool) -> None:
     quota = 1 << 18
     flags = torch.zeros(5, 64, 1, dtype=torch.bool)
     with TrajectoryReplayBuffer(tmp_path, segment_bytes=1 << 15, max_bytes=quota) as buffer:
@@ -138,7 +142,7 @@ def test_a_quota_holds_for_log_and_texts_too(tmp_path: Path, instructions: bool)
         assert_same(again.trajectory(first), kept)
 
 
-def test_a_log_is_shortened_under_the_hands_of_a_reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reader_follows_a_log_that_the_writer_shortens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from gleanrl.buffer import writer
 
     monkeypatch.setattr(writer, "SHORTEN", 256)
@@ -158,7 +162,7 @@ def test_a_log_is_shortened_under_the_hands_of_a_reader(tmp_path: Path, monkeypa
 
 
 @pytest.mark.parametrize("steps", [8, 40])
-def test_few_rows_are_kept_though_a_file_holds_more(tmp_path: Path, steps: int) -> None:
+def test_max_rows_holds_although_a_segment_has_room_for_more(tmp_path: Path, steps: int) -> None:
     small = [TensorTrajectory(rewards=torch.full((steps, 2, 1), float(number))) for number in range(20)]
     with TrajectoryReplayBuffer(tmp_path, max_rows=100) as buffer:
         for number in range(20):
@@ -177,7 +181,7 @@ def test_few_rows_are_kept_though_a_file_holds_more(tmp_path: Path, steps: int) 
         assert (len(buffer), buffer.total_samples) == (1, 2 * steps)
 
 
-def test_a_file_is_no_more_than_a_part_of_what_may_be_kept(tmp_path: Path) -> None:
+def test_a_segment_is_smaller_than_max_rows_and_max_bytes(tmp_path: Path) -> None:
     with TrajectoryReplayBuffer(tmp_path / "rows", max_rows=5000) as buffer:
         buffer.add_trajectories([plain(0)])
         assert buffer.storage.snapshot.tables[0].capacity[0] <= 1250  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Batches of two buffers in one: who says where a chunk step comes from, and checkpoints of both or of neither."""
+"""Tests of MixedReplayBuffer: the mask that marks demonstrations in a batch, and checkpoints of both buffers."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ def mixed(path: Path | None = None, share: float = 0.5) -> Iterator[MixedReplayB
 @pytest.mark.parametrize("share", [0.0, 0.25, 0.5, 1.0])
 @pytest.mark.parametrize("asked", [4, 8, 40, 100])
 @pytest.mark.parametrize("indices", [False, True])
-def test_the_mask_says_where_each_chunk_step_comes_from_however_few_there_are(
+def test_the_demonstration_mask_is_right_even_where_a_buffer_has_too_few_chunk_steps(
     share: float, asked: int, indices: bool
 ) -> None:
-    """6 chunk steps of the policy, 18 that were shown."""
+    """The online buffer has 6 chunk steps, the demonstration buffer 18; larger batches fall short."""
     with mixed(share=share) as both:
         both.online.add_trajectories([trajectory(0, steps=2)])
         both.demonstrations.add_trajectories([trajectory(1)])
@@ -43,7 +43,9 @@ def test_the_mask_says_where_each_chunk_step_comes_from_however_few_there_are(
 @pytest.mark.parametrize("on_disk", [False, True])
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("damage", ["missing", Manifest.NAME, "state.json", "a segment"])
-def test_both_are_loaded_or_neither(damage: str, ranks: int, on_disk: bool, tmp_path: Path) -> None:
+def test_a_damaged_demonstration_checkpoint_leaves_both_buffers_unchanged(
+    damage: str, ranks: int, on_disk: bool, tmp_path: Path
+) -> None:
     with mixed() as saved:
         saved.online.add_trajectories([trajectory(8), trajectory(9)])
         saved.demonstrations.add_trajectories([trajectory(7), trajectory(6)])
@@ -61,7 +63,7 @@ def test_both_are_loaded_or_neither(damage: str, ranks: int, on_disk: bool, tmp_
         both.demonstrations.add_trajectories([trajectory(1)])
         both.online.seed = 5
         before = both.online.generator.get_state()
-        for _ in range(2):  # a second try meets nothing of the first
+        for _ in range(2):  # the first failure must leave nothing that changes the second try
             with pytest.raises(UserError):
                 both.load_checkpoint(tmp_path / "checkpoint", **how)
         assert (len(both.online), len(both.demonstrations)) == (1, 1)
@@ -71,7 +73,7 @@ def test_both_are_loaded_or_neither(damage: str, ranks: int, on_disk: bool, tmp_
         assert both.online.generator.get_state().equal(before)
         both.online.add_trajectories([trajectory(2)])
         assert both.online.verify() == []
-    with TrajectoryReplayBuffer(seed=0) as intact:  # what was not damaged
+    with TrajectoryReplayBuffer(seed=0) as intact:  # the undamaged half of the checkpoint can still be loaded
         intact.load_checkpoint(tmp_path / "checkpoint" / "online")
         assert_same(intact.trajectory(1), trajectory(9))
         assert intact.verify() == []

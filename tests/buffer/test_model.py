@@ -1,4 +1,4 @@
-"""Any sequence of adding, sampling, evicting, checkpoints, crashes and reopening agrees with a list in memory."""
+"""Property test: after any sequence of operations and crashes, the buffer agrees with a dictionary in memory."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ KINDS = (
 
 
 class Buffer(RuleBasedStateMachine):
-    """``kept``: id -> trajectory, what the buffer should hold; ``next``: the next id."""
+    """State machine. ``kept`` maps the ids that the buffer must hold to their trajectories; ``next`` is the next id."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,11 +56,13 @@ class Buffer(RuleBasedStateMachine):
         self.forget_evicted()
 
     def forget_evicted(self) -> None:
-        """What is evicted is the buffer's choice, but only the oldest, and only where there are too many rows."""
+        """Remove evicted trajectories from ``kept``; check that they were the oldest and that the limit required it."""
         if self.limit is None:
             return
         first = self.next - len(self.buffer)
-        assert len(self.buffer) == 1 or self.buffer.total_samples <= self.limit  # the newest stays, however long
+        assert (
+            len(self.buffer) == 1 or self.buffer.total_samples <= self.limit
+        )  # the newest trajectory is kept even if it alone exceeds the limit
         assert all(number >= first for number in self.kept) or sum(map(size, self.kept.values())) > self.limit
         self.kept = {number: own for number, own in self.kept.items() if number >= first}
 
@@ -72,7 +74,7 @@ class Buffer(RuleBasedStateMachine):
 
     @rule(torn=st.binary(max_size=300))
     def crash(self, torn: bytes) -> None:
-        """The process dies while it writes: rows without a record, and part of a record."""
+        """Reopen after a simulated kill: unused rows hold random bytes, and the log ends with part of a record."""
         self.buffer.close()
         [log] = (self.root / "buffer").glob("*-log-*")
         with log.open("ab") as file:
@@ -84,7 +86,7 @@ class Buffer(RuleBasedStateMachine):
         self.buffer = self.opened()
 
     def free_tail(self, segment: Path) -> bool:
-        """Whether the last rows of a segment are unused."""
+        """Return whether the last rows of a segment are unused."""
         number, index = (int(part) for part in segment.name.split("-")[2:])
         with TrajectoryReplayBuffer(self.root / "buffer", read_only=True) as reader:
             table = reader.storage.snapshot.tables[number]

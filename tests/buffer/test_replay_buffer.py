@@ -1,4 +1,7 @@
-"""What goes in comes out: whole, by rows, in runs, in n steps, under conditions, from disk and from memory."""
+"""Tests of TrajectoryReplayBuffer: trajectories and rows are returned as added, by every way of sampling.
+
+Most tests run with a buffer on disk and with one in memory.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ def buffer(request: pytest.FixtureRequest, tmp_path: Path):
         yield made
 
 
-def test_whole_trajectories_come_back_as_they_were(buffer: TrajectoryReplayBuffer) -> None:
+def test_trajectories_are_returned_as_they_were_added(buffer: TrajectoryReplayBuffer) -> None:
     epochs = {name: torch.rand(6 + 2, 3, 2) > 0.5 for name in ("dones", "terminations", "truncations")}
     given = [
         trajectory(1, ends=ENDS, broken=((1, 2),), task_descriptions=["lift", "push", "lift"], success=True),
@@ -35,7 +38,7 @@ def test_whole_trajectories_come_back_as_they_were(buffer: TrajectoryReplayBuffe
         assert_same(buffer.trajectory(number), wanted)
 
 
-def test_a_sample_holds_the_rows_that_rlinf_would_draw(buffer: TrajectoryReplayBuffer) -> None:
+def test_a_sample_contains_the_rows_that_rlinf_draws_with_the_same_seed(buffer: TrajectoryReplayBuffer) -> None:
     given = [trajectory(i, 4 + i, ends={(1, 0): "terminations"}, broken=((2, 2),)) for i in range(5)]
     buffer.add_trajectories(given)
     every = [rows(own) for own in given]
@@ -49,7 +52,7 @@ def test_a_sample_holds_the_rows_that_rlinf_would_draw(buffer: TrajectoryReplayB
         assert torch.equal(sample[key]["deep"]["small"], torch.cat([own[key]["deep"]["small"] for own in every])[drawn])
 
 
-def test_the_window_is_of_the_newest_trajectories(tmp_path: Path) -> None:
+def test_the_sample_window_covers_the_newest_trajectories(tmp_path: Path) -> None:
     with TrajectoryReplayBuffer(tmp_path, seed=0, sample_window_size=2) as buffer:
         buffer.add_trajectories([trajectory(i, 2, 2) for i in range(5)])
         assert numbers(buffer.sample(8)) == {3, 4}
@@ -58,14 +61,14 @@ def test_the_window_is_of_the_newest_trajectories(tmp_path: Path) -> None:
         assert len(buffer.sample(9, allow_short=True)["versions"]) == 8
 
 
-def test_every_row_is_as_likely_as_any_other(buffer: TrajectoryReplayBuffer) -> None:
+def test_every_row_is_sampled_with_equal_probability(buffer: TrajectoryReplayBuffer) -> None:
     buffer.add_trajectories([trajectory(i, 1 + i, 2) for i in range(3)])  # 2, 4 and 6 rows
     counts = Counter(index for _ in range(1000) for index in buffer.sample(12, indices=True)["indices"].tolist())
     assert len(counts) == 12
     assert max(abs(count - 1000) for count in counts.values()) < 160  # five standard deviations
 
 
-def test_indices_read_the_same_rows_again(buffer: TrajectoryReplayBuffer) -> None:
+def test_read_returns_the_sampled_rows_for_their_indices(buffer: TrajectoryReplayBuffer) -> None:
     buffer.add_trajectories([trajectory(0), trajectory(1, extra=True), trajectory(2)])
     sample = buffer.sample(40, indices=True)
     again = buffer.read(sample.pop("indices"))
@@ -74,9 +77,9 @@ def test_indices_read_the_same_rows_again(buffer: TrajectoryReplayBuffer) -> Non
         buffer.read(torch.tensor([10**6]))
 
 
-def test_trajectories_with_other_fields_are_sampled_together(buffer: TrajectoryReplayBuffer) -> None:
+def test_trajectories_with_different_fields_are_sampled_together(buffer: TrajectoryReplayBuffer) -> None:
     given = [trajectory(0, wide=False), trajectory(1, extra=True, wide=False), trajectory(2, wide=False)]
-    for own in given:  # one by one: the second opens new segments, the third goes on in the first's
+    for own in given:  # separate calls: the second begins new segments, the third continues the first's
         buffer.add_trajectories([own])
     sample = buffer.sample(50, indices=True)
     assert "forward_inputs" not in sample
@@ -90,13 +93,13 @@ def test_trajectories_with_other_fields_are_sampled_together(buffer: TrajectoryR
         buffer.sample(50, fields=["actions", "forward_inputs.extra"])
 
 
-def test_fields_can_be_chosen(buffer: TrajectoryReplayBuffer) -> None:
+def test_a_sample_contains_only_the_chosen_fields(buffer: TrajectoryReplayBuffer) -> None:
     buffer.add_trajectories([trajectory(0, task_descriptions=["a", "b", "c"])])
     assert buffer.sample(4, fields=["actions", "curr_obs"]).keys() == {"actions", "curr_obs"}
     assert buffer.sample(4, fields=["next_obs.state"])["next_obs"].keys() == {"state"}
 
 
-def test_instructions_follow_their_rows(buffer: TrajectoryReplayBuffer) -> None:
+def test_sampled_instructions_belong_to_their_rows(buffer: TrajectoryReplayBuffer) -> None:
     buffer.add_trajectories([trajectory(0, task_descriptions=["a", "b", "c"]), trajectory(1)])
     sample = buffer.sample(36)
     instructions = ["abc"[int(action[0]) % 20] if action[0] < 1000 else "" for action in sample["actions"]]
@@ -109,17 +112,18 @@ def test_slices_stay_inside_an_episode(buffer: TrajectoryReplayBuffer) -> None:
     for _ in range(60):
         sample = buffer.sample_slices(30, 4)
         first = sample["actions"][..., 0]
-        assert (first.diff(dim=1) == 20).all()  # step by step in one environment
+        assert (first.diff(dim=1) == 20).all()  # consecutive steps of one environment
         assert not sample["dones"][:, :-1].any()
         starts.update(int(value) for value in first[:, 0])
-    # environment 0: steps 0 and 4; environment 1: steps 0 to 4; the second trajectory: steps 0 and 1 of three
+    # Slices of 4 steps begin in environment 0 at steps 0 and 4, in environment 1 at steps 0 to 4, and in each of
+    # the three environments of the second trajectory at steps 0 and 1.
     assert set(starts) == {0, 80, 1, 21, 41, 61, 81, *(1000 + 20 * t + b for t in range(2) for b in range(3))}
     assert max(abs(count - 1800 / 13) for count in starts.values()) < 5 * (1800 / 13) ** 0.5
     with pytest.raises(UserError, match="no row of the buffer"):
         buffer.sample_slices(1, 9)
 
 
-def test_n_steps_end_with_the_episode(buffer: TrajectoryReplayBuffer) -> None:
+def test_n_step_returns_end_with_the_episode(buffer: TrajectoryReplayBuffer) -> None:
     given = trajectory(0, 6, 2, ends={(2, 0): "terminations", (4, 1): "truncations"})
     buffer.add_trajectories([given])
     sample = buffer.sample_n_step(12, 3, 0.5)
@@ -130,11 +134,11 @@ def test_n_steps_end_with_the_episode(buffer: TrajectoryReplayBuffer) -> None:
         wanted = sum(0.5**k * given.rewards[t + k, b, 0] for k in range(last - t + 1))
         assert sample["n_step_rewards"][i] == pytest.approx(float(wanted), rel=1e-6)
         assert torch.equal(sample["next_obs"]["state"][i], given.next_obs["state"][last, b])
-        alive = not (b == 0 and last == 2)  # a truncated episode's value still counts
+        alive = not (b == 0 and last == 2)  # the value behind a truncation counts
         assert sample["n_step_discounts"][i] == (0.5 ** (last - t + 1) if alive else 0)
 
 
-def test_conditions_choose_rows(buffer: TrajectoryReplayBuffer) -> None:
+def test_only_rows_that_meet_the_condition_are_sampled(buffer: TrajectoryReplayBuffer) -> None:
     flags = torch.zeros(6, 3, 2, dtype=torch.bool)
     flags[4, 1] = True
     buffer.add_trajectories(
@@ -149,7 +153,7 @@ def test_conditions_choose_rows(buffer: TrajectoryReplayBuffer) -> None:
         buffer.sample(4, only=Only(intervened=True, success=True, versions=(0, 0)), allow_short=True)
 
 
-def test_priorities_change_what_is_drawn_and_survive(tmp_path: Path) -> None:
+def test_priorities_determine_what_is_sampled_and_are_restored_from_a_checkpoint(tmp_path: Path) -> None:
     with TrajectoryReplayBuffer(tmp_path / "a", seed=0, priority_exponent=0.5) as buffer:
         buffer.add_trajectories([trajectory(0), trajectory(1, extra=True)])
         everything = torch.cat([torch.arange(18), torch.arange(18) + (1 << 48)])
@@ -159,7 +163,7 @@ def test_priorities_change_what_is_drawn_and_survive(tmp_path: Path) -> None:
         often = (sample["indices"] == 3).float().mean()
         assert often == pytest.approx(0.75, abs=0.04)
         assert sample["weights"][sample["indices"] == 3].unique().item() == pytest.approx(1 / 3, abs=1e-3)
-        buffer.add_trajectories([trajectory(2)])  # as important as the most important one
+        buffer.add_trajectories([trajectory(2)])  # new rows get the greatest priority so far
         fresh = buffer.sample_prioritized(4000)["indices"]
         assert ((fresh >= 18) & (fresh < 36)).float().mean() == pytest.approx(18 * 3 / (18 * 3 + 4), abs=0.03)
         buffer.save_checkpoint(tmp_path / "checkpoint")
@@ -169,7 +173,7 @@ def test_priorities_change_what_is_drawn_and_survive(tmp_path: Path) -> None:
         assert same(other.sample_prioritized(50), wanted)
 
 
-def test_what_is_queued_is_there_when_its_future_is_done(buffer: TrajectoryReplayBuffer) -> None:
+def test_a_queued_trajectory_is_stored_once_its_future_is_done(buffer: TrajectoryReplayBuffer) -> None:
     futures = [buffer.add_trajectories([trajectory(i)], wait=False) for i in range(20)]
     assert [future.result() for future in futures] == [[i] for i in range(20)]
     assert buffer.add_trajectories([trajectory(20)]) == [20]
@@ -177,7 +181,7 @@ def test_what_is_queued_is_there_when_its_future_is_done(buffer: TrajectoryRepla
         assert_same(buffer.trajectory(i), trajectory(i))
 
 
-def test_batches_made_ahead_are_those_that_would_be_drawn(buffer: TrajectoryReplayBuffer) -> None:
+def test_prefetched_batches_equal_those_that_sample_returns(buffer: TrajectoryReplayBuffer) -> None:
     buffer.add_trajectories([trajectory(0)])
     ahead = list(buffer.iterate(5, batches=3))
     with TrajectoryReplayBuffer(seed=3) as other:
@@ -185,7 +189,7 @@ def test_batches_made_ahead_are_those_that_would_be_drawn(buffer: TrajectoryRepl
         assert all(same(batch, other.sample(5)) for batch in ahead)
     endless = buffer.iterate(5)
     next(endless)
-    endless.close()  # and its thread ends
+    endless.close()
 
 
 def test_a_reader_sees_what_the_writer_acknowledged(tmp_path: Path) -> None:
@@ -204,7 +208,7 @@ def test_a_reader_sees_what_the_writer_acknowledged(tmp_path: Path) -> None:
             TrajectoryReplayBuffer(tmp_path)
 
 
-def test_readiness_and_statistics(buffer: TrajectoryReplayBuffer) -> None:
+def test_is_ready_and_get_stats_count_trajectories_rows_and_outcomes(buffer: TrajectoryReplayBuffer) -> None:
     assert not buffer.is_ready(1)
     buffer.add_trajectories([trajectory(0, ends=ENDS, success=True), trajectory(1, success=False)])
     assert buffer.is_ready(2)
@@ -225,10 +229,12 @@ def test_readiness_and_statistics(buffer: TrajectoryReplayBuffer) -> None:
         ({"rewards": torch.zeros(4, 2), "task_descriptions": ["a"]}, "give one for each of the 2 environments"),
     ],
 )
-def test_what_does_not_fit_is_refused_in_one_line(buffer: TrajectoryReplayBuffer, made: dict, said: str) -> None:
+def test_a_call_with_a_malformed_trajectory_is_refused_and_adds_nothing(
+    buffer: TrajectoryReplayBuffer, made: dict, said: str
+) -> None:
     with pytest.raises(UserError, match=said):
         buffer.add_trajectories([trajectory(0), TensorTrajectory(**made)])
-    assert len(buffer) == 0  # all or none
+    assert len(buffer) == 0  # the good trajectory of the same call is not added either
 
 
 @pytest.mark.parametrize("where", [None, "buffer"])
@@ -236,7 +242,7 @@ def test_closing_twice_closes_no_other_files(tmp_path: Path, where: str | None) 
     buffer = TrajectoryReplayBuffer(where and tmp_path / where)
     buffer.add_trajectories([trajectory(0)])
     buffer.close()
-    others = [(tmp_path / str(i)).open("wb") for i in range(32)]  # they get the numbers that were freed
+    others = [(tmp_path / str(i)).open("wb") for i in range(32)]  # they get the file descriptors that close() freed
     buffer.close()
     for other in others:
         other.close()

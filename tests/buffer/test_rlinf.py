@@ -1,4 +1,7 @@
-"""RLinf's directories, in every layout: read in place and loaded, with the rows that RLinf would draw."""
+"""Tests of reading RLinf's buffer directories, in place and by ``load_checkpoint``, in every layout RLinf has had.
+
+Samples must hold the rows that RLinf's own sampling, rewritten here in ``rlinf_draws``, draws with the same seed.
+"""
 
 from __future__ import annotations
 
@@ -27,14 +30,14 @@ FLAGS = ("dones", "terminations", "truncations")
 
 
 def fields(number: int, *, steps: int = 6, epochs: int = 0, values: bool = False) -> Fields:
-    """What RLinf puts into a file. ``epochs``: bootstrap rows before each of them."""
+    """The content of a trajectory file of RLinf's. With ``epochs`` > 0 a bootstrap row precedes each rollout epoch."""
     own = trajectory(number, steps, 3, ends={(1, 0): "terminations", (4, 2): "truncations"})
     made = {name: getattr(own, name) for name in TensorTrajectory.__dataclass_fields__}
     made = {name: value for name, value in made.items() if isinstance(value, (Tensor, dict)) and name != "versions"}
     made |= {"max_episode_length": 50, "model_weights_id": weights(number)}
     for name in FLAGS if epochs else ():
         parts = made[name].reshape(epochs, -1, 3, 1)
-        first = torch.ones(epochs, 1, 3, 1, dtype=torch.bool)  # a row that must never be drawn
+        first = torch.ones(epochs, 1, 3, 1, dtype=torch.bool)  # a bootstrap row, which must never be drawn
         made[name] = torch.cat([first, parts], dim=1).reshape(-1, 3, 1)
     if values:
         made["prev_values"] = torch.arange((steps + max(1, epochs)) * 3).reshape(-1, 3, 1) + number * 1000.0
@@ -46,7 +49,7 @@ def weights(number: int) -> str:
 
 
 def flat(made: Fields) -> Fields:
-    """``[T * B, ...]`` of each tensor, without bootstrap rows."""
+    """Return each tensor as ``[T * B, ...]``, without bootstrap rows."""
     steps = made["rewards"].shape[0]
     found: Fields = {}
     for name, value in made.items():
@@ -59,7 +62,7 @@ def flat(made: Fields) -> Fields:
 
 
 def rlinf_draws(every: Sequence[Fields], count: int, *, seed: int, window: int = 0, batches: int = 1) -> list[Fields]:
-    """RLinf's way: an index over all rows of the window, then the trajectory by the running sums of their rows."""
+    """Draw batches as RLinf does: indices into all rows of the window, then each one's trajectory and row in it."""
     generator = torch.Generator().manual_seed(seed)
     shown = [flat(made) for made in (every[-window:] if window else every)]
     ends = torch.tensor([len(own["rewards"]) for own in shown]).cumsum(0)
@@ -120,7 +123,10 @@ def write(
 
 
 def from_memory(made: Fields) -> Fields:
-    """A checkpoint of a buffer that kept all in memory: rows flat and back, so values with more rows stay flat."""
+    """The fields as a memory-only RLinf buffer saves them: flags without bootstrap rows, ``prev_values`` flat.
+
+    RLinf flattens all rows and restores ``[T, B]``; tensors with bootstrap rows do not fit and stay flat.
+    """
     shown = {key: value.reshape(-1, *value.shape[2:]) if key == "prev_values" else value for key, value in made.items()}
     for name in FLAGS:
         shown[name] = flat(made)[name].reshape(*made["rewards"].shape[:2], -1)
@@ -128,7 +134,7 @@ def from_memory(made: Fields) -> Fields:
 
 
 def with_more(made: Fields) -> Fields:
-    """Values that RLinf passes over."""
+    """The fields with additional values that RLinf ignores."""
     more = {"mode": "train", "lengths": torch.arange(3), "names": ["a", "b"]}
     return {**made, "curr_obs": {**made["curr_obs"], **more}, "versions": None, "later_field": torch.zeros(2)}
 
@@ -161,7 +167,7 @@ def layout(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, list[F
     return write(tmp_path / "rlinf", every, **where), every
 
 
-def test_in_place_and_loaded_draw_what_rlinf_draws(layout: tuple[Path, list[Fields]]) -> None:
+def test_a_directory_read_in_place_or_loaded_draws_the_rows_that_rlinf_draws(layout: tuple[Path, list[Fields]]) -> None:
     folder, every = layout
     before = {path.name: (path.stat().st_mtime_ns, path.stat().st_size) for path in folder.iterdir()}
     for window in (0, 2, 100):
@@ -171,14 +177,14 @@ def test_in_place_and_loaded_draw_what_rlinf_draws(layout: tuple[Path, list[Fiel
             for batch in wanted:
                 assert same(buffer.sample(40), batch)
         with TrajectoryReplayBuffer(seed=0, sample_window_size=window) as buffer:
-            buffer.load_checkpoint(folder)  # with its seed
+            buffer.load_checkpoint(folder)
             assert buffer.seed == 11
             for batch in wanted:
                 assert same(buffer.sample(40), batch)
     assert {path.name: (path.stat().st_mtime_ns, path.stat().st_size) for path in folder.iterdir()} == before
 
 
-def test_everything_else_works_in_place_too(tmp_path: Path) -> None:
+def test_conditions_slices_n_steps_priorities_and_checkpoints_work_in_place(tmp_path: Path) -> None:
     every = [fields(number, epochs=2) for number in range(5)]
     flags = torch.zeros(6, 3, 2, dtype=torch.bool)
     flags[4, 1] = True
@@ -222,7 +228,7 @@ def test_everything_else_works_in_place_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_no_more_files_are_open_than_was_said(tmp_path: Path) -> None:
+def test_at_most_cache_size_files_are_mapped(tmp_path: Path) -> None:
     every = [fields(number) for number in range(20)]
     folder = write(tmp_path / "rlinf", every)
 
@@ -245,7 +251,7 @@ def test_no_more_files_are_open_than_was_said(tmp_path: Path) -> None:
         TrajectoryReplayBuffer(folder, read_only=True, cache_size=-1)
 
 
-def test_what_rlinf_adds_is_seen(tmp_path: Path) -> None:
+def test_trajectories_that_rlinf_adds_later_are_seen(tmp_path: Path) -> None:
     every = [fields(number) for number in range(4)]
     folder = write(tmp_path / "rlinf", every[:2])
     with TrajectoryReplayBuffer(folder, read_only=True, seed=11) as buffer:
@@ -255,7 +261,7 @@ def test_what_rlinf_adds_is_seen(tmp_path: Path) -> None:
         assert len(buffer) == 4
         assert set((buffer.sample(72)["actions"][:, 0] // 1000).tolist()) == {0, 1, 2, 3}
         whole = (folder / "trajectory_index.json").read_text()
-        (folder / "trajectory_index.json").write_text(whole[: len(whole) // 2])  # RLinf is writing it
+        (folder / "trajectory_index.json").write_text(whole[: len(whole) // 2])  # as while RLinf writes it
         assert len(buffer) == 4
         (folder / "trajectory_index.json").write_text(whole)
         assert len(buffer) == 4
@@ -299,8 +305,8 @@ def test_a_file_runs_no_code_unless_pickles_are_allowed(
     assert not (tmp_path / "trapped").exists()
 
 
-def harmed_file(folder: Path, harm: str) -> str:
-    """Do harm to the file of trajectory 2 of 4; what is said of it."""
+def damage_file(folder: Path, harm: str) -> str:
+    """Damage the file of trajectory 2 of 4 in the named way; return the expected error as a pattern."""
     path = folder / f"trajectory_2_{weights(2)}.pt"
     if harm == "missing":
         path.unlink()
@@ -323,14 +329,14 @@ def harmed_file(folder: Path, harm: str) -> str:
 
 
 @pytest.mark.parametrize("harm", ["missing", "torn", "a flipped bit", "no tensors", "other rows", "other field"])
-def test_a_file_that_is_not_right_is_named_and_the_rest_is_readable(tmp_path: Path, harm: str) -> None:
+def test_a_damaged_file_is_named_and_the_other_trajectories_are_readable(tmp_path: Path, harm: str) -> None:
     every = [fields(number) for number in range(4)]
     folder = write(tmp_path / "rlinf", every)
-    said = harmed_file(folder, harm)
+    said = damage_file(folder, harm)
     with TrajectoryReplayBuffer(folder, read_only=True, seed=11) as buffer:
         for number in (0, 1, 3):
             assert torch.equal(buffer.trajectory(number).rewards, every[number]["rewards"])  # type: ignore[arg-type]
-        if harm != "a flipped bit":  # sampling does not compare checksums
+        if harm != "a flipped bit":  # only verify() and copying compare checksums, sampling does not
             with pytest.raises(UserError, match=said):
                 buffer.sample(72)
         if harm != "other field":
@@ -348,7 +354,7 @@ def test_a_file_that_is_not_right_is_named_and_the_rest_is_readable(tmp_path: Pa
 
 @pytest.mark.parametrize("ours", [True, False])
 @pytest.mark.parametrize(("saved", "loading"), [(1, 3), (2, 2), (3, 2), (4, 1), (2, 5)])
-def test_what_any_number_of_ranks_saved_loads_onto_any_other(
+def test_a_checkpoint_of_any_number_of_ranks_loads_onto_any_other_number(
     tmp_path: Path, ours: bool, saved: int, loading: int
 ) -> None:
     every = [fields(number, steps=6 * (1 + number % 3)) for number in range(11)]
@@ -364,7 +370,7 @@ def test_what_any_number_of_ranks_saved_loads_onto_any_other(
     rows = sum(18 * (1 + number % 3) for number in range(11))
     found, draws = [], []
     for rank in range(loading):
-        for again in range(2):  # the same each time
+        for again in range(2):  # loading twice draws the same rows
             with TrajectoryReplayBuffer(seed=rank, rank=rank) as buffer:
                 buffer.load_checkpoint(
                     tmp_path / "ranks", is_distributed=loading > 1, local_rank=rank, world_size=loading
@@ -385,14 +391,14 @@ def test_what_any_number_of_ranks_saved_loads_onto_any_other(
 
 
 @pytest.mark.parametrize(("rank", "ranks"), [(2, 2), (-1, 2), (0, 0)])
-def test_a_rank_that_cannot_be_is_refused(tmp_path: Path, rank: int, ranks: int) -> None:
+def test_an_impossible_rank_is_refused(tmp_path: Path, rank: int, ranks: int) -> None:
     for number in range(2):
         write(tmp_path / f"rank_{number}", [fields(0)])
     with TrajectoryReplayBuffer() as buffer, pytest.raises(UserError, match=f"rank {rank} of {ranks}: ranks count"):
         buffer.load_checkpoint(tmp_path, is_distributed=True, local_rank=rank, world_size=ranks)
 
 
-def test_what_is_exported_is_what_rlinf_writes(tmp_path: Path) -> None:
+def test_an_rlinf_checkpoint_equals_the_files_that_rlinf_writes(tmp_path: Path) -> None:
     every = [fields(number, epochs=2, values=True) for number in range(3)]
     with TrajectoryReplayBuffer(seed=11, trajectory_format="pt") as buffer:
         buffer.add_trajectories(every)

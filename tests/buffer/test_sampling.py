@@ -1,4 +1,4 @@
-"""What a batch holds: which rows, which fields, and what follows them."""
+"""Tests of the content of a sampled batch: its rows, its fields, and the following steps of slices and n-steps."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from tests.buffer.world import WAIT, same, trajectory
 
 
 def column(*values: float) -> torch.Tensor:
-    """``[T, 1, 1]``."""
+    """The values as a tensor ``[T, 1, 1]``."""
     return torch.tensor(values).reshape(-1, 1, 1)
 
 
 def in_epochs(first: float, epochs: int) -> TensorTrajectory:
-    """Six steps; every epoch begins 100 higher, and nothing says that an episode ended."""
+    """Six steps in rollout epochs, without an end of an episode; each epoch's observations begin 100 higher."""
     observed = first + torch.arange(6.0) + 100 * (torch.arange(6) // (6 // epochs))
     return TensorTrajectory(
         actions=column(*observed.tolist()),
@@ -33,7 +33,7 @@ def in_epochs(first: float, epochs: int) -> TensorTrajectory:
 
 
 @pytest.mark.parametrize("in_place", [False, True])
-def test_what_follows_a_step_ends_with_its_rollout_epoch(tmp_path: Path, in_place: bool) -> None:
+def test_slices_and_n_step_returns_end_with_the_rollout_epoch(tmp_path: Path, in_place: bool) -> None:
     buffer = TrajectoryReplayBuffer(seed=0, trajectory_format="pt")
     buffer.add_trajectories([in_epochs(0, 2), in_epochs(1000, 1), in_epochs(2000, 3)])  # stored as one block
     if in_place:
@@ -51,7 +51,7 @@ def test_what_follows_a_step_ends_with_its_rollout_epoch(tmp_path: Path, in_plac
         assert (following - first <= 3).all()
 
 
-def test_a_cut_is_where_an_episode_or_an_epoch_ends() -> None:
+def test_cuts_mark_where_an_episode_or_a_rollout_epoch_ends() -> None:
     rows = TrajectoryBlock([FlatTrajectory.flatten(trajectory(0, 6, 2, ends={(1, 0): "terminations"}))])
     assert torch.equal(rows.cuts, rows.ends)
     cuts = TrajectoryBlock([FlatTrajectory.flatten(in_epochs(0, 3))]).cuts
@@ -68,7 +68,7 @@ FLAGGED = {
 
 
 @pytest.mark.parametrize("flags", FLAGGED)
-def test_a_value_counts_behind_a_truncation_and_no_other_end(flags: str) -> None:
+def test_the_next_value_is_bootstrapped_after_a_truncation_but_after_no_other_end(flags: str) -> None:
     given, wanted = FLAGGED[flags]
     with TrajectoryReplayBuffer(seed=0) as buffer:
         made = {name: column(*values).bool() for name, values in given.items()}
@@ -79,7 +79,7 @@ def test_a_value_counts_behind_a_truncation_and_no_other_end(flags: str) -> None
         assert [found[i] for i in range(3)] == wanted
 
 
-def test_rewards_behind_an_end_inside_a_chunk_do_not_count() -> None:
+def test_rewards_after_the_end_of_an_episode_inside_a_chunk_do_not_count() -> None:
     ended = torch.zeros(3, 1, 3, dtype=torch.bool)
     ended[1, 0, 0] = True
     truncated = torch.zeros(3, 1, 3, dtype=torch.bool)
@@ -93,12 +93,12 @@ def test_rewards_behind_an_end_inside_a_chunk_do_not_count() -> None:
         rewards = dict(zip(sample["actions"].reshape(-1).tolist(), sample["n_step_rewards"].tolist(), strict=True))
         discounts = dict(zip(sample["actions"].reshape(-1).tolist(), sample["n_step_discounts"].tolist(), strict=True))
     assert rewards == {0: 3 + 0.5, 1: 1, 2: 2}
-    assert discounts == {0: 0, 1: 0, 2: 0.5}  # what is said behind the truncation is about nothing
+    assert discounts == {0: 0, 1: 0, 2: 0.5}  # flags behind the truncation are ignored
 
 
 @pytest.fixture
 def uneven() -> Any:
-    """200 rows with log-probs and instructions, four without either."""
+    """A buffer with 200 rows that have log-probs and instructions, and four rows that have neither."""
     with TrajectoryReplayBuffer(seed=0, priority_exponent=1.0) as buffer:
         many = {"rewards": torch.zeros(100, 2, 1), "next_obs": {"s": torch.zeros(100, 2, 1)}}
         few = {"rewards": torch.ones(2, 2, 1), "next_obs": {"s": torch.zeros(2, 2, 1)}}
@@ -107,7 +107,7 @@ def uneven() -> Any:
         yield buffer
 
 
-def test_the_window_and_no_draw_decides_which_fields_there_are(uneven: TrajectoryReplayBuffer) -> None:
+def test_the_fields_of_a_batch_depend_on_the_window_and_not_on_the_drawn_rows(uneven: TrajectoryReplayBuffer) -> None:
     shared = {"rewards", "next_obs", "task_descriptions"}
     for _ in range(30):
         assert uneven.sample(8).keys() == shared
@@ -127,7 +127,7 @@ def test_the_window_and_no_draw_decides_which_fields_there_are(uneven: Trajector
         assert uneven.sample(8, fields=["next_obs"]).keys() == {"next_obs"}
 
 
-def test_instructions_can_be_asked_for(uneven: TrajectoryReplayBuffer) -> None:
+def test_instructions_can_be_chosen_as_a_field(uneven: TrajectoryReplayBuffer) -> None:
     batch = uneven.sample(50, fields=["rewards", "task_descriptions"])
     assert batch.keys() == {"rewards", "task_descriptions"}
     assert set(batch["task_descriptions"]) <= {"lift", "push", ""}
@@ -147,7 +147,7 @@ def test_instructions_can_be_asked_for(uneven: TrajectoryReplayBuffer) -> None:
             assert len(mixed.sample(8, fields=["rewards", "task_descriptions"])["task_descriptions"]) == 8
 
 
-def test_no_more_is_given_than_meets_the_conditions() -> None:
+def test_a_sample_is_never_larger_than_the_rows_that_meet_the_condition() -> None:
     flags = torch.zeros(400, 3, 2, dtype=torch.bool)
     flags[7, 1] = flags[100, 0] = flags[399, 2] = True
     with TrajectoryReplayBuffer(seed=0) as buffer:
@@ -166,7 +166,7 @@ def test_no_more_is_given_than_meets_the_conditions() -> None:
 
 
 @pytest.mark.parametrize("number", [0, -1])
-def test_a_batch_holds_at_least_one(number: int) -> None:
+def test_batch_sizes_and_step_counts_below_one_are_refused(number: int) -> None:
     with TrajectoryReplayBuffer(priority_exponent=1.0) as buffer:
         buffer.add_trajectories([trajectory(0), trajectory(1, extra=True)])
         for call in (
@@ -181,7 +181,7 @@ def test_a_batch_holds_at_least_one(number: int) -> None:
                 call()
 
 
-def test_a_checkpoint_goes_on_with_the_batch_that_was_not_given_out(
+def test_a_checkpoint_continues_with_the_first_prefetched_batch_that_was_not_returned(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with TrajectoryReplayBuffer(seed=0) as buffer, TrajectoryReplayBuffer(seed=9) as resumed:
@@ -196,7 +196,7 @@ def test_a_checkpoint_goes_on_with_the_batch_that_was_not_given_out(
         monkeypatch.setattr(buffer, "sample", sample)
         stream = buffer.iterate(8, prefetch=3)
         next(stream)
-        for _ in range(4):  # the one that was given out, and three more
+        for _ in range(4):  # the batch that was returned, and three more
             assert ahead.acquire(timeout=WAIT)
         buffer.save_checkpoint(tmp_path / "checkpoint")
         wanted = next(stream), next(stream)
@@ -205,7 +205,7 @@ def test_a_checkpoint_goes_on_with_the_batch_that_was_not_given_out(
         assert same(next(again), wanted[0])
         again.close()
         assert same(resumed.sample(8), wanted[1])
-        # what is sampled meanwhile comes from behind what was drawn ahead: from there it goes on
+        # sample() meanwhile draws after the batches drawn ahead, so a checkpoint continues after its batch
         for _ in range(2):
             assert ahead.acquire(timeout=WAIT)
         real(8)

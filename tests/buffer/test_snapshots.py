@@ -1,4 +1,7 @@
-"""A sample is drawn from one state of the buffer, whatever another thread or process does at the worst moment."""
+"""Tests that a sample is drawn from one state of the buffer while another thread or process changes it.
+
+The change is made at the worst moment by patching a function that runs in the middle of the operation.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ from tests.buffer.world import in_a_thread, numbers, trajectory
 
 
 @pytest.mark.parametrize("opening", [False, True])
-def test_everything_is_replaced_just_behind_a_reader_s_look(
+def test_a_reader_whose_files_are_replaced_after_it_read_the_manifest_reads_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, opening: bool
 ) -> None:
     path, looked = tmp_path / "buffer", []
@@ -51,7 +54,7 @@ def test_everything_is_replaced_just_behind_a_reader_s_look(
         reader.close()
 
 
-def test_a_reader_that_cannot_open_what_replaced_its_files_can_later(
+def test_a_reader_that_failed_to_open_replaced_files_succeeds_once_they_are_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with TrajectoryReplayBuffer(tmp_path / "buffer") as writer:
@@ -70,7 +73,7 @@ def test_a_reader_that_cannot_open_what_replaced_its_files_can_later(
 
 
 def once(real: Callable[..., Any], meanwhile: Callable[[], Any], *, after: bool = False) -> Callable[..., Any]:
-    """``real``, with ``meanwhile`` before or ``after`` its first call."""
+    """Wrap ``real`` so that ``meanwhile`` runs before (or ``after``) its first call."""
     calls: list[bool] = []
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -94,7 +97,9 @@ def assert_instructed(batch: Any) -> None:
     assert batch["task_descriptions"] == [f"task {number}" for number in batch["versions"].reshape(-1).tolist()]
 
 
-def test_two_threads_read_the_same_new_instructions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_threads_may_read_the_same_new_instructions_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with TrajectoryReplayBuffer(tmp_path) as writer, TrajectoryReplayBuffer(tmp_path, read_only=True) as reader:
         writer.add_trajectories([instructed(0)])
         assert_instructed(reader.sample(2))
@@ -109,12 +114,12 @@ def test_two_threads_read_the_same_new_instructions(tmp_path: Path, monkeypatch:
             assert_instructed(reader.sample(8))
 
 
-def test_slices_begin_only_where_the_ids_are_known_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slices_ignore_rows_whose_trajectory_id_is_not_yet_stored(monkeypatch: pytest.MonkeyPatch) -> None:
     with TrajectoryReplayBuffer(sample_window_size=1, seed=0) as buffer:
         buffer.add_trajectories([trajectory(1, 4, 1)])
         drawn: list[torch.Tensor] = []
 
-        def draw() -> None:  # the rows of the next trajectory are there, its id is not
+        def draw() -> None:  # runs when the rows of the next trajectory are stored and its id is not
             drawn.append(buffer.sample_slices(64, 3)["actions"][..., 0])
 
         monkeypatch.setattr(Index, "append", once(Index.append, draw))
@@ -125,9 +130,7 @@ def test_slices_begin_only_where_the_ids_are_known_too(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("only", [None, Only(intervened=False)])
-def test_counts_agree_with_one_another_while_something_is_added(
-    monkeypatch: pytest.MonkeyPatch, only: Only | None
-) -> None:
+def test_counts_agree_with_one_another_during_an_add(monkeypatch: pytest.MonkeyPatch, only: Only | None) -> None:
     with TrajectoryReplayBuffer() as buffer:
         buffer.add_trajectories([trajectory(1)])
         seen: list[Any] = []
@@ -144,7 +147,7 @@ def test_counts_agree_with_one_another_while_something_is_added(
         assert numbers(buffer.sample(200, allow_short=True)) == {1, 2}
 
 
-def test_rlinf_adds_while_a_sample_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_samples_are_consistent_while_rlinf_adds_trajectories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     every = [fields(number) for number in range(6)]
     for number, made in enumerate(every):
         made["versions"] = torch.full((6, 3, 1), number)
@@ -163,8 +166,10 @@ def test_rlinf_adds_while_a_sample_is_read(tmp_path: Path, monkeypatch: pytest.M
         batch = buffer.sample(100)
         assert_instructed(batch)
         assert set(batch["versions"].reshape(-1).tolist()) == set(range(6))
-        assert int(buffer.sample_prioritized(200)["indices"].min()) >= 54  # the others' priorities were kept
-        with pytest.MonkeyPatch.context() as patch:  # a thread samples while another has half of the new index
+        assert (
+            int(buffer.sample_prioritized(200)["indices"].min()) >= 54
+        )  # the low priorities of rows 0 to 53 were kept
+        with pytest.MonkeyPatch.context() as patch:  # one thread samples while another has read half of the new index
             write(folder, every[:2])
             found: list[Any] = []
             meanwhile = lambda: found.append(in_a_thread(lambda: buffer.sample(30), 0.2))  # noqa: E731
@@ -175,7 +180,7 @@ def test_rlinf_adds_while_a_sample_is_read(tmp_path: Path, monkeypatch: pytest.M
         assert set(batch["versions"].reshape(-1).tolist()) == {0, 1}
 
 
-def test_two_threads_are_the_first_to_ask_for_priorities(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_threads_may_take_the_first_prioritized_sample_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     with TrajectoryReplayBuffer(priority_exponent=1.0, seed=0) as buffer:
         buffer.add_trajectories([trajectory(1)])
         other: list[Any] = []
@@ -193,7 +198,7 @@ def test_two_threads_are_the_first_to_ask_for_priorities(monkeypatch: pytest.Mon
         assert set(indices.tolist()) == set(range(36))
 
 
-def test_rows_of_a_replaced_buffer_have_no_priority(tmp_path: Path) -> None:
+def test_rows_of_a_replaced_buffer_are_not_in_a_prioritized_sample(tmp_path: Path) -> None:
     with TrajectoryReplayBuffer(tmp_path / "buffer") as writer:
         writer.add_trajectories([trajectory(1)])
         writer.save_checkpoint(tmp_path / "checkpoint")
@@ -206,7 +211,7 @@ def test_rows_of_a_replaced_buffer_have_no_priority(tmp_path: Path) -> None:
             assert batch["versions"].unique().tolist() == [1]
 
 
-def test_priorities_cover_fewer_rows_than_before() -> None:
+def test_priorities_of_rows_that_are_no_longer_covered_are_dropped() -> None:
     own = TablePriorities(1.0)
     own.cover(0, 100)
     own.cover(0, 10)

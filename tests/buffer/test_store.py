@@ -1,4 +1,4 @@
-"""What is written stays as it was written, whatever fails and whatever is called after `close`."""
+"""Tests that failed operations and calls after `close` change neither the buffer nor its checkpoints."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch
 from gleanrl.buffer import TensorTrajectory, TrajectoryReplayBuffer, files
 from tests.buffer.world import assert_same, rows, same, trajectory
 
-SMALL = 1 << 18  # bytes of a segment: a few trajectories
+SMALL = 1 << 18  # bytes of a segment; a few trajectories fit
 
 
 def opened(path: Path | None, **how: Any) -> TrajectoryReplayBuffer:
@@ -36,14 +36,14 @@ def assert_whole(path: Path, count: int = 10) -> None:
         assert_same(buffer.trajectory(count - 1), trajectory(count - 1, 20))
 
 
-def test_a_load_that_failed_and_is_tried_again_leaves_the_checkpoint_as_it_was(tmp_path: Path) -> None:
+def test_a_failed_load_that_is_tried_again_leaves_the_checkpoint_unchanged(tmp_path: Path) -> None:
     with filled(tmp_path / "old") as buffer:
         buffer.save_checkpoint(tmp_path / "checkpoint")
     with opened(tmp_path / "new") as buffer:
         buffer.add_trajectories([trajectory(77)])
         before = sorted(os.listdir(tmp_path / "new"))
         limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (SMALL // 2, limits[1]))  # the kernel refuses, as on a full disk
+        resource.setrlimit(resource.RLIMIT_FSIZE, (SMALL // 2, limits[1]))  # larger files fail
         try:
             with pytest.raises(OSError, match="too large"):
                 buffer.load_checkpoint(tmp_path / "checkpoint")
@@ -58,10 +58,10 @@ def test_a_load_that_failed_and_is_tried_again_leaves_the_checkpoint_as_it_was(t
 
 
 @pytest.mark.parametrize("distributed", [False, True])
-def test_a_load_that_is_interrupted_at_its_end_is_either_done_or_not(
+def test_a_load_that_is_interrupted_after_the_manifest_was_written_is_complete(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, distributed: bool
 ) -> None:
-    """The manifest is in place, and an error comes behind it: what is on disk is what counts."""
+    """KeyboardInterrupt arrives just after the new manifest was written, so the load counts as done."""
     from gleanrl.utils import atomic
 
     with filled(tmp_path / "old") as buffer:
@@ -83,7 +83,7 @@ def test_a_load_that_is_interrupted_at_its_end_is_either_done_or_not(
     assert_whole(tmp_path / "new", 11)
 
 
-def test_files_of_another_disk_are_copied_and_an_old_file_is_never_written_over(
+def test_files_are_copied_across_disks_and_existing_files_are_never_overwritten(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def other_disk(*_: Any) -> None:
@@ -130,9 +130,7 @@ def test_nothing_is_written_after_close(
     assert_whole(tmp_path / "checkpoint")
 
 
-def test_a_load_that_cannot_open_what_it_brought_closes_the_buffer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_load_whose_files_cannot_be_opened_closes_the_buffer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from gleanrl.buffer import writer
 
     with filled(tmp_path / "old") as buffer:
@@ -151,7 +149,7 @@ def test_a_load_that_cannot_open_what_it_brought_closes_the_buffer(
     assert_whole(tmp_path / "new")
 
 
-def test_leftovers_of_any_epoch_are_removed(tmp_path: Path) -> None:
+def test_files_of_every_earlier_epoch_are_removed(tmp_path: Path) -> None:
     with filled(tmp_path / "old") as buffer:
         buffer.save_checkpoint(tmp_path / "checkpoint")
     for file in list((tmp_path / "old").glob("000-*")):
@@ -166,16 +164,16 @@ def test_leftovers_of_any_epoch_are_removed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("error", [OSError(errno.EIO, "Input/output error"), KeyboardInterrupt()])
-def test_what_was_never_acknowledged_is_forgotten_by_readers_and_never_torn(
+def test_readers_drop_records_whose_sync_failed_and_their_rows_are_not_overwritten(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:
-    """Records can be seen before they are synced; where that fails, their rows are not written over."""
+    """Readers see records before they are synced. If the sync fails, their rows must not be overwritten."""
     with filled(tmp_path, 1) as buffer, opened(tmp_path, read_only=True) as reader:
         log, real = buffer.storage._opened.log, os.fdatasync  # type: ignore[union-attr]
 
         def fails(file: int) -> None:
             if file == log._file:
-                assert len(reader) == 2  # it sees them
+                assert len(reader) == 2  # the reader sees the record already
                 raise error
             real(file)
 
@@ -183,7 +181,7 @@ def test_what_was_never_acknowledged_is_forgotten_by_readers_and_never_torn(
         with pytest.raises(type(error)):
             buffer.add_trajectories([trajectory(1, 20)])
         monkeypatch.undo()
-        with reader.storage.held():  # a sample that began before
+        with reader.storage.held():  # a sample that began before the next add
             table = reader.storage.snapshot.tables[0]
             assert buffer.add_trajectories([trajectory(2, 30)]) == [1]
             found = table.read(torch.arange(60, 120), [("curr_obs", "state")])[("curr_obs", "state")]
@@ -195,7 +193,7 @@ def test_what_was_never_acknowledged_is_forgotten_by_readers_and_never_torn(
         assert reader.verify() == buffer.verify() == []
 
 
-def test_a_log_that_failed_before_anybody_saw_a_record_is_gone_on_with(
+def test_a_log_whose_write_failed_before_any_record_was_visible_stays_in_use(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from gleanrl.buffer import log
@@ -214,7 +212,7 @@ def test_a_log_that_failed_before_anybody_saw_a_record_is_gone_on_with(
     assert_whole(tmp_path, 2)
 
 
-def test_a_checkpoint_for_rlinf_holds_what_was_there_when_it_began(
+def test_an_rlinf_checkpoint_contains_the_trajectories_present_when_the_save_began(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from gleanrl.buffer import rlinf
@@ -226,7 +224,7 @@ def test_a_checkpoint_for_rlinf_holds_what_was_there_when_it_began(
 
         def meanwhile(own: TensorTrajectory, weights: str) -> dict[str, Any]:
             number = buffer.trajectory_counter
-            if number < 30:  # another thread adds, and the oldest go
+            if number < 30:  # as if another thread added trajectories, which evicts the oldest
                 buffer.add_trajectories([trajectory(number, 20)])
             return real(own, weights)
 

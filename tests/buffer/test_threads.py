@@ -1,4 +1,4 @@
-"""Samples in one thread while another replaces, evicts or closes what they are taken from."""
+"""Tests of sampling in one thread while another loads a checkpoint, evicts trajectories or closes the buffer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.buffer.world import WAIT, trajectory
 
 
 class Sampling:
-    """A thread that samples without end and looks at every row."""
+    """A thread that samples until ``end`` is called and checks every row."""
 
     def __init__(self, buffer: TrajectoryReplayBuffer) -> None:
         self.count, self.error = 0, None
@@ -36,7 +36,7 @@ class Sampling:
             self.error = error
 
     def once_more(self) -> None:
-        """Return after another sample."""
+        """Wait until another sample was taken."""
         self._sampled.clear()
         assert self._sampled.wait(WAIT), self.error
 
@@ -53,7 +53,7 @@ def filled(path: Path | None, first: int) -> TrajectoryReplayBuffer:
     return buffer
 
 
-def test_a_checkpoint_is_loaded_under_the_hands_of_a_sampling_thread(tmp_path: Path) -> None:
+def test_a_thread_can_sample_while_checkpoints_are_loaded(tmp_path: Path) -> None:
     with filled(None, 100) as other:
         other.save_checkpoint(tmp_path / "checkpoint")
     with filled(tmp_path / "buffer", 1) as buffer:
@@ -69,7 +69,7 @@ def test_a_checkpoint_is_loaded_under_the_hands_of_a_sampling_thread(tmp_path: P
         reader.close()
 
 
-def test_the_oldest_go_under_the_hands_of_a_sampling_thread(tmp_path: Path) -> None:
+def test_a_thread_can_sample_while_the_oldest_trajectories_are_evicted(tmp_path: Path) -> None:
     with filled(tmp_path, 1) as buffer:
         sampling = Sampling(buffer)
         for i in range(6, 40):
@@ -85,7 +85,7 @@ def closed(buffer: TrajectoryReplayBuffer) -> Any:
 
 @pytest.mark.parametrize("path", [None, "buffer"])
 @pytest.mark.parametrize("use", [closed, TrajectoryReplayBuffer.get_stats, TrajectoryReplayBuffer.verify])
-def test_a_buffer_that_is_closed_says_so(
+def test_a_closed_buffer_raises_that_it_is_closed(
     tmp_path: Path, path: str | None, use: Callable[[TrajectoryReplayBuffer], Any]
 ) -> None:
     buffer = filled(tmp_path / path if path else None, 1)

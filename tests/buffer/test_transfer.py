@@ -1,4 +1,4 @@
-"""Exports hold what the buffer holds, and are written whole or not at all."""
+"""Tests of exporting a buffer as safetensors files and as a LeRobot data set."""
 
 from __future__ import annotations
 
@@ -131,8 +131,8 @@ def place(episode: dict[str, Any]) -> tuple[int, int]:
     return episode["data/chunk_index"], episode["data/file_index"]
 
 
-def test_a_lerobot_data_set_is_read_as_lerobot_reads_one(source: Path, tmp_path: Path) -> None:
-    """With its way from ``features`` to column types, and the text of a task as the index of the table."""
+def test_a_lerobot_data_set_can_be_read_as_lerobot_reads_it(source: Path, tmp_path: Path) -> None:
+    """Column types are derived from ``features`` as LeRobot does; the index of the tasks table is the task's text."""
     datasets, pandas = pytest.importorskip("datasets"), pytest.importorskip("pandas")
     transfer.export("lerobot", [source], tmp_path / "out")
     info = json.loads((tmp_path / "out" / "meta" / "info.json").read_text())
@@ -170,7 +170,7 @@ def written(folder: Path, **observations: Any) -> Path:
         ("safetensors", ({"a.b": 1, "a": {"b": 2}}), r"curr_obs\['a.*curr_obs.a.b"),
     ],
 )
-def test_no_field_takes_the_place_of_another_of_the_same_name(
+def test_two_fields_that_would_get_the_same_exported_name_are_refused(
     form: str, names: dict[str, Any], both: str, tmp_path: Path
 ) -> None:
     def filled(tree: Any) -> Any:
@@ -189,7 +189,7 @@ NARROW = (torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 @pytest.mark.parametrize("dtype", [*EXACT, *NARROW], ids=str)
-def test_a_lerobot_data_set_holds_numbers_of_every_type_that_it_knows(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_a_lerobot_data_set_stores_every_dtype_exactly_or_as_float32(dtype: torch.dtype, tmp_path: Path) -> None:
     values = torch.tensor([[3, 1], [0, 1]]).to(dtype).reshape(2, 1, 2)
     source = written(tmp_path, typed=values, none=torch.zeros(2, 1, 3, 0))
     transfer.export("lerobot", [source], tmp_path / "out")
@@ -200,14 +200,14 @@ def test_a_lerobot_data_set_holds_numbers_of_every_type_that_it_knows(dtype: tor
     assert [row["observation.typed"] for row in rows_of(tmp_path / "out")] == values[:, 0].double().tolist()
 
 
-def test_complex_numbers_are_named_as_what_a_data_set_cannot_hold(tmp_path: Path) -> None:
+def test_complex_numbers_cannot_be_exported_to_a_lerobot_data_set(tmp_path: Path) -> None:
     source = written(tmp_path, wave=torch.zeros(2, 1, 3, dtype=torch.complex64))
     with pytest.raises(UserError, match=r"curr_obs.wave complex64\[3\]: a LeRobot data set has no complex numbers"):
         transfer.export("lerobot", [source], tmp_path / "out")
     assert transfer.export("safetensors", [source], tmp_path / "out") == "1 trajectories"
 
 
-def test_nothing_is_left_of_an_export_that_failed(source: Path, tmp_path: Path) -> None:
+def test_a_failed_export_leaves_no_files(source: Path, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with TrajectoryReplayBuffer(tmp_path / "none"):
         pass
@@ -225,7 +225,9 @@ def test_nothing_is_left_of_an_export_that_failed(source: Path, tmp_path: Path) 
     assert len(left_out) == 1
 
 
-def test_pyarrow_is_asked_for_in_one_line(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_pyarrow_is_an_error_that_says_how_to_install_it(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
     with pytest.raises(UserError, match=r"pip install 'gleanrl\[parquet\]'"):
         transfer.export("lerobot", [source], tmp_path / "out")

@@ -1,4 +1,4 @@
-"""What is remembered of a window agrees with examining every record again."""
+"""Tests of conditional sampling: a buffer that keeps its record of matching rows samples like a fresh one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CONDITIONS = (Only(success=True), Only(success=False), Only(versions=(2, 20)), O
 
 def add(buffer: TrajectoryReplayBuffer, numbers: range) -> None:
     for number in numbers:
-        extra = number % 5 == 0  # another table
+        extra = number % 5 == 0  # these go into another table
         buffer.add_trajectories([trajectory(number, 3 + number % 2, extra=extra, success=number % 3 == 0)])
 
 
@@ -26,7 +26,7 @@ def draw(buffer: TrajectoryReplayBuffer, only: Only) -> Any:
 
 @pytest.mark.parametrize("window", [0, 6])
 @pytest.mark.parametrize("block", [2, sampling.RECORDS])
-def test_conditions_follow_what_is_added_and_dropped(
+def test_conditional_samples_follow_additions_and_evictions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, window: int, block: int
 ) -> None:
     monkeypatch.setattr(sampling, "RECORDS", block)
@@ -41,7 +41,7 @@ def test_conditions_follow_what_is_added_and_dropped(
                         assert same(ours, theirs)
 
 
-def test_a_loaded_checkpoint_is_examined_again(tmp_path: Path) -> None:
+def test_conditional_samples_follow_a_loaded_checkpoint(tmp_path: Path) -> None:
     with TrajectoryReplayBuffer(tmp_path / "one", seed=0) as other:
         add(other, range(31, 43))
         other.save_checkpoint(tmp_path / "saved")
@@ -53,6 +53,6 @@ def test_a_loaded_checkpoint_is_examined_again(tmp_path: Path) -> None:
         assert same(draw(buffer, CONDITIONS[0])[0], wanted[0])
 
 
-def test_versions_may_be_a_list() -> None:
+def test_versions_of_a_condition_may_be_a_list() -> None:
     assert Only(versions=[1, 2]) == Only(versions=(1, 2))  # type: ignore[arg-type]
     assert hash(Only(versions=[1, 2])) == hash(Only(versions=(1, 2)))  # type: ignore[arg-type]

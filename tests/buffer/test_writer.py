@@ -1,4 +1,4 @@
-"""Trajectories that are added without waiting."""
+"""Tests of ``add_trajectories(wait=False)``, which queues trajectories and returns a future."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.buffer.world import WAIT, assert_same, in_a_thread, trajectory
 
 
 class Gate:
-    """Holds up what a buffer writes."""
+    """Blocks a buffer's writes until ``open`` is called; ``entered`` is set when a write has begun."""
 
     def __init__(self, buffer: TrajectoryReplayBuffer, monkeypatch: pytest.MonkeyPatch) -> None:
         self.entered, self._go_on = threading.Event(), threading.Event()
@@ -50,12 +50,12 @@ def queued(buffer: TrajectoryReplayBuffer, number: int, steps: int = 6) -> Futur
     return buffer.add_trajectories([trajectory(number, steps, wide=False)], wait=False)  # type: ignore[return-value]
 
 
-def test_a_cancelled_future_is_not_written_and_the_next_is(buffer: TrajectoryReplayBuffer, gate: Gate) -> None:
+def test_a_cancelled_trajectory_is_not_written_and_the_next_one_is(buffer: TrajectoryReplayBuffer, gate: Gate) -> None:
     first = queued(buffer, 0)
     assert gate.entered.wait(WAIT)
     second, third = queued(buffer, 1), queued(buffer, 2)
     assert second.cancel()
-    assert not first.cancel()  # it is being written
+    assert not first.cancel()  # its write has begun
     gate.open()
     assert in_a_thread(buffer.flush) == [None]
     assert (first.result(WAIT), third.result(WAIT)) == ([0], [1])
@@ -65,7 +65,7 @@ def test_a_cancelled_future_is_not_written_and_the_next_is(buffer: TrajectoryRep
 
 
 @pytest.mark.parametrize("wait_for_all", [True, False])
-def test_waiting_for_room_ends_when_the_buffer_is_closed(
+def test_a_caller_that_waits_for_room_in_the_queue_is_released_by_close(
     buffer: TrajectoryReplayBuffer, gate: Gate, wait_for_all: bool
 ) -> None:
     writing = queued(buffer, 0)
@@ -100,7 +100,9 @@ def test_waiting_for_room_ends_when_the_buffer_is_closed(
             waiting.result()
 
 
-def test_one_that_is_refused_does_not_fail_those_written_with_it(buffer: TrajectoryReplayBuffer, gate: Gate) -> None:
+def test_a_refused_trajectory_does_not_fail_others_of_the_same_write(
+    buffer: TrajectoryReplayBuffer, gate: Gate
+) -> None:
     first = queued(buffer, 0)
     assert gate.entered.wait(WAIT)
     large = TensorTrajectory(actions=torch.zeros(4000, 8, 64))
@@ -110,7 +112,7 @@ def test_one_that_is_refused_does_not_fail_those_written_with_it(buffer: Traject
     with pytest.raises(UserError, match="max_bytes = 1048576"):
         refused.result(WAIT)  # type: ignore[union-attr]
     with pytest.raises(UserError, match="max_bytes = 1048576"):
-        buffer.flush()  # it was not raised elsewhere
+        buffer.flush()
     assert_same(buffer.trajectory(2), trajectory(2, wide=False))
 
 
@@ -127,8 +129,8 @@ def test_the_first_of_several_failed_writes_is_reported(buffer: TrajectoryReplay
     buffer.flush()
 
 
-def test_what_is_queued_is_a_copy(buffer: TrajectoryReplayBuffer, gate: Gate) -> None:
-    flags = torch.zeros(7, 3, 1, dtype=torch.bool)  # with the row before the first step
+def test_queued_trajectories_are_copies(buffer: TrajectoryReplayBuffer, gate: Gate) -> None:
+    flags = torch.zeros(7, 3, 1, dtype=torch.bool)  # with a bootstrap row before the first step
     given = TensorTrajectory(**{**vars(trajectory(3)), "dones": flags})
     array = given.rewards.numpy()  # type: ignore[union-attr]
     wanted = TensorTrajectory(**{**vars(trajectory(3)), "dones": flags.clone()})

@@ -1,4 +1,4 @@
-"""Trajectories whose every row says which one it is, and what a buffer should make of them."""
+"""Trajectories for the buffer's tests, in which each value tells its trajectory, step and environment."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch
 
 from gleanrl.buffer import TensorTrajectory
 
-WAIT = 60.0  # seconds until something counts as hung
-WIDE = 520  # float32 values of an observation: more than what is packed, so it has a column of its own
+WAIT = 60.0  # seconds until an operation counts as hung
+WIDE = 520  # float32 values of an observation, too many to be packed with other fields: it gets a column of its own
 
 
 def trajectory(
@@ -26,10 +26,11 @@ def trajectory(
     broken: tuple[tuple[int, int], ...] = (),
     **more: Any,
 ) -> TensorTrajectory:
-    """Values are made of (number, t, b), so that a row of another trajectory cannot pass for the right one.
+    """A trajectory whose values are computed from (number, t, b), so that no row equals one of another trajectory.
 
-    ``ends``: (t, b) -> terminations or truncations. ``broken``: (t, b) where the next observation is not the current
-    one of the next step although no episode ends. ``extra``: one field more. ``wide``: large observations.
+    ``ends`` maps (t, b) to "terminations" or "truncations". ``broken`` lists (t, b) at which the next observation
+    differs from the following step's observation although no episode ends. ``extra`` adds a field, and ``wide``
+    makes observations large.
     """
     t, b = torch.meshgrid(torch.arange(steps + 1), torch.arange(batch), indexing="ij")
     mark = (number * 1000 + t * 20 + b).float()[..., None]
@@ -56,7 +57,7 @@ def trajectory(
 
 
 def same(ours: Any, theirs: Any) -> bool:
-    """Equal, bit for bit and type for type, at any depth."""
+    """Return whether two nested values are equal in keys, types, shapes and bits."""
     if isinstance(theirs, Mapping):
         return ours.keys() == theirs.keys() and all(same(ours[name], theirs[name]) for name in theirs)
     if isinstance(theirs, torch.Tensor):
@@ -73,7 +74,7 @@ def assert_same(ours: TensorTrajectory, theirs: TensorTrajectory) -> None:
 
 
 def rows(trajectory: TensorTrajectory) -> dict[str, Any]:
-    """Its chunk steps as one batch ``[T * B, ...]``, nested as a sample is."""
+    """Return the chunk steps of a trajectory as one batch ``[T * B, ...]``, nested as a sample is."""
     names = [name for name in TensorTrajectory.__dataclass_fields__ if name not in NOT_SAMPLED]
     found = {name: getattr(trajectory, name) for name in names}
     return {name: flat(value) for name, value in found.items() if value is not None and value != {}}
@@ -86,7 +87,7 @@ def flat(value: Any) -> Any:
 
 
 def at(batch: Any, index: Any) -> Any:
-    """Some rows of a batch."""
+    """Return the rows of a nested batch at ``index``."""
     return {name: at(part, index) for name, part in batch.items()} if isinstance(batch, Mapping) else batch[index]
 
 
@@ -94,24 +95,24 @@ NOT_SAMPLED = ("max_episode_length", "model_weights_id", "task_descriptions", "s
 
 
 def numbers(batch: Mapping[str, Any]) -> set[int]:
-    """The trajectories that a batch holds rows of."""
+    """Return the numbers of the trajectories that a batch has rows of."""
     return set(batch["versions"].reshape(-1).tolist())
 
 
 def flip(path: Path, place: int) -> None:
-    """Change one bit of a file."""
+    """Change one bit of the byte at ``place`` of a file."""
     data = bytearray(path.read_bytes())
     data[place] ^= 4
     path.write_bytes(data)
 
 
 def disk_usage(folder: Path) -> int:
-    """Bytes that the files of a folder take."""
+    """Return the bytes of disk space that the files of a folder take."""
     return sum(file.stat().st_blocks * 512 for file in folder.iterdir())
 
 
 def in_a_thread(call: Callable[[], Any], most: float = WAIT) -> list[Any]:
-    """What a call gave or raised within ``most`` seconds; nothing where it takes longer."""
+    """Run a call in a thread; return [its result or exception], or [] if it takes longer than ``most`` seconds."""
     outcome: list[Any] = []
 
     def run() -> None:
