@@ -23,7 +23,9 @@ schedule:
         plan.observe: the curriculum and the pool see the groups          curriculum/, experience/
         sampler.publish: new weights                                      samplers/
 
-A group that is refused goes to `Plan.drop`, and its ticket is handed out again.
+Each group is sampled under a numbered *ticket*, which `StalenessController` hands out. A group that is refused goes to
+`Plan.drop`, and its ticket is handed out again, for another group. A *chunk* is a part of a step's batch that the
+learner receives in one call.
 
 Producing groups and learning from them run concurrently. `StalenessController` starts a group only if the group can be
 learned from before it is older than the schedule's staleness bound. `GroupQueue` then checks the bound against the
@@ -71,7 +73,7 @@ INSTANT_S = 1e-3  # seconds; a reward that takes less time, such as one from the
 class StepState(Enum):
     """Progress of the current step, which decides whether the run can be saved when an error ends it."""
 
-    BOUNDARY = auto()  # the learner has not received any chunk of the step
+    BOUNDARY = auto()  # the learner has not received any chunk (part of the batch) of the step
     WAITING = auto()  # the learner has consumed at least one chunk, and the run waits for the next chunk
     LEARNING = auto()  # the learner works on a chunk, or the weights are being published
 

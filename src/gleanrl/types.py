@@ -234,7 +234,9 @@ class Group:
 
     spec: GroupSpec
     trajectories: tuple[Trajectory, ...]
-    ticket: int  # number of the ticket under which the group was sampled
+    # Number of the group in the run (`gleanrl.schedule.controller.Ticket`). If the group is dropped, the group that
+    # replaces it has the same number.
+    ticket: int
     greedy: Trajectory | None = None  # the attempt at temperature 0, if ``spec.greedy``; not one of ``trajectories``
     dropped: bool = False  # True if another group replaces this one: the curriculum observes it, the learner does not
 

@@ -137,8 +137,9 @@ class SamplerSettings(Settings):
     """Maximum number of episodes that a sampler plays at the same time; further ones wait. More raise throughput and
     memory use. The sampler of evaluations and, on Ray, each sampler actor have this many of their own."""
     deterministic: bool | Literal["auto"] = "auto"
-    """Start a decoding burst only when every open episode waits for a completion, so that results do not depend on
-    timing. Throughput is lower. auto: true if the schedule's staleness bound is 0. The openai sampler ignores it."""
+    """Begin to sample only when every open episode waits for a completion, and then sample all these completions
+    together, so that results do not depend on timing. Throughput is lower. auto: true if the schedule's staleness bound
+    is 0. The openai sampler ignores it."""
 
 
 class ContextSettings(Settings):
@@ -161,9 +162,10 @@ class ContextSettings(Settings):
 
 class ScheduleSettings(Settings):
     preset: Literal["sync", "pipelined", "one_step_off", "pipelined_one_step_off", "bounded_async"] = "sync"
-    """How sampling, rewards and updates overlap. sync: one after the other. pipelined: the learner trains on chunks as
-    they become complete. one_step_off: it trains on whole batches, each sampled a step ahead. pipelined_one_step_off:
-    both. bounded_async: chunks up to `staleness` steps old, and samplers take new weights in the middle of episodes."""
+    """How sampling, rewards and updates overlap. sync: one after the other. pipelined: the learner trains on each
+    chunk (part of a batch) once it is complete. one_step_off: on whole batches, each sampled a step ahead.
+    pipelined_one_step_off: both. bounded_async: on chunks up to `staleness` steps old, and samplers take new weights in
+    the middle of episodes."""
     batch: Positive = 16
     """Number of groups that each step trains on. It must be a multiple of `learner.updates_per_step`, and of `chunks`
     if the preset uses them. It cannot change when a run is resumed."""
@@ -262,8 +264,9 @@ class LossSettings(Settings):
 
     correction: Literal["none", "truncate", "mask"] = "none"
     """Importance weight w of fresh tokens. w = old / behaviour probability for losses with a ratio; this needs
-    `learner.old_logprobs` other than sampler. w = current / behaviour for gpg and reinforce. none: no weight. truncate:
-    min(w, cap). mask: w, or 0 if w is outside [floor, cap], as in decoupled PPO."""
+    `learner.old_logprobs` other than sampler. w = current / behaviour for gpg and reinforce, where current means the
+    weights being trained. none: no weight. truncate: min(w, cap). mask: w, or 0 if w is outside [floor, cap], as in
+    decoupled PPO."""
     correction_level: Literal["token", "sequence", "geometric"] = "token"
     """Over which tokens the w of `correction` is taken. token: of the token alone. sequence: the product over its
     sequence. geometric: the geometric mean over its sequence."""
@@ -285,8 +288,9 @@ class LossSettings(Settings):
     """Factor on the loss of replayed tokens. With `replay_mode = "shape"` and its default constant, their gradient at
     ratio 1 is twelve times smaller than that of an on-policy token; a factor of 12 makes up for this."""
     replay_importance: Literal["recorded", "current"] = "recorded"
-    """Denominator of a replayed token's ratio. recorded: the probability at which it was sampled. current: its present
-    probability, so that the ratio is 1 and nothing corrects for the older policy; for ablations."""
+    """Denominator of a replayed token's ratio. recorded: the probability at which it was sampled. current: its
+    probability under the weights being trained, so that the ratio is 1 and nothing corrects for the older policy; for
+    ablations."""
 
     kl: Literal["k1", "kl", "abs", "k2", "mse", "k3", "low_var_kl", "k1+", "kl+", "abs+", "k3+", "low_var_kl+"] = "k3"
     """Estimator of the KL to the reference policy: k1 (also called kl), abs, k2 (mse) or k3 (low_var_kl). A name with +
@@ -357,8 +361,8 @@ class ReplaySettings(Settings):
     `capacity_per_task`. Low entropy means that the policy was sure of its tokens."""
     entropy_from: Literal["current", "recorded"] = "recorded"
     """Entropy by which `select` ranks trajectories for replay. recorded: minus the mean log-prob of the sampled tokens
-    at sampling, which costs nothing. current: their mean entropy under the current policy, which costs a forward
-    pass."""
+    at sampling, which costs nothing. current: their mean entropy under the learner's weights when the batch is planned,
+    which costs a forward pass."""
     baseline: Literal["fresh", "group"] = "fresh"
     """Members from which the mean and deviation of a group with replayed members are computed. fresh: the fresh members
     only. group: all members."""
@@ -385,9 +389,9 @@ class ReplaySettings(Settings):
     """Maximum age of a stored trajectory, in versions of the weights (steps of the run). Older ones are evicted. None =
     no limit."""
     max_ratio: Annotated[float, Field(gt=1.0)] | None = None
-    """A trajectory is not replayed in a batch if the geometric mean of its tokens' ratios (current / recorded
-    probability) is outside [1 / max_ratio, max_ratio]. It stays in the pool. Costs a forward pass. None = no such
-    check."""
+    """A trajectory is not replayed in a batch, but stays in the pool, if the geometric mean of p / r over its tokens is
+    outside [1 / max_ratio, max_ratio]. r is the recorded probability of a token, and p that under the learner's weights
+    when the batch is planned, which costs a forward pass. None = no such check."""
     reverify: bool = False
     """Score a stored trajectory again each time before it is replayed, and evict it if the score differs. For rewards
     or environments that may have changed since."""
@@ -496,8 +500,9 @@ class LearnerSettings(Settings):
     linear layers but the output layer."""
     old_logprobs: Literal["sampler", "recompute", "loglinear"] = "sampler"
     """Log-probs in the denominator of a fresh token's ratio. sampler: those recorded at sampling. recompute: those of
-    the weights before the step's updates, by a further forward pass. loglinear: an estimate of the latter between
-    recorded and current log-probs, by the token's staleness, without a further pass."""
+    the weights before the step's updates, by a further forward pass. loglinear: an estimate of the latter without a
+    further pass, by interpolation between the recorded log-probs and those in the update, according to the token's
+    staleness."""
     ranks: Positive = 1
     """Number of processes over which the learner's model is sharded (FSDP), each with a GPU of its own or all on the
     CPU. They are started on this machine. Under torchrun leave it at 1, because torchrun starts the processes."""
@@ -677,7 +682,8 @@ class Config(JobConfig):
         schedule, evaluation, ray = self.schedule, self.evaluation, self.ray
         episodes = self.run.steps * schedule.batch * schedule.group
         between = (self.run.steps - 1) // evaluation.every if evaluation.every else 0
-        times = evaluation.at_start + between + 1  # the last evaluation is that after the last step
+        # the 1 is the evaluation after the last step, which is not one of ``between``
+        times = evaluation.at_start + between + 1
         attempts = f"{evaluation.samples} sampled{' and 1 greedy' if evaluation.greedy else ''}"
         evaluated = times * self.environment.eval_tasks * (evaluation.samples + evaluation.greedy)
         updates = self.run.steps * self.learner.updates_per_step * self.learner.epochs

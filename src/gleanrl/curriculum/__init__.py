@@ -1,1 +1,4 @@
-"""Decides which tasks a run plays next: `orders` chooses them, and `plan` assigns their groups to tickets."""
+"""Decides which tasks a run plays next.
+
+`orders` chooses the tasks. `plan` assigns the planned groups to the run's tickets (the numbers of its groups).
+"""

@@ -1,4 +1,7 @@
-"""Assigns a planned group to each ticket of a run, and saves the unfinished ones in checkpoints."""
+"""Assigns a planned group to each ticket of a run, and saves the planned groups that are unfinished in checkpoints.
+
+A run consumes a fixed number of groups. Each of these has a number, its *ticket* (see `gleanrl.schedule.controller`).
+"""
 
 from __future__ import annotations
 
@@ -17,9 +20,9 @@ class Plan:
     """Assigns planned groups to tickets, and reports to the curriculum which groups were trained on and which were
     dropped.
 
-    The curriculum plans a whole batch when the first ticket of the batch starts. A ticket whose group was dropped is
-    refunded and starts again. The curriculum then plans one more group, unless a planned one is still waiting for a
-    ticket.
+    The curriculum plans a whole batch when the first ticket of the batch starts. If the group of a ticket was dropped,
+    the ticket starts again with another group: one that was planned and has no ticket yet or, if there is none, one
+    that the curriculum plans now.
 
     The state contains the planned groups that are not finished, so a resumed run samples the same groups again.
     """
