@@ -215,6 +215,25 @@ def test_refunded_tickets_are_issued_again_lowest_first_with_a_later_version() -
     virtual_time.run(main())
 
 
+def test_in_a_synchronous_run_replacements_start_together_when_no_group_is_in_flight() -> None:
+    """Otherwise the durations of rewards would decide which episodes are sampled together, and so the rounding."""
+
+    async def test() -> None:
+        controller = StalenessController(Schedule(batch=3, chunk=3, staleness=0), 1)
+        first, second, third = await tickets(controller, 3)
+        replacement = asyncio.create_task(controller.ticket())
+        controller.refund(third)
+        controller.refund(first)
+        await asyncio.sleep(0)
+        assert not replacement.done()
+        controller.deliver(second)
+        controller.changed.notify()
+        again = [await replacement, *await tickets(controller, 1)]
+        assert [(ticket.number, ticket.attempt) for ticket in again if ticket] == [(0, 1), (2, 1)]
+
+    virtual_time.run(test())
+
+
 def test_a_resumed_controller_continues_the_attempts_of_every_ticket() -> None:
     """The attempts of tickets of later steps, and of refunded tickets that wait to be issued again, are kept, too."""
 

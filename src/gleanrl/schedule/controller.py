@@ -84,6 +84,11 @@ class StalenessController:
         self.changed = Notifier()
         self._next = first_step * schedule.batch
         self._again: list[tuple[int, int]] = []  # heap of (number, attempt) to hand out before _next
+        self._refunded: list[tuple[int, int]] = []  # (number, attempt) of dropped groups, not in _again yet
+        # Replacements start while other groups are sampled, at times that depend on the durations of rewards. Then the
+        # composition of the sampler's batches, and so the rounding, depends on them, too. A synchronous run is to be
+        # reproducible, so its replacements start only when no group is in flight.
+        self._in_waves = schedule.staleness == 0 and schedule.chunk == schedule.batch
         # After a restart: for tickets from number _next on, how many groups of the ticket were dropped, if any.
         self._attempts: dict[int, int] = {}
         self._ahead: set[int] = set()  # after a restart: tickets from number _next on that were already consumed
@@ -122,10 +127,11 @@ class StalenessController:
         if inside:
             raise ValueError(f"step {step} has consumed {inside} groups; its account can be saved once it ends")
         boundary = step * self.schedule.batch
-        open_numbers = self._outstanding.keys() | {number for number, _ in self._again}
+        again = dict([*self._again, *self._refunded])
+        open_numbers = self._outstanding.keys() | again.keys()
         behind = {n for n in open_numbers if n < boundary} | set(range(self._next, boundary)) - self._ahead
         ahead = set(range(boundary, self._next)) - open_numbers | {n for n in self._ahead if n >= boundary}
-        attempts = self._attempts | dict(self._again) | {n: t.attempt for n, t in self._outstanding.items()}
+        attempts = self._attempts | again | {n: t.attempt for n, t in self._outstanding.items()}
         return {
             "step": step,
             "batch": self.schedule.batch,
@@ -141,6 +147,10 @@ class StalenessController:
         """
         schedule = self.schedule
         while not self.finished:
+            if self._refunded and not (self._in_waves and self.in_flight):
+                for entry in self._refunded:
+                    heapq.heappush(self._again, entry)
+                self._refunded.clear()
             if self._again:
                 number, attempt = heapq.heappop(self._again)
             else:
@@ -181,11 +191,15 @@ class StalenessController:
         self._of_step.clear()
 
     def refund(self, ticket: Ticket) -> None:
-        """Take back the ticket of a dropped group, so that its number is handed out again before any new number."""
+        """Take back the ticket of a dropped group, so that its number is handed out again before any new number.
+
+        If the schedule is synchronous (staleness 0, and a chunk is the whole batch), it is handed out once no ticket is
+        in flight.
+        """
         self._land(ticket)
         del self._outstanding[ticket.number]
         self._ready.discard(ticket.number)
-        heapq.heappush(self._again, (ticket.number, ticket.attempt + 1))
+        self._refunded.append((ticket.number, ticket.attempt + 1))
         self.changed.notify()
 
     def stop(self) -> None:
