@@ -1,4 +1,7 @@
-"""Our stepping against the stock ALFWorld engine, command for command."""
+"""Glean RL's ALFWorld engine gives the same feedback, wins and admissible commands as the original engine.
+
+Episodes are played on the original engine (`tests.environments.alfworld_stock`) and replayed on Glean RL's.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +30,8 @@ PLACES = [
     ("examine", "living_room"),
 ]
 
-# What generated households never have and real games do: receptacles that share a place, a thing inside
-# another, a thing on the floor, an open cabinet, several lamps, goals of several parts.
+# A household with features that published games have and generated households lack: receptacles at the same place, an
+# object inside another, an object on the floor, an open cabinet, several lamps, and a goal of several parts.
 ODD = """(define (problem odd) (:domain alfred) (:objects agent1 - agent
  loc_0 loc_1 loc_2 loc_3 - location
  Drawer_bar_1 Drawer_bar_2 Cabinet_bar_1 CounterTop_bar_1 Sink_bar_1_bar_SinkBasin - receptacle
@@ -74,7 +77,7 @@ SCRIPT = (
 def compare(
     game: Game, file: Path, seed: int, steps: int = 45, script: tuple[str, ...] = (), count: int = 2
 ) -> list[stock.Move]:
-    """``count`` episodes on the stock engine, replayed interleaved on ours."""
+    """Play ``count`` episodes on the original engine, and check that replaying them interleaved on ours is equal."""
     env = stock.start(file)
     episodes = [stock.play(env, seed + i, steps, script).moves for i in range(count)]
     order = [i for i in range(len(episodes)) for _ in range(steps + 1)]
@@ -84,7 +87,7 @@ def compare(
 
 
 @pytest.mark.parametrize(("goal", "room"), PLACES)
-def test_feedback_win_and_admissible_commands_equal_the_stock_engine(goal: str, room: str, tmp_path: Path) -> None:
+def test_episodes_on_generated_households_equal_the_original_engine(goal: str, room: str, tmp_path: Path) -> None:
     taskset = AlfworldTaskset(goals=[goal], rooms=[room], receptacles=(6, 8), objects=(6, 8), same_kind=3, seed=71)
     (task,) = taskset.tasks("train", 1)
     file = stock.game_file(task, tmp_path / "game.tw-pddl")
@@ -92,7 +95,7 @@ def test_feedback_win_and_admissible_commands_equal_the_stock_engine(goal: str, 
 
 
 @pytest.mark.heavy
-def test_many_larger_households_equal_the_stock_engine(tmp_path: Path) -> None:
+def test_episodes_on_larger_households_equal_the_original_engine(tmp_path: Path) -> None:
     goals = [goal for goal, _ in PLACES[:5]]
     taskset = AlfworldTaskset(goals=goals, receptacles=(8, 12), objects=(8, 12), same_kind=4, seed=72)
     for seed, task in enumerate(taskset.tasks("eval", 5)):
@@ -100,13 +103,13 @@ def test_many_larger_households_equal_the_stock_engine(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_full_size_rooms_equal_the_stock_engine(tmp_path: Path) -> None:
+def test_episodes_in_full_size_rooms_equal_the_original_engine(tmp_path: Path) -> None:
     for seed, (goal, room) in enumerate((("clean", "bathroom"), ("heat", "kitchen"))[: 2 if NIGHTLY else 1]):
         (task,) = AlfworldTaskset(goals=[goal], rooms=[room], size="full", seed=73).tasks("train", 1)
         compare(game_of(task), stock.game_file(task, tmp_path / "game.tw-pddl"), seed, steps=10)
 
 
-def test_a_household_with_everything_that_generated_ones_lack(tmp_path: Path) -> None:
+def test_episodes_on_a_household_with_rare_features_equal_the_original_engine(tmp_path: Path) -> None:
     domain, grammar = package_texts()
     grammar = grammar.replace("UNKNOWN GOAL", "clean some apple and put it in sinkbasin")
     game = {"pddl_domain": domain, "grammar": grammar, "pddl_problem": ODD, "solvable": True}

@@ -1,4 +1,7 @@
-"""The pool under everything that environments do wrong, in worker processes and in this one."""
+"""`EnvironmentPool` with environments that raise, block, wait, exit or are killed, with and without worker processes.
+
+The environments are those of `tests.environments.troublesome`.
+"""
 
 from __future__ import annotations
 
@@ -42,13 +45,13 @@ def with_pool(
     return asyncio.run(run())
 
 
-async def begun(pool: EnvironmentPool, name: str, **payload: str) -> Environment:
+async def begin_episode(pool: EnvironmentPool, name: str, **payload: str) -> Environment:
     environment = pool.environment(Task(name, payload=payload))
     await environment.reset()
     return environment
 
 
-async def heard(environment: Environment, text: str) -> str:
+async def step_and_read(environment: Environment, text: str) -> str:
     return (await environment.step(say(text))).messages[0]["content"]
 
 
@@ -57,7 +60,7 @@ def alive(pid: int) -> bool:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    # A zombie is dead; only its parent has not asked yet.
+    # A zombie has ended, but its parent has not waited for it yet.
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
 
 
@@ -71,9 +74,9 @@ def gone(pids: list[int], within_s: float = 15.0) -> bool:
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_an_environment_that_raises_costs_its_own_trajectory(workers: int) -> None:
+def test_an_environment_that_raises_fails_only_its_own_episode(workers: int) -> None:
     async def body(pool: EnvironmentPool) -> None:
-        good, bad = await begun(pool, "good"), await begun(pool, "bad")
+        good, bad = await begin_episode(pool, "good"), await begin_episode(pool, "bad")
         with pytest.raises(EnvironmentRaised, match=r"task 'bad': ValueError: no such door") as caught:
             await bad.step(say("raise no such door"))
         assert (caught.value.kind, caught.value.detail) == ("ValueError", "no such door")
@@ -84,32 +87,33 @@ def test_an_environment_that_raises_costs_its_own_trajectory(workers: int) -> No
             await pool.environment(Task("worse", payload={"reset": "raise on reset"})).reset()
         with pytest.raises(UserError, match="put the file there"):
             await bad.step(say("mistake put the file there"))
-        assert await heard(good, "hello") == "good: hello"
+        assert await step_and_read(good, "hello") == "good: hello"
         assert (pool.stats.raised, pool.stats.workers_replaced) == (3, 0)
 
     with_pool(body, workers=workers)
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_an_environment_that_awaits_too_long_is_given_up_alone(workers: int) -> None:
+def test_an_environment_that_awaits_too_long_times_out_without_affecting_others(workers: int) -> None:
     async def body(pool: EnvironmentPool) -> None:
-        good, slow = await begun(pool, "good"), await begun(pool, "slow")
+        good, slow = await begin_episode(pool, "good"), await begin_episode(pool, "slow")
         late = asyncio.ensure_future(slow.step(say("await 600")))
         await asyncio.sleep(0)
-        assert await heard(good, "meanwhile") == "good: meanwhile"
+        assert await step_and_read(good, "meanwhile") == "good: meanwhile"
         with pytest.raises(EnvironmentTimeout, match=r"task 'slow': step took over 1 s"):
             await late
-        assert isinstance(late.exception(), TimeoutError)  # what a caller that knows no pools catches
-        assert await heard(good, "after") == "good: meanwhile after"
+        # Callers that do not know the pool's errors catch TimeoutError.
+        assert isinstance(late.exception(), TimeoutError)
+        assert await step_and_read(good, "after") == "good: meanwhile after"
         assert (pool.stats.timeouts, pool.stats.died, pool.stats.workers_replaced) == (1, 0, 0)
 
     with_pool(body, workers=workers, timeout_s=1.0)
 
 
-def test_a_blocked_worker_is_replaced_and_those_that_waited_to_begin_begin_elsewhere() -> None:
+def test_a_blocked_worker_is_replaced_and_episodes_waiting_to_start_start_elsewhere() -> None:
     async def body(pool: EnvironmentPool) -> None:
-        live = await begun(pool, "live")
-        hung = await begun(pool, "hung")
+        live = await begin_episode(pool, "live")
+        hung = await begin_episode(pool, "hung")
         before = pool.worker_pids
         blocked = asyncio.ensure_future(hung.step(say("block 600")))
         await asyncio.sleep(0)
@@ -126,15 +130,16 @@ def test_a_blocked_worker_is_replaced_and_those_that_waited_to_begin_begin_elsew
         assert pool.worker_pids != before
         assert pool.stats.workers_replaced == 1
         for environment in (live, hung, *queued):
-            await environment.close()  # never raises, also where the worker is gone
+            # `close` never raises, even if the worker has ended.
+            await environment.close()
 
     with_pool(body, timeout_s=1.0)
 
 
-def test_the_clock_of_a_request_starts_when_its_worker_is_on_it() -> None:
+def test_the_timeout_of_a_request_starts_when_its_worker_begins_it() -> None:
     async def body(pool: EnvironmentPool) -> None:
-        environments = [await begun(pool, f"t{i}") for i in range(5)]
-        # Each takes under a second, all together far more than one.
+        environments = [await begin_episode(pool, f"t{i}") for i in range(5)]
+        # Each call takes less than the limit of 1 s, and all calls together take longer.
         await asyncio.gather(*(environment.step(say("block 0.4")) for environment in environments))
         assert pool.stats.timeouts == 0
 
@@ -142,21 +147,22 @@ def test_the_clock_of_a_request_starts_when_its_worker_is_on_it() -> None:
 
 
 @pytest.mark.parametrize(("order", "told"), [("kill", "was killed by SIGKILL"), ("exit 7", "ended with status 7")])
-def test_a_worker_that_dies_costs_its_episodes_and_not_the_pool(order: str, told: str) -> None:
+def test_a_worker_that_dies_fails_its_episodes_and_is_replaced(order: str, told: str) -> None:
     async def body(pool: EnvironmentPool) -> None:
-        doomed, elsewhere = await begun(pool, "a"), await begun(pool, "b")  # two workers, one task each
+        # Each of the two workers gets one of the tasks.
+        doomed, elsewhere = await begin_episode(pool, "a"), await begin_episode(pool, "b")
         with pytest.raises(EnvironmentDied, match=f"task 'a': its worker process {told} on task 'a'"):
             await doomed.step(say(order))
-        assert await heard(elsewhere, "fine") == "b: fine"
-        again = await begun(pool, "a")
-        assert await heard(again, "new life") == "a: new life"
+        assert await step_and_read(elsewhere, "fine") == "b: fine"
+        again = await begin_episode(pool, "a")
+        assert await step_and_read(again, "new life") == "a: new life"
         assert len(set(pool.worker_pids)) == 2
         assert (pool.stats.died, pool.stats.workers_replaced) == (1, 1)
 
     with_pool(body, workers=2)
 
 
-def test_a_task_keeps_its_worker_and_tasks_share_the_workers_evenly() -> None:
+def test_episodes_of_a_task_use_the_same_worker_and_tasks_are_spread_evenly() -> None:
     async def body(pool: EnvironmentPool) -> None:
         places: dict[str, set[int]] = {}
         for _ in range(3):
@@ -166,14 +172,15 @@ def test_a_task_keeps_its_worker_and_tasks_share_the_workers_evenly() -> None:
         assert all(len(pids) == 1 for pids in places.values())
         assert sorted(min(pids) for pids in places.values()) == sorted([*pool.worker_pids] * 2)
         crowd = [(await pool.environment(Task("a")).reset()).info["pid"] for _ in range(40)]
-        assert len(set(crowd)) == 2  # one task alone does not leave the other worker idle
+        # Many episodes of one task also use the other worker, which would be idle otherwise.
+        assert len(set(crowd)) == 2
 
     with_pool(body, workers=2)
 
 
-def test_closing_ends_live_episodes_workers_and_what_they_started(tmp_path: Path) -> None:
+def test_closing_the_pool_ends_episodes_workers_and_their_child_processes(tmp_path: Path) -> None:
     async def body(pool: EnvironmentPool) -> list[int]:
-        environments = [await begun(pool, f"t{i}") for i in range(4)]
+        environments = [await begin_episode(pool, f"t{i}") for i in range(4)]
         await environments[0].step(say(f"start {tmp_path / 'child'}"))
         pids = [*pool.worker_pids, int((tmp_path / "child").read_text())]
         waiting = asyncio.ensure_future(environments[1].step(say("await 600")))
@@ -187,13 +194,14 @@ def test_closing_ends_live_episodes_workers_and_what_they_started(tmp_path: Path
 
     pids = with_pool(body, workers=2, marks=str(tmp_path))
     assert gone(pids)
-    assert {f"t{i}" for i in range(4)} <= {path.name for path in tmp_path.iterdir()}  # each environment was closed
+    # Each environment has written its file when it was closed.
+    assert {f"t{i}" for i in range(4)} <= {path.name for path in tmp_path.iterdir()}
 
 
-def test_closing_does_not_wait_for_a_blocked_worker() -> None:
+def test_closing_the_pool_kills_a_blocked_worker_without_waiting() -> None:
     async def body(pool: EnvironmentPool) -> list[int]:
         pids = [*pool.worker_pids]
-        hung = await begun(pool, "hung")
+        hung = await begin_episode(pool, "hung")
         blocked = asyncio.ensure_future(hung.step(say("block 600")))
         await asyncio.sleep(0.1)
         started = time.monotonic()
@@ -228,7 +236,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
-def test_no_worker_outlives_its_parent(tmp_path: Path, how: signal.Signals) -> None:
+def test_workers_end_when_their_parent_is_killed_or_interrupted(tmp_path: Path, how: signal.Signals) -> None:
     script = tmp_path / "parent.py"
     script.write_text(PARENT)
     root = str(Path(__file__).parents[2])
@@ -243,12 +251,13 @@ def test_no_worker_outlives_its_parent(tmp_path: Path, how: signal.Signals) -> N
     assert parent.stdout is not None
     pids = [int(pid) for pid in parent.stdout.readline().split()]
     assert len(pids) == 2
-    # To the whole group, as Ctrl-C in a terminal is: the workers must leave it to their parent.
+    # The signal goes to the whole process group, like Ctrl-C in a terminal. The workers must ignore SIGINT.
     os.killpg(parent.pid, how)
     _, errors = parent.communicate(timeout=30)
     assert gone(pids)
     if how is signal.SIGINT:
-        assert errors.count("KeyboardInterrupt") <= 2  # the parent's own, and no worker's
+        # Only the parent's traceback is allowed, which names KeyboardInterrupt twice at most.
+        assert errors.count("KeyboardInterrupt") <= 2
         assert "Process SpawnProcess" not in errors
 
 
@@ -260,7 +269,7 @@ def test_no_worker_outlives_its_parent(tmp_path: Path, how: signal.Signals) -> N
         (Deadly(), "its worker process ended with status 5 while it started"),
     ],
 )
-def test_a_taskset_that_no_worker_can_hold_is_told_at_once(taskset: Taskset, told: str) -> None:
+def test_a_taskset_that_cannot_be_sent_to_a_worker_raises_when_the_pool_opens(taskset: Taskset, told: str) -> None:
     async def run() -> None:
         async with EnvironmentPool(taskset, workers=2):
             pass
@@ -269,24 +278,25 @@ def test_a_taskset_that_no_worker_can_hold_is_told_at_once(taskset: Taskset, tol
         asyncio.run(run())
 
 
-def test_a_taskset_from_a_file_reaches_the_workers(tmp_path: Path) -> None:
+def test_a_taskset_from_a_file_can_be_used_in_workers(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text(Path(__file__).with_name("troublesome.py").read_text())
     taskset = load_object(f"{file}:Troublesome")()
 
     async def run() -> str:
         async with EnvironmentPool(taskset, workers=1) as pool:
-            return await heard(await begun(pool, "t"), "hello")
+            return await step_and_read(await begin_episode(pool, "t"), "hello")
 
     assert asyncio.run(run()) == "t: hello"
 
 
-def test_misuse_is_an_error_of_the_caller() -> None:
+def test_step_before_reset_and_a_second_reset_raise_runtime_error() -> None:
     async def body(pool: EnvironmentPool) -> None:
         environment = pool.environment(Task("t"))
         with pytest.raises(RuntimeError, match="reset before step"):
             await environment.step(say("too early"))
-        await environment.close()  # nothing to close
+        # Closing an environment that was never reset has no effect.
+        await environment.close()
         await environment.reset()
         with pytest.raises(RuntimeError, match="reset once"):
             await environment.reset()
@@ -295,24 +305,27 @@ def test_misuse_is_an_error_of_the_caller() -> None:
     with_pool(body, workers=1)
 
 
-def test_a_cancelled_caller_leaves_the_worker_in_order(tmp_path: Path) -> None:
+def test_cancelling_a_call_leaves_its_worker_and_environment_usable(tmp_path: Path) -> None:
     has_begun = tmp_path / "begun"
 
     async def body(pool: EnvironmentPool) -> None:
-        environment, other = await begun(pool, "t"), await begun(pool, "u")
+        environment, other = await begin_episode(pool, "t"), await begin_episode(pool, "u")
         waiting = asyncio.ensure_future(environment.step(say("await 600")))
         await asyncio.sleep(0)  # the call is sent
-        assert await heard(other, "w") == "u: w"  # the worker takes calls in order, so that one has begun
+        assert (
+            await step_and_read(other, "w") == "u: w"
+        )  # the worker takes calls in order, so that one has begin_episode
         waiting.cancel()
         blocking = asyncio.ensure_future(environment.step(say(f"block 0.2 {has_begun}")))
-        while not has_begun.exists():  # noqa: ASYNC110 - another process makes it
+        # The file is made by the worker process.
+        while not has_begun.exists():  # noqa: ASYNC110
             await asyncio.sleep(0.005)
         blocking.cancel()
         for step in (waiting, blocking):
             with pytest.raises(asyncio.CancelledError):
                 await step
-        assert await heard(other, "x") == "u: w x"
-        assert await heard(environment, "y") == f"t: await 600 block 0.2 {has_begun} y"
+        assert await step_and_read(other, "x") == "u: w x"
+        assert await step_and_read(environment, "y") == f"t: await 600 block 0.2 {has_begun} y"
 
     with_pool(body)
 
@@ -322,7 +335,7 @@ orders = st.sampled_from(["hello", "raise x", "await 0", "await 0.001", "leave",
 
 @pytest.fixture(scope="module")
 def shared() -> Any:
-    """One loop and one pool for all examples."""
+    """Yield an event loop and a pool that all examples of the property test share."""
     with asyncio.Runner() as runner:
         pool = EnvironmentPool(Troublesome(), workers=2)
         runner.run(pool.__aenter__())
@@ -332,7 +345,9 @@ def shared() -> Any:
 
 @settings(max_examples=examples(40), suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(st.lists(orders, max_size=6), min_size=1, max_size=8), st.randoms(use_true_random=False))
-def test_interleaved_episodes_answer_as_they_do_alone(shared: Any, scripts: list[list[str]], random: Any) -> None:
+def test_interleaved_episodes_equal_the_same_episodes_played_alone(
+    shared: Any, scripts: list[list[str]], random: Any
+) -> None:
     runner, pool = shared
     local = EnvironmentPool(Troublesome(), workers=0)
 
@@ -342,7 +357,7 @@ def test_interleaved_episodes_answer_as_they_do_alone(shared: Any, scripts: list
         for order, pause in zip(script, pauses, strict=True):
             await asyncio.sleep(pause)
             try:
-                answers.append(await heard(environment, order))
+                answers.append(await step_and_read(environment, order))
             except EnvironmentRaised as error:
                 answers.append(str(error))
         await environment.close()
@@ -360,10 +375,10 @@ def test_interleaved_episodes_answer_as_they_do_alone(shared: Any, scripts: list
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_an_object_that_does_not_derive_from_environment_costs_its_episode(workers: int) -> None:
+def test_an_object_that_does_not_derive_from_environment_fails_its_episode(workers: int) -> None:
     async def body(pool: EnvironmentPool) -> None:
         with pytest.raises(EnvironmentRaised, match=r"TypeError.*gleanrl\.protocols\.Environment"):
-            await begun(pool, "a", duck="yes")
-        assert await heard(await begun(pool, "b"), "x") == "b: x"
+            await begin_episode(pool, "a", duck="yes")
+        assert await step_and_read(await begin_episode(pool, "b"), "x") == "b: x"
 
     with_pool(body, workers=workers)

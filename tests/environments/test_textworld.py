@@ -1,4 +1,7 @@
-"""Real TextWorld games: the engine against TextWorld's own, whole episodes, splits, experts."""
+"""`TextworldTaskset`: comparison with TextWorld's own engine, episodes, splits, demonstrations and commands.
+
+The games are compiled once for this file, in a cache folder of its own.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,8 @@ from gleanrl.utils.errors import UserError
 from tests.strategies import NIGHTLY
 
 textworld = pytest.importorskip("textworld")
-pytestmark = pytest.mark.filterwarnings("ignore:Game .* is not fully supported")  # the stock engine's
+# TextWorld's own engine warns about each game.
+pytestmark = pytest.mark.filterwarnings("ignore:Game .* is not fully supported")
 
 SPLITS: tuple[Split, ...] = ("train", "eval", "warm_start")
 COINS = TextworldTaskset(rooms=6, quest_length=3, seed=1)
@@ -34,7 +38,7 @@ QUESTS = TextworldTaskset(game="custom", rooms=3, objects=6, quest_length=3, que
 
 @pytest.fixture(scope="module", autouse=True)
 def _cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """A cache of this module's own: every game is compiled once, here."""
+    """Use a cache folder of this module's own, in which every game is compiled once."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("GLEANRL_CACHE", str(tmp_path_factory.mktemp("cache")))
         yield
@@ -62,8 +66,10 @@ def stock(file: Path) -> Any:
 
 
 @pytest.mark.parametrize("taskset", [COINS, QUESTS], ids=["coin_collector", "custom"])
-def test_every_answer_is_that_of_the_stock_engine(taskset: TextworldTaskset, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Random walks over valid, impossible and meaningless commands, several interleaved on one interpreter."""
+def test_every_state_equals_that_of_textworlds_own_engine(
+    taskset: TextworldTaskset, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Compares random walks of valid, impossible and meaningless commands, interleaved on one interpreter."""
     monkeypatch.setattr(engine, "_INTERPRETERS", 1)
     files = [compiled(*_game(task)) for task in taskset.tasks("train", 2)]
     draw = random.Random(0)
@@ -90,7 +96,7 @@ def test_every_answer_is_that_of_the_stock_engine(taskset: TextworldTaskset, mon
         environment.close()
 
 
-def test_no_command_is_played_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_command_that_was_played_before_is_answered_from_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     task = first(COINS)
     commands = [m["content"] for m in COINS.demonstrate(task, seed=0)[0] if m["role"] == "assistant"]
     before = engine.load(compiled(*_game(task))).states
@@ -99,7 +105,7 @@ def test_no_command_is_played_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     assert engine.load(compiled(*_game(task))).states == before
 
 
-def test_forgotten_games_still_serve_their_live_episodes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_episodes_of_a_game_that_the_cache_evicted_can_continue(monkeypatch: pytest.MonkeyPatch) -> None:
     one, two = (compiled(*_game(task)) for task in COINS.tasks("train", 2))
     state = engine.load(one).root.step("look")
     monkeypatch.setattr(engine, "_STATES", 0)
@@ -112,7 +118,9 @@ def test_forgotten_games_still_serve_their_live_episodes(monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("taskset", [COINS, QUESTS], ids=["coin_collector", "custom"])
-def test_an_expert_wins_and_what_it_saw_is_what_an_episode_shows(taskset: TextworldTaskset, workers: int) -> None:
+def test_replaying_a_demonstration_gives_the_same_observations_and_wins(
+    taskset: TextworldTaskset, workers: int
+) -> None:
     assert taskset.has_expert
     task = first(taskset)
     conversation, score = taskset.demonstrate(task, seed=0)
@@ -126,7 +134,7 @@ def test_an_expert_wins_and_what_it_saw_is_what_an_episode_shows(taskset: Textwo
     assert taskset.game == "custom" or len(commands) == taskset.quest_length
 
 
-def test_noise_lengthens_a_demonstration() -> None:
+def test_noise_lengthens_demonstrations_reproducibly() -> None:
     task = first(COINS)
     lengths = set()
     for seed in range(8):
@@ -157,7 +165,7 @@ def test_an_expert_stops_once_the_game_can_no_longer_be_won(monkeypatch: pytest.
     assert score.value == 0.0
 
 
-def test_what_the_player_is_told_is_chosen() -> None:
+def test_goal_and_admissible_commands_are_shown_according_to_the_options() -> None:
     def opening(**options: Any) -> str:
         taskset = TextworldTaskset(rooms=6, quest_length=3, seed=1, **options)
         return played(taskset, first(taskset), [])[0].messages[0]["content"]
@@ -171,7 +179,7 @@ def test_what_the_player_is_told_is_chosen() -> None:
     assert len(opening(goal="detailed").splitlines()[0]) > len(brief.splitlines()[0])
 
 
-def test_commands_to_the_interpreter_are_not_played() -> None:
+def test_commands_to_the_interpreter_and_second_commands_are_not_played() -> None:
     task = first(COINS)
     texts = ["quit", "Restart", "tw-print state", "undo", "", "look. quit", "<think>go north</think>\nlook\ngo north"]
     seen = played(COINS, task, texts)
@@ -179,7 +187,8 @@ def test_commands_to_the_interpreter_are_not_played() -> None:
     answers = [o.messages[0]["content"] for o in seen[1:]]
     assert answers[:4] == ["That's not a verb you recognise."] * 4
     assert answers[4] == "I beg your pardon?"
-    assert answers[5] == answers[6] == start  # looked around, and did nothing else
+    # Only the first command, "look", was played.
+    assert answers[5] == answers[6] == start
     assert not any(o.done for o in seen)
 
 
@@ -192,16 +201,17 @@ def test_commands_to_the_interpreter_are_not_played() -> None:
         ("take coin. go east", "take coin"),
         ("<think>hm\nhm</think> look", "look"),
         ("naïve café", "nave caf"),
-        (r"\\go west\\", "go west"),  # with it the interpreter would ask again for ever
+        # With the backslash, the interpreter would prompt for input for ever.
+        (r"\\go west\\", "go west"),
         ("x" * 500, "x" * 120),
         ("", ""),
     ],
 )
-def test_one_plain_command_is_taken_from_a_message(text: str, command: str) -> None:
+def test_command_of_takes_one_plain_command_from_a_message(text: str, command: str) -> None:
     assert command_of(text) == command
 
 
-def test_splits_share_no_game_and_a_task_is_the_same_in_every_process() -> None:
+def test_splits_share_no_game_and_task_ids_do_not_depend_on_the_process() -> None:
     def ids(seed: int) -> dict[Split, list[str]]:
         taskset = TextworldTaskset(rooms=5, quest_length=3, seed=seed)
         return {split: [t.id for t in taskset.tasks(split, 4)] for split in SPLITS}
@@ -216,27 +226,28 @@ def test_splits_share_no_game_and_a_task_is_the_same_in_every_process() -> None:
         "from gleanrl.environments.textworld.taskset import *; import json;"
         "print(json.dumps([t.id for t in TextworldTaskset(rooms=5, quest_length=3, seed=1).tasks('train', 4)]))"
     )
-    # TextWorld iterates over sets, whose order depends on the hash seed (another one here, or none).
+    # TextWorld iterates over sets, whose order depends on the hash seed, so that the other process has another one.
     elsewhere = {"PYTHONHASHSEED": "1", "GLEANRL_CACHE": str(compiled(*_game(first(COINS))).parent / "elsewhere")}
     answer = subprocess.run([sys.executable, "-c", code], env=elsewhere, capture_output=True, text=True)
     assert json.loads(answer.stdout) == one["train"]
 
 
-def test_a_payload_survives_json_and_rebuilds_its_game() -> None:
+def test_a_task_from_json_plays_the_same_game() -> None:
     task = first(COINS)
     again = Task(task.id, payload=json.loads(json.dumps(dict(task.payload))))
     assert played(COINS, again, ["look"]) == played(COINS, task, ["look"])
 
 
-def test_a_task_says_what_its_episodes_show_otherwise_than_usual() -> None:
-    usual, silent = (first(TextworldTaskset(rooms=6, quest_length=3, seed=1, **o)) for o in ({}, {"goal": "none"}))
+def test_the_payload_has_the_display_options_only_if_they_are_not_the_defaults() -> None:
+    options: list[dict[str, Any]] = [{}, {"goal": "none"}]
+    usual, silent = (first(TextworldTaskset(rooms=6, quest_length=3, seed=1, **given)) for given in options)
     plain = first(TextworldTaskset(rooms=6, quest_length=3, seed=1, admissible_commands=False))
     assert usual.id == silent.id == plain.id
     assert usual.payload.keys() == {"recipe", "seed", "content"}
     assert (silent.payload["shown"], plain.payload["shown"]) == ({"goal": "none"}, {"admissible_commands": False})
 
 
-def test_a_game_that_another_textworld_would_make_differently_is_told() -> None:
+def test_a_task_whose_game_this_textworld_makes_differently_raises() -> None:
     recipe, seed, _ = _game(first(COINS))
     other = content(make(recipe, seed + 1))
     task = Task("t", payload={"recipe": asdict(recipe), "seed": seed, "content": other})
@@ -244,19 +255,20 @@ def test_a_game_that_another_textworld_would_make_differently_is_told() -> None:
         played(COINS, task, [])
 
 
-def test_games_are_prepared_side_by_side_and_kept() -> None:
+def test_prepare_compiles_games_in_parallel_and_keeps_them() -> None:
     tasks = COINS.tasks("warm_start", 3)
     named: list[tuple[int, int]] = []
     COINS.prepare(tasks, workers=2, progress=lambda done, total: named.append((done, total)))
     assert named == [(1, 3), (2, 3), (3, 3)]
     named.clear()
     COINS.prepare(tasks, workers=2, progress=lambda done, total: named.append((done, total)))
-    assert named == []  # all there
+    # All games are in the cache, so that there is no progress to report.
+    assert named == []
     folder = compiled(*_game(tasks[0])).parent
     assert {path.suffix for path in folder.iterdir() if path.is_file()} == {".z8", ".json"}
 
 
-def test_impossible_games_are_one_clear_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_asking_for_more_games_than_exist_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(splits, "_PATIENCE", 60)
     with pytest.raises(UserError, match="different problems for 'eval', of 50 asked for"):
         TextworldTaskset(rooms=1, quest_length=1, theme="basic").tasks("eval", 50)

@@ -1,4 +1,7 @@
-"""verifiers: its own rollouts, hooks and scoring, with our messages in them. Needs the package: make verifiers."""
+"""The adapter of verifiers: tasks, episodes, rewards, tools and harnesses. Needs the package (make verifiers).
+
+verifiers runs its own rollouts and scoring; the adapter supplies the model's messages.
+"""
 
 from __future__ import annotations
 
@@ -50,8 +53,8 @@ def said(content: str, **fields: Any) -> Message:
     return Message(role="assistant", content=content, **fields)
 
 
-def played(source: Taskset, task: Task, *answers: str | Message) -> list[Observation]:
-    """What the environment says to these answers, one after the other."""
+def play_episode(source: Taskset, task: Task, *answers: str | Message) -> list[Observation]:
+    """Play an episode with these messages, and return the observations."""
 
     async def talk() -> list[Observation]:
         environment = source.environment(task)
@@ -69,7 +72,7 @@ def answer_of(task: Task) -> str:
 
 
 # --- tasks ----------------------------------------------------------------------------------------------
-def test_a_task_is_its_content_and_splits_share_none() -> None:
+def test_ids_are_computed_from_the_content_of_tasks_and_splits_share_none() -> None:
     splits = {split: sums().tasks(split, 20) for split in ("train", "warm_start", "eval")}
     marks = [task.id for tasks in splits.values() for task in tasks]
     assert len(set(marks)) == 60
@@ -80,12 +83,12 @@ def test_a_task_is_its_content_and_splits_share_none() -> None:
     assert all(len(task.id) == len("verifiers-") + 16 for task in splits["eval"])
 
 
-def test_other_rewards_are_other_tasks() -> None:
+def test_tasks_with_other_rewards_have_other_ids() -> None:
     plugged = {"task": {"rewards": {"correct": {"weight": 5.0}}}}
     assert {t.id for t in sums().tasks("eval", 9)}.isdisjoint(t.id for t in sums(args=plugged).tasks("eval", 9))
 
 
-def test_evaluation_tasks_of_their_own_leave_all_others_for_training() -> None:
+def test_with_eval_args_all_other_tasks_are_for_training() -> None:
     source = sums(args={"count": 20}, eval_args={"first": 100, "count": 9})
     train, warm = source.tasks("train", 14), source.tasks("warm_start", 3)
     assert {answer_of(task) for task in source.tasks("eval", 9)} == {str(number) for number in range(101, 110)}
@@ -107,78 +110,79 @@ def test_evaluation_tasks_of_their_own_leave_all_others_for_training() -> None:
         ({"id": SUMS, "arguments": {}}, "environment.options.arguments: "),
     ],
 )
-def test_a_wrong_option_is_named(options: dict[str, Any], named: str) -> None:
+def test_the_error_for_a_wrong_option_names_the_option(options: dict[str, Any], named: str) -> None:
     with pytest.raises(UserError, match=named.replace(".", r"\.")):
         taskset(options)
 
 
 # --- episodes -------------------------------------------------------------------------------------------
-def test_rewards_come_weighted_and_each_by_its_name() -> None:
+def test_the_score_is_the_weighted_sum_of_rewards_and_has_each_as_a_part() -> None:
     source = sums()
     task = source.tasks("train", 1)[0]
-    opening, end = played(source, task, answer_of(task))
+    opening, end = play_episode(source, task, answer_of(task))
     question = task.payload["data"]["prompt"]
     assert opening.messages == ({"role": "system", "content": PROMPT}, {"role": "user", "content": question})
     assert end.done
     assert end.score is not None
     assert end.score.value == 2.0 * 1.0 + 0.5 * 1.0
     assert end.score.parts == {"correct": 1.0, "short_text": 1.0, "turns": 1.0}
-    (_, wrong) = played(source, task, "I would not know")
+    (_, wrong) = play_episode(source, task, "I would not know")
     assert wrong.score is not None
     assert wrong.score.value == 0.0
 
 
-def test_thinking_is_no_part_of_the_answer() -> None:
+def test_text_in_think_tags_is_not_part_of_the_answer() -> None:
     source = sums()
     task = source.tasks("train", 1)[0]
     for thought in ("<think>carry nothing</think>\n\n", "so it is</think>"):
-        (_, end) = played(source, task, thought + answer_of(task))
+        (_, end) = play_episode(source, task, thought + answer_of(task))
         assert end.score is not None
         assert end.score.parts["correct"] == 1.0
-    (_, cut) = played(source, task, "<think>" + answer_of(task))
+    (_, cut) = play_episode(source, task, "<think>" + answer_of(task))
     assert cut.score is not None
-    assert (cut.score.parts["correct"], cut.score.parts["short_text"]) == (0.0, 1.0)  # it replied nothing
+    # The thought was not closed, so that the reply is empty, which is short but not correct.
+    assert (cut.score.parts["correct"], cut.score.parts["short_text"]) == (0.0, 1.0)
 
 
-def test_turns_go_on_until_the_environment_ends_them() -> None:
+def test_an_episode_has_turns_until_the_environment_ends_it() -> None:
     source = sums(args={"guesses": 3})
     task = source.tasks("train", 1)[0]
-    _, first, second, end = played(source, task, "no", "no", "no")
+    _, first, second, end = play_episode(source, task, "no", "no", "no")
     assert first.messages == ({"role": "user", "content": "No. 2 left."},)
     assert second.messages == ({"role": "user", "content": "No. 1 left."},)
     assert end.done
     assert end.score is not None
     assert end.score.parts["turns"] == 3.0
-    (*_, solved) = played(source, task, "no", answer_of(task))
+    (*_, solved) = play_episode(source, task, "no", answer_of(task))
     assert solved.score is not None
     assert solved.score.value == 2.5
 
 
-def test_a_stop_of_the_task_ends_it_with_its_score() -> None:
+def test_a_stop_condition_of_the_task_ends_the_episode_with_a_score() -> None:
     source = sums(args={"guesses": 3})
-    (_, _, end) = played(source, source.tasks("train", 1)[0], "no", "stop")
+    (_, _, end) = play_episode(source, source.tasks("train", 1)[0], "no", "stop")
     assert end.done
     assert end.score is not None
     assert end.score.valid
     assert end.info["stop_condition"] == "gave_up"
 
 
-def test_a_limit_of_a_seat_ends_it_with_its_score() -> None:
+def test_max_turns_of_an_agent_ends_the_episode_with_a_score() -> None:
     source = sums(args={"guesses": 9}, env={"agent": {"max_turns": 2}})
-    (_, _, end) = played(source, source.tasks("train", 1)[0], "no", "no")
+    (_, _, end) = play_episode(source, source.tasks("train", 1)[0], "no", "no")
     assert end.done
     assert end.score is not None
     assert end.score.parts["turns"] == 2.0
     assert end.info["stop_condition"] == "max_turns"
 
 
-def test_what_breaks_is_told() -> None:
+def test_an_error_in_the_environment_raises_with_its_message() -> None:
     source = sums(args={"guesses": 3})
     with pytest.raises(RuntimeError, match="ValueError: the engine broke"):
-        played(source, source.tasks("train", 1)[0], "crash")
+        play_episode(source, source.tasks("train", 1)[0], "crash")
 
 
-def test_a_judge_of_verifiers_asks_its_own_endpoint(tmp_path: Path) -> None:
+def test_a_judge_of_verifiers_calls_its_own_endpoint(tmp_path: Path) -> None:
     asked: list[dict[str, Any]] = []
 
     async def judged() -> Observation:
@@ -203,7 +207,7 @@ def words(*texts: str) -> Renderer:
 
 
 def trajectory(source: Taskset, task: Task, answers: Sequence[str], *, workers: int = 0, **context: Any) -> Any:
-    """One episode, played by a sampler that says ``answers``; and what it was asked."""
+    """Play one episode with a scripted sampler. Returns the trajectory and the sampler, which records its calls."""
     renderer, turn = words(*answers), iter(range(100))
     sampler = ScriptedSampler(lambda *_: renderer.spoken(answers[next(turn)]).tolist())
 
@@ -216,7 +220,7 @@ def trajectory(source: Taskset, task: Task, answers: Sequence[str], *, workers: 
     return asyncio.run(play()), sampler
 
 
-def test_tokens_are_those_that_were_sampled() -> None:
+def test_the_trajectory_has_exactly_the_sampled_tokens() -> None:
     source = sums(args={"guesses": 3})
     task = source.tasks("train", 1)[0]
     answers = ["no", "<think>odd  spaces\n</think> still no", answer_of(task)]
@@ -225,7 +229,8 @@ def test_tokens_are_those_that_were_sampled() -> None:
     assert result.score.value == 2.5
     (segment,) = result.segments
     tokens = np.concatenate([turn.tokens for turn in segment])
-    for prompt, _, _ in sampler.calls:  # each prompt is what was held before it, answers included
+    # Each prompt consists of all earlier tokens of the trajectory, including the sampled ones.
+    for prompt, _, _ in sampler.calls:
         assert prompt.tolist() == tokens[: prompt.size].tolist()
     renderer = words(*answers)
     sampled = [turn.tokens.tolist() for turn in segment if turn.sampled]
@@ -233,7 +238,7 @@ def test_tokens_are_those_that_were_sampled() -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_an_episode_out_of_turns_is_scored_as_it_stands(workers: int) -> None:
+def test_an_episode_that_reaches_max_turns_is_scored(workers: int) -> None:
     source = sums(args={"guesses": 9})
     result, _ = trajectory(source, source.tasks("train", 1)[0], ["no", "no"], workers=workers, max_turns=2)
     assert result.stop is StopReason.MAX_TURNS
@@ -242,10 +247,12 @@ def test_an_episode_out_of_turns_is_scored_as_it_stands(workers: int) -> None:
     assert result.score.parts["turns"] == 2.0
 
 
-def test_many_episodes_at_once_keep_to_themselves() -> None:
+def test_more_than_a_hundred_concurrent_episodes_do_not_affect_each_other() -> None:
     source = sums(args={"guesses": 4})
-    tasks = source.tasks("train", 110)  # over what an HTTP client has connections for
-    everybody = asyncio.Barrier(len(tasks))  # as where answers are sampled together
+    # An HTTP client has 100 connections by default.
+    tasks = source.tasks("train", 110)
+    # All episodes are started before any continues, as if their completions were sampled in one batch.
+    everybody = asyncio.Barrier(len(tasks))
 
     async def episode(task: Task, tries: int) -> float:
         environment = source.environment(task)
@@ -266,7 +273,7 @@ def test_many_episodes_at_once_keep_to_themselves() -> None:
     assert asyncio.run(together()) == [2.5] * len(tasks)
 
 
-def test_an_episode_given_up_leaves_nothing_behind() -> None:
+def test_closing_an_unfinished_episode_removes_it_from_the_host() -> None:
     from gleanrl.environments.adapters.verifiers_serving import Host
 
     source = sums(args={"guesses": 3})
@@ -287,7 +294,7 @@ def test_an_episode_given_up_leaves_nothing_behind() -> None:
 # --- tools ----------------------------------------------------------------------------------------------
 @pytest.fixture
 def facts(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Taskset]:
-    """A taskset as an installed package, whose tool servers are processes that import it too."""
+    """Return a function that loads `verifiers_facts` as an importable package, as its tool servers also import it."""
     monkeypatch.syspath_prepend(str(HERE))
     monkeypatch.setenv("PYTHONPATH", str(HERE), prepend=os.pathsep)
     return lambda **args: taskset({"id": "verifiers-facts", "args": args})
@@ -297,15 +304,15 @@ def asks(tool: str, arguments: Any, number: int = 0) -> Message:
     return said("", tool_calls=[call_message(Call(tool, arguments), number)])
 
 
-def test_tools_are_declared_called_and_answered(facts: Callable[..., Taskset]) -> None:
+def test_tools_are_declared_and_calls_get_results_or_errors(facts: Callable[..., Taskset]) -> None:
     source = facts()
     task = source.tasks("train", 1)[0]
     stone = task.payload["data"]["prompt"].removeprefix("What is known of ").removesuffix("?")
-    opening, known, wrong, unknown, end = played(
+    opening, known, wrong, unknown, end = play_episode(
         source,
         task,
         asks("facts_lookup", {"name": stone}),
-        asks("facts_lookup", '{"name": ', 1),  # as a call comes that could not be read
+        asks("facts_lookup", '{"name": ', 1),  # a call whose arguments are not valid JSON
         asks("facts_find", {"name": stone}, 2),
         answer_of(task),
     )
@@ -321,7 +328,7 @@ def test_tools_are_declared_called_and_answered(facts: Callable[..., Taskset]) -
     assert end.score.parts == {"told": 1.0, "calls": 3.0}
 
 
-def test_a_shared_tool_server_serves_all_episodes_and_interceptions_hold(facts: Callable[..., Taskset]) -> None:
+def test_a_shared_tool_server_serves_all_episodes_and_intercepts_apply(facts: Callable[..., Taskset]) -> None:
     source = facts(shared=True, task={"own": False})
     tasks = [*source.tasks("train", 12), *source.tasks("warm_start", 4), *source.tasks("eval", 3)]
     numbers = {task.id: task.payload["data"]["prompt"].split()[-1].removesuffix("?") for task in tasks}
@@ -341,7 +348,7 @@ def test_a_shared_tool_server_serves_all_episodes_and_interceptions_hold(facts: 
     assert "0" in heard
 
 
-def test_calls_go_through_the_chat_template(facts: Callable[..., Taskset]) -> None:
+def test_tool_calls_are_rendered_and_parsed_by_the_chat_template(facts: Callable[..., Taskset]) -> None:
     source = facts(shared=True, task={"own": False})
     task = source.tasks("train", 1)[0]
     plain = Renderer(tokenizer("own"))
@@ -349,7 +356,7 @@ def test_calls_go_through_the_chat_template(facts: Callable[..., Taskset]) -> No
     schemas: list[Any] = []
 
     class Watched(EnvironmentPool):
-        """Hands on what the tools are, which the script must know to speak."""
+        """Records the tools of the episode, because the scripted sampler needs them to render tool calls."""
 
         def environment(self, task: Task) -> Environment:
             inner = super().environment(task)
@@ -382,10 +389,10 @@ def test_calls_go_through_the_chat_template(facts: Callable[..., Taskset]) -> No
 def test_a_second_conversation_of_the_policy_is_refused() -> None:
     source = taskset({"id": str(HERE / "verifiers_pair.py")})
     with pytest.raises(RuntimeError, match=r"seat 'second'.*environment\.options\.env\.second\.client"):
-        played(source, source.tasks("train", 1)[0], "mine")
+        play_episode(source, source.tasks("train", 1)[0], "mine")
 
 
-def test_a_seat_with_a_client_of_its_own_plays_beside_the_policy() -> None:
+def test_an_agent_with_its_own_client_plays_together_with_the_policy() -> None:
     async def match() -> Observation:
         async with serving(lambda body: "theirs") as url:
             seat = {"model": "opponent", "client": {"base_url": url, "api_key_var": "NO_KEY"}}
@@ -400,15 +407,15 @@ def test_a_seat_with_a_client_of_its_own_plays_beside_the_policy() -> None:
 
 
 @pytest.mark.parametrize(("harness", "named"), [("Forgetful", "rewritten"), ("Twice", "adds nothing")])
-def test_a_harness_that_rewrites_the_conversation_is_refused(harness: str, named: str) -> None:
+def test_a_harness_that_rewrites_or_repeats_the_conversation_is_rejected(harness: str, named: str) -> None:
     source = taskset({"id": str(HERE / "verifiers_pair.py"), "args": {"harness": harness}})
     with pytest.raises(RuntimeError, match=named):
-        played(source, source.tasks("train", 1)[0], "one", "two")
+        play_episode(source, source.tasks("train", 1)[0], "one", "two")
 
 
-def test_a_harness_that_streams_hears_the_same() -> None:
+def test_a_harness_that_streams_responses_works_as_without_streaming() -> None:
     source = taskset({"id": str(HERE / "verifiers_pair.py"), "args": {"harness": "Streaming"}})
-    _, more, end = played(source, source.tasks("train", 1)[0], "first", "second")
+    _, more, end = play_episode(source, source.tasks("train", 1)[0], "first", "second")
     assert more.messages == ({"role": "user", "content": "heard first"},)
     assert end.score is not None
     assert end.score.parts == {"heard": 1.0}
@@ -417,7 +424,7 @@ def test_a_harness_that_streams_hears_the_same() -> None:
 # --- helpers --------------------------------------------------------------------------------------------
 @asynccontextmanager
 async def serving(answer: Callable[[dict[str, Any]], str]) -> AsyncIterator[str]:
-    """An OpenAI-compatible server of another model, on loopback."""
+    """Run an OpenAI-compatible server on 127.0.0.1 that stands for another model. Yields its URL."""
     from aiohttp import web
 
     async def complete(request: Any) -> Any:

@@ -1,4 +1,4 @@
-"""A taskset that verifiers ships, TextArena's games, from the command line: evaluated, and trained on."""
+"""Evaluation and training from the command line on a taskset that verifiers ships: TextArena's Hangman."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ OPTIONS = {"id": "textarena", "args": {"game": "Hangman-v0"}}
 
 @pytest.fixture(scope="module", autouse=True)
 def dictionary(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Stands for the word list that the games download: there is no network here."""
+    """Replace the word list that the game downloads, because the tests have no network."""
     import nltk
 
     data = tmp_path_factory.mktemp("nltk")
@@ -59,11 +59,12 @@ def observed(*answers: str) -> list[Observation]:
     return asyncio.run(play())
 
 
-def test_the_games_engine_answers_and_scores() -> None:
+def test_the_games_observations_and_final_reward_are_returned() -> None:
     opening, second, *_ = observed("I say [e].", "[q]")
     assert [message["role"] for message in opening.messages] == ["system", "user"]
     assert "You are playing Hangman" in opening.messages[1]["content"]
-    assert "  E  " in second.messages[0]["content"]  # the board with the letter where it stands
+    # The board shows the guessed letter at its place in the word.
+    assert "  E  " in second.messages[0]["content"]
     *_, end = observed(*(f"[{letter}]" for letter in "xyz"), "[q]", "[j]", "[f]")
     assert end.done
     assert end.score is not None
@@ -72,7 +73,7 @@ def test_the_games_engine_answers_and_scores() -> None:
 
 @pytest.fixture(scope="module")
 def player(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model that has learned to say letters in brackets, whichever."""
+    """Return the folder of a tiny model that was fine-tuned to answer with an arbitrary letter in brackets."""
     letters = [f"[{letter}]" for letter in "abcdefghijklmnopqrstuvwxyz"]
     opening, later = observed("[e]")
     tokenizer = build_tokenizer([m["content"] for m in (*opening.messages, *later.messages)] + 20 * letters, 384)
@@ -112,14 +113,14 @@ options = {{ id = "textarena", args = {{ game = "Hangman-v0" }} }}
     return "hangman.toml"
 
 
-def test_evaluate(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_can_be_evaluated_on_a_verifiers_taskset(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["evaluate", config]) == 0
     shown = {name: float(value) for name, value in (line.split() for line in capsys.readouterr().out.splitlines())}
     assert shown["eval/sampled/valid"] == 1.0
     assert shown["eval/sampled/turns"] > 2.0
 
 
-def test_train(config: str) -> None:
+def test_a_model_can_be_trained_on_a_verifiers_taskset(config: str) -> None:
     assert main(["train", config]) == 0
     run = RunFolder("runs/hangman")
     rows = [row.metrics for row in run.read_metrics() if row.step > 0]

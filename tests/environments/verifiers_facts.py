@@ -1,4 +1,7 @@
-"""A verifiers v1 taskset with a tool, whose server is each task's own or shared by all. Servers run this file."""
+"""A verifiers v1 taskset with a tool, whose server belongs to one task or is shared by all tasks.
+
+The tool servers run this file as a program.
+"""
 
 import verifiers.v1 as vf
 
@@ -43,7 +46,7 @@ class FactsTask(vf.Task[FactsData, vf.State, FactsTaskConfig]):
 
     @vf.intercept
     async def secret(self, request: vf.Request) -> vf.Request | None:
-        """Shows the model another result than the tool's where that is to stay unknown."""
+        """Replace the tool's result "fact 0" by "secret" in what the model sees."""
         last = request.messages[-1]
         if isinstance(last, vf.ToolMessage) and last.content == "fact 0":
             return request.model_copy(

@@ -1,4 +1,4 @@
-"""A verifiers v1 environment of two seats, and harnesses that are no plain chat."""
+"""A verifiers v1 environment with two agents, and harnesses that do more than append to one conversation."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class PairTaskset(vf.Taskset[PairTask, PairConfig]):
 
 
 class Program(vf.Harness[vf.HarnessConfig]):
-    """One that runs in this process, as verifiers lets a harness do, and is no plain chat."""
+    """Base class of harnesses that run in this process and send their own requests to the model."""
 
     APPENDS_SYSTEM_PROMPT = SUPPORTS_RESUME = True
     EXECUTES_CODE = NEEDS_CONTAINER = False

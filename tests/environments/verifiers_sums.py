@@ -1,4 +1,4 @@
-"""A verifiers v1 taskset with all that one has: weighted rewards, a metric, a stop, hooks, an environment of turns."""
+"""A verifiers v1 taskset with weighted rewards, a metric, a stop condition, a setup hook and several turns."""
 
 import verifiers.v1 as vf
 
