@@ -60,7 +60,7 @@ log = logging.getLogger(__name__)
 LaneName = Literal["train", "eval"]
 
 _CHARACTERS_PER_TOKEN = 4
-"""Estimated characters per token. The number of tokens of a request is estimated by it before the request is sent."""
+"""Average number of characters per token, by which the tokens of a request are estimated before it is sent."""
 _LONG_WAIT_S = 60.0
 """If a service asks for a wait of at least this many seconds, a warning is logged."""
 

@@ -104,8 +104,8 @@ class RewardModel(Scorer):
         self._waiting: list[_Waiting] = []
         self._serving: asyncio.Task[None] | None = None
         self.configure(RewardSettings())
-        # Weighted fair queueing: a lane's value grows by 1 / share with each conversation that is computed, and the
-        # next batch is taken from the lane with the lowest value.
+        # Weighted fair queueing between the lanes (training and evaluation): a lane's value grows by 1 / share with
+        # each of its conversations that is computed, and the next batch is taken from the lane with the lowest value.
         self._turns = dict.fromkeys(self._shares, 0.0)
         self._turn = 0.0  # value that the lane of the last batch had when the batch was taken
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="gleanrl-reward-model")

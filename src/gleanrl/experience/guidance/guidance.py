@@ -214,7 +214,8 @@ class GuidedPlayer(Player):
     async def play(self, task: Task, *, trajectory_id: str, seed: int, temperature: float | None = None) -> Trajectory:
         """Play an episode as `Player.play` does.
 
-        ``trajectory_id`` must have the form "GROUP.MEMBER". The mark of the group says whether this member is guided.
+        ``trajectory_id`` must have the form "GROUP.MEMBER". The `Marked` in the task's payload says whether this
+        member is guided.
         """
         mark: Marked | None = task.payload.get(MARK)
         task = unmark(task)

@@ -39,7 +39,7 @@ TABLES = {
         "attempts INTEGER NOT NULL",  # number of valid fresh members of its latest group
         "successes INTEGER NOT NULL",  # number of these members that succeeded
         "step INTEGER NOT NULL",  # step of its latest group
-        "streak INTEGER NOT NULL",  # length of its current run of groups in which every valid fresh member succeeded
+        "streak INTEGER NOT NULL",  # number of its latest groups in a row in which every valid fresh member succeeded
         "retired INTEGER NOT NULL",  # 0 or 1
         "live INTEGER NOT NULL",  # number of its stored trajectories
         "bucket INTEGER",
