@@ -142,7 +142,8 @@ class WriteQueue:
                     self._commit([own])
                 return
             with self._changed:
-                self._error = self._error or error  # later errors often follow from the first one
+                # only the first error is kept, because later ones are often its consequences
+                self._error = self._error or error
             for own in batch:
                 own.done.set_exception(error)
         else:
@@ -188,7 +189,7 @@ class RandomStream:
         """Return the generator state that a checkpoint should store: the state before the first batch not yet yielded.
 
         If the generator was used for another draw after one of the batches, no single state reproduces all of them. In
-        this case the generator's current state is returned.
+        this case the state of the generator at the time of this call is returned.
         """
         with self._lock:
             now = self._generator.get_state()

@@ -180,7 +180,8 @@ def trajectories_of_rank(
     counts: list[list[int]] = []  # for each checkpoint, the number of rows of each trajectory
     for path in paths:
         with closing(open_reader(path, pickles=pickles)) as reader:
-            # RLinf's index may list files that are missing, and only reading such a trajectory is an error
+            # Missing files are an error here only in the native format. RLinf's index may list files that are missing;
+            # an error is raised when the trajectory of such a file is read.
             if isinstance(reader, BufferReader):
                 for why in reader.lost_files():
                     raise UserError(f"{why}; {SALVAGE}")

@@ -148,7 +148,8 @@ class Columns:
         self._use(*self._reserve_addresses(ADDRESSES // max(1, self.segment_nbytes)))
         self._mapped = dict[int, int]()  # slot -> segment that is mapped there, also if it was dropped
         self._first = 0  # oldest segment that was not dropped
-        self._dropped: dict[int, int] = {}  # dropped segment that is still mapped -> `drop`'s ``number``
+        # dropped segment that is still mapped -> the argument ``number`` of the call of `drop` that dropped it
+        self._dropped: dict[int, int] = {}
         self._open: dict[int, int] = {}  # segment that is not full yet -> file descriptor
         self.lost: dict[int, str] = {}  # segment whose file is missing or too short -> error message
         # for each column, whether the rows of the last checked gather were cached in memory
@@ -221,14 +222,16 @@ class Columns:
                 name = self._files.where(self._name.format(segment))
                 self.lost[segment] = f"{name}: {error.strerror or error}; its rows are lost"
         for segment in [own for own in self._open if (own + 1) * self.capacity <= rows]:
-            os.close(self._open.pop(segment))  # a full segment is never written again
+            # all rows of the segment are written, so its descriptor is not needed for writing any more
+            os.close(self._open.pop(segment))
         self.rows = self.end = max(self.rows, rows)
 
     def drop(self, rows: int, number: int, *, remove: bool) -> bool:
         """Drop the segments in which all rows are below ``rows``, and return whether there were any.
 
         Other threads may be reading these segments, so they stay mapped until `release` is called with ``number`` or a
-        higher number. With ``remove``, their files are deleted at once.
+        higher number. The caller chooses ``number``, and increases it with each drop. With ``remove``, the files of the
+        segments are deleted at once.
         """
         self.rows = self.end = max(self.rows, rows)
         first, self._first = self._first, max(self._first, rows // self.capacity)
@@ -245,7 +248,7 @@ class Columns:
         return bool(gone)
 
     def release(self, number: int) -> bool:
-        """Unmap the segments that were dropped with numbers up to ``number``.
+        """Unmap the segments that were dropped by calls of `drop` with numbers up to ``number``.
 
         Returns whether any dropped segments are still mapped.
         """

@@ -349,7 +349,7 @@ class Texts:
         return text
 
     def copy(self, name: str, begin: int) -> None:
-        """Copy all texts from byte offset ``begin`` on to the new file ``name``, and sync it to disk."""
+        """Copy all texts at byte offset ``begin`` and above into the new file ``name``, and sync it to disk."""
         file = self._files.create(name)
         try:
             for at in range(begin, self.end, 1 << 22):

@@ -120,8 +120,8 @@ class Reader(ABC):
     def checked(self, *, salvage: bool = False) -> Iterator[FlatTrajectory | UserError]:
         """Read all trajectories and verify their checksums. For a damaged one, a `UserError` is yielded, not raised.
 
-        With ``salvage``, trajectories after a damaged record of the log are read too. After that, `close` is the only
-        method that may be called.
+        With ``salvage``, trajectories after a damaged record of the log are read too. Their rows are then published in
+        the tables without being part of the snapshot, so the only method that may be called afterwards is `close`.
         """
 
     @abstractmethod
@@ -185,7 +185,8 @@ class BufferReader(Reader):
         self.lock = threading.RLock()
         # `held` blocks while `_exclusive` is True, and raises `RuntimeError` once `_closed` is True
         self._exclusive = self._closed = False
-        self._holders = Counter[int]()  # value of `_drops` -> number of threads that entered `held` at this value
+        # value of `_drops` -> number of threads that entered `held` when `_drops` had this value and are still inside
+        self._holders = Counter[int]()
         self._drops = 0  # number of times that segments were dropped
         self._changed = threading.Condition()
         self.unmap_pending = False  # whether a dropped segment stays mapped because a thread may be reading it
@@ -397,7 +398,8 @@ class BufferReader(Reader):
                 self._manifest_file, self._manifest_read = -1, None
                 file = self._all.open(Manifest.NAME)
                 try:
-                    # if the file was replaced meanwhile, this reads the newer one, which the next call reads again
+                    # If the file was replaced after `open`, this reads the newer file, while `_manifest_file` is the
+                    # older one. The next call notices the difference and reads the newer file once more.
                     self._manifest_read = Manifest.read(self._all)
                 except BaseException:
                     os.close(file)

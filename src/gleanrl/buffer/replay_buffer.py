@@ -128,8 +128,8 @@ class TrajectoryReplayBuffer(Sampler):
             trajectories: instances of `TensorTrajectory`, or objects with the same attributes such as RLinf's
                 ``Trajectory``.
             wait: False copies the trajectories, queues them for a background thread, and returns a future of the ids.
-                The call blocks while the queue is full. If writing fails, the future raises the error, and so does the
-                next call.
+                The call blocks while the queue is full. If writing fails, the future raises the error. The next call of
+                `add_trajectories`, `flush` or `close` raises it too.
 
         Raises:
             UserError: the shape of a field does not fit the others, or ``max_bytes`` is too small for the trajectories.
@@ -266,8 +266,8 @@ class TrajectoryReplayBuffer(Sampler):
     def get_stats(self) -> dict[str, float]:
         """Return the numbers of kept trajectories, rows, bytes and ends of episodes.
 
-        ``successes`` and ``failures`` are the numbers of trajectories that were added with this ``success``, and
-        ``intervened`` is the number of trajectories in which a human acted.
+        ``successes`` and ``failures`` are the numbers of trajectories that were added with ``success`` True and False,
+        and ``intervened`` is the number of trajectories in which a human acted.
         """
         with self._held() as now:
             records = self.storage.full_records()
@@ -286,7 +286,9 @@ class TrajectoryReplayBuffer(Sampler):
         """Drop all trajectories. Their ids are not used again: trajectories that are added later get higher ids."""
         self.write_queue.flush()
         writer = self._writer()
-        with writer.lock:  # without it, another thread that is opening new files could have an incomplete snapshot
+        # Without the lock, ``snapshot`` could be read while another thread is opening new files, when the snapshot does
+        # not yet contain all trajectories.
+        with writer.lock:
             writer.drop(writer.snapshot.next_id)
 
     def clear_cache(self) -> None:

@@ -450,7 +450,10 @@ def _total(ranges: Sequence[RowRanges]) -> int:
 
 
 def pieces(positions: Tensor, ranges: Sequence[RowRanges]) -> Pieces:
-    """Group positions by table, and translate them to rows of the tables."""
+    """Group positions by table, and translate them to rows of the tables.
+
+    A position is a number of a row of the window, counted over all tables (see the module docstring).
+    """
     if len(ranges) == 1:
         return [(ranges[0].table, torch.arange(len(positions)), ranges[0].at(positions))]
     found, before = [], 0

@@ -313,7 +313,9 @@ class Table:
             raise UserError(f"{files.where(name)}: damaged ({error})") from None
 
     def write(self, block: TrajectoryBlock, instructions: Tensor, touched: set[int]) -> dict[str, Any]:
-        """Append the rows of trajectories. They can be read after `Columns.publish` was called for all ``parts``.
+        """Append the rows of trajectories to ``columns`` and ``final_columns``.
+
+        The rows can be read after `Columns.publish` was called for both.
 
         Args:
             block: the trajectories.
@@ -321,7 +323,7 @@ class Table:
             touched: set to which the descriptors of the written files are added, because the caller must sync them.
 
         Returns:
-            The fields of `log.RECORD` that state where the trajectories are stored, and their checksums.
+            The fields of `log.RECORD` that state where the trajectories are stored, and the checksums of their rows.
         """
         row, final, n = self.columns.end, self.final_columns.end, len(block.members)
         packed = {**block.columns, LEFT: steps_left(block.cuts).reshape(-1), INSTRUCTION: instructions}

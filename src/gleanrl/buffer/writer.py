@@ -33,7 +33,9 @@ from gleanrl.utils.errors import UserError
 
 # names of the files that a buffer creates, and therefore may remove
 OURS = re.compile(r"\d{3,}-((rows|last)-\d{3,}-\d{6,}|(log|texts)-\d{6,}|schema-\d{3,}\.json|instructions\.jsonl)")
-PARTS = 4  # if rows are small, each limit allows at least this many segments, so that one can be dropped
+# Segments are made small enough that this many fit into each limit, because dropping works by whole segments. If the
+# rows are so large that the smallest possible segment exceeds this size, fewer segments fit.
+PARTS = 4
 SHORTEN = 1 << 20  # bytes of dropped trajectories up to which the log and the texts are not rewritten
 
 
@@ -179,7 +181,7 @@ class BufferWriter(BufferReader):
 
     # --- dropping --------------------------------------------------------------------------------
     def drop(self, before: int) -> None:
-        """Drop all trajectories with ids below ``before``, and remove segments without rows of others."""
+        """Drop all trajectories with ids below ``before``, and remove the segments that have no row of a kept one."""
         with self.lock:
             self._check_open()
             now = self.snapshot
@@ -240,7 +242,7 @@ class BufferWriter(BufferReader):
             empty = now.first_id >= now.next_id
             if self.shorten_log(always=empty):
                 continue
-            if empty:  # only files that cannot be shortened further are left
+            if empty:  # all trajectories are dropped, and the files that remain cannot be made smaller
                 raise UserError(f"max_bytes = {quota}: there is no room for {least} more")
             self.drop(now.first_id + self._count_in_segment(0))
 
@@ -389,7 +391,7 @@ class BufferWriter(BufferReader):
     def _remove_leftovers(self) -> None:
         """Remove the buffer's files that are not in use, which a crash or an error has left behind."""
         if self._closed or self._uncommitted:
-            return  # the open files are not the ones that the manifest on disk names
+            return  # the manifest on disk may name other files than the open ones, and both must be kept
         opened = self._opened
         known = {opened.log.name, *opened.texts.names}
         for table in opened.tables:

@@ -60,8 +60,8 @@ class Chunked(gymnasium.Wrapper[Floats, Floats, Any, Any]):
         for actions in at.actions if at is not None else ():
             obs, _, _, _, info = self.step(actions)
             if info["ended"]:
-                # The original episode did not end here, so the environment is not deterministic. `Environments.reset`
-                # notices that because the observation differs.
+                # When the chunk was executed for the first time, the episode did not end, so the environment is not
+                # deterministic. `Environments.reset` notices that because the observation differs.
                 break
         return obs, {}
 

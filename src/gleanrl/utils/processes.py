@@ -218,7 +218,7 @@ class WorkerProcess:
         self._kill_group()
 
     def _kill_group(self) -> None:
-        with contextlib.suppress(OSError):  # raised if the process has not made its group yet, or has ended
+        with contextlib.suppress(OSError):  # raised if the process has ended or has no process group yet
             os.killpg(self.pid, signal.SIGKILL)
         with contextlib.suppress(OSError, ValueError):  # raised if the process has ended
             self._process.kill()

@@ -21,7 +21,10 @@ class Stage(Protocol):
 
 
 class Progress(Protocol):
-    """Receives the progress of a run. Preparation, training and evaluation each open a stage; events are printed."""
+    """Receives the progress of a run. Preparation, training and evaluation each open a stage.
+
+    Single events, such as a resume or the restart of an actor, are passed to `print` as a line of text.
+    """
 
     def print(self, text: str) -> None:
         """Show ``text`` on a separate line."""

@@ -204,8 +204,8 @@ class Timeout:
 
     Computation, imports or a busy machine may block the loop for seconds. When the loop continues, it reads the answers
     that arrived meanwhile in the same iteration in which it finds that their time limit is over. `asyncio.timeout`
-    would drop these answers, and they would be requested and paid for again. This limit is extended instead: by the
-    time by which its timer fires late, in all by at most nine times ``seconds``.
+    would drop these answers, and they would be requested and paid for again. This limit is extended instead. If its
+    timer fires n seconds late, the limit is extended by n seconds, in total by at most nine times ``seconds``.
 
         async with Timeout(30.0):
             await answer()

@@ -21,7 +21,8 @@ Values whose type is not annotated more closely than ``Any``, such as those of `
 types of JSON: tuples, sets and arrays become lists, and numpy scalars become Python numbers. If the format is JSON, a
 NaN among such values becomes the text "NaN", and the keys of a mapping among them become texts.
 
-When a dataclass is decoded, keys that name none of its fields are ignored. A message keeps all its keys.
+When a dataclass is decoded, keys that name none of its fields are ignored. The messages of a conversation
+(`gleanrl.types.Message`) are dicts and keep all their keys.
 """
 
 from __future__ import annotations
