@@ -49,8 +49,8 @@ def seed_from_demonstrations(
     """Record up to ``count`` successful demonstrations of the training tasks of the run ``folder`` in ``pool``.
 
     The environment's expert acts, with the noise of the warm start (``warm_start.noise``). The episodes are played and
-    scored as the run's own episodes are. ``step`` is the pool step at which the demonstrations are stored, from which
-    the pool computes their age.
+    scored as the run's own episodes are. ``step`` is the step that is stored with the demonstrations, from which the
+    pool counts their age. `gleanrl pool seed` passes the newest step that the pool contains.
 
     Returns:
         The numbers of trajectories stored and left out, and the step of the checkpoint whose policy computed the
@@ -84,7 +84,7 @@ class _Seeding:
     learner: TorchLearner
     pool: ExperiencePool
     policy: int  # step of the checkpoint whose policy computes the log-probs
-    step: int  # pool step at which the demonstrations are stored
+    step: int  # step that is stored with the demonstrations, from which the pool counts their age
 
     async def run(self, count: int, console: Progress) -> Moved:
         config, prepared = self.builder.config, self.builder.prepared

@@ -155,8 +155,8 @@ def by_kind(tasks: Sequence[Task], evaluation: Evaluation, name: str) -> dict[st
 class BackgroundEvaluator:
     """Evaluates snapshots of the policy in the background, one at a time, while training continues.
 
-    ``weights`` returns the learner's current weights. ``report`` is called with the step, the metrics and the sampled
-    attempts of each evaluation.
+    ``weights`` returns the learner's weights at the time of the call. ``report`` is called with the step, the metrics
+    and the sampled attempts of each evaluation.
     """
 
     player: Player  # the player that training uses; evaluation replaces its sampler by `sampler`

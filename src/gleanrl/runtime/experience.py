@@ -29,8 +29,9 @@ from gleanrl.utils.errors import UserError
 START_FILE = "experience.start"
 """Name of the file in the run folder that records the state of the pool before the run, as a JSON object.
 
-``pool`` is ``replay.path``. ``run`` is the name under which the run sets marks in the pool. ``mark`` is the mark that
-was set before the run wrote anything. The pool may contain older marks, which belong to other runs.
+``pool`` is ``replay.path``. A mark is a recorded state of the pool, to which it can be rewound (see
+`ExperiencePool.mark`). ``run`` is the name under which the run sets marks, and ``mark`` is the number of the mark that
+it set before it wrote anything to the pool. The pool may contain older marks, which belong to other runs.
 """
 
 
@@ -56,8 +57,8 @@ def open_pool(
         tasks: the run's training tasks.
 
     Raises:
-        UserError: the pool's tokenizer differs or is not known, or another run has used the pool since the mark to
-            which it would be rewound.
+        UserError: the pool's tokenizer differs or is not known, or the pool cannot be rewound to its state before the
+            run, because another run has used it since.
     """
     settings = config.replay
     if not settings.enabled:
@@ -71,8 +72,9 @@ def open_pool(
         note = json.loads(note_path.read_text())
     else:
         atomic.write_text(note_path, json.dumps(note))
-    # With a name in `run`, the pool refuses to rewind past a mark of another run. A run that is resumed with another
-    # `replay.path` uses a copy of its pool. Other runs do not use this copy, so the check is switched off with None.
+    # If the pool is opened with the name of a run, a rewind fails if it would undo changes of another run, that is, if
+    # another run has set a later mark. A run that is resumed with another `replay.path` uses a copy of its pool. Other
+    # runs do not use this copy, so the check is switched off with None.
     owner = note["run"] if note["pool"] == settings.path else None
     path = Path(settings.path) if settings.path else folder.experience_path
     takes = {"tokenizer": tokenizer_fingerprint(tokenizer), "vocabulary": len(tokenizer), "max_context": max_context}
@@ -123,7 +125,8 @@ def seed_from_rollouts(pool: ExperiencePool, folder: RunFolder, *, step: int = 0
     tasks; the tasks themselves are made again from the run's configuration.
 
     Args:
-        step: pool step at which the trajectories are stored, from which the pool computes their age.
+        step: step that is stored with the trajectories, from which the pool counts their age. `gleanrl pool seed`
+            passes the newest step that the pool contains.
         trust: see `seed_pool`.
 
     Raises:
@@ -142,7 +145,8 @@ def seed_from_rollouts(pool: ExperiencePool, folder: RunFolder, *, step: int = 0
             for _, records in groupby(folder.read_rollouts(step), key=lambda record: record.ticket):
                 yield [record.trajectory for record in records if not record.replayed]
 
-    # With a limit on rollouts per step, members of a group may be missing, so its success rate would be wrong.
+    # With a limit on rollouts per step, the files may lack members of a group. `seed_from_groups` then computes no
+    # success rates, because they would be wrong.
     whole = config.monitor.rollouts_per_step == -1
     sampled = {"temperature": config.sampler.temperature, "whole": whole}
     return transfer.seed_from_groups(pool, read_groups, tasks, step=step, **sampled)

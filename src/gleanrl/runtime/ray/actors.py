@@ -41,7 +41,9 @@ from gleanrl.utils.notifier import Notifier
 from gleanrl.utils.text import first_line
 
 _CLOSE_S = 10.0  # seconds that an actor's service may take to close before the actor is killed
-_AFFINITY_SLACK = 16  # a key's preferred actor is used while it plays at most this many more episodes than the minimum
+# the actor that a key selects (see `ActorPool.member`) is used if it plays at most this many episodes more than the
+# least busy actor
+_AFFINITY_SLACK = 16
 
 
 class ActorDied(Exception):
@@ -522,9 +524,9 @@ class ActorPool:
     async def member(self, key: str | None = None) -> ActorClient:
         """Return the actor that plays the fewest episodes.
 
-        With ``key``, such as a task's id, return the actor to which the hash of ``key`` assigns it, unless that actor
-        plays over `_AFFINITY_SLACK` episodes more. Waits while all actors are being replaced. Raises `UserError` if an
-        actor has died more than ``ray.max_restarts`` times.
+        With ``key``, such as a task's id, return the actor that the hash of ``key`` selects, unless it plays over
+        `_AFFINITY_SLACK` episodes more than the least busy actor. Waits while all actors are being replaced. Raises
+        `UserError` if an actor has died more than ``ray.max_restarts`` times.
         """
         while True:
             if self._failure is not None:

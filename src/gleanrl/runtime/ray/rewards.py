@@ -57,8 +57,9 @@ class RewardActor(Service):
         """Call the agent and return the result.
 
         "score_groups" takes ``(groups, lane)`` and returns a list of scores for each group, in the order of the groups.
-        "score" takes ``(task, trajectory, lane)`` and returns one score. "score_again", "finish" and "metrics" call the
-        methods of `RewardAgent` with these names.
+        "score" takes ``(task, trajectory, lane)`` and returns one score. A lane is the agent's queue of requests of
+        training ("train") or of evaluation ("eval"). "score_again", "finish" and "metrics" call the methods of
+        `RewardAgent` with these names.
         """
         agent = await self._agent()
         if method == "score_groups":
@@ -182,7 +183,9 @@ def _clear_errors() -> Iterator[None]:
 # --- the reward agent of a run ------------------------------------------------------------------------
 @dataclass(frozen=True)
 class RayReward:
-    """The `Reward` of a run on Ray: calls the run's reward actor in the lane "train" or "eval".
+    """The `Reward` of a run on Ray, which calls the run's reward actor.
+
+    ``lane`` is "train" or "eval": the agent's queue for requests of training or of evaluation (see `RewardLane`).
 
     If the actor dies, the call is repeated on its replacement, which takes finished scores from the journal instead of
     requesting them again.

@@ -153,8 +153,8 @@ class RayBuilder(Builder):
     async def start_actors(self, lanes: tuple[Lane, ...], *, training: bool) -> AsyncIterator[RayBuilder]:
         """Start all actors and yield a builder that uses them. The actors are closed when the block ends.
 
-        ``lanes`` are the samplers that each sampler actor makes. With ``training`` False the learner cannot update, and
-        scores are not written to the journal.
+        Each sampler actor makes a sampler for each of ``lanes``: "train", "evaluate" or both. With ``training`` False
+        the learner cannot update, and scores are not written to the journal.
         """
         config, cluster, settings = self.config, self.cluster, self.config.ray
         colocated = settings.placement == "colocated"

@@ -28,7 +28,7 @@ LANES: tuple[Lane, ...] = ("train", "evaluate")
 
 
 class SamplerService(WeightReceiver):
-    """The service of a sampler actor. It has a sampler for each lane: one for training and one for evaluation."""
+    """The service of a sampler actor. It has one sampler for each of ``lanes``: "train", "evaluate" or both."""
 
     def __init__(self, driver: ActorServer, plans: Plans, lanes: tuple[Lane, ...] = LANES) -> None:
         self._driver, self._plans, self._wanted = driver, plans, lanes
@@ -57,7 +57,9 @@ class SamplerService(WeightReceiver):
     async def leave(self, number: int) -> None:
         if (found := self._open.pop(number, None)) is not None:
             _, stack, opening = found
-            opening.cancel()  # no effect on an open session; else the episode was cancelled while the session waited
+            # Cancel a session that is not open yet, because its episode was cancelled while it waited for the sampler.
+            # This has no effect if the session is open.
+            opening.cancel()
             await asyncio.wait([opening])
             await stack.aclose()
 
@@ -93,6 +95,8 @@ class _Group:
 
 class SamplerPool:
     """Publishes weights to the sampler actors, including actors that are started later.
+
+    A lane is "train" or "evaluate". Each actor has a sampler for each lane that the run uses, with its own weights.
 
     Args:
         way: "memory" or "broadcast"; see `gleanrl.runtime.ray.weights`.
@@ -208,7 +212,7 @@ class SamplerPool:
         return offered, [0.0], without
 
     async def _give_current(self, actor: ActorClient) -> None:
-        """Publish the current weights of all lanes to an actor that was just started.
+        """Publish the weights in `current`, for each lane, to an actor that was just started.
 
         If other weights are published meanwhile, those are published to the actor too before it becomes a member.
         """
@@ -232,7 +236,7 @@ class SamplerPool:
 
 @dataclass
 class RaySampler:
-    """The driver's `gleanrl.protocols.Sampler` for one lane, which samples in all sampler actors.
+    """The driver's `gleanrl.protocols.Sampler` for one lane ("train" or "evaluate"), which uses all sampler actors.
 
     It neither starts nor closes the actors.
     """
