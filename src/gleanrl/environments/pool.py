@@ -45,7 +45,9 @@ class EnvironmentFailure(Exception):
         super().__init__(f"task {task_id!r}: {message}")
         self.task_id = task_id
 
-    def __reduce__(self) -> Any:  # the default would call __init__ with the message as its only argument
+    # To unpickle an exception, Python by default calls `__init__` with the message as the only argument, which would
+    # fail here.
+    def __reduce__(self) -> Any:
         return copyreg.__newobj__, (type(self), *self.args), self.__dict__  # type: ignore[attr-defined]
 
 

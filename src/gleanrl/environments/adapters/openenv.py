@@ -149,7 +149,7 @@ class _Episode(Environment):
         return replace(observation, tools=tuple(self._tools))
 
     async def step(self, message: Message) -> Observation:
-        assert self._session is not None  # `reset` has opened it
+        assert self._session is not None  # `reset`, which is called before `step`, has opened the session
         if self._tools:
             return await self._call_tools(self._session, message)
         try:
@@ -198,7 +198,8 @@ class _Episode(Environment):
             self._score = Score(earlier + float(reward))
         messages = (Message(role="user", content=shown),) if isinstance(shown, str) else tuple(shown)
         if done:
-            await self.close()  # not left to the caller, because another episode may be waiting for a free session
+            # The caller closes the environment too, but later, and another episode may be waiting for a free session.
+            await self.close()
         return Observation(messages, done=done, score=self._score)
 
 
@@ -239,8 +240,8 @@ def describe(observation: Mapping[str, Any], opening: bool) -> str:
 
     If the observation has a list ``messages``, the text is their contents, one per line, and in the first observation
     (``opening``) the field ``prompt`` before them. Otherwise it is the value of the only field that is a text, or, if
-    there are several such fields or none, all fields as JSON. The fields ``done`` and ``reward`` are never shown, and
-    ``metadata`` takes the place of the fields only if there are no others.
+    there are several such fields or none, all fields as JSON. The fields ``done``, ``reward`` and ``metadata`` are not
+    shown. But if the observation has no other fields, the entries of ``metadata`` are treated as its fields.
     """
     fields = {name: value for name, value in observation.items() if name not in _OWN}
     fields = fields or observation.get("metadata") or {}
@@ -348,13 +349,16 @@ class _Session:
         import aiohttp
 
         order = json.dumps({"type": kind, "data": data}, ensure_ascii=False, allow_nan=False)
-        order.encode()  # raises a ValueError for a lone surrogate, before anything is sent
-        # If the server has closed the connection, its last message, received below, may contain the reason.
+        # A lone surrogate cannot be encoded. It raises a ValueError here, before anything is sent to the server.
+        order.encode()
+        # If the server has closed the connection, sending fails. This error is ignored, because the server's last
+        # message, which is received below, may contain the reason.
         with suppress(ConnectionError):
             await self._socket.send_str(order)
         message = await self._socket.receive()
         if message.type is not aiohttp.WSMsgType.TEXT:
-            fetch_description.cache_clear()  # another server, with other schemas, may start at this address
+            # The cached schemas may become wrong, because another server may be started at this address.
+            fetch_description.cache_clear()
             why = message.extra or message.data or self._socket.exception() or "no reason given"
             raise Lost(f"the OpenEnv server ended the session: {why} (code {self._socket.close_code})")
         answer = json.loads(message.data)
@@ -388,7 +392,8 @@ class _Session:
 
 def _make_client(url: str, token_env: str | None) -> HttpClient:
     if token_env is not None:
-        Secret(token_env, "environment.options.token_env")  # checks the name, so that an error names this setting
+        # Check the variable's name here. `HttpClient` checks it too, but its error would not name this setting.
+        Secret(token_env, "environment.options.token_env")
     address = re.sub(r"^ws", "http", url)
     return HttpClient(address, api_key_env=token_env, timeout_s=ANSWER_S, setting="environment.options.url")
 

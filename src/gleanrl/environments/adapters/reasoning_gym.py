@@ -100,7 +100,8 @@ class ReasoningGymTaskset(Taskset):
     def _candidates(self) -> Iterator[tuple[str, tuple[str, int, int]]]:
         """Yield ``(fingerprint, (question, seed, index))`` of problems without end.
 
-        ``index`` is the problem's index in the dataset that is made from ``seed``.
+        ``fingerprint`` is a hash of the generator's name and the question. ``index`` is the problem's index in the
+        dataset that is made from ``seed``.
         """
         config = json.dumps(self.config, sort_keys=True)
         for chunk in count_from():
@@ -152,7 +153,8 @@ def _config_of_level(task: str, level: int) -> dict[str, Any]:
     config = curriculum.generate_configuration()
     values: dict[str, Any] = {}
     for attribute in attributes:
-        # An attribute that sets one number has a `field_name`; one that sets a range has the other two names.
+        # An attribute of a curriculum that sets one number has a `field_name`. An attribute that sets a range has a
+        # `lower_field_name` and an `upper_field_name`.
         for key in ("field_name", "lower_field_name", "upper_field_name"):
             name = getattr(attribute, key, None)
             if name:
@@ -181,7 +183,8 @@ def _make_dataset(task: str, config: str, seed: int) -> Any:
     try:
         for name, value in given.items():
             kind: Any = options[name].type
-            if tuple in (kind, get_origin(kind)):  # the value is a list, because TOML and JSON have no tuples
+            # TOML and JSON have no tuples, so the value of an option with a tuple type arrives as a list.
+            if tuple in (kind, get_origin(kind)):
                 given[name] = TypeAdapter(tuple).validate_python(value)
         return reasoning_gym.create_dataset(task, seed=seed, size=_CHUNK, **given)
     except (AssertionError, ValueError, TypeError) as error:

@@ -1,7 +1,8 @@
 """Plays TextArena's games: about a hundred text games for one player, two players or more.
 
-`TextarenaTaskset` is the environment ``textarena`` of the settings. It plays each episode with a `Game`, in which the
-model has one seat. `make_agent` makes the agents that play the other seats. Experts are in `textarena_experts`.
+`TextarenaTaskset` is the environment ``textarena`` of the settings. It plays each episode with a `Game`. A seat is the
+position of one player in a game, numbered from 0 (TextArena's player id). The model has one seat, and `make_agent`
+makes the agents that play the other seats. Experts are in `textarena_experts`.
 
 TextArena's games draw from the global random generators of Python and NumPy. `Game` stores the state of both generators
 for each game, sets the global generators to this state whenever it calls TextArena, and restores them afterwards. So
@@ -48,9 +49,10 @@ MAX_PLAYERS = 15
 BUILT_IN_AGENTS = ("random", "expert", "openai")
 
 Agent = Callable[[str], Any]
-"""An agent that plays a seat, in TextArena's form: a callable that gets the player's observation and returns a move.
+"""An agent that plays one seat (one player of a game), in TextArena's form: a callable.
 
-It may be async. If it has a method ``aclose()``, this is called at the end of the episode."""
+It is called with the player's observation and returns a move. It may be async. If it has a method ``aclose()``, this is
+called at the end of the episode."""
 
 # If the opponents make this many moves in a row, the game is considered stuck and the episode fails.
 _MAX_OPPONENT_MOVES = 1000
@@ -65,9 +67,9 @@ _OPPONENT = "environment.options.opponent"
 class TextarenaTaskset(Taskset):
     """Makes tasks from one or several TextArena games. Each task is a game with another seed.
 
-    The model has one seat, and agents of the type ``opponent`` play all other seats. By default, TextArena lets a
-    player whose move is invalid try once more. After a second invalid move in a row it ends the game or eliminates the
-    player.
+    The model plays one seat (one player of the game), and agents of the type ``opponent`` play all other seats. By
+    default, TextArena lets a player whose move is invalid try once more. After a second invalid move in a row it ends
+    the game or eliminates the player.
 
     The score is the model's reward at the end of the game, mapped linearly from TextArena's range [-1, 1] to
     ``reward_range``. Its ``parts`` are ``reward`` (not mapped), ``won`` (1 or 0), ``moves`` (the number of the model's
@@ -87,7 +89,7 @@ class TextarenaTaskset(Taskset):
         opponent: "random" (random moves), "expert" (for games that have one), "openai" (a model behind an
             OpenAI-compatible endpoint), a list of moves, or the import path of an agent; see `make_agent`.
         opponent_options: keyword arguments of the agent. A value ``"env:NAME"`` stands for the content of the
-            environment variable NAME, so that the configuration contains no keys.
+            environment variable NAME, so that the configuration contains no API keys.
         observation: "news" = all messages of the game since the model's last move. "textarena" = the observation that
             TextArena's wrappers of the id make, which usually shows the whole game each time.
         reward_range: the score of a loss, and the score of a win.
@@ -192,7 +194,7 @@ class TextarenaTaskset(Taskset):
 class _Episode(Environment):
     """One episode: a game in which the model has one seat and agents play the other seats."""
 
-    game: Game  # made by `reset`
+    game: Game  # exists only after `reset`, which makes the game
 
     def __init__(self, task: Task, taskset: TextarenaTaskset) -> None:
         self._task, self._taskset = task, taskset
@@ -279,13 +281,13 @@ class Game:
         return self.core.state.current_player_id
 
     def news(self) -> str:
-        """Return the game's messages that the current player has not seen yet, without the player's own moves."""
+        """Return the game's messages that the player whose turn it is has not seen yet, without its own moves."""
         return self._read_observation(self.core)
 
     def whole(self) -> str:
-        """Return the observation that TextArena's wrappers make for the current player.
+        """Return the observation that TextArena's wrappers make for the player whose turn it is.
 
-        It usually contains everything since the beginning of the game.
+        The observation usually contains everything since the beginning of the game.
         """
         return self._read_observation(self._wrapped)
 
@@ -306,7 +308,7 @@ class Game:
         return self.last
 
     def move(self, text: str) -> None:
-        """Make a move of the current player.
+        """Make a move of the player whose turn it is.
 
         If the game refuses the move, `invalid_moves` counts it, and the player's next observation contains the reason.
         """
@@ -409,7 +411,8 @@ def smallest_number_of_players(env_id: str, arguments: str) -> int:
         except Exception as error:  # usually an AssertionError about the number of players
             reason = reason or first_line(error)
         else:
-            # Not ``players``: some games accept any number of players, but then play with another number.
+            # Return the game's own number and not ``players``, because some games accept any number of players but then
+            # play with another number.
             return game.core.state.num_players
     raise UserError(f"TextArena's {env_id} starts with no number of players from 1 to {MAX_PLAYERS}: {reason}")
 
@@ -457,7 +460,7 @@ def check_agent(opponent: str | Sequence[str], options: Mapping[str, Any]) -> No
     Whether a game has an expert is checked only by `make_agent`.
 
     Raises:
-        UserError: the opponent is unknown, or an option is unknown, missing or contains a key.
+        UserError: the opponent is unknown, or an option is unknown, missing or contains an API key.
     """
     refuse_keys(options, f"{_OPPONENT}_options")
     takes: list[str] = []

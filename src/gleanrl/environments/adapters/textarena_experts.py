@@ -107,7 +107,9 @@ def _pegs(guess: Sequence[int], code: Sequence[int]) -> tuple[int, int]:
 
 @cache
 def _position_value(board: tuple[str, ...], mark: str) -> int:
-    """Return the minimax value of a TicTacToe board for the player with ``mark``, who moves next.
+    """Return the minimax value of a TicTacToe board for the player who moves next.
+
+    ``mark`` is this player's symbol, "X" or "O".
 
     A win is positive, a loss negative and a draw 0. The absolute value is one plus the number of cells that are free at
     the end, so that an earlier win is better and an earlier loss is worse.

@@ -1,4 +1,4 @@
-"""Plays environments of the package verifiers (v1) with its own tasksets, tools, hooks and rewards.
+"""Plays environments of the package verifiers (v1) with verifiers' own tasksets, tools, hooks and rewards.
 
 `VerifiersTaskset` is the environment ``verifiers`` of the settings. A rollout of verifiers runs a harness, which is the
 program that calls the model, for example in a chat loop with tools. The harness sends its model calls to an
@@ -28,7 +28,8 @@ from gleanrl.rollout.thinking import CLOSE, OPEN
 from gleanrl.types import Message, Score, StopReason, Task
 from gleanrl.utils.errors import UserError
 
-_STOPS = {StopReason.MAX_TURNS: "max_turns", StopReason.CONTEXT_FULL: "max_total_tokens"}  # verifiers' names
+# reason for which Glean RL ends an episode -> verifiers' name of this reason
+_STOPS = {StopReason.MAX_TURNS: "max_turns", StopReason.CONTEXT_FULL: "max_total_tokens"}
 
 
 @pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config={"extra": "forbid"})
@@ -147,7 +148,8 @@ class _Episode(Environment):
     async def conclude(self, stop: StopReason) -> Score | None:
         """Stop the rollout as if it had reached verifiers' own limit, and return the score that verifiers gives it.
 
-        Returns None if no model call is waiting, so that the rollout cannot be stopped in this way.
+        The limit is that of turns or of tokens, according to ``stop``. The rollout is stopped by refusing the model
+        call that waits for an answer. Returns None if no call is waiting.
         """
         if self._reply is None or self._reply.done():
             return None

@@ -60,7 +60,8 @@ def resolve_config(taskset: str, args: Mapping[str, Any], env: Mapping[str, Any]
     """
     vf = import_v1()
     taskset = load_file(taskset).__name__ if taskset.endswith(".py") else taskset
-    raw: dict[str, Any] = copy.deepcopy({**env, "taskset": {**args, "id": taskset}})  # verifiers changes its argument
+    # A deep copy, because verifiers changes the mapping that it gets.
+    raw: dict[str, Any] = copy.deepcopy({**env, "taskset": {**args, "id": taskset}})
     try:
         kind = vf.env_config_type(taskset, raw.get("id", ""))
         for name, field in kind.model_fields.items():
@@ -105,7 +106,10 @@ class Host:
 
     @classmethod
     async def get(cls, config: Any) -> Host:
-        """Return the host for ``config`` on this event loop, once it serves. The first call starts it."""
+        """Return the host for ``config`` on this event loop, which the first call starts.
+
+        Waits until the host's endpoint accepts requests.
+        """
         key = (asyncio.get_running_loop(), config.model_dump_json())
         if key not in cls._all:
             cls._all[key] = cls(config)
@@ -277,7 +281,9 @@ def chat_harness_class() -> Any:
                             return vf.ProgramResult(0, "", "")
                         for call in message["tool_calls"]:
                             messages.append(await call_tool(call))
-            except Refused as error:  # because of a stop condition, a limit or a failure, which the rollout records
+            # A model call is refused after a stop condition, a limit or a failure. The rollout records which one it
+            # was, so the harness only has to end.
+            except Refused as error:
                 return vf.ProgramResult(1, "", str(error))
 
     return Chat

@@ -64,9 +64,9 @@ class AlfworldTaskset(Taskset):
         source: ``generated`` = random households. ``alfworld_data`` = the games in the folder that the environment
             variable ALFWORLD_DATA names; the options that describe households then have no effect, except ``goals``.
         eval_split: the households that evaluation plays. Training never plays them. ``households`` = in any room (with
-            alfworld_data: valid_unseen). ``seen`` = in rooms whose layouts training plays too (valid_seen). ``unseen``
-            = in rooms of other layouts (valid_unseen). ``both`` = seen and unseen in turn, reported as separate kinds
-            of tasks.
+            alfworld_data: valid_unseen). ``seen`` = in rooms with layouts (kinds and numbers of furniture) that
+            training plays too (valid_seen). ``unseen`` = in rooms of other layouts (valid_unseen). ``both`` = seen and
+            unseen in turn, reported as separate kinds of tasks.
         prompt: the format in which a model sees the game and answers: ``plain``, ``react`` or ``admissible`` (see
             `prompts`).
         examples: number of games played by the expert that the first message shows before the task's own game. Only
@@ -137,7 +137,7 @@ class AlfworldTaskset(Taskset):
             full=full,
         )
         if self.source == "alfworld_data":
-            return layout  # only its goals are used
+            return layout  # not checked further, because only the goals are used with alfworld_data
         low, high = layout.receptacles
         for goal in goals:
             if not layout.rooms_of(goal):
@@ -215,7 +215,8 @@ class AlfworldTaskset(Taskset):
             parts = tuple(f"valid_{part}" for part in evaluated) if split == "eval" else ("train",)
             if split == "warm_start" and "seen" not in evaluated:
                 parts = ("valid_seen",)
-            last_first = split == "warm_start"  # because training plays the first games
+            # Training plays the first games, so demonstrations begin with the last ones.
+            last_first = split == "warm_start"
             streams = [real_tasks(part, self.layout.goals, last_first=last_first) for part in parts]
         else:
             parts = evaluated if split == "eval" else ("seen",)

@@ -60,7 +60,8 @@ class Game:
             action: tuple((name.lstrip("?"), kind) for name, kind in parameters)
             for action, parameters in rules.parameters.items()
         }
-        self.operators = len(self._world.operators)  # a game's memory use is about proportional to this number
+        # number of ground operators, to which the game's memory use is about proportional (see `GameCache`)
+        self.operators = len(self._world.operators)
         names = demangle(self._world.objects)
         self._entities = {thing: Entity(thing, kind, names[thing]) for thing, kind in self._world.objects.items()}
         self.start: Bits = self._world.initial

@@ -167,7 +167,10 @@ class Expert:
         return self._reach(place) or f"examine {place}"
 
     def _reach(self, place: str) -> str:
-        """Return the next command that is needed to stand at ``place`` with it open. Empty if none is needed."""
+        """Return the next command that is needed to get to the receptacle ``place`` and to open it.
+
+        The result is empty if the expert stands there and the receptacle is open.
+        """
         if self.here != place:
             return f"go to {place}"
         return f"open {place}" if place in self.closed else ""

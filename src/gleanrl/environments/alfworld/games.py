@@ -156,7 +156,8 @@ def real_tasks(folder: str, goals: tuple[str, ...], *, last_first: bool = False)
             parameters = trajectory.get("pddl_params", {})
             target = parameters.get("object_target", "")
             place = parameters.get("parent_target", "") or parameters.get("toggle_target", "")
-            if target and place:  # the expert needs them if the goal's text, written by a person, does not name them
+            # The goal's text, which a person has written, may not name target and destination. The expert needs them.
+            if target and place:
                 payload |= {"target": target.lower(), "destination": place.lower()}
             yield Task(id=f"alfworld-{goal}-{digest}", payload=payload, kind=goal)
 

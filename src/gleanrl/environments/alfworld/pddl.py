@@ -216,10 +216,10 @@ class World:
 
     def _masks(self, effects: list[tuple[Atom, bool]], holds: Bits, lacks: Bits) -> tuple[Bits, Bits, bool]:
         """Return the mask of the bits to set, the mask of the bits to clear, and whether the effects can change
-        anything.
+        a state.
 
-        That is judged for states in which the operator is applicable: ``holds`` and ``lacks`` are the masks of its
-        precondition. Each effect is a fact and whether it is negated.
+        Only states in which the operator is applicable are considered. ``holds`` and ``lacks`` are the masks of its
+        precondition. Each effect is a pair: a fact, and whether the fact is negated.
         """
         added = {atom for atom, negated in effects if not negated}
         adds = deletes = 0

@@ -43,10 +43,10 @@ class Facts:
             self._fluent.setdefault(atom[0], []).append((atom, bit))
 
     def rows(self, predicate: str, position: int, value: str) -> list[tuple[Atom, Bits]]:
-        """Return the atoms of ``predicate`` whose argument number ``position``, counted from 1, is ``value``, with
-        their bits.
+        """Return the atoms of ``predicate`` whose argument number ``position``, counted from 1, is ``value``.
 
-        Position 0 returns all atoms of the predicate. Static atoms, which are always true, have bit 0.
+        Each atom comes with its bit in the state. Static atoms, which are always true, have bit 0. Position 0 returns
+        all atoms of the predicate.
         """
         key = (predicate, position, value)
         found = self._rows.get(key)

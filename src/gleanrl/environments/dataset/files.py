@@ -220,7 +220,8 @@ def _load_hugging_face(path: str, split: str, subset: str | None, load: str) -> 
             rows: Any = datasets.load_from_disk(str(folder))
         else:
             rows = datasets.load_dataset(str(folder) if folder.exists() else path, subset, **json.loads(load))
-    except Exception as error:  # of many types: no network, no such data set, a loading script
+    # The library raises errors of many types, for example without a network or if there is no such data set.
+    except Exception as error:
         raise UserError(f"environment.options.path: cannot load the data set {path}: {first_line(error)}") from None
     finally:
         datasets.utils.logging.set_verbosity(verbosity)

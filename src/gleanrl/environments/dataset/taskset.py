@@ -30,7 +30,8 @@ _ROLES = ("system", "user", "assistant", "tool")
 _MESSAGE_KEYS = ("role", "content", "name", "tool_calls", "tool_call_id")
 _CANONICAL = json.JSONEncoder(sort_keys=True, separators=(",", ":"))
 NO_SCORE = "a data set has no score of its own: set reward.name (math, trl:..., verl:..., or your own function)"
-_questions: dict[str, frozenset[int]] = {}  # cache of `DatasetTaskset.questions`; the key: split, taskset and version
+# Cache of `DatasetTaskset.questions`. A key contains the split, the taskset's options and the version of its files.
+_questions: dict[str, frozenset[int]] = {}
 
 
 @pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config={"extra": "forbid"})
@@ -166,7 +167,7 @@ class DatasetTaskset(Taskset):
     def questions(self, split: Split) -> frozenset[int]:
         """Return the hashes of all questions of a split. The first call reads all rows.
 
-        They are different in another process.
+        The hashes are only valid in this process, because Python's hash of a text differs between processes.
         """
         key = f"{split} {self} {self.version}"
         if key not in _questions:
@@ -332,7 +333,7 @@ class _Tasks(Sequence[Task]):
         messages = _read_prompt(self.source, position, row, taskset.prompt)
         payload = {name: value for name, value in row.items() if name != taskset.prompt}
         if isinstance(row.get(taskset.prompt), str):
-            # TRL's reward functions get the prompt as text, because the data set holds it as text.
+            # TRL passes the prompt to reward functions in the form that it has in the data set, so keep the text.
             payload["prompt"] = row[taskset.prompt]
         system = [message for message in messages if message["role"] == "system"]
         if taskset.system is not None:

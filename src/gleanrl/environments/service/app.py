@@ -42,7 +42,8 @@ PAGE = 4 << 20  # size, in bytes of encoded tasks, at which a page of a list of 
 # Lists of tasks are cached, so that a request for a further page does not compute the list again.
 LISTS, KEPT = 4, 64 << 20  # maximum number of cached lists, and maximum sum of their sizes in bytes
 LARGEST = 4 << 20  # maximum size of a request's body in bytes
-OPEN = frozenset({"/health", "/openapi.json", "/docs", "/redoc"})  # need no token: they show nothing secret
+# paths that can be requested without a token, because their answers contain nothing secret
+OPEN = frozenset({"/health", "/openapi.json", "/docs", "/redoc"})
 MIB = 1 << 20
 _SHARE = 0.8  # default memory limit, as a share of the memory of the machine or container
 _MEMORY_AGE_S = 1.0  # seconds after which the memory in use is measured again
@@ -215,7 +216,8 @@ class Service:
                 if token is not None and not hmac.compare_digest(given, token):
                     detail = "the token is another one" if given else "a token is needed: Authorization: Bearer TOKEN"
                     raise Refused(401, "unauthorized", detail)
-                path = path.removeprefix(scope.get("root_path", ""))  # set if another application mounts this one
+                # If another ASGI application mounts this one under a path, ``root_path`` is that path.
+                path = path.removeprefix(scope.get("root_path", ""))
                 takes_body = scope["method"] == "POST" and path in self._endpoints
             if takes_body:
                 model, endpoint = self._endpoints[path]
@@ -364,16 +366,17 @@ def default_memory() -> float:
     """Return the default memory limit of server and workers in MiB: a share of the machine's or container's memory."""
     most = psutil.virtual_memory().total
     for limit in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        with suppress(OSError, ValueError):  # the file says "max" (no limit), or does not exist
+        # The container has no limit if its cgroup file does not exist or contains the word "max".
+        with suppress(OSError, ValueError):
             most = min(most, int(Path(limit).read_text()))
     return _SHARE * most / MIB
 
 
 async def _read_body(headers: Mapping[bytes, bytes], receive: Any) -> Any:
     kind = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
-    if (
-        kind != b"application/json"
-    ):  # browsers let any web page send other types to this server without a CORS preflight
+    # A browser lets any web page send a body of some other types, such as text/plain, to this server without first
+    # asking the server for permission (a CORS preflight request).
+    if kind != b"application/json":
         raise Refused(415, "media_type", "send a body of Content-Type: application/json")
     length = headers.get(b"content-length", b"0")
     too_large = length.isdigit() and int(length) > LARGEST

@@ -51,7 +51,9 @@ class Calls:
         try:
             return await asyncio.shield(pending)
         except asyncio.CancelledError:
-            if not pending.cancelled():  # the request was cancelled, not the call
+            # If the call itself was cancelled, the server is closing and the client gets a refusal. Otherwise only the
+            # client's request was cancelled.
+            if not pending.cancelled():
                 raise
         except Exception as error:
             raise Refused.of(error) from error

@@ -285,7 +285,8 @@ class _Episode(Environment):
             failure: Exception
             match problem.error:
                 case "unknown":
-                    self._begun = False  # `close` then has nothing to release
+                    # The service does not have this episode, so `close` has nothing to release.
+                    self._begun = False
                     failure = EpisodeLost(f"{where}: {problem.detail}")
                 case "timeout":
                     failure = EnvironmentTimeout(id, problem.detail)

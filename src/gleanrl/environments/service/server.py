@@ -143,5 +143,6 @@ async def run_server(
     await server.startup([listening])
     ready()
     await stop.wait()
-    await service.close(_FINISH_S)  # before the connections are closed, so that every request is answered
+    # The service is closed before uvicorn closes the connections, so that every request is answered.
+    await service.close(_FINISH_S)
     await server.shutdown([listening])

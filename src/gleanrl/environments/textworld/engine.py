@@ -148,7 +148,7 @@ class Game:
         events = []
         for event in _EVENT.findall(raw):
             name = event.removesuffix(" - succeeded")
-            # Parentheses in its name mark an event as a part of another event.
+            # An event with parentheses in its name is a part of another event and is skipped.
             if name != event and "(" not in name and ")" not in name:
                 events.append(name)
         score = {tag: int(value) for tag, value in _TAG.findall(raw)}.get("score")
@@ -214,7 +214,7 @@ _games: OrderedDict[Path, Game] = OrderedDict()
 def load(file: Path) -> Game:
     """Return the game of a ``.z8`` file, with the states that this process has reached in it so far.
 
-    Games are cached. If all games together have too many states, those used least recently are dropped.
+    Games are cached. If all games together have too many states, the least recently used games are dropped.
     """
     game = _games.pop(file, None) or Game(file)
     _games[file] = game

@@ -68,9 +68,9 @@ def compiled(recipe: Recipe, seed: int, mark: str) -> Path:
 def prepare(
     games: Sequence[tuple[Recipe, int, str]], workers: int, progress: Callable[[int, int], None] | None = None
 ) -> None:
-    """Compile those of ``games`` (recipe, seed, mark) that are not on disk, ``workers`` at a time.
+    """Compile those of ``games`` that are not on disk, ``workers`` at a time.
 
-    Calls ``progress(done, total)`` after each.
+    A game is a tuple (recipe, seed, mark), as in `compiled`. Calls ``progress(done, total)`` after each game.
     """
     missing = [game for game in games if not _file(*game).exists()]
     done = len(games) - len(missing)
@@ -112,7 +112,8 @@ class Contents:
     def _read(self) -> dict[str, str]:
         try:
             return json.loads(self._file.read_bytes())
-        except (OSError, ValueError):  # If the file does not exist or is damaged, its content is computed again.
+        # If the file does not exist or is damaged, the fingerprints are computed again when they are needed.
+        except (OSError, ValueError):
             return {}
 
 

@@ -51,7 +51,8 @@ class TextworldTaskset(Taskset):
     objects: int = Field(default=6, ge=1, le=200)
     quest_length: int = Field(default=4, ge=1, le=100)
     quests: int = Field(default=1, ge=1, le=10)
-    goal: Literal["brief", "detailed", "none"] = "brief"  # first message: the goal, each step to it, or nothing
+    # what the first message says of the goal: only its last step, every step to it, or nothing
+    goal: Literal["brief", "detailed", "none"] = "brief"
     theme: Literal["house", "basic"] = "house"
     admissible_commands: bool = True  # whether each observation lists the admissible commands
     seed: int = 0

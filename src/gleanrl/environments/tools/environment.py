@@ -107,7 +107,8 @@ class ToolEnvironment(Environment):
                 text = self._error(f"not run: at most {self._max_calls} calls in one message")
             if entry.get("id"):
                 results.append(Message(role="tool", content=text, tool_call_id=str(entry["id"]), name=call.name))
-            else:  # the call has no id, without which a message with the role "tool" would be invalid
+            # A message with the role "tool" needs the call's id. So a call without an id gets its result as "user".
+            else:
                 results.append(Message(role="user", content=text))
             if any(getattr(holder, "done", False) is True for holder in self._holders):
                 return Observation(tuple(results), done=True, score=await self._score(""))

@@ -97,7 +97,8 @@ _ENVIRONMENT = {"PYTHONHASHSEED": "0", "LC_ALL": "C.UTF-8", "MALLOC_ARENA_MAX": 
     ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"
 )
 _PYTHON = os.path.realpath(sys.executable)
-_START = "import marshal, posix, sys; exec(marshal.loads(posix.read(int(sys.argv[1]), 1 << 20)))"  # runs `_program`
+# The first code that a new Python process runs: it reads `_program` from the socket and executes it.
+_START = "import marshal, posix, sys; exec(marshal.loads(posix.read(int(sys.argv[1]), 1 << 20)))"
 
 
 @cache
@@ -121,7 +122,8 @@ def _bubblewrap(disk_mb: int) -> tuple[str, ...]:
         command += ["--setenv", name, value]
     if "--size" in subprocess.run(["bwrap", "--help"], capture_output=True, text=True, timeout=10, check=False).stdout:
         command += ["--size", str(disk_mb * _MB)]
-    command += ["--tmpfs", "/tmp"]  # mounted first, or it would hide a Python installation below /tmp
+    # Mount /tmp before the folders below. Mounted after them, it would hide a Python installation that is below /tmp.
+    command += ["--tmpfs", "/tmp"]
     system = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/share/zoneinfo", "/etc/ld.so.cache")
     shown: list[str] = []
     for path in sorted({*system, sys.base_prefix, _PYTHON, *_packages()}, key=len):
@@ -286,8 +288,8 @@ class PythonSandbox:
         call = loop.create_task(same._call(given))
         owner = weakref.ref(self)
 
-        # When the loop is shut down, it cancels the task. The sandbox then drops the task, which would keep the loop
-        # alive.
+        # When the loop is shut down, it cancels the task. The sandbox then drops its reference to the task, because the
+        # task would keep the loop in memory.
         def forget(_: asyncio.Task[Ran]) -> None:
             sandbox = owner()
             if sandbox is not None and sandbox._next is not None and sandbox._next[0] is call:
@@ -299,17 +301,21 @@ class PythonSandbox:
     def __del__(self) -> None:
         if self._next is not None:  # cancel the call that waits for its code, which ends its process
             call, _ = self._next
-            with contextlib.suppress(RuntimeError):  # raised if the loop is closed, and the call is then cancelled
+            # A closed loop raises RuntimeError. Its shutdown has then already cancelled the call.
+            with contextlib.suppress(RuntimeError):
                 call.get_loop().call_soon_threadsafe(call.cancel)
 
     async def _call(self, given: asyncio.Future[str]) -> Ran:
         """Start a process, wait until ``given`` has the code, and run the code. A cancelled call kills its process."""
         session = Session(self, calls=1)
         try:
-            with contextlib.suppress(OSError):  # `Session.call` tries again to start a process
+            # If the process cannot be started now, `Session.call` below tries again and raises the error.
+            with contextlib.suppress(OSError):
                 await session.start()
             code = await given
-            if session.ended:  # for example, if the system killed the waiting process to free memory
+            # While the process waited for code, the system may have killed it to free memory. `Session.call` then
+            # starts another one.
+            if session.ended:
                 await session.close()
             return await session.call(code)
         finally:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 MAX_ERROR = 4000  # maximum length of a call's error, in characters
 _SOURCE = "<code>"
 _CHANNEL = 3  # file descriptor of the socket
-# Stored under other names, because the code may replace the functions in the module `posix`.
+# This program calls the functions by these names, because the model's code may replace them in the module `posix`.
 _read, _write, _getpid, _exit = posix.read, posix.write, posix.getpid, posix._exit
 
 
@@ -115,7 +115,8 @@ def main() -> None:
         if "random" in code and "random" not in sys.modules:
             import random
 
-            random.seed(0)  # so that the same code gives the same result
+            # With a fixed seed, the same code gives the same result in every call.
+            random.seed(0)
         error = _run(code, names, wall_s)
         if _getpid() != own:  # this is a process that the code has forked, which must not handle requests
             _exit(0)
@@ -158,7 +159,8 @@ def _run(code: str, names: dict[str, object], wall_s: float) -> str | None:
                 while frames is not None and frames.tb_frame.f_code.co_filename != _SOURCE:
                     frames = frames.tb_next
                 text = "".join(traceback.format_exception(type(error), error, frames, limit=-8, chain=False)).rstrip()
-        except BaseException:  # because the error's `__str__` failed, or no memory is left
+        # Formatting the traceback can fail, for example in the `__str__` of the error or for lack of memory.
+        except BaseException:
             text = type(error).__name__
         return text if len(text) <= MAX_ERROR else f"{text[: MAX_ERROR // 2]}\n...\n{text[-MAX_ERROR // 2 :]}"
     finally:

@@ -56,7 +56,8 @@ class ToolTaskset(Taskset):
     """
 
     environment_factory: Any = None
-    named_tools: list[Any] = Field(default_factory=list, alias="tools")  # alias: `tools` is a method
+    # The option is called "tools". The field has another name, because `tools` is a method of a taskset.
+    named_tools: list[Any] = Field(default_factory=list, alias="tools")
     data: str | None = None
     prompt: str = "prompt"
     python: dict[str, Any] = Field(default_factory=dict)
