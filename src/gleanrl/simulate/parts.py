@@ -147,8 +147,9 @@ class Burst:
 
 
 class Sampler:
-    """The simulated sampler. It generates the requested trajectories in order of arrival, in bursts.
+    """The simulated sampler. It generates the requested trajectories in order of arrival.
 
+    Trajectories are generated in bursts: those of a burst are generated together and end at the same time.
     It consists of engines with one device each, which generate bursts independently. A single engine takes
     ``Workload.g`` seconds for a batch. If ``inflight`` is True, weights may change while trajectories are sampled.
     """
@@ -158,8 +159,8 @@ class Sampler:
     def __init__(self, devices: Sequence[Device], learner: Learner, machines: Machines, *, inflight: bool) -> None:
         self._devices, self._learner, self._machines, self._inflight = devices, learner, machines, inflight
         self._workload, self._cluster = machines.workload, machines.cluster
-        self._queue: deque[tuple[int, asyncio.Future[Burst]]] = deque()  # waiting requests: ticket, result
-        self._idle = list(range(len(devices)))  # engines that have no running worker
+        self._queue: deque[tuple[int, asyncio.Future[Burst]]] = deque()  # waiting requests: (group number, result)
+        self._idle = list(range(len(devices)))  # engines without a task in `_workers`
         self._workers: dict[int, asyncio.Task[None]] = {}  # engine -> task that generates its bursts
         self._generating = 0  # number of engines that are generating a burst
         self._sampling = 0  # number of trajectories that were requested and have not ended
@@ -268,8 +269,9 @@ class Service:
     """The simulated reward service, a `Reward`.
 
     It computes up to ``Workload.concurrency`` rewards at the same time, and each takes a random latency. ``whole`` is
-    True if the schedule trains on whole batches, not on chunks. With the service "verl", an evaluation then waits in
-    the same queue as the training rewards.
+    True if the learner trains on a whole batch at once, and False if it trains on parts of the batch (chunks) as soon
+    as their rewards are known. If ``whole`` is True and ``Workload.service`` is "verl", an evaluation waits in the same
+    queue as the training rewards.
     """
 
     def __init__(self, device: Device, machines: Machines, *, whole: bool) -> None:
@@ -310,9 +312,10 @@ class Service:
     async def _answer(self, lane: str, call: Any, size: int) -> None:
         """Wait until one reward has been computed.
 
-        ``lane`` is "train" or "evaluate"; each has its own places. ``call`` identifies a call of ``size`` requests to
-        which this request belongs. All requests of earlier calls are then answered first. None = the request does not
-        wait for other calls.
+        ``lane`` is "train" or "evaluate". The service computes up to ``Workload.concurrency`` rewards at the same time
+        for each of the two. ``call`` identifies the burst or evaluation to which this request belongs, and ``size`` is
+        its number of requests. The request then waits until all requests of earlier calls are answered. None = the
+        request does not wait for other requests.
         """
         if call is not None:
             self._line.setdefault(call, size)
@@ -334,7 +337,7 @@ class Learner:
     def __init__(self, workload: Workload, device: Device) -> None:
         self._workload, self._device = workload, device
         self._pass_s = workload.logprobs + workload.reference
-        self._passes: dict[int, asyncio.Task[None]] = {}  # ticket -> pass over its group
+        self._passes: dict[int, asyncio.Task[None]] = {}  # group number (ticket) -> pass over the group
         self._calls_of_step = 0
         self.calls = 0
 

@@ -113,7 +113,8 @@ class Workload(Settings):
     """number of rewards that the service computes at the same time for training; the same number again for an
     evaluation"""
     minibatches: Count = 4
-    """number of chunks per step in the pipelined schedules and in bounded_async"""
+    """number of chunks into which the pipelined schedules and bounded_async divide a batch. The learner can train on a
+    chunk as soon as its rewards are known"""
     adaptive: bool = False
     """whether one call of the learner trains on all chunks that are ready, instead of a single chunk"""
     staleness: CountOrNone = 2
@@ -228,7 +229,8 @@ class Cluster(Settings):
     """number of data-parallel ranks of the learner. --train, --logprobs and --reference are the times of a single
     rank"""
     efficiency: Annotated[float, Field(gt=0, le=1), "SHARE"] = 1.0
-    """speed-up that several learners reach, as a share of the ideal one. The all-reduce of gradients is added"""
+    """speed-up that several learners reach, as a share of the ideal one. The time of the all-reduce of gradients is
+    added"""
     gradients: Gigabytes = 0.0
     """size of the gradients, which the learners all-reduce in a ring in each optimizer update"""
     network: Bandwidth = 25.0

@@ -100,7 +100,8 @@ class Console:
         if not fields:
             return
         if self._stages:
-            # The first stage is that of the training. A background evaluation may have opened another one.
+            # Show the metrics of a step in the training's stage, which is the first one. A background evaluation may
+            # have opened another stage after it.
             self._stages[0].show(fields)
         if not self.terminal or any(name.startswith("eval/") for name in metrics):
             self.print(f"step {step}: {describe(fields)}")

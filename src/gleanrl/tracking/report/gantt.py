@@ -1,4 +1,8 @@
-"""Selects a few steps from a run's timeline, which the report's page draws as Gantt charts."""
+"""Selects a few steps from a run's timeline, which the report's page draws as Gantt charts.
+
+A span is an interval in which one piece of work was done. A chart has one lane for each kind of work. If spans of a
+lane overlap, the lane has several rows, so that each span can be seen.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +14,9 @@ from gleanrl.schedule.timeline import DEVICE_WORK, covered
 
 MAX_WINDOWS = 10
 MAX_ROWS = 6
-"""Maximum number of rows in which the overlapping spans of a lane are drawn; further spans are put in the last row."""
+"""Maximum number of rows of a lane. Overlapping spans are drawn in separate rows, but further ones in the last row."""
 RESOLUTION = 1500
-"""Two spans of a row are drawn as one if the gap between them is shorter than the window's length divided by this."""
+"""Two spans of a row are drawn as one if the gap between them is shorter than the chart's duration divided by this."""
 
 ORDER = (
     "environment",

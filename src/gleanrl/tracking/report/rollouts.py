@@ -36,7 +36,8 @@ def sample_rollouts(folder: RunFolder, limit: int = MAX_BYTES) -> dict[str, Any]
     every = folder.rollout_steps()
     by_step = []
     for step in spread(every, MAX_STEPS):
-        groups: dict[int, list[dict[str, Any]]] = {}  # ticket -> records, of the step's first groups
+        # group number (ticket) -> the group's trajectories; only the first groups of the step
+        groups: dict[int, list[dict[str, Any]]] = {}
         for record in folder.read_rollouts(step):
             if record.ticket in groups or len(groups) < GROUPS_PER_STEP:
                 groups.setdefault(record.ticket, []).append(convert_record(record))
@@ -58,8 +59,8 @@ def sample_rollouts(folder: RunFolder, limit: int = MAX_BYTES) -> dict[str, Any]
 def convert_record(record: RolloutRecord) -> dict[str, Any]:
     """Return a trajectory of the rollout files as JSON values for the page.
 
-    Its segments are lists of turns. A turn is ``{"role", "text", "ids", "logprobs", "version"}``; ``logprobs`` is None
-    if the turn was not sampled.
+    The entry "segments" has a list of turns for each segment (see `gleanrl.types.Segment`). A turn is
+    ``{"role", "text", "ids", "logprobs", "version"}``; ``logprobs`` is None if the turn was not sampled.
     """
     trajectory, score = record.trajectory, record.trajectory.score
     segments = []
