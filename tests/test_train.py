@@ -1,4 +1,7 @@
-"""The loop, through the real scheduler, rollouts and batches: what is consumed, in which step, of which version."""
+"""The training loop (`gleanrl.train`) with the real scheduler, rollouts and batches.
+
+The sampler, environment and learner are those of `tests.loop_world`, so that every step can be checked exactly.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,7 @@ def run_to_end(run) -> None:
 
 
 def fingerprint(run) -> list:
-    """Everything sampled and consumed, step by step."""
+    """Return all groups that each step consumed: their tickets, tasks and tokens."""
     return [
         (
             step,
@@ -48,7 +51,7 @@ def fingerprint(run) -> list:
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_each_step_consumes_one_batch_within_the_staleness_bound(tmp_path: Path, preset: str) -> None:
+def test_each_step_consumes_one_batch_of_groups_within_the_staleness_bound(tmp_path: Path, preset: str) -> None:
     settings = ScheduleSettings(preset=preset, batch=4, group=3, chunks=2, staleness=2, min_valid=1)
     rng = np.random.default_rng(3)
     delays = {}
@@ -79,7 +82,7 @@ def test_each_step_consumes_one_batch_within_the_staleness_bound(tmp_path: Path,
     assert run.checkpoints.latest()[1]["step"] == 6
 
 
-def test_every_task_comes_once_an_epoch(tmp_path: Path) -> None:
+def test_every_task_is_consumed_once_per_epoch(tmp_path: Path) -> None:
     run = make_run(tmp_path, ScheduleSettings(batch=4, group=2), steps=6)
     run_to_end(run)
     seen = [g.spec.task.id for _, groups, _ in run.observer.steps for g in groups]
@@ -87,7 +90,7 @@ def test_every_task_comes_once_an_epoch(tmp_path: Path) -> None:
     assert seen[:12] != seen[12:]
 
 
-def test_broken_environments_cost_their_groups_and_not_the_run(tmp_path: Path) -> None:
+def test_groups_of_broken_environments_are_dropped_and_the_run_continues(tmp_path: Path) -> None:
     problems = [*tasks(9), Task("bad-1", payload={"broken": "step"}), Task("bad-2", payload={"broken": "reset"})]
     run = make_run(tmp_path, ScheduleSettings(batch=4, group=2), steps=5, problems=problems)
     run_to_end(run)
@@ -97,7 +100,7 @@ def test_broken_environments_cost_their_groups_and_not_the_run(tmp_path: Path) -
     assert sum(metrics.get("groups/dropped_invalid", 0) for _, _, metrics in run.observer.steps) >= 2
 
 
-def test_a_group_with_some_invalid_members_trains_on_the_rest(tmp_path: Path) -> None:
+def test_a_group_with_invalid_members_is_trained_on_its_valid_members(tmp_path: Path) -> None:
     run = make_run(tmp_path, ScheduleSettings(batch=2, group=4, min_valid=1), steps=2)
     play, count = run.player.environment, iter(range(1000))
 
@@ -118,7 +121,7 @@ def test_a_group_with_some_invalid_members_trains_on_the_rest(tmp_path: Path) ->
         assert metrics["tokens/trained"] == trained
 
 
-def test_a_run_that_only_fails_stops_with_the_reason(tmp_path: Path) -> None:
+def test_a_run_whose_episodes_all_fail_stops_with_the_reason(tmp_path: Path) -> None:
     run = make_run(tmp_path, ScheduleSettings(batch=8, group=4), steps=5, problems=tasks(4, broken="step"))
     with pytest.raises(UserError, match=r"100% of the last 32 episodes failed.*this task is broken"):
         run_to_end(run)
@@ -143,7 +146,7 @@ def train_picky(folder: Path, applies: Callable[[str], bool]) -> Run:
     return virtual_time.run(main())
 
 
-def test_a_reward_that_does_not_apply_to_most_tasks_is_no_failure(tmp_path: Path) -> None:
+def test_tasks_to_which_the_reward_does_not_apply_are_dropped_without_failing(tmp_path: Path) -> None:
     run = train_picky(tmp_path, lambda task: task in ("task-0", "task-1", "task-2"))
     consumed = [group.spec.task.id for _, groups, _ in run.observer.steps for group in groups]
     assert len(consumed) == 32
@@ -156,7 +159,7 @@ def test_a_reward_that_never_applies_ends_the_run(tmp_path: Path) -> None:
         train_picky(tmp_path, lambda task: False)
 
 
-def test_a_broken_sampler_stops_the_run_with_its_own_error(tmp_path: Path) -> None:
+def test_an_error_in_the_sampler_stops_the_run_and_is_raised(tmp_path: Path) -> None:
     run = make_run(tmp_path, ScheduleSettings(batch=2, group=2), steps=2)
 
     def script(prompt, seed):
@@ -177,8 +180,8 @@ def test_dynamic_sampling_replaces_groups_without_variance(tmp_path: Path) -> No
     assert sum(metrics.get("groups/resampled_zero_variance", 0) for _, _, metrics in run.observer.steps) > 0
 
 
-def test_dynamic_sampling_is_bounded(tmp_path: Path) -> None:
-    """Where no group ever varies, each step consumes a batch all the same."""
+def test_dynamic_sampling_consumes_groups_without_variance_after_max_resample(tmp_path: Path) -> None:
+    """No group of this run has variance, and each step still consumes a batch."""
     settings = ScheduleSettings(batch=2, group=1, min_valid=1, dynamic_sampling=True, max_resample=2)
     run = make_run(tmp_path, settings, steps=3)
     run_to_end(run)
@@ -186,7 +189,7 @@ def test_dynamic_sampling_is_bounded(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("preset", ["sync", "one_step_off"])
-def test_an_interrupted_run_continues_as_if_it_had_not_been(tmp_path: Path, preset: str) -> None:
+def test_an_interrupted_and_resumed_run_equals_an_uninterrupted_one(tmp_path: Path, preset: str) -> None:
     settings = ScheduleSettings(preset=preset, batch=3, group=2)
     whole = make_run(tmp_path / "whole", settings, steps=8)
     run_to_end(whole)
@@ -229,7 +232,7 @@ def test_an_interrupt_before_the_first_step_saves_step_zero(tmp_path: Path) -> N
     assert run.checkpoints.latest()[1]["step"] == 0
 
 
-def test_a_checkpoint_keeps_tasks_that_were_planned_but_not_consumed(tmp_path: Path) -> None:
+def test_a_run_resumed_with_more_steps_consumes_every_ticket_once(tmp_path: Path) -> None:
     settings = ScheduleSettings(preset="bounded_async", batch=2, chunks=2, staleness=3, group=2)
     first = make_run(tmp_path, settings, steps=4, checkpoint_every=1, learner_delay=0.01)
     run_to_end(first)
@@ -241,9 +244,9 @@ def test_a_checkpoint_keeps_tasks_that_were_planned_but_not_consumed(tmp_path: P
     assert Counter(tickets) == Counter(range(16))
 
 
-# --- an error ends a run ----------------------------------------------------------------------------
+# --- errors that end a run --------------------------------------------------------------------------
 class Outage:
-    """A reward that takes a second, and from its ``start``-th request on an error budget that is used up."""
+    """A reward that takes 1 s per score, and raises for every request after the first ``start`` ones."""
 
     def __init__(self, start: float) -> None:
         self.start, self.asked = start, 0
@@ -268,8 +271,8 @@ def rewarded_run(folder: Path, preset: Any, start: float = math.inf, *, resume: 
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_an_outage_costs_no_finished_step(tmp_path: Path, preset: Any) -> None:
-    """Without any regular checkpoint."""
+def test_after_a_reward_outage_the_resumed_run_keeps_all_finished_steps(tmp_path: Path, preset: Any) -> None:
+    """The run makes no regular checkpoints, so that the finished steps are saved when the error ends it."""
     whole = rewarded_run(tmp_path / "whole", preset)
     virtual_time.run(train(whole))
     first = rewarded_run(tmp_path / "cut", preset, start=4 * 4)
@@ -280,7 +283,8 @@ def test_an_outage_costs_no_finished_step(tmp_path: Path, preset: Any) -> None:
     assert first.evaluator.cancelled
     second = rewarded_run(tmp_path / "cut", preset, resume=True)
     kept = second.step
-    # in chunks, the step under way may have been learned from in part: it is lost, and the last checkpoint stands
+    # With chunks, the learner may have been updated with a part of the current step. Then nothing is saved, and the
+    # resumed run begins at the last checkpoint.
     assert kept == first.step if first.step_state is StepState.BOUNDARY else kept == 0
     virtual_time.run(train(second))
     if preset == "sync":
@@ -291,7 +295,7 @@ def test_an_outage_costs_no_finished_step(tmp_path: Path, preset: Any) -> None:
         assert Counter(tickets) == Counter(range(12))
 
 
-def test_an_outage_between_chunks_saves_no_half_learned_step(tmp_path: Path) -> None:
+def test_an_outage_between_the_chunks_of_a_step_saves_no_checkpoint(tmp_path: Path) -> None:
     run = rewarded_run(tmp_path, "pipelined", start=2 * 4 + 2)
     with pytest.raises(UserError, match="is down"):
         virtual_time.run(train(run))
@@ -299,7 +303,7 @@ def test_an_outage_between_chunks_saves_no_half_learned_step(tmp_path: Path) -> 
     assert run.checkpoints.latest() is None
 
 
-def test_a_learner_that_gives_up_in_an_update_saves_no_half_learned_step(tmp_path: Path) -> None:
+def test_an_error_in_the_learners_update_saves_no_checkpoint(tmp_path: Path) -> None:
     run = make_run(tmp_path, ScheduleSettings(batch=2, group=2), steps=4)
     update = run.learner.update
 
@@ -314,14 +318,14 @@ def test_a_learner_that_gives_up_in_an_update_saves_no_half_learned_step(tmp_pat
     assert run.checkpoints.latest() is None
 
 
-def test_a_run_that_fails_in_its_first_step_leaves_nothing(tmp_path: Path) -> None:
+def test_a_run_that_fails_in_its_first_step_saves_no_checkpoint(tmp_path: Path) -> None:
     run = rewarded_run(tmp_path, "sync", start=3)
     with pytest.raises(UserError, match="is down"):
         virtual_time.run(train(run))
     assert run.checkpoints.latest() is None
 
 
-def test_an_evaluation_that_ends_the_run_costs_no_finished_step(tmp_path: Path) -> None:
+def test_an_error_in_an_evaluation_ends_the_run_with_a_checkpoint_of_the_last_step(tmp_path: Path) -> None:
     class Failing(RecordingEvaluator):
         async def finish(self) -> None:
             raise UserError("the reward service is down")
@@ -333,7 +337,9 @@ def test_an_evaluation_that_ends_the_run_costs_no_finished_step(tmp_path: Path) 
     assert run.checkpoints.latest()[1]["step"] == 3
 
 
-def test_a_full_disk_does_not_hide_what_ended_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_error_while_saving_does_not_hide_the_error_that_ended_the_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     run = rewarded_run(tmp_path, "sync", start=3 * 4)
 
     def full(*_: Any) -> Any:
@@ -345,8 +351,8 @@ def test_a_full_disk_does_not_hide_what_ended_the_run(tmp_path: Path, caplog: py
     assert "no space left" in caplog.text
 
 
-# --- spans --------------------------------------------------------------------------------------------
-def test_rewards_and_publications_are_on_the_timeline(tmp_path: Path) -> None:
+# --- the timeline -------------------------------------------------------------------------------------
+def test_scores_and_publications_are_recorded_on_the_timeline(tmp_path: Path) -> None:
     run = rewarded_run(tmp_path, "sync")
 
     async def timed() -> None:
@@ -364,7 +370,7 @@ def test_rewards_and_publications_are_on_the_timeline(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("seconds", "spans"), [(None, 0), (0.0, 0), (0.002, 3 * 2 * 2)])
-def test_scores_that_are_there_at_once_take_no_room_on_the_timeline(
+def test_scores_that_take_no_time_are_not_recorded_on_the_timeline(
     tmp_path: Path, seconds: float | None, spans: int
 ) -> None:
     run = make_run(tmp_path, ScheduleSettings(batch=2, group=2), steps=3)
@@ -385,9 +391,9 @@ def test_scores_that_are_there_at_once_take_no_room_on_the_timeline(
     assert len(run.timeline.spans("score")) == spans
 
 
-# --- what was dropped before a run was left ---------------------------------------------------------
-class Told(TaskStream):
-    """Notes what it is told, step by step."""
+# --- dropped groups before a run ends and is resumed ------------------------------------------------
+class RecordingTaskStream(TaskStream):
+    """A task stream that records the groups that `observe` receives in each step."""
 
     def __init__(self, problems: list[Task], group: int) -> None:
         super().__init__(problems, group, seed=1)
@@ -398,12 +404,12 @@ class Told(TaskStream):
         return {}
 
 
-def dropping_run(folder: Path, *, resume: bool = False) -> tuple[Run, Told]:
-    """A run in which six of 14 tasks break, so that their groups are dropped for want of valid members."""
+def dropping_run(folder: Path, *, resume: bool = False) -> tuple[Run, RecordingTaskStream]:
+    """Make a run in which 6 of 14 tasks fail, so that their groups are dropped because they have no valid members."""
     problems = [*tasks(8), *(Task(f"bad-{n}", payload={"broken": "step"}) for n in range(6))]
     settings = ScheduleSettings(batch=4, group=3, max_failed_fraction=1.0)
     run = make_run(folder, settings, steps=6, problems=problems, checkpoint_every=2, sample_delay=0.1)
-    told = Told(problems, settings.group)
+    told = RecordingTaskStream(problems, settings.group)
     run.plan = Plan(told, settings.batch)
     if resume:
         run.controller = restore(run.checkpoints, run.learner, run.plan, run.controller.schedule, run.total_steps)
@@ -412,7 +418,7 @@ def dropping_run(folder: Path, *, resume: bool = False) -> tuple[Run, Told]:
 
 
 def history(run: Run) -> list:
-    """Each step's groups, who sampled them with which seed (by the trajectories' names), and its metrics."""
+    """Return the trajectory ids and the metrics of each step, without times. An id contains the seed of its episode."""
     return [
         (
             step,
@@ -423,12 +429,12 @@ def history(run: Run) -> list:
     ]
 
 
-def drops(told: Told) -> list[tuple[int, str, bool]]:
+def drops(told: RecordingTaskStream) -> list[tuple[int, str, bool]]:
     return [group for groups in told.told for group in groups if group[2]]
 
 
 def leave_after_a_drop(run: Run, at: int, leave: Callable[[], None]) -> None:
-    """Let ``leave`` happen at each drop from when step ``at`` has ended."""
+    """Call ``leave`` whenever a group is dropped after step ``at`` has ended."""
     refund = run.controller.refund
 
     def noticed(ticket: Ticket) -> None:
@@ -440,7 +446,10 @@ def leave_after_a_drop(run: Run, at: int, leave: Callable[[], None]) -> None:
 
 
 def killed_in_an_evaluation(run: Run) -> None:
-    """The checkpoint of step 2 waits for an evaluation; meanwhile a group is dropped; then the process dies."""
+    """End the run as if its process were killed, directly after it saved the checkpoint of step 2.
+
+    The checkpoint waits for an evaluation, which ends only after a group was dropped.
+    """
 
     class Slow(RecordingEvaluator):
         dropped = asyncio.Event()
@@ -468,8 +477,9 @@ def killed_in_an_evaluation(run: Run) -> None:
 
 
 def interrupted_in_a_step(run: Run) -> None:
-    """Ctrl-C after a drop in a step of which nothing was learned."""
-    run.checkpoint_every = 0  # so that the interrupt's own state is saved
+    """Interrupt the run after a group was dropped, in a step in which the learner has not been updated yet."""
+    # Without regular checkpoints, the run is resumed from the state that the interrupt saved.
+    run.checkpoint_every = 0
     leave_after_a_drop(run, 3, run.interruption.interrupt)
     virtual_time.run(train(run))
     assert run.interruption.interrupted
@@ -477,7 +487,9 @@ def interrupted_in_a_step(run: Run) -> None:
 
 
 @pytest.mark.parametrize("left", [killed_in_an_evaluation, interrupted_in_a_step])
-def test_what_was_dropped_before_a_run_was_left_is_not_forgotten(tmp_path: Path, left: Callable[[Run], None]) -> None:
+def test_a_resumed_run_observes_groups_that_were_dropped_before_it_ended(
+    tmp_path: Path, left: Callable[[Run], None]
+) -> None:
     whole, all_told = dropping_run(tmp_path / "whole")
     virtual_time.run(train(whole))
     first, told_first = dropping_run(tmp_path / "left")
@@ -490,8 +502,8 @@ def test_what_was_dropped_before_a_run_was_left_is_not_forgotten(tmp_path: Path,
     assert second.learner.consumed == whole.learner.consumed
 
 
-def test_a_bound_on_resampling_counts_what_was_dropped_before(tmp_path: Path) -> None:
-    """Where no group ever varies, a step gives up after so many, an interrupt in its middle or not."""
+def test_max_resample_counts_groups_that_were_dropped_before_an_interrupt(tmp_path: Path) -> None:
+    """No group of this run has variance, so that each step drops as many groups as ``max_resample`` allows."""
     settings = ScheduleSettings(batch=4, group=3, dynamic_sampling=True, max_resample=2.0)
     refunded: list[Ticket] = []
 
@@ -511,8 +523,8 @@ def test_a_bound_on_resampling_counts_what_was_dropped_before(tmp_path: Path) ->
     assert [metrics["groups/resampled_zero_variance"] for metrics in steps] == [4] * 6
 
 
-def test_weights_are_asked_for_in_a_thread(tmp_path: Path) -> None:
-    """They may have to wait for an appraisal, which may have to wait for the event loop."""
+def test_learner_weights_is_called_in_another_thread(tmp_path: Path) -> None:
+    """The call may wait for an appraisal of the batch, which may wait for the event loop, so it must not block that."""
     run = make_run(tmp_path, ScheduleSettings(preset="sync", batch=2, group=2, min_valid=1), steps=2)
     weights, asked = run.learner.weights, list[bool]()
 

@@ -311,10 +311,9 @@ def test_cancelling_a_call_leaves_its_worker_and_environment_usable(tmp_path: Pa
     async def body(pool: EnvironmentPool) -> None:
         environment, other = await begin_episode(pool, "t"), await begin_episode(pool, "u")
         waiting = asyncio.ensure_future(environment.step(say("await 600")))
-        await asyncio.sleep(0)  # the call is sent
-        assert (
-            await step_and_read(other, "w") == "u: w"
-        )  # the worker takes calls in order, so that one has begin_episode
+        # The call is sent. The worker begins calls in order, so when the next call has returned, this one has begun.
+        await asyncio.sleep(0)
+        assert await step_and_read(other, "w") == "u: w"
         waiting.cancel()
         blocking = asyncio.ensure_future(environment.step(say(f"block 0.2 {has_begun}")))
         # The file is made by the worker process.

@@ -1,6 +1,6 @@
-"""Environments that take memory and tasksets that take time, on demand."""
+"""A taskset for tests whose lists of tasks take time, and whose environments allocate memory on command."""
 
-# ruff: noqa: ASYNC220 - as environments do it that know no better
+# ruff: noqa: ASYNC220 - environments of users also start processes in this way
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CHILD = "import sys; held = b'x' * (int(sys.argv[1]) << 20); print(flush=True); 
 
 @dataclass(frozen=True)
 class Hoarding(Echo):
-    """``folder`` gets a file with a line for each list of tasks that was made, the process id of who made it."""
+    """For each list of tasks that is made, appends the id of the process to a file in ``folder``, one per split."""
 
     folder: str = ""
 
@@ -40,7 +40,10 @@ class Hoarding(Echo):
 
 class HoardingEpisode(EchoEpisode):
     async def step(self, message: Message) -> Observation:
-        """ "hold 100" holds so many MiB itself, "start 100" starts a process elsewhere that does; either then waits."""
+        """Allocate memory if the message says so, and then wait.
+
+        "hold 100" allocates 100 MiB in this process, "start 100" starts a process in a new session that does.
+        """
         order, _, mib = str(message["content"]).partition(" ")
         if order == "hold":
             self.held = b"x" * (int(mib) << 20)
@@ -54,7 +57,7 @@ class HoardingEpisode(EchoEpisode):
 
 
 class Plain(Troublesome):
-    """Without an expert, and with ids that no other environment has."""
+    """A taskset without an expert, whose ids differ from those of all other test environments."""
 
     def tasks(self, split: Split, count: int) -> Sequence[Task]:
         return [Task(f"plain-{split}-{i}") for i in range(count)]

@@ -1,4 +1,4 @@
-"""Parity's conversations, in some of which the process that serves them is killed, once each."""
+"""The Parity taskset, except that some of its tasks kill the server process that plays them, once each."""
 
 # ruff: noqa: ASYNC240
 
@@ -18,7 +18,7 @@ from tests.cli.parity import Parity
 
 @dataclass
 class Killing(Parity):
-    folder: str = ""  # where each task in which it happened leaves a file; "" = it never does
+    folder: str = ""  # folder in which a task writes a file before it kills the server; "" = no task does
     tasks_that_kill: Sequence[str] = ()
 
     def environment(self, task: Task) -> Any:

@@ -1,4 +1,8 @@
-"""For schemathesis, which can guess neither that an episode's id must be new nor the server's fingerprint."""
+"""Hooks that make schemathesis's requests valid where its generated data cannot be.
+
+The id of an episode must not have been used before. The field ``environment`` must be the server's fingerprint, so that
+every other value is replaced by None, which is not checked.
+"""
 
 from __future__ import annotations
 

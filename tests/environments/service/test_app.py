@@ -1,4 +1,7 @@
-"""The routes: tokens, sizes, documents, failures of environments, the profile."""
+"""The HTTP routes of the environment service: tokens, body sizes, errors of environments, limits and the profile.
+
+The requests are made with an ASGI client, without a socket.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ ID = "an-episode-of-the-tests"
 JSON = {"content-type": "application/json"}
 
 
-class Asker:
+class ServiceClient:
     def __init__(self, service: Service, url: str, client: httpx2.AsyncClient) -> None:
         self.service, self.url, self.client = service, url, client
 
@@ -42,18 +45,18 @@ def client_of(service: Service, headers: Any) -> httpx2.AsyncClient:
     return httpx2.AsyncClient(transport=transport, headers=headers)
 
 
-def asking(body: Callable[[Asker], Awaitable[None]], taskset: Any = None, **options: Any) -> None:
+def run_with_client(body: Callable[[ServiceClient], Awaitable[None]], taskset: Any = None, **options: Any) -> None:
     async def main() -> None:
         headers = {"authorization": f"Bearer {options['token']}"} if "token" in options else {}
         here = serving(taskset or Echo(), listen=False, **options)
         async with here as (service, url), client_of(service, headers) as client:
-            await body(Asker(service, url, client))
+            await body(ServiceClient(service, url, client))
 
     asyncio.run(main())
 
 
-def test_an_episode_from_its_task_to_its_release() -> None:
-    async def body(ask: Asker) -> None:
+def test_an_episode_can_be_created_stepped_evaluated_and_released() -> None:
+    async def body(ask: ServiceClient) -> None:
         _, tasks = await ask.post("/tasks", split="train", count=3)
         assert [task["id"] for task in tasks["tasks"]] == ["train-0", "train-1", "train-2"]
         assert tasks["end"]
@@ -69,22 +72,22 @@ def test_an_episode_from_its_task_to_its_release() -> None:
         assert shown["messages"][1]["content"] == "3 0.5"
         assert await ask.post("/prepare", tasks=tasks["tasks"]) == (200, {"prepared": 3})
 
-    asking(body)
+    run_with_client(body)
 
 
-def test_what_a_taskset_cannot_do_has_no_route() -> None:
-    async def body(ask: Asker) -> None:
+def test_optional_methods_that_the_taskset_lacks_have_no_route() -> None:
+    async def body(ask: ServiceClient) -> None:
         assert (await ask.post("/demonstrate", task={"id": "t"}, seed=0))[0] == 404
         paths = (await ask.client.get(f"{ask.url}/openapi.json")).json()["paths"]
         assert not {"/demonstrate", "/prepare", "/tools"} & paths.keys()
         about = (await ask.client.get(f"{ask.url}/taskset")).json()
         assert (about["demonstrates"], about["prepares"]) == (False, False)
 
-    asking(body, Troublesome())
+    run_with_client(body, Troublesome())
 
 
 def test_without_the_token_only_health_is_answered() -> None:
-    async def body(ask: Asker) -> None:
+    async def body(ask: ServiceClient) -> None:
         for given in ({}, {"authorization": "Bearer other"}, {"authorization": TOKEN}, {"authorization": "Bearer é"}):
             raw = {name: value.encode("latin-1") for name, value in given.items()}
             async with client_of(ask.service, raw) as stranger:
@@ -100,11 +103,11 @@ def test_without_the_token_only_health_is_answered() -> None:
         assert document["paths"]["/step"]["post"]["security"] == [{"token": []}]
         assert "security" not in document["paths"]["/health"]["get"]
 
-    asking(body, token=TOKEN)
+    run_with_client(body, token=TOKEN)
 
 
-def test_bodies_have_a_kind_and_a_size() -> None:
-    async def body(ask: Asker) -> None:
+def test_bodies_of_a_wrong_type_content_or_size_are_rejected() -> None:
+    async def body(ask: ServiceClient) -> None:
         for path in ("/create", "/step", "/tasks"):
             answer = await ask.client.post(ask.url + path, content=b"{}", headers={"content-type": "text/plain"})
             assert (answer.status_code, answer.json()["error"]) == (415, "media_type")
@@ -115,7 +118,8 @@ def test_bodies_have_a_kind_and_a_size() -> None:
             answer = await ask.client.post(ask.url + path, content=large, headers=JSON)
             assert (answer.status_code, answer.json()["error"]) == (413, "too_large")
 
-            async def pieces() -> Any:  # of no declared length
+            # A body that is sent in chunks has no Content-Length header.
+            async def pieces() -> Any:
                 for _ in range(6):
                     yield b"x" * (1 << 20)
 
@@ -124,11 +128,11 @@ def test_bodies_have_a_kind_and_a_size() -> None:
         status, expected = await ask.say("look", 0)
         assert (status, expected["detail"]) == (422, "step: Input should be greater than or equal to 1")
 
-    asking(body)
+    run_with_client(body)
 
 
-def test_crashes_of_environments_cost_their_episode_only() -> None:
-    async def body(ask: Asker) -> None:
+def test_errors_timeouts_and_dying_workers_fail_only_their_own_episodes() -> None:
+    async def body(ask: ServiceClient) -> None:
         good, bad = "a-good-episode-of-the-tests", "a-bad-episode-of-the-tests"
         assert (await ask.begin(good))[0] == 200
         for number, (order, expected) in enumerate(
@@ -144,7 +148,8 @@ def test_crashes_of_environments_cost_their_episode_only() -> None:
             assert status == 500
             assert {name: answer[name] for name in expected} == expected
             assert ("traceback" in answer) == (expected["error"] == "raised")
-            assert (await ask.say(order, 1, id)) == (500, answer)  # asked again: it did not happen again
+            # The same request again gets the stored answer.
+            assert (await ask.say(order, 1, id)) == (500, answer)
             assert (await ask.say("look", 2, id))[1]["error"] == "over"
         status, answer = await ask.say("still here", 1, good)
         assert status == 200
@@ -152,17 +157,18 @@ def test_crashes_of_environments_cost_their_episode_only() -> None:
         pid = answer["observation"]["info"]["pid"]
         await ask.begin(f"{bad}-exit")
         assert (await ask.say("exit 3", 1, f"{bad}-exit"))[1]["error"] == "died"
-        assert (await ask.say("?", 2, good))[1]["error"] == "died"  # it lived in that worker
+        # The other episode was played by the same worker.
+        assert (await ask.say("?", 2, good))[1]["error"] == "died"
         status, answer = await ask.begin("a-new-episode-of-the-tests")
         assert status == 200
         assert answer["observation"]["info"]["pid"] != pid
         assert (await ask.begin("one-that-cannot-begin-at-all", payload={"reset": "raise"}))[0] == 500
 
-    asking(body, Troublesome(), workers=1, timeout_s=1.0)
+    run_with_client(body, Troublesome(), workers=1, timeout_s=1.0)
 
 
-def test_load_and_memory_are_bounded_and_shown() -> None:
-    async def body(ask: Asker) -> None:
+def test_new_episodes_are_refused_over_the_instance_or_memory_limit() -> None:
+    async def body(ask: ServiceClient) -> None:
         assert (await ask.begin("one-of-two-that-find-room"))[0] == 200
         assert (await ask.begin("two-of-two-that-find-room"))[0] == 200
         answer = await ask.client.post(f"{ask.url}/create", json={"id": ID, "task": {"id": "t"}})
@@ -179,25 +185,25 @@ def test_load_and_memory_are_bounded_and_shown() -> None:
         assert profile["workers"] == [worker]
         assert profile["memory_mib"] > 1
 
-    asking(body, Troublesome(), workers=1, limits=Limits(max_instances=2))
+    run_with_client(body, Troublesome(), workers=1, limits=Limits(max_instances=2))
 
 
-def test_a_name_that_is_not_the_servers_is_refused() -> None:
-    """A page that a browser here shows may reach loopback under a name of its own."""
+def test_requests_with_an_unknown_host_header_are_refused() -> None:
+    """A web page in a browser on this machine could otherwise reach the server by DNS rebinding."""
 
-    async def body(ask: Asker) -> None:
+    async def body(ask: ServiceClient) -> None:
         for host in ("localhost", "localhost:8765", "127.0.0.1:1", "[::1]", "[::1]:8765", "LOCALHOST:1"):
             assert (await ask.client.get(f"{ask.url}/health", headers={"host": host})).status_code == 200, host
         for host in ("evil.example", "localhost.evil.example:8765", "127.0.0.1.evil.example", ""):
             assert (await ask.client.get(f"{ask.url}/health", headers={"host": host})).status_code == 403, host
 
-    asking(body, hosts=frozenset({"localhost", "127.0.0.1", "::1"}))
+    run_with_client(body, hosts=frozenset({"localhost", "127.0.0.1", "::1"}))
 
 
-def test_a_long_list_of_tasks_comes_in_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_list_of_tasks_is_returned_in_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gleanrl.environments.service.app.PAGE", 200)
 
-    async def body(ask: Asker) -> None:
+    async def body(ask: ServiceClient) -> None:
         found: list[str] = []
         pages = 0
         while True:
@@ -211,7 +217,7 @@ def test_a_long_list_of_tasks_comes_in_pages(monkeypatch: pytest.MonkeyPatch) ->
         beyond = await ask.post("/tasks", split="eval", count=40, start=10**30)
         assert beyond == (200, {"tasks": [], "end": True})
 
-    asking(body)
+    run_with_client(body)
 
 
 @pytest.mark.parametrize(
@@ -224,36 +230,36 @@ def test_a_long_list_of_tasks_comes_in_pages(monkeypatch: pytest.MonkeyPatch) ->
         ),
     ],
 )
-def test_an_observation_that_cannot_be_sent_is_one_clear_failure(seen: Any, expected: str) -> None:
+def test_an_observation_that_cannot_be_serialised_is_a_clear_error(seen: Any, expected: str) -> None:
     class Odd(Echo):
         def environment(self, task: Any) -> Any:
             made = super().environment(task)
             made.seen = lambda: seen
             return made
 
-    async def body(ask: Asker) -> None:
+    async def body(ask: ServiceClient) -> None:
         status, answer = await ask.begin()
         assert (status, answer["error"]) == (500, "raised")
         assert answer["detail"].startswith(expected)
 
-    asking(body, Odd())
+    run_with_client(body, Odd())
 
 
-def test_a_task_that_cannot_be_sent_is_one_clear_failure() -> None:
+def test_a_task_that_cannot_be_serialised_is_a_clear_error() -> None:
     class Odd(Echo):
         def tasks(self, split: Any, count: int) -> Any:
             return [Task("t", payload={"at": object()})]
 
-    async def body(ask: Asker) -> None:
+    async def body(ask: ServiceClient) -> None:
         status, answer = await ask.post("/tasks", split="train", count=1)
         assert (status, answer["error"]) == (500, "raised")
         assert answer["detail"].startswith("what the environment gave cannot be sent: a value of type object")
 
-    asking(body, Odd())
+    run_with_client(body, Odd())
 
 
-def test_below_a_path_bodies_are_checked_alike() -> None:
-    async def body(ask: Asker) -> None:
+def test_bodies_are_checked_also_if_the_service_is_mounted_below_a_path() -> None:
+    async def body(ask: ServiceClient) -> None:
         transport = httpx2.ASGITransport(app=Starlette(routes=[Mount("/below", app=ask.service)]))
         async with httpx2.AsyncClient(transport=transport) as client:
             for content, kind, expected in ((b"{}", "text/plain", 415), (b"{", "application/json", 422)):
@@ -263,4 +269,4 @@ def test_below_a_path_bodies_are_checked_alike() -> None:
             answer = await client.post("http://host/below/create", json={"id": ID, "task": {"id": "t"}})
             assert answer.status_code == 200
 
-    asking(body)
+    run_with_client(body)

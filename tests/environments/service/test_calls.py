@@ -1,4 +1,4 @@
-"""What a taskset computes for clients: once for the same question, not for ever, and not for any number that waits."""
+"""Calls of the taskset in the environment service: equal calls share one result, and time and number are limited."""
 
 from __future__ import annotations
 
@@ -22,9 +22,7 @@ HOARDING = "tests.environments.service.hoarding:Hoarding"
 
 
 @pytest.mark.parametrize("workers", ["1", "0"])
-def test_the_same_question_is_computed_once_and_one_that_takes_too_long_not_to_its_end(
-    workers: str, tmp_path: Path
-) -> None:
+def test_equal_calls_are_computed_once_and_a_call_over_the_time_limit_fails(workers: str, tmp_path: Path) -> None:
     options = ("--environment.options.folder", str(tmp_path), "--taskset-timeout-s", "1.5", "--workers", workers)
     with served(HOARDING, *options) as (process, url):
         taskset: Any = ServiceTaskset(url=url, timeout_s=20.0, patience_s=0.0)
@@ -39,7 +37,8 @@ def test_the_same_question_is_computed_once_and_one_that_takes_too_long_not_to_i
             made = {int(pid) for pid in (tmp_path / "train").read_text().split()}
             assert len((tmp_path / "train").read_text().split()) == 2
             (worker,) = (await taskset.client.ask("/profile"))["workers"] or (0,)
-            # Neither the server's, whose loop it would hold up, nor one that plays episodes.
+            # With workers, the taskset is called in a process that is neither the server, whose event loop it would
+            # block, nor the worker that plays episodes.
             assert (process.pid in made, worker in made) == (workers == "0", False)
             asking = [asyncio.ensure_future(ask("warm_start", 5)) for _ in range(3)]
             for problem in await asyncio.gather(*asking, return_exceptions=True):
@@ -47,7 +46,8 @@ def test_the_same_question_is_computed_once_and_one_that_takes_too_long_not_to_i
                 assert (problem.status, problem.error) == (500, "timeout")
                 assert problem.detail == "the taskset took over 1.5 s (--taskset-timeout-s)"
             (stuck,) = (tmp_path / "warm_start").read_text().split()
-            if workers == "1":  # it is gone, and another takes its place
+            # The process that took too long is replaced. The server's own process cannot be.
+            if workers == "1":
                 assert gone([int(stuck)])
                 assert len((await ask("eval", 5))["tasks"]) == 5
             else:
@@ -61,7 +61,7 @@ def test_the_same_question_is_computed_once_and_one_that_takes_too_long_not_to_i
 
 # --- without workers ----------------------------------------------------------------------------
 class Waiting(Echo):
-    """Its lists of tasks wait for ``go``."""
+    """A taskset whose lists of tasks wait until the event ``go`` is set."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -91,12 +91,13 @@ async def refusal(call: Awaitable[Any]) -> bytes:
     return bytes(refused.value.answer.body)
 
 
-def test_so_many_calls_wait_and_no_more() -> None:
+def test_at_most_most_different_calls_wait_and_an_equal_call_is_always_accepted() -> None:
     async def body(calls: Calls, go: threading.Event) -> None:
         asked = [asyncio.ensure_future(calls.call("tasks", "train", number)) for number in range(MOST)]
         await asyncio.sleep(0)
         assert b"wait already" in await refusal(calls.call("tools", Task("t")))
-        again = asyncio.ensure_future(calls.call("tasks", "train", 3))  # the same as one that waits
+        # This call is equal to one that waits already.
+        again = asyncio.ensure_future(calls.call("tasks", "train", 3))
         await asyncio.sleep(0)
         go.set()
         assert [len(tasks) for tasks in await asyncio.gather(*asked)] == list(range(MOST))
@@ -106,7 +107,7 @@ def test_so_many_calls_wait_and_no_more() -> None:
     calling(body, 30.0)
 
 
-def test_what_cannot_be_ended_is_waited_for() -> None:
+def test_without_workers_calls_are_refused_until_an_overdue_call_has_ended() -> None:
     async def body(calls: Calls, go: threading.Event) -> None:
         assert b'"timeout"' in await refusal(calls.call("tasks", "train", 1))
         assert b"cannot be ended" in await refusal(calls.call("tools", Task("t")))
@@ -122,7 +123,7 @@ def test_what_cannot_be_ended_is_waited_for() -> None:
     calling(body, 0.2)
 
 
-def test_closing_refuses_what_is_not_done() -> None:
+def test_closing_refuses_calls_that_are_not_finished() -> None:
     async def body(calls: Calls, go: threading.Event) -> None:
         asked = [asyncio.ensure_future(calls.call("tasks", "train", number)) for number in range(3)]
         await asyncio.sleep(0.01)

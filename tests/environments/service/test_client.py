@@ -1,4 +1,7 @@
-"""The taskset behind a service, over connections that break, servers that are replaced, and pools."""
+"""`ServiceTaskset`, the client of the environment service: episodes, errors, lost connections and restarted servers.
+
+The server runs in this process and is reached over HTTP.
+"""
 
 from __future__ import annotations
 
@@ -42,14 +45,15 @@ def _new_clients() -> None:
     http.get_client.cache_clear()
 
 
-def test_it_is_the_taskset_that_is_served() -> None:
+def test_the_client_has_the_attributes_tasks_and_episodes_of_the_served_taskset() -> None:
     async def body() -> None:
         async with serving(Echo()) as (_, url):
             client = await client_of(url)
             assert client.has_expert
             assert client.weights
             assert (client.phrases, client.needs_reward, client.weights) == (Echo.phrases, True, Echo.weights)
-            assert list(client.weights) == ["b", "a"]  # in order: a curriculum takes them as levels
+            # The order is kept, because a curriculum takes the names as levels.
+            assert list(client.weights) == ["b", "a"]
             tools = await asyncio.to_thread(client.tools, Task("t"))
             assert tools == Echo().tools(Task("t"))
             tasks = await asyncio.to_thread(client.tasks, "eval", 5)
@@ -73,7 +77,7 @@ def test_it_is_the_taskset_that_is_served() -> None:
     asyncio.run(body())
 
 
-def test_a_taskset_without_an_expert_has_none_here_either() -> None:
+def test_the_client_of_a_taskset_without_optional_methods_lacks_them_too() -> None:
     async def body() -> None:
         async with serving(Troublesome()) as (_, url):
             client = await client_of(url)
@@ -87,7 +91,7 @@ def test_a_taskset_without_an_expert_has_none_here_either() -> None:
     asyncio.run(body())
 
 
-def test_failures_are_those_of_the_pool_in_the_server() -> None:
+def test_errors_of_the_servers_pool_are_raised_unchanged_in_the_client() -> None:
     async def body() -> None:
         async with serving(Troublesome(), workers=1, timeout_s=1.0) as (_, url):
             client = await client_of(url)
@@ -116,7 +120,7 @@ def test_failures_are_those_of_the_pool_in_the_server() -> None:
     asyncio.run(body())
 
 
-def test_it_works_in_worker_processes_too() -> None:
+def test_a_pickled_client_works_in_worker_processes() -> None:
     async def body() -> None:
         async with serving(Troublesome()) as (service, url):
             client = pickle.loads(pickle.dumps(await client_of(url)))
@@ -127,14 +131,15 @@ def test_it_works_in_worker_processes_too() -> None:
                 assert (await environment.step(say("hi"))).messages[0]["content"] == "t: hi"
                 await environment.close()
                 assert service.episodes.live == 1
-                await service.episodes.close()  # as a restarted server
+                # The server loses all episodes, as if it had been restarted.
+                await service.episodes.close()
                 with pytest.raises(EpisodeLost, match="no episode"):
                     await kept.step(say("?"))
 
     asyncio.run(body())
 
 
-def test_a_server_that_is_gone_loses_its_episodes_and_one_that_stays_away_fails_them() -> None:
+def test_a_restarted_server_raises_episode_lost_and_an_absent_one_environment_died() -> None:
     async def body() -> None:
         async with serving(Echo()) as (_, url):
             client = await client_of(url, patience_s=2.0)
@@ -152,12 +157,13 @@ def test_a_server_that_is_gone_loses_its_episodes_and_one_that_stays_away_fails_
             assert (await again.step(say("from the start"))).messages[0]["content"] == "from the start"
         with pytest.raises(EnvironmentDied, match=r"no answer from http://127.0.0.1:.* for 2 s"):
             await episodes[1].step(say("x"))
-        await episodes[2].close()  # never raises
+        # `close` never raises, even without a server.
+        await episodes[2].close()
 
     asyncio.run(body())
 
 
-def test_a_full_server_is_waited_for() -> None:
+def test_reset_waits_while_the_server_is_full_up_to_patience_s() -> None:
     async def body() -> None:
         async with serving(Echo(), Limits(max_instances=1)) as (service, url):
             client = await client_of(url, patience_s=5.0)
@@ -175,7 +181,7 @@ def test_a_full_server_is_waited_for() -> None:
     asyncio.run(body())
 
 
-def test_another_environment_at_the_same_address_is_refused() -> None:
+def test_a_server_with_other_options_at_the_same_address_is_rejected() -> None:
     async def body() -> None:
         async with serving(Echo(), options={"rooms": 3}) as (_, url):
             client = await client_of(url)
@@ -186,7 +192,7 @@ def test_another_environment_at_the_same_address_is_refused() -> None:
     asyncio.run(body())
 
 
-def test_keys_of_a_message_that_no_type_knows_travel() -> None:
+def test_unknown_keys_of_messages_are_kept_in_both_directions() -> None:
     class Odd(Echo):
         def environment(self, task: Task) -> Any:
             made = super().environment(task)
@@ -208,8 +214,8 @@ def test_keys_of_a_message_that_no_type_knows_travel() -> None:
 
 @settings(max_examples=examples(10), phases=[Phase.explicit, Phase.generate])
 @given(st.integers(0, 2**32), st.sampled_from([0.2, 0.5]))
-def test_over_a_line_that_breaks_nothing_is_lost_or_doubled(seed: int, share: float) -> None:
-    """Episodes through a proxy that loses requests before, while and after the server works on them."""
+def test_over_a_connection_that_breaks_every_step_is_executed_exactly_once(seed: int, share: float) -> None:
+    """The proxy drops connections before, while and after the server executes a request."""
     draw = random.Random(seed)
     fates = [draw.choice(["before", "meanwhile", "after"]) if draw.random() < share else "" for _ in range(4000)]
 
@@ -238,7 +244,7 @@ def test_over_a_line_that_breaks_nothing_is_lost_or_doubled(seed: int, share: fl
         asyncio.run(body())
 
 
-def test_an_episode_that_is_given_up_while_it_begins_leaves_nothing_behind() -> None:
+def test_an_episode_that_times_out_during_reset_is_released_on_the_server() -> None:
     async def body() -> None:
         async with serving(Troublesome()) as (service, url):
             async with EnvironmentPool(await client_of(url), timeout_s=0.2) as pool:
@@ -267,14 +273,14 @@ def load(**options: Any) -> Any:
         ({"url": "http://127.0.0.1:9", "tokn": "x"}, "environment.options.tokn: 'service' has no such option"),
     ],
 )
-def test_a_mistake_is_one_clear_line(options: dict[str, Any], expected: str) -> None:
+def test_a_bad_option_raises_a_one_line_error(options: dict[str, Any], expected: str) -> None:
     with pytest.raises(UserError) as caught:
         load(**({"patience_s": 0.2} if options else {}), **options)
     assert expected in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
-def test_a_wrong_token_or_a_foreign_server_is_one_clear_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_token_or_another_kind_of_server_raises_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTHER_TOKEN", "wrong-0123456789")
     monkeypatch.setenv("RIGHT_TOKEN", TOKEN)
 
@@ -304,7 +310,7 @@ def test_a_wrong_token_or_a_foreign_server_is_one_clear_line(monkeypatch: pytest
     asyncio.run(elsewhere())
 
 
-def test_what_cannot_be_sent_is_a_failure_that_says_so() -> None:
+def test_a_message_that_cannot_be_serialised_raises_with_the_reason() -> None:
     async def body() -> None:
         async with serving(Echo()) as (_, url):
             environment = (await client_of(url)).environment(Task("t"))
@@ -315,7 +321,7 @@ def test_what_cannot_be_sent_is_a_failure_that_says_so() -> None:
     asyncio.run(body())
 
 
-def test_a_forked_process_has_a_client_of_its_own() -> None:
+def test_a_taskset_can_be_used_in_a_forked_process() -> None:
     with served("tests.environments.service.world:Echo") as (_, url):
         taskset = ServiceTaskset(url=url)
         taskset.tasks("train", 1)

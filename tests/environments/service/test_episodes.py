@@ -1,4 +1,7 @@
-"""Live episodes on a virtual clock: once a step number, expiry, room, and what is said to each wrong request."""
+"""`Episodes`, the live episodes of the environment service: repeated requests, expiry, limits, errors and closing.
+
+The tests run on a virtual clock.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,10 @@ def say(text: str) -> Message:
 
 @dataclass
 class Slow(Environment):
-    """Takes a second for everything, hears "end" and "raise", and counts what is asked of it."""
+    """An environment that takes 1 s for reset and step, and counts its calls.
+
+    The message "end" ends the episode, and "raise" makes the step raise.
+    """
 
     heard: list[str] = field(default_factory=list)
     resets: int = 0
@@ -86,11 +92,12 @@ def now() -> float:
     return asyncio.get_running_loop().time()
 
 
-def test_an_idle_episode_expires_and_one_at_work_does_not() -> None:
+def test_an_episode_without_requests_expires_after_the_idle_timeout() -> None:
     async def body(world: World, episodes: Episodes) -> None:
         await asyncio.gather(episodes.create("a", TASK), episodes.create("b", TASK))
         await asyncio.sleep(58)
-        await episodes.step("b", 1, say("x"))  # until 60 s, from when on it is idle
+        # This step ends at 60 s, from when on the episode is idle.
+        await episodes.step("b", 1, say("x"))
         assert episodes.live == 2
         await asyncio.sleep(1.5)
         assert episodes.live == 1
@@ -99,7 +106,8 @@ def test_an_idle_episode_expires_and_one_at_work_does_not() -> None:
         with pytest.raises(Refused, match="it expired after 60 s without a request"):
             episodes.evaluate("a")
         await asyncio.sleep(119.5 - now())
-        episodes.evaluate("b")  # asked for: not idle
+        # Any request restarts the idle time.
+        episodes.evaluate("b")
         await asyncio.sleep(59.5)
         assert episodes.live == 1
         await asyncio.sleep(1.0)
@@ -109,7 +117,7 @@ def test_an_idle_episode_expires_and_one_at_work_does_not() -> None:
     run(body)
 
 
-def test_a_step_that_takes_longer_than_the_idle_time_is_not_idle() -> None:
+def test_an_episode_does_not_expire_during_a_step() -> None:
     async def body(world: World, episodes: Episodes) -> None:
         await episodes.create("a", TASK)
         await episodes.step("a", 1, say("x"))
@@ -118,15 +126,17 @@ def test_a_step_that_takes_longer_than_the_idle_time_is_not_idle() -> None:
     run(body, idle_timeout_s=0.5)
 
 
-def test_a_request_that_comes_again_gets_the_same_answer_and_is_carried_out_once() -> None:
+def test_a_repeated_request_gets_the_same_answer_and_is_executed_once() -> None:
     async def body(world: World, episodes: Episodes) -> None:
         first = await asyncio.gather(*(episodes.create("a", TASK) for _ in range(3)))
         assert first[0] is first[1] is first[2]
         early = asyncio.ensure_future(episodes.step("a", 1, say("go")))
         await asyncio.sleep(0.5)
-        early.cancel()  # the connection is lost while it is under way
+        # The connection is lost while the step is executed.
+        early.cancel()
         again = await episodes.step("a", 1, say("go"))
-        assert now() == pytest.approx(2.0)  # no second second
+        # Reset and one step have taken 1 s each, so that the step was not executed again.
+        assert now() == pytest.approx(2.0)
         assert await episodes.step("a", 1, say("go")) is again
         assert (world.made[0].resets, world.made[0].heard) == (1, ["go"])
         assert json.loads(again.body) == {
@@ -138,7 +148,7 @@ def test_a_request_that_comes_again_gets_the_same_answer_and_is_carried_out_once
     run(body)
 
 
-def test_what_does_not_fit_is_told_apart() -> None:
+def test_wrong_requests_get_the_errors_conflict_busy_over_or_unknown() -> None:
     async def body(world: World, episodes: Episodes) -> None:
         await episodes.create("a", TASK)
         assert await refused(episodes.create("a", Task("other"))) == (409, "conflict")
@@ -159,7 +169,7 @@ def test_what_does_not_fit_is_told_apart() -> None:
     run(body)
 
 
-def test_an_episode_that_fails_is_over_and_says_the_same_again() -> None:
+def test_a_failed_episode_is_over_and_repeats_its_error() -> None:
     async def body(world: World, episodes: Episodes) -> None:
         await episodes.create("a", TASK)
         failed = await episodes.step("a", 1, say("raise"))
@@ -176,19 +186,21 @@ def test_an_episode_that_fails_is_over_and_says_the_same_again() -> None:
             "score": {"value": 0.0, "valid": True, "parts": {}, "explanation": None, "applicable": True},
         }
         await asyncio.sleep(0)
-        assert world.made[0].closed == 1  # at once, not with its release
+        # The environment is closed after the failure, and not only when the episode is released.
+        assert world.made[0].closed == 1
 
     run(body)
 
 
-def test_room_is_bounded_and_what_is_over_but_still_closing_counts() -> None:
+def test_episodes_that_are_still_closing_count_towards_the_instance_limit() -> None:
     async def body(world: World, episodes: Episodes) -> None:
         await asyncio.gather(*(episodes.create(f"e{i}", TASK) for i in range(2)))
         with pytest.raises(Refused, match="--max-instances") as caught:
             await episodes.create("e2", TASK)
         assert (caught.value.answer.status_code, caught.value.answer.headers["retry-after"]) == (429, "1")
         released = asyncio.ensure_future(episodes.release("e0"))
-        await asyncio.sleep(4.0)  # its environment takes 5 s to close
+        # The environment takes 5 s to close.
+        await asyncio.sleep(4.0)
         assert await refused(episodes.create("e2", TASK)) == (429, "full")
         assert json.loads((await released).body) == {"released": True}
         assert (await episodes.create("e2", TASK)).status_code == 200
@@ -202,7 +214,7 @@ def test_room_is_bounded_and_what_is_over_but_still_closing_counts() -> None:
     run(body, most=2, close_s=5.0)
 
 
-def test_a_release_ends_what_is_under_way_and_what_comes_late() -> None:
+def test_a_release_ends_a_running_step_and_rejects_a_later_create() -> None:
     async def body(world: World, episodes: Episodes) -> None:
         await episodes.create("a", TASK)
         under_way = asyncio.ensure_future(episodes.step("a", 1, say("x")))
@@ -210,7 +222,7 @@ def test_a_release_ends_what_is_under_way_and_what_comes_late() -> None:
         await episodes.release("a")
         assert await refused(under_way) == (409, "over")
         assert json.loads((await episodes.release("a")).body) == {"released": False}
-        # a client that gave up while its request to begin was still on the way
+        # The client has given up, and its release arrives before its request to create the episode.
         await episodes.release("late")
         assert await refused(episodes.create("late", TASK)) == (409, "conflict")
         assert (len(world.made), episodes.live) == (1, 0)
@@ -218,8 +230,8 @@ def test_a_release_ends_what_is_under_way_and_what_comes_late() -> None:
     run(body)
 
 
-def test_an_episode_that_its_environment_lost_is_unknown_here_too() -> None:
-    """The episode lives behind another service, which was restarted: the client begins again."""
+def test_an_episode_that_its_environment_lost_becomes_unknown() -> None:
+    """The environment is itself a client of another service, which was restarted. The client must begin again."""
 
     class Losing(Slow):
         async def step(self, message: Message) -> Observation:
@@ -238,7 +250,7 @@ def test_an_episode_that_its_environment_lost_is_unknown_here_too() -> None:
     run(body)
 
 
-def test_an_episode_is_concluded_once() -> None:
+def test_conclude_is_executed_once_and_ends_the_episode() -> None:
     class Concluded(Slow):
         concluded = 0
 
@@ -266,7 +278,7 @@ def test_an_episode_is_concluded_once() -> None:
     run(body)
 
 
-def test_closing_lets_requests_end_and_says_to_the_others_that_it_goes() -> None:
+def test_closing_waits_for_running_requests_up_to_finish_s_and_refuses_the_rest() -> None:
     async def body(world: World, episodes: Episodes) -> None:
         await asyncio.gather(*(episodes.create(id, TASK) for id in "abc"))
         quick = asyncio.ensure_future(episodes.step("a", 1, say("x")))
@@ -285,8 +297,8 @@ def test_closing_lets_requests_end_and_says_to_the_others_that_it_goes() -> None
 
 @settings(max_examples=examples(150))
 @given(st.lists(st.tuples(st.sampled_from(["a", "b"]), st.integers(0, 3), st.booleans()), max_size=12))
-def test_however_requests_are_repeated_none_is_carried_out_twice(plan: Sequence[tuple[str, int, bool]]) -> None:
-    """Two episodes; each step is sent up to four times, at once or one after the other, some given up on the way."""
+def test_no_repeated_step_request_is_executed_twice(plan: Sequence[tuple[str, int, bool]]) -> None:
+    """Each step of two episodes is sent up to four times, concurrently or in sequence, and some are cancelled."""
 
     async def body(world: World, episodes: Episodes) -> None:
         said: dict[str, list[str]] = {"a": [], "b": []}

@@ -1,4 +1,4 @@
-"""The code of docs/howto/environment_service.md runs as it stands there, on the environment of the page before."""
+"""The code in docs/howto/environment_service.md works unchanged, with the environment of docs/howto/environment.md."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("name", CODE)
-def test_a_program_of_the_page_plays(name: str, url: str, tmp_path: Path) -> None:
+def test_each_program_of_the_page_plays_an_episode_with_score_one(name: str, url: str, tmp_path: Path) -> None:
     (tmp_path / name).write_text(CODE[name])
     answer = subprocess.run([sys.executable, name, url], cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert answer.returncode == 0, answer.stderr
     assert re.search(r"^1\.0$|Score\(value=1\.0", answer.stdout, re.MULTILINE), answer.stdout
 
 
-def test_the_configuration_is_what_a_run_takes(url: str) -> None:
+def test_the_configuration_of_the_page_loads_the_served_taskset(url: str) -> None:
     settings = EnvironmentSettings(**CONFIGURATION["environment"])
     taskset = load_taskset(settings.model_copy(update={"options": {**settings.options, "url": url}}), seed=1)
     assert taskset.has_expert
@@ -50,7 +50,7 @@ def test_the_configuration_is_what_a_run_takes(url: str) -> None:
     assert taskset.demonstrate(tasks[0], seed=0)[1].value == 1.0
 
 
-def test_every_option_route_and_status_is_on_the_page() -> None:
+def test_the_page_documents_every_option_route_and_status() -> None:
     shown = next(a for a in make_parser()._actions if a.choices).choices
     assert shown is not None
     options = [option for action in shown["serve-env"]._actions for option in action.option_strings]  # type: ignore[index]

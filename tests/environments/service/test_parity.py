@@ -1,4 +1,7 @@
-"""What a run learns of a taskset is the same where `gleanrl serve-env` serves it, in processes of their own."""
+"""A run sees the same tasks, tools, demonstrations and scores whether a taskset is local or behind `serve-env`.
+
+The servers are separate processes.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +63,7 @@ def rows(path: Path, count: int) -> Path:
     return path
 
 
-def test_a_mixture_of_tools_rows_and_episodes_that_end_unscored(tmp_path: Path) -> None:
+def test_a_served_mixture_gives_the_same_tasks_demonstrations_and_scores_as_a_local_one(tmp_path: Path) -> None:
     toml = tmp_path / "mixed.toml"
     toml.write_text(TOML.format(root=ROOT, rows=rows(tmp_path / "rows.jsonl", 300)))
     config = configuration.load(str(toml), [])
@@ -85,11 +88,12 @@ def test_a_mixture_of_tools_rows_and_episodes_that_end_unscored(tmp_path: Path) 
 
 
 def seen_by_run(config: Config, taskset: Any) -> tuple[Any, ...]:
-    """What a run has of it before its first step: the order of its tasks, and what it is shown."""
+    """Return what a run gets from the taskset before its first step: the order of tasks, and the demonstrations."""
     tasks = taskset.tasks("train", 24)
     order = make_curriculum(config.tasks, tasks, taskset.weights, group=2, seed=0, greedy=False)
     proposed = [spec.task.id for spec in asyncio.run(order.propose(12))]
-    at = {"name": type(taskset).__name__}  # kept by what it is called
+    # Demonstrations are cached by the name of the environment, which must differ between the two tasksets.
+    at = {"name": type(taskset).__name__}
     shown = prepare.demonstrate(
         config.model_copy(update={"environment": config.environment.model_copy(update=at)}), taskset, Console()
     )
@@ -105,7 +109,7 @@ async def ended(environment: Any) -> Score:
     return score
 
 
-def test_the_fingerprint_is_of_the_rows_and_of_the_seed_too(tmp_path: Path) -> None:
+def test_the_fingerprint_changes_with_the_rows_and_with_the_seed(tmp_path: Path) -> None:
     path = rows(tmp_path / "rows.jsonl", 50)
 
     def version(seed: int) -> str:
@@ -119,7 +123,7 @@ def test_the_fingerprint_is_of_the_rows_and_of_the_seed_too(tmp_path: Path) -> N
     assert version(1) != first
 
 
-def test_the_fingerprint_is_of_the_code_that_is_served_too(tmp_path: Path) -> None:
+def test_the_fingerprint_changes_with_the_code_of_the_taskset(tmp_path: Path) -> None:
     (file := tmp_path / "mine.py").write_text("class Mine: ...")
     settings = EnvironmentSettings(name=f"{file}:Mine")
     first = fingerprint(settings, 0, "")
@@ -129,7 +133,7 @@ def test_the_fingerprint_is_of_the_code_that_is_served_too(tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-def test_an_episode_that_a_service_behind_the_service_lost_begins_again() -> None:
+def test_an_episode_lost_by_a_service_behind_the_service_raises_episode_lost() -> None:
     with served(TROUBLESOME) as (behind, url):
         port = int(url.rpartition(":")[2])
         with served("service", "--environment.options.url", url) as (_, before):
@@ -147,7 +151,8 @@ def test_an_episode_that_a_service_behind_the_service_lost_begins_again() -> Non
                 try:
                     with pytest.raises(EpisodeLost, match="restarted"):
                         await step
-                    with pytest.raises(EpisodeLost):  # asked again
+                    # The same request again raises the same error.
+                    with pytest.raises(EpisodeLost):
                         await environment.step(say("b"))
                     again = taskset.environment(Task("t"))
                     await again.reset()

@@ -1,4 +1,4 @@
-"""`gleanrl serve-env` as a process of its own: how it ends, its document, a thousand episodes at once."""
+"""`gleanrl serve-env` as a process: signals and shutdown, its OpenAPI document, and a thousand concurrent episodes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def asked(url: str, path: str) -> Any:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_it_ends_cleanly_with_its_workers_and_closes_their_environments(number: int, tmp_path: Path) -> None:
+def test_a_signal_ends_the_server_and_its_workers_and_closes_the_environments(number: int, tmp_path: Path) -> None:
     with served(TROUBLESOME, "--environment.options.marks", str(tmp_path)) as (process, url):
         taskset = ServiceTaskset(url=url)
 
@@ -48,7 +48,8 @@ def test_it_ends_cleanly_with_its_workers_and_closes_their_environments(number: 
             waiting.cancel()
 
         profile = asked(url, "/profile")
-        assert 0 < profile["max_memory_mib"] == pytest.approx(default_memory())  # the default
+        # The server was started without --max-memory.
+        assert 0 < profile["max_memory_mib"] == pytest.approx(default_memory())
         pids = profile["workers"]
         asyncio.run(begin())
         out, err = process.communicate(timeout=30)
@@ -61,7 +62,7 @@ def test_it_ends_cleanly_with_its_workers_and_closes_their_environments(number: 
 
 
 @pytest.mark.heavy
-def test_a_step_that_blocks_its_worker_keeps_nothing_from_ending() -> None:
+def test_an_environment_that_blocks_its_worker_does_not_delay_shutdown() -> None:
     with served(TROUBLESOME, "--workers", "1") as (process, url):
         taskset = ServiceTaskset(url=url, patience_s=0.1)
 
@@ -79,15 +80,17 @@ def test_a_step_that_blocks_its_worker_keeps_nothing_from_ending() -> None:
         assert time.monotonic() - began < 25.0
 
 
-def test_a_taskset_that_hangs_keeps_nothing_from_ending() -> None:
+def test_a_taskset_call_that_blocks_does_not_delay_shutdown() -> None:
     with served("tests.environments.service.world:Stuck") as (process, url):
         taskset = ServiceTaskset(url=url, patience_s=0.1)
 
         async def ask() -> None:
             asking = asyncio.ensure_future(taskset.client.ask("/tasks", {"split": "train", "count": 1}))
-            await asyncio.sleep(0.5)  # until the taskset is at it
+            # Gives the server time to begin the call of the taskset.
+            await asyncio.sleep(0.5)
             environment = taskset.environment(Task("t"))
-            await environment.reset()  # the server's loop is free
+            # The blocked call does not block the server's event loop.
+            await environment.reset()
             process.send_signal(signal.SIGINT)
             with pytest.raises(Unanswered, match="the server is shutting down"):
                 await asking
@@ -98,7 +101,7 @@ def test_a_taskset_that_hangs_keeps_nothing_from_ending() -> None:
         assert err == "gleanrl: the server has ended\n"
 
 
-def test_a_signal_while_it_starts_ends_it_too() -> None:
+def test_a_signal_during_startup_ends_the_server() -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT / "src"), str(ROOT)))}
     command = [sys.executable, "-X", "importtime", "-m", "gleanrl", "serve-env", ECHO, "--port", "0"]
     with subprocess.Popen(
@@ -106,16 +109,18 @@ def test_a_signal_while_it_starts_ends_it_too() -> None:
     ) as process:
         assert process.stderr is not None
         for line in process.stderr:
-            if "gleanrl.environments.service.server" in line:  # all is imported, the workers come next
+            # This is the last module that is imported. The workers are started next.
+            if "gleanrl.environments.service.server" in line:
                 break
         process.send_signal(signal.SIGTERM)
         process.communicate(timeout=60)
-    assert process.returncode in (0, -signal.SIGTERM)  # the latter before it listens for signals
+    # The signal kills the process if its handlers are not installed yet.
+    assert process.returncode in (0, -signal.SIGTERM)
 
 
 @pytest.mark.slow
-def test_it_does_as_its_openapi_document_says(tmp_path: Path) -> None:
-    """schemathesis: every check, on data that fits and data that does not, and on sequences of requests."""
+def test_the_server_conforms_to_its_openapi_document(tmp_path: Path) -> None:
+    """schemathesis runs all its checks with valid and invalid data, and with sequences of requests."""
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join((str(ROOT / "src"), str(ROOT))),
@@ -133,8 +138,8 @@ def test_it_does_as_its_openapi_document_says(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_thousand_episodes_at_once() -> None:
-    """ALFWorld households through real HTTP, all alive at once, each played to its end as its expert plays it."""
+def test_a_thousand_concurrent_episodes_are_played_to_their_end() -> None:
+    """The episodes are on ALFWorld households, over HTTP, all alive at the same time. Each replays a demonstration."""
     episodes, households = 1000, 50
     with served("alfworld", "--max-instances", str(episodes)) as (process, url):
         taskset: Any = ServiceTaskset(url=url, timeout_s=60.0)
@@ -176,5 +181,5 @@ def test_a_thousand_episodes_at_once() -> None:
 
 
 def pairs(conversation: tuple[Message, ...]) -> list[tuple[Message, Message]]:
-    """What was shown, and what the expert said to it."""
+    """Return the pairs of an observation and the expert's message that answers it."""
     return list(zip(conversation[::2], conversation[1::2], strict=True))

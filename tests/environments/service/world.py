@@ -1,4 +1,4 @@
-"""Environments, servers and lines between them, for the tests of the environment service."""
+"""Environments, servers and an unreliable proxy, for the tests of the environment service."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ TOKEN = "a-token-of-the-tests-0123456789"
 
 @dataclass(frozen=True)
 class Echo(Taskset):
-    """Answers to anything, says all that it ever heard, and has everything that a taskset may have."""
+    """A taskset with all optional methods and attributes, whose environment answers with all messages so far."""
 
     phrases = ("Nothing happens.",)
     needs_reward = True
@@ -82,7 +82,7 @@ def tool(name: str) -> Mapping[str, Any]:
 
 
 class Stuck(Echo):
-    """Its tasks never come."""
+    """A taskset whose method `tasks` blocks for 10 minutes."""
 
     def tasks(self, split: Split, count: int) -> Sequence[Task]:
         time.sleep(600)
@@ -103,7 +103,10 @@ async def serving(
     listen: bool = True,
     hosts: frozenset[str] | None = None,
 ) -> AsyncIterator[tuple[Service, str]]:
-    """A service on this loop, and its address on loopback; without ``listen`` for ASGI clients only."""
+    """Run a service on this event loop. Yields the service and its URL.
+
+    Without ``listen``, no socket is opened, and the service can only be used by ASGI clients.
+    """
     settings = EnvironmentSettings(name="here", options=options or {}, workers=workers, timeout_s=timeout_s)
     stop, ready = asyncio.Event(), asyncio.Event()
     async with EnvironmentPool(taskset, workers=workers, timeout_s=timeout_s) as pool:
@@ -126,16 +129,16 @@ async def serving(
 
 
 async def client_of(url: str, **options: Any) -> ServiceTaskset:
-    """The client's taskset; it asks the server in this very process, so not on its loop."""
+    """Return the client's taskset. It is made in a thread, because the server runs on this event loop."""
     return await asyncio.to_thread(ServiceTaskset, url=url, **options)
 
 
-# --- a server of its own ------------------------------------------------------------------------
+# --- a server in another process ----------------------------------------------------------------
 @contextmanager
 def served(
     name: str, *arguments: str, port: int = 0, token: bool = False
 ) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """`gleanrl serve-env` as a user starts it, and its address. It is killed at the end if it still runs."""
+    """Start `gleanrl serve-env` and yield its process and URL. It is killed at the end if it still runs."""
     command = [sys.executable, "-m", "gleanrl", "serve-env", name, "--port", str(port), "--workers", "1", *arguments]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT / "src"), str(ROOT))), "SERVICE_TOKEN": TOKEN}
     command += ["--token", "env:SERVICE_TOKEN"] if token else []
@@ -152,10 +155,13 @@ def served(
         process.communicate()
 
 
-# --- a line that breaks -------------------------------------------------------------------------
+# --- an unreliable connection -------------------------------------------------------------------
 class Line:
-    """A TCP proxy before a server. ``cut(n)`` says what becomes of the ``n``-th request: "before" it reaches the server
-    or "after" that, the connection is lost; anything else passes."""
+    """A TCP proxy in front of a server that drops connections.
+
+    ``cut(n)`` returns the fate of the ``n``-th request. The connection is dropped "before" the request is forwarded,
+    "meanwhile" (directly after it was forwarded) or "after" the server's response. All other requests succeed.
+    """
 
     def __init__(self, url: str, cut: Callable[[int], str]) -> None:
         self._port = int(url.rpartition(":")[2])

@@ -1,4 +1,7 @@
-"""Episodes with tools: calls run in order, every mistake comes back to the model, and nothing that it says raises."""
+"""`ToolEnvironment`: tool calls run in order, errors are returned to the model as results, and rewards are computed.
+
+A property test checks that no tool call of the model raises.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ from tests.strategies import examples
 
 
 class Counter:
-    """An environment class as TRL's `environment_factory` takes it."""
+    """An environment class with tools, in the form that TRL's `environment_factory` accepts."""
 
     def __init__(self) -> None:
         self.count, self.done, self.closed = 0, False, False
@@ -86,7 +89,7 @@ def contents(observation: Observation) -> list[str]:
     return [said["content"] for said in observation.messages]
 
 
-def test_an_episode_from_opening_to_answer() -> None:
+def test_tool_calls_run_in_order_and_the_final_answer_ends_the_episode() -> None:
     prompt = [Message(role="user", content="Count to 7.")]
     counter = Counter()
     opening, first, last = play(
@@ -125,7 +128,7 @@ def test_an_episode_from_opening_to_answer() -> None:
         (("fail", {}), "KeyError: 'broken'"),
     ],
 )
-def test_a_mistake_is_answered_counted_and_the_episode_goes_on(call: Any, said: str) -> None:
+def test_a_wrong_call_gets_an_error_result_and_is_counted_as_a_tool_error(call: Any, said: str) -> None:
     _, wrong, right = play(message(call), message(("add", {"n": 1})))
     (answer,) = wrong.messages
     assert answer["role"] == "tool"
@@ -140,13 +143,13 @@ def test_a_mistake_is_answered_counted_and_the_episode_goes_on(call: Any, said: 
     assert right.score.parts == {"tool_calls": 2.0, "tool_errors": 1.0}
 
 
-def test_a_call_without_an_id_is_answered_by_the_user() -> None:
+def test_the_result_of_a_call_without_an_id_is_a_user_message() -> None:
     entry = {"type": "function", "function": {"name": "add", "arguments": '{"n": 4}'}}
     _, seen = play(message((entry, None)))
     assert seen.messages == ({"role": "user", "content": "4"},)
 
 
-def test_too_many_calls_are_not_run_and_too_long_results_are_cut() -> None:
+def test_calls_over_max_calls_are_not_run_and_results_over_max_output_are_cut() -> None:
     _, seen = play(message(*[("add", {"n": 1})] * 3), max_calls=2)
     assert contents(seen)[:2] == ["1", "2"]
     assert contents(seen)[2] == "Error: not run: at most 2 calls in one message"
@@ -154,7 +157,7 @@ def test_too_many_calls_are_not_run_and_too_long_results_are_cut() -> None:
     assert contents(seen) == [f"{'x' * 10}\n[90 more characters left out]"]
 
 
-def test_a_tool_can_end_the_episode() -> None:
+def test_a_tool_that_sets_done_ends_the_episode() -> None:
     _, seen = play(message(("finish", {}), ("add", {"n": 1})))
     assert seen.done
     assert contents(seen) == [""]
@@ -168,7 +171,7 @@ def add(a: int, b: int) -> int:
 
 
 @pytest.mark.parametrize(("said", "value"), [("7", 1.0), (" 7.0\n", 1.0), ("<think>8?</think>7", 1.0), ("8", 0.0)])
-def test_functions_alone_are_scored_by_the_rows_answer(said: str, value: float) -> None:
+def test_function_tools_without_a_reward_are_scored_by_the_answer_of_the_row(said: str, value: float) -> None:
     opening, seen, last = play(
         message(("add", {"a": 3, "b": 4})), Message(role="assistant", content=said), holders=[add], row={"answer": 7}
     )
@@ -179,11 +182,11 @@ def test_functions_alone_are_scored_by_the_rows_answer(said: str, value: float) 
     assert last.score.value == value
 
 
-def test_without_any_reward_a_reward_has_to_score() -> None:
+def test_without_a_reward_or_an_answer_the_score_is_none() -> None:
     assert [seen.score for seen in play(Message(role="assistant", content="7"), holders=[add])] == [None, None]
 
 
-def test_rewards_come_in_every_form() -> None:
+def test_the_reward_may_be_an_attribute_a_score_or_none() -> None:
     class Plain:
         reward = 0.5
 
@@ -212,12 +215,12 @@ def test_rewards_come_in_every_form() -> None:
     assert not last.score.applicable
 
 
-def test_two_tools_of_one_name_are_refused() -> None:
+def test_two_tools_with_the_same_name_raise() -> None:
     with pytest.raises(UserError, match="two tools are called 'add'"):
         ToolEnvironment([Counter(), add])
 
 
-def test_a_tool_that_ends_its_program_does_not_end_ours() -> None:
+def test_a_tool_that_raises_system_exit_gets_an_error_result() -> None:
     def parsed(line: str) -> str:
         """Parse a command line.
 
@@ -230,7 +233,7 @@ def test_a_tool_that_ends_its_program_does_not_end_ours() -> None:
     assert heard.messages[0]["content"] == "Error: SystemExit: 2"
 
 
-def test_a_users_error_is_not_shown_to_the_model() -> None:
+def test_a_user_error_in_a_tool_is_raised_and_not_shown_to_the_model() -> None:
     def broken() -> None:
         """Broken."""
         raise UserError("no sandbox here")
@@ -239,7 +242,7 @@ def test_a_users_error_is_not_shown_to_the_model() -> None:
         play(message(("broken", {})), holders=[broken])
 
 
-def test_answers_are_compared_as_numbers_or_as_text() -> None:
+def test_same_answer_compares_numbers_or_normalised_text() -> None:
     assert same_answer("1,234", 1234)
     assert same_answer(" The  Fox ", "the fox")
     assert not same_answer("1234a", 1234)
@@ -265,7 +268,7 @@ anything = st.recursive(
     ),
     most=st.integers(1, 4),
 )
-def test_every_call_has_one_result_in_order_whatever_it_holds(calls: list[Any], most: int) -> None:
+def test_every_call_gets_one_result_in_order_whatever_its_name_and_arguments(calls: list[Any], most: int) -> None:
     _, seen = play(message(*calls), max_calls=most)
     assert [said.get("tool_call_id") for said in seen.messages] == [f"call{n:05d}" for n in range(len(calls))]
     assert not seen.done

@@ -1,6 +1,7 @@
-"""Code in a sandbox: what it must not be able to do, sessions, limits, ends of all kinds, and the plain fallback.
+"""`PythonSandbox`: isolation from files, processes and the network, limits, sessions, and running without isolation.
 
-After each attempt this process is well and the next call works.
+The tests run hostile code in real sandboxes. After each test, a fixture checks that the next call works and that no
+process is left.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ isolated = pytest.mark.skipif(bool(executor.bubblewrap_missing()), reason=execut
 
 @dataclass
 class World:
-    """A sandbox that lasts for several tests."""
+    """A sandbox, and the event loop that it runs on, which the tests of this module share."""
 
     runner: asyncio.Runner
     sandbox: PythonSandbox
@@ -52,17 +53,18 @@ def world() -> Iterator[World]:
 
 
 @pytest.fixture(autouse=True)
-def well(request: pytest.FixtureRequest) -> Iterator[None]:
-    """After each attempt a call works and no process of ours is left."""
+def sandbox_still_works(request: pytest.FixtureRequest) -> Iterator[None]:
+    """After each test, check that a call in the shared sandbox works and that no further process is left."""
     yield
     if "world" in request.fixturenames:
         ran = request.getfixturevalue("world").run("6 * 7")
         assert (ran.output, ran.error) == ("42\n", None)
-        assert len(sandboxes()) <= 1  # the next call's
+        # One process may be left, which was started in advance for the next call.
+        assert len(sandboxes()) <= 1
 
 
 def sandboxes() -> list[int]:
-    """Processes of sandboxes that live."""
+    """Return the pids of the sandbox processes that this process has started and that are alive."""
     found = []
     for path in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
@@ -79,7 +81,7 @@ def using(work: Callable[[PythonSandbox], Awaitable[Any]], isolation: Any = "bub
     return asyncio.run(run())
 
 
-def test_a_fork_bomb(world: World) -> None:
+def test_code_cannot_fork(world: World) -> None:
     ran = world.run(
         "import os\ncount = 0\nfor _ in range(1000):\n    try:\n        os.fork()\n        count += 1\n"
         "    except OSError:\n        pass\ncount"
@@ -87,7 +89,7 @@ def test_a_fork_bomb(world: World) -> None:
     assert ran.output == "0\n"
 
 
-def test_a_memory_hog(world: World) -> None:
+def test_code_that_exceeds_the_memory_limit_gets_a_memory_error(world: World) -> None:
     ran = world.run("held = []\nwhile True:\n    held.append(bytearray(10 << 20))")
     assert "MemoryError" in (ran.error or "")
     assert ran.seconds < 5
@@ -99,27 +101,27 @@ SECRETS = ["/etc/passwd", "/etc/shadow", "/proc/self/environ", "/proc/1/environ"
 @pytest.mark.parametrize(
     "code",
     [
-        # memory that no limit counts
+        # kinds of memory that the limit of the address space or of the disk does not count
         "import os\nos.memfd_create('x')",
         "import mmap\n[mmap.mmap(-1, 100 << 20) for _ in range(10)]",
         "from multiprocessing import shared_memory\nshared_memory.SharedMemory(create=True, size=10)",
         "open('sparse', 'wb').truncate(1 << 40)",
-        # programs
+        # starting programs
         "import subprocess, sys\nsubprocess.run([sys.executable, '-c', '1'])",
-        # the file system outside
+        # reading files outside the sandbox
         "import gleanrl.types",
         f"open({__file__!r}).read()",
         *[f"import os\nos.listdir({path!r}) if os.path.isdir({path!r}) else open({path!r}).read()" for path in SECRETS],
     ],
 )
-def test_what_is_refused_is_an_error_of_the_code(world: World, code: str) -> None:
+def test_forbidden_operations_raise_an_error_in_the_code(world: World, code: str) -> None:
     ran = world.run(code)
     assert ran.output == ""
     assert "Error" in (ran.error or "")
     assert not ran.ended
 
 
-def test_a_bomb_of_threads(world: World) -> None:
+def test_the_number_of_threads_is_limited(world: World) -> None:
     ran = world.run(
         "import threading, time\nthreading.stack_size(1 << 15)\ncount, refused = 0, False\n"
         "while count > 16 or not refused:\n    try:\n"
@@ -133,14 +135,14 @@ def test_a_bomb_of_threads(world: World) -> None:
 @pytest.mark.parametrize(
     "body", ["pass", "sum(range(1000))", "try:\n        1 / 0\n    except Exception:\n        pass"]
 )
-def test_an_endless_loop_is_interrupted(world: World, body: str) -> None:
+def test_an_endless_loop_is_interrupted_at_the_time_limit(world: World, body: str) -> None:
     ran = world.run(f"print('begun')\nwhile True:\n    {body}")
     assert ran.output == "begun\n"
     assert "TimeoutError: the code ran for more than 1 s" in (ran.error or "")
     assert ran.seconds < 6
 
 
-def test_a_loop_that_will_not_be_interrupted_is_killed(world: World) -> None:
+def test_a_loop_that_catches_the_interrupt_is_killed(world: World) -> None:
     ran = world.run(
         "import time, signal\nprint('begun')\nsignal.setitimer(signal.ITIMER_REAL, 0)\n"
         "while True:\n    try:\n        time.sleep(1)\n    except BaseException:\n        pass"
@@ -160,7 +162,7 @@ def test_a_loop_that_will_not_be_interrupted_is_killed(world: World) -> None:
         "import os, signal, sys\nos.kill(os.getpid(), signal.SIGSTOP)\nsum(iter(int, 1))",
     ],
 )
-def test_no_handler_is_run_and_it_is_killed(world: World, code: str) -> None:
+def test_code_that_never_runs_the_interrupt_handler_is_killed(world: World, code: str) -> None:
     ran = world.run(code)
     assert "was killed" in (ran.error or "")
     assert ran.seconds < 5
@@ -179,13 +181,13 @@ def test_no_handler_is_run_and_it_is_killed(world: World, code: str) -> None:
         "eval('(' * 100_000)",
     ],
 )
-def test_an_error_is_reported_in_a_few_lines(world: World, code: str) -> None:
+def test_the_report_of_an_error_has_a_bounded_length(world: World, code: str) -> None:
     ran = world.run(code)
     assert 0 < len(ran.error or "") <= 4010
     assert not ran.ended, ran.error
 
 
-def test_a_limit_cannot_be_raised(world: World) -> None:
+def test_code_cannot_raise_its_cpu_limit(world: World) -> None:
     ran = world.run(
         "import resource\nresource.setrlimit(resource.RLIMIT_CPU, (1, 1))\n"
         "try:\n    resource.setrlimit(resource.RLIMIT_CPU, (999, 999))\n"
@@ -196,7 +198,7 @@ def test_a_limit_cannot_be_raised(world: World) -> None:
     assert ran.error is not None
 
 
-def test_huge_output_is_cut_and_counted(world: World) -> None:
+def test_output_over_the_limit_is_cut_and_its_length_reported(world: World) -> None:
     ran = world.run("print('x' * 5_000_000)")
     assert ran.output == "x" * 1000
     assert ran.left_out == 4_999_001
@@ -208,18 +210,18 @@ def test_huge_output_is_cut_and_counted(world: World) -> None:
     assert (below.output, below.error) == ("", None)
 
 
-def test_a_flood_of_what_looks_like_answers_ends_the_call(world: World) -> None:
+def test_code_that_floods_the_result_pipe_is_ended(world: World) -> None:
     ran = world.run("import os\nwhile True:\n    os.write(3, b'\\xff\\xff\\xff\\x7fo' + b'q' * 100)")
     assert ran.ended
     assert "the process is gone" in (ran.error or "")
 
 
 @pytest.mark.parametrize("frame", ["start d 0 0 4\nfine", "0123456789abcdef d 0 0 4\nfine", "x", "a b c d e\n", "\n"])
-def test_an_answer_in_another_calls_name_ends_the_session(world: World, frame: str) -> None:
+def test_a_forged_result_ends_the_session(world: World, frame: str) -> None:
     async def forged() -> tuple[Ran, Ran, Ran]:
         session = world.sandbox.session()
         try:
-            # Written by a thread between the calls, and so before the next request and its nonce are known.
+            # A thread writes the forged result between the calls, when it cannot know the nonce of the next request.
             write = f"threading.Timer(0.2, os.write, (3, {frame.encode()!r})).start()"
             first = await session.run(f"import os, threading\n{write}\nos.write(3, {frame.encode()!r})\n1")
             second = await session.run("2")
@@ -233,7 +235,7 @@ def test_an_answer_in_another_calls_name_ends_the_session(world: World, frame: s
     assert (second.output, third.output) == ("2\n", "3\n")
 
 
-def test_files_outside_are_not_written(world: World, tmp_path: Path) -> None:
+def test_code_cannot_change_files_outside_its_folder(world: World, tmp_path: Path) -> None:
     victim = tmp_path / "victim"
     victim.write_text("as it was")
     victim.chmod(0o644)
@@ -261,13 +263,13 @@ def test_files_outside_are_not_written(world: World, tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["victim"]
 
 
-def test_its_own_folder_is_writable_bounded_and_gone_with_the_call(world: World) -> None:
+def test_the_folder_of_a_call_is_writable_limited_and_removed_after_the_call(world: World) -> None:
     ran = world.run(
         "import tempfile\nopen('a', 'w').write('mine')\nwith tempfile.NamedTemporaryFile('w+') as f:\n"
         "    f.write('too')\nopen('a').read()"
     )
     assert (ran.output, ran.error) == ("'mine'\n", None)
-    # an installation below /tmp leaves its mount point there
+    # The folder is not compared with an empty list, because an installation below /tmp has its mount point in it.
     assert world.run("import os\n'a' in os.listdir('.')").output == "False\n"
     ran = world.run("with open('big', 'wb') as f:\n    while True:\n        f.write(bytes(1 << 20))")
     assert "OSError" in (ran.error or "")
@@ -284,13 +286,13 @@ def test_its_own_folder_is_writable_bounded_and_gone_with_the_call(world: World)
     ],
     ids=["many", "large", "nameless", "deep"],
 )
-def test_its_folder_cannot_be_filled(world: World, code: str) -> None:
+def test_code_cannot_exceed_the_disk_limit(world: World, code: str) -> None:
     ran = world.run(code)
     assert ran.error is not None
     assert ran.seconds < 5
 
 
-def test_descriptors_are_not_inherited(world: World) -> None:
+def test_file_descriptors_are_not_inherited(world: World) -> None:
     assert world.run("with open('/dev/null', 'w') as nowhere:\n    print('lost', file=nowhere)").error is None
     ran = world.run(
         "import os\nfound = []\nfor number in range(5000):\n    try:\n        os.fstat(number)\n"
@@ -299,7 +301,7 @@ def test_descriptors_are_not_inherited(world: World) -> None:
     assert ran.output == "[0, 1, 2, 3]\n"
 
 
-def test_the_parents_environment_is_unknown(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_variables_of_other_processes_cannot_be_read(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("API_KEY", "sesame")
     ran = world.run("import os\nsorted(os.environ.items())")
     assert "sesame" not in ran.output
@@ -310,7 +312,7 @@ def test_the_parents_environment_is_unknown(world: World, monkeypatch: pytest.Mo
         assert "Error" in (ran.error or "")
 
 
-def test_no_network_not_even_the_loopback(world: World) -> None:
+def test_code_has_no_network_not_even_loopback(world: World) -> None:
     reached = threading.Event()
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.settimeout(0.2)
@@ -334,7 +336,7 @@ def test_no_network_not_even_the_loopback(world: World) -> None:
     assert not reached.is_set()
 
 
-def test_other_processes_are_neither_killed_nor_read(world: World) -> None:
+def test_code_cannot_kill_trace_or_limit_other_processes(world: World) -> None:
     with subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE) as victim:
         for target in (victim.pid, os.getpid()):
             ran = world.run(f"import os, signal\nos.kill({target}, signal.SIGKILL)")
@@ -354,7 +356,7 @@ def test_other_processes_are_neither_killed_nor_read(world: World) -> None:
         victim.stdin.close()
 
 
-def test_flags_of_files_outside_are_not_changed(world: World) -> None:
+def test_code_cannot_change_flags_of_files_outside(world: World) -> None:
     ran = world.run(
         "import fcntl, os\nwith open(os.__file__) as library:\n    for request in (0x40086602, 0x401C5820):\n"
         "        try:\n            fcntl.ioctl(library, request, bytes(64))\n            print('changed')\n"
@@ -363,7 +365,7 @@ def test_flags_of_files_outside_are_not_changed(world: World) -> None:
     assert "changed" not in ran.output
 
 
-def test_no_namespaces_mounts_or_modules(world: World) -> None:
+def test_namespace_mount_bpf_and_io_uring_system_calls_fail(world: World) -> None:
     code = (
         "import ctypes\nlibrary = ctypes.CDLL(None, use_errno=True)\n"
         "[library.unshare(0x10000000), library.mount(b'x', b'/tmp', b'tmpfs', 0, None), library.chroot(b'/'),\n"
@@ -372,7 +374,7 @@ def test_no_namespaces_mounts_or_modules(world: World) -> None:
     assert world.run(code).output == f"{[-1] * 6}\n"
 
 
-def test_ending_by_itself_or_crashing_costs_only_the_call(world: World) -> None:
+def test_code_that_exits_or_crashes_ends_only_its_own_call(world: World) -> None:
     ran = world.run("print('before')\nimport os\nos._exit(3)")
     assert ran.output == "before\n"
     assert ran.ended
@@ -388,14 +390,14 @@ def test_ending_by_itself_or_crashing_costs_only_the_call(world: World) -> None:
     assert "RecursionError" in (deep.error or "")
 
 
-def test_many_at_once(world: World) -> None:
+def test_concurrent_calls_return_their_own_results(world: World) -> None:
     async def all_of_them() -> list[Ran]:
         return await asyncio.gather(*[world.sandbox.run(f"{n} * 2") for n in range(24)])
 
     assert [ran.output for ran in world.runner.run(all_of_them())] == [f"{2 * n}\n" for n in range(24)]
 
 
-def test_a_cancelled_call_is_ended(world: World) -> None:
+def test_cancelling_a_call_ends_it_promptly(world: World) -> None:
     async def cancelled() -> float:
         started = time.perf_counter()
         with pytest.raises(TimeoutError):
@@ -406,7 +408,7 @@ def test_a_cancelled_call_is_ended(world: World) -> None:
     assert world.runner.run(cancelled()) < 1.8
 
 
-def test_a_session_keeps_its_variables_and_its_files_until_it_ends() -> None:
+def test_a_session_keeps_variables_and_files_until_it_ends() -> None:
     async def work(sandbox: PythonSandbox) -> None:
         before = sandboxes()
         session, other = sandbox.session(), sandbox.session()
@@ -428,7 +430,7 @@ def test_a_session_keeps_its_variables_and_its_files_until_it_ends() -> None:
         using(work, isolation)
 
 
-def test_threads_that_go_on_end_the_session() -> None:
+def test_threads_that_still_run_after_a_call_end_the_session() -> None:
     async def work(sandbox: PythonSandbox) -> None:
         session = sandbox.session()
         ran = await session.run("import threading, time\nthreading.Thread(target=time.sleep, args=(60,)).start()\n'on'")
@@ -440,7 +442,7 @@ def test_threads_that_go_on_end_the_session() -> None:
         using(work, isolation)
 
 
-def test_code_repeats_itself() -> None:
+def test_random_numbers_set_order_and_hashes_are_the_same_in_every_call() -> None:
     async def work(sandbox: PythonSandbox) -> list[str]:
         code = "import random\n(random.random(), list({'a', 'b', 'c'}), hash('text'))"
         return [(await sandbox.run(code)).output for _ in range(2)]
@@ -450,7 +452,7 @@ def test_code_repeats_itself() -> None:
     assert using(work, "auto") == [first, first]
 
 
-def test_the_plain_executor_still_has_limits() -> None:
+def test_without_isolation_time_and_memory_limits_apply_and_nothing_is_left() -> None:
     async def work(sandbox: PythonSandbox) -> None:
         assert sandbox.isolation == "none"
         assert "TimeoutError" in ((await sandbox.run("while True:\n    pass")).error or "")
@@ -468,7 +470,7 @@ def test_the_plain_executor_still_has_limits() -> None:
     assert not Path(folder).exists()
 
 
-def test_where_nothing_isolates_auto_says_so_once_and_bubblewrap_is_refused(
+def test_without_bubblewrap_auto_warns_once_and_isolation_bubblewrap_raises(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("PATH", "")
@@ -485,7 +487,7 @@ def test_where_nothing_isolates_auto_says_so_once_and_bubblewrap_is_refused(
 
 
 @isolated
-def test_walls_that_do_not_stand_are_found_before_any_code_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bubblewrap_missing_detects_a_bubblewrap_that_does_not_isolate(monkeypatch: pytest.MonkeyPatch) -> None:
     executor.bubblewrap_missing.cache_clear()
     monkeypatch.setattr(executor, "_bubblewrap", lambda disk_mb: ("bwrap", "--dev-bind", "/", "/"))
     try:
@@ -494,18 +496,19 @@ def test_walls_that_do_not_stand_are_found_before_any_code_runs(monkeypatch: pyt
         executor.bubblewrap_missing.cache_clear()
 
 
-def test_a_process_that_cannot_start_is_no_result() -> None:
-    """A reward must not take it for a failing program."""
+def test_a_sandbox_process_that_cannot_start_raises_an_os_error() -> None:
+    """It must not be returned as a result, because a reward would take it for an error of the model's program."""
 
     async def work(sandbox: PythonSandbox) -> None:
         with pytest.raises(OSError, match="OverflowError"):
             await sandbox.run("1")
 
     for isolation in SANDBOXES:
-        using(work, isolation, memory_mb=1 << 50)  # more than the kernel counts to
+        # The limit in bytes is larger than the kernel can represent, so that setting it fails.
+        using(work, isolation, memory_mb=1 << 50)
 
 
-def test_nothing_is_left_when_the_program_is_killed() -> None:
+def test_the_sandbox_process_ends_when_its_parent_is_killed() -> None:
     code = (
         "import asyncio, os\nfrom gleanrl.environments.tools.executor import Limits, PythonSandbox\n"
         "async def main():\n    sandbox = PythonSandbox(Limits(wall_s=60, cpu_s=4321))\n    await sandbox.run('1')\n"
@@ -527,12 +530,12 @@ def command(path: Path) -> bytes:
 
 
 @pytest.mark.parametrize("limits", [{"wall_s": 0}, {"memory_mb": 1}, {"processes": -1}])
-def test_limits_that_make_no_sense(limits: dict[str, Any]) -> None:
+def test_limits_out_of_range_raise(limits: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(limits))):
         Limits(**limits)
 
 
-def test_a_sandbox_that_is_dropped_ends_the_process_of_its_next_call() -> None:
+def test_a_garbage_collected_sandbox_ends_its_prestarted_process() -> None:
     async def main() -> None:
         before = set(sandboxes())
         for _ in range(3):
@@ -546,7 +549,7 @@ def test_a_sandbox_that_is_dropped_ends_the_process_of_its_next_call() -> None:
     asyncio.run(main())
 
 
-def test_a_loop_is_let_go_although_its_sandbox_stays() -> None:
+def test_a_sandbox_does_not_keep_a_reference_to_a_closed_event_loop() -> None:
     sandbox = PythonSandbox(LIMITS, isolation="none")
 
     async def main() -> Any:

@@ -1,4 +1,4 @@
-"""The code of docs/howto/tools.md runs as it stands there."""
+"""The code and the settings in docs/howto/tools.md work unchanged."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ COUNTER, SANDBOX, GRADED, UNITS = re.findall(r"```python[^\n]*\n(.*?)```", PAGE,
 OPTIONS = [tomllib.loads(text) for text in re.findall(r"```toml\n(.*?)```", PAGE, re.DOTALL)]
 
 
-def test_the_counter_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_counter_of_the_page_loads_and_its_expert_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "counter.py").write_text(COUNTER)
     monkeypatch.chdir(tmp_path)
     settings = EnvironmentSettings(**OPTIONS[0]["environment"])
@@ -36,7 +36,7 @@ def test_the_counter_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert opening.messages[0]["content"] == task.payload["row"]["prompt"]
 
 
-def test_the_sandbox_works_alone(tmp_path: Path) -> None:
+def test_the_sandbox_program_of_the_page_prints_the_documented_output(tmp_path: Path) -> None:
     (tmp_path / "alone.py").write_text(SANDBOX)
     done = subprocess.run(
         [sys.executable, "alone.py"], cwd=tmp_path, capture_output=True, text=True, timeout=60, env={**os.environ}
@@ -48,7 +48,7 @@ def test_the_sandbox_works_alone(tmp_path: Path) -> None:
     assert done.stdout == expected
 
 
-def test_programs_are_graded_by_what_they_print(tmp_path: Path) -> None:
+def test_the_grading_function_of_the_page_returns_the_share_of_passed_cases(tmp_path: Path) -> None:
     (tmp_path / "graded.py").write_text(GRADED)
     passed = load_object(f"{tmp_path / 'graded.py'}:passed")
     doubles = "import sys\nsys.stdout.write(str(2 * int(input())))"
@@ -61,7 +61,7 @@ def test_programs_are_graded_by_what_they_print(tmp_path: Path) -> None:
     assert asyncio.run(shares()) == [1.0, 0.5, 0.0, 0.0]
 
 
-def test_functions_are_tools(tmp_path: Path) -> None:
+def test_the_function_of_the_page_is_a_valid_tool(tmp_path: Path) -> None:
     (tmp_path / "units.py").write_text(UNITS)
     convert = load_object(f"{tmp_path / 'units.py'}:convert")
     (tool,) = tools_of(convert)
@@ -69,7 +69,7 @@ def test_functions_are_tools(tmp_path: Path) -> None:
     assert convert(**tool.check_arguments({"value": 2, "unit": "pounds"})) == 0.90718474
 
 
-def test_the_table_of_limits_is_that_of_the_code() -> None:
+def test_the_table_of_limits_equals_the_defaults_of_limits() -> None:
     documented = dict(re.findall(r"^\| `(\w+)` \| ([\d,]+) \|", PAGE, re.MULTILINE))
     limits = Limits()
     assert {name: float(value.replace(",", "")) for name, value in documented.items()} == {

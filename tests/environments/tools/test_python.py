@@ -1,4 +1,4 @@
-"""The Python tool: what its episodes share."""
+"""`PythonTool`: sessions of calls and episodes, the limit on concurrent calls, and its options."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gleanrl.environments.tools.python import PythonTool, check_python
 from gleanrl.utils.errors import UserError
 
 
-def test_an_interpreter_a_call_or_an_episode() -> None:
+def test_variables_are_kept_within_an_episode_only_if_persistent() -> None:
     async def episodes() -> None:
         single, lasting = PythonTool(wall_s=5.0), PythonTool(wall_s=5.0, persistent=True)
         for tool in (single, lasting):
@@ -27,11 +27,12 @@ def test_an_interpreter_a_call_or_an_episode() -> None:
         await single.close()
         await lasting.close()
 
-    for _ in range(2):  # in a loop each
+    # Each round runs on a new event loop.
+    for _ in range(2):
         asyncio.run(episodes())
 
 
-def test_all_episodes_of_a_loop_share_the_concurrency() -> None:
+def test_all_tools_on_an_event_loop_share_the_limit_on_concurrent_calls() -> None:
     async def episodes() -> None:
         code = "import time\nbegan = time.time()\ntime.sleep(0.1)\n(began, time.time())"
         spans = await asyncio.gather(*(PythonTool(concurrency=1).python(code) for _ in range(3)))
@@ -42,12 +43,12 @@ def test_all_episodes_of_a_loop_share_the_concurrency() -> None:
 
 
 @pytest.mark.parametrize("options", [{"wall": 1}, {"wall_s": -1}, {"isolation": "strong"}])
-def test_options_that_cannot_work_are_refused(options: dict[str, object]) -> None:
+def test_wrong_options_raise_with_the_name_of_the_option(options: dict[str, object]) -> None:
     with pytest.raises(UserError, match=next(iter(options))):
         asyncio.run(check_python(options))
 
 
-def test_a_program_that_made_a_taskset_ends_without_a_word(tmp_path: Path) -> None:
+def test_a_program_that_makes_a_taskset_with_the_python_tool_ends_without_errors(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text('{"prompt": "6 * 7?", "answer": "42"}')
     made = f"ToolTaskset(tools=['python'], data={str(tmp_path / 'rows.jsonl')!r}).tools(None)"
     program = f"from gleanrl.environments.tools import ToolTaskset; print(len({made}))"

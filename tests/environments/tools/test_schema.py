@@ -1,4 +1,4 @@
-"""Typed methods become tools; what cannot be one is refused when the run starts."""
+"""`tools_of` makes tools with JSON schemas from functions and methods, and raises for those that cannot be tools."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def only(source: Any, name: str) -> Any:
     return next(tool for tool in tools_of(source) if tool.name == name)
 
 
-def test_public_methods_are_tools_in_the_order_of_the_class() -> None:
+def test_public_methods_become_tools_in_the_order_of_their_definition() -> None:
     assert [tool.name for tool in tools_of(Box)] == ["move", "look", "twice"]
 
     class Larger(Box):
@@ -69,7 +69,7 @@ def test_public_methods_are_tools_in_the_order_of_the_class() -> None:
     assert only(Larger, "look").schema["function"]["description"] == "Look otherwise."
 
 
-def test_a_schema_is_openais() -> None:
+def test_tool_schemas_have_openais_format() -> None:
     function = only(Box, "move").schema["function"]
     assert only(Box, "move").schema["type"] == "function"
     assert function["description"] == "Move the box somewhere else."
@@ -86,7 +86,7 @@ def test_a_schema_is_openais() -> None:
     assert only(Box, "twice").schema["function"]["parameters"]["properties"] == {"n": {"type": "integer"}}
 
 
-def test_a_parameter_may_be_called_title() -> None:
+def test_a_parameter_named_title_is_kept_in_the_schema() -> None:
     def find(title: str) -> str:
         """Find."""
         return title
@@ -101,7 +101,7 @@ def test_a_parameter_may_be_called_title() -> None:
         ({"to": {"x": "1"}, "by": 2}, {"to": Point(x=1), "by": 2}),
     ],
 )
-def test_arguments_become_what_the_hints_say(given: Any, taken: Any) -> None:
+def test_arguments_are_converted_to_the_types_of_the_hints(given: Any, taken: Any) -> None:
     assert only(Box, "move").check_arguments(given) == taken
 
 
@@ -117,7 +117,7 @@ def test_arguments_become_what_the_hints_say(given: Any, taken: Any) -> None:
         ("text", "an object of arguments"),
     ],
 )
-def test_wrong_arguments_are_named(given: Any, why: str) -> None:
+def test_the_error_for_wrong_arguments_names_the_argument(given: Any, why: str) -> None:
     with pytest.raises(BadArguments, match=why):
         only(Box, "move").check_arguments(given)
 
@@ -151,7 +151,7 @@ def no_json(a: object, b: type(no_hint)) -> None:  # type: ignore[valid-type]
         (no_json, "JSON has no such type"),
     ],
 )
-def test_what_is_no_tool_is_told_of(function: Any, why: str) -> None:
+def test_a_function_that_cannot_be_a_tool_raises_with_the_reason(function: Any, why: str) -> None:
     with pytest.raises(UserError, match=why) as caught:
         tools_of(function)
     assert "\n" not in str(caught.value)

@@ -1,4 +1,4 @@
-"""Tasks with tools: from a class, from a file; searched, computed, demonstrated, and trained."""
+"""`ToolTaskset`: tasks from a class or a file of rows, demonstrations, the search tool, and a training run."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def needs_isolation() -> None:
 
 
 class Opened:
-    """Has something to close."""
+    """An environment class that counts its objects: ``made`` in all, and ``now`` those that are not closed yet."""
 
     now: ClassVar[int] = 0
     made: ClassVar[int] = 0
@@ -79,7 +79,7 @@ class Opened:
         Opened.now -= 1
 
 
-def test_what_a_class_opens_is_closed(tmp_path: Path) -> None:
+def test_objects_that_are_made_to_read_the_tools_are_closed(tmp_path: Path) -> None:
     Opened.now = Opened.made = 0
     source = ToolTaskset(environment_factory=Opened, data=rows_file(tmp_path, {"prompt": "Say it."}))
     for _ in range(3):
@@ -89,14 +89,14 @@ def test_what_a_class_opens_is_closed(tmp_path: Path) -> None:
     assert (Opened.now, Opened.made) == (0, 2)
 
 
-def test_half_a_character_is_not_shown(tmp_path: Path) -> None:
+def test_a_lone_surrogate_in_a_tool_result_is_replaced(tmp_path: Path) -> None:
     source = ToolTaskset(environment_factory=Opened, data=rows_file(tmp_path, {"prompt": "Say it."}))
     environment = source.environment(source.tasks("train", 1)[0])
     _, heard = asyncio.run(play(environment, asks("half", code=0xD800)))
     assert heard.messages[0]["content"] == "?"
 
 
-def test_a_class_gives_its_own_tasks_and_its_expert_solves_them() -> None:
+def test_a_class_with_tasks_and_an_expert_gives_tasks_and_demonstrations() -> None:
     tasks = taskset(environment_factory=CALCULATOR)
     assert tasks.has_expert
     chosen = {split: tasks.tasks(split, 40) for split in ("train", "eval", "warm_start")}
@@ -111,7 +111,7 @@ def test_a_class_gives_its_own_tasks_and_its_expert_solves_them() -> None:
     assert conversation[0]["content"] == task.payload["row"]["prompt"]
 
     async def again() -> None:
-        """In a loop that runs, and in other processes."""
+        """Demonstrate on a running event loop, and replay the demonstration in a worker process."""
         assert tasks.demonstrate(task, seed=0) == (conversation, score)
         async with EnvironmentPool(tasks, workers=1) as pool:
             opening, result, end = await play(pool.environment(task), conversation[1], conversation[3])
@@ -123,7 +123,7 @@ def test_a_class_gives_its_own_tasks_and_its_expert_solves_them() -> None:
     asyncio.run(again())
 
 
-def test_an_expert_that_stops_early_demonstrates_nothing(tmp_path: Path) -> None:
+def test_the_demonstration_of_an_expert_that_does_not_finish_scores_zero(tmp_path: Path) -> None:
     class Silent:
         def look(self) -> str:
             """Look."""
@@ -146,7 +146,7 @@ def _has(tasks: ToolTaskset, split: Any) -> bool:
         return False
 
 
-def test_rows_of_a_file_with_python_and_search(tmp_path: Path) -> None:
+def test_rows_of_a_file_are_played_with_the_python_and_search_tools(tmp_path: Path) -> None:
     needs_isolation()
     corpus = tmp_path / "corpus.jsonl"
     corpus.write_text("".join(json.dumps({"id": f"d{n}", "text": f"The price of item{n} is {n * n}."}) + "\n"
@@ -195,7 +195,7 @@ def test_rows_of_a_file_with_python_and_search(tmp_path: Path) -> None:
         ({"tools": ["json:dumps"], "data": "x.jsonl"}, "has no type hint|cannot be given by name"),
     ],
 )
-def test_a_users_mistake_is_reported_before_anything_runs(options: dict[str, Any], why: str) -> None:
+def test_a_wrong_option_raises_a_one_line_error_when_the_taskset_is_loaded(options: dict[str, Any], why: str) -> None:
     with pytest.raises(UserError, match=why) as caught:
         taskset(**options)
     assert "\n" not in str(caught.value)
@@ -205,7 +205,7 @@ def test_a_users_mistake_is_reported_before_anything_runs(options: dict[str, Any
     ("text", "why"),
     [('{"prompt": "a"}\nnot json\n', "not JSON"), ("[1]\n", "not an object"), ('{"prompt": 3}\n', "found 1 different")],
 )
-def test_a_damaged_file_is_refused(text: str, why: str, tmp_path: Path) -> None:
+def test_a_damaged_file_of_rows_raises(text: str, why: str, tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text(text * 30)
     damaged = taskset(environment_factory=CALCULATOR, data=str(path))
@@ -213,13 +213,13 @@ def test_a_damaged_file_is_refused(text: str, why: str, tmp_path: Path) -> None:
         damaged.tasks("train", 2)
 
 
-def test_a_prompt_of_another_type_is_refused() -> None:
+def test_a_prompt_that_is_neither_text_nor_messages_raises() -> None:
     tasks = taskset(environment_factory=CALCULATOR, prompt="a")
     with pytest.raises(UserError, match="a text or a list of messages is expected"):
         tasks.environment(tasks.tasks("train", 1)[0])
 
 
-def test_parquet_rows_and_conversations(tmp_path: Path) -> None:
+def test_parquet_rows_may_have_a_conversation_as_their_prompt(tmp_path: Path) -> None:
     arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     turns = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2 + 2"}]
     path = tmp_path / "rows.parquet"
@@ -256,7 +256,7 @@ def corpus_file(folder: Path) -> str:
     return str(path)
 
 
-def test_search_returns_snippets_around_the_words(tmp_path: Path) -> None:
+def test_search_returns_snippets_around_the_words_of_the_query(tmp_path: Path) -> None:
     tool = SearchTool(corpus_file(tmp_path), k=2, snippet_chars=60)
     found = tool.search("powerhouse of a cell")
     assert found.startswith("[8] Cells\n...")
@@ -268,7 +268,7 @@ def test_search_returns_snippets_around_the_words(tmp_path: Path) -> None:
     assert len(snippet("word " * 100, "absent", 50)) <= 53
 
 
-def test_an_index_is_made_once_and_a_damaged_one_again(
+def test_the_search_index_is_cached_and_rebuilt_if_damaged_or_outdated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     from gleanrl.environments.tools import search
@@ -296,7 +296,7 @@ def test_an_index_is_made_once_and_a_damaged_one_again(
     assert SearchTool(path).search("fox").endswith("new fox")
 
 
-def test_an_index_from_its_arrays_finds_the_same_and_takes_more() -> None:
+def test_a_bm25_index_restored_from_its_arrays_searches_equally_and_can_grow() -> None:
     index = Bm25()
     for n in range(60):
         index.add(f"word{n % 7} word{n % 5} é {'common ' * (n % 3)}")
@@ -309,17 +309,17 @@ def test_an_index_from_its_arrays_finds_the_same_and_takes_more() -> None:
     assert Bm25.from_arrays(Bm25().arrays()).search("word", 1) == []
 
 
-def test_a_corpus_without_text_is_refused(tmp_path: Path) -> None:
+def test_a_corpus_without_a_text_column_raises(tmp_path: Path) -> None:
     path = tmp_path / "c.jsonl"
     path.write_text('{"body": "x"}\n')
     with pytest.raises(UserError, match="no text in column 'text'; it has body"):
         SearchTool(str(path))
 
 
-# --- all of it ------------------------------------------------------------------------------------------
+# --- training -------------------------------------------------------------------------------------------
 @pytest.mark.heavy
-def test_the_example_trains(tmp_path: Path) -> None:
-    """A few steps of `examples/calculator.toml`: the calls are sampled, run, and what is trained."""
+def test_the_calculator_example_trains_and_its_pool_can_be_seeded(tmp_path: Path) -> None:
+    """Runs a few steps of `examples/calculator.toml`, and then adds demonstrations to the run's experience pool."""
     small = (
         "--run.steps 3 --environment.train_tasks 16 --environment.eval_tasks 8 --environment.warm_start_tasks 100 "
         "--warm_start.demonstrations 200 --warm_start.steps 60 --schedule.batch 4 --schedule.group 4 "
