@@ -1,4 +1,4 @@
-"""Small groups of trajectories and a small model, for tests of credit, batch and learners."""
+"""Builds small groups of trajectories and a small model, for tests of credit assignment, batches and learners."""
 
 from __future__ import annotations
 
@@ -18,23 +18,24 @@ from gleanrl.types import Group, GroupSpec, Score, Segment, StopReason, Task, Tr
 
 VOCABULARY = 40
 
-torch.set_num_threads(1)  # these tensors are so small that a second thread only waits
+# The tensors of these tests are so small that more threads only cost time.
+torch.set_num_threads(1)
 
 
 @dataclass(frozen=True)
 class Member:
-    """What a trajectory of a test group is like."""
+    """Describes one trajectory of a group that `make_group` builds."""
 
-    score: float | None = 0.0  # None = could not be computed
-    turns: tuple[int, ...] = (3, 2)  # sampled tokens of each turn
-    segments: int = 1  # the turns are dealt out to so many segments
+    score: float | None = 0.0  # None = the score is invalid
+    turns: tuple[int, ...] = (3, 2)  # number of sampled tokens of each turn
+    segments: int = 1  # number of segments among which the turns are divided
     replayed: bool = False
-    context: int = 4  # tokens before each sampled turn
-    trailing: int = 0  # context tokens after the last
+    context: int = 4  # number of context tokens before each sampled turn
+    trailing: int = 0  # number of context tokens after the last sampled turn of a segment
 
 
 def make_group(index: int, members: Sequence[Member], random: np.random.Generator) -> Group:
-    """Fresh members first, as `Group` wants it."""
+    """Build a group with random tokens and log-probs. Replayed members are moved to the end, as `Group` requires."""
     task = Task(f"task-{index}")
     ordered = sorted(members, key=lambda member: member.replayed)
     trajectories = tuple(_trajectory(task, position, member, random) for position, member in enumerate(ordered))
@@ -64,7 +65,7 @@ def _context(size: int, random: np.random.Generator) -> Turn:
 
 
 def random_groups(random: np.random.Generator, count: int = 4, *, replayed: bool = True) -> list[Group]:
-    """Groups of 1 to 5 members of all kinds: one or two segments, invalid ones, groups without variance."""
+    """Build random groups of 1 to 5 members: with one or two segments, invalid scores, and groups without variance."""
     groups: list[Group] = []
     for index in range(count):
         equal = random.random() < 0.25
@@ -86,9 +87,10 @@ def random_groups(random: np.random.Generator, count: int = 4, *, replayed: bool
 def tiny_model(
     seed: int = 0, dtype: torch.dtype = torch.float32, *, hidden: int = 16, kv_heads: int = 1
 ) -> Qwen2ForCausalLM:
-    """Two layers, tied embeddings, far enough from uniform for gradients to mean something.
+    """Return a random Qwen2 model of two layers with tied embeddings.
 
-    In float64 it computes in float64 throughout, which transformers' own norms do not.
+    Its weights are large enough that the predictions differ clearly from the uniform distribution, so that gradients
+    are not close to zero. For float64, the norms are replaced, because those of transformers compute in float32.
     """
     with torch.random.fork_rng():
         torch.manual_seed(seed)
@@ -114,13 +116,14 @@ def tiny_model(
 
 
 def checkpoint_tensors(folder: Path, prefix: str = "") -> dict[str, torch.Tensor]:
-    """The tensors of a learner's checkpoint whose names begin with ``prefix``, which is cut off."""
+    """Return the tensors of a learner's checkpoint whose names begin with ``prefix``, by name without the prefix."""
     metadata = dcp.FileSystemReader(folder / "tensors").read_metadata().state_dict_metadata
     found = {
         name: torch.empty(info.size, dtype=info.properties.dtype)
         for name, info in metadata.items()
         if isinstance(info, TensorStorageMetadata) and name.startswith(prefix)
     }
-    with warnings.catch_warnings(action="ignore"):  # that there is one process
+    # torch warns that the checkpoint is loaded in a single process.
+    with warnings.catch_warnings(action="ignore"):
         dcp.load(found, checkpoint_id=folder / "tensors", no_dist=True)
     return {name.removeprefix(prefix): tensor for name, tensor in found.items()}

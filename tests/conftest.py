@@ -1,8 +1,8 @@
-"""Settings of every test: no network, a cache of its own, and threads that leave the other cores free.
+"""Settings of all tests: no access to the Hugging Face Hub, a temporary cache folder, and one thread per process.
 
-Each worker of pytest-xdist imports this file, so each has its own cache. A file is the unit that workers share out,
-which keeps its fixtures in one process; all files that start Ray go to one worker and share one cluster, and all that
-mark themselves with the same `xdist_group` share what else is expensive to start.
+Each worker of pytest-xdist imports this file, so that each has its own cache. All tests of a file run in one worker, so
+that the file's fixtures are made once. All tests that start Ray run in one worker and share a cluster. Tests that are
+marked with the same `xdist_group` run in one worker and share other fixtures that are expensive to start.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ import tempfile
 import hypothesis
 import pytest
 
-# before torch is loaded
+# These variables only have an effect if they are set before torch is imported.
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ["HF_HUB_OFFLINE"] = "1"
 _cache = tempfile.TemporaryDirectory(prefix="gleanrl-test-cache-")
 os.environ["GLEANRL_CACHE"] = _cache.name
 
-# a shell starts background jobs with SIGINT ignored, which children inherit: then no Ctrl-C could be tested
+# A shell starts background jobs with SIGINT ignored, and child processes inherit that. Ctrl-C could not be tested then.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# HYPOTHESIS_PROFILE=nightly draws more examples, and other ones each time; see `tests.strategies.examples`
+# HYPOTHESIS_PROFILE=nightly draws more examples, and different ones in each run. See also `tests.strategies.examples`.
 hypothesis.settings.register_profile("ci", max_examples=25, deadline=None, derandomize=True)
 hypothesis.settings.register_profile("nightly", max_examples=100, deadline=None)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
@@ -33,7 +33,7 @@ hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Assign each test without a group to its file's, for `--dist loadgroup`. The longest groups start first."""
+    """Give each test without an `xdist_group` the group of its file, for `--dist loadgroup`. Long groups come first."""
     shared: set[pytest.Item] = set()
     for item in items:
         if item.get_closest_marker("ray"):

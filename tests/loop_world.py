@@ -1,4 +1,4 @@
-"""A world small enough to test the whole loop exactly: a scripted sampler, a learner that writes down what it gets."""
+"""A training run with a scripted sampler, a tiny environment and a recording learner, for exact tests of the loop."""
 
 from __future__ import annotations
 
@@ -40,7 +40,10 @@ def renderer() -> Renderer:
 
 @dataclass
 class GuessEnvironment(Environment):
-    """Two turns; the score is 1 where the last answer is the task's word. Some tasks break, as their payload says."""
+    """An episode of two turns, whose score is 1 if the last message is the task's word.
+
+    The payload key ``broken`` makes "reset" or "step" raise, and ``delay`` is a delay of each step in seconds.
+    """
 
     task: Task
     turns: int = 0
@@ -62,9 +65,9 @@ class GuessEnvironment(Environment):
 
 @dataclass
 class RecordingLearner:
-    """Counts what it consumes; its weights are how much that was."""
+    """A learner that records the batches that it is updated with. Its only "weight" is their number."""
 
-    consumed: list[tuple[int, ...]] = field(default_factory=list)  # trained tokens of each chunk's groups
+    consumed: list[tuple[int, ...]] = field(default_factory=list)  # for each update, the trained tokens of each part
     delay: float = 0.0
 
     async def update(self, batch: Batch) -> dict[str, float]:
@@ -136,7 +139,7 @@ def make_run(
     learner_delay: float = 0.0,
     sample_delay: Any = 0.0,
 ) -> Run:
-    """A whole run on the scripted world. Answers are left or right, by the session's seed."""
+    """Make a complete run. The sampler answers "left" for odd seeds and "right" for even ones."""
     r = renderer()
     words = {w: r.tokenizer(w, add_special_tokens=False)["input_ids"] for w in ("left", "right")}
     schedule = Schedule.from_settings(settings)
@@ -174,7 +177,7 @@ def make_run(
 
 
 def alter_answers(sampler: Any, change: Callable[[Completion, int, int], Completion]) -> None:
-    """Let every answer of a sampler pass through ``change(completion, seed of the session, turn)``."""
+    """Replace every completion of a sampler by the result of ``change(completion, seed of the session, turn)``."""
     plain = sampler.session
 
     @asynccontextmanager

@@ -1,4 +1,7 @@
-"""Losses once more, one token at a time and by cases, in plain Python: the value and its derivative by the log-prob."""
+"""A second implementation of the losses, in plain Python and one token at a time, to compare the real ones with.
+
+For each token it computes the value of the loss and its derivative by the token's log-prob.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +23,14 @@ NAMES = ("ppo", "gspo", "cispo", "gpg", "reinforce", "clip_cov", "kl_cov")
 
 @dataclass(frozen=True)
 class World:
-    """T trained tokens of N sequences, in numpy; a sequence is fresh or replayed as a whole."""
+    """The inputs of a loss: T trained tokens of N sequences. A sequence is either fresh or replayed."""
 
-    logp: np.ndarray  # float64 [T]
-    old: np.ndarray  # float64 [T]
-    behaviour: np.ndarray  # float64 [T]
+    logp: np.ndarray  # float64 [T], log-probs of the current policy
+    old: np.ndarray  # float64 [T], old log-probs
+    behaviour: np.ndarray  # float64 [T], behaviour log-probs
     advantages: np.ndarray  # float64 [T]
-    sequence: np.ndarray  # int64 [T]
-    replayed: np.ndarray  # bool [T]
+    sequence: np.ndarray  # int64 [T], index of each token's sequence
+    replayed: np.ndarray  # bool [T], whether the token is of a replayed sequence
 
     def take(self, index: np.ndarray) -> World:
         return World(*(getattr(self, field.name)[index] for field in fields(self)))
@@ -43,7 +46,7 @@ class World:
         )
 
     def padded(self, values: np.ndarray, filler: float) -> torch.Tensor:
-        """[N, L] with ``values`` of each sequence from its second position on, and ``filler`` elsewhere."""
+        """Return a tensor [N, L] with a row per sequence: its values from position 1 on, and ``filler`` elsewhere."""
         counts = Counter(self.sequence.tolist())
         result = torch.full((max(counts, default=0) + 1, max(counts.values(), default=0) + 2), filler).double()
         place: Counter[int] = Counter()
@@ -56,7 +59,11 @@ class World:
 def make_world(
     random: np.random.Generator, tokens: int = 40, sequences: int = 5, spread: float = 0.4, replayed: float = 0.4
 ) -> World:
-    """Random tokens in random order; ``spread`` scales the log-ratios, of the policy and of its behaviour alike."""
+    """Return random tokens in random order.
+
+    ``spread`` scales the differences between current, old and behaviour log-probs. ``replayed`` is the probability that
+    a sequence is replayed.
+    """
     sequence = random.integers(0, sequences, tokens)
     of_pool = random.random(sequences) < replayed
     old = -random.exponential(2.0, tokens)
@@ -77,13 +84,13 @@ def worlds(draw: st.DrawFn, spreads: tuple[float, ...] = (0.0, 0.3, 3.0, 60.0)) 
         np.random.default_rng(draw(st.integers(0, 2**32 - 1))),
         tokens=draw(st.integers(0, 40)),
         sequences=draw(st.integers(1, 6)),
-        spread=draw(st.sampled_from(spreads)),  # the last leaves the clamp
+        spread=draw(st.sampled_from(spreads)),  # the largest gives log-ratios beyond the clamp at +-20
         replayed=draw(st.sampled_from([0.0, 0.4, 1.0])),
     )
 
 
 def ratio_of(log_ratio: float) -> tuple[float, float]:
-    """exp of a log-ratio within +-20, and its derivative: nothing beyond."""
+    """Return the ratio with its log clamped to +-20, and its derivative, which is 0 beyond the clamp."""
     ratio = math.exp(min(max(log_ratio, -20.0), 20.0))
     return ratio, ratio if -20 <= log_ratio <= 20 else 0.0
 
@@ -110,7 +117,7 @@ def replayed_token(logp: float, old: float, advantage: float, config: LossConfig
 
 
 def covariances(world: World) -> np.ndarray:
-    """float64 [T], -inf for replayed tokens."""
+    """Return float64 [T], each fresh token's covariance of advantage and log-prob; -inf for replayed tokens."""
     fresh = ~world.replayed
     if not fresh.any():
         return np.full(fresh.shape, -np.inf)
@@ -119,7 +126,11 @@ def covariances(world: World) -> np.ndarray:
 
 
 def highest_covariance(world: World, share: float) -> set[int]:
-    """Fresh tokens; a world in which rounding would decide (two tokens always tie) is no example."""
+    """Return the indices of the share of fresh tokens with the highest covariance.
+
+    Hypothesis rejects worlds in which two covariances are so close that rounding would decide which token is chosen.
+    That includes all worlds with exactly two fresh tokens, whose covariances are equal.
+    """
     fresh = np.flatnonzero(~world.replayed)
     values = covariances(world)
     if currently_in_test_context():
@@ -129,7 +140,7 @@ def highest_covariance(world: World, share: float) -> set[int]:
 
 
 def covariance_in_band(world: World, config: LossConfig) -> set[int]:
-    """Fresh tokens that clip_cov draws from: PPO does not clip them."""
+    """Return the indices of the tokens that clip_cov draws from: covariance in its band, and not clipped by PPO."""
     low, high = config.options["low"], config.options["high"]
     ratios = np.exp(np.clip(world.logp - world.old, -20, 20))
     above = (world.advantages > 0) & (ratios > 1 + config.clip_high)
@@ -139,7 +150,10 @@ def covariance_in_band(world: World, config: LossConfig) -> set[int]:
 
 
 def per_token(world: World, config: LossConfig) -> tuple[np.ndarray, np.ndarray]:
-    """Value and slope of every token, before the correction. clip_cov draws all that it may, as in `settings`."""
+    """Return the loss value and derivative of every token, without the importance correction.
+
+    clip_cov must be configured to choose all its candidates (share 1, as in `settings`), so that nothing is random.
+    """
     values, slopes = np.zeros(world.logp.size), np.zeros(world.logp.size)
     chosen: set[int] = set()
     if config.name == "kl_cov":
@@ -175,7 +189,7 @@ def per_token(world: World, config: LossConfig) -> tuple[np.ndarray, np.ndarray]
 
 
 def corrections(world: World, config: LossConfig) -> np.ndarray:
-    """float64 [T]: the weight of each token; 0 = left out."""
+    """Return float64 [T], the importance-correction weight of each token; 0 means that the token is masked."""
     upper = world.logp if config.name in RATIO_FREE else world.old
     weights = np.ones(world.logp.size)
     for i in np.flatnonzero(~world.replayed) if config.correction != "none" else []:
@@ -191,7 +205,7 @@ def corrections(world: World, config: LossConfig) -> np.ndarray:
 
 
 def shares(sequence: np.ndarray, mode: str, scale: float = 1.0) -> np.ndarray:
-    """float64 [T]: what one token counts in the aggregate of all of them."""
+    """Return float64 [T], the factor of each token's loss in the aggregation ``mode``."""
     counts = Counter(sequence.tolist())
     if mode == "token-mean":
         return np.full(sequence.size, 1 / max(sequence.size, 1))
@@ -203,7 +217,10 @@ def shares(sequence: np.ndarray, mode: str, scale: float = 1.0) -> np.ndarray:
 
 
 def aggregated(world: World, config: LossConfig, mode: str, scale: float = 1.0) -> tuple[np.ndarray, np.ndarray]:
-    """Each token's part of the loss and of its gradient, [T]: as if what is left out had never been trained."""
+    """Return each token's part of the loss and of its gradient, both [T].
+
+    Masked tokens are left out of the aggregation, as if they were not in the batch.
+    """
     weights = corrections(world, config)
     kept = np.flatnonzero(weights > 0)
     rest = world.take(kept)
@@ -215,6 +232,6 @@ def aggregated(world: World, config: LossConfig, mode: str, scale: float = 1.0) 
 
 
 def settings(name: str, **changes: Any) -> LossConfig:
-    """A configuration in which a few tokens are enough for every loss to do what it is for."""
+    """Return a configuration of the loss ``name`` in which its special cases occur with only a few tokens."""
     options = {"clip_cov": {"share": 1.0, "low": 0.1, "high": 5.0}, "kl_cov": {"share": 0.2, "coefficient": 0.7}}
     return LossConfig(**{"name": name, "options": options.get(name, {})} | changes)

@@ -1,4 +1,7 @@
-"""A small world in virtual time for schedule tests: producers that take time, drop and die, and a learner."""
+"""A simulated training loop for tests of the schedule, in virtual time.
+
+Producers take time, drop groups and may fail; the learner only waits.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ TASK = Task("t")
 
 
 def group_of(number: int, version: int) -> Group:
-    """A group of one trajectory that ``version`` sampled (-1: a group of replayed experience)."""
+    """Return a group of one trajectory, sampled by the policy ``version``; -1 = a group with a replayed member only."""
     logprobs = np.zeros(2, np.float32)
     turn = Turn({"role": "assistant", "content": ""}, np.zeros(2, np.int32), logprobs, version)
     trajectory = Trajectory(f"{number}", TASK.id, ((turn,),), Score(1.0), StopReason.DONE)
@@ -28,15 +31,15 @@ def group_of(number: int, version: int) -> Group:
 
 @dataclass
 class World:
-    """How long things take and how often they go wrong; the same seed is the same world."""
+    """How long each action takes and how often it fails. All random choices depend on ``seed`` only."""
 
     seed: int = 0
     drop_chance: float = 0.0
-    concurrency: int | None = None  # groups sampled at once; None = no limit
-    train_s: float = 1.0  # a chunk
+    concurrency: int | None = None  # number of groups sampled at the same time; None = no limit
+    train_s: float = 1.0  # seconds of training per chunk
     publish_s: float = 0.0
-    lag_chance: float = 0.0  # a sampler that did not take the last publication
-    fail_at: float | None = None
+    lag_chance: float = 0.0  # probability that a group was sampled with a version that is too old
+    fail_at: float | None = None  # time in seconds at which sampling fails; None = never
 
     def duration(self, ticket: Ticket) -> float:
         return random.Random(f"{self.seed}/{ticket}").choice([0.0, 0.1, 1.0, 1.0, 3.0, 30.0])
@@ -53,7 +56,7 @@ class World:
 class Trace:
     steps: dict[int, list[list[Group]]] = field(default_factory=dict)
     refunds: int = 0
-    stale: list[Group] = field(default_factory=list)  # dropped by the queue
+    stale: list[Group] = field(default_factory=list)  # groups that the queue dropped because they were too old
     seconds: float = 0.0
     state: dict[str, Any] = field(default_factory=dict)
     metrics: list[dict[str, float]] = field(default_factory=list)
@@ -89,7 +92,7 @@ async def produce(controller: StalenessController, ready: GroupQueue, world: Wor
 async def learn(
     schedule: Schedule, steps: int, world: World, *, state: Any = None, until: int | None = None, adaptive: bool = False
 ) -> Trace:
-    """The training loop: to the end, or killed at the boundary of step ``until``."""
+    """Run the training loop to its end, or cancel it before step ``until``. ``state`` resumes from a state dict."""
     loop = asyncio.get_running_loop()
     controller = StalenessController.resume(schedule, steps, state) if state else StalenessController(schedule, steps)
     trace = Trace()

@@ -1,4 +1,4 @@
-"""Hypothesis strategies for the data of `gleanrl.types`, the comparison that arrays and NaN need, and test effort."""
+"""Hypothesis strategies for the data of `gleanrl.types`, a bitwise comparison, and the number of examples to draw."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hypothesis.extra import numpy as hnp
 from gleanrl.types import Group, GroupSpec, Score, StopReason, Task, Trajectory, Turn
 
 NIGHTLY = os.environ.get("HYPOTHESIS_PROFILE") == "nightly"
-"""Test thoroughly, as `make test-all` does: all examples, and all kills of processes."""
+"""Whether to test thoroughly, as `make test-all` does: with all examples, and with all cases of killed processes."""
 
 
 def examples(count: int) -> int:
@@ -22,7 +22,7 @@ def examples(count: int) -> int:
 
 
 text = st.text(max_size=12)
-any_text = st.text(st.characters(codec=None), max_size=12)  # lone surrogates too
+any_text = st.text(st.characters(codec=None), max_size=12)  # includes lone surrogates
 json_values: st.SearchStrategy[Any] = st.recursive(
     st.none() | st.booleans() | st.integers() | any_text | st.floats(allow_nan=False, allow_infinity=False),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(text, inner, max_size=3),
@@ -87,7 +87,7 @@ def groups(draw: st.DrawFn) -> Group:
 
 
 def same(a: Any, b: Any) -> bool:
-    """Whether two objects hold the same, arrays bit for bit and NaN equal to itself."""
+    """Return whether two objects are equal, comparing arrays bit for bit and treating NaN as equal to itself."""
     if isinstance(a, np.ndarray) or isinstance(b, np.ndarray):
         kinds = isinstance(a, np.ndarray) and isinstance(b, np.ndarray) and a.dtype == b.dtype and a.shape == b.shape
         return kinds and a.tobytes() == b.tobytes()
@@ -99,4 +99,5 @@ def same(a: Any, b: Any) -> bool:
         return list(a) == list(b) and all(same(a[key], b[key]) for key in a)
     if isinstance(a, list | tuple):
         return len(a) == len(b) and all(map(same, a, b))
-    return repr(a) == repr(b)  # NaN is not equal to itself, and -0.0 is equal to 0.0
+    # `==` would treat NaN as unequal to itself, and -0.0 as equal to 0.0.
+    return repr(a) == repr(b)

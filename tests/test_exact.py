@@ -1,4 +1,7 @@
-"""Real episodes, end to end: what the sampler recorded is what the trainer's forward pass gives, for every context."""
+"""The log-probs that the sampler records equal those of the learner's forward pass, for every context policy.
+
+The episodes are played on ALFWorld with a tiny model.
+"""
 
 from __future__ import annotations
 
@@ -53,6 +56,7 @@ def test_the_trainer_reproduces_the_samplers_log_probs(policy: str, temperature:
     groups, scored = asyncio.run(play())
     assert sum(s.mask.sum() for s, _ in scored) == sum(t.sampled_tokens for g in groups for t in g.trajectories)
     if policy == "window":
-        assert len(scored) > 6  # the window moved
+        # More samples than the six trajectories means that the window moved and started new segments.
+        assert len(scored) > 6
     for sample, score in scored:
         np.testing.assert_allclose(score.logprobs, sample.behaviour, atol=1e-4)

@@ -1,4 +1,7 @@
-"""The rules of the house: which room may depend on which, which may import torch, and which words are not used."""
+"""Rules for the source code: which subpackages may depend on which, which may import torch, and which words are banned.
+
+A "room" is a subpackage or a top-level module of gleanrl.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,7 @@ ROOMS: tuple[str, ...] = (
     "cli",
     "__main__",
 )
-"""From the bottom to the top. A room imports from lower lines and from itself, never from its own line's neighbours."""
+"""The rooms in layers, from the bottom to the top. A room may import from itself and from lower layers only."""
 
 TORCH = (
     "algorithms",
@@ -46,7 +49,7 @@ TORCH = (
 )
 NO_TORCH = ("samplers.openai", "samplers.scripted")
 LAZY = ("environments.adapters", "environments.alfworld", "environments.textworld", "runtime.ray", "samplers.vllm")
-"""Modules that import a third-party system at their top: they are imported where they are used, by name."""
+"""Modules that import a third-party package at their top. Other modules import them only inside functions."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +61,7 @@ class Import:
 
 @cache
 def modules() -> dict[str, Path]:
-    """Dotted name to file, of every module of the package."""
+    """Return the file of every module of the package, by the module's dotted name."""
     found = {}
     for path in sorted(SOURCE.rglob("*.py")):
         parts = path.relative_to(SOURCE).with_suffix("").parts
@@ -68,7 +71,7 @@ def modules() -> dict[str, Path]:
 
 @cache
 def imports(name: str) -> tuple[Import, ...]:
-    """What a module imports at run time; imports for type checkers do not count."""
+    """Return what a module imports at run time, without imports for type checkers."""
     return tuple(_imports(ast.parse(modules()[name].read_text(encoding="utf-8")), eager=True))
 
 
@@ -99,7 +102,7 @@ def within(module: str, names: tuple[str, ...]) -> bool:
     return any(f"{module}.".startswith(f"gleanrl.{name}.") for name in names)
 
 
-def test_dependencies_point_one_way() -> None:
+def test_rooms_import_only_from_lower_layers() -> None:
     wrong = [
         f"{name}:{i.line} imports {i.target}"
         for name in modules()
@@ -110,8 +113,8 @@ def test_dependencies_point_one_way() -> None:
     assert not wrong, "\n".join(wrong)
 
 
-def test_no_import_circles() -> None:
-    """Lazy imports count too: a circle that only shows at run time is a circle."""
+def test_modules_have_no_circular_imports() -> None:
+    """Imports inside functions count too."""
     edges = {name: {i.target for i in imports(name) if i.target in modules()} - {name} for name in modules()}
     done: set[str] = set()
 
@@ -126,7 +129,7 @@ def test_no_import_circles() -> None:
         visit(name, ())
 
 
-def test_only_those_who_compute_hold_torch() -> None:
+def test_torch_is_imported_only_in_the_listed_modules() -> None:
     wrong = [
         f"{name}:{i.line} imports {i.target}"
         for name in modules()
@@ -136,7 +139,7 @@ def test_only_those_who_compute_hold_torch() -> None:
     assert not wrong, "\n".join(wrong)
 
 
-def test_adapters_are_imported_where_they_are_used() -> None:
+def test_adapters_are_imported_only_inside_functions() -> None:
     wrong = [
         f"{name}:{i.line} imports {i.target}"
         for name in modules()
@@ -146,7 +149,7 @@ def test_adapters_are_imported_where_they_are_used() -> None:
     assert not wrong, "\n".join(wrong)
 
 
-def test_importing_the_package_is_instant_and_leaves_torch_alone() -> None:
+def test_importing_the_package_takes_under_0_3_s_and_does_not_import_torch() -> None:
     code = (
         "import sys, time; start = time.process_time(); import gleanrl; spent = time.process_time() - start;"
         "gleanrl.Trajectory; print(spent, [m for m in ('torch', 'transformers', 'pydantic') if m in sys.modules])"
@@ -157,7 +160,7 @@ def test_importing_the_package_is_instant_and_leaves_torch_alone() -> None:
     assert min(map(float, spent)) < 0.3
 
 
-def test_help_comes_within_a_second() -> None:
+def test_the_help_is_printed_within_a_second() -> None:
     spent = []
     for _ in range(3):
         start = time.perf_counter()
@@ -169,13 +172,13 @@ def test_help_comes_within_a_second() -> None:
 
 
 def _bare_start() -> float:
-    """What starting Python costs on this machine now, seconds: a busy one is forgiven."""
+    """Return the seconds that starting Python takes on this machine now, so that a busy machine gets more time."""
     start = time.perf_counter()
     subprocess.run([sys.executable, "-c", "import numpy, argparse"], check=True)
     return time.perf_counter() - start
 
 
-def test_no_file_names_the_machine_it_was_written_on() -> None:
+def test_no_file_names_a_folder_of_the_machine_it_was_written_on() -> None:
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
     if listed.returncode:
         pytest.skip("not a git checkout")
@@ -188,7 +191,7 @@ def test_no_file_names_the_machine_it_was_written_on() -> None:
 
 
 def test_prose_and_names_use_plain_words() -> None:
-    """No word of the project's former private language, as a word or as a part of an identifier."""
+    """Words that earlier texts used with an unusual meaning occur neither as words nor as parts of identifiers."""
     banned = re.compile(r"(?<![a-z])(told|nobody|somebody|anew|whoever|mends?|mended|beside)(?![a-z])", re.IGNORECASE)
     texts = {".py", ".md", ".js", ".html", ".css", ".toml"}
     files = [ROOT / "README.md", *SOURCE.rglob("*"), *(ROOT / "docs").rglob("*")]

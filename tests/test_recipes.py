@@ -1,4 +1,4 @@
-"""The recipes run as a reader would run them."""
+"""The recipes run as programs, in the way a reader would start them."""
 
 from __future__ import annotations
 

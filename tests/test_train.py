@@ -524,7 +524,7 @@ def test_max_resample_counts_groups_that_were_dropped_before_an_interrupt(tmp_pa
 
 
 def test_learner_weights_is_called_in_another_thread(tmp_path: Path) -> None:
-    """The call may wait for an appraisal of the batch, which may wait for the event loop, so it must not block that."""
+    """A sharded learner blocks the caller while another of its calls runs, so the event loop must not be the caller."""
     run = make_run(tmp_path, ScheduleSettings(preset="sync", batch=2, group=2, min_valid=1), steps=2)
     weights, asked = run.learner.weights, list[bool]()
 
