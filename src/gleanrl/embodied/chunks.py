@@ -22,7 +22,9 @@ class ChunkStep:
     """
 
     next_obs: Floats  # [B, D]: observation after the chunk, or the last one of an episode that ended in the chunk
-    obs: Floats  # [B, D]: input of the next action, which is the first observation of a new episode after an end
+    # [B, D]: observation for which the policy chooses the next action. If an episode ended in the chunk, it is the
+    # first observation of the next episode.
+    obs: Floats
     rewards: Floats  # [B, C]
     terminations: Flags  # [B, C]: the episode ended in this step, in a terminal state
     truncations: Flags  # [B, C]: the episode was cut off in this step, e.g. by a time limit, so targets bootstrap

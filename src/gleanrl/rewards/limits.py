@@ -94,8 +94,8 @@ class Permit:
 CURRENT_PERMIT: ContextVar[Permit | None] = ContextVar("permit", default=None)
 """The permit of the request that the current asyncio task scores; None outside of a reward agent.
 
-Rewards that limit or order their calls themselves (the parts of a weighted sum, reward models) take the request's lanes
-from it.
+Some rewards limit or order their calls themselves, for example the parts of a weighted sum and reward models. They read
+from the permit whether the request is one of training, of evaluation, or of both.
 """
 
 

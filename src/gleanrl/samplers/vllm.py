@@ -236,8 +236,8 @@ class VllmWorker(Worker):
                 raise UserError(
                     "vLLM kept prefixes that older weights computed; the run stops before it samples from them"
                 )
-            # These steps also advance the requests of sessions. Requests that are completed here are delivered in the
-            # next burst.
+            # The engine steps below compute the canary's request, and at the same time those of open sessions. Results
+            # of sessions that are complete by then are delivered with the next call of `burst`.
             name, outputs = f"canary {next(self._names)}", []
             parameters = _parameters(ANSWER, 0.0, prompt_logprobs=0)
             self._engine.add_request(name, {"prompt_token_ids": self._canary.prompt}, parameters)

@@ -96,7 +96,9 @@ class Host:
     _all: ClassVar[dict[tuple[asyncio.AbstractEventLoop, str], Host]] = {}
 
     def __init__(self, config: Any) -> None:
-        self.episodes: dict[str, AnswersCalls] = {}  # trace id -> episode that answers its model calls
+        self.episodes: dict[
+            str, AnswersCalls
+        ] = {}  # id of a verifiers trace -> episode that samples the model's answers for it
         self._vf = import_v1()
         self._env = self._vf.load_environment(config)
         loop = asyncio.get_running_loop()

@@ -129,7 +129,7 @@ class DatasetTaskset(Taskset):
     def all_tasks(self, split: Split, most: int | None = None, without: Collection[int] = ()) -> Sequence[Task]:
         """Return the tasks of a split, or only the first ``most`` of them. A file is read only as far as needed.
 
-        Tasks whose question is in ``without`` are left out, as in `tasks`.
+        Tasks whose question's hash is in ``without`` are left out, as in `tasks`.
 
         Raises:
             UserError: a row is malformed, or two different rows have the same id. Ids are compared across all splits,

@@ -183,7 +183,8 @@ def _make_coin_collector(options: Any) -> Any:
         return sorted(way for way, door in room.exits.items() if door.dest is None)
 
     while len(rooms) < options.nb_rooms:
-        on_the_way = len(rooms) < options.quest_length  # n rooms on the way need n - 1 "go" commands and one "take"
+        # The path to the object has quest_length rooms: walking it takes quest_length - 1 "go" commands and one "take".
+        on_the_way = len(rooms) < options.quest_length
         near = rooms[-1]
         if not on_the_way:
             open_rooms = [room for room in rooms if free_ways(room)]

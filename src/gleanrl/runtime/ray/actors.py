@@ -163,8 +163,8 @@ class Service:
 class RemoteHold:
     """The counterpart of a `DeviceHold` inside an actor.
 
-    Only the driver can see whether more urgent work waits for the device. Therefore `wanted` is always True here, and
-    the driver answers `give_way` at once if no such work waits.
+    `wanted` says whether more urgent work waits for the device, which only the driver knows. Here it is always True, so
+    that the holder always calls `give_way`; the driver's answer comes at once if no such work waits.
     """
 
     server: ActorServer
