@@ -73,7 +73,8 @@ def test_every_state_equals_that_of_textworlds_own_engine(
     monkeypatch.setattr(engine, "_INTERPRETERS", 1)
     files = [compiled(*_game(task)) for task in taskset.tasks("train", 2)]
     draw = random.Random(0)
-    walks = [[stock(files[i % 2]), None, None] for i in range(4)]  # stock engine, its state, ours
+    # Each walk holds TextWorld's own engine, its state, and the state of Glean RL's engine.
+    walks = [[stock(files[i % 2]), None, None] for i in range(4)]
     compared = 0
     for walk, file in zip(walks, files * 2, strict=True):
         walk[1], walk[2] = walk[0].reset(), engine.load(file).root

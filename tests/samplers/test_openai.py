@@ -339,7 +339,7 @@ def test_a_bfloat16_server_of_the_base_model_is_rejected_when_a_checkpoint_is_pu
         run(test(server, trained, model))
 
 
-def test_nothing_is_sampled_while_it_is_not_known_what_the_server_serves() -> None:
+def test_sessions_wait_or_raise_after_a_failed_update_until_the_next_publication() -> None:
     model = make_model()
 
     async def test(server: CompletionsServer) -> None:

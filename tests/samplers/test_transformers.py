@@ -267,7 +267,7 @@ def test_weights_that_are_missing_or_misshapen_raise_and_the_old_ones_stay(model
 
 
 @pytest.mark.parametrize("inflight", [False, True])
-def test_nothing_is_sampled_with_weights_of_which_only_a_part_was_loaded(model, inflight: bool) -> None:
+def test_no_session_samples_with_partly_loaded_weights(model, inflight: bool) -> None:
     weights = dict(make_model(seed=1).named_parameters())
     *_, last = weights
 

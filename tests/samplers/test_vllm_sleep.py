@@ -145,7 +145,7 @@ def test_a_failed_publication_does_not_end_a_sleep_that_discarded_the_weights(sa
 
 
 @pytest.mark.parametrize("asleep", [False, True])
-def test_waking_does_not_let_anybody_sample_with_weights_that_did_not_arrive(sampler: Any, asleep: bool) -> None:
+def test_wake_does_not_let_sessions_sample_after_a_failed_publication(sampler: Any, asleep: bool) -> None:
     async def test() -> None:
         if asleep:
             await sampler.sleep()

@@ -38,5 +38,6 @@ class _Conversation(Environment):
         done = Path(self.rules.folder, self.id)
         if self.rules.folder and self.id in self.rules.tasks_that_kill and not done.exists():
             done.touch()
-            os.kill(os.getppid(), signal.SIGKILL)  # the worker's parent: the server
+            # The parent of this worker process is the server.
+            os.kill(os.getppid(), signal.SIGKILL)
         return await self.inner.step(message)

@@ -81,7 +81,7 @@ def using(work: Callable[[PythonSandbox], Awaitable[Any]], isolation: Any = "bub
     return asyncio.run(run())
 
 
-def test_code_cannot_fork(world: World) -> None:
+def test_code_cannot_fork_processes(world: World) -> None:
     ran = world.run(
         "import os\ncount = 0\nfor _ in range(1000):\n    try:\n        os.fork()\n        count += 1\n"
         "    except OSError:\n        pass\ncount"
