@@ -273,6 +273,16 @@ def test_the_summary_fits_a_narrow_terminal(run: RunFolder) -> None:
     assert any(line.startswith("tokens sampled:") for line in lines)
 
 
+@pytest.mark.parametrize("kind", ["math[hard]", "a[/b]"])
+def test_the_summary_shows_the_name_of_a_kind_of_task_as_it_is(tmp_path: Path, kind: str) -> None:
+    (tmp_path / "metrics.jsonl").write_text(
+        json.dumps({"step": 0, "eval/sampled/pass@1": 0.5, f"eval/kind/{kind}/success": 0.25}) + "\n"
+    )
+    out = io.StringIO()
+    show(tmp_path, rich.console.Console(file=out, width=80))
+    assert kind in out.getvalue()
+
+
 def test_a_transcript_contains_every_message_and_the_score(run: RunFolder) -> None:
     trajectory = next(r.trajectory for r in run.read_rollouts(3) if r.trajectory.score.value == 1.0)
     text = transcript(trajectory)

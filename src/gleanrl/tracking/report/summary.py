@@ -56,12 +56,12 @@ def _make_table(found: Mapping[str, Any]) -> Table:
         table.add_column(heading, justify="right")
     for line in found["evaluation"]:
         change = f"{100 * line['change']:+.1f} points" if line["change"] is not None else ""
-        table.add_row(line["label"], _with_interval(line["before"]), _with_interval(line["after"]), change)
+        table.add_row(Text(line["label"]), _with_interval(line["before"]), _with_interval(line["after"]), change)
         if (late := line["late_mean"]) is not None:
             change = f"{100 * (late - line['before']['value']):+.1f} points"
             table.add_row(f"  mean of last {len(line['late_steps'])}", "", f"{100 * late:.1f} %", change)
     for baseline in found["baselines"]:
-        table.add_row(f"{baseline['label']} (baseline)", "", _with_interval(baseline), "", style="dim")
+        table.add_row(Text(f"{baseline['label']} (baseline)"), "", _with_interval(baseline), "", style="dim")
     return table
 
 
