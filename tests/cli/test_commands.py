@@ -53,7 +53,7 @@ def test_a_dry_run_shows_the_plan_and_does_nothing(gleanrl: CommandLine) -> None
     assert not (gleanrl.folder / "runs").exists()
 
 
-@pytest.mark.parametrize("command", ["train tiny.toml --dry-run", "settings", "doctor"])
+@pytest.mark.parametrize("command", ["train tiny.toml --dry-run", "settings", "doctor", "simulate"])
 def test_a_reader_that_goes_away_is_no_error(gleanrl: CommandLine, command: str) -> None:
     started = subprocess.Popen(
         [sys.executable, "-u", "-m", "gleanrl", *command.split()],
@@ -138,6 +138,18 @@ def test_evaluate_report_and_resume_of_a_complete_run(whole: Whole) -> None:
     again = gleanrl.train("whole", "--resume")
     assert again.status == 0, again.stderr
     assert folder.metrics_path.read_bytes() == before
+
+
+def test_training_succeeds_if_the_reader_of_its_summary_goes_away(whole: Whole) -> None:
+    gleanrl, _ = whole
+    command = [sys.executable, "-m", "gleanrl", "train", "tiny.toml", "--run.name", "whole", "--resume"]
+    started = subprocess.Popen(
+        command, cwd=gleanrl.folder, env=gleanrl.environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert started.stdout is not None
+    started.stdout.close()
+    _, said = started.communicate(timeout=240)
+    assert started.returncode == 0, said
 
 
 @pytest.mark.parametrize("at_start", ["true", "false"])

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from pydantic import ValidationError
 
+from gleanrl.cli.common import guarded
 from gleanrl.simulate.workload import OVERHEADS, PRESETS, Cluster, Overhead, Preset, Workload
 from gleanrl.utils.errors import UserError
 
@@ -56,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     text = f"also simulate {BEST} with settings that make it faster"
     parser.add_argument("--improve", action="store_true", help=text)
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
-    parser.set_defaults(command=_simulate)
+    parser.set_defaults(command=guarded(_simulate))
 
 
 def add_options(parser: Any, model: type[Workload | Cluster]) -> None:

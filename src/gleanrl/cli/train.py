@@ -6,6 +6,7 @@ import argparse
 import os
 import shlex
 import sys
+from contextlib import suppress
 from functools import partial
 
 from gleanrl.cli.common import INTERRUPTED, add_job_arguments, import_runtime, load_config, preset_names, quiet_pipe
@@ -56,6 +57,7 @@ def _train(args: argparse.Namespace) -> int:
 
     folder = RunFolder(config.path)
     path = report.build(folder)
-    report.show(folder)
-    print(f"report: {path}")
+    with quiet_pipe(), suppress(SystemExit):  # rich raises SystemExit if standard output is a closed pipe
+        report.show(folder)
+        print(f"report: {path}")
     return 0
