@@ -139,6 +139,11 @@ def test_evaluate_report_and_resume_of_a_complete_run(whole: Whole) -> None:
     assert again.status == 0, again.stderr
     assert folder.metrics_path.read_bytes() == before
 
+    config = folder.config_path.read_bytes()
+    fewer = gleanrl.train("whole", "--resume", "--run.steps", "3")
+    assert (fewer.status, folder.config_path.read_bytes()) == (2, config)
+    assert fewer.complaint.startswith("run.steps = 3, but runs/whole/checkpoints/step-6 has finished 6 steps")
+
 
 def test_training_succeeds_if_the_reader_of_its_summary_goes_away(whole: Whole) -> None:
     gleanrl, _ = whole

@@ -154,6 +154,8 @@ def test_a_longer_run_goes_on_and_another_one_is_refused(embodied: CommandLine) 
     assert embodied.train("run", "--run.steps", "4").status == 0
     assert embodied.train("run", "--run.steps", "6", "--resume").status == 0
     assert embodied.run("run").read_metrics()[-1].step == 6
+    fewer = embodied.train("run", "--run.steps", "3", "--resume")
+    assert "has finished 6 steps" in fewer.complaint
     refused = embodied.train("run", "--schedule.lag", "3", "--resume")
     assert "was started with schedule.lag = 1" in refused.complaint
     other = embodied("train", "quickstart", "--run.name", "run", "--resume")
@@ -176,6 +178,9 @@ def test_evaluate_takes_the_newest_checkpoint(ended: tuple[CommandLine, Ended]) 
     value = next(line.split()[1] for line in found.stdout.splitlines() if line.startswith("eval/return "))
     last = gleanrl.run("whole").read_metrics()[-1].metrics["eval/return"]
     assert value == f"{last:.4f}"
+    wider = gleanrl("evaluate", "runs/whole", "--learner.hidden_size", "32")
+    assert wider.status == 2
+    assert wider.complaint.startswith("the checkpoint is of other networks")
 
 
 def test_a_dry_run_prints_the_configuration_and_the_plan(embodied: CommandLine) -> None:

@@ -182,11 +182,11 @@ def run_evaluation(config: EmbodiedConfig, checkpoint: Path | None, console: Dis
     if config.run.threads:
         torch.set_num_threads(config.run.threads)
     with open_environments(config, "evaluation", config.evaluation.episodes) as environments:
-        actor = SAC(environments.obs_size, environments.action_size, config.learner, config.run.seed).actor
+        sac = SAC(environments.obs_size, environments.action_size, config.learner, config.run.seed)
         if checkpoint is not None:
-            actor.load_state_dict(read_state(checkpoint)["sac"]["actor"])
+            sac.load_state_dict(read_state(checkpoint)["sac"])
         with console.stage("evaluating"):
-            return evaluate(actor.cpu().mean, environments)
+            return evaluate(sac.actor.cpu().mean, environments)
 
 
 @contextmanager

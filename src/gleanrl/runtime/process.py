@@ -42,7 +42,8 @@ def open_run(folder: RunFolder, config: JobConfig, *, resume: bool) -> Iterator[
 
     Raises:
         UserError: another process has locked the folder; ``resume`` is False and the folder contains a run; or
-            ``resume`` is True and the folder contains no run, or a run whose configuration does not match.
+            ``resume`` is True and the folder contains no run, a run whose configuration does not match, or a run that
+            has finished more than ``run.steps`` steps.
     """
     if resume and not folder.config_path.exists():
         raise UserError(f"{folder.path} holds no run to resume; leave --resume out to start one")
@@ -58,6 +59,12 @@ def open_run(folder: RunFolder, config: JobConfig, *, resume: bool) -> Iterator[
             raise UserError(f"{folder.path} is in use by another process") from None
         if resume:
             check_resumed(load_stored(folder.config_path), config)
+            for checkpoint in folder.checkpoints()[-1:]:
+                if checkpoint.step > config.run.steps:
+                    raise UserError(
+                        f"run.steps = {config.run.steps}, but {checkpoint.path} has finished {checkpoint.step} steps; "
+                        "raise it, or start another run with --run.name"
+                    )
         elif folder.config_path.exists():
             raise UserError(
                 f"{folder.path} already holds a run; continue it with --resume or choose another --run.name"
