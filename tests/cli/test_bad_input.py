@@ -176,6 +176,7 @@ def test_bad_configuration_files(gleanrl: CommandLine) -> None:
         ("evaluate", "nowhere.toml"): r"cannot read nowhere.toml",
         ("evaluate", str(gleanrl.folder)): r"is not a run folder",
         ("report", "nowhere"): r"no run folder at nowhere",
+        ("report", "n" * 300): r"n{300}: File name too long",
         ("doctor", "--what", "3"): r"unknown option --what",
     }.items():
         ended = gleanrl.here(*argv)

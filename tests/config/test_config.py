@@ -5,8 +5,10 @@ Every error is one line that names the wrong key.
 
 from __future__ import annotations
 
+import math
 import re
 import tomllib
+from datetime import date
 from pathlib import Path
 
 import pytest
@@ -30,6 +32,18 @@ def test_every_preset_is_valid_and_unchanged_after_writing_and_reading_toml() ->
         config = load_job(name)
         assert type(config).model_validate(tomllib.loads(config.to_toml())) == config
         assert str(config.path) in config.plan().values()
+
+
+def test_infinite_numbers_dates_and_none_are_unchanged_after_writing_and_reading_toml() -> None:
+    parts = {"environment": {"clip": [0.0, math.inf]}}
+    config = Config(
+        environment=settings.EnvironmentSettings(options={"since": date(2024, 1, 1), "names": {"a b": [1, 2.5]}}),
+        reward=settings.RewardSettings(options={"parts": parts}),
+        critic=settings.CriticSettings(clip=None),
+        loss=settings.LossSettings(dual_clip=None),
+    )
+    assert Config.model_validate(tomllib.loads(config.to_toml())) == config
+    assert load("quickstart", [("loss.dual_clip", "none")]).loss.dual_clip is None
 
 
 @pytest.mark.parametrize("steps", [1, 5, 6])
@@ -115,11 +129,15 @@ def test_chunks_must_divide_the_batch_and_are_rejected_with_batch_statistics() -
         ("steps = 3\n", ["bad.toml", "'steps'", "'run.steps'"]),
         ("[run]\nsteps = 0\n", ["bad.toml", "run.steps = 0"]),
         ("[run]\nname = 'a/b'\n", ["bad.toml", "run.name"]),
+        ("[run]\nname = '..'\n", ["bad.toml", "run.name"]),
+        ("run = 3\n", ["bad.toml", "run = 3"]),
+        ("job = ['x']\n", ["bad.toml", "job = ['x']"]),
+        ("# f\xfcr\n", ["bad.toml", "not valid TOML", "utf-8"]),
     ],
 )
 def test_the_error_for_an_invalid_file_names_the_file_and_the_key(tmp_path: Path, text: str, words: list[str]) -> None:
     path = tmp_path / "bad.toml"
-    path.write_text(text)
+    path.write_text(text, encoding="latin-1")
     with pytest.raises(UserError) as error:
         load(str(path))
     for word in words:

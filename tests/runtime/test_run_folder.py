@@ -74,9 +74,10 @@ def test_a_users_mistakes_are_one_clear_line(tmp_path: Path) -> None:
         RunFolder.existing(tmp_path / "nothing")
     with pytest.raises(UserError, match=r"neither config.toml nor metrics.jsonl"):
         RunFolder.existing(tmp_path)
-    (tmp_path / "config.toml").write_text("a = = 1")
-    with pytest.raises(UserError, match=r"config.toml is not valid TOML"):
-        RunFolder.existing(tmp_path).read_config()
+    for damaged in (b"a = = 1", b"# f\xfcr"):
+        (tmp_path / "config.toml").write_bytes(damaged)
+        with pytest.raises(UserError, match=r"config.toml is not valid TOML"):
+            RunFolder.existing(tmp_path).read_config()
 
 
 def test_the_code_of_the_docs_page_runs(

@@ -30,7 +30,7 @@ VERBS: Mapping[str, str] = {
     "serve-env": "serve an environment over HTTP",
     "doctor": "check whether this machine can train, and which extras are installed",
 }
-_USER_CAN_FIX = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM}
+_USER_CAN_FIX = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

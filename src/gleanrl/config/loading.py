@@ -63,7 +63,8 @@ def load_job(source: str, overrides: Overrides = ()) -> JobConfig:
     accepted.
     """
     name, data = _read(source)
-    data.setdefault("run", {}).setdefault("name", name)
+    if isinstance(run := data.setdefault("run", {}), dict):
+        run.setdefault("name", name)
     return _check(_validate(data, source, overrides))
 
 
@@ -98,17 +99,17 @@ def _read(source: str) -> tuple[str, dict[str, Any]]:
     """Read a preset or a TOML file. Returns its name without ``.toml``, and its parsed content."""
     if source.endswith(".toml"):
         try:
-            name, text = Path(source).stem, Path(source).read_text(encoding="utf-8")
+            name, text = Path(source).stem, Path(source).read_bytes()
         except OSError as error:
             raise UserError(f"cannot read {source}: {error.strerror}") from None
     elif source in presets():
-        name, text = source, (resources.files("gleanrl.config") / "presets" / f"{source}.toml").read_text()
+        name, text = source, (resources.files("gleanrl.config") / "presets" / f"{source}.toml").read_bytes()
     else:
         hint = nearest(source, presets()) or f"; presets: {', '.join(presets())}; a file ends in .toml"
         raise UserError(f"no preset {source!r}{hint}")
     try:
-        return name, tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+        return name, tomllib.loads(text.decode())
+    except ValueError as error:  # of the decoding or of the parser
         raise UserError(f"{source} is not valid TOML: {error}") from None
 
 
@@ -117,7 +118,7 @@ def _validate(data: dict[str, Any], source: str, overrides: Overrides) -> JobCon
 
     The key ``job`` in ``data`` selects the configuration's class. Error messages name ``source``.
     """
-    if data.get("job", "embodied") not in JOBS:
+    if data.get("job", "embodied") not in list(JOBS):  # a list, because the value may not be hashable
         raise UserError(f"{source}: job = {data['job']!r}; known: {', '.join(JOBS)}, or none for a language model")
     model = JOBS[data["job"]] if "job" in data else Config
     for key, text in overrides:

@@ -21,6 +21,7 @@ from gleanrl.utils.settings import (
     MonitorSettings,
     NonNegative,
     NonNegativeFloat,
+    OrNone,
     Positive,
     PositiveFloat,
     Settings,
@@ -224,9 +225,9 @@ class CriticSettings(Settings):
     """Constant learning rate of the critic's own optimizer. With `model = "shared"` it applies to the head only."""
     coefficient: NonNegativeFloat = 0.5
     """Factor of the value loss in the gradient of the policy's weights, with `model = "shared"`."""
-    clip: PositiveFloat | None = 0.5
+    clip: OrNone[PositiveFloat] = 0.5
     """Bound on how far a value may move from its old value in one step: the loss is the larger of the errors of the
-    value and of the clipped value, as in PPO. None turns clipping off."""
+    value and of the clipped value, as in PPO. "none" turns clipping off."""
     warmup_steps: NonNegative = 0
     """Number of steps at the start of the run in which only the critic is updated; 0 = none."""
     max_grad_norm: PositiveFloat = 1.0
@@ -249,9 +250,9 @@ class LossSettings(Settings):
     clip_high: NonNegativeFloat = 0.28
     """The ratio of fresh tokens is clipped above at 1 + clip_high (ppo, gspo, cispo and clip_cov). A value above
     `clip_low` keeps the entropy higher (DAPO)."""
-    dual_clip: Annotated[float, Field(gt=1.0)] | None = 3.0
+    dual_clip: OrNone[Annotated[float, Field(gt=1.0)]] = 3.0
     """Bounds the loss of a token with negative advantage A by -A * dual_clip (dual-clip PPO). Applies to ppo, and to
-    replayed tokens with `replay_mode = "clip"`. None turns it off."""
+    replayed tokens with `replay_mode = "clip"`. "none" turns it off."""
     aggregation: Literal[
         "auto", "token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
     ] = "auto"

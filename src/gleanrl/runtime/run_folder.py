@@ -108,10 +108,10 @@ class RunFolder:
             UserError: config.toml is not valid TOML.
         """
         try:
-            return tomllib.loads(self.config_path.read_text(encoding="utf-8"))
+            return tomllib.loads(self.config_path.read_bytes().decode())
         except FileNotFoundError:
             return {}
-        except tomllib.TOMLDecodeError as error:
+        except ValueError as error:  # of the decoding or of the parser
             raise UserError(f"{self.config_path} is not valid TOML: {error}") from None
 
     def read_metrics(self) -> list[Row]:

@@ -6,16 +6,21 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 import tomli_w
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+T = TypeVar("T")
 
 Positive = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[int, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 PositiveFloat = Annotated[float, Field(gt=0.0)]
 NonNegativeFloat = Annotated[float, Field(ge=0.0)]
+OrNone = Annotated[T | None, BeforeValidator(lambda value: None if value == "none" else value)]
+"""Type of a setting whose default is not None but that may be None. TOML has no null value, so that None is written as
+the text ``"none"`` there."""
 
 
 class Settings(BaseModel):
@@ -28,9 +33,9 @@ class Settings(BaseModel):
 
 
 class RunSettings(Settings):
-    name: str = Field(default="run", pattern=r"^[A-Za-z0-9._-]+$")
-    """Name of the run, and of its folder. Letters, digits, dots, hyphens and underscores are allowed. If it is not set,
-    the name of the preset or of the configuration file is used."""
+    name: str = Field(default="run", pattern=r"^\.?[A-Za-z0-9_-][A-Za-z0-9._-]*$")
+    """Name of the run, and of its folder. Letters, digits, dots, hyphens and underscores are allowed, but not "." or
+    "..". If it is not set, the name of the preset or of the configuration file is used."""
     folder: str = "runs"
     """Folder that contains the run folders. The folder of this run is `folder/name`."""
     seed: NonNegative = 0
@@ -79,5 +84,20 @@ class JobConfig(Settings):
         return {"run folder": str(self.path)}
 
     def to_toml(self) -> str:
-        """Return the resolved configuration as TOML. Reading the TOML gives a configuration equal to this one."""
-        return tomli_w.dumps(self.model_dump(mode="json", exclude_none=True))
+        """Return the resolved configuration as TOML. Reading the TOML gives a configuration equal to this one.
+
+        A configuration that was made in Python may have values in its tables ``options`` that TOML lacks. A tuple is
+        read back as a list; None raises `TypeError`.
+        """
+        return tomli_w.dumps(_toml_values(self))
+
+
+def _toml_values(settings: Settings) -> dict[str, Any]:
+    """Return the settings as nested dicts. None is left out where it is the default; elsewhere it is ``"none"``."""
+    values: dict[str, Any] = {}
+    for name, value in settings:
+        if value is not None:
+            values[name] = _toml_values(value) if isinstance(value, Settings) else value
+        elif type(settings).model_fields[name].default is not None:
+            values[name] = "none"
+    return values
