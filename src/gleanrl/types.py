@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from numbers import Real
 from typing import TYPE_CHECKING, Any, Required, TypedDict
 
 import numpy as np
@@ -78,6 +80,10 @@ class Score:
 
     ``parts`` holds named components of the value, which are reported as metrics. ``explanation`` is a text from the
     reward, such as the reason for an invalid score.
+
+    Environments and rewards also compute bools, numpy numbers and tensors, which files could not hold. So the value and
+    the parts become floats, and the explanation becomes a text. Parts that are not numbers are left out. A value that
+    is not a number raises `TypeError`; a valid score whose value is not finite raises `ValueError`.
     """
 
     value: float
@@ -87,8 +93,19 @@ class Score:
     applicable: bool = True  # False if the score is invalid because the reward does not apply to this trajectory
 
     def __post_init__(self) -> None:
-        if self.valid and not math.isfinite(self.value):
-            raise ValueError(f"a valid score must be finite, not {self.value}; use Score.failed(reason)")
+        value, parts = as_float(self.value), {str(name): as_float(part) for name, part in self.parts.items()}
+        if value is None:
+            raise TypeError(f"the value of a score must be a number, not {self.value!r:.80}")
+        for name, plain in (
+            ("value", value),
+            ("valid", bool(self.valid)),
+            ("parts", {name: part for name, part in parts.items() if part is not None}),
+            ("explanation", None if self.explanation is None else str(self.explanation)),
+            ("applicable", bool(self.applicable)),
+        ):
+            object.__setattr__(self, name, plain)
+        if self.valid and not math.isfinite(value):
+            raise ValueError(f"a valid score must be finite, not {value}; use Score.failed(reason)")
 
     @classmethod
     def failed(cls, reason: str) -> Score:
@@ -252,6 +269,17 @@ class Group:
     def version(self) -> int:
         """Version of the oldest weights that sampled a valid fresh member; -1 if no such member was sampled."""
         return min((version for t in self.valid_fresh if (version := t.version) >= 0), default=-1)
+
+
+def as_float(value: Any) -> float | None:
+    """Return a bool, an int, a float, or an array or tensor with one element as a float, and None for anything else."""
+    if hasattr(value, "item"):
+        with suppress(ValueError, RuntimeError, TypeError):  # the array or tensor does not have exactly one element
+            value = value.item()
+    try:
+        return float(value) if isinstance(value, Real) else None
+    except OverflowError:  # an int may exceed a float's range
+        return None
 
 
 def _frozen(array: npt.NDArray[Any], dtype: type[np.generic]) -> npt.NDArray[Any]:

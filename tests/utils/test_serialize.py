@@ -56,6 +56,29 @@ def test_a_score_that_is_not_applicable_is_restored_as_not_applicable() -> None:
     assert not serialize.from_json(serialize.to_json(score), Score).applicable
 
 
+@pytest.mark.parametrize(
+    "one", [True, 1, np.bool_(True), np.float32(1), np.array([1])], ids=lambda one: type(one).__name__
+)
+def test_a_score_of_bools_numpy_numbers_and_objects_is_restored_as_floats_and_text(one: Any) -> None:
+    score = Score(one, one, parts={"right": one, 7: one, "text": "x"}, explanation=[3], applicable=one)  # type: ignore[dict-item, arg-type]
+    assert score == Score(1.0, parts={"right": 1.0, "7": 1.0}, explanation="[3]")
+    trajectory = Trajectory("a", "t", (), score, StopReason.DONE)
+    for back in (
+        serialize.decode(serialize.encode(trajectory), Trajectory),
+        serialize.from_json(serialize.to_json(trajectory), Trajectory),
+    ):
+        assert back.score == score
+        assert {type(back.score.value), *map(type, back.score.parts.values())} == {float}
+
+
+@pytest.mark.parametrize(
+    "value", ["1.0", None, 1j, [1.0], np.zeros(2), 10**400], ids=lambda value: type(value).__name__
+)
+def test_a_score_whose_value_is_no_number_is_refused(value: Any) -> None:
+    with pytest.raises(TypeError, match="must be a number"):
+        Score(value)
+
+
 def test_numpy_values_and_containers_in_info_become_plain_python_values() -> None:
     class Name(str):
         pass

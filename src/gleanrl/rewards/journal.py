@@ -12,7 +12,6 @@ import logging
 import sqlite3
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from itertools import count
 from pathlib import Path
 
@@ -106,9 +105,6 @@ class Journal:
             raise ValueError("only a valid score is final; another may be tried again")
         loop = asyncio.get_running_loop()
         done: asyncio.Future[None] = loop.create_future()
-        # A reward may return bools as parts. The decoder would reject them, because it expects floats.
-        parts = {name: float(part) for name, part in score.parts.items()}
-        score = replace(score, value=float(score.value), parts=parts)
         self._pending.append((bytes.fromhex(key), serialize.encode(score), done))
         if self._writing is None:
             self._writing = loop.create_task(self._write())

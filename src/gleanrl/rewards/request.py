@@ -13,11 +13,10 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
-from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 from gleanrl.rollout.conversation import conversation
-from gleanrl.types import Message, Score, Task, Trajectory
+from gleanrl.types import Message, Score, Task, Trajectory, as_float
 from gleanrl.utils.http import to_jsonable
 from gleanrl.utils.retry import Fatal
 
@@ -174,11 +173,7 @@ def as_score(returned: Any) -> Score:
     ``not_a_number`` for any other result.
     """
     if isinstance(returned, Score):
-        if type(returned.value) is float and not returned.parts and returned.explanation is None:
-            return returned
-        parts, explanation = returned.parts, returned.explanation
-        value = number(returned.value) if returned.valid else math.nan
-        score = Score(value, bool(returned.valid), applicable=bool(returned.applicable))
+        score, parts, explanation = returned, returned.parts, returned.explanation
     elif isinstance(returned, Mapping):
         if "score" not in returned:
             raise Fatal(f"{shorten(repr(dict(returned)), 80)} has no 'score'", cause="not_a_number")
@@ -199,21 +194,15 @@ def number(value: Any) -> float:
 
     Raises `Fatal` with the cause ``not_a_number`` for anything else.
     """
-    single = value
-    if hasattr(value, "item"):
-        with suppress(ValueError, RuntimeError, TypeError):  # the array or tensor does not have exactly one element
-            single = value.item()
-    if (read := finite(single)) is None:
+    if (read := finite(value)) is None:
         raise Fatal(f"the reward is {shorten(repr(value), 80)}, not a finite number", cause="not_a_number")
     return read
 
 
 def finite(value: Any) -> float | None:
     """Return a number as a float, or None if it is not a finite number."""
-    try:
-        return float(value) if isinstance(value, Real) and math.isfinite(value) else None
-    except OverflowError:  # an int may exceed a float's range
-        return None
+    read = as_float(value)
+    return read if read is not None and math.isfinite(read) else None
 
 
 def merge_post_processed(scores: Sequence[Score], returned: Any) -> list[Score]:
