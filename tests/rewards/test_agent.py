@@ -22,6 +22,10 @@ from tests.strategies import examples
 TASK = make_task()
 
 
+class GradersPanic(BaseException):
+    """An error of native code, such as the panics of libraries in Rust, which do not derive from `Exception`."""
+
+
 async def ask(agent: RewardAgent, answer: Any, lane: Any = "train", task: Task = TASK) -> Score:
     return await agent.lane(lane).score(task, make_trajectory(task, str(answer)))
 
@@ -179,6 +183,29 @@ def test_a_reward_that_raises_cancelled_error_gives_a_failed_score() -> None:
         raise asyncio.CancelledError
 
     assert "cancelled itself" in (run(reward, lambda agent: ask(agent, 1)).explanation or "")
+
+
+@pytest.mark.parametrize(
+    "error", [SystemExit(0), GradersPanic("index out of range")], ids=lambda error: type(error).__name__
+)
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_reward_that_calls_exit_or_panics_fails_only_its_request(error: BaseException, is_async: bool) -> None:
+    def grade(request: Request) -> float:
+        if request.response == "bad":
+            raise error
+        return 1.0
+
+    async def grade_async(request: Request) -> float:
+        return grade(request)
+
+    async def main() -> list[Score]:
+        async with RewardAgent(grade_async if is_async else grade, max_failed_fraction=1.0) as agent:
+            return await asyncio.gather(ask(agent, "bad"), ask(agent, "good"))
+
+    bad, good = asyncio.run(main())
+    assert good == Score(1.0)
+    assert not bad.valid
+    assert type(error).__name__ in (bad.explanation or "")
 
 
 # --- identical requests ---------------------------------------------------------------------------
@@ -445,6 +472,17 @@ def test_invalid_post_processing_fails_its_group_and_no_other(returned: Any) -> 
         assert [s.value for s in await agent.finish(TASK, [Score(1.0), Score(2.0)])] == [-1.0, 0.0]
 
     run(reward, use)
+
+
+def test_post_processing_that_calls_exit_fails_its_group() -> None:
+    reward = Ranked()
+
+    async def finish(task: Task, scores: list[Score]) -> Any:
+        raise SystemExit(0)
+
+    reward.finish = finish  # type: ignore[method-assign]
+    bad = run(reward, lambda agent: agent.finish(TASK, [Score(1.0), Score(2.0)]))
+    assert [score.valid for score in bad] == [False, False]
 
 
 # --- metrics ----------------------------------------------------------------------------------------

@@ -271,7 +271,7 @@ class RewardAdapter(Scorer):
                 return read(await self._processes.call(method.__name__, *args))
             returned = method(*args) if self._threads is None else await self._threads.call(method, *args)
             return read(await returned if inspect.isawaitable(returned) else returned)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             text = redact(str(error), self._secrets)
             if text == str(error):
                 raise

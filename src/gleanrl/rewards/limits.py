@@ -19,7 +19,7 @@ from contextlib import asynccontextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
-from gleanrl.utils.retry import Fatal, Retryable, Timeout
+from gleanrl.utils.retry import Fatal, Retryable, Timeout, reason_of
 
 _TIMER_SLACK_S = 1e-6
 """Seconds by which a timer may fire early. A request is admitted if the rate limits allow it within this time."""
@@ -218,7 +218,8 @@ async def time_limit(seconds: float | None) -> AsyncIterator[None]:
 
     Raises:
         Retryable: the call took longer than the limit, or raised `TimeoutError` itself.
-        Fatal: the call raised `CancelledError` although its task was not cancelled.
+        Fatal: the call raised `CancelledError` although its task was not cancelled, or another exception that would end
+            the run, such as `SystemExit`. Ctrl-C (`KeyboardInterrupt`) is passed on.
     """
     limit = Timeout(seconds)
     try:
@@ -232,3 +233,7 @@ async def time_limit(seconds: float | None) -> AsyncIterator[None]:
         if task is not None and task.cancelling():
             raise
         raise Fatal("the reward cancelled itself", cause="cancelled") from None
+    except (Exception, KeyboardInterrupt, GeneratorExit):
+        raise
+    except BaseException as error:
+        raise Fatal(reason_of(error), cause="raised") from None
