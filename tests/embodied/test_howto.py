@@ -1,4 +1,4 @@
-"""What docs/howto/embodied.md shows: its commands are understood and its code runs as it stands there."""
+"""Tests of docs/howto/embodied.md: its commands are valid, its settings exist, and its code runs."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ COMMANDS = re.findall(r"^gleanrl train ((?:.*\\\n)*.*)", PAGE, re.MULTILINE)
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_command_is_understood(command: str) -> None:
+def test_every_command_of_the_page_is_a_valid_embodied_configuration(command: str) -> None:
     preset, *settings = shlex.split(command.replace("\\\n", " "))
     assert isinstance(load_job(preset, parse_overrides(settings)), EmbodiedConfig)
 
 
-def test_there_are_commands_and_settings_named_in_the_text_exist() -> None:
+def test_the_page_has_three_commands_and_every_setting_it_names_exists() -> None:
     assert len(COMMANDS) == 3
     named = set(re.findall(r"`(\w+)\.(\w+)(?: = [^`]*)?`", PAGE))
     sections = EmbodiedConfig.model_fields
@@ -31,14 +31,14 @@ def test_there_are_commands_and_settings_named_in_the_text_exist() -> None:
     assert len(named & known) > 8
 
 
-def test_the_code_runs(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_code_of_the_page_runs(capsys: pytest.CaptureFixture[str]) -> None:
     [code] = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
     exec(compile(code, "embodied.md", "exec"), {})
     assert capsys.readouterr().out == "torch.Size([16, 3]) torch.Size([16, 1])\n"
 
 
-def test_every_setting_is_read_somewhere() -> None:
-    """A key that nothing reads would be accepted and ignored: a silent error."""
+def test_every_embodied_setting_is_read_by_some_code() -> None:
+    """A setting that no code reads would be accepted and silently ignored, so every name must occur in the source."""
     package = Path(__file__).parents[2] / "src" / "gleanrl"
     files = [*(package / "embodied").glob("*.py"), package / "runtime" / "embodied.py"]
     source = "\n".join(path.read_text() for path in files if path.name != "settings.py")

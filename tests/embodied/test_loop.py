@@ -1,4 +1,7 @@
-"""Sampling and learning overlap: always with the same policies, whichever is slower, and without a deadlock."""
+"""Tests of the embodied training loop, in which sampling and learning overlap.
+
+The policy versions must not depend on which side is slower, and no error, interrupt or cancellation may hang.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ from gleanrl.utils.errors import UserError
 from tests.embodied.world import ID, still
 
 STEPS = 8
-WAIT = 20.0  # seconds until something counts as hung
+WAIT = 20.0  # seconds until an operation counts as hung
 
 
 def config(**schedule: Any) -> EmbodiedConfig:
@@ -42,7 +45,11 @@ def config(**schedule: Any) -> EmbodiedConfig:
 def parts(
     settings: EmbodiedConfig, *, shown: int | None = None, window: int = 0, newest: int = 0
 ) -> Iterator[tuple[RolloutWorker, ActorWorker]]:
-    """``shown``: chunk steps that an expert demonstrates in each environment; None: there are no demonstrations."""
+    """A rollout worker and an actor worker with ``shown`` demonstrated chunk steps in each environment.
+
+    With ``shown=None`` there is no demonstration buffer. ``window`` and ``newest`` are the sample windows of the
+    policy's buffer and of the demonstration buffer.
+    """
     environments = Environments(ID, {}, count=2, chunk=2, seed=0)
     sizes = (environments.obs_size, environments.action_size)
     own = TrajectoryReplayBuffer(seed=1, sample_window_size=window)
@@ -69,7 +76,7 @@ def train(worker: RolloutWorker, actor: ActorWorker, lag: int, steps: int = STEP
 
 
 def slow_down(slow: str, lag: int, worker: RolloutWorker, actor: ActorWorker, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make one side wait for the other before each call, as long as the bound on the lag allows."""
+    """Make each call of the ``slow`` side wait until the other side is as far ahead as the bound on the lag allows."""
     collect, learn = worker.collect, actor.learn
     done, changed = {"sampling": 0, "learning": 0}, threading.Condition()
 
@@ -107,7 +114,7 @@ def test_weights_and_versions_do_not_depend_on_which_side_is_slower(lag: int, mo
 
 
 @pytest.mark.parametrize("side", ["sampling", "learning"])
-def test_an_error_of_either_side_ends_the_run(side: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_in_sampling_or_learning_ends_the_run(side: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with parts(config(lag=1)) as (worker, actor):
         owner, name = (worker, "collect") if side == "sampling" else (actor, "learn")
         real, calls = getattr(owner, name), list[int]()
@@ -123,7 +130,7 @@ def test_an_error_of_either_side_ends_the_run(side: str, monkeypatch: pytest.Mon
             train(worker, actor, 1)
 
 
-def test_an_interrupted_run_stops_at_a_boundary() -> None:
+def test_an_interrupted_run_stops_at_a_step_boundary() -> None:
     with parts(config(lag=1)) as (worker, actor):
         training: list[Training] = []
 
@@ -136,8 +143,8 @@ def test_an_interrupted_run_stops_at_a_boundary() -> None:
         assert actor.step == 3
 
 
-def test_a_cancelled_run_ends_after_the_work_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the threads use is closed when it has ended."""
+def test_a_cancelled_run_ends_only_after_its_running_work_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The caller closes what the worker threads use once the run has ended, so the run must wait for them."""
     with parts(config(lag=1)) as (worker, actor):
         learn, ended, go_on = actor.learn, list[int](), threading.Event()
 
@@ -155,7 +162,7 @@ def test_a_cancelled_run_ends_after_the_work_under_way(monkeypatch: pytest.Monke
             running = asyncio.create_task(training.run())
             await began.wait()
             running.cancel()
-            for _ in range(5):  # the cancellation arrives, and the run waits
+            for _ in range(5):  # let the cancellation reach the run
                 await asyncio.sleep(0)
             assert not running.done()
             go_on.set()
@@ -166,7 +173,7 @@ def test_a_cancelled_run_ends_after_the_work_under_way(monkeypatch: pytest.Monke
         asyncio.run(asyncio.wait_for(test(), 60))
 
 
-def test_another_buffer_demonstrates_in_any_layout(tmp_path: Path) -> None:
+def test_demonstrations_can_be_loaded_from_a_native_or_rlinf_checkpoint(tmp_path: Path) -> None:
     for layout in ("native", "pt"):
         with parts(config()) as (worker, _), TrajectoryReplayBuffer(seed=0, trajectory_format=layout) as earlier:
             demonstrations.record(earlier, worker, still, 20)
@@ -179,7 +186,7 @@ def test_another_buffer_demonstrates_in_any_layout(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("lag", [0, 2])
-def test_a_checkpoint_goes_on_bit_for_bit(lag: int, tmp_path: Path) -> None:
+def test_a_run_resumed_from_a_checkpoint_gives_the_same_weights_bit_for_bit(lag: int, tmp_path: Path) -> None:
     settings = config(lag=lag)
     with parts(settings, shown=20) as (worker, actor):
         train(worker, actor, lag, 4)
@@ -208,7 +215,7 @@ def collected(worker: RolloutWorker, count: int) -> Iterator[Rollout]:
         yield worker.collect(number)
 
 
-def test_demonstrations_are_the_share_of_each_batch_that_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_demonstrations_fill_the_configured_share_of_each_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     with parts(config(), shown=20) as (worker, actor):
         seen, update = list[Any](), actor.sac.update
 
@@ -238,10 +245,10 @@ def test_an_expert_of_the_wrong_shape_is_named() -> None:
 
 
 @pytest.mark.parametrize(("window", "batch", "shown", "updates"), [(1, 16, None, 5), (1, 40, 20, 5), (2, 40, None, 5)])
-def test_updates_begin_as_soon_as_a_window_fills_its_part_of_a_batch(
+def test_updates_begin_once_the_sample_window_fills_its_part_of_a_batch(
     window: int, batch: int, shown: int | None, updates: int
 ) -> None:
-    """And not as long as it does not, however much lies behind it."""
+    """Rows outside the window do not count, however many the buffer has."""
     settings = config(warmup=0)
     settings = settings.model_copy(update={"learner": settings.learner.model_copy(update={"batch": batch})})
     with parts(settings, shown=shown, window=window) as (worker, actor):
@@ -253,7 +260,7 @@ def test_updates_begin_as_soon_as_a_window_fills_its_part_of_a_batch(
 
 
 @pytest.mark.parametrize("newest", [0, 1])
-def test_too_few_demonstrations_are_said_before_anything_is_learned(newest: int) -> None:
+def test_too_few_demonstrations_for_a_batch_are_an_error_before_learning_begins(newest: int) -> None:
     settings = config()
     chosen = settings.demonstrations.model_copy(update={"newest": newest})
     learner = settings.learner.model_copy(update={"batch": 42 if newest else 82})

@@ -1,4 +1,4 @@
-"""What a rollout worker records is what the plain environment does, step by step, through ends of all kinds."""
+"""Tests of the embodied RolloutWorker: its rows equal those of stepping the plain Gymnasium environment by hand."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def worker(environments: Environments, progress: list[Progress] | None = None) -
 
 
 def by_hand(b: int, actions: torch.Tensor, chunk: int) -> Iterator[dict[str, Any]]:
-    """The rows of environment b, from the plain environment: ``actions`` [T, C * A]."""
+    """Yield the expected rows of environment ``b``, by stepping the plain environment with ``actions`` ``[T, C * A]``."""
     env = gymnasium.make(ID)
     episode = 0
 
@@ -54,7 +54,9 @@ def by_hand(b: int, actions: torch.Tensor, chunk: int) -> Iterator[dict[str, Any
         row: dict[str, Any] = {"obs": obs, "rewards": [0.0] * chunk}
         row |= {name: [False] * chunk for name in ("terminations", "truncations")}
         for i, action in enumerate(chosen.reshape(chunk, 2)):
-            real = np.array([2 * action[0], 2 + 2 * action[1]], np.float32)  # from -2 to 2, from 0 to 4
+            real = np.array(
+                [2 * action[0], 2 + 2 * action[1]], np.float32
+            )  # scaled from [-1, 1] to the bounds [-2, 2] and [0, 4]
             obs, reward, terminated, truncated, _ = env.step(real)
             row["rewards"][i], row["terminations"][i], row["truncations"][i] = reward, terminated, truncated
             total, length = total + float(reward), length + 1
@@ -74,8 +76,8 @@ def flat(obs: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("chunk", [1, 3])
-@pytest.mark.parametrize("number", [0, 1])  # at random, and by the policy
-def test_rows_are_those_of_the_plain_environment(chunk: int, number: int) -> None:
+@pytest.mark.parametrize("number", [0, 1])  # rollout 0 acts at random (warm-up), rollout 1 by the policy
+def test_rows_equal_those_of_the_plain_environment(chunk: int, number: int) -> None:
     with made(chunk) as environments:
         rollout = worker(environments).collect(number)
     trajectory, ended = rollout.trajectory, []
@@ -98,8 +100,8 @@ def test_rows_are_those_of_the_plain_environment(chunk: int, number: int) -> Non
             if "return" in row:
                 ended.append((row["length"], row["return"]))
     if number:
-        assert {name for name, _ in kinds} == {"terminations", "truncations"}  # all ways of ending were met
-        assert {i for _, i in kinds} == set(range(chunk))  # at all places of a chunk
+        assert {name for name, _ in kinds} == {"terminations", "truncations"}  # episodes ended in both ways
+        assert {i for _, i in kinds} == set(range(chunk))  # and at every position in a chunk
     assert sorted(zip(rollout.lengths, rollout.returns, strict=True)) == sorted(ended)
     assert field(trajectory, "versions").unique().tolist() == [5.0]
     assert trajectory.max_episode_length == LIMIT
@@ -111,7 +113,7 @@ def field(trajectory: TensorTrajectory, name: str) -> torch.Tensor:
     return found
 
 
-def test_log_probs_are_of_the_distribution_that_was_drawn_from() -> None:
+def test_log_probs_are_those_of_the_distribution_that_actions_were_sampled_from() -> None:
     with made(2) as environments:
         sampling = worker(environments)
         random, trajectory = sampling.collect(0).trajectory, sampling.collect(1).trajectory
@@ -120,13 +122,13 @@ def test_log_probs_are_of_the_distribution_that_was_drawn_from() -> None:
     normal = torch.distributions.Normal(mean.double(), std.double())
     wanted = (normal.log_prob(before) - torch.log1p(-torch.tanh(before).square())).sum(dim=1)
     ours = field(trajectory, "prev_logprobs").reshape(-1).double()
-    inside = field(trajectory, "actions").reshape(-1, 4).abs().amax(dim=1) < 0.999  # beyond, float32 has no digits left
+    inside = field(trajectory, "actions").reshape(-1, 4).abs().amax(dim=1) < 0.999  # closer to 1, float32 is too coarse
     assert inside.float().mean() > 0.8
     torch.testing.assert_close(ours[inside], wanted[inside], rtol=1e-3, atol=1e-3)
     assert field(random, "prev_logprobs").unique().tolist() == pytest.approx([4 * np.log(0.5)])
 
 
-def test_processes_give_what_one_process_gives() -> None:
+def test_environments_in_processes_give_the_same_rollout_as_in_one_process() -> None:
     rollouts = []
     for vectorization in ("sync", "async"):
         with made(2, vectorization=vectorization) as environments:
@@ -139,20 +141,20 @@ def test_processes_give_what_one_process_gives() -> None:
 
 
 @pytest.mark.parametrize("vectorization", ["sync", "async"])
-def test_a_worker_goes_on_where_another_one_was(vectorization: str) -> None:
+def test_a_worker_continues_the_episodes_of_another_from_its_progress(vectorization: str) -> None:
     with made(2) as environments:
         sampling = worker(environments)
         between = sampling.collect(1)
         wanted = sampling.collect(2)
     with made(2, vectorization=vectorization) as environments:
         found = worker(environments, list(between.progress)).collect(2)
-    assert any(len(own.actions) for own in between.progress)  # in the middle of an episode
+    assert any(len(own.actions) for own in between.progress)  # some episode is not over yet
     assert torch.equal(found.trajectory.curr_obs["states"], wanted.trajectory.curr_obs["states"])
     assert torch.equal(field(found.trajectory, "rewards"), field(wanted.trajectory, "rewards"))
-    assert found.returns == wanted.returns  # those that began before, too
+    assert found.returns == wanted.returns  # also of episodes that the first worker began
 
 
-def test_an_environment_that_does_not_repeat_itself_begins_its_next_episode() -> None:
+def test_a_nondeterministic_environment_cannot_be_continued_and_begins_its_next_episode() -> None:
     with made(2, repeats=False) as environments:
         between = worker(environments).collect(1).progress
         with pytest.warns(UserWarning, match="not deterministic"):
@@ -162,7 +164,7 @@ def test_an_environment_that_does_not_repeat_itself_begins_its_next_episode() ->
         assert obs[:, 2].tolist() == [0.0] * COUNT
 
 
-def test_what_cannot_be_stepped_is_said_in_one_line() -> None:
+def test_an_unusable_environment_is_an_error_of_one_line() -> None:
     for id, words in (("Pendulum-v99", "Pendulum"), ("CartPole-v1", "bounded Box"), ("nowhere:Thing-v0", "nowhere")):
         with pytest.raises(UserError, match=words) as error, made(1, id=id):
             pass

@@ -1,4 +1,4 @@
-"""SAC's losses, gradients and targets, against the formulas in float64 with torch's own distributions."""
+"""Tests of SAC: losses, gradients and targets equal those of a float64 reference with torch's distributions."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def perceptron(weights: list[Tensor], biases: list[Tensor], x: Tensor, scale: li
 
 
 class Reference:
-    """The same networks in float64, one by one."""
+    """The networks of a SAC in float64; the critics are evaluated one after the other."""
 
     def __init__(self, sac: SAC) -> None:
         self.actor = {
@@ -83,14 +83,15 @@ def transitions(n: int = 16) -> Transitions:
 def learner(*, seed: int = 4, **settings: Any) -> SAC:
     sac = SAC(3, 2, LearnerSettings(**{"hidden_size": 8, "initial_temperature": 0.3, **settings}), seed=seed)
     with torch.no_grad():
-        for parameter in sac.target_critics.parameters():  # or they could be mistaken for the critics
+        for parameter in sac.target_critics.parameters():  # so that targets and critics differ
             parameter.add_(0.05)
     return sac
 
 
 @pytest.mark.parametrize("settings", [{}, {"critics": 4, "layer_norm": True}, {"layers": 3}])
-def test_losses_and_gradients_are_those_of_the_formulas(settings: dict[str, Any]) -> None:
-    sac = learner(**settings, critic_lr=1e-12)  # so that the critics of the policy's loss are those of the reference
+def test_losses_and_gradients_equal_the_reference(settings: dict[str, Any]) -> None:
+    # The policy's loss is taken after the critics' update, which must not change them against the reference.
+    sac = learner(**settings, critic_lr=1e-12)
     reference, batch = Reference(sac), transitions()
     metrics = sac.update(batch, torch.Generator().manual_seed(7))
 
@@ -130,7 +131,7 @@ def compare(network: torch.nn.Module, loss: Tensor, parameters: dict[str, Tensor
         torch.testing.assert_close(ours.double(), gradient, rtol=1e-3, atol=1e-6)
 
 
-def test_target_networks_follow_slowly() -> None:
+def test_target_networks_move_by_tau_towards_the_critics() -> None:
     sac = learner(tau=0.25)
     before = copy.deepcopy(sac.target_critics)
     sac.update(transitions(), torch.Generator().manual_seed(0))
@@ -139,7 +140,7 @@ def test_target_networks_follow_slowly() -> None:
         torch.testing.assert_close(found, 0.75 * old + 0.25 * new)
 
 
-def test_the_temperature_rises_where_entropy_is_too_low() -> None:
+def test_the_temperature_rises_if_and_only_if_entropy_is_below_its_target() -> None:
     for target, rises in ((50.0, True), (-50.0, False)):
         sac = learner(target_entropy=target)
         before = sac.log_temperature.item()
@@ -147,8 +148,8 @@ def test_the_temperature_rises_where_entropy_is_too_low() -> None:
         assert (sac.log_temperature.item() > before) is rises
 
 
-def test_a_chunk_is_one_transition() -> None:
-    """Of C = 3: acted to its end, terminated in the second step, truncated in the first, both at once in the last."""
+def test_a_chunk_becomes_one_transition_with_the_discounted_rewards_up_to_its_end() -> None:
+    """Four chunks of 3 steps: without an end, terminated in step 2, truncated in step 1, and both in step 3."""
     flags = torch.zeros(4, 3, dtype=torch.bool)
     terminations, truncations = flags.clone(), flags.clone()
     terminations[1, 1] = truncations[2, 0] = terminations[3, 2] = truncations[3, 2] = True
@@ -168,8 +169,8 @@ SETTINGS = {"actor_lr": 0.02, "critic_lr": 0.02, "temperature_lr": 0.02, "tau": 
 
 
 @pytest.mark.parametrize("changed", [None, *SETTINGS])
-def test_what_was_saved_goes_on_by_the_settings_of_now(changed: str | None) -> None:
-    """A resumed run may ask for another rate, and gets it: Adam's step from one state is proportional to its rate."""
+def test_a_loaded_state_continues_with_the_learner_settings_of_the_resumed_run(changed: str | None) -> None:
+    """Adam's step from one state is proportional to its learning rate, which shows the rate that is in force."""
     sac = learner()
     sac.update(transitions(), torch.Generator().manual_seed(0))
     state = copy.deepcopy(sac.state_dict())

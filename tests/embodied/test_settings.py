@@ -1,4 +1,4 @@
-"""What a configuration says of itself: which settings make a run the same one, and what can never work."""
+"""Tests of the embodied configuration: which settings a resumed run may change, and impossible combinations."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from gleanrl.utils.errors import UserError
 
 
 def config(**sections: Any) -> EmbodiedConfig:
-    """20 chunk steps a trajectory, 16 in a batch."""
+    """A configuration with 20 chunk steps per trajectory and 16 per batch, changed by ``sections``."""
     own = {"environment": {"count": 2}, "schedule": {"chunk_steps": 10}, "learner": {"batch": 16}}
     return EmbodiedConfig.model_validate({key: {**own.get(key, {}), **sections.get(key, {})} for key in own | sections})
 
 
 @pytest.mark.parametrize("setting", ["hidden_size", "critics", "initial_temperature"])
-def test_what_a_resumed_run_would_not_read_cannot_change(setting: str) -> None:
+def test_a_resumed_run_may_not_change_settings_that_the_checkpoint_fixes(setting: str) -> None:
     with pytest.raises(UserError, match=f"started with learner.{setting}"):
         check_resumed(config(), config(learner={setting: 3}))
 
 
 @pytest.mark.parametrize("setting", ["actor_lr", "critic_lr", "temperature_lr", "tau", "target_entropy"])
-def test_what_a_resumed_run_reads_may_change(setting: str) -> None:
+def test_a_resumed_run_may_change_learning_rates_tau_and_target_entropy(setting: str) -> None:
     check_resumed(config(), config(learner={setting: 0.25}))
 
 
@@ -48,7 +48,7 @@ EXPERT = {"expert": "pendulum", "chunk_steps": 30}
         ({"learner": {"batch": 122}, "demonstrations": {**EXPERT, "newest": 9}}, "chunk_steps = 30 give 60 .* 61 "),
     ],
 )
-def test_a_window_that_never_fills_a_batch_is_refused_at_once(sections: dict[str, Any], words: str | None) -> None:
+def test_a_buffer_or_window_that_can_never_fill_a_batch_is_refused(sections: dict[str, Any], words: str | None) -> None:
     if words is None:
         check(config(**sections))
     else:

@@ -1,4 +1,4 @@
-"""An environment whose episodes end in all ways within a few steps."""
+"""An environment for the embodied tests, whose episodes terminate or are truncated within a few steps."""
 
 from __future__ import annotations
 
@@ -11,11 +11,14 @@ from gymnasium import spaces
 from gleanrl.embodied.chunks import Floats
 
 ID = "tests.embodied.world:Drift-v0"
-LIMIT = 7  # steps, then it is truncated
+LIMIT = 7  # steps after which an episode is truncated
 
 
 class Drift(gymnasium.Env[dict[str, Any], Any]):
-    """A point that drifts by chance and by the action; far from 0 the episode is over."""
+    """A point in the plane, moved by noise and by the action. The episode terminates ``wide`` away from the origin.
+
+    With ``repeats=False`` the environment ignores its seed.
+    """
 
     observation_space = spaces.Dict({"at": spaces.Box(-99, 99, (2,)), "steps": spaces.Box(0, 99, (1,))})
     action_space = spaces.Box(np.array([-2.0, 0.0], np.float32), np.array([2.0, 4.0], np.float32))
@@ -43,6 +46,6 @@ gymnasium.register("Drift-v0", entry_point=f"{__name__}:Drift", max_episode_step
 
 
 def still(obs: Floats) -> Floats:
-    """An expert for chunks of two actions: it goes back to 0."""
+    """An expert for chunks of two actions, which moves the point back to the origin."""
     action = np.clip(np.stack([-obs[:, 0] / 2, -obs[:, 1] - 1], axis=1), -1, 1)
     return np.concatenate([action, action], axis=1).astype(np.float32)

@@ -1,4 +1,4 @@
-"""The examples run as a reader would run them, and replay."""
+"""Tests of the replay examples as subprocesses, and of the excerpts of them in docs/howto/loop.md."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PAGE = (Path(__file__).parents[2] / "docs" / "howto" / "loop.md").read_text()
 
 
 def run(script: str, options: str, folder: Path) -> list[tuple[int, ...]]:
-    """Of each step that it printed: step, stored, prompts, size of the pool."""
+    """Run an example; return (step, stored rollouts, prompts, size of the pool) for each step that it printed."""
     done = subprocess.run(
         [sys.executable, str(EXAMPLES / script), "--prompts", "4", "--words", "4", *options.split()],
         capture_output=True,
@@ -34,7 +34,7 @@ def run(script: str, options: str, folder: Path) -> list[tuple[int, ...]]:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("script", "package"), [("trl_replay.py", "trl"), ("verl_replay.py", "verl")])
-def test_an_example_trains_and_replays(script: str, package: str, tmp_path: Path) -> None:
+def test_an_example_trains_and_replays_stored_successes(script: str, package: str, tmp_path: Path) -> None:
     if importlib.util.find_spec(package) is None:
         pytest.skip(f"{package} is not installed")
     steps = run(script, "--steps 4 --pool kept.sqlite", tmp_path)
@@ -43,14 +43,15 @@ def test_an_example_trains_and_replays(script: str, package: str, tmp_path: Path
     assert sum(stored for _, stored, _, _ in steps) > 0
     assert steps[-1][3] > 0
     [(_, stored, _, _)] = run(script, "--steps 1 --warm-steps 1 --pool kept.sqlite", tmp_path)
-    assert stored > 0  # by a model that solves nothing: what the first run kept
+    # One warm-start step leaves a model that solves nothing, so these rollouts come from the first run's pool.
+    assert stored > 0
 
 
 def blocks(language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", PAGE, re.DOTALL)
 
 
-def test_the_page_shows_the_examples_as_they_are() -> None:
+def test_the_excerpts_of_the_page_occur_in_the_examples() -> None:
     sources = [(EXAMPLES / name).read_text() for name in ("trl_replay.py", "verl_replay.py")]
     *excerpts, _ = blocks("python")
     assert [sum(excerpt in source for source in sources) for excerpt in excerpts] == [1, 1, 1]
@@ -58,7 +59,7 @@ def test_the_page_shows_the_examples_as_they_are() -> None:
     assert LINE.fullmatch(line.strip())
 
 
-def test_the_code_for_any_other_loop_runs(tmp_path: Path) -> None:
+def test_the_page_s_code_for_other_training_loops_runs_and_prints_what_it_shows(tmp_path: Path) -> None:
     (tmp_path / "page.py").write_text(blocks("python")[-1])
     done = subprocess.run([sys.executable, "page.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

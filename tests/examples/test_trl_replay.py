@@ -1,4 +1,4 @@
-"""What `examples/trl_replay.py` puts into TRL's batch: through TRL's own generation, scoring and loss."""
+"""Tests of `examples/trl_replay.py`: the rows that it adds to TRL's batches, with TRL's own generation and loss."""
 
 from __future__ import annotations
 
@@ -33,7 +33,10 @@ def example() -> Iterator[Any]:
 
 @pytest.fixture
 def make(example: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
-    """A trainer of two prompts whose completions score ``pattern`` in turn; it notes TRL's own batches in ``seen``."""
+    """Make trainers with two prompts, whose completions get the scores of ``pattern`` in turn.
+
+    A trainer records in ``seen`` the batches that TRL alone would train on.
+    """
     words = importlib.import_module("words")
     tasks = words.word_tasks(2, length=4, seed=0)
     model, tokenizer = words.warm_started(tasks, steps=2, seed=0)
@@ -74,16 +77,16 @@ def make(example: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
 
 
 def sequences(batch: dict[str, torch.Tensor], ids: str, mask: str) -> list[list[int]]:
-    """The tokens of each row without padding."""
+    """Return the tokens of each row without padding."""
     return [row[keep.bool()].tolist() for row, keep in zip(batch[ids], batch[mask], strict=True)]
 
 
 def trained_advantages(batch: dict[str, torch.Tensor]) -> list[set[float]]:
-    """Of each row, those of its trained tokens."""
+    """Return, for each row, the advantages of its trained tokens."""
     return [set(row[mask.bool()].tolist()) for row, mask in zip(batch["advantages"], batch["tool_mask"], strict=True)]
 
 
-def test_fresh_rows_stay_and_a_stored_success_comes_beside_them(make: Make) -> None:
+def test_fresh_rows_are_unchanged_and_each_prompt_gets_a_stored_success(make: Make) -> None:
     trainer = make()
     first = trainer._generate_and_score_completions(trainer.rows)
     assert len(first["completion_ids"]) == 2 * MEMBERS  # nothing was stored yet
@@ -93,7 +96,7 @@ def test_fresh_rows_stay_and_a_stored_success_comes_beside_them(make: Make) -> N
     fresh = [0, 1, 2, 3, 5, 6, 7, 8]
     for ids, mask in (("prompt_ids", "prompt_mask"), ("completion_ids", "completion_mask")):
         assert [sequences(second, ids, mask)[i] for i in fresh] == sequences(theirs, ids, mask)
-        stored = [sequences(first, ids, mask)[i] for i in (1, MEMBERS + 1)]  # of each prompt the one that scored
+        stored = [sequences(first, ids, mask)[i] for i in (1, MEMBERS + 1)]  # each prompt's success
         assert [sequences(second, ids, mask)[i] for i in (4, 9)] == stored
     for row, kept in ((4, 1), (9, MEMBERS + 1)):
         sampled, recorded = second["tool_mask"][row].bool(), first["tool_mask"][kept].bool()
@@ -101,7 +104,7 @@ def test_fresh_rows_stay_and_a_stored_success_comes_beside_them(make: Make) -> N
     assert second["num_items_in_batch"] == sum(map(len, sequences(second, "completion_ids", "completion_mask")))
 
 
-def test_advantages_are_those_of_trl_and_a_stored_success_is_measured_by_fresh_ones(make: Make) -> None:
+def test_fresh_advantages_are_trl_s_and_a_stored_success_uses_the_fresh_baseline(make: Make) -> None:
     trainer = make()
     for _ in range(2):
         batch = trainer._generate_and_score_completions(trainer.rows)
@@ -111,7 +114,7 @@ def test_advantages_are_those_of_trl_and_a_stored_success_is_measured_by_fresh_o
     ] + [{0.75}]
 
 
-def test_recorded_logprobs_are_those_of_the_sampling_policy_and_the_ratio_is_against_them(make: Make) -> None:
+def test_stored_rows_keep_their_sampling_log_probs_and_the_loss_uses_them_in_its_ratio(make: Make) -> None:
     trainer = make()
     trainer._generate_and_score_completions(trainer.rows)
     with torch.no_grad():
@@ -135,7 +138,7 @@ def test_recorded_logprobs_are_those_of_the_sampling_policy_and_the_ratio_is_aga
     torch.testing.assert_close(trainer.compute_loss(trainer.model, batch), loss, rtol=1e-4, atol=1e-5)
 
 
-def test_what_could_not_be_scored_enters_neither_baseline_nor_pool(make: Make) -> None:
+def test_completions_without_a_score_enter_neither_baseline_nor_pool(make: Make) -> None:
     trainer = make([1.0, None, 0.0, None])
     batch = trainer._generate_and_score_completions(trainer.rows)
     assert trained_advantages(batch) == [{0.5}, {-0.5}, {0.5}, {-0.5}]
@@ -146,18 +149,18 @@ def test_what_could_not_be_scored_enters_neither_baseline_nor_pool(make: Make) -
     )
 
 
-def test_no_row_is_lost_where_trl_cuts_the_batch(make: Make) -> None:
+def test_the_batch_is_padded_so_that_trl_can_divide_it_without_losing_rows(make: Make) -> None:
     trainer = make(per_device_train_batch_size=2, steps_per_generation=4, gradient_accumulation_steps=4)
     for _ in range(2):
         batch = trainer._generate_and_score_completions(trainer.rows)
-    assert len(batch["completion_ids"]) == 12  # 10, and two that train nothing
+    assert len(batch["completion_ids"]) == 12  # 10 rows, and 2 without a trained token
     assert batch["tool_mask"][:10].any(-1).all()
     assert not batch["tool_mask"][10:].any()
     assert batch["num_items_in_batch"] == batch["tool_mask"].sum()
 
 
-def test_the_weights_move_by_the_stored_success_alone(make: Make) -> None:
-    """All fresh completions fail, so that TRL by itself would learn nothing."""
+def test_a_stored_success_alone_changes_the_weights(make: Make) -> None:
+    """All fresh completions fail, so that TRL alone would leave the weights unchanged."""
     trainer = make([0.0, 1.0, *[0.0] * 1000])
     trainer._generate_and_score_completions(trainer.rows)
     before = [parameter.clone() for parameter in trainer.model.parameters()]
@@ -166,7 +169,7 @@ def test_the_weights_move_by_the_stored_success_alone(make: Make) -> None:
     assert any(not torch.equal(old, new) for old, new in zip(before, trainer.model.parameters(), strict=True))
 
 
-def test_evaluation_leaves_the_pool_alone(make: Make) -> None:
+def test_evaluation_does_not_change_the_pool(make: Make) -> None:
     trainer = make()
     trainer.model.eval()
     trainer._generate_and_score_completions(trainer.rows)
@@ -182,12 +185,12 @@ def test_evaluation_leaves_the_pool_alone(make: Make) -> None:
         ({"top_p": 0.9}, "whole vocabulary"),
     ],
 )
-def test_settings_that_it_cannot_serve_are_refused(make: Make, changes: dict[str, Any], line: str) -> None:
+def test_unsupported_trl_settings_are_refused(make: Make, changes: dict[str, Any], line: str) -> None:
     with pytest.raises(UserError, match=line):
         make(**changes)
 
 
-def test_the_pool_holds_text_and_version(make: Make) -> None:
+def test_stored_trajectories_have_their_text_tokens_version_and_temperature(make: Make) -> None:
     trainer = make()
     batch = trainer._generate_and_score_completions(trainer.rows)
     name = trainer.rows[0]["id"]

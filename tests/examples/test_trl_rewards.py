@@ -1,4 +1,4 @@
-"""What `examples/trl_rewards.py` tells TRL's trainer: through TRL's own scoring, by a judge over HTTP."""
+"""Tests of `examples/trl_rewards.py`: the scores that it gives TRL's trainer, mostly from a judge over HTTP."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def rows(words: Any, count: int) -> list[dict[str, Any]]:
 
 
 def called(function: Any, data: list[dict[str, Any]], answers: list[str], **more: Any) -> list[float | None]:
-    """As TRL calls it: one row a completion, its columns as lists, and things of its own."""
+    """Call a reward function as TRL does: one row per completion, columns as lists, and TRL's own arguments."""
     return function(
         prompts=[row["prompt"] for row in data],
         completions=[[{"role": "assistant", "content": answer}] for answer in answers],
@@ -51,7 +51,7 @@ def called(function: Any, data: list[dict[str, Any]], answers: list[str], **more
     )
 
 
-def test_each_completion_has_its_own_score_and_none_is_what_the_judge_refused(example: Any) -> None:
+def test_each_completion_gets_its_score_or_none_where_the_judge_refused(example: Any) -> None:
     data = [row for row in rows(importlib.import_module("words"), 8) for _ in range(MEMBERS)]
     answers = [row["answer"] if i % 3 else f"{row['answer']}{i}" for i, row in enumerate(data)]
     logged: dict[str, float] = {}
@@ -68,7 +68,7 @@ def test_each_completion_has_its_own_score_and_none_is_what_the_judge_refused(ex
     assert logged["service/scored"] + logged["service/cache_hits"] == len(data) - len(refused)
 
 
-def test_groups_are_trls_and_post_processed_as_such(example: Any) -> None:
+def test_scores_are_post_processed_in_trl_s_groups(example: Any) -> None:
     class Best:
         async def compute_score(self, request: Request) -> float:
             assert request.task.payload == {"answer": request.task.payload["answer"]}
@@ -84,7 +84,9 @@ def test_groups_are_trls_and_post_processed_as_such(example: Any) -> None:
     assert told == [-3, -2, -1, 0, -1, -1, -1, 0]
 
 
-def test_what_is_not_scored_moves_neither_the_policy_nor_the_baseline(example: Any, tmp_path: Path) -> None:
+def test_completions_without_a_score_have_no_advantage_and_do_not_change_the_baseline(
+    example: Any, tmp_path: Path
+) -> None:
     words = importlib.import_module("words")
     data = rows(words, 2)
     model, tokenizer = words.warm_started(words.word_tasks(2, length=4, seed=0), steps=2, seed=0)
@@ -96,7 +98,7 @@ def test_what_is_not_scored_moves_neither_the_policy_nor_the_baseline(example: A
     asked: list[str] = []
 
     def watched(completions: Any, **columns: Any) -> list[float | None]:
-        asked[:] = [f"{i}" for i in range(len(completions))]  # the model's own are alike
+        asked[:] = [f"{i}" for i in range(len(completions))]  # the model's answers could be equal
         return judged(completions=[[{"role": "assistant", "content": text}] for text in asked], **columns)
 
     with BlockingRewardAgent(scripted, cache=0) as agent:
@@ -126,7 +128,7 @@ def test_what_is_not_scored_moves_neither_the_policy_nor_the_baseline(example: A
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_the_example_trains_beside_a_slow_judge(tmp_path: Path) -> None:
+def test_the_example_trains_with_a_slow_judge_that_scores_many_at_once(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, str(EXAMPLES / "trl_rewards.py"), "--steps", "3", "--warm-steps", "8"],
         capture_output=True,

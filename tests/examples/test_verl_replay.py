@@ -1,4 +1,4 @@
-"""What `examples/verl_replay.py` puts into verl's batch, beside verl's own advantages and loss."""
+"""Tests of `examples/verl_replay.py`: the rows that it adds to verl's batches, with verl's own advantages and loss."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def pool(tmp_path: Path) -> Iterator[ExperiencePool]:
 
 
 def rolled_out(example: Any, world: Any, scores: tuple[float, ...] = (0.0, 1.0, 0.0, 0.0)) -> Any:
-    """A batch as `fit` has it before the update, its scores given."""
+    """A batch as verl's `fit` has it before the update; each prompt's members get ``scores``."""
     model, tokenizer, tasks = world
     batch = example.roll_out(model, tokenizer, list(tasks.values()), MEMBERS)
     mask = batch.batch["response_mask"]
@@ -56,12 +56,14 @@ def rolled_out(example: Any, world: Any, scores: tuple[float, ...] = (0.0, 1.0, 
 
 
 def by_row(batch: Any, key: str) -> list[list[float]]:
-    """Of each row, the values of its sampled tokens."""
+    """Return, for each row, the values of its sampled tokens."""
     rows = zip(batch.batch[key], batch.batch["response_mask"], strict=True)
     return [values[mask.bool()].tolist() for values, mask in rows]
 
 
-def test_a_stored_success_is_a_row_with_what_was_recorded(example: Any, world: Any, pool: ExperiencePool) -> None:
+def test_a_stored_success_is_added_with_its_recorded_tokens_and_log_probs(
+    example: Any, world: Any, pool: ExperiencePool
+) -> None:
     model, tokenizer, tasks = world
     first = rolled_out(example, world)
     _, none = example.with_experience(first, pool, tasks, step=0, pad_token=tokenizer.pad_token_id)
@@ -87,7 +89,9 @@ def test_a_stored_success_is_a_row_with_what_was_recorded(example: Any, world: A
     assert gap.amax(-1)[[4, 9]].min() > 1e-3
 
 
-def test_fresh_advantages_are_those_of_verl(example: Any, world: Any, pool: ExperiencePool) -> None:
+def test_fresh_advantages_are_verl_s_and_a_stored_success_uses_the_fresh_baseline(
+    example: Any, world: Any, pool: ExperiencePool
+) -> None:
     _, tokenizer, tasks = world
     for step in range(2):
         batch = rolled_out(example, world)
@@ -95,10 +99,12 @@ def test_fresh_advantages_are_those_of_verl(example: Any, world: Any, pool: Expe
     ours = np.array([row[0] for row in by_row(mixed, "advantages")]).reshape(2, MEMBERS + 1)
     theirs = np.array([row[0] for row in by_row(batch, "advantages")]).reshape(2, MEMBERS)
     np.testing.assert_allclose(ours[:, :-1], theirs, rtol=1e-4)
-    np.testing.assert_allclose(ours[:, -1], 0.75 / 0.5, rtol=1e-4)  # deviation of the fresh ones: 0.5
+    np.testing.assert_allclose(ours[:, -1], 0.75 / 0.5, rtol=1e-4)  # 0.5: standard deviation of the fresh rewards
 
 
-def test_where_all_fresh_rollouts_fail_the_stored_one_teaches(example: Any, world: Any, pool: ExperiencePool) -> None:
+def test_a_stored_success_changes_the_weights_where_all_fresh_rollouts_fail(
+    example: Any, world: Any, pool: ExperiencePool
+) -> None:
     model, tokenizer, tasks = world
     example.with_experience(rolled_out(example, world), pool, tasks, step=0, pad_token=tokenizer.pad_token_id)
     failed = rolled_out(example, world, (0.0,) * MEMBERS)

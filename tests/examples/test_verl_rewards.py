@@ -1,4 +1,4 @@
-"""`examples/verl_rewards.py`: verl's function over one agent, by threads and, where it is installed, by verl itself."""
+"""Tests of `examples/verl_rewards.py`: verl's reward functions share one agent, called from threads and by verl."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def right(row: dict[str, Any]) -> float:
     return float(row["solution_str"] == row["ground_truth"])
 
 
-def test_both_functions_score_each_response_and_share_one_agent(example: Any, service: Any) -> None:
+def test_the_sync_and_the_async_function_score_each_response_with_one_agent(example: Any, service: Any) -> None:
     rows = example.rows(SIZES)
     options = {"url": service.url, "missing": "nan", "cache": 0}
     with ThreadPoolExecutor(16) as threads:
@@ -65,7 +65,7 @@ def test_both_functions_score_each_response_and_share_one_agent(example: Any, se
     assert list(example._agents) == [service.url]
 
 
-def test_without_a_score_it_stops_or_says_nan_and_never_zero(example: Any, service: Any) -> None:
+def test_a_missing_score_raises_or_is_nan_and_is_never_zero(example: Any, service: Any) -> None:
     service.refused = 1.0
     row = example.rows(SIZES)[0]
     with pytest.raises(UserError, match="no opinion on this one"):
@@ -78,7 +78,7 @@ def test_without_a_score_it_stops_or_says_nan_and_never_zero(example: Any, servi
 
 
 def batch_of(scores: list[float], lengths: list[int], uids: list[str]) -> Any:
-    """What `neutral` reads of a `DataProto`: each score on its response's last token."""
+    """The parts of a `DataProto` that `neutral` reads; each score is on the last token of its response."""
     mask = (torch.arange(4) < torch.tensor(lengths)[:, None]).long()
     rewards = torch.zeros(len(scores), 4)
     rewards[torch.arange(len(scores)), torch.tensor(lengths) - 1] = torch.tensor(scores)
@@ -86,13 +86,13 @@ def batch_of(scores: list[float], lengths: list[int], uids: list[str]) -> Any:
     return SimpleNamespace(batch=tensors, non_tensor_batch={"uid": np.array(uids, object)})
 
 
-def test_neutral_leaves_no_trace_of_what_has_no_score(example: Any) -> None:
+def test_neutral_masks_rows_without_a_score_and_gives_them_the_group_mean(example: Any) -> None:
     nan = math.nan
     batch = batch_of([1.0, 0.0, nan, 0.5, nan, nan, nan, 1.0], [4, 3, 2, 1, 4, 4, 3, 2], list("ababcabb"))
     before = batch.batch["response_mask"].clone()
     assert example.neutral(batch) == 4
     totals = batch.batch["token_level_scores"].sum(-1)
-    # a: 1 and two without; b: 0, 0.5, 1; c: none at all
+    # Group a has the score 1 and two missing, b has 0, 0.5, 1 and one missing, and c has no score.
     assert totals.tolist() == [1.0, 0.0, 1.0, 0.5, 0.0, 1.0, 0.5, 1.0]
     missing = torch.tensor([False, False, True, False, True, True, True, False])
     assert not batch.batch["response_mask"][missing].any()
@@ -103,7 +103,7 @@ def test_neutral_leaves_no_trace_of_what_has_no_score(example: Any) -> None:
     assert all(torch.equal(clean.batch[key], kept[key]) for key in kept)
 
 
-def test_verl_gives_neutral_rows_no_advantage_and_the_others_what_they_had(example: Any) -> None:
+def test_verl_gives_neutral_rows_no_advantage_and_leaves_other_advantages_unchanged(example: Any) -> None:
     pytest.importorskip("verl", reason="verl is not installed")
     from verl import DataProto
     from verl.trainer.ppo.core_algos import compute_grpo_outcome_advantage
@@ -123,7 +123,7 @@ def test_verl_gives_neutral_rows_no_advantage_and_the_others_what_they_had(examp
 
 
 @pytest.mark.heavy
-def test_the_demonstration_runs_and_the_async_function_has_the_whole_batch_at_once(tmp_path: Path) -> None:
+def test_the_example_runs_and_the_async_function_scores_the_whole_batch_at_once(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, str(EXAMPLES / "verl_rewards.py")],
         capture_output=True,

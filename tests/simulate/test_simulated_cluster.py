@@ -1,4 +1,7 @@
-"""A simulated cluster against arithmetic: samplers, learners, the transfer of weights, and what events cost."""
+"""Tests of the simulated cluster: step times of simple workloads equal those computed by hand.
+
+Covered are samplers, learners, weight transfers, and processor costs of the driver, reward agent and pool.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ G, T = 40.0, 120.0
 
 
 def workload(**options: Any) -> Workload:
-    """64 trajectories in 16 groups, which generate 40 s and train 120 s; rewards are there at once."""
+    """64 trajectories in 16 groups: 40 s of generation and 120 s of training per step, and rewards without latency."""
     own = {"g": G, "train": T, "logprobs": 0.0, "reference": 0.0, "samples": 64, "group": 4, "bursts": 4}
     return Workload(**{**own, "latency": Latency.parse("constant:0"), "concurrency": 1000, "steps": 8, **options})
 
@@ -37,9 +40,9 @@ def of(outcome: Outcome) -> ClusterOutcome:
     return outcome.cluster
 
 
-# --- as before, where nothing is said -------------------------------------------------------------
+# --- a cluster with default values -------------------------------------------------------------
 @pytest.mark.parametrize("preset", PRESETS)
-def test_one_device_without_costs_is_what_it_was(preset: Preset) -> None:
+def test_a_default_cluster_gives_the_outcome_of_a_simulation_without_one(preset: Preset) -> None:
     given = workload(latency=Latency.parse("uniform:1:200"), concurrency=8, evaluate_every=2)
     alone, cluster = simulate(given, preset), simulate(given, preset, Cluster())
     assert alone.cluster is None
@@ -52,12 +55,12 @@ def test_one_device_without_costs_is_what_it_was(preset: Preset) -> None:
 # --- samplers and learners ------------------------------------------------------------------------
 @pytest.mark.parametrize("placement", ["colocated", "disaggregated"])
 @pytest.mark.parametrize("samplers", [1, 2, 4])
-def test_samplers_divide_the_time_of_generating(placement: Any, samplers: int) -> None:
+def test_generation_time_is_divided_by_the_number_of_samplers(placement: Any, samplers: int) -> None:
     outcome = run(samplers=samplers, placement=placement)
     assert outcome.step_s == pytest.approx(G / samplers + T, abs=1e-2)
 
 
-def test_devices_of_their_own_generate_while_the_learner_trains() -> None:
+def test_disaggregated_samplers_generate_while_the_learner_trains() -> None:
     shared, separate = (run("one_step_off", placement=where) for where in ("colocated", "disaggregated"))
     assert shared.step_s == pytest.approx(G + T, abs=1e-2)
     assert separate.step_s == pytest.approx(T, rel=0.01)
@@ -65,30 +68,33 @@ def test_devices_of_their_own_generate_while_the_learner_trains() -> None:
     assert separate.idle_share == pytest.approx(0, abs=0.01)
 
 
-def test_few_trajectories_do_not_decode_faster_than_the_floor() -> None:
-    """64 trajectories on 16 samplers of 64 slots: 4 on each. A full burst takes 40 s, and half of that at the least."""
+def test_few_trajectories_per_sampler_take_at_least_the_floor_s_time() -> None:
+    """64 trajectories on 16 samplers of 64 slots, so 4 on each.
+
+    A full burst takes 40 s on one sampler, and ``floor`` is the share of this time that the smallest burst takes.
+    """
     options = {"samplers": 16, "placement": "disaggregated", "slots": 64}
     assert run(**options).step_s == pytest.approx(T + G / 16, abs=1e-2)
     assert run(**options, floor=0.5).step_s == pytest.approx(T + G * (0.5 + 0.5 / 16), abs=1e-2)
     assert run(**options, floor=1.0).step_s == pytest.approx(T + G, abs=1e-2)
 
 
-def test_slots_are_the_largest_burst() -> None:
-    """Two rounds of 16 on each of 2 samplers, of 10 s each, however the workload cuts its bursts."""
+def test_a_burst_is_at_most_as_large_as_the_slots_of_a_sampler() -> None:
+    """Each of 2 samplers generates two bursts of 16 trajectories, 10 s each, whatever ``bursts`` the workload has."""
     outcome = run(samplers=2, placement="disaggregated", slots=16, floor=1.0)
     assert outcome.step_s == pytest.approx(T + 2 * 10, abs=1e-2)
 
 
-def test_learners_divide_training_and_reduce_their_gradients() -> None:
-    """Four at 90 % in a ring: 2 * 3 / 4 * 10 GB at 5 GB/s are 3 s an update."""
+def test_training_time_is_divided_by_the_learners_plus_the_time_of_all_reduces() -> None:
+    """4 learners at 90 % efficiency; a ring all-reduce of 2 * 3 / 4 * 10 GB at 5 GB/s takes 3 s per update."""
     outcome = run(learners=4, efficiency=0.9, gradients=10.0, network=5.0, updates=2)
     assert outcome.step_s == pytest.approx(G + T / 3.6 + 2 * 3, abs=1e-2)
 
 
-# --- weights on their way -------------------------------------------------------------------------
+# --- weight transfers -------------------------------------------------------------------------
 @pytest.mark.parametrize(("broadcast", "rounds"), [("tree", 3), ("star", 7), ("chain", 1)])
-def test_a_publication_is_waited_for(broadcast: Any, rounds: int) -> None:
-    """7 receivers and the learner are 8 holders after 3 rounds of 2 s."""
+def test_a_step_takes_the_time_of_a_publication_in_addition(broadcast: Any, rounds: int) -> None:
+    """One copy takes 2 s. A tree doubles the copies in each round, so 7 receivers and the learner need 3 rounds."""
     outcome = run(samplers=7, placement="disaggregated", weights=20.0, bandwidth=10.0, broadcast=broadcast)
     assert outcome.step_s == pytest.approx(run(samplers=7, placement="disaggregated").step_s + 2 * rounds, abs=1e-2)
     assert of(outcome).at_work["transfer"] == pytest.approx(2 * rounds / outcome.step_s, rel=1e-3)
@@ -96,12 +102,12 @@ def test_a_publication_is_waited_for(broadcast: Any, rounds: int) -> None:
     assert of(outcome).headroom == pytest.approx(outcome.step_s / (2 * rounds), rel=1e-3)
 
 
-def test_shared_devices_copy_their_own_weights() -> None:
+def test_colocated_samplers_copy_weights_in_the_time_of_one_transfer() -> None:
     assert Cluster(samplers=64, weights=20.0, bandwidth=10.0, broadcast="star").transfer_s == 2
 
 
-def test_weights_that_travel_while_samplers_work_cost_the_samplers_nothing() -> None:
-    """Sampling takes all the time here: 160 s a step, 20 s of training next to it."""
+def test_overlapped_weight_transfers_do_not_delay_samplers() -> None:
+    """Sampling is the bottleneck: 160 s per step, against 20 s of training on other devices."""
     given = workload(g=160.0, train=20.0)
     options = {"placement": "disaggregated", "weights": 100.0, "bandwidth": 10.0}
     still, overlapping = (run("one_step_off", given, **options, overlap=how) for how in (False, True))
@@ -109,7 +115,7 @@ def test_weights_that_travel_while_samplers_work_cost_the_samplers_nothing() -> 
     assert overlapping.step_s == pytest.approx(160, rel=0.01)
 
 
-def test_in_flight_samplers_stand_still_while_weights_come_in() -> None:
+def test_bounded_async_samplers_wait_for_weight_transfers_unless_these_overlap() -> None:
     given = workload(g=160.0, train=20.0)
     options = {"placement": "disaggregated", "weights": 100.0, "bandwidth": 10.0}
     still, overlapping = (run("bounded_async", given, **options, overlap=how) for how in (False, True))
@@ -117,9 +123,9 @@ def test_in_flight_samplers_stand_still_while_weights_come_in() -> None:
     assert overlapping.step_s == pytest.approx(160, rel=0.02)
 
 
-# --- what events cost -----------------------------------------------------------------------------
-def test_the_driver_bounds_the_step_once_its_events_take_a_core() -> None:
-    """64 trajectories of 10 turns: 64 * (1 + 10 * 0.5) s and 16 groups of 2 s are 416 s a step on one core."""
+# --- processor costs of events -----------------------------------------------------------------------------
+def test_the_driver_limits_the_step_time_once_its_events_fill_a_core() -> None:
+    """64 trajectories of 10 turns cost 64 * (1 + 10 * 0.5) s, and 16 groups 2 s each: 416 s per step on one core."""
     costs = {"driver_trajectory": 1e6, "driver_turn": 5e5, "turns": 10, "driver_group": 2e6}
     outcome = run("bounded_async", **costs)
     assert outcome.step_s == pytest.approx(416, rel=0.02)
@@ -130,8 +136,11 @@ def test_the_driver_bounds_the_step_once_its_events_take_a_core() -> None:
     assert of(light).at_work["driver"] == pytest.approx(0.416 / (G + T), rel=0.02)
 
 
-def test_players_take_the_turns_off_the_driver() -> None:
-    """64 trajectories of 4 s of turns and 1 s more: 320 s on the driver, or 64 s there and on each of 4 players."""
+def test_players_take_the_costs_of_turns_from_the_driver() -> None:
+    """64 trajectories cost 4 s of turns and 1 s more each: 320 s on the driver alone.
+
+    With 4 players the driver keeps 64 s, and each player has 64 s of turns.
+    """
     costs = {"driver_trajectory": 1e6, "driver_turn": 1e6, "turns": 4}
     given = workload(g=1.0, train=1.0)
     alone, played = run("bounded_async", given, **costs), run("bounded_async", given, **costs, players=4)
@@ -142,13 +151,13 @@ def test_players_take_the_turns_off_the_driver() -> None:
 
 
 def test_the_reward_agent_has_a_core_of_its_own() -> None:
-    """64 requests of 2 s at the same time as 64 trajectories of 2 s on the driver."""
+    """64 requests of 2 s run in parallel with 64 trajectories of 2 s on the driver."""
     outcome = run("one_step_off", workload(g=1.0, train=1.0), driver_trajectory=2e6, agent_request=2e6)
     assert outcome.step_s == pytest.approx(128, rel=0.05)
     assert of(outcome).at_work["agent"] == pytest.approx(1, abs=0.05)
 
 
-def test_the_pool_is_in_the_way_of_every_publication() -> None:
+def test_the_pool_s_costs_delay_every_step() -> None:
     outcome = run(pool_add=1e5, pool_sample=2e5, replayed=50)
     assert outcome.step_s == pytest.approx(G + T + 6.4 + 10, abs=1e-2)
     assert of(outcome).first == "pool"
@@ -163,11 +172,11 @@ def test_the_pool_is_in_the_way_of_every_publication() -> None:
         ({"driver_turn": 10.0, "agent_request": 100.0, "pool_add": 50.0, "weights": 90.0}, "transfer"),
     ],
 )
-def test_what_saturates_first_is_named(costs: dict[str, Any], first: str) -> None:
+def test_the_part_that_saturates_first_is_named(costs: dict[str, Any], first: str) -> None:
     assert of(run(**costs)).first == first
 
 
-def test_a_core_does_one_thing_after_the_other() -> None:
+def test_a_core_runs_its_work_one_after_another() -> None:
     async def three() -> float:
         core = Core(asyncio.get_running_loop().time)
         await asyncio.gather(*(core.work(2) for _ in range(3)))
@@ -178,16 +187,16 @@ def test_a_core_does_one_thing_after_the_other() -> None:
     assert virtual_time.run(three()) == pytest.approx(17)
 
 
-# --- on paper -------------------------------------------------------------------------------------
+# --- bounds and invalid values -------------------------------------------------------------------------------------
 @pytest.mark.parametrize("placement", ["colocated", "disaggregated"])
 @pytest.mark.parametrize("preset", PRESETS)
-def test_no_schedule_beats_the_paper(preset: Preset, placement: Any) -> None:
+def test_no_preset_is_faster_than_the_computed_bound(preset: Preset, placement: Any) -> None:
     cluster = Cluster(
         samplers=3, learners=2, placement=placement, gradients=4.0, weights=15.0,
         driver_turn=2e4, turns=4, agent_request=1e5, pool_add=1e4, efficiency=0.8,
     )  # fmt: skip
     given = workload(latency=Latency.parse("uniform:1:20"), concurrency=16, steps=10)
-    slack = (1 + given.staleness) * cluster.bound_s(given) / given.counted  # work begun before the first counted step
+    slack = (1 + given.staleness) * cluster.bound_s(given) / given.counted  # work done before the first counted step
     assert simulate(given, preset, cluster).step_s >= cluster.bound_s(given) - slack
     assert simulate(given, preset, cluster) == simulate(given, preset, cluster)
 
@@ -195,7 +204,7 @@ def test_no_schedule_beats_the_paper(preset: Preset, placement: Any) -> None:
 @pytest.mark.parametrize(
     ("name", "value"), [("samplers", 0), ("weights", math.nan), ("bandwidth", 0.0), ("efficiency", 1.5)]
 )
-def test_numbers_that_make_no_cluster_are_refused(name: str, value: float) -> None:
+def test_invalid_cluster_values_are_refused(name: str, value: float) -> None:
     with pytest.raises(ValidationError, match=name):
         Cluster(**{name: value})
 
@@ -205,11 +214,11 @@ def test_a_floor_needs_slots() -> None:
         Cluster(floor=0.5)
 
 
-# --- what the docs page says ----------------------------------------------------------------------
+# --- docs/concepts/scale.md ----------------------------------------------------------------------
 PAGE = Path(__file__).parents[2] / "docs" / "concepts" / "scale.md"
 
 
-def test_the_pages_first_command_prints_what_the_page_shows(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_first_command_of_the_scale_page_prints_what_the_page_shows(capsys: pytest.CaptureFixture[str]) -> None:
     page = PAGE.read_text(encoding="utf-8")
     command = re.search(r"```bash\n(gleanrl simulate .*?)\n```", page, re.DOTALL)
     assert command is not None
@@ -219,7 +228,7 @@ def test_the_pages_first_command_prints_what_the_page_shows(capsys: pytest.Captu
     assert [line for line in shown if line] == [line for line in printed[2:] if line]
 
 
-def test_the_page_takes_the_costs_that_it_says_were_measured() -> None:
+def test_the_commands_of_the_scale_page_use_its_measured_costs() -> None:
     page = PAGE.read_text(encoding="utf-8")
     options = {
         name: float(cost.replace(",", "")) for cost, name in re.findall(r"\| ([\d,]+) µs \| `--([a-z-]+)` \|", page)

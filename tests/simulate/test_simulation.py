@@ -1,4 +1,4 @@
-"""`gleanrl.simulate.simulation` against the arithmetic of schedules, its bounds, and what was measured elsewhere."""
+"""Tests of `gleanrl.simulate.simulation`: step times against arithmetic, lower bounds and published measurements."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CHUNKED: tuple[Preset, ...] = ("pipelined", "pipelined_one_step_off", "bounded_a
 
 
 def workload(latency: str = "constant:300", **options: Any) -> Workload:
-    """40 trajectories in 8 groups; all their rewards may be asked for at once."""
+    """40 trajectories in 8 groups; the reward service can score all of them at once."""
     whole = {"bursts": 1, "microbatches": 1, "passes": "generated", "concurrency": 10_000, "steps": 8}
     return Workload(samples=40, group=5, latency=Latency.parse(latency), **{**whole, **options})
 
@@ -34,7 +34,7 @@ def step(preset: Preset, latency: str = "constant:300", **options: Any) -> float
 
 # --- the arithmetic, where every reward takes the same time ---------------------------------------
 G, P, T = 40.0, 81.0, 117.0
-"""The defaults: generating, both log-prob passes, training."""
+"""Default seconds per step of generation, of both log-prob passes, and of training."""
 
 
 @pytest.mark.parametrize(("latency", "wait"), [(300.0, 300.0), (20.0, P)])
@@ -42,18 +42,18 @@ def test_sync_is_generation_then_rewards_or_log_probs_then_training(latency: flo
     assert step("sync", f"constant:{latency}") == pytest.approx(G + wait + T, abs=1e-3)
 
 
-def test_rewards_that_come_together_leave_pipelining_nothing_to_hide() -> None:
+def test_pipelining_hides_nothing_where_all_rewards_arrive_together() -> None:
     assert step("pipelined") == pytest.approx(G + 300 + T, abs=1e-3)
 
 
-def test_pipelining_hides_all_training_but_the_last_chunks() -> None:
-    """One place, so 40 rewards of 10 s come one by one, and the last chunk is trained on after the last of them."""
+def test_pipelining_hides_all_training_except_the_last_chunk() -> None:
+    """With one place at the service, 40 rewards of 10 s arrive one by one; only the last chunk trains after them."""
     assert step("pipelined", "constant:10", concurrency=1) == pytest.approx(G + 400 + T / 4, abs=1e-3)
     assert step("sync", "constant:10", concurrency=1) == pytest.approx(G + 400 + T, abs=1e-3)
 
 
-def test_a_step_off_hides_latency_behind_the_step_before() -> None:
-    """Weights of a step wait for rewards that were asked for a step earlier: two steps in one round trip."""
+def test_one_step_off_hides_reward_latency_behind_the_previous_step() -> None:
+    """A step waits for rewards that were requested one step earlier, so two steps share one round trip."""
     for latency in (100, 500, 900):
         expected = max(G + P + T, (G + latency + T) / 2)
         assert step("one_step_off", f"constant:{latency}", first="sample", steps=20) == pytest.approx(expected, abs=0.1)
@@ -64,21 +64,21 @@ FIRST: tuple[First, ...] = ("due", "sample", "train")
 
 @pytest.mark.parametrize("latency", ["constant:10", "constant:200", "constant:500", "uniform:0:400"])
 @pytest.mark.parametrize("preset", ["pipelined", "one_step_off", "pipelined_one_step_off"])
-def test_training_before_generating_asks_for_rewards_later(preset: Preset, latency: str) -> None:
-    """Where latency is what a step waits for, the next batch's rewards had better be asked for first."""
+def test_training_before_generating_is_slower_where_steps_wait_for_rewards(preset: Preset, latency: str) -> None:
+    """Where a step waits for rewards, it is faster to generate the next batch before training."""
     options = {"bursts": 20, "steps": 12, "passes": "consumed"}
     due, sample, train = (step(preset, latency, first=first, **options) for first in FIRST)
-    assert due == pytest.approx(sample, rel=0.01)  # nothing is further ahead than the next step
+    assert due == pytest.approx(sample, rel=0.01)  # these presets never sample further ahead than one step
     assert sample <= 1.01 * train
     if (preset, latency) in {("one_step_off", "constant:200"), ("pipelined_one_step_off", "constant:500")}:
         assert sample < 0.9 * train
 
 
 @pytest.mark.parametrize("latency", ["constant:10", "constant:200", "constant:900"])
-def test_what_is_due_first_is_no_slower_than_training_first_and_no_older_than_sampling_first(latency: str) -> None:
+def test_due_first_is_as_fast_as_training_first_and_no_staler_than_sampling_first(latency: str) -> None:
     options = {"bursts": 20, "steps": 30, "passes": "consumed", "staleness": 4}
     due, sample, train = (simulate(workload(latency, first=first, **options), "bounded_async") for first in FIRST)
-    slowest = max(train.step_s, workload(latency, **options).bound_s)  # the steps counted may have had work done before
+    slowest = max(train.step_s, workload(latency, **options).bound_s)  # work done before the counted steps
     assert sample.step_s <= 1.01 * due.step_s <= 1.02 * slowest
     assert due.staleness_mean <= sample.staleness_mean
     if latency == "constant:10":  # the device is never idle
@@ -89,28 +89,28 @@ def test_what_is_due_first_is_no_slower_than_training_first_and_no_older_than_sa
 
 
 @pytest.mark.parametrize("preset", ["one_step_off", "pipelined_one_step_off", "bounded_async"])
-def test_a_service_with_few_places_bounds_every_schedule(preset: Preset) -> None:
-    """Little's law: 40 rewards of 20 s in two places."""
+def test_a_reward_service_with_low_concurrency_limits_every_schedule(preset: Preset) -> None:
+    """By Little's law, 40 rewards of 20 s with 2 at a time take 400 s."""
     outcome = simulate(workload("constant:20", concurrency=2, bursts=20, steps=12), preset)
     assert outcome.step_s == pytest.approx(400, rel=0.01)
     assert outcome.idle_share == pytest.approx(1 - (G + P + T) / 400, abs=0.01)
     assert outcome.reward_wait_s == pytest.approx(400 - (G + P + T), rel=0.03)
 
 
-def test_log_probs_at_consumption_cannot_use_the_wait() -> None:
+def test_log_prob_passes_at_consumption_cannot_overlap_with_waiting_for_rewards() -> None:
     assert step("sync", passes="consumed") == pytest.approx(G + 300 + P + T, abs=1e-3)
     assert step("sync", passes="consumed", logprobs=0.0) == pytest.approx(G + 300 + 36 + T, abs=1e-3)
 
 
-def test_rewards_asked_for_as_trajectories_end_come_earlier() -> None:
-    """With one place a reward of 1 s costs nothing while generating goes on: only the last is waited for."""
+def test_rewards_arrive_earlier_if_requested_as_each_trajectory_ends() -> None:
+    """With one place at the service, rewards of 1 s arrive during generation, and only the last delays the step."""
     at_the_end = step("sync", "constant:1", concurrency=1, passes="consumed")
     streamed = step("sync", "constant:1", concurrency=1, passes="consumed", bursts=40)
     assert at_the_end == pytest.approx(G + 40 + P + T, abs=1e-3)
     assert streamed == pytest.approx(G + 1 + P + T, abs=1e-3)
 
 
-def test_each_further_call_of_the_learner_costs() -> None:
+def test_each_additional_call_of_the_learner_adds_its_cost() -> None:
     quick = {"latency": "constant:0", "call": 7.0}
     outcome = simulate(workload(**quick), "pipelined")
     assert (outcome.calls, outcome.step_s) == (4, pytest.approx(G + P + T + 3 * 7, abs=1e-3))
@@ -118,24 +118,24 @@ def test_each_further_call_of_the_learner_costs() -> None:
     assert (adaptive.calls, adaptive.step_s) == (1, pytest.approx(G + P + T, abs=1e-3))
 
 
-def test_inline_evaluation_costs_its_time_and_one_in_the_background_only_the_devices() -> None:
+def test_inline_evaluation_adds_its_whole_time_and_background_evaluation_only_device_time() -> None:
     options = {"evaluate_every": 2, "evaluation_samples": 10, "evaluation_g": 30.0, "steps": 12}
     alone = step("sync", steps=12)
     assert step("sync", evaluation="inline", **options) == pytest.approx(alone + (30 + 300) / 2, abs=1e-3)
     assert step("sync", evaluation="background", **options) == pytest.approx(
         alone, abs=1e-3
-    )  # while rewards are waited for
+    )  # the evaluation runs while the device waits for rewards
     busy = step("one_step_off", "constant:1", steps=12)
     assert step("one_step_off", "constant:1", **options) == pytest.approx(busy + 15, rel=0.05)
 
 
-def test_a_batch_after_another_leaves_places_empty_that_a_stream_fills() -> None:
+def test_a_streaming_reward_service_is_faster_than_one_that_scores_batch_after_batch() -> None:
     options = {"concurrency": 20, "steps": 16}
     stream, batch = (step("one_step_off", "uniform:1:400", service=how, **options) for how in ("stream", "batch"))
     assert stream < 0.95 * batch
 
 
-# --- what holds for any workload ------------------------------------------------------------------
+# --- properties of any workload ------------------------------------------------------------------
 @st.composite
 def workloads(draw: st.DrawFn) -> Workload:
     seconds = st.floats(0, 200)
@@ -169,11 +169,11 @@ def workloads(draw: st.DrawFn) -> Workload:
 
 @settings(max_examples=examples(25))
 @given(workload=workloads(), preset=st.sampled_from(PRESETS))
-def test_no_schedule_beats_the_bound_breaks_its_staleness_or_repeats_otherwise(
+def test_every_schedule_respects_the_time_bound_and_its_staleness_and_is_deterministic(
     workload: Workload, preset: Preset
 ) -> None:
     outcome = simulate(workload, preset)
-    slack = (1 + workload.staleness) * workload.bound_s / workload.counted  # work begun before the first counted step
+    slack = (1 + workload.staleness) * workload.bound_s / workload.counted  # work done before the first counted step
     assert outcome.step_s >= workload.bound_s - slack - 1e-3
     assert outcome.staleness_mean <= outcome.staleness_max <= bound_of(workload, preset)
     assert -1e-9 <= outcome.idle_share <= 1
@@ -187,29 +187,29 @@ def bound_of(workload: Workload, preset: Preset) -> int:
     return bounds.get(preset, 0)
 
 
-def test_time_busy_is_the_work_that_was_given() -> None:
+def test_idle_and_waiting_time_are_the_step_time_minus_the_work() -> None:
     outcome = simulate(workload(), "sync")
     assert outcome.idle_share * outcome.step_s == pytest.approx(outcome.step_s - (G + P + T), abs=1e-3)
     assert outcome.reward_wait_s == pytest.approx(300 - P, abs=1e-3)
     assert outcome.reward_s == pytest.approx(300, abs=1e-3)
 
 
-# --- what verl's pull request 2854 published --------------------------------------------------------
+# --- the measurements of verl's pull request 2854 --------------------------------------------------------
 def verl(part: int) -> Workload:
-    """The published setup, or the same with a ``part`` of its samples and of the places at its service."""
+    """The published setup, with 1 / ``part`` of its samples and of its reward service's concurrency."""
     return Workload(**VERL, samples=5120 // part, concurrency=256 // part, evaluation_samples=round(1319 / part))
 
 
 @pytest.mark.parametrize("part", [16, pytest.param(1, marks=pytest.mark.heavy)])
-def test_what_was_published_comes_out_within_a_point_and_a_half(part: int) -> None:
+def test_published_speedups_are_reproduced_within_one_and_a_half_points(part: int) -> None:
     sync = simulate(verl(part), "sync")
-    assert sync.reward_s == pytest.approx(427, rel=0.02)  # measured there
+    assert sync.reward_s == pytest.approx(427, rel=0.02)  # the published measurement
     for preset, published in PUBLISHED.items():
         change = 100 * (simulate(verl(part), preset).step_s / sync.step_s - 1)
         assert change == pytest.approx(published, abs=1.5), preset
 
 
-def test_better_settings_of_the_published_setup_are_bound_by_the_device() -> None:
+def test_improved_settings_of_the_published_setup_approach_the_device_bound() -> None:
     before = simulate(verl(32), "pipelined_one_step_off").step_s
     better = [workload for _, workload in improvements(verl(32))]
     steps = [simulate(workload, "pipelined_one_step_off").step_s for workload in better]
@@ -221,7 +221,7 @@ def test_better_settings_of_the_published_setup_are_bound_by_the_device() -> Non
 
 # --- latencies, and bad values ----------------------------------------------------------------------
 @pytest.mark.parametrize("text", ["constant:3", "uniform:1:40", "exponential:5", "lognormal:4:0.5"])
-def test_a_latencys_mean_is_that_of_what_it_draws(text: str) -> None:
+def test_the_mean_of_a_latency_is_the_mean_of_its_samples(text: str) -> None:
     latency, rng = Latency.parse(text), random.Random(1)
     drawn = [latency.draw(rng) for _ in range(40_000)]
     assert min(drawn) >= 0
@@ -233,7 +233,7 @@ def test_half_of_a_lognormal_is_below_its_median() -> None:
     assert sum(latency.draw(rng) < 4 for _ in range(10_000)) == pytest.approx(5000, abs=200)
 
 
-def test_measured_latencies_are_drawn_as_they_are(tmp_path: Path) -> None:
+def test_latencies_from_a_file_are_sampled_unchanged(tmp_path: Path) -> None:
     path = tmp_path / "latencies"
     path.write_text("1.5\n\n2.5\n8\n")
     latency, rng = Latency.parse(str(path)), random.Random(1)
@@ -244,13 +244,13 @@ def test_measured_latencies_are_drawn_as_they_are(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "text", ["", "uniform", "uniform:1", "uniform:a:b", "uniform:-1:3", "uniform:40:1", "constant:nan", "normal:1:2"]
 )
-def test_a_latency_of_no_form_is_refused_with_the_forms(text: str) -> None:
+def test_a_malformed_latency_is_refused(text: str) -> None:
     with pytest.raises(UserError, match="--latency"):
         Latency.parse(text)
 
 
 @pytest.mark.parametrize(("text", "named"), [("1.5\nsoon\n", "line 2"), ("\n", "no latency")])
-def test_a_file_without_seconds_is_refused(tmp_path: Path, text: str, named: str) -> None:
+def test_a_latency_file_without_valid_seconds_is_refused(tmp_path: Path, text: str, named: str) -> None:
     path = tmp_path / "latencies"
     path.write_text(text)
     with pytest.raises(UserError, match=named):
@@ -260,7 +260,7 @@ def test_a_file_without_seconds_is_refused(tmp_path: Path, text: str, named: str
 @pytest.mark.parametrize(
     ("name", "value"), [("g", -1.0), ("train", math.nan), ("evaluation_g", math.inf), ("samples", 0), ("steps", 3)]
 )
-def test_a_value_out_of_range_is_refused(name: str, value: float) -> None:
+def test_a_workload_value_out_of_range_is_refused(name: str, value: float) -> None:
     with pytest.raises(ValidationError, match=name):
         Workload(**{name: value})
 
@@ -274,6 +274,6 @@ def test_a_value_out_of_range_is_refused(name: str, value: float) -> None:
         ({"latency": "constant:0", "g": 0, "logprobs": 0, "reference": 0, "train": 0}, "--latency"),
     ],
 )
-def test_values_that_do_not_fit_together_are_refused(options: dict[str, Any], named: str) -> None:
+def test_incompatible_workload_values_are_refused(options: dict[str, Any], named: str) -> None:
     with pytest.raises(UserError, match=named):
         Workload(**options)

@@ -1,4 +1,4 @@
-"""Virtual time behaves as asyncio does, only at once."""
+"""Tests of virtual time: asyncio code runs in the same order and with the same times, but without waiting."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from gleanrl.simulate import virtual_time
 
 
-def test_a_day_passes_at_once_and_exactly() -> None:
+def test_sleeping_for_days_takes_no_real_time_and_ends_at_the_exact_virtual_time() -> None:
     async def main() -> float:
         await asyncio.gather(asyncio.sleep(86_400), asyncio.sleep(200_000.5), asyncio.sleep(1))
         return asyncio.get_running_loop().time()
@@ -44,7 +44,7 @@ def test_timeouts_follow_virtual_time() -> None:
     assert virtual_time.run(main()) == 30
 
 
-def test_a_deadlock_is_an_error() -> None:
+def test_a_deadlock_raises_an_error() -> None:
     async def main() -> None:
         await asyncio.Event().wait()
 
@@ -52,7 +52,7 @@ def test_a_deadlock_is_an_error() -> None:
         virtual_time.run(main())
 
 
-def test_threads_run_at_once() -> None:
+def test_a_call_in_a_thread_takes_no_virtual_time() -> None:
     async def main() -> tuple[int, float]:
         with pytest.raises(ValueError, match="invalid literal"):
             await asyncio.to_thread(int, "x")
