@@ -41,7 +41,7 @@ def worker(environments: Environments, progress: list[Progress] | None = None) -
 
 
 def by_hand(b: int, actions: torch.Tensor, chunk: int) -> Iterator[dict[str, Any]]:
-    """Yield the expected rows of environment ``b``, by stepping the plain environment with ``actions`` ``[T, C * A]``."""
+    """Yield the expected rows of environment ``b``, by stepping a plain environment with ``actions`` ``[T, C * A]``."""
     env = gymnasium.make(ID)
     episode = 0
 
@@ -54,9 +54,8 @@ def by_hand(b: int, actions: torch.Tensor, chunk: int) -> Iterator[dict[str, Any
         row: dict[str, Any] = {"obs": obs, "rewards": [0.0] * chunk}
         row |= {name: [False] * chunk for name in ("terminations", "truncations")}
         for i, action in enumerate(chosen.reshape(chunk, 2)):
-            real = np.array(
-                [2 * action[0], 2 + 2 * action[1]], np.float32
-            )  # scaled from [-1, 1] to the bounds [-2, 2] and [0, 4]
+            # scaled from [-1, 1] to the bounds [-2, 2] and [0, 4]
+            real = np.array([2 * action[0], 2 + 2 * action[1]], np.float32)
             obs, reward, terminated, truncated, _ = env.step(real)
             row["rewards"][i], row["terminations"][i], row["truncations"][i] = reward, terminated, truncated
             total, length = total + float(reward), length + 1

@@ -1,4 +1,4 @@
-"""One Ray for all tests that use it in this process."""
+"""Fixtures for the tests of the Ray runtime: one local Ray per test process."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gleanrl.utils.progress import Silent
 
 @pytest.fixture(scope="session")
 def ray() -> Iterator[Any]:
-    """Ray, started for the session."""
+    """The ray module, with a local Ray of 16 logical CPUs started for the session."""
     ray = pytest.importorskip("ray", reason="ray is not installed")
     ray.init(num_cpus=16, include_dashboard=False, log_to_driver=False, configure_logging=False)
     yield ray
@@ -23,7 +23,7 @@ def ray() -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def cluster(ray: Any) -> Iterator[Cluster]:
-    """Room for the actors of a run, each of which may be replaced twice."""
+    """A cluster with room for the actors of one run; each kind of actor may be restarted twice."""
     kinds = {"learner": 1, "sampler": 2, "environment": 1, "reward": 1}
     with open_cluster(RaySettings(max_restarts=2), Silent(), kinds) as cluster:
         yield cluster

@@ -1,4 +1,4 @@
-"""What tests ask of an actor; loads little, since each actor is a new process."""
+"""Services that the tests run in actors. The module imports little, because each actor is a new process."""
 
 from __future__ import annotations
 
@@ -14,14 +14,17 @@ from gleanrl.utils.errors import UserError
 
 
 class Odd(Exception):
-    """It cannot be pickled."""
+    """An exception that cannot be pickled, because its arguments are not those of ``__init__``."""
 
     def __init__(self, one: int, two: int) -> None:
         super().__init__("odd")
 
 
 class Asked(Service):
-    """What a test asks of an actor."""
+    """A service whose calls return, raise, hang or exit as a test needs.
+
+    ``start``: "mistake" raises UserError at the start; "dies", or the path of an existing file, ends the process.
+    """
 
     def __init__(self, driver: ActorServer, start: str = "") -> None:
         if start == "mistake":
@@ -62,5 +65,5 @@ ASKED = count(1)
 
 
 def counted(request: Any) -> float:
-    """A reward that says how often it was asked."""
+    """A reward whose score is the number of calls so far."""
     return float(next(ASKED))

@@ -1,4 +1,4 @@
-"""A learner's actor whose weights are numbers, and a sampler's whose tokens are its weights."""
+"""A learner actor whose weights all have one value, and a sampler actor that samples this value as its tokens."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ KINDS = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors(0).items
 
 
 class Teacher(WeightSource):
-    """A learner with the same value in every tensor."""
+    """A learner whose tensors all have the same value; ``trap`` makes the next transfer fail, block or kill it."""
 
     def __init__(self, _driver: ActorServer) -> None:
         super().__init__()
@@ -55,19 +55,19 @@ class Teacher(WeightSource):
         return os.getpid()
 
     async def asked(self) -> int:
-        """How often the weights were asked for since the last call."""
+        """Return how often the weights were requested since the last call."""
         asked, self._asked = self._asked, 0
         return asked
 
     async def learn(self, value: float) -> int:
-        """Change the tensors in place, as an optimizer does; the number of the weights."""
+        """Set the tensors to ``value`` in place, as an optimizer does, and return the new number of the weights."""
         await self.changing()
         for tensor in self._tensors.values():
             tensor.fill_(value)
         return self.number
 
     async def trap(self, what: str) -> None:
-        """What happens when weights are next asked for."""
+        """Set what happens at the next request for weights: "die", "fail" or "hold"."""
         self._trap = what
 
     async def held(self) -> None:
@@ -83,11 +83,11 @@ def note(file: str, text: str) -> None:
 
 
 class Numbers(WeightReceiver):
-    """A sampler; ``file`` notes what was published before each session."""
+    """A sampler that appends to ``file``, for each session, the version of its weights when the session began."""
 
     def __init__(self, _driver: ActorServer, file: str) -> None:
         self._file = file
-        self._weights: dict[str, tuple[torch.Tensor, int]] = {}  # and version, by lane
+        self._weights: dict[str, tuple[torch.Tensor, int]] = {}  # lane -> (tokens, version)
 
     async def pid(self) -> int:
         return os.getpid()

@@ -1,4 +1,4 @@
-"""Whole commands on a Ray of their own, and the processes that belong to them."""
+"""Runs ``gleanrl train`` as a subprocess with a Ray of its own, and finds and kills its processes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from gleanrl.runtime.run_folder import RunFolder
 from tests.cli.conftest import CONFIG, Ended
 
 ROOT = Path(__file__).parents[2]
-TIMEOUT = 280.0  # seconds; a machine may be busy
+TIMEOUT = 280.0  # seconds; long, because the machine may be busy
 REWARD = '''
 """A reward that notes whom it was asked about."""
 
@@ -30,7 +30,7 @@ def even(request):
 
 @dataclass
 class Command:
-    """``gleanrl train tiny.toml --runtime RUNTIME`` under way, in a session of its own."""
+    """A running ``gleanrl train tiny.toml --runtime RUNTIME`` in an operating-system session of its own."""
 
     process: subprocess.Popen[bytes]
     folder: Path
@@ -44,7 +44,7 @@ class Command:
         return RunFolder(self.folder / "runs" / "tiny")
 
     def until_step(self, step: int) -> None:
-        """Wait until so many steps are reported."""
+        """Wait until the command has reported at least step ``step``."""
         self.until(rf"^step ({'|'.join(str(n) for n in range(step, step + 200))}): reward")
 
     def until(self, pattern: str) -> None:
@@ -55,11 +55,11 @@ class Command:
             time.sleep(0.02)
 
     def actors(self, kind: str) -> list[int]:
-        """Processes of the run's actors of a kind."""
+        """Return the process ids of the run's actors of one kind."""
         return [pid for pid, (title, _) in self.tree().items() if title.startswith(f"ray::{kind}Actor")]
 
     def tree(self) -> dict[int, tuple[str, int]]:
-        """Every process that this command has started: its title and parent."""
+        """Return the title and parent of every process that descends from this command, by process id."""
         everything = {}
         for folder in Path("/proc").iterdir():
             try:
@@ -88,7 +88,7 @@ class Command:
 
 @contextmanager
 def commands(*common: str) -> Iterator[Callable[..., Command]]:
-    """`start` with further settings; what a failed test leaves ends with the block."""
+    """Yield `start` with the common settings added; kill the commands that still run when the block ends."""
     started: list[Command] = []
 
     def start_one(folder: Path, *settings: str, runtime: str = "ray") -> Command:
@@ -119,7 +119,7 @@ def start(folder: Path, *settings: str, runtime: str) -> Command:
 
 
 def gone(pids: set[int], within_s: float = 20.0) -> set[int]:
-    """Those of ``pids`` that live on after so long."""
+    """Wait for processes to end; return those of ``pids`` that are still alive after ``within_s`` seconds."""
     end = time.monotonic() + within_s
     while (left := {pid for pid in pids if alive(pid)}) and time.monotonic() < end:
         time.sleep(0.1)

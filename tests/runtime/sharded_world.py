@@ -1,4 +1,4 @@
-"""A process that leads a learner of two ranks into trouble: `python -m tests.runtime.sharded_world CASE`."""
+"""Runs a learner of two ranks that fails as CASE says: `python -m tests.runtime.sharded_world CASE`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.learners.test_sharded import batch_of
 
 
 def main(case: str) -> int:
-    """As the command does: one line and a status."""
+    """Run a case and end as ``gleanrl`` does, with an exit status and errors as one line."""
     torch.set_num_threads(1)
     config = Config.model_validate({"learner": {"ranks": 1 if "RANK" in os.environ else 2}, "model": {"device": "cpu"}})
     try:
@@ -47,7 +47,7 @@ def work(ranks: Ranks) -> None:
 
 
 def fails(ranks: Ranks) -> None:
-    """In the middle of a pass, where rank 1 waits for it."""
+    """Rank 0 raises MemoryError in the middle of a forward pass, while rank 1 waits for it in a collective."""
     made = engine(ranks)
     made.local.model.model.layers[1].register_forward_pre_hook(_raise)
     made.backward(batch_of(0, LossSettings()).samples)
@@ -58,7 +58,7 @@ def _raise(*_: Any) -> None:
 
 
 def interrupted(ranks: Ranks) -> None:
-    """While the model is being spread."""
+    """Rank 0 is interrupted while it broadcasts the model."""
     broadcast, sent = dist.broadcast, list[torch.Tensor]()
 
     def some(tensor: torch.Tensor, src: int) -> None:
@@ -72,7 +72,7 @@ def interrupted(ranks: Ranks) -> None:
 
 
 def stillborn(rank: int, count: int, port: int, threads: int, *, cuda: bool) -> subprocess.Popen[bytes]:
-    """A rank that dies once it is there, before it met the others."""
+    """Start a rank that exits with status 3 after it has registered, before the process group exists."""
     del threads, cuda
     env = {**os.environ, "RANK": str(rank), "WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1"}
     code = (

@@ -1,4 +1,4 @@
-"""A checkpoint is whole or absent, and a damaged one is noticed before it is used."""
+"""Tests of Checkpoints: a checkpoint is written completely or not at all, and damage is found when it is loaded."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def write(text: str):
     return into
 
 
-def test_the_last_ones_are_kept_and_the_newest_is_found(tmp_path: Path) -> None:
+def test_the_newest_checkpoints_are_kept_and_the_latest_is_found(tmp_path: Path) -> None:
     store = Checkpoints(tmp_path / "checkpoints", keep=2)
     assert store.latest() is None
     for step in (2, 4, 10):
@@ -30,7 +30,9 @@ def test_the_last_ones_are_kept_and_the_newest_is_found(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["flip", "truncate", "remove", "manifest"])
-def test_damage_falls_back_with_a_word_and_then_refuses(tmp_path: Path, damage: str) -> None:
+def test_a_damaged_checkpoint_falls_back_with_a_warning_and_no_good_one_is_an_error(
+    tmp_path: Path, damage: str
+) -> None:
     store = Checkpoints(tmp_path, keep=3)
     store.save(1, {}, write("weights of 1"))
     store.save(2, {}, write("weights of 2"))
@@ -55,7 +57,7 @@ def test_damage_falls_back_with_a_word_and_then_refuses(tmp_path: Path, damage: 
         store.latest()
 
 
-def test_a_failed_save_leaves_the_earlier_ones(tmp_path: Path) -> None:
+def test_a_failed_save_leaves_the_earlier_checkpoint(tmp_path: Path) -> None:
     store = Checkpoints(tmp_path, keep=1)
     store.save(1, {}, write("good"))
 

@@ -1,4 +1,4 @@
-"""pass@k and its intervals against independent calculations."""
+"""Tests of evaluation metrics: pass@k and its confidence intervals against independent calculations."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_success(n: int, data: st.DataO
 
 
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=50))
-def test_an_interval_holds_its_mean_and_stays_in_range(rates: list[float]) -> None:
+def test_an_interval_contains_its_mean_and_lies_between_0_and_1(rates: list[float]) -> None:
     mean, low, high = mean_interval(rates)
     assert 0 <= low <= mean + 1e-9
     assert mean - 1e-9 <= high <= 1
 
 
-def test_the_interval_covers_about_95_percent_of_the_time() -> None:
+def test_the_interval_contains_the_true_rate_about_95_percent_of_the_time() -> None:
     rng = np.random.default_rng(0)
     covered = 0
     for _ in range(2000):
@@ -53,7 +53,7 @@ def test_failed_measurements_are_left_out_not_counted_as_failures() -> None:
     assert metrics["eval/sampled/valid"] == pytest.approx(0.75)
 
 
-def test_each_kind_of_task_is_counted_for_itself() -> None:
+def test_each_kind_of_task_has_its_own_metrics() -> None:
     tasks = [Task("a", kind="heat"), Task("b", kind="cool"), Task("c", kind="heat")]
     rows = ((attempt(1.0), attempt(1.0)), (attempt(0.0), attempt(None)), (attempt(0.0), attempt(1.0)))
     metrics = by_kind(tasks, Evaluation(rows), "pass@1")

@@ -1,4 +1,4 @@
-"""The page of metrics names what is logged."""
+"""Tests that docs/reference/metrics.md names every metric that is logged."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_the_page_names_every_part_of_a_steps_time() -> None:
     assert not {name for name in logged if f"`{name}`" not in PAGE}
 
 
-def test_the_page_names_what_a_run_on_ray_tells() -> None:
+def test_the_page_names_every_metric_of_a_ray_cluster() -> None:
     cluster = Cluster(RaySettings(), Console(), None, 1, {})
     cluster.seconds |= {"publish_s": 1.0, "publish_offer_s": 1.0, "publish_take_s": 1.0}
     assert not {name for name in cluster.metrics() if f"`{name}`" not in PAGE}

@@ -1,4 +1,4 @@
-"""What a step's time went into: whatever work there is on the device, waiting for rewards, environments, nothing."""
+"""Tests of RunObserver, which divides a step's time into device work, waiting for rewards or environments, and idling."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.builders import random_groups, tiny_model
 
 
 class Kept:
-    """A monitor and a progress bar."""
+    """A monitor and progress bar that keeps the logged metrics of each step."""
 
     def __init__(self) -> None:
         self.steps: list[dict[str, float]] = []
@@ -53,8 +53,8 @@ def observing(folder: Path, timeline: Timeline, counters: Callable[[], dict[str,
     return made, kept
 
 
-def test_whatever_the_learner_does_on_the_device_is_work(tmp_path: Path) -> None:
-    """With log-probs recomputed, some of it is no training."""
+def test_all_device_work_of_the_learner_counts_as_work(tmp_path: Path) -> None:
+    """With recomputed old log-probs, the learner also works on the device outside of training."""
     timeline, loss = Timeline(), LossSettings()
     batch = build(random_groups(np.random.default_rng(0)), CreditSettings(), loss, 128)
 
@@ -83,7 +83,7 @@ def test_whatever_the_learner_does_on_the_device_is_work(tmp_path: Path) -> None
     )
 
 
-def test_idle_time_is_told_apart_by_what_was_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_idle_time_is_divided_by_what_was_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock, at_work = Clock(), {"environment_s": 0.0}
     monkeypatch.setattr(observer, "perf_counter", clock)
     timeline = Timeline(clock=clock)
@@ -91,12 +91,12 @@ def test_idle_time_is_told_apart_by_what_was_waited_for(tmp_path: Path, monkeypa
     timeline.record("decode", 0.0, 4.0)
     clock.now = 3.0
     with timeline.span("score"):
-        clock.now = 7.0  # from 4 on nothing else goes on
+        clock.now = 7.0  # from second 4 on the device is idle and the reward is pending
     timeline.record("logprobs", 8.0, 10.0)
     clock.now = 9.0
     late = timeline.span("score")
     late.__enter__()
-    clock.now = 12.0  # and it is still pending
+    clock.now = 12.0  # the second reward is still pending when the step ends
     at_work["environment_s"] = 6.5
     watching.on_step(1, [], {})
     clock.now = 14.0
@@ -110,7 +110,7 @@ def test_idle_time_is_told_apart_by_what_was_waited_for(tmp_path: Path, monkeypa
     assert (second["time/reward_wait_s"], second["time/environment_s"], second["time/idle_s"]) == (2.0, 0.0, 1.0)
 
 
-def test_without_rewards_to_wait_for_there_is_no_such_metric(tmp_path: Path) -> None:
+def test_a_run_without_rewards_to_wait_for_has_no_reward_wait_metric(tmp_path: Path) -> None:
     watching, kept = observing(tmp_path, Timeline())
     watching.on_step(1, [], {})
     assert "time/reward_wait_s" not in kept.steps[0]

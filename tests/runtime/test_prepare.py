@@ -1,4 +1,7 @@
-"""What a run starts from: cached by everything that it depends on, from the warm-start split only."""
+"""Tests of ``prepare``, ``demonstrate`` and ``measure_baselines``: the model, tasks and baselines of a run's start.
+
+The warm start and the demonstrations are cached by everything that they depend on.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +48,7 @@ def weights(model: torch.nn.Module) -> list[torch.Tensor]:
     return [p.detach().clone() for p in model.parameters()]
 
 
-def test_the_second_time_everything_comes_from_the_cache_bit_for_bit(cache: Path) -> None:
+def test_the_second_prepare_loads_everything_from_the_cache_bit_for_bit(cache: Path) -> None:
     first = prepare(small(), Silent())
     files = {path: path.stat().st_mtime_ns for path in cache.rglob("*") if path.is_file()}
     second = prepare(small(), Silent())
@@ -56,7 +59,7 @@ def test_the_second_time_everything_comes_from_the_cache_bit_for_bit(cache: Path
 
 
 @pytest.mark.parametrize("change", [("run.seed", "4"), ("warm_start.lr", "1e-4"), ("model.mlp_ratio", "2")])
-def test_what_it_depends_on_changes_it(change: tuple[str, str]) -> None:
+def test_the_cached_model_depends_on_seed_warm_start_and_architecture(change: tuple[str, str]) -> None:
     before, after = prepare(small(), Silent()), prepare(small(change), Silent())
     a, b = weights(before.model), weights(after.model)
     assert any(x.shape != y.shape or not torch.equal(x, y) for x, y in zip(a, b, strict=True))
@@ -78,7 +81,7 @@ def test_damaged_demonstrations_are_made_again(cache: Path, damage: str) -> None
     assert prepare(small(), Silent()).demonstrations == first.demonstrations
 
 
-def test_demonstrations_come_from_households_of_no_other_split() -> None:
+def test_the_three_splits_share_no_task() -> None:
     config = small()
     prepared = prepare(config, Silent())
     own = {t.id for t in prepared.taskset.tasks("warm_start", config.environment.warm_start_tasks)}
@@ -86,7 +89,7 @@ def test_demonstrations_come_from_households_of_no_other_split() -> None:
     assert {t.id for t in prepared.train}.isdisjoint({t.id for t in prepared.evaluation})
 
 
-def test_the_tokenizer_knows_what_only_the_error_says() -> None:
+def test_the_tokenizer_has_the_environment_s_error_message_as_one_token() -> None:
     tokenizer = prepare(small(), Silent()).tokenizer
     assert len(tokenizer("Nothing happens.", add_special_tokens=False)["input_ids"]) == 1
 
@@ -101,7 +104,7 @@ class Adds:
 """
 
 
-def test_demonstrations_are_of_the_files_as_they_are_now(cache: Path, tmp_path: Path) -> None:
+def test_demonstrations_are_made_again_when_the_environment_s_files_change(cache: Path, tmp_path: Path) -> None:
     code, rows = tmp_path / "adds.py", tmp_path / "rows.jsonl"
     code.write_text(EXPERT)
     options = f"{{environment_factory = '{code}:Adds', data = '{rows}'}}"
@@ -123,7 +126,7 @@ def test_demonstrations_are_of_the_files_as_they_are_now(cache: Path, tmp_path: 
     assert file_versions(["gleanrl.rollout.renderer:Renderer", "json", "a" * 10_000, "\0", 3, None]) == []
 
 
-def test_a_taskset_without_an_expert_is_refused(tmp_path: Path) -> None:
+def test_a_taskset_without_an_expert_or_with_too_few_tasks_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text(
         "from gleanrl.protocols import Taskset\n"
@@ -142,7 +145,7 @@ def test_a_taskset_without_an_expert_is_refused(tmp_path: Path) -> None:
         prepare(few, Silent())
 
 
-def test_training_and_evaluation_share_no_id(tmp_path: Path) -> None:
+def test_tasks_that_are_both_trained_and_evaluated_are_refused(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text(
         "from gleanrl.protocols import Taskset\n"
@@ -157,7 +160,7 @@ def test_training_and_evaluation_share_no_id(tmp_path: Path) -> None:
         prepare(config, Silent())
 
 
-def test_baselines_bound_the_agent_from_both_sides() -> None:
+def test_the_expert_baseline_is_perfect_and_the_random_one_is_poor() -> None:
     config = small()
     taskset = load_taskset(config.environment, 0)
     found = measure_baselines(taskset, taskset.tasks("eval", 12), max_turns=12, seed=0, progress=Silent())
@@ -165,7 +168,7 @@ def test_baselines_bound_the_agent_from_both_sides() -> None:
     assert found["eval/baseline/random"] < 0.3
 
 
-def test_a_single_turn_task_has_no_random_policy() -> None:
+def test_a_single_turn_task_has_no_random_baseline() -> None:
     config = small(("environment.name", "reasoning_gym"), ("environment.options", '{task = "chain_sum"}'))
     taskset = load_taskset(config.environment, 0)
     found = measure_baselines(taskset, taskset.tasks("eval", 3), max_turns=1, seed=0, progress=Silent())
@@ -189,7 +192,7 @@ def test_a_taskset_without_an_expert_of_these_tasks_has_no_baselines(tmp_path: P
         assert not found, name
 
 
-def test_the_parts_of_a_mixture_that_have_no_expert_are_left_to_training(tmp_path: Path) -> None:
+def test_demonstrations_of_a_mixture_come_from_its_parts_with_an_expert(tmp_path: Path) -> None:
     parts = []
     for name, code in (("shown", EXPERT), ("unshown", EXPERT.partition("    def expert")[0])):
         (tmp_path / f"{name}.py").write_text(code)

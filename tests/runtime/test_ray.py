@@ -1,4 +1,4 @@
-"""The reward agent as a Ray actor, on a local Ray of one core."""
+"""Tests of ``reward_actor``, which runs the reward agent as a Ray actor, on a local Ray."""
 
 from __future__ import annotations
 
@@ -25,15 +25,17 @@ from tests.test_house import imports, modules
 TASK = make_task()
 
 
-def test_nobody_else_imports_ray() -> None:
+def test_only_the_ray_runtime_imports_ray() -> None:
     guilty = [name for name in modules() if any(i.target.split(".")[0] == "ray" for i in imports(name))]
     assert guilty
     assert all(name.startswith("gleanrl.runtime.ray.") for name in guilty)
 
 
 class Noted:
-    """An async reward: the number that was answered, once every answer of a batch of ``together`` is there; each call
-    leaves a line in a file."""
+    """An async reward whose score is the number in the response.
+
+    No call returns before ``together`` calls have begun. Each call appends its response to a file.
+    """
 
     version = "noted-1"
 
@@ -69,7 +71,7 @@ def asked(path: Path) -> list[str]:
 
 @pytest.fixture
 def made(ray: Any) -> Iterator[Any]:
-    """`reward_actor` whose actors end with the test."""
+    """`reward_actor`; its actors are closed when the test ends."""
     handles: list[RewardHandle] = []
 
     def make(*args: Any, **options: Any) -> RewardHandle:
@@ -89,13 +91,13 @@ def test_groups_are_scored_and_post_processed_in_another_process(made: Any) -> N
     groups = [[(TASK, "a" * n), (TASK, "abc")] for n in range(1, 4)]
     scores = handle.score_groups(group for group in groups)
     assert [[score.value for score in group] for group in scores] == [[-4, 0], [-2, 0], [0, 0]]
-    assert handle.metrics()["service/scored"] == 4  # "abc" once
+    assert handle.metrics()["service/scored"] == 4  # the repeated "abc" is scored once
     assert made(pid).score_groups([[(TASK, "x")]])[0][0].value != os.getpid()
 
 
-def test_it_is_a_reward_for_many_callers_at_once(made: Any, ray: Any, tmp_path: Path) -> None:
+def test_many_callers_in_several_processes_can_score_at_once(made: Any, ray: Any, tmp_path: Path) -> None:
     many = 300
-    handle = made(Noted(str(tmp_path / "asked"), together=many), max_concurrency=many)  # answers none before the last
+    handle = made(Noted(str(tmp_path / "asked"), together=many), max_concurrency=many)
 
     async def main() -> list[Score]:
         return await asyncio.gather(*(handle.score(TASK, f"{n}") for n in range(many)))
@@ -113,7 +115,7 @@ def test_it_is_a_reward_for_many_callers_at_once(made: Any, ray: Any, tmp_path: 
     assert pickle.loads(pickle.dumps(handle)).metrics()["service/cache_hits"] == 1
 
 
-def test_a_mistake_is_one_line_at_the_start(made: Any) -> None:
+def test_a_wrong_reward_or_option_is_an_error_of_one_line_at_the_start(made: Any) -> None:
     for wrong, options, said in (
         ("tests.rewards.graders:no_such", {}, "no_such"),
         (pid, {"max_concurency": 3}, "max_concurency: Extra inputs"),
@@ -123,7 +125,7 @@ def test_a_mistake_is_one_line_at_the_start(made: Any) -> None:
         assert "\n" not in str(error.value)
 
 
-def test_a_service_that_is_down_reaches_the_caller_as_one_line(made: Any) -> None:
+def test_an_unreachable_reward_service_is_an_error_of_one_line_for_the_caller(made: Any) -> None:
     def down(request: Request) -> float:
         raise ConnectionError("refused")
 
@@ -133,7 +135,7 @@ def test_a_service_that_is_down_reaches_the_caller_as_one_line(made: Any) -> Non
     assert "\n" not in str(error.value)
 
 
-def test_a_dead_actor_says_so_and_its_journal_survives(made: Any, ray: Any, tmp_path: Path) -> None:
+def test_calls_of_a_dead_actor_raise_and_its_journal_serves_the_next_actor(made: Any, ray: Any, tmp_path: Path) -> None:
     file, journal = tmp_path / "asked", tmp_path / "journal.sqlite"
     first = made(Noted(str(file)), journal=journal)
     before = first.score_groups([[(TASK, "1"), (TASK, "2")]])
@@ -157,7 +159,7 @@ def test_a_dead_actor_says_so_and_its_journal_survives(made: Any, ray: Any, tmp_
     assert asked(file).count("1") == asked(file).count("2") == 1
 
 
-def test_an_actor_that_ray_restarts_goes_on_with_its_journal(made: Any, ray: Any, tmp_path: Path) -> None:
+def test_an_actor_restarted_by_ray_continues_with_its_journal(made: Any, ray: Any, tmp_path: Path) -> None:
     file, journal = tmp_path / "asked", tmp_path / "journal.sqlite"
     handle = made(
         Noted(str(file)), journal=journal, options={"max_restarts": 1, "max_task_retries": 1, "name": "judge"}
@@ -169,7 +171,7 @@ def test_an_actor_that_ray_restarts_goes_on_with_its_journal(made: Any, ray: Any
     assert asked(file) == ["1", "2", "3"]
 
 
-def test_the_code_of_the_page_runs(ray: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_ray_code_of_the_rewards_page_runs(ray: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     page = (Path(__file__).parents[2] / "docs" / "howto" / "rewards.md").read_text(encoding="utf-8")
     (code,) = [block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "reward_actor" in block]
@@ -181,7 +183,7 @@ def test_the_code_of_the_page_runs(ray: Any, tmp_path: Path, monkeypatch: pytest
     assert Path(journal).exists()
 
 
-def test_without_ray_the_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_ray_is_an_error_that_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(UserError, match=r"pip install 'gleanrl\[ray\]'"):
         reward_actor(pid)

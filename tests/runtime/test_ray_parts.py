@@ -1,4 +1,4 @@
-"""The parts of the Ray runtime, each against a small service, on a local Ray."""
+"""Tests of the parts of the Ray runtime (actor calls, device lock, environments, rewards), on a local Ray."""
 
 from __future__ import annotations
 
@@ -52,7 +52,9 @@ async def started(pool: ActorPool) -> AsyncIterator[ActorPool]:
         await pool.close()
 
 
-def test_calls_are_answered_in_any_order_and_errors_come_as_they_are(cluster: clusters.Cluster) -> None:
+def test_concurrent_calls_return_their_results_and_errors_and_a_dead_actor_is_replaced(
+    cluster: clusters.Cluster,
+) -> None:
     async def main() -> None:
         async with started(ActorPool(cluster, "sampler", 1, Asked, ())) as pool:
             actor = await pool.member()
@@ -68,7 +70,8 @@ def test_calls_are_answered_in_any_order_and_errors_come_as_they_are(cluster: cl
                 actor.ask_blocking("fail", "value")
 
             for bad, said in ((threading.Lock(), "pickle"), (Unreadable(), "not here")):
-                calls = [actor.call("echo", value) for value in (1, bad, 2)]  # in one turn: they travel together
+                # calls of one turn of the event loop are sent together
+                calls = [actor.call("echo", value) for value in (1, bad, 2)]
                 one, none, two = await asyncio.gather(*calls, return_exceptions=True)
                 assert (one, two) == (1, 2)
                 assert isinstance(none, UserError)
@@ -81,7 +84,7 @@ def test_calls_are_answered_in_any_order_and_errors_come_as_they_are(cluster: cl
             for death in (waiting, actor.call("echo", 1)):
                 with pytest.raises(ActorDied, match="sampler died: its worker process has died"):
                     await death
-            assert await pool.call("echo", 7) == 7  # of the one in its place
+            assert await pool.call("echo", 7) == 7  # answered by the replacement
             assert await pool.member() is not actor
             assert cluster.metrics()["service/actors_restarted"] == 1
 
@@ -89,7 +92,7 @@ def test_calls_are_answered_in_any_order_and_errors_come_as_they_are(cluster: cl
 
 
 class Unreadable:
-    """Pickled well, but not read in another process."""
+    """An object that can be pickled, but raises when it is unpickled in another process."""
 
     def __reduce__(self) -> Any:
         return unread, (os.getpid(),)
@@ -100,10 +103,10 @@ def unread(pid: int) -> None:
         raise ValueError("not here")
 
 
-def test_an_actor_that_cannot_start_ends_the_run_in_one_line(cluster: clusters.Cluster, tmp_path: Path) -> None:
+def test_an_actor_that_cannot_start_is_an_error_of_one_line(cluster: clusters.Cluster, tmp_path: Path) -> None:
     async def main(start: str) -> None:
         async with started(ActorPool(cluster, "sampler", 2, Asked, (start,))) as pool:
-            (tmp_path / "no").touch()  # from now on none starts
+            (tmp_path / "no").touch()  # from now on no actor can start
             (first, _) = pool.members.values()
             await killed(first)
             with pytest.raises(ActorDied):
@@ -119,7 +122,9 @@ def test_an_actor_that_cannot_start_ends_the_run_in_one_line(cluster: clusters.C
             asyncio.run(main(start))
 
 
-def test_a_death_that_an_actor_waits_for_is_not_its_own(cluster: clusters.Cluster) -> None:
+def test_a_learner_that_dies_while_a_sampler_starts_is_not_counted_as_a_sampler_restart(
+    cluster: clusters.Cluster,
+) -> None:
     async def ready(actor: ActorClient) -> None:
         assert await actor.call("echo", 1) == 1
         raise LearnerLost("learner died")
@@ -135,7 +140,7 @@ def test_a_death_that_an_actor_waits_for_is_not_its_own(cluster: clusters.Cluste
     asyncio.run(main())
 
 
-def test_the_drivers_device_lock_serves_actors_and_outlives_them(cluster: clusters.Cluster) -> None:
+def test_the_driver_s_device_lock_is_released_when_the_actor_that_has_it_dies(cluster: clusters.Cluster) -> None:
     async def main() -> None:
         async with started(ActorPool(cluster, "sampler", 2, Asked, ())) as pool:
             first, second = pool.members.values()
@@ -145,7 +150,7 @@ def test_the_drivers_device_lock_serves_actors_and_outlives_them(cluster: cluste
             await second.call("echo", 1)
             assert not waiting.done()
             await killed(first)
-            await waiting  # it was passed on
+            await waiting  # the lock of the dead actor was released
             with pytest.raises(ActorDied):
                 await holding
             async with cluster.device_lock("train"):
@@ -155,13 +160,15 @@ def test_the_drivers_device_lock_serves_actors_and_outlives_them(cluster: cluste
 
 
 class FullDisk(Timeline):
-    """A timeline whose file cannot be written."""
+    """A timeline whose file cannot be written, as on a full disk."""
 
     def record(self, kind: str, start: float, end: float, **tags: Any) -> None:
         raise UserError("no space left")
 
 
-def test_on_a_full_disk_no_call_waits_for_ever(cluster: clusters.Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_timeline_that_cannot_be_written_blocks_no_call(
+    cluster: clusters.Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(cluster, "timeline", FullDisk())
     monkeypatch.setattr(cluster, "device_lock", DeviceLock(timeline=FullDisk()))
 
@@ -174,12 +181,12 @@ def test_on_a_full_disk_no_call_waits_for_ever(cluster: clusters.Cluster, monkey
                 await actor.call("echo", 1)
             with pytest.raises(UserError, match="no space left"):
                 await waiting
-            await actor.call("worked", "sample")  # the device was given back
+            await actor.call("worked", "sample")  # the failed call released the device
 
     asyncio.run(main())
 
 
-def test_environments_fail_as_they_do_in_the_local_runtime(cluster: clusters.Cluster) -> None:
+def test_environment_errors_and_lost_episodes_are_those_of_the_local_runtime(cluster: clusters.Cluster) -> None:
     async def main() -> None:
         given = pickle_taskset(Parity(trouble={"train-1": "raise", "train-2": "kill"}))
         arguments = (given, EnvironmentSettings())
@@ -205,12 +212,14 @@ def test_environments_fail_as_they_do_in_the_local_runtime(cluster: clusters.Clu
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_an_environment_actor_learns_why_an_episode_ends(cluster: clusters.Cluster, workers: int) -> None:
+def test_conclude_passes_the_stop_reason_to_the_environment_in_its_actor(
+    cluster: clusters.Cluster, workers: int
+) -> None:
     async def main() -> None:
         arguments = (pickle_taskset(Echo()), EnvironmentSettings(workers=workers))
         async with started(ActorPool(cluster, "environment", 1, EnvironmentService, arguments)) as pool:
             environment = RayEnvironments(pool).environment(Task("train-0"))
-            assert await environment.conclude(StopReason.MAX_TURNS) is None  # it has not begun
+            assert await environment.conclude(StopReason.MAX_TURNS) is None  # the episode has not begun
             await environment.reset()
             await environment.step(Message(role="assistant", content="left"))
             score = await environment.conclude(StopReason.CONTEXT_FULL)
@@ -225,7 +234,7 @@ def test_an_environment_actor_learns_why_an_episode_ends(cluster: clusters.Clust
     asyncio.run(main())
 
 
-def test_a_reward_actor_scores_again_when_asked_to(cluster: clusters.Cluster, tmp_path: Path) -> None:
+def test_score_again_of_a_reward_actor_bypasses_its_cache(cluster: clusters.Cluster, tmp_path: Path) -> None:
     async def main() -> None:
         settings = RewardSettings(name="tests.runtime.ray_services:counted")
         arguments = (None, settings, tmp_path / "rewards.sqlite", {})
@@ -234,14 +243,14 @@ def test_a_reward_actor_scores_again_when_asked_to(cluster: clusters.Cluster, tm
             assert isinstance(source.train, Rescoring)
             reward: Any = source.train
             task = Task("t")
-            assert [(await reward.score(task, "a")).value for _ in range(2)] == [1, 1]  # remembered
+            assert [(await reward.score(task, "a")).value for _ in range(2)] == [1, 1]  # the second is from the cache
             assert (await reward.score_again(task, "a")).value == 2
             assert (await reward.score(task, "a")).value == 1
 
     asyncio.run(main())
 
 
-def test_weights_travel_as_they_are() -> None:
+def test_weights_keep_dtype_and_values_through_serialization() -> None:
     pytest.importorskip("ray", reason="ray is not installed")
     weights = {
         "a": torch.randn(3, 4),
@@ -254,7 +263,7 @@ def test_weights_travel_as_they_are() -> None:
         assert torch.equal(tensor, weights[name])
 
 
-def test_resources_are_asked_for_as_the_settings_say() -> None:
+def test_actor_resources_follow_the_settings_and_the_placement() -> None:
     kinds = {"learner": 1, "sampler": 3, "environment": 2, "reward": 1}
     places, bundles = clusters.place_actors(RaySettings(sampler_cpus=2), kinds, gpus=True)
     assert bundles == [{"CPU": 1, "GPU": 1}, *[{"CPU": 2, "GPU": 1}] * 3, *[{"CPU": 1}] * 2, {"CPU": 0.001}]
@@ -267,12 +276,12 @@ def test_resources_are_asked_for_as_the_settings_say() -> None:
     assert [places[kind][0] for kind in kinds] == [0, 0, 1, 3]
 
 
-def test_each_rank_of_the_learner_has_a_gpu_of_its_own() -> None:
+def test_each_rank_of_the_learner_gets_a_gpu_of_its_own() -> None:
     kinds = {"learner": 1, "sampler": 1}
     places, bundles = clusters.place_actors(RaySettings(), kinds, gpus=True, ranks=4)
     assert bundles == [{"CPU": 4, "GPU": 4}, {"CPU": 1, "GPU": 1}]
     assert places["learner"] == (0, {"CPU": 4, "GPU": 4})
-    asked = RaySettings(learner_gpus=0, learner_cpus=2)  # on processors, and no more of them than asked
+    asked = RaySettings(learner_gpus=0, learner_cpus=2)  # a learner on CPUs gets no more of them than configured
     assert clusters.place_actors(asked, kinds, gpus=True, ranks=4)[1] == [{"CPU": 2}, {"CPU": 1, "GPU": 1}]
     assert clusters.place_actors(RaySettings(), kinds, gpus=False, ranks=4)[1] == [{"CPU": 4}, {"CPU": 1}]
     for few, said in (
@@ -283,7 +292,7 @@ def test_each_rank_of_the_learner_has_a_gpu_of_its_own() -> None:
             clusters.place_actors(few, kinds, gpus=True, ranks=4)
 
 
-def test_without_ray_the_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_ray_is_an_error_that_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     with (
         pytest.raises(UserError, match=r"the Ray runtime needs Ray: pip install 'gleanrl\[ray\]'"),
@@ -292,7 +301,9 @@ def test_without_ray_the_line_says_what_to_install(monkeypatch: pytest.MonkeyPat
         pass
 
 
-def test_an_evaluation_whose_learner_dies_says_so_in_a_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_an_evaluation_whose_learner_dies_is_an_error_of_one_line(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     async def evaluate(*_: Any, **__: Any) -> Any:
         raise LearnerLost("learner died: its worker process has died")
 

@@ -1,4 +1,4 @@
-"""`gleanrl train --runtime ray`: what comes out, and what becomes of it when its actors are killed."""
+"""Tests of `gleanrl train --runtime ray` as a subprocess: it equals the local runtime and survives killed actors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.cli.conftest import assert_same
 from tests.runtime.ray_world import Command, commands, gone
 
 pytestmark = [pytest.mark.ray, pytest.mark.heavy, pytest.mark.timeout(600)]
-BATCH, GROUP = 2, 4  # of the tiny configuration
+BATCH, GROUP = 2, 4  # groups per step and members per group of the tiny configuration
 
 
 Start = Callable[..., Command]
@@ -30,7 +30,7 @@ def start() -> Iterator[Start]:
 
 
 def assert_exact(run: RunFolder, steps: int) -> None:
-    """Every step once, with all members of its own groups and no others."""
+    """Assert that every step is there once, with all members of its own groups and no others."""
     rows = [row.step for row in run.read_metrics() if "reward/mean" in row.metrics]
     assert rows == list(range(1, steps + 1))
     seen: Counter[str] = Counter()
@@ -42,7 +42,7 @@ def assert_exact(run: RunFolder, steps: int) -> None:
     assert set(seen.values()) == {1}
 
 
-def test_one_sampler_actor_gives_the_run_of_the_local_runtime_bit_for_bit(start: Start, tmp_path: Path) -> None:
+def test_a_run_with_one_sampler_actor_equals_the_local_runtime_bit_for_bit(start: Start, tmp_path: Path) -> None:
     settings = ("--run.steps", "4", "--run.threads", "1")
     local = start(tmp_path / "local", *settings, runtime="local")
     assert local.wait().status == 0
@@ -54,7 +54,7 @@ def test_one_sampler_actor_gives_the_run_of_the_local_runtime_bit_for_bit(start:
         assert_same(local.run, command.run)
 
 
-def test_a_learner_of_two_ranks_is_that_of_the_local_runtime_and_goes_on_without_one(
+def test_a_learner_of_two_ranks_equals_the_local_runtime_and_survives_a_killed_rank(
     start: Start, tmp_path: Path
 ) -> None:
     settings = ("--run.steps", "4", "--run.threads", "1", "--learner.ranks", "2")
@@ -105,7 +105,7 @@ loss = POLICY_LOSSES.get("ppo")
 
 
 @pytest.mark.parametrize("way", ["memory", "broadcast"])
-def test_a_learner_that_dies_in_a_publication_goes_on_from_its_checkpoint(
+def test_a_learner_that_dies_in_a_publication_continues_from_its_checkpoint(
     start: Start, tmp_path: Path, way: str
 ) -> None:
     (tmp_path / "trap.py").write_text(TRAP)
@@ -120,13 +120,13 @@ def test_a_learner_that_dies_in_a_publication_goes_on_from_its_checkpoint(
     assert (tmp_path / "fallen").exists()
     assert_exact(command.run, steps)
     assert len(re.findall(_death("Learner"), ended.stderr, re.MULTILINE)) == 1
-    assert "starting another" not in ended.stderr  # it is no sampler's death
+    assert "starting another" not in ended.stderr  # no sampler died
     assert "Traceback" not in ended.stderr + ended.stdout
     rows = [row.metrics for row in command.run.read_metrics()]
     assert sum(row.get("service/actors_restarted", 0) for row in rows) == 1
 
 
-def test_a_kill_of_each_kind_of_actor_costs_nothing(start: Start, tmp_path: Path) -> None:
+def test_a_kill_of_each_kind_of_actor_loses_no_step_and_no_rollout(start: Start, tmp_path: Path) -> None:
     steps, every = 60, 5
     command = start(
         tmp_path, "--run.steps", str(steps), "--ray.samplers", "2", "--reward.name", "reward.py:even",
@@ -148,7 +148,7 @@ def test_a_kill_of_each_kind_of_actor_costs_nothing(start: Start, tmp_path: Path
     assert "Traceback" not in ended.stderr + ended.stdout
     assert "(raylet)" not in ended.stderr + ended.stdout
     rows = [row.metrics for row in command.run.read_metrics()]
-    assert 2 <= sum(row.get("service/actors_restarted", 0) for row in rows) <= 4  # but of what is done again
+    assert 2 <= sum(row.get("service/actors_restarted", 0) for row in rows) <= 4  # rows of repeated steps are replaced
     assert not gone(processes)
 
 
@@ -161,7 +161,7 @@ def _steps(command: Command) -> int:
     return max((int(n) for n in re.findall(r"^step (\d+): reward", command.said, re.MULTILINE)), default=0)
 
 
-def test_an_actor_that_always_dies_ends_the_run_in_one_line(start: Start, tmp_path: Path) -> None:
+def test_a_death_beyond_max_restarts_ends_the_run_with_one_line(start: Start, tmp_path: Path) -> None:
     command = start(
         tmp_path, "--run.steps", "500", "--ray.max_restarts", "0", "--evaluation.every", "0", "--evaluation.at_start",
         "false",
@@ -171,15 +171,15 @@ def test_an_actor_that_always_dies_ends_the_run_in_one_line(start: Start, tmp_pa
     ended = command.wait()
     assert ended.status == 2
     assert re.fullmatch(r"sampler died: .*\(ray.max_restarts\)", ended.complaint)
-    assert command.run.checkpoints()  # of the steps before
+    assert command.run.checkpoints()
 
 
-def test_ctrl_c_ends_it_cleanly_and_a_killed_driver_leaves_nobody(start: Start, tmp_path: Path) -> None:
+def test_ctrl_c_or_a_killed_driver_leaves_no_process(start: Start, tmp_path: Path) -> None:
     command = start(tmp_path, "--run.steps", "500", "--evaluation.every", "0")
     command.until_step(2)
     processes = set(command.tree())
     assert len(processes) > 5
-    os.killpg(command.process.pid, signal.SIGINT)  # as a terminal does: to everybody
+    os.killpg(command.process.pid, signal.SIGINT)  # to all processes of the group, as a terminal does
     ended = command.wait()
     assert ended.status == 130, ended.stderr
     assert "Traceback" not in ended.stderr
@@ -193,4 +193,4 @@ def test_ctrl_c_ends_it_cleanly_and_a_killed_driver_leaves_nobody(start: Start, 
     processes = set(again.tree())
     again.process.kill()
     assert again.wait().status == -signal.SIGKILL
-    assert not gone(processes, within_s=200)  # Ray's own agents ask for their dead server for a minute
+    assert not gone(processes, within_s=200)  # Ray's agents look for their dead server for a minute

@@ -1,4 +1,4 @@
-"""How weights reach samplers in actors, each way, and what happens if a process dies meanwhile."""
+"""Tests of weight transfers to sampler actors, by Ray's object store and by broadcast, with processes that die."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ async def killed(actor: ActorClient) -> None:
 
 @dataclass
 class World:
-    """A learner and two samplers at work."""
+    """A running learner actor and two sampler actors."""
 
     learner: ActorClient
     actors: ActorPool
@@ -48,14 +48,14 @@ class World:
         self.weights = WeightHandle(self.learner, await self.learner.ask("learn", value))
 
     async def held(self) -> list[dict[str, tuple[float, int]]]:
-        """What each sampler has: value and version by lane."""
+        """Return each sampler's weights: value and version by lane."""
         return [await self.actors.members[n].ask("held") for n in sorted(self.actors.members)]
 
     async def whole(self) -> None:
-        """Wait until both samplers are at work."""
+        """Wait until both samplers are running."""
         while len(self.actors.members) < 2 or any(actor.death for actor in self.actors.members.values()):
             await asyncio.wait_for(self.actors.changed.wait(), 60)
-            await self.actors.member()  # raises what keeps one from coming back
+            await self.actors.member()  # raises the error that prevents a restart
 
 
 @asynccontextmanager
@@ -73,7 +73,7 @@ async def world(cluster: Cluster, folder: Path, way: Any, fall_back: bool = Fals
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["memory", "broadcast"])
-def test_a_sampler_that_comes_late_has_what_the_others_have(cluster: Cluster, tmp_path: Path, way: Any) -> None:
+def test_a_sampler_that_starts_late_gets_the_weights_of_the_others(cluster: Cluster, tmp_path: Path, way: Any) -> None:
     async def main() -> None:
         async with world(cluster, tmp_path, way) as at:
             train, evaluate = RaySampler(at.samplers, "train"), RaySampler(at.samplers, "evaluate")
@@ -84,10 +84,12 @@ def test_a_sampler_that_comes_late_has_what_the_others_have(cluster: Cluster, tm
             assert await at.held() == [{"train": (1.0, 1), "evaluate": (1.0, 1)}] * 2
             await at.learn(2)
             if way == "memory":
-                assert await at.learner.ask("asked") == 1  # put into the store once for both
+                assert await at.learner.ask("asked") == 1  # the weights were put into the store once for both samplers
             await train.publish(at.weights, 2)
             await at.learn(3)
-            assert await at.held() == [{"train": (2.0, 2), "evaluate": (1.0, 1)}] * 2  # copies
+            assert (
+                await at.held() == [{"train": (2.0, 2), "evaluate": (1.0, 1)}] * 2
+            )  # copies, not the learner's tensors
             dead, starts, ready = at.actors.members[0], asyncio.Event(), at.actors.ready
             assert ready is not None
 
@@ -105,15 +107,15 @@ def test_a_sampler_that_comes_late_has_what_the_others_have(cluster: Cluster, tm
                 assert (await two.sample(PROMPT, PARAMS)).version == 2
             await at.learner.ask("trap", "hold")
             publishing = asyncio.ensure_future(train.publish(at.weights, 3))
-            await starts.wait()  # it comes while weights are on their way
+            await starts.wait()  # the replacement starts during the transfer
             await at.learner.ask("go")
             await publishing
             await at.whole()
             assert await at.held() == [{"train": (3.0, 3), "evaluate": (1.0, 1)}] * 2
-            async with train.session(3) as again:  # the least busy is the new one
+            async with train.session(3) as again:  # the session goes to the replacement, which has no other
                 assert (await again.sample(PROMPT, PARAMS)).tokens.tolist() == [3, 3, 3]
             assert (tmp_path / "opened").read_text().split() == ["2", "2", "3"]
-            assert train.stats()["sampled_tokens"] == 15  # of three actors, the dead one included
+            assert train.stats()["sampled_tokens"] == 15  # of three actors, including the dead one
             assert cluster.metrics()["service/episodes_lost"] == 1
 
             await at.learn(4)
@@ -125,7 +127,7 @@ def test_a_sampler_that_comes_late_has_what_the_others_have(cluster: Cluster, tm
 
 
 @pytest.mark.slow
-def test_a_broadcast_survives_a_sampler_and_a_failed_one_gives_way_to_the_store(
+def test_a_broadcast_survives_a_dead_sampler_and_falls_back_to_the_object_store(
     cluster: Cluster, tmp_path: Path
 ) -> None:
     async def main() -> None:
@@ -137,14 +139,14 @@ def test_a_broadcast_survives_a_sampler_and_a_failed_one_gives_way_to_the_store(
             await at.learn(2)
             await at.learner.ask("trap", "hold")
             publishing = asyncio.ensure_future(train.publish(at.weights, 2))
-            await at.learner.ask("held")  # it is under way
+            await at.learner.ask("held")  # the broadcast has begun
             await killed(at.actors.members[0])
             await at.learner.ask("go")
             await publishing
             await at.whole()
             await at.learn(3)
             assert await at.held() == [{"train": (2.0, 2), "evaluate": (1.0, 1)}] * 2
-            await train.publish(at.weights, 3)  # another group
+            await train.publish(at.weights, 3)  # with a new broadcast group
             assert at.samplers.way == "broadcast"
 
             await at.learn(4)
@@ -161,9 +163,7 @@ def test_a_broadcast_survives_a_sampler_and_a_failed_one_gives_way_to_the_store(
     asyncio.run(main())
 
 
-def test_a_learner_that_died_before_a_sampler_comes_late_is_not_the_samplers_death(
-    cluster: Cluster, tmp_path: Path
-) -> None:
+def test_a_late_sampler_that_finds_the_learner_dead_raises_learner_lost(cluster: Cluster, tmp_path: Path) -> None:
     async def main() -> None:
         async with world(cluster, tmp_path, "memory") as at:
             await at.learn(0)
@@ -172,7 +172,7 @@ def test_a_learner_that_died_before_a_sampler_comes_late_is_not_the_samplers_dea
             for each in (at.learner, dead, at.actors.members[1]):
                 await killed(each)
                 with pytest.raises(ActorDied):
-                    await each.call("pid")  # what lay in Ray's store for it is lost with the learner
+                    await each.call("pid")  # the weights in Ray's store are lost with the learner
             with pytest.raises(LearnerLost, match="learner died"):
                 await asyncio.wait_for(at.whole(), 120)
 
@@ -180,7 +180,7 @@ def test_a_learner_that_died_before_a_sampler_comes_late_is_not_the_samplers_dea
 
 
 # --- without actors -----------------------------------------------------------------------------------
-def test_an_episode_that_is_given_up_before_it_has_a_row_takes_none() -> None:
+def test_an_episode_that_is_cancelled_before_it_gets_a_row_takes_none() -> None:
     class Worker:
         counters = Counters()
 
@@ -203,7 +203,7 @@ def test_an_episode_that_is_given_up_before_it_has_a_row_takes_none() -> None:
         assert waiting.cancelled()
         seated = asyncio.ensure_future(service.open("train", 3, 0))
         await asyncio.sleep(0)
-        await service.leave(1)  # which gives 3 the row, and 3 leaves before it knows
+        await service.leave(1)  # the row goes to session 3, which leaves before its open() returns
         await service.leave(3)
         await asyncio.wait([seated])
         await asyncio.wait_for(sampler.publish({}, 1), 10)  # no session is open any more
@@ -213,7 +213,7 @@ def test_an_episode_that_is_given_up_before_it_has_a_row_takes_none() -> None:
 
 
 class Fellow:
-    """A receiver, on a thread."""
+    """A receiver of a broadcast in a thread; it joins the group at once and transfers when ``go`` is set."""
 
     def __init__(self, place: transfer.Place, rank: int) -> None:
         self.joined, self.go = threading.Event(), threading.Event()
@@ -229,12 +229,12 @@ class Fellow:
             self.result.set_result(group.transfer())
         except RuntimeError as error:
             self.result.set_exception(error)
-        threading.Event().wait()  # it keeps its group
+        threading.Event().wait()  # keep the group open
 
 
 @pytest.fixture
 def meet(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[transfer.BroadcastGroup, list[Fellow]]]:
-    """A sender and its receivers, each with its patience in seconds."""
+    """Make a sender and its receivers, with one timeout in seconds for each of them."""
 
     def met(*patience_s: float) -> tuple[transfer.BroadcastGroup, list[Fellow]]:
         made = torch.distributed.ProcessGroupGloo
@@ -254,7 +254,7 @@ def meet(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[transfer.Broadc
     return met
 
 
-def test_a_broadcast_is_what_was_sent(meet: Callable[..., Any]) -> None:
+def test_every_receiver_of_a_broadcast_gets_the_sent_tensors(meet: Callable[..., Any]) -> None:
     group, fellows = meet(30, 30, 30)
     for fellow in fellows:
         fellow.go.set()
@@ -265,13 +265,13 @@ def test_a_broadcast_is_what_was_sent(meet: Callable[..., Any]) -> None:
         assert all(bool((tensor == 2).all()) for tensor in taken.values())
 
 
-def test_a_member_that_gives_up_a_broadcast_does_not_keep_the_others_waiting(meet: Callable[..., Any]) -> None:
-    group, fellows = meet(300, 1, 300, 300)  # the first of them has no patience
+def test_a_receiver_that_times_out_fails_the_broadcast_for_all_at_once(meet: Callable[..., Any]) -> None:
+    group, fellows = meet(300, 1, 300, 300)  # the first receiver's timeout is one second
     for fellow in fellows:
         fellow.go.set()
     with pytest.raises(RuntimeError):
         fellows[0].result.result(60)
-    with pytest.raises(RuntimeError):  # at once, not after its own patience
+    with pytest.raises(RuntimeError):  # at once, not after its own timeout
         group.transfer(tensors(2))
     for fellow in fellows[1:]:
         with pytest.raises(RuntimeError):

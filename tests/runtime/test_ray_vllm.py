@@ -1,4 +1,4 @@
-"""`gleanrl train --runtime ray --sampler.name vllm`: engines in actors, given weights and replaced like any sampler."""
+"""Tests of `gleanrl train --runtime ray --sampler.name vllm`, whose vLLM engines run in actors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.ray, pytest.mark.heavy, pytest.mark.
 SETTINGS = (
     *("--sampler.name", "vllm", "--sampler.options.kv_cache_memory_bytes", str(1 << 26)),
     *("--model.hidden_size", "64", "--model.heads", "2", "--model.kv_heads", "1"),  # heads that vLLM has kernels for
-    *("--learner.lr", "1e-2"),  # so that a missed update would be seen
+    *("--learner.lr", "1e-2"),  # large, so that a missed update changes the result
 )
 
 
@@ -30,7 +30,7 @@ def start() -> Iterator[Start]:
         yield start
 
 
-def test_one_vllm_actor_gives_the_run_of_the_local_runtime_bit_for_bit(start: Start, tmp_path: Path) -> None:
+def test_a_run_with_one_vllm_actor_equals_the_local_runtime_bit_for_bit(start: Start, tmp_path: Path) -> None:
     local, ray = (start(tmp_path / runtime, "--run.steps", "4", runtime=runtime) for runtime in ("local", "ray"))
     for command in (local, ray):
         ended = command.wait()
@@ -43,7 +43,7 @@ def test_one_vllm_actor_gives_the_run_of_the_local_runtime_bit_for_bit(start: St
     assert one == other
 
 
-def test_a_vllm_actor_that_is_killed_comes_back_with_the_weights_of_now(start: Start, tmp_path: Path) -> None:
+def test_a_killed_vllm_actor_is_restarted_and_no_step_or_rollout_is_lost(start: Start, tmp_path: Path) -> None:
     steps = 40
     command = start(
         tmp_path, "--run.steps", str(steps), "--ray.samplers", "2", "--ray.transfer", "broadcast",

@@ -1,4 +1,4 @@
-"""Rollout files bring back bit for bit what was sampled, and a damaged file costs only what it lost."""
+"""Tests of rollout files: records are read back bit for bit, and a damaged file still gives its intact records."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def record(trajectory: Trajectory) -> RolloutRecord:
 
 @given(written=st.lists(trajectories, max_size=3))
 @settings(max_examples=examples(50))
-def test_a_file_brings_its_trajectories_back_bit_for_bit(
+def test_trajectories_are_read_back_from_a_file_bit_for_bit(
     tmp_path_factory: pytest.TempPathFactory, written: list[Trajectory]
 ) -> None:
     path = tmp_path_factory.mktemp("rollouts") / "step-000001.jsonl.zst"
@@ -40,7 +40,7 @@ def test_a_file_brings_its_trajectories_back_bit_for_bit(
     assert same([found.trajectory for found in read_rollouts(path)], written)
 
 
-def test_a_group_records_who_was_replayed_and_each_advantage(tmp_path: Path) -> None:
+def test_the_records_of_a_group_mark_replayed_members_and_their_advantages(tmp_path: Path) -> None:
     stored = example("old", 1.0, version=1)
     spec = GroupSpec(Task("task-1"), fresh=2, replayed=(stored,))
     group = Group(spec, (example("a", 0.0), example("b", 1.0), stored), ticket=17)
@@ -56,7 +56,7 @@ def test_a_group_records_who_was_replayed_and_each_advantage(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("keep", [0.0, 0.3, 0.9, 0.999])
-def test_a_cut_file_gives_the_records_it_still_holds_and_says_so(
+def test_a_truncated_file_gives_its_intact_records_and_logs_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, keep: float
 ) -> None:
     path = tmp_path / "step-000001.jsonl.zst"
@@ -76,10 +76,10 @@ def test_a_cut_file_gives_the_records_it_still_holds_and_says_so(
     assert len(found) < len(written)
     assert path.name in caplog.text
     if keep == 0.9:
-        assert len(found) > 200  # most of what is there is still readable
+        assert len(found) > 200  # most of the remaining records are readable
 
 
-def test_a_whole_file_reads_without_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_complete_file_is_read_without_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "step-000001.jsonl.zst"
     write_rollouts(path, [])
     assert list(read_rollouts(path)) == []
@@ -88,14 +88,14 @@ def test_a_whole_file_reads_without_a_warning(tmp_path: Path, caplog: pytest.Log
     assert not caplog.records
 
 
-def test_a_line_that_is_no_record_is_named(tmp_path: Path) -> None:
+def test_a_line_that_is_not_a_record_is_named(tmp_path: Path) -> None:
     path = tmp_path / "step-000001.jsonl.zst"
     path.write_bytes(zstandard.ZstdCompressor().compress(b'{"step": 1}\n'))
     with pytest.raises(UserError, match="line 1"):
         list(read_rollouts(path))
 
 
-def test_an_info_that_json_cannot_hold_is_named_and_nothing_is_written(tmp_path: Path) -> None:
+def test_an_info_that_cannot_be_json_is_named_and_no_file_is_written(tmp_path: Path) -> None:
     trajectory = Trajectory("a", "t", (), Score(0.0), StopReason.DONE, {"handle": object()})
     with pytest.raises(TypeError, match="object"):
         write_rollouts(tmp_path / "x.jsonl.zst", [record(trajectory)])

@@ -1,4 +1,7 @@
-"""What a run does with its pool: the file it opens, whatever a killed start left there."""
+"""Tests of ``open_pool``: which state of the experience pool a started or resumed run begins with.
+
+The cases are pools of earlier runs, seeded pools, and those that a killed start of the same run has changed.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +39,7 @@ def configured(**replay: Any) -> Config:
 
 @pytest.fixture
 def earlier(tmp_path: Path) -> Path:
-    """A pool that another run left, with marks of its own and something after the last."""
+    """The pool of an earlier run, with marks and with a trajectory that was added after the last mark."""
     path = tmp_path / "earlier.sqlite"
     with open_pool(configured(path=str(path)), RunFolder(tmp_path / "old"), Tokenizer(), resume=False) as pool:
         assert pool is not None
@@ -47,16 +50,14 @@ def earlier(tmp_path: Path) -> Path:
 
 
 def started(config: Config, folder: RunFolder, *, resume: bool, step: int = 9) -> None:
-    """A start of a run that comes as far as a step, but to no checkpoint."""
+    """Start a run that reaches a step and ends before its first checkpoint."""
     with open_pool(config, folder, Tokenizer(), resume=resume) as pool:
         assert pool is not None
         pool.mark()
         pool.observe([solved("new", 1, 4, first=10 * step)], step)
 
 
-def test_a_start_that_was_killed_leaves_nothing_and_takes_nothing_of_an_earlier_run(
-    tmp_path: Path, earlier: Path
-) -> None:
+def test_resuming_a_killed_start_undoes_its_changes_to_an_earlier_run_s_pool(tmp_path: Path, earlier: Path) -> None:
     config, folder, before = configured(path=str(earlier)), RunFolder(tmp_path / "run"), contents(earlier)
     started(config, folder, resume=False)
     assert contents(earlier) != before
@@ -67,8 +68,8 @@ def test_a_start_that_was_killed_leaves_nothing_and_takes_nothing_of_an_earlier_
             pool.observe([solved("new", 3, 4)], 7)
 
 
-def test_another_run_goes_on_from_what_a_killed_one_left_elsewhere(tmp_path: Path, earlier: Path) -> None:
-    """Only the same run may undo it: a new one of the same name finds the pool as it is."""
+def test_a_new_run_uses_a_shared_pool_with_the_changes_of_a_killed_run(tmp_path: Path, earlier: Path) -> None:
+    """Only a resume of the killed run undoes its changes; a new run of the same name uses the pool as it is."""
     config, folder = configured(path=str(earlier)), RunFolder(tmp_path / "run")
     started(config, folder, resume=False)
     after = contents(earlier)
@@ -78,10 +79,10 @@ def test_another_run_goes_on_from_what_a_killed_one_left_elsewhere(tmp_path: Pat
     started(own, folder, resume=False)
     with open_pool(own, folder, Tokenizer(), resume=False) as pool:
         assert pool is not None
-        assert pool.stats()["trajectories"] == 0  # in its own folder a start that failed is given again
+        assert pool.stats()["trajectories"] == 0  # the run's own pool begins empty again
 
 
-def test_a_checkpoint_is_gone_on_from(tmp_path: Path) -> None:
+def test_a_resumed_run_with_a_checkpoint_keeps_its_pool_and_is_not_seeded_again(tmp_path: Path) -> None:
     config, folder = configured(seed_from="nowhere"), RunFolder(tmp_path)
     folder.checkpoint_path(2).mkdir(parents=True)
     with ExperiencePool(folder.experience_path, tokenizer=tokenizer_fingerprint(Tokenizer())) as pool:
@@ -92,7 +93,7 @@ def test_a_checkpoint_is_gone_on_from(tmp_path: Path) -> None:
         assert contents(folder.experience_path) == before
 
 
-def test_a_seeding_that_was_killed_is_done_again_as_a_whole(
+def test_a_seeding_that_was_killed_is_repeated_from_the_beginning(
     tmp_path: Path, earlier: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config, folder = configured(seed_from=str(earlier)), RunFolder(tmp_path / "run")
@@ -116,7 +117,7 @@ def asks(name: str, text: str) -> Task:
 
 
 @pytest.mark.parametrize("how", ["path", "seed_from"])
-def test_what_an_earlier_run_asked_otherwise_is_asked_as_this_run_does(
+def test_trajectories_of_tasks_whose_prompt_has_changed_are_left_out(
     tmp_path: Path, earlier: Path, how: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     config, tasks = configured(**{how: str(earlier)}), [asks("t0", "in French"), task("t1")]
@@ -127,7 +128,7 @@ def test_what_an_earlier_run_asked_otherwise_is_asked_as_this_run_does(
         assert sum("t0 is the first) differ" in line for line in caplog.messages) == 1
 
 
-def test_a_run_takes_a_pool_of_an_unknown_tokenizer_on_trust_only(tmp_path: Path) -> None:
+def test_a_pool_of_an_unknown_tokenizer_needs_trust_tokenizer(tmp_path: Path) -> None:
     with ExperiencePool(tmp_path / "verl.sqlite") as pool:
         pool.observe([solved("t", 2, 4)], 0)
     for how in ("path", "seed_from"):
@@ -144,9 +145,9 @@ def test_a_run_takes_a_pool_of_an_unknown_tokenizer_on_trust_only(tmp_path: Path
             assert len(pool.stored(["t"])["t"]) == 2
 
 
-def test_what_is_longer_than_the_models_context_is_evicted(tmp_path: Path, earlier: Path) -> None:
+def test_trajectories_longer_than_the_model_s_context_are_evicted(tmp_path: Path, earlier: Path) -> None:
     config = configured(path=str(earlier))
-    for context, left in ((5, 2), (4, 0)):  # 3 of context, 2 sampled
+    for context, left in ((5, 2), (4, 0)):  # the trajectories have 3 context tokens and 2 sampled ones
         with open_pool(
             config, RunFolder(tmp_path / str(context)), Tokenizer(), resume=False, max_context=context
         ) as pool:
@@ -154,7 +155,7 @@ def test_what_is_longer_than_the_models_context_is_evicted(tmp_path: Path, earli
             assert len(pool.stored(["t1"])["t1"]) == left
 
 
-def test_a_resumed_run_does_not_undo_what_another_did_with_the_pool_since(tmp_path: Path, earlier: Path) -> None:
+def test_a_resumed_run_refuses_to_undo_later_changes_of_another_run(tmp_path: Path, earlier: Path) -> None:
     def opened(name: str, path: Path, *, resume: bool) -> Any:
         config = Config.model_validate({"run": {"name": name}, "replay": {"enabled": True, "path": str(path)}})
         return open_pool(config, RunFolder(tmp_path / name), Tokenizer(), resume=resume)
@@ -166,7 +167,7 @@ def test_a_resumed_run_does_not_undo_what_another_did_with_the_pool_since(tmp_pa
     RunFolder(tmp_path / "a").checkpoint_path(2).mkdir(parents=True)
     with opened("a", earlier, resume=True) as pool:
         pool.mark()
-        pool.rewind(mark)  # over its own
+        pool.rewind(mark)  # only the run's own changes came after the mark
     with opened("b", earlier, resume=False) as pool:
         pool.observe([solved("theirs", 2, 4)], 5)
     before = contents(earlier)
@@ -175,15 +176,15 @@ def test_a_resumed_run_does_not_undo_what_another_did_with_the_pool_since(tmp_pa
     assert contents(earlier) == before
     copy = tmp_path / "copy.sqlite"
     shutil.copyfile(earlier, copy)
-    for _ in range(2):  # given a copy it may, as often as it is resumed
+    for _ in range(2):  # in a copy no other run's work is lost, however often it is resumed
         with opened("a", copy, resume=True) as pool:
             pool.rewind(mark)
             assert (pool.rates(["mine", "theirs"]), pool.mark() > mark) == ({"mine": 0.5}, True)
     with opened("b", earlier, resume=True) as pool:
-        assert pool.rates(["mine", "theirs"]) == {"mine": 0.5}  # without a checkpoint it starts again
+        assert pool.rates(["mine", "theirs"]) == {"mine": 0.5}  # run b has no checkpoint and starts from the beginning
 
 
-def test_a_start_that_was_killed_is_not_undone_over_another_run(tmp_path: Path, earlier: Path) -> None:
+def test_a_killed_start_is_not_undone_after_another_run_used_the_pool(tmp_path: Path, earlier: Path) -> None:
     config = configured(path=str(earlier))
     started(config, RunFolder(tmp_path / "a"), resume=False)
     started(config, RunFolder(tmp_path / "b"), resume=False, step=11)
@@ -196,7 +197,7 @@ def test_a_start_that_was_killed_is_not_undone_over_another_run(tmp_path: Path, 
     assert contents(earlier) == before
 
 
-def test_no_pool_where_replay_is_off(tmp_path: Path) -> None:
+def test_no_pool_is_opened_where_replay_is_off(tmp_path: Path) -> None:
     with open_pool(configured(enabled=False), RunFolder(tmp_path), Tokenizer(), resume=False) as pool:
         assert pool is None
     assert list(tmp_path.iterdir()) == []

@@ -1,4 +1,4 @@
-"""A stored episode played again: the same actions, and what counts as going otherwise."""
+"""Tests of reverification: a stored episode is played again with the same actions, and its score is compared."""
 
 from __future__ import annotations
 
@@ -29,7 +29,10 @@ TASK = Task("t")
 
 @dataclass
 class Listening(Environment):
-    """Ends after ``turns`` actions with the share of them that went left; ``fails`` at that action."""
+    """An environment that ends after ``turns`` actions; the score is the share of actions that contain "left".
+
+    Action number ``fails`` raises.
+    """
 
     turns: int = 3
     fails: int = -1
@@ -56,7 +59,7 @@ class Listening(Environment):
 
 
 def played(policy: Any = "linear", *, turns: int = 3) -> tuple[Trajectory, Listening]:
-    """An episode of the real rollout, thinking included, and the environment that it was played in."""
+    """Play an episode with the real player, with a thinking turn; return it and its environment."""
     environment, r = Listening(), renderer()
     says = ["left", "<think> right </think> left", "right"]
 
@@ -80,7 +83,7 @@ async def awaited(call: Awaitable[Score]) -> Score:
 
 @pytest.mark.parametrize("policy", ["linear", "strip_thinking", "window"])
 @pytest.mark.parametrize("turns", [2, 3])
-def test_the_environment_hears_what_it_heard(policy: str, turns: int) -> None:
+def test_the_environment_gets_the_same_messages_again(policy: str, turns: int) -> None:
     trajectory, first = played(policy, turns=turns)
     assert len(first.heard) == turns
     assert trajectory.stop is (StopReason.DONE if turns == 3 else StopReason.MAX_TURNS)
@@ -90,7 +93,7 @@ def test_the_environment_hears_what_it_heard(policy: str, turns: int) -> None:
     assert second.closed
 
 
-def test_calls_of_tools_are_heard_as_calls() -> None:
+def test_the_environment_gets_the_same_tool_calls_again() -> None:
     tools = ({"type": "function", "function": {"name": "go", "parameters": {"type": "object", "properties": {}}}},)
 
     @dataclass
@@ -131,7 +134,7 @@ def test_an_episode_that_ends_elsewhere_disagrees(trajectory: Trajectory, turns:
     assert environment.closed
 
 
-def test_an_environment_that_fails_or_gives_no_score_disagrees_with_nothing() -> None:
+def test_an_environment_that_raises_or_gives_no_score_is_no_disagreement() -> None:
     broken = Listening(fails=1)
     with pytest.raises(RuntimeError, match="stuck"):
         again(played()[0], broken)
@@ -139,7 +142,7 @@ def test_an_environment_that_fails_or_gives_no_score_disagrees_with_nothing() ->
     assert not again(played()[0], Listening(scored=False)).valid
 
 
-def test_a_reward_that_scores_trajectories_is_asked_itself() -> None:
+def test_a_reward_that_scores_trajectories_is_called_without_the_environment() -> None:
     class Judge:
         async def score(self, task: Task, trajectory: Trajectory) -> Score:
             return Score(0.25, explanation=f"{task.id} {trajectory.id}")
@@ -155,9 +158,9 @@ def test_a_reward_that_scores_trajectories_is_asked_itself() -> None:
     assert score == Score(0.25, explanation="t y")
 
 
-# --- a reward agent, which remembers ------------------------------------------------------------------
+# --- a reward agent, which caches scores ------------------------------------------------------------------
 class Judge:
-    """Adds a bonus to what the environment gave."""
+    """A reward that adds a bonus to the environment's score and keeps its requests."""
 
     def __init__(self) -> None:
         self.bonus = 0.25
@@ -169,7 +172,7 @@ class Judge:
 
 
 class GroupJudge(Judge):
-    """And takes away what the best of the group has."""
+    """A judge that then subtracts the best score of the group."""
 
     def post_process_scores(self, scores: list[Score]) -> list[float]:
         best = max(score.value for score in scores)
@@ -184,7 +187,7 @@ async def differs(check: Awaitable[Score], stored: float) -> bool:
 
 
 async def trained(folder: Path, agent: RewardAgent) -> list[tuple[Task, Trajectory]]:
-    """What a run sampled, as it comes back from where it was stored."""
+    """Run training; return the sampled trajectories with their tasks, after encoding and decoding."""
     run = make_run(folder, ScheduleSettings(batch=2, group=3), steps=3)
     run.rewards = agent
     await train(run)
@@ -194,7 +197,9 @@ async def trained(folder: Path, agent: RewardAgent) -> list[tuple[Task, Trajecto
 
 
 @pytest.mark.parametrize("kind", [Judge, GroupJudge])
-def test_an_agent_is_asked_what_it_was_asked_and_may_not_answer_from_memory(tmp_path: Path, kind: type[Judge]) -> None:
+def test_a_reward_agent_gets_the_same_requests_again_and_does_not_use_its_cache(
+    tmp_path: Path, kind: type[Judge]
+) -> None:
     async def main() -> None:
         judge = kind()
         async with RewardAgent(judge, journal=tmp_path / "rewards.sqlite") as agent:
@@ -208,7 +213,9 @@ def test_an_agent_is_asked_what_it_was_asked_and_may_not_answer_from_memory(tmp_
                 assert len(judge.heard) == len(sampled), times
             for request in judge.heard:
                 asked = first.get(request.trajectory_id)
-                assert asked is None or replace(request, nonce="") == asked  # None: it was as good as another
+                assert (
+                    asked is None or replace(request, nonce="") == asked
+                )  # None: an identical request of another trajectory was sent instead
             judge.bonus = 0.5
             for task, trajectory in sampled:
                 assert await differs(check(task, trajectory), trajectory.score.value)
@@ -217,7 +224,7 @@ def test_an_agent_is_asked_what_it_was_asked_and_may_not_answer_from_memory(tmp_
     virtual_time.run(main())
 
 
-def test_a_sum_adds_what_the_environment_gave_and_not_the_sum() -> None:
+def test_a_weighted_reward_adds_the_environment_s_score_and_not_the_stored_sum() -> None:
     parts = {"environment": {"weight": 1.0}, "bonus": {"reward": bonus, "weight": 1.0}}
     settings = RewardSettings(name="weighted", options={"parts": parts})
     trajectory = replace(played()[0], score=Score(1.0))

@@ -1,4 +1,4 @@
-"""A run folder reads whatever state the run left it in."""
+"""Tests of RunFolder: it can be read in every state in which a run may have left it."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ def test_metrics_of_one_step_are_merged_and_a_half_written_line_is_skipped(
         Row(0, 5.0, {"eval/greedy/success": 0.25}),
         Row(1, 11.0, {"reward/mean": 0.5, "eval/greedy/success": 0.75}),
     ]
-    assert not caplog.records  # the last line of a living run may be half written: nothing to warn of
+    assert not caplog.records  # normal while a run is writing
 
 
-def test_damage_in_the_middle_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_damaged_line_in_the_middle_is_skipped_and_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     run = RunFolder(tmp_path)
     run.metrics_path.write_text('{"step": 1}\nrubbish\n{"step": 2}\n')
     with caplog.at_level(logging.WARNING):
@@ -51,7 +51,7 @@ def test_damage_in_the_middle_is_named(tmp_path: Path, caplog: pytest.LogCapture
     assert "metrics.jsonl: line 2" in caplog.text
 
 
-def test_only_whole_checkpoints_count(tmp_path: Path) -> None:
+def test_only_complete_checkpoints_are_listed(tmp_path: Path) -> None:
     run = RunFolder(tmp_path)
     for name in ["step-2", "step-10", ".partial-1234-step-30", "best"]:
         (run.checkpoints_path / name).mkdir(parents=True)
@@ -69,7 +69,7 @@ def test_rollout_steps_are_read_from_their_names(tmp_path: Path) -> None:
     assert run.rollout_path(12).name == "step-000012.jsonl.zst"
 
 
-def test_a_users_mistakes_are_one_clear_line(tmp_path: Path) -> None:
+def test_a_folder_without_a_run_or_a_broken_config_is_an_error_of_one_line(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"no run folder at .*nothing"):
         RunFolder.existing(tmp_path / "nothing")
     with pytest.raises(UserError, match=r"neither config.toml nor metrics.jsonl"):
@@ -80,7 +80,7 @@ def test_a_users_mistakes_are_one_clear_line(tmp_path: Path) -> None:
             RunFolder.existing(tmp_path).read_config()
 
 
-def test_the_code_of_the_docs_page_runs(
+def test_the_code_of_the_run_folder_page_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     page = Path(__file__).parents[2] / "docs" / "concepts" / "run-folder.md"

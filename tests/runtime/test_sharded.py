@@ -1,4 +1,4 @@
-"""How processes of a learner begin and end, where one of them does not: in time, with one line."""
+"""Tests of a learner of several processes: if one rank fails, all end soon and the error is one line."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from gleanrl.learners.distributed.ranks import environment
 from gleanrl.runtime.sharded import learner_ranks
 from gleanrl.utils.errors import UserError
 
-PATIENCE_S = 90.0  # on a busy machine; a rank that waits for its peers would take 30 minutes
+PATIENCE_S = 90.0  # enough on a busy machine; a rank that waits for lost peers would take 30 minutes
 
 
 def lead(case: str, **variables: str) -> subprocess.Popen[str]:
@@ -25,7 +25,7 @@ def lead(case: str, **variables: str) -> subprocess.Popen[str]:
 
 
 def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
-    """Its status and what it said itself."""
+    """Wait for a process; return its exit status and its own error lines."""
     try:
         said = process.communicate(timeout=PATIENCE_S)[1]
     finally:
@@ -34,13 +34,13 @@ def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
 
 
 @pytest.mark.heavy
-def test_rank_0_that_fails_in_the_middle_of_a_pass_ends_all() -> None:
+def test_a_failure_of_rank_0_in_the_middle_of_a_pass_ends_all_ranks() -> None:
     line = "gleanrl: rank 0 of 2: MemoryError: no memory is left"
     assert ended(lead("fails")) == (2, line)
 
 
 @pytest.mark.heavy
-def test_rank_0_under_torchrun_that_fails_in_the_middle_of_a_pass_ends_all() -> None:
+def test_a_failure_of_rank_0_under_torchrun_ends_all_ranks() -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
     world = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
@@ -50,12 +50,12 @@ def test_rank_0_under_torchrun_that_fails_in_the_middle_of_a_pass_ends_all() -> 
 
 
 @pytest.mark.slow
-def test_an_interrupt_while_the_model_is_spread_ends_all() -> None:
+def test_an_interrupt_while_the_model_is_broadcast_ends_all_ranks() -> None:
     assert ended(lead("interrupted")) == (130, "gleanrl: interrupted")
 
 
 @pytest.mark.slow
-def test_a_rank_that_ends_before_it_met_the_others_ends_all() -> None:
+def test_a_rank_that_exits_before_the_process_group_exists_ends_all_ranks() -> None:
     line = "gleanrl: rank 1 ended with status 3 before it began; what it said is above"
     assert ended(lead("stillborn")) == (2, line)
 
@@ -77,17 +77,19 @@ def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> No
         ({"WORLD_SIZE": "many"}, "WORLD_SIZE = 'many' in the environment is no number"),
     ],
 )
-def test_half_of_what_torchrun_sets_is_refused(variables: dict[str, str], said: str) -> None:
+def test_incomplete_or_malformed_torchrun_variables_are_refused(variables: dict[str, str], said: str) -> None:
     with pytest.raises(UserError, match=said):
         environment(variables)
 
 
-def test_an_evaluation_is_one_process(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_evaluation_under_torchrun_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert cli.main(["evaluate", "quickstart"]) == 2
     assert "gleanrl evaluate is one process, but WORLD_SIZE = 2" in capsys.readouterr().err
 
 
-def test_a_world_of_one_needs_nothing() -> None:
+def test_a_single_process_needs_no_torchrun_variables() -> None:
     assert environment({}) is None
     assert environment({"WORLD_SIZE": "1"}) is None
