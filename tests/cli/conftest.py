@@ -1,4 +1,4 @@
-"""A configuration whose whole run takes a second, and ways to run commands on it."""
+"""Fixtures for command-line tests: a tiny configuration whose whole run takes a second, and ways to run commands."""
 
 from __future__ import annotations
 
@@ -67,13 +67,13 @@ samples = 2
 [checkpoint]
 every = 2
 """
-TIMEOUT = 240.0  # seconds; a machine may be busy
+TIMEOUT = 240.0  # seconds; long, because the machine may be busy
 _numbers = count()
 
 
 @dataclass
 class Ended:
-    """What a command left: its exit status (negative for a signal) and what it printed."""
+    """The result of a command: its exit status (negative for a signal) and its output."""
 
     status: int | None
     stdout: str
@@ -92,7 +92,7 @@ class Ended:
 
 @dataclass
 class Job:
-    """A command under way."""
+    """A running command."""
 
     pid: int
     server: Server
@@ -157,11 +157,11 @@ class CommandLine:
         return Job(self.server.ask({"start": request})["pid"], self.server, out, err)
 
     def __call__(self, *argv: str, triggers: Sequence[dict[str, Any]] = (), teardown: bool = False) -> Ended:
-        """``gleanrl ...`` in a process of its own; ``teardown``: the interpreter takes its modules apart at the end."""
+        """``gleanrl ...`` in a process of its own; with ``teardown`` the interpreter also frees its modules."""
         return self.start(*argv, triggers=triggers, teardown=teardown).wait()
 
     def here(self, *argv: str) -> Ended:
-        """``gleanrl ...`` in this process: quicker, for a command that runs no training."""
+        """Run ``gleanrl ...`` in this process, which is faster, for commands that run no training."""
         out, err = io.StringIO(), io.StringIO()
         with ExitStack() as stack:
             stack.enter_context(chdir(self.folder))
@@ -176,12 +176,12 @@ class CommandLine:
         return Ended(status, out.getvalue(), err.getvalue())
 
     def train(self, name: str, *argv: str, at: tuple[str, int, str] | None = None) -> Ended:
-        """``gleanrl train tiny.toml --run.name NAME ...``; ``at`` is a function, a call of it and what happens then."""
+        """``gleanrl train tiny.toml --run.name NAME ...``; ``at`` is (function, number of the call, event)."""
         triggers = [{"at": at[0], "call": at[1], "event": at[2]}] if at else []
         return self("train", "tiny.toml", "--run.name", name, *argv, triggers=triggers)
 
     def python(self, *argv: str) -> Ended:
-        """``python -m gleanrl ...`` as a user has it."""
+        """Run ``python -m gleanrl ...`` in a new interpreter, as a user does."""
         command = [sys.executable, "-m", "gleanrl", *argv]
         done = subprocess.run(
             command, cwd=self.folder, env={**self.environment, **self.extra}, capture_output=True, text=True,
@@ -195,7 +195,7 @@ class CommandLine:
 
 @pytest.fixture(scope="session")
 def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Variables of all commands; their cache is one, so that only the first run makes a warm start."""
+    """Environment variables of all commands; they share a cache, so that only the first run trains a warm start."""
     cache = str(tmp_path_factory.mktemp("cache"))
     here = {"GLEANRL_CACHE": cache, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_OFFLINE": "1"}
     return {**os.environ, **here}
@@ -227,7 +227,7 @@ def gleanrl(make_gleanrl: Callable[[], CommandLine]) -> CommandLine:
 
 @pytest.fixture(scope="session")
 def whole(make_gleanrl: Callable[[], CommandLine]) -> tuple[CommandLine, Ended]:
-    """An undisturbed run to the end, for all to look at and compare with."""
+    """A complete, undisturbed run, which all tests of the session may read and compare with."""
     gleanrl = make_gleanrl()
     ended = gleanrl("train", "tiny.toml", "--run.name", "whole", teardown=True)
     assert ended.status == 0, ended.stderr
@@ -235,7 +235,7 @@ def whole(make_gleanrl: Callable[[], CommandLine]) -> tuple[CommandLine, Ended]:
 
 
 def outcome(folder: RunFolder) -> dict[str, Any]:
-    """All that a run came to, without what a clock measured: weights (as bytes), metrics, rollouts."""
+    """Return the results of a run without measured times: weights (as bytes), metrics and rollouts."""
     weights = {str(path.relative_to(folder.path)): path.read_bytes() for path in folder.path.rglob("*.safetensors")}
     for path in folder.path.rglob("tensors/.metadata"):
         checkpoint = path.parents[1]
@@ -254,7 +254,7 @@ def outcome(folder: RunFolder) -> dict[str, Any]:
 
 
 def timed(name: str) -> bool:
-    """What a clock or a service has a say in; a stored trajectory says how long its episode took."""
+    """Return whether a metric depends on timing; a trajectory's bytes do too, since it stores its duration."""
     return name == "pool/bytes" or name.startswith(("time/", "device/", "service/")) or name.endswith(("_s", "_per_s"))
 
 

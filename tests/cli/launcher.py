@@ -43,7 +43,7 @@ def serve() -> dict[str, Any]:
     Renderer(build_tokenizer(["warm"], 128))  # compiles the chat template, which transformers keeps
     get_checkpoint_conversion_mapping("llama")  # half a second of computing, which transformers keeps
     gc.collect()
-    gc.freeze()  # or each child would look through all of the libraries when it ends: a second of computing
+    gc.freeze()  # otherwise each child's last collection scans all libraries, which takes a second
     children: dict[int, int | None] = {}
     for line in sys.stdin:
         request = json.loads(line)
@@ -114,7 +114,7 @@ def arm(at: str, call: int, event: str, after: float = 0.0) -> None:
         elif event != "full disk" and calls == call:
             os.kill(os.getpid(), getattr(signal, event))
             if threading.current_thread() is not threading.main_thread():
-                time.sleep(0.5)  # so that the main thread has taken it before this one goes on
+                time.sleep(0.5)  # let the main thread handle the signal before this thread continues
         return real(*args, **kwargs)
 
     setattr(owner, last, hit)
@@ -124,7 +124,7 @@ def end(status: int) -> None:
     """End the process as the interpreter does, up to the point where it would take the modules apart."""
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
-    gc.collect()  # tasks and files that nobody holds say now that nobody waited for them or closed them
+    gc.collect()  # unreferenced tasks and files print their "never awaited" and "unclosed" warnings now
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)

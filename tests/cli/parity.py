@@ -1,7 +1,7 @@
-"""A quick environment for whole runs: two answers a task, each good if it has an even number of characters.
+"""A fast environment for whole runs: an episode has two answers, each good if its number of characters is even.
 
-Any model varies in that, so every step has something to learn. A task that is named in ``trouble`` goes wrong
-in its first step, in the way it says; "nobody": it has no expert.
+Every model varies in this, so every step has something to learn. A task named in ``trouble`` fails in its first
+step in the given way ("raise", "hang", "exit", "kill"); with "nobody" the task has no expert.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Parity(Taskset):
     has_expert = True
 
     seed: int = 0
-    trouble: Mapping[str, str] = field(default_factory=dict)  # task id, or "*", to what goes wrong
+    trouble: Mapping[str, str] = field(default_factory=dict)  # task id or "*" -> kind of failure
 
     def tasks(self, split: Split, count: int) -> Sequence[Task]:
         return [Task(f"{split}-{i}", payload={"start": (self.seed + i) % 7}) for i in range(count)]

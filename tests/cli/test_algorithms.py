@@ -1,4 +1,4 @@
-"""Every estimator, loss, correction and KL trains through the command line; a user's own are one function in a file."""
+"""Tests that every estimator, loss, correction and KL setting trains by the command line, and a user's own too."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def options(settings: dict[str, str]) -> list[str]:
     return [word for key, value in settings.items() for word in (f"--{key}", value)]
 
 
-def test_none_is_left_out() -> None:
+def test_every_built_in_estimator_and_loss_has_a_case() -> None:
     def built_in(registry: Registry) -> set[str]:
         return {n for n in registry.names() if registry.get(n).function.__module__.startswith("gleanrl.")}
 
@@ -87,7 +87,7 @@ def test_none_is_left_out() -> None:
 
 
 @pytest.mark.parametrize("name", ARMS)
-def test_it_trains(gleanrl: CommandLine, name: str) -> None:
+def test_every_estimator_loss_correction_and_kl_setting_trains(gleanrl: CommandLine, name: str) -> None:
     ended = gleanrl.train("arm", *SHORT, *options(ARMS[name]))
     assert ended.status == 0, ended.stderr
     run = gleanrl.run("arm")
@@ -109,7 +109,9 @@ def test_it_trains(gleanrl: CommandLine, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["estimator gae", "estimator remax", "kl in the reward", "shared critic"])
-def test_killed_and_resumed_is_bit_for_bit_the_same(make_gleanrl: Callable[[], CommandLine], name: str) -> None:
+def test_a_run_killed_and_resumed_equals_an_undisturbed_one_bit_for_bit(
+    make_gleanrl: Callable[[], CommandLine], name: str
+) -> None:
     whole, killed = make_gleanrl(), make_gleanrl()
     settings = [*options(ARMS[name]), "--run.steps", "4", "--checkpoint.every", "1", "--evaluation.every", "0"]
     assert whole.train("run", *settings).status == 0
@@ -127,7 +129,7 @@ PLAIN = "\ndef plain(tokens, settings):\n    return -tokens.advantages * tokens.
 
 
 @pytest.mark.parametrize("settings", [BY_NAME, BY_PATH], ids=["by name", "by path"])
-def test_the_page_on_algorithms_says_what_runs(gleanrl: CommandLine, settings: str) -> None:
+def test_the_algorithm_page_s_own_loss_and_estimator_train(gleanrl: CommandLine, settings: str) -> None:
     (gleanrl.folder / "mine.py").write_text(MINE)
     chosen = tomllib.loads(settings)
     given = {f"{section}.{key}": toml(value) for section, table in chosen.items() for key, value in table.items()}
@@ -139,13 +141,13 @@ def test_the_page_on_algorithms_says_what_runs(gleanrl: CommandLine, settings: s
 
 
 def toml(value: object) -> str:
-    """As one writes it on the command line."""
+    """Return a TOML value as written on the command line."""
     if isinstance(value, dict):
         return "{" + ", ".join(f"{key} = {item}" for key, item in value.items()) + "}"
     return str(value)
 
 
-def test_the_parts_work_alone(tmp_path: Path) -> None:
+def test_the_algorithm_page_s_standalone_code_runs(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", ALONE], cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert "'loss/ratio/mean': 1.105" in done.stdout
@@ -190,7 +192,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_work_is_refused_in_one_line(gleanrl: CommandLine, name: str) -> None:
+def test_impossible_algorithm_settings_are_refused_in_one_line(gleanrl: CommandLine, name: str) -> None:
     (gleanrl.folder / "mine.py").write_text(MINE + PLAIN)
     settings, message = REFUSED[name]
     for more in ([], ["--dry-run"]):

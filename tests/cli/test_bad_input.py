@@ -1,4 +1,4 @@
-"""Whatever a user gets wrong is one clear line and exit status 2; whatever an environment does costs its episodes."""
+"""Tests of mistakes and failures: bad input is one line with exit status 2, and failing environments end no run."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def test_a_bad_setting_is_one_line_and_leaves_no_run(
 
 
 @pytest.mark.parametrize("name", [name for name in BAD_SETTINGS if re.search(NAMED, " ".join(BAD_SETTINGS[name][0]))])
-def test_a_dry_run_looks_at_what_is_named_too(gleanrl: CommandLine, name: str) -> None:
+def test_a_dry_run_refuses_wrong_names_and_options_too(gleanrl: CommandLine, name: str) -> None:
     settings, expected = BAD_SETTINGS[name]
     (gleanrl.folder / "other.py").write_text(OTHER)
     ended = gleanrl.here("train", "tiny.toml", "--run.name", "run", *settings, "--dry-run")
@@ -147,7 +147,7 @@ def test_a_dry_run_looks_at_what_is_named_too(gleanrl: CommandLine, name: str) -
     assert re.search(expected, ended.complaint)
 
 
-def test_a_reward_is_made_once_before_anything_that_takes_time(gleanrl: CommandLine) -> None:
+def test_a_reward_is_constructed_once_and_before_tasks_are_made(gleanrl: CommandLine) -> None:
     (gleanrl.folder / "other.py").write_text(OTHER)
     picky = ("--reward.name", "other.py:Picky", "--reward.options.level", "2")
     assert gleanrl.train("run", *picky, "--dry-run").status == 0
@@ -163,7 +163,7 @@ def test_a_reward_is_made_once_before_anything_that_takes_time(gleanrl: CommandL
     assert not gleanrl.run("other").config_path.exists()
 
 
-def test_bad_configuration_files(gleanrl: CommandLine) -> None:
+def test_bad_configuration_files_and_arguments_are_one_line(gleanrl: CommandLine) -> None:
     (gleanrl.folder / "broken.toml").write_text("[run\nsteps = 3")
     (gleanrl.folder / "typo.toml").write_text("[learner]\nlearning_rte = 1\n")
     for argv, expected in {
@@ -185,7 +185,7 @@ def test_bad_configuration_files(gleanrl: CommandLine) -> None:
     assert not (gleanrl.folder / "runs").exists()
 
 
-def test_a_run_folder_has_one_run_and_one_process(gleanrl: CommandLine) -> None:
+def test_a_run_folder_is_refused_to_a_second_process_and_to_another_run(gleanrl: CommandLine) -> None:
     hanging = "--environment.options.trouble={'*' = 'hang'}"
     first = gleanrl.start("train", "tiny.toml", "--run.name", "run", "--environment.workers=1", hanging)
     first.until("training:")
@@ -205,7 +205,7 @@ def test_a_run_folder_has_one_run_and_one_process(gleanrl: CommandLine) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="nothing is read-only to root")
-def test_a_read_only_folder(gleanrl: CommandLine) -> None:
+def test_a_read_only_folder_is_one_line(gleanrl: CommandLine) -> None:
     (gleanrl.folder / "runs").mkdir(mode=0o500)
     ended = gleanrl.train("run")
     assert ended.status == 2
@@ -224,7 +224,9 @@ def small_disk(gleanrl: CommandLine) -> Iterator[Path]:
 
 
 @pytest.mark.skipif(shutil.which("mount") is None or os.geteuid() != 0, reason="no right to mount")
-def test_a_disk_that_is_really_full(gleanrl: CommandLine, small_disk: Path, whole: tuple[CommandLine, Ended]) -> None:
+def test_a_run_stopped_by_a_full_disk_can_be_resumed(
+    gleanrl: CommandLine, small_disk: Path, whole: tuple[CommandLine, Ended]
+) -> None:
     ended = gleanrl.train("whole")
     assert ended.status == 2, ended.stderr
     assert re.search(r"runs/whole/.*the disk is full: .* needed, .* free", ended.complaint)
@@ -235,7 +237,7 @@ def test_a_disk_that_is_really_full(gleanrl: CommandLine, small_disk: Path, whol
 
 
 @pytest.mark.parametrize("trouble", ["raise", "hang", "exit", "kill"])
-def test_an_environment_in_trouble_costs_its_episodes(gleanrl: CommandLine, trouble: str) -> None:
+def test_a_failing_environment_loses_only_its_episodes(gleanrl: CommandLine, trouble: str) -> None:
     apart = [] if trouble == "raise" else ["--environment.workers", "1", "--environment.timeout_s", "1"]
     options = [f"--environment.options.trouble={{train-3 = '{trouble}'}}", "--schedule.max_failed_fraction", "0.9"]
     ended = gleanrl.train("run", *options, *apart)

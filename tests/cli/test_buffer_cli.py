@@ -1,4 +1,4 @@
-"""`gleanrl buffer`: what it prints of buffers, checkpoints, ranks and RLinf's directories, and what it writes."""
+"""Tests of `gleanrl buffer` on buffers, checkpoints of several ranks and RLinf's directories."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ ENDS = {(1, 0): "terminations", (3, 0): "truncations", (5, 1): "terminations"}
 
 
 class Shell:
-    """Commands in a folder with a buffer ``a`` and the checkpoints of two ranks ``ranks``."""
+    """Runs commands in a folder with a buffer ``a`` and a folder ``ranks`` with the checkpoints of two ranks."""
 
     def __init__(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
         self.folder, self._capsys = folder, capsys
 
     def __call__(self, *argv: object) -> list[str]:
-        """Lines that a command prints which succeeds."""
+        """Run a command that must succeed; return its output lines."""
         status, out, err = self.tried(*argv)
         assert status == 0, err
         return out.splitlines()
@@ -33,7 +33,7 @@ class Shell:
         return status, out, err
 
     def refused(self, *argv: object) -> str:
-        """The one line of an error."""
+        """Run a command that must fail; return its one line of error."""
         status, out, err = self.tried(*argv)
         assert (status, out) == (2, "")
         [line] = [line for line in err.splitlines() if line.startswith("gleanrl: ")]
@@ -60,7 +60,7 @@ def say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
     return Shell(tmp_path, capsys)
 
 
-def test_the_sizes_and_what_is_known_of_all(say: Shell) -> None:
+def test_stats_prints_sizes_outcomes_and_fields(say: Shell) -> None:
     lines = say("ranks")
     assert re.fullmatch(r"ranks: 8 trajectories, 144 rows \(T \* B\), [\d.]+ KiB", lines[0])
     assert lines[1].split() == ["trajectories", "rows", "episodes", "size", "part"]
@@ -103,12 +103,12 @@ def test_a_trajectory_is_shown_with_its_episodes_and_values(say: Shell) -> None:
     assert say.refused("ranks/rank-0", "view", 9) == "gleanrl: no trajectory 9: the buffer has 0 to 4"
 
 
-def test_several_become_one_and_one_becomes_several(say: Shell) -> None:
+def test_merge_joins_buffers_and_split_divides_them(say: Shell) -> None:
     assert say("ranks", "merge", "all", "a")[-1] == "all: 11 trajectories with 198 rows"
     with TrajectoryReplayBuffer("all", read_only=True) as buffer:
         for place, number in enumerate([0, 1, 2, 3, 4, 5, 6, 7, 5, 6, 7]):
             assert_same(buffer.trajectory(place), made(number))
-    with TrajectoryReplayBuffer("all") as buffer:  # it is a buffer to go on with
+    with TrajectoryReplayBuffer("all") as buffer:  # the merged buffer is writable
         assert buffer.add_trajectories([made(0)]) == [11]
     lines = say("ranks", "split", "parts", 3)
     assert [line.split() for line in lines] == [
@@ -117,7 +117,7 @@ def test_several_become_one_and_one_becomes_several(say: Shell) -> None:
         ["2", "36", "parts/rank-1"],
         ["3", "54", "parts/rank-2"],
     ]
-    for rank in range(3):  # a rank that loads its part goes on as one that loads its share of the whole
+    for rank in range(3):  # loading a split part equals loading this rank's share of the whole
         with TrajectoryReplayBuffer(rank=rank) as ours, TrajectoryReplayBuffer(rank=rank) as theirs:
             ours.load_checkpoint("parts", is_distributed=True, local_rank=rank, world_size=3)
             theirs.load_checkpoint("ranks", is_distributed=True, local_rank=rank, world_size=3)
@@ -125,7 +125,7 @@ def test_several_become_one_and_one_becomes_several(say: Shell) -> None:
     assert say("parts", "verify") == ["parts: sound; 8 trajectories with 144 rows read"]
 
 
-def test_what_rlinf_reads_comes_back(say: Shell) -> None:
+def test_an_export_for_rlinf_can_be_merged_back(say: Shell) -> None:
     assert say("ranks", "export", "rlinf", "theirs")[-1] == "theirs: 8 trajectories"
     assert say("theirs", "verify") == ["theirs: sound; 8 trajectories with 144 rows read"]
     assert say("theirs")[1] == "episodes that ended: 24"
@@ -138,7 +138,7 @@ def test_what_rlinf_reads_comes_back(say: Shell) -> None:
             assert theirs.task_descriptions == ("lift", "push\x1b[31m", "lift")
 
 
-def test_damage_is_named_and_the_rest_can_be_saved(say: Shell) -> None:
+def test_damage_is_named_and_merge_skip_damaged_saves_the_other_trajectories(say: Shell) -> None:
     [segment] = (say.folder / "a").glob("*-rows-000-*")
     data = bytearray(segment.read_bytes())
     with TrajectoryReplayBuffer("a", read_only=True) as buffer:
@@ -155,7 +155,7 @@ def test_damage_is_named_and_the_rest_can_be_saved(say: Shell) -> None:
         assert_same(buffer.trajectory(1), made(7))
 
 
-def test_a_mistake_is_one_line(say: Shell) -> None:
+def test_wrong_arguments_are_one_line_and_write_nothing(say: Shell) -> None:
     (say.folder / "other").mkdir()
     (say.folder / "other" / "thing.txt").write_text("x")
     assert say.refused("nowhere") == "gleanrl: nowhere: there is no such folder"
@@ -172,16 +172,16 @@ def test_a_mistake_is_one_line(say: Shell) -> None:
     assert sorted(path.name for path in say.folder.iterdir()) == ["a", "other", "ranks"]
 
 
-TYPES = {  # how 3 is shown as the lowest, the highest and the first
+TYPES = {  # the numbers that `view` shows for the values 3 and 0: lowest, highest, then each value
     **dict.fromkeys((torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.int8), "0 3 3 0"),
     **dict.fromkeys((torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2), "0 3 3 0"),
     torch.bool: "0 1 1 0",
-    **dict.fromkeys((torch.complex64, torch.complex128), "3+0j 0+0j"),  # which have no order
+    **dict.fromkeys((torch.complex64, torch.complex128), "3+0j 0+0j"),  # complex numbers have no order
 }
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
-def test_numbers_of_every_type_are_shown(say: Shell, dtype: torch.dtype) -> None:
+def test_view_shows_numbers_of_every_dtype(say: Shell, dtype: torch.dtype) -> None:
     with TrajectoryReplayBuffer("typed") as buffer:
         values = torch.tensor([3, 0]).to(dtype).reshape(2, 1, 1)
         given = {"rewards": torch.ones(2, 1, 1), "versions": torch.zeros(2, 1, 0), "curr_obs": {"typed": values}}

@@ -1,4 +1,4 @@
-"""Every command as a user gives it, and what it leaves: numbers, a page, a model that other libraries load."""
+"""Tests of train, evaluate, report, doctor and settings as a user runs them, and of the files that they write."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ Whole = tuple[CommandLine, Ended]
 
 
 def cpu_seconds(command: list[str], environment: dict[str, str]) -> float:
-    """Not the clock's, which also counts what else the machine does."""
+    """Return the processor time of a command, which a busy machine does not change as it does the clock time."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     subprocess.run(command, env=environment, check=True, capture_output=True)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
-def test_help_and_version_are_there_at_once(gleanrl: CommandLine) -> None:
+def test_help_takes_less_than_a_second_and_names_every_command(gleanrl: CommandLine) -> None:
     command = [sys.executable, "-m", "gleanrl", "--help"]
     assert any(cpu_seconds(command, gleanrl.environment) < 1.0 for _ in range(3))
     shown = gleanrl.python("--help")
@@ -54,7 +54,7 @@ def test_a_dry_run_shows_the_plan_and_does_nothing(gleanrl: CommandLine) -> None
 
 
 @pytest.mark.parametrize("command", ["train tiny.toml --dry-run", "settings", "doctor", "simulate"])
-def test_a_reader_that_goes_away_is_no_error(gleanrl: CommandLine, command: str) -> None:
+def test_a_closed_output_pipe_is_no_error(gleanrl: CommandLine, command: str) -> None:
     started = subprocess.Popen(
         [sys.executable, "-u", "-m", "gleanrl", *command.split()],
         cwd=gleanrl.folder, env=gleanrl.environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
@@ -84,7 +84,7 @@ def test_help_names_every_preset(gleanrl: CommandLine) -> None:
     assert all(name in gleanrl("train", "--help").stdout for name in presets())
 
 
-def test_what_hardly_works_as_meant_is_one_line_at_the_start(gleanrl: CommandLine) -> None:
+def test_doubtful_settings_are_one_line_of_warning_at_the_start(gleanrl: CommandLine) -> None:
     stale = ("--schedule.preset", "one_step_off", "--learner.old_logprobs", "recompute")
     ended = gleanrl.train("run", *stale, "--dry-run")
     assert ended.status == 0
@@ -92,7 +92,7 @@ def test_what_hardly_works_as_meant_is_one_line_at_the_start(gleanrl: CommandLin
     assert line.startswith("gleanrl: warning: learner.old_logprobs = 'recompute' under staleness 1")
 
 
-def test_doctor(gleanrl: CommandLine) -> None:
+def test_doctor_ends_with_whether_training_is_possible(gleanrl: CommandLine) -> None:
     ended = gleanrl("doctor")
     assert ended.stdout.splitlines()[-1] == ("not ready" if ended.status else "ready to train")
     assert "torch" in ended.stdout
@@ -158,7 +158,7 @@ def test_training_succeeds_if_the_reader_of_its_summary_goes_away(whole: Whole) 
 
 
 @pytest.mark.parametrize("at_start", ["true", "false"])
-def test_the_start_is_evaluated_if_asked(gleanrl: CommandLine, at_start: str) -> None:
+def test_step_0_is_evaluated_if_at_start_is_true(gleanrl: CommandLine, at_start: str) -> None:
     options = ("--run.steps", "1", "--evaluation.every", "0", "--evaluation.at_start", at_start)
     assert gleanrl.train("start", *options).status == 0
     evaluated = [row.step for row in gleanrl.run("start").read_metrics() if "eval/sampled/pass@1" in row.metrics]
@@ -181,7 +181,7 @@ def logits(model: torch.nn.Module, tokens: torch.Tensor) -> torch.Tensor:
         return model.eval()(tokens).logits
 
 
-def test_the_exported_model_is_the_checkpoint_in_plain_transformers(whole: Whole) -> None:
+def test_the_exported_model_loads_in_transformers_with_the_last_checkpoint_s_weights(whole: Whole) -> None:
     folder = whole[0].run("whole")
     tokenizer = AutoTokenizer.from_pretrained(folder.path / "model")
     model = AutoModelForCausalLM.from_pretrained(folder.path / "model")
@@ -197,7 +197,7 @@ def test_the_exported_model_is_the_checkpoint_in_plain_transformers(whole: Whole
     assert not torch.equal(exported, logits(model, tokens["input_ids"]))
 
 
-def test_adapters_are_exported_merged_and_resume(gleanrl: CommandLine) -> None:
+def test_lora_runs_resume_and_export_merged_weights(gleanrl: CommandLine) -> None:
     gleanrl.extra["GLEANRL_CACHE"] = str(gleanrl.folder / "cache")
     lora = ("--learner.lora_rank", "4", "--learner.lr", "1e-2")
     assert gleanrl.train("run", *lora, at=("gleanrl.learners.engine:LocalEngine.step", 4, "SIGKILL")).status == -9
@@ -221,8 +221,8 @@ def test_adapters_are_exported_merged_and_resume(gleanrl: CommandLine) -> None:
 
 
 @pytest.mark.slow
-def test_alfworld_as_a_user_has_it(gleanrl: CommandLine) -> None:
-    """Nothing stands in for anything: `python -m gleanrl`, ALFWorld, interrupted from outside, resumed."""
+def test_an_alfworld_run_is_interrupted_and_resumed(gleanrl: CommandLine) -> None:
+    """Without test doubles: `python -m gleanrl` on ALFWorld, interrupted by a signal from outside and resumed."""
     (gleanrl.folder / "house.toml").write_text(ALFWORLD)
     command = [sys.executable, "-m", "gleanrl", "train", "house.toml"]
     log = gleanrl.folder / "log"
@@ -243,7 +243,7 @@ def test_alfworld_as_a_user_has_it(gleanrl: CommandLine) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("module", ["pydantic", "torch._C", "numpy.random", "transformers"])
-def test_an_interrupt_while_libraries_load(gleanrl: CommandLine, module: str) -> None:
+def test_an_interrupt_while_libraries_load_is_one_line(gleanrl: CommandLine, module: str) -> None:
     hook = gleanrl.folder / "hook"
     hook.mkdir()
     (hook / "sitecustomize.py").write_text(INTERRUPT_ON_IMPORT)
@@ -293,7 +293,7 @@ samples = 1
 """
 
 
-def test_a_preset_beside_a_run_of_its_name_says_which_is_evaluated(gleanrl: CommandLine) -> None:
+def test_evaluating_a_preset_that_is_also_the_name_of_a_run_prints_a_warning(gleanrl: CommandLine) -> None:
     pytest.importorskip("gymnasium")
     (gleanrl.folder / "runs" / "pendulum").mkdir(parents=True)
     ended = gleanrl("evaluate", "pendulum")

@@ -1,4 +1,4 @@
-"""`gleanrl train` with an embodied preset: it ends, reports, is killed and goes on, and says what is wrong."""
+"""Tests of `gleanrl train` and `evaluate` with an embodied job: results, kills and resumes, and error messages."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def embodied(make_gleanrl: Callable[[], CommandLine]) -> CommandLine:
 
 @pytest.fixture(scope="module")
 def ended(make_gleanrl: Callable[[], CommandLine]) -> tuple[CommandLine, Ended]:
-    """One run to the end that nobody disturbed."""
+    """A complete, undisturbed run."""
     gleanrl = started(make_gleanrl)
     found = gleanrl.train("whole")
     assert found.status == 0, found.stderr
@@ -79,7 +79,7 @@ def ended(make_gleanrl: Callable[[], CommandLine]) -> tuple[CommandLine, Ended]:
 
 
 def buffers(run: RunFolder) -> dict[str, tuple[int, list[bytes]]]:
-    """Rows and observations of each buffer, which must be whole."""
+    """Return the rows and observations of each buffer, after verifying it."""
     found = {}
     for name in ("online", "demonstrations"):
         with TrajectoryReplayBuffer(run.path / "buffer" / name, read_only=True) as buffer:
@@ -108,10 +108,12 @@ def test_a_run_leaves_metrics_checkpoints_a_policy_and_a_report(ended: tuple[Com
     assert_drawn(opened(run.report_path, gleanrl.folder / "profile"))
     assert "demonstrations: 40 chunk steps" in said.stderr
     assert "training: 8/8" in said.stderr
-    assert "evaluation return" in said.stdout  # the summary tells how good it became
+    assert "evaluation return" in said.stdout
 
 
-def test_the_same_run_twice_is_the_same_to_the_bit(embodied: CommandLine, ended: tuple[CommandLine, Ended]) -> None:
+def test_two_runs_of_one_configuration_are_equal_bit_for_bit(
+    embodied: CommandLine, ended: tuple[CommandLine, Ended]
+) -> None:
     assert embodied.train("whole").status == 0
     assert outcome(embodied.run("whole")) == outcome(ended[0].run("whole"))
 
@@ -126,7 +128,7 @@ def test_the_same_run_twice_is_the_same_to_the_bit(embodied: CommandLine, ended:
     ],
     ids=["early", "between", "saving", "interrupted"],
 )
-def test_killed_and_resumed_is_bit_for_bit_the_same(
+def test_a_run_killed_and_resumed_equals_an_undisturbed_one_bit_for_bit(
     embodied: CommandLine, ended: tuple[CommandLine, Ended], moments: list[tuple[str, int, str]]
 ) -> None:
     for number, moment in enumerate(moments):
@@ -142,7 +144,9 @@ def test_killed_and_resumed_is_bit_for_bit_the_same(
     assert [path.name for path in run.path.rglob(".partial-*")] == []
 
 
-def test_in_memory_it_goes_on_too(embodied: CommandLine, ended: tuple[CommandLine, Ended]) -> None:
+def test_a_killed_run_with_buffers_in_memory_resumes_to_the_same_result(
+    embodied: CommandLine, ended: tuple[CommandLine, Ended]
+) -> None:
     memory = ("--buffer.on_disk", "false", "--schedule.lag", "1")
     assert embodied.train("whole", *memory, at=(LEARN, 6, "SIGKILL")).status == -9
     assert embodied.train("whole", *memory, "--resume").status == 0
@@ -150,7 +154,7 @@ def test_in_memory_it_goes_on_too(embodied: CommandLine, ended: tuple[CommandLin
     assert not (embodied.run("whole").path / "buffer").exists()
 
 
-def test_a_longer_run_goes_on_and_another_one_is_refused(embodied: CommandLine) -> None:
+def test_resume_may_add_steps_but_not_change_the_schedule_or_the_job(embodied: CommandLine) -> None:
     assert embodied.train("run", "--run.steps", "4").status == 0
     assert embodied.train("run", "--run.steps", "6", "--resume").status == 0
     assert embodied.run("run").read_metrics()[-1].step == 6
@@ -162,7 +166,9 @@ def test_a_longer_run_goes_on_and_another_one_is_refused(embodied: CommandLine) 
     assert "another kind" in other.complaint
 
 
-def test_an_earlier_run_demonstrates(embodied: CommandLine, ended: tuple[CommandLine, Ended]) -> None:
+def test_the_buffer_of_an_earlier_run_can_serve_as_demonstrations(
+    embodied: CommandLine, ended: tuple[CommandLine, Ended]
+) -> None:
     (embodied.folder / "tiny.toml").write_text(
         CONFIG.replace("expert = ", "path = ").replace("tests.embodied.world:still", str(ended[0].run("whole").path))
     )
@@ -171,7 +177,7 @@ def test_an_earlier_run_demonstrates(embodied: CommandLine, ended: tuple[Command
     assert "demonstrations: 160 chunk steps" in found.stderr
 
 
-def test_evaluate_takes_the_newest_checkpoint(ended: tuple[CommandLine, Ended]) -> None:
+def test_evaluate_loads_the_newest_checkpoint(ended: tuple[CommandLine, Ended]) -> None:
     gleanrl, _ = ended
     found = gleanrl("evaluate", "runs/whole")
     assert found.status == 0, found.stderr
@@ -209,12 +215,14 @@ def test_a_dry_run_prints_the_configuration_and_the_plan(embodied: CommandLine) 
     ],
     ids=lambda value: value[0] if str(value[0]).startswith("--") else None,
 )
-def test_a_mistake_is_one_line(embodied: CommandLine, arguments: list[str], words: list[str]) -> None:
+def test_wrong_settings_are_one_line_and_begin_no_run(
+    embodied: CommandLine, arguments: list[str], words: list[str]
+) -> None:
     found = embodied.train("run", *arguments)
     assert found.status == 2
     for word in words:
         assert word in found.complaint
-    assert not embodied.run("run").config_path.exists()  # the same command can be given again
+    assert not embodied.run("run").config_path.exists()  # no run was begun, so the same command can be given again
 
 
 def test_an_unknown_job_is_named(embodied: CommandLine) -> None:
@@ -222,7 +230,7 @@ def test_an_unknown_job_is_named(embodied: CommandLine) -> None:
     assert "job = 'embodyed'; known: embodied" in embodied.train("run").complaint
 
 
-def test_a_damaged_learner_falls_back_to_the_checkpoint_before(embodied: CommandLine) -> None:
+def test_a_damaged_learner_file_falls_back_to_the_previous_checkpoint(embodied: CommandLine) -> None:
     assert embodied.train("run").status == 0
     run = embodied.run("run")
     newest = run.checkpoints()[-1].path

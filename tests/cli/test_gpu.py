@@ -1,4 +1,4 @@
-"""Whole runs on a GPU, by the command."""
+"""Tests of whole runs on a GPU by the command line."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytestmark = [
 
 
 @pytest.mark.parametrize("dtype", ["auto", "float32"])
-def test_a_run_trains_resumes_and_is_evaluated(gleanrl: CommandLine, dtype: str) -> None:
+def test_a_run_on_a_gpu_trains_resumes_and_can_be_evaluated(gleanrl: CommandLine, dtype: str) -> None:
     settings = ("--model.device", "cuda", "--model.dtype", dtype)
     assert gleanrl.train("gpu", *settings, "--run.steps", "3").status == 0
     again = gleanrl.train("gpu", *settings, "--run.steps", "6", "--resume")

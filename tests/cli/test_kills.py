@@ -1,4 +1,4 @@
-"""A run killed at random moments, again and again, ends as an undisturbed one does.
+"""Tests that a run that is killed repeatedly at random moments gives the same results as an undisturbed one.
 
 Two in three kills come a random time after a random one of the short pieces of work that must not be torn apart: the
 pool's transactions and the writing of a checkpoint. The others come at any time, start-up included.
@@ -26,12 +26,12 @@ from tests.cli.conftest import CommandLine, Job, outcome, timed
 from tests.experience.pool_world import contents
 from tests.strategies import NIGHTLY
 
-KILLS, LEAST = (18, 15) if NIGHTLY else (6, 4)  # of one run, at most and at least
+KILLS, LEAST = (18, 15) if NIGHTLY else (6, 4)  # most and fewest kills of one run
 STEPS = 30 if NIGHTLY else 14
-PATIENCE = 2  # steps that a run may get on before it is killed at the latest
+PATIENCE = 2  # steps after which a run is killed at the latest
 TRANSACTION = "gleanrl.experience.pool.schema:transaction"  # about twenty a step
 CHECKPOINT = "gleanrl.runtime.checkpoints:Checkpoints.save"
-EARLIER = "earlier.sqlite"  # what another run left
+EARLIER = "earlier.sqlite"  # the pool of another run
 BASE = (
     *("--replay.enabled", "true", "--run.steps", str(STEPS), "--schedule.group", "4"),
     *("--evaluation.every", "0", "--evaluation.samples", "1"),
@@ -54,7 +54,7 @@ RUNS = {
 
 @pytest.fixture(scope="module")
 def earlier(make_gleanrl: Callable[[], CommandLine]) -> Path:
-    """The pool of a run that ended, with marks of its own."""
+    """The pool of a completed run, with that run's marks."""
     gleanrl = make_gleanrl()
     ended = gleanrl.train("run", *BASE, "--sampler.temperature", "0.8", "--run.steps", "4", "--checkpoint.every", "1")
     assert ended.status == 0, ended.stderr
@@ -75,7 +75,7 @@ def mark_of(checkpoint: Path) -> int:
 
 
 def held(pool: Path, mark: int, copy: Path) -> dict[str, Any]:
-    """All that a pool held at a mark, without what a clock measured; looked up in a copy, as its files lie there."""
+    """Return a pool's content at a mark, without measured times. The pool is read from a copy of its files."""
     for ending in ("", "-wal"):
         if (source := pool.with_name(pool.name + ending)).exists():
             shutil.copyfile(source, copy.with_name(copy.name + ending))
@@ -99,7 +99,7 @@ def untimed(data: bytes) -> bytes:
 
 @dataclass
 class Assault:
-    """Starts a run, and resumes it, to kill it; its log is part of every failure."""
+    """Starts, kills and resumes a run; its log of kills is part of every assertion message."""
 
     gleanrl: CommandLine
     settings: tuple[str, ...]
@@ -110,7 +110,7 @@ class Assault:
     kills: int = 0
 
     def life(self) -> int | None:
-        """One life of the run; its exit status."""
+        """Start or resume the run and kill it at a random moment; return its exit status."""
         resume = ("--resume",) if self.gleanrl.run("run").config_path.exists() else ()
         kind, after, triggers = self.moment()
         self.log.append(f"{kind} {after:.4f} s")
@@ -125,7 +125,7 @@ class Assault:
         return ended.status
 
     def spared(self) -> int | None:
-        """The last life, to its own end."""
+        """Resume the run a last time without a kill; return its exit status."""
         ended = self.gleanrl.train("run", *self.settings, "--resume")
         assert ended.status == 0, f"{ended.stderr}\n{self}"
         self.log.append("not killed")
@@ -140,7 +140,7 @@ class Assault:
         return f"{kind} {call} +", after, [{"at": at, "call": call, "event": "SIGKILL", "after": after}]
 
     def wait(self, job: Job, seconds: float) -> None:
-        """So long, or until the run got on by a few steps."""
+        """Wait ``seconds``, or until the run has advanced by `PATIENCE` steps."""
         start, before = time.monotonic(), self.steps()
         while time.monotonic() < start + seconds and self.steps() < before + PATIENCE:
             time.sleep(0.005)
@@ -155,7 +155,7 @@ class Assault:
 
 @pytest.mark.timeout(1200)  # half a minute of computing, on a machine that may be busy
 @pytest.mark.parametrize("name", RUNS)
-def test_killed_at_random_moments_nothing_is_lost_or_doubled(
+def test_kills_at_random_moments_change_neither_results_nor_pool(
     make_gleanrl: Callable[[], CommandLine], earlier: Path, name: str, tmp_path: Path
 ) -> None:
     settings, copy = (*BASE, *RUNS[name]), tmp_path / "copy.sqlite"

@@ -1,4 +1,4 @@
-"""docs/howto/own_model.md and docs/howto/diagnose.md: their code runs, their names are names."""
+"""Tests of docs/howto/own_model.md and diagnose.md: their code runs, and the settings and metrics they name exist."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def blocks(page: str) -> dict[str, str]:
     return dict(re.findall(r'```\w+ title="([^"]+)"\n(.*?)```', page, re.DOTALL))
 
 
-def test_the_configuration_trains_a_model_that_is_there(gleanrl: CommandLine, whole: tuple[CommandLine, Ended]) -> None:
+def test_the_page_s_configuration_trains_a_given_model(gleanrl: CommandLine, whole: tuple[CommandLine, Ended]) -> None:
     pytest.importorskip("math_verify")
     rows = [{"prompt": f"{n} + {n} =", "answer": str(2 * n)} for n in range(60)]
     (gleanrl.folder / "problems.jsonl").write_text("\n".join(map(json.dumps, rows)))
@@ -39,7 +39,7 @@ def test_the_configuration_trains_a_model_that_is_there(gleanrl: CommandLine, wh
     assert "lr = 1e-05" in gleanrl.run("mine").config_path.read_text()
 
 
-def test_both_pages_name_settings_and_metrics_that_exist() -> None:
+def test_all_settings_and_metrics_that_both_pages_name_exist() -> None:
     known = set(dict(fields(Config)))
     sections = set(Config.model_fields)
     metrics = (DOCS / "reference" / "metrics.md").read_text()
@@ -53,7 +53,7 @@ def test_both_pages_name_settings_and_metrics_that_exist() -> None:
     assert [name for name in named if f"`{name}`" not in metrics] == []
 
 
-def test_the_scripts_of_the_page_read_a_run(whole: tuple[CommandLine, Ended], tmp_path: Path) -> None:
+def test_the_scripts_of_the_diagnose_page_run_on_a_run_folder(whole: tuple[CommandLine, Ended], tmp_path: Path) -> None:
     run = str(whole[0].run("whole").path)
     for name, code in blocks(DIAGNOSE).items():
         (tmp_path / name).write_text(code)
@@ -70,7 +70,7 @@ def test_the_scripts_of_the_page_read_a_run(whole: tuple[CommandLine, Ended], tm
     assert [point.partition(":")[0] for point in points[1:]] == [str(step) for step in range(1, 7)]
 
 
-def test_trl_has_what_the_page_says() -> None:
+def test_the_trl_settings_that_the_page_names_exist() -> None:
     trl = pytest.importorskip("trl")
     column = [row.split("|")[2] for row in OWN.splitlines() if row.startswith("| `") and row.count("|") == 4]
     names = re.findall(r"`([a-z_]+)", " ".join(column)) + re.findall(r"/ ([a-z_]+)", " ".join(column))

@@ -1,4 +1,4 @@
-"""`gleanrl pool` as a user gives it, on pools and runs as they lie on a disk."""
+"""Tests of `gleanrl pool` in processes of its own, on pools and runs on disk."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.experience.pool_world import contents, episode, solved, task
 
 @pytest.fixture
 def pool(gleanrl: CommandLine) -> Path:
-    """Of a run called ``a``: task x with 3 of 4 solved at step 1, y with 1 of 4 at step 9, z retired."""
+    """The pool of a run ``a``: task x with 3 of 4 solved at step 1, y with 1 of 4 at step 9, and z retired."""
     folder = gleanrl.folder / "runs" / "a"
     folder.mkdir(parents=True)
     (folder / "config.toml").write_text("[replay]\nenabled = true\n")
@@ -37,7 +37,9 @@ def pool(gleanrl: CommandLine) -> Path:
     return folder / "experience.sqlite"
 
 
-def test_looking_works_by_every_name_and_beside_a_writer(gleanrl: CommandLine, pool: Path) -> None:
+def test_a_pool_can_be_read_by_every_form_of_its_name_while_another_process_writes(
+    gleanrl: CommandLine, pool: Path
+) -> None:
     with ExperiencePool(pool):
         shown = [gleanrl("pool", name) for name in ("a", "runs/a", "runs/a/experience.sqlite")]
         listed = gleanrl("pool", "a", "list", "--task", "x", "--limit", "2")
@@ -52,7 +54,7 @@ def test_looking_works_by_every_name_and_beside_a_writer(gleanrl: CommandLine, p
     assert "is being written by another process" in refused.complaint
 
 
-def test_show_prints_tokens_and_log_probs_and_nothing_a_terminal_obeys(gleanrl: CommandLine) -> None:
+def test_show_prints_tokens_and_log_probs_with_control_characters_escaped(gleanrl: CommandLine) -> None:
     segment = (
         Turn({"role": "user", "content": "\x1b[2Jgo\nnow"}, np.array([5, 6])),
         Turn({"role": "assistant", "content": "ok"}, np.array([7, 8]), np.log(np.array([0.5, 0.25])), 3),
@@ -69,7 +71,7 @@ def test_show_prints_tokens_and_log_probs_and_nothing_a_terminal_obeys(gleanrl: 
     assert "has no trajectory 7" in gleanrl("pool", "p.sqlite", "show", "7").complaint
 
 
-def test_verify_names_what_is_wrong(gleanrl: CommandLine, pool: Path) -> None:
+def test_verify_names_a_damaged_trajectory(gleanrl: CommandLine, pool: Path) -> None:
     assert gleanrl("pool", "a", "verify").status == 0
     db = sqlite3.connect(pool)
     db.execute("UPDATE blobs SET data = zeroblob(length(data)) WHERE id = 1")
@@ -81,7 +83,7 @@ def test_verify_names_what_is_wrong(gleanrl: CommandLine, pool: Path) -> None:
     assert "damaged" in gleanrl("pool", "a", "show", "1").complaint
 
 
-def test_prune(gleanrl: CommandLine, pool: Path) -> None:
+def test_prune_evicts_by_count_retirement_and_age(gleanrl: CommandLine, pool: Path) -> None:
     before = contents(pool)
     assert "say what to evict" in gleanrl("pool", "a", "prune").complaint
     assert contents(pool) == before
@@ -93,7 +95,7 @@ def test_prune(gleanrl: CommandLine, pool: Path) -> None:
     assert "(age 2), 1 left" in gleanrl("pool", "a", "prune", "--max-age", "7").stdout
 
 
-def test_export_and_import(gleanrl: CommandLine, pool: Path) -> None:
+def test_an_exported_pool_can_be_imported_under_the_same_tokenizer_only(gleanrl: CommandLine, pool: Path) -> None:
     pytest.importorskip("pyarrow")
     assert gleanrl("pool", "a", "export", "a.parquet").stdout == "a.parquet: 6 trajectories\n"
     assert gleanrl("pool", "b.sqlite", "import", "a.parquet").stdout == "stored 6 trajectories\n"
@@ -102,7 +104,7 @@ def test_export_and_import(gleanrl: CommandLine, pool: Path) -> None:
     assert "another tokenizer" in gleanrl("pool", "c.sqlite", "import", "a.parquet").complaint
 
 
-def test_parquet_without_pyarrow_says_what_to_install(gleanrl: CommandLine, pool: Path) -> None:
+def test_a_missing_pyarrow_is_an_error_that_says_how_to_install_it(gleanrl: CommandLine, pool: Path) -> None:
     blocked = gleanrl.folder / "blocked"
     blocked.mkdir()
     (blocked / "pyarrow.py").write_text("raise ImportError")
@@ -123,7 +125,9 @@ def test_seed_from_rollouts_takes_fresh_successes_and_rebuilds_their_tasks(
         records.append(RolloutRecord(step, step, True, None, episode("train-3", 1.0, (9, 9))))
         records.append(RolloutRecord(step, -1, False, None, episode("gone", 1.0, (9, step))))
         write_rollouts(run / "rollouts" / f"step-{step:06d}.jsonl.zst", records)
-    asked = gleanrl("pool", "new.sqlite", "seed", "--rollouts", "old")  # it kept no tokenizer, and the pool is empty
+    asked = gleanrl(
+        "pool", "new.sqlite", "seed", "--rollouts", "old"
+    )  # an empty pool takes rollouts without a known tokenizer
     assert asked.stdout == "stored 3 trajectories; left out 2: its task is not one of its run's\n", asked.stderr
     with ExperiencePool(gleanrl.folder / "new.sqlite", read_only=True) as pool:
         assert pool.buckets() == {(1, 4): 1}
@@ -148,14 +152,14 @@ def test_seed_from_rollouts_takes_fresh_successes_and_rebuilds_their_tasks(
         (("a.sqlite", "import", "b.parquet"), "b.parquet|pyarrow"),
     ],
 )
-def test_mistakes_get_one_line(gleanrl: CommandLine, argv: tuple[str, ...], said: str) -> None:
+def test_wrong_arguments_are_one_line_and_make_no_pool(gleanrl: CommandLine, argv: tuple[str, ...], said: str) -> None:
     ended = gleanrl("pool", *argv)
     assert ended.status == 2
     assert re.search(said, ended.complaint)
     assert not list(gleanrl.folder.glob("*.sqlite"))
 
 
-def test_settings_are_checked(gleanrl: CommandLine, pool: Path) -> None:
+def test_wrong_replay_settings_are_refused(gleanrl: CommandLine, pool: Path) -> None:
     assert "replay.selct" in gleanrl("pool", "a", "prune", "--keep", "1", "--replay.selct=x").complaint
     assert "replay.sigma" in gleanrl("pool", "a", "prune", "--keep", "1", "--replay.sigma=-1").complaint
     assert "unknown option" in gleanrl("pool", "a", "list", "--replay.sigma=1").complaint
@@ -163,7 +167,7 @@ def test_settings_are_checked(gleanrl: CommandLine, pool: Path) -> None:
 
 @pytest.fixture(scope="module")
 def demonstrated(make_gleanrl: Callable[[], CommandLine]) -> tuple[CommandLine, Path, set[int]]:
-    """A run of two steps whose pool was then given five demonstrations; the keys of what it had itself."""
+    """A run of two steps whose pool then got five demonstrations, and the keys of its earlier trajectories."""
     gleanrl = make_gleanrl()
     replay = ("--replay.enabled", "true", "--evaluation.every", "0", "--sampler.temperature", "0.8")
     assert gleanrl.train("run", *replay, "--context.system_prompt", "say it", "--run.steps", "2").status == 0
@@ -183,7 +187,7 @@ def demonstrations(path: Path, own: set[int]) -> list[Stored]:
     return [stored for each in found.values() for stored in each if stored.key not in own]
 
 
-def test_demonstrations_are_what_the_agent_would_have_said_with_its_policys_log_probs(
+def test_demonstrations_are_rendered_as_rollouts_with_log_probs_of_the_newest_policy(
     demonstrated: tuple[CommandLine, Path, set[int]],
 ) -> None:
     gleanrl, path, own = demonstrated
@@ -210,7 +214,7 @@ def test_demonstrations_are_what_the_agent_would_have_said_with_its_policys_log_
         assert stored.entropy == pytest.approx(entropy.mean(), abs=1e-5)
 
 
-def test_demonstrations_come_once_and_a_new_run_trains_with_them(
+def test_demonstrations_are_stored_once_and_a_new_run_replays_them(
     demonstrated: tuple[CommandLine, Path, set[int]],
 ) -> None:
     gleanrl, path, own = demonstrated
@@ -230,7 +234,7 @@ def test_demonstrations_come_once_and_a_new_run_trains_with_them(
     assert again.stdout.startswith("stored 0 trajectories; left out 5: there already"), again.stderr
 
 
-def test_tasks_without_an_expert_are_passed_over(gleanrl: CommandLine) -> None:
+def test_seeding_demonstrations_skips_tasks_without_an_expert(gleanrl: CommandLine) -> None:
     nobody = "--environment.options.trouble={train-0 = 'nobody', train-1 = 'nobody'}"
     short = ("--replay.enabled", "true", "--run.steps", "1", "--evaluation.every", "0", nobody)
     assert gleanrl.train("run", *short).status == 0
@@ -238,7 +242,7 @@ def test_tasks_without_an_expert_are_passed_over(gleanrl: CommandLine) -> None:
     assert ended.stdout.startswith("stored 3 trajectories"), ended.stderr
 
 
-def test_demonstrations_that_cannot_be_are_one_line(gleanrl: CommandLine) -> None:
+def test_impossible_demonstrations_are_one_line(gleanrl: CommandLine) -> None:
     short = ("--replay.enabled", "true", "--run.steps", "1", "--evaluation.every", "0")
     assert gleanrl.train("run", *short, "--context.max_turns", "1").status == 0
     ended = gleanrl("pool", "run", "seed", "--demonstrations", "2")
@@ -249,7 +253,7 @@ def test_demonstrations_that_cannot_be_are_one_line(gleanrl: CommandLine) -> Non
 
 
 @pytest.mark.parametrize("action", ["import", "seed"])
-def test_killed_in_the_middle_what_came_in_is_whole_batches(gleanrl: CommandLine, action: str) -> None:
+def test_a_killed_import_or_seed_leaves_whole_batches_and_can_be_repeated(gleanrl: CommandLine, action: str) -> None:
     pytest.importorskip("pyarrow")
     rows = transfer.BATCH + 300
     with ExperiencePool(gleanrl.folder / "a.sqlite", ReplaySettings(capacity_per_task=5), tokenizer="one") as pool:
@@ -263,5 +267,5 @@ def test_killed_in_the_middle_what_came_in_is_whole_batches(gleanrl: CommandLine
     with ExperiencePool(gleanrl.folder / "b.sqlite") as pool:
         assert pool.verify() == []
         assert pool.stats()["trajectories"] == transfer.BATCH
-    ended = gleanrl("pool", "b.sqlite", *given)  # once more: what is there is passed over
+    ended = gleanrl("pool", "b.sqlite", *given)  # a second run skips what is stored already
     assert f"stored {rows - transfer.BATCH} trajectories; left out {transfer.BATCH}" in ended.stdout

@@ -1,4 +1,4 @@
-"""`gleanrl pool`: every word and column that it prints, and the settings it takes; in this process, without models."""
+"""Tests of the exact output and settings of `gleanrl pool`, called in this process and without models."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from tests.experience.pool_world import episode, solved, task
 
 
 class Shell:
-    """Commands in a folder with ``runs/a``, and what they print."""
+    """Runs `gleanrl pool` in a folder with the run ``runs/a``."""
 
     def __init__(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
         self.folder, self._capsys = folder, capsys
 
     def __call__(self, *argv: str) -> str:
-        """What a command that succeeds prints."""
+        """Run a command that must succeed; return its output."""
         status, out, err = self.tried(*argv)
         assert (status, err) == (0, "")
         return out
@@ -41,7 +41,7 @@ class Shell:
 
 @pytest.fixture
 def pool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Of a run called ``a``: task x with 3 of 4 solved at step 1, y with 1 of 4 at step 9, z retired."""
+    """The pool of a run ``a``: task x with 3 of 4 solved at step 1, y with 1 of 4 at step 9, and z retired."""
     monkeypatch.chdir(tmp_path)
     folder = tmp_path / "runs" / "a"
     folder.mkdir(parents=True)
@@ -79,12 +79,12 @@ def test_the_list_shows_every_column_newest_first(say: Shell) -> None:
     assert say("a", "list", "--task", "w\x1b") == "no trajectory of task w\\x1b\n"
 
 
-def test_columns_are_aligned_and_texts_stand_to_the_left(capsys: pytest.CaptureFixture[str]) -> None:
+def test_table_aligns_numbers_right_and_texts_left(capsys: pytest.CaptureFixture[str]) -> None:
     common.table(("n", "of", "task"), [(1, 20, "ab"), (300, 4, "c")], left=1)
     assert capsys.readouterr().out == "  n  of  task\n  1  20  ab\n300   4  c\n"
 
 
-def test_the_list_is_as_long_as_asked(say: Shell) -> None:
+def test_the_list_has_at_most_limit_lines(say: Shell) -> None:
     with ExperiencePool(say.folder / "many.sqlite") as many:
         for number in range(60):
             many.observe([solved(f"t{number}", 1, 4)], number)
@@ -95,7 +95,7 @@ def test_the_list_is_as_long_as_asked(say: Shell) -> None:
             say.tried("many.sqlite", "list", f"--limit={wrong}")
 
 
-def test_the_sizes_and_what_is_known_of_all(say: Shell, pool: Path) -> None:
+def test_stats_prints_sizes_entropy_age_and_uses(say: Shell, pool: Path) -> None:
     with ExperiencePool(pool) as opened:
         opened.add(task("new"), episode("new", tokens=(3, 4), logprobs=(-1.0, -2.0)), version=5, step=9)
         opened.evict([3, 4, 5], "age")
@@ -120,7 +120,7 @@ def test_the_sizes_and_what_is_known_of_all(say: Shell, pool: Path) -> None:
     ]
 
 
-def test_an_empty_pool_has_its_sizes_too(say: Shell) -> None:
+def test_stats_and_verify_work_on_an_empty_pool(say: Shell) -> None:
     ExperiencePool(say.folder / "empty.sqlite").close()
     lines = say("empty.sqlite").splitlines()
     assert lines[0].startswith("empty.sqlite: 0 trajectories of 0 tasks, 0 B of records in a file of")
@@ -129,7 +129,7 @@ def test_an_empty_pool_has_its_sizes_too(say: Shell) -> None:
     assert say("empty.sqlite", "verify") == "empty.sqlite: sound; 0 trajectories of 0 tasks read\n"
 
 
-def test_a_trajectory_is_shown_with_all_that_it_holds(say: Shell) -> None:
+def test_show_prints_every_part_of_a_trajectory(say: Shell) -> None:
     asked = Turn({"role": "user", "content": "?"}, np.arange(40, dtype=np.int32))
     call: Message = {"role": "assistant", "content": "ok", "tool_calls": [{"id": "\x1b"}]}  # type: ignore[typeddict-unknown-key]
     said = Turn(call, np.array([7, 8, 9]), np.array([-0.5, -0.25, -0.75], np.float32), 3)
@@ -165,7 +165,7 @@ def test_a_trajectory_is_shown_with_all_that_it_holds(say: Shell) -> None:
     assert lines.count("    tool calls: [{'id': '\\x1b'}]") == 2
 
 
-def test_one_segment_and_one_token_have_their_own_words(say: Shell) -> None:
+def test_show_prints_a_single_segment_and_a_single_token_in_the_singular(say: Shell) -> None:
     asked = Turn({"role": "user", "content": "?"}, np.array([4]))
     said = Turn({"role": "assistant", "content": "a\nb"}, np.array([5]), np.array([-1.0], np.float32), 0)
     with ExperiencePool(say.folder / "p.sqlite") as opened:
@@ -175,7 +175,7 @@ def test_one_segment_and_one_token_have_their_own_words(say: Shell) -> None:
     assert "[2] assistant: sampled by version 0, 1 token, mean log-prob -1.0000\n    | a\n    | b\n    5:-1.0\n" in out
 
 
-def test_changes_take_the_settings_of_the_run_and_of_the_command_line(say: Shell, pool: Path) -> None:
+def test_prune_uses_the_run_s_settings_unless_the_command_line_changes_them(say: Shell, pool: Path) -> None:
     def left(*argv: str) -> list[int]:
         say("a", "prune", "--keep", "2", *argv)
         with ExperiencePool(pool, read_only=True) as opened:
@@ -183,14 +183,14 @@ def test_changes_take_the_settings_of_the_run_and_of_the_command_line(say: Shell
 
     with ExperiencePool(pool, ReplaySettings(capacity_per_task=9)) as opened:
         opened.add(task("x"), episode("x", tokens=(90, 5), logprobs=(-9.0, -9.0)), step=9)
-    assert left() == [3, 7]  # the newest, as the run's own file says
+    assert left() == [3, 7]  # the newest, because the run's configuration has select = "newest"
     assert "unknown option --learner.sigma" in say.tried("a", "prune", "--keep", "1", "--learner.sigma", "1")[2]
     with ExperiencePool(pool, ReplaySettings(capacity_per_task=9)) as opened:
         opened.add(task("x"), episode("x", tokens=(91, 5), logprobs=(-0.1, -0.1)), step=9)
     assert left("--replay.select", "lowest_entropy") == [3, 8]
 
 
-def test_a_change_under_a_mark_says_what_becomes_of_it(say: Shell, pool: Path) -> None:
+def test_a_change_after_a_mark_warns_that_a_resumed_run_undoes_it(say: Shell, pool: Path) -> None:
     assert say("a", "prune", "--max-age", "8") == "evicted 0 trajectories, 6 left\n"
     with ExperiencePool(pool) as opened:
         opened.mark()
@@ -201,7 +201,7 @@ def test_a_change_under_a_mark_says_what_becomes_of_it(say: Shell, pool: Path) -
     assert "say what to evict" in say.tried("a", "prune")[2]
 
 
-def test_what_is_damaged_is_named_and_not_exported(say: Shell, pool: Path) -> None:
+def test_a_damaged_trajectory_is_named_and_not_exported(say: Shell, pool: Path) -> None:
     pytest.importorskip("pyarrow")
     db = sqlite3.connect(pool)
     db.execute("UPDATE blobs SET data = zeroblob(length(data)) WHERE id = 2")
@@ -217,7 +217,7 @@ def test_what_is_damaged_is_named_and_not_exported(say: Shell, pool: Path) -> No
     assert out.startswith("runs/a/experience.sqlite: trajectory 2 of task 'x'")
 
 
-def test_tokens_of_an_unknown_tokenizer_come_in_only_on_trust(say: Shell) -> None:
+def test_seeding_from_an_unknown_tokenizer_needs_trust_tokenizer(say: Shell) -> None:
     with ExperiencePool(say.folder / "b.sqlite") as unknown:
         unknown.observe([solved("x", 2, 4, first=50)], 0)
     argv = ("a", "seed", "--pool", "b.sqlite")
@@ -241,7 +241,7 @@ def test_a_seeded_pool_counts_age_from_its_newest_step(say: Shell) -> None:
     assert say("a", "list", "--task", "w").splitlines()[1].split()[:3] == ["7", "9", "9"]
 
 
-def test_names_are_paths_first_and_folders_may_end_like_files(say: Shell, pool: Path) -> None:
+def test_a_name_is_tried_as_a_path_before_it_is_a_run_under_runs(say: Shell, pool: Path) -> None:
     run = say.folder / "odd.sqlite"
     run.mkdir()
     (run / "config.toml").write_text("")
@@ -257,7 +257,7 @@ def test_names_are_paths_first_and_folders_may_end_like_files(say: Shell, pool: 
     assert say("a", "prune", "--keep", "9") == "evicted 0 trajectories, 6 left\n"
 
 
-def test_a_reader_that_went_away_ends_it_quietly(tmp_path: Path, pool: Path) -> None:
+def test_a_closed_output_pipe_is_no_error(tmp_path: Path, pool: Path) -> None:
     with ExperiencePool(tmp_path / "many.sqlite") as many:  # more than a buffer holds
         many.observe([solved(f"{'long' * 60}{number}", 1, 4) for number in range(99)], 0)
     reading, writing = os.pipe()

@@ -1,4 +1,4 @@
-"""Experience replay and guidance through the command line: they train, on every schedule, and survive being killed."""
+"""Tests of experience replay and guidance by the command line: every schedule and option trains and survives kills."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ ARMS = {
 
 
 @pytest.mark.parametrize("name", ARMS)
-def test_it_trains(gleanrl: CommandLine, name: str) -> None:
+def test_every_schedule_and_replay_option_trains(gleanrl: CommandLine, name: str) -> None:
     ended = gleanrl.train("arm", *REPLAY, "--run.steps", str(STEPS), *ARMS[name])
     assert ended.status == 0, ended.stderr
     steps = rows(gleanrl, "arm")
@@ -76,7 +76,7 @@ def test_it_trains(gleanrl: CommandLine, name: str) -> None:
         assert pool.verify() == []
 
 
-def test_a_band_of_ratios_holds_where_recorded_entropy_selects(gleanrl: CommandLine) -> None:
+def test_max_ratio_rejects_trajectories_also_with_recorded_entropy(gleanrl: CommandLine) -> None:
     band = ("--replay.entropy_from", "recorded", "--replay.max_ratio", "1.000001")
     ended = gleanrl.train("arm", *REPLAY, "--run.steps", str(STEPS), *band)
     assert ended.status == 0, ended.stderr
@@ -91,14 +91,14 @@ def test_a_band_of_ratios_holds_where_recorded_entropy_selects(gleanrl: CommandL
 def undisturbed(
     request: pytest.FixtureRequest, make_gleanrl: Callable[[], CommandLine]
 ) -> tuple[tuple[str, ...], CommandLine]:
-    """Settings, and a run with them to the end."""
+    """Settings, and a complete run with them."""
     whole, settings = make_gleanrl(), (*REPLAY, *request.param, "--run.steps", "6", "--checkpoint.every", "2")
     assert whole.train("run", *settings).status == 0
     return settings, whole
 
 
 @pytest.mark.parametrize("moment", [1, 3, 5])
-def test_killed_and_resumed_is_bit_for_bit_the_same(
+def test_a_run_killed_and_resumed_equals_an_undisturbed_one_bit_for_bit(
     gleanrl: CommandLine, undisturbed: tuple[tuple[str, ...], CommandLine], moment: int
 ) -> None:
     """Pool and learner agree wherever the run was killed: before the first checkpoint, and after."""
@@ -124,7 +124,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_a_mistake_is_one_line(gleanrl: CommandLine, name: str) -> None:
+def test_wrong_replay_settings_are_one_line(gleanrl: CommandLine, name: str) -> None:
     settings, said = MISTAKES[name]
     ended = gleanrl.train("run", *REPLAY, *settings)
     assert ended.status == 2, ended.stderr

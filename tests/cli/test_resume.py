@@ -1,4 +1,4 @@
-"""A run that was killed or interrupted, wherever it was, continues to the very result of one that was not."""
+"""Tests that a run killed or interrupted at any point and resumed gives the same result as an undisturbed one."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ WARM_START = "gleanrl.learners.supervised:finish_gradient"
 TASKS = "gleanrl.runtime.prepare:load_taskset"
 BASELINE = "gleanrl.runtime.evaluation:derive"
 
-EPISODES = 8  # of a step; the evaluation before the first step has 3 * 3 more
+EPISODES = 8  # episodes of a training step; the evaluation before the first step plays 3 * 3 more
 
 
 @pytest.mark.parametrize(
@@ -45,7 +45,7 @@ EPISODES = 8  # of a step; the evaluation before the first step has 3 * 3 more
     ],
     ids=lambda moment: f"{moment[0].rpartition(':')[2]}-{moment[1]}",
 )
-def test_killed_and_resumed_is_bit_for_bit_the_same(
+def test_a_run_killed_and_resumed_equals_an_undisturbed_one_bit_for_bit(
     gleanrl: CommandLine, whole: tuple[CommandLine, Ended], moment: tuple[str, int, str]
 ) -> None:
     assert gleanrl.train("whole", at=moment).status == -9
@@ -56,7 +56,9 @@ def test_killed_and_resumed_is_bit_for_bit_the_same(
     assert leftovers == []
 
 
-def test_killed_again_and_again(gleanrl: CommandLine, whole: tuple[CommandLine, Ended]) -> None:
+def test_a_run_killed_several_times_equals_an_undisturbed_one(
+    gleanrl: CommandLine, whole: tuple[CommandLine, Ended]
+) -> None:
     assert gleanrl.train("whole", at=(APPLY, 3, "SIGKILL")).status == -9
     for moment in [(PLAY, 5, "SIGKILL"), (SAVE_MANIFEST, 3, "SIGKILL"), (APPLY, 3, "SIGKILL")]:
         assert gleanrl.train("whole", "--resume", at=moment).status == -9
@@ -64,7 +66,7 @@ def test_killed_again_and_again(gleanrl: CommandLine, whole: tuple[CommandLine, 
     assert_same(gleanrl.run("whole"), whole[0].run("whole"))
 
 
-def test_the_seed_decides_and_the_whole_run_learns(gleanrl: CommandLine, whole: tuple[CommandLine, Ended]) -> None:
+def test_a_run_learns_and_is_determined_by_its_seed(gleanrl: CommandLine, whole: tuple[CommandLine, Ended]) -> None:
     first = whole[0].run("whole")
     rows = {row.step: row.metrics for row in first.read_metrics()}
     assert list(rows) == [0, 1, 2, 3, 4, 5, 6]
@@ -83,7 +85,7 @@ def test_the_seed_decides_and_the_whole_run_learns(gleanrl: CommandLine, whole: 
     assert theirs["rollouts"] != ours["rollouts"]
 
 
-def test_environments_in_worker_processes_change_nothing(
+def test_environments_in_worker_processes_give_the_same_run(
     gleanrl: CommandLine, whole: tuple[CommandLine, Ended]
 ) -> None:
     assert gleanrl.train("whole", "--environment.workers", "2").status == 0
@@ -151,7 +153,9 @@ def test_every_schedule_is_killed_resumed_and_completed(gleanrl: CommandLine, pr
     assert (folder.path / "model" / "config.json").exists()
 
 
-def test_a_damaged_checkpoint_is_passed_over(gleanrl: CommandLine, whole: tuple[CommandLine, Ended]) -> None:
+def test_a_damaged_checkpoint_is_skipped_with_one_warning(
+    gleanrl: CommandLine, whole: tuple[CommandLine, Ended]
+) -> None:
     assert gleanrl.train("whole", at=(PLAY, 9 + 5 * EPISODES + 9 + 3, "SIGKILL")).status == -9
     newest = gleanrl.run("whole").checkpoint_path(4)
     damage(newest / "tensors" / "__0_0.distcp")
@@ -164,7 +168,7 @@ def test_a_damaged_checkpoint_is_passed_over(gleanrl: CommandLine, whole: tuple[
     assert_same(gleanrl.run("whole"), whole[0].run("whole"))
 
 
-def test_only_damaged_checkpoints_are_an_error(gleanrl: CommandLine) -> None:
+def test_a_run_with_only_damaged_checkpoints_cannot_be_resumed(gleanrl: CommandLine) -> None:
     assert gleanrl.train("run", at=(PLAY, 9 + 5 * EPISODES + 9 + 3, "SIGKILL")).status == -9
     for checkpoint in gleanrl.run("run").checkpoints():
         damage(checkpoint.path / "tensors" / "__0_0.distcp")
@@ -180,7 +184,9 @@ def damage(path) -> None:
     path.write_bytes(data)
 
 
-def test_a_full_disk_names_the_file_and_costs_nothing(gleanrl: CommandLine, whole: tuple[CommandLine, Ended]) -> None:
+def test_a_full_disk_is_one_line_and_the_run_can_be_resumed(
+    gleanrl: CommandLine, whole: tuple[CommandLine, Ended]
+) -> None:
     ended = gleanrl.train("whole", at=(SAVE_OPTIMIZER, 2, "full disk"))
     assert ended.status == 2
     assert "runs/whole/checkpoints/step-4" in ended.complaint
@@ -190,8 +196,8 @@ def test_a_full_disk_names_the_file_and_costs_nothing(gleanrl: CommandLine, whol
     assert_same(gleanrl.run("whole"), whole[0].run("whole"))
 
 
-def test_a_good_checkpoint_survives_a_damaged_later_one_and_keep_one(gleanrl: CommandLine) -> None:
-    """Also where only one is kept: the good one is the newest, whatever the number of the other."""
+def test_the_newest_good_checkpoint_is_kept_despite_a_damaged_later_one_and_keep_1(gleanrl: CommandLine) -> None:
+    """With checkpoint.keep = 1 too, the newest good checkpoint counts, although a damaged one has a higher step."""
     keep = ("--checkpoint.keep", "1", "--checkpoint.every", "1")
     assert gleanrl.train("run", *keep, at=(APPLY, 5, "SIGKILL")).status == -9
     folder = gleanrl.run("run")

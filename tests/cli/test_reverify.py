@@ -1,4 +1,4 @@
-"""Stored rewards scored again by `gleanrl train`: the falsified go; the honest and what cannot be scored stay."""
+"""Tests of reverification in `gleanrl train`: trajectories with falsified rewards are evicted, and all others stay."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from gleanrl.types import Score, Task
 from tests.cli.conftest import CommandLine, assert_same
 from tests.cli.test_replay import REPLAY, rows
 
-ROOM = ("--replay.capacity_per_task", "100")  # so that nothing goes but what a second score refutes
+ROOM = ("--replay.capacity_per_task", "100")  # so large that only reverification evicts
 REVERIFY = (
     *(*REPLAY, *ROOM, "--replay.reverify", "true", "--replay.pool_updates", "0"),
     *("--replay.per_group", "4"),
@@ -27,7 +27,7 @@ STRANGER = Task("stranger")  # the environment cannot play it
 
 @pytest.fixture(scope="session")
 def tainted(make_gleanrl: Callable[[], CommandLine]) -> Path:
-    """The pool of a run, and failures of the same run that claim to have succeeded."""
+    """The pool of a run, to which failures of the same run were added with a score of 1, as ``lie-...``."""
     gleanrl = make_gleanrl()
     ended = gleanrl.train("source", *REPLAY, *ROOM, "--replay.start_progress", "1", "--schedule.batch", "4")
     assert ended.status == 0, ended.stderr
@@ -47,7 +47,7 @@ def tainted(make_gleanrl: Callable[[], CommandLine]) -> Path:
 
 
 def held(path: Path) -> tuple[set[str], set[str]]:
-    """Names of what is in a pool: the lies, and the rest."""
+    """Return the ids of the falsified trajectories in a pool, and those of the others."""
     with browse.reading(path) as db:
         found = [entry for entry in browse.entries(db) if isinstance(entry, browse.Entry)]
     names = {entry.stored.trajectory.id for entry in found}
@@ -86,7 +86,7 @@ def test_a_falsified_reward_is_evicted_with_its_cause_and_an_honest_one_stays(
     steps = rows(gleanrl, "run")
     assert sum(metrics.get("pool/evicted/reverify", 0) for metrics in steps) == len(lies) - len(lies_left)
     assert "scores 0 now, not 1 as recorded; evicted" in ended.stderr
-    # a task that cannot be played is no disagreement: it stays, unplayed and counted
+    # A task that cannot be played is no disagreement: its trajectory stays and counts as reverify_failed.
     assert "stranger" in honest_left - set(again)
     failed = sum(metrics["replay/reverify_failed"] for metrics in steps)
     assert failed > 0
@@ -94,8 +94,8 @@ def test_a_falsified_reward_is_evicted_with_its_cause_and_an_honest_one_stays(
     assert tried == len(again) + len(lies) - len(lies_left) + failed
 
 
-def test_without_it_the_falsified_are_replayed(gleanrl: CommandLine, tainted: Path) -> None:
-    """So that the test above proves something."""
+def test_without_reverification_falsified_trajectories_are_replayed(gleanrl: CommandLine, tainted: Path) -> None:
+    """The control of the test above: without reverification, falsified trajectories are replayed."""
     settings = ("--replay.seed_from", str(tainted), "--replay.reverify", "false")
     ended = gleanrl.train("run", *REVERIFY, *settings)
     assert any(name.startswith("lie-") for name in replayed(gleanrl.run("run"))), ended.stderr
@@ -103,14 +103,14 @@ def test_without_it_the_falsified_are_replayed(gleanrl: CommandLine, tainted: Pa
 
 @pytest.fixture(scope="module")
 def undisturbed(make_gleanrl: Callable[[], CommandLine], tainted: Path) -> tuple[tuple[str, ...], CommandLine]:
-    """Settings, and a run with them to the end."""
+    """Settings, and a complete run with them."""
     whole, settings = make_gleanrl(), (*REVERIFY, "--replay.seed_from", str(tainted), "--checkpoint.every", "2")
     assert whole.train("run", *settings).status == 0
     return settings, whole
 
 
 @pytest.mark.parametrize("moment", [1, 3, 5])
-def test_killed_and_resumed_it_evicts_the_same(
+def test_a_run_killed_and_resumed_evicts_the_same_trajectories(
     gleanrl: CommandLine, undisturbed: tuple[tuple[str, ...], CommandLine], moment: int
 ) -> None:
     settings, whole = undisturbed
@@ -125,7 +125,7 @@ def test_killed_and_resumed_it_evicts_the_same(
     assert evicted(pools[0])["reverify"] > 0
 
 
-def test_extra_updates_see_no_falsified_reward_either(gleanrl: CommandLine, tainted: Path) -> None:
+def test_extra_updates_replay_no_falsified_trajectory(gleanrl: CommandLine, tainted: Path) -> None:
     more = ("--replay.seed_from", str(tainted), "--replay.task_ratio", "0", "--replay.pool_updates", "2")
     ended = gleanrl.train("run", *REVERIFY, *more)
     assert ended.status == 0, ended.stderr

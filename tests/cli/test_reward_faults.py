@@ -1,4 +1,4 @@
-"""A reward service that errs, hangs and goes away, and a trainer that is killed: nothing lost, mixed up or doubled."""
+"""Tests a killed and resumed run on a failing reward service: no reward is lost, mixed up or requested twice."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.cli.conftest import CommandLine
 from tests.rewards.service import Plan, expected, serving
 
 STEPS, BATCH, GROUP = 12, 4, 4
-OUTAGE = 130  # requests before it: more than the first life sends, fewer than all
+OUTAGE = 130  # requests before the outage: more than the run sends before the kill, fewer than in all
 SETTINGS = (
     *("--reward.name", "gleanrl.rewards.http:HttpReward", "--schedule.preset", "one_step_off"),
     *("--run.steps", str(STEPS), "--schedule.batch", str(BATCH), "--schedule.group", str(GROUP)),
@@ -26,14 +26,14 @@ def worth(trajectory: Trajectory) -> float:
 
 
 def durable(journal: Path) -> set[str]:
-    """The keys that a resumed run will find."""
+    """Return the keys in the reward journal, which a resumed run finds."""
     database = sqlite3.connect(journal)
     rows = database.execute("SELECT key FROM rewards").fetchall()
     database.close()
     return {key.hex() for (key,) in rows}
 
 
-def test_a_service_that_fails_and_a_trainer_that_is_killed(gleanrl: CommandLine) -> None:
+def test_rewards_are_right_and_scored_once_despite_service_failures_and_a_kill(gleanrl: CommandLine) -> None:
     plan = Plan(faults=FAULTS, latency=lambda random: random.uniform(0.05, 0.3), outage=(OUTAGE, 1.5), seed=3)
     with serving(plan) as service:
         settings = (*SETTINGS, "--reward.options.url", f"{service.url}/score")
@@ -48,7 +48,7 @@ def test_a_service_that_fails_and_a_trainer_that_is_killed(gleanrl: CommandLine)
     assert service.outages == 1
     assert {"500", "hang", "no_score"} <= set(service.met)
 
-    # nothing that was on disk is asked for again; what was answered twice is what the kill cut off
+    # No journalled reward is requested again; only those whose answer the kill cut off are scored twice.
     keys = [headers["idempotency-key"] for headers in service.headers]
     earlier, later = set(keys[:asked]), set(keys[asked:])
     assert not kept & later
@@ -56,7 +56,7 @@ def test_a_service_that_fails_and_a_trainer_that_is_killed(gleanrl: CommandLine)
     assert twice <= (earlier - kept) & later
     assert max(Counter(service.scored).values()) <= 2
 
-    # every reward is on its own trajectory, and what failed is no number
+    # Every reward is on its own trajectory, and a failed one is NaN.
     records = [record for step in folder.rollout_steps() for record in folder.read_rollouts(step)]
     assert len(records) == STEPS * BATCH * GROUP
     for record in records:

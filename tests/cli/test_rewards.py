@@ -1,4 +1,4 @@
-"""A reward of the user's own in a real run: through the reward agent, on every schedule, killed and resumed."""
+"""Tests of a user's own reward function in whole runs: on every schedule, killed and resumed, and failing."""
 
 from __future__ import annotations
 
@@ -67,15 +67,15 @@ def test_every_trajectory_gets_its_own_score(judged: Callable[[], CommandLine], 
     assert trajectories
     assert [t.score.value for t in trajectories] == [even(t) for t in trajectories]
     assert {t.score.value for t in trajectories} == {0.0, 1.0}
-    assert len(asked(gleanrl)) == len(set(asked(gleanrl)))  # what is identical is asked for once
+    assert len(asked(gleanrl)) == len(set(asked(gleanrl)))  # identical requests are sent once
 
 
 @pytest.mark.parametrize("moment", [1, 4])
-def test_killed_and_resumed_it_is_the_same_and_asks_nothing_twice(
+def test_a_run_killed_and_resumed_is_the_same_and_requests_no_reward_twice(
     judged: Callable[[], CommandLine], moment: int
 ) -> None:
     whole, killed = judged(), judged()
-    # an evaluation beside training would have requests under way when the kill comes
+    # Without the evaluation at the start, which could still have requests pending when the run is killed.
     options = (*JUDGED, "--evaluation.at_start", "false")
     assert whole.train("run", *options).status == 0
     at = ("gleanrl.learners.engine:LocalEngine.step", moment, "SIGKILL")
@@ -86,7 +86,7 @@ def test_killed_and_resumed_it_is_the_same_and_asks_nothing_twice(
     assert sorted(asked(killed)) == sorted(set(asked(killed))) == sorted(asked(whole))
 
 
-def test_what_cannot_be_scored_is_invalid_counted_and_never_zero(judged: Callable[[], CommandLine]) -> None:
+def test_trajectories_without_a_score_are_invalid_counted_and_never_zero(judged: Callable[[], CommandLine]) -> None:
     gleanrl = judged()
     settings = ("--reward.name", "judge.py:breaks", "--schedule.min_valid", "1", "--reward.max_failed_fraction", "1")
     ended = gleanrl.train("run", *settings, "--schedule.max_failed_fraction", "1", "--evaluation.every", "0")
@@ -99,7 +99,7 @@ def test_what_cannot_be_scored_is_invalid_counted_and_never_zero(judged: Callabl
     assert [t.score.value for t in valid] == [even(t) for t in valid]
     rows = [row.metrics for row in gleanrl.run("run").read_metrics()]
     counted = sum(v for row in rows for name, v in row.items() if name.startswith("service/failed/"))
-    assert counted >= len(failed)  # those of evaluation and of dropped groups too
+    assert counted >= len(failed)  # evaluation and dropped groups count too
 
 
 MISTAKES = {
@@ -113,7 +113,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_a_mistake_is_one_line(judged: Callable[[], CommandLine], name: str) -> None:
+def test_a_wrong_reward_or_an_unreachable_service_is_one_line(judged: Callable[[], CommandLine], name: str) -> None:
     settings, said = MISTAKES[name]
     gleanrl = judged()
     ended = gleanrl.train("run", *settings)

@@ -1,4 +1,4 @@
-"""A run whose environments live in a service that is killed under it."""
+"""Tests of runs whose environments are served by `gleanrl serve-env`, whose server is killed, and of its errors."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def with_token(gleanrl: CommandLine) -> CommandLine:
     return gleanrl
 
 
-def test_a_run_on_a_service_is_the_run_in_one_process_bit_for_bit(with_token: CommandLine) -> None:
+def test_a_run_on_a_service_equals_a_run_with_local_environments_bit_for_bit(with_token: CommandLine) -> None:
     within = with_token.train("within", "--environment.name", KILLING, "--environment.options", "{}")
     assert within.status == 0, within.stderr
     with served(KILLING, token=True) as (_, url):
@@ -38,10 +38,8 @@ def test_a_run_on_a_service_is_the_run_in_one_process_bit_for_bit(with_token: Co
 
 
 @pytest.mark.slow
-def test_a_server_killed_under_a_run_costs_it_the_episodes_that_lived_there(
-    with_token: CommandLine, tmp_path: Path
-) -> None:
-    """Killed in training and in evaluation, started anew each time; no trajectory is missing and none is invalid."""
+def test_a_run_survives_kills_of_its_environment_server(with_token: CommandLine, tmp_path: Path) -> None:
+    """The server is killed in training and in evaluation and restarted; no trajectory is missing or invalid."""
     tasks = ("train-3", "eval-1")
     folder = ("--environment.options.folder", str(tmp_path))
     serving = (KILLING, *folder, "--environment.options.tasks_that_kill", json.dumps(list(tasks)))
@@ -64,7 +62,7 @@ def test_a_server_killed_under_a_run_costs_it_the_episodes_that_lived_there(
         assert all(record.trajectory.score.valid for record in records)
 
 
-def test_a_service_that_is_not_there_is_one_clear_line(gleanrl: CommandLine) -> None:
+def test_an_unreachable_service_is_one_line(gleanrl: CommandLine) -> None:
     options = '{url = "http://127.0.0.1:9", patience_s = 0.2}'
     ended = gleanrl.train("none", "--environment.name", "service", "--environment.options", options)
     assert ended.status == 2
@@ -87,14 +85,14 @@ def test_a_service_that_is_not_there_is_one_clear_line(gleanrl: CommandLine) -> 
         (("textworld", "--token", "env:NOT_SET"), "--token: the environment variable NOT_SET is not set"),
     ],
 )
-def test_a_mistake_of_who_serves_is_one_clear_line(gleanrl: CommandLine, arguments: tuple[str, ...], told: str) -> None:
+def test_wrong_arguments_of_serve_env_are_one_line(gleanrl: CommandLine, arguments: tuple[str, ...], told: str) -> None:
     gleanrl.extra = {"SERVICE_TOKEN": TOKEN}
     ended = gleanrl.here("serve-env", *arguments)
     assert ended.status == 2
     assert told in ended.complaint
 
 
-def test_a_port_that_is_taken_is_one_clear_line(gleanrl: CommandLine) -> None:
+def test_a_port_in_use_is_one_line(gleanrl: CommandLine) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         ended = gleanrl.here("serve-env", "textworld", "--port", str(taken.getsockname()[1]))
     assert ended.status == 2

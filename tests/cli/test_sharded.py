@@ -1,4 +1,4 @@
-"""Runs whose learner is spread over processes: torchrun's, and ones started by the command itself."""
+"""Tests of runs whose learner has several processes, started by torchrun or by the command itself."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from tests.cli.conftest import TIMEOUT, CommandLine
 
 pytestmark = [pytest.mark.heavy, pytest.mark.timeout(900)]
-SYNC = ("--schedule.preset", "sync", "--schedule.chunks", "1")  # groups in the same order, whatever the clock says
+SYNC = ("--schedule.preset", "sync", "--schedule.chunks", "1")  # groups in an order that does not depend on timing
 
 
 def weights_are_close(gleanrl: CommandLine, ours: str, theirs: str) -> None:
@@ -36,17 +36,17 @@ def children(pid: int) -> list[int]:
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
-def test_a_run_under_torchrun_is_that_of_one_process(gleanrl: CommandLine) -> None:
+def test_a_run_under_torchrun_gives_the_weights_of_one_process(gleanrl: CommandLine) -> None:
     assert gleanrl.train("one", *SYNC).status == 0
     done = torchrun(gleanrl, "train", "tiny.toml", "--run.name", "two", *SYNC)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("report: ") == 1  # one of them speaks
+    assert done.stdout.count("report: ") == 1  # only rank 0 prints
     weights_are_close(gleanrl, "two", "one")
     wrong = torchrun(gleanrl, "train", "tiny.toml", "--run.name", "three", "--learner.ranks", "4")
     assert "gleanrl: learner.ranks = 4, but torchrun started 2" in wrong.stderr
 
 
-def test_a_run_that_lost_a_process_goes_on_with_another_number(gleanrl: CommandLine) -> None:
+def test_a_run_whose_rank_was_killed_resumes_with_one_process(gleanrl: CommandLine) -> None:
     assert gleanrl.train("one", *SYNC, "--run.steps", "12").status == 0
     job = gleanrl.start("train", "tiny.toml", "--run.name", "two", *SYNC, "--learner.ranks", "2", "--run.steps", "500")
     job.until("step 3: reward")
@@ -62,7 +62,7 @@ def test_a_run_that_lost_a_process_goes_on_with_another_number(gleanrl: CommandL
     weights_are_close(gleanrl, "two", "one")
 
 
-def test_ctrl_c_ends_all_and_the_run_goes_on(gleanrl: CommandLine) -> None:
+def test_ctrl_c_ends_all_ranks_and_leaves_a_checkpoint(gleanrl: CommandLine) -> None:
     many = (*SYNC, "--learner.ranks", "2")
     job = gleanrl.start("train", "tiny.toml", "--run.name", "two", *many, "--run.steps", "500")
     job.until("step 2: reward")

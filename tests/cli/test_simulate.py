@@ -1,4 +1,4 @@
-"""`gleanrl simulate` as a user gives it: the table, the same in JSON, and one line for what makes no workload."""
+"""Tests of `gleanrl simulate`: its table, its JSON, and one-line errors for invalid workloads."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_the_table_has_a_line_for_each_schedule(gleanrl: CommandLine) -> None:
     assert shown == {name: pytest.approx(row["step_s"], abs=0.051) for name, row in told.items()}
 
 
-def test_json_says_what_it_simulated_and_what_came_out(gleanrl: CommandLine) -> None:
+def test_json_contains_the_workload_its_bounds_and_the_results(gleanrl: CommandLine) -> None:
     report = simulated(gleanrl, "--schedules", "one_step_off, sync")
     assert report["workload"]["latency"] == "constant:60"
     assert (report["bound_s"], report["device_s"], report["service_s"]) == (300, 238, 300)
@@ -58,7 +58,7 @@ def test_one_schedule_is_still_compared_with_sync(gleanrl: CommandLine) -> None:
     assert alone["change_percent"] < 0
 
 
-def test_better_settings_each_come_nearer_to_what_the_device_can_do(gleanrl: CommandLine) -> None:
+def test_improve_lists_settings_that_each_shorten_the_step(gleanrl: CommandLine) -> None:
     report = simulated(gleanrl, "--improve", "--schedules", "sync")
     names = [row["settings"] for row in report["improvements"]]
     assert names == ["streaming rewards", "and 16 rewards at once", "and the sampler's log-probs"]
@@ -67,7 +67,7 @@ def test_better_settings_each_come_nearer_to_what_the_device_can_do(gleanrl: Com
     assert report["improvements"][-1]["bound_s"] == 193
 
 
-def test_published_is_verls_way_with_its_figures_beside(gleanrl: CommandLine) -> None:
+def test_published_simulates_verl_s_setup_and_shows_its_measurements(gleanrl: CommandLine) -> None:
     report = simulated(gleanrl, "--published", "--schedules", "sync,one_step_off", "--steps", "15")
     assert report["workload"]["service"] == "verl"
     assert report["workload"]["evaluate_every"] == 5
@@ -102,7 +102,7 @@ def test_measured_latencies_come_from_a_file(gleanrl: CommandLine) -> None:
         ["--improve", "--samplers", "2"],
     ],
 )
-def test_bad_values_get_one_line_that_names_them(gleanrl: CommandLine, argv: list[str]) -> None:
+def test_bad_values_are_one_line_that_names_the_option(gleanrl: CommandLine, argv: list[str]) -> None:
     ended = gleanrl.here("simulate", *argv)
     assert (ended.status, ended.stdout) == (2, "")
     assert argv[0] in ended.complaint
@@ -122,7 +122,7 @@ CLUSTER = (
 )
 
 
-def test_a_clusters_table_says_what_each_part_does_and_what_saturates_first(gleanrl: CommandLine) -> None:
+def test_the_table_of_a_cluster_shows_each_part_and_what_saturates_first(gleanrl: CommandLine) -> None:
     ended = gleanrl.here("simulate", *SMALL, *CLUSTER, "--tokens", "100")
     assert (ended.status, ended.stderr) == (0, "")
     lines = ended.stdout.splitlines()
@@ -142,7 +142,7 @@ def test_a_clusters_table_says_what_each_part_does_and_what_saturates_first(glea
         assert row["cluster"]["headroom"] == pytest.approx(1 / row["cluster"]["at_work"]["transfer"])
 
 
-def test_without_a_cluster_nothing_of_one_is_told(gleanrl: CommandLine) -> None:
+def test_json_without_a_cluster_has_no_cluster_fields(gleanrl: CommandLine) -> None:
     report = simulated(gleanrl, "--schedules", "sync")
     assert not {"cluster", "paper_s"} & report.keys()
     assert "cluster" not in report["schedules"][0]
@@ -155,7 +155,7 @@ def test_help_names_every_option_with_its_default(gleanrl: CommandLine) -> None:
         assert words in shown
 
 
-def test_it_needs_no_torch(gleanrl: CommandLine) -> None:
+def test_simulate_does_not_import_torch(gleanrl: CommandLine) -> None:
     code = "import sys; from gleanrl.cli.main import main; main(sys.argv[1:]); assert 'torch' not in sys.modules"
     command = [sys.executable, "-c", code, "simulate", *SMALL, "--schedules", "pipelined"]
     subprocess.run(command, check=True, capture_output=True, env=gleanrl.environment)

@@ -1,4 +1,4 @@
-"""A mixture trained by levels through the command line: what it logs, and that a killed run meets the same tasks."""
+"""Tests of training a mixture of tasks by levels: its metrics, and that a killed run continues with the same tasks."""
 
 from __future__ import annotations
 
@@ -58,7 +58,9 @@ UPDATE = "gleanrl.learners.engine:LocalEngine.backward"
 
 
 @pytest.mark.parametrize("replay", [(), ("--replay.enabled", "true")], ids=["plain", "replay"])
-def test_levels_of_a_mixture_survive_a_kill(gleanrl: CommandLine, replay: tuple[str, ...]) -> None:
+def test_training_a_mixture_by_levels_continues_after_a_kill_with_the_same_tasks(
+    gleanrl: CommandLine, replay: tuple[str, ...]
+) -> None:
     (gleanrl.folder / "tiny.toml").write_text(MIXTURE)
     assert gleanrl.train("whole", *replay).status == 0
     whole = gleanrl.run("whole")
@@ -76,7 +78,7 @@ def test_levels_of_a_mixture_survive_a_kill(gleanrl: CommandLine, replay: tuple[
     assert_same(gleanrl.run("whole"), gleanrl.run("first"))
 
 
-def test_another_order_cannot_be_resumed_and_a_wrong_one_is_told_before_anything_is_made(gleanrl: CommandLine) -> None:
+def test_an_unknown_task_order_is_refused_before_the_warm_start(gleanrl: CommandLine) -> None:
     (gleanrl.folder / "tiny.toml").write_text(MIXTURE)
     ended = gleanrl.train("wrong", "--tasks.order", "level")
     assert ended.status == 2

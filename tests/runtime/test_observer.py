@@ -1,4 +1,4 @@
-"""Tests of RunObserver, which divides a step's time into device work, waiting for rewards or environments, and idling."""
+"""Tests of RunObserver, which divides a step's time into work, waiting for rewards, environments and idle time."""
 
 from __future__ import annotations
 
