@@ -1,4 +1,4 @@
-"""Ends the processes that tests of sharded learners share."""
+"""Ends the shared processes of the sharded learners' tests after the session."""
 
 from __future__ import annotations
 

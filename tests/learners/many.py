@@ -1,4 +1,4 @@
-"""Real processes around an engine: rank 0 is the test's own child, the others serve it."""
+"""Real processes for tests of sharded engines: rank 0 runs the test's functions, and the other ranks serve it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torch.distributed import FileStore
 from gleanrl.learners.distributed.ranks import Ranks
 from gleanrl.learners.distributed.sharded import ShardedEngine, dismiss, make_fsdp, serve
 
-TIMEOUT = 240.0  # seconds; a machine may be busy
+TIMEOUT = 240.0  # seconds; long, because the machine may be busy
 
 
 class Processes:
@@ -27,7 +27,7 @@ class Processes:
 
     def __init__(self, count: int, *, cuda: bool = False) -> None:
         self._folder = tempfile.TemporaryDirectory()
-        context = mp.get_context("spawn" if cuda else "forkserver")  # what has loaded a GPU's driver cannot fork
+        context = mp.get_context("spawn" if cuda else "forkserver")  # a process with CUDA loaded cannot fork
         context.set_forkserver_preload(["tests.learners.test_sharded_state", __name__])  # has no effect on "spawn"
         self._pipe, theirs = context.Pipe()
         self._processes = [
@@ -41,7 +41,7 @@ class Processes:
         theirs.close()
 
     def call(self, work: Callable[..., Any], *args: Any) -> Any:
-        """What ``work(ranks, *args)`` returns in rank 0. Raises EOFError if it raises, or if rank 0 is gone."""
+        """Return ``work(ranks, *args)``, computed in rank 0. Raises EOFError if it raises, hangs, or rank 0 is dead."""
         self._pipe.send((work, args))
         if not self._pipe.poll(TIMEOUT):
             raise EOFError("rank 0 hangs")
@@ -49,7 +49,7 @@ class Processes:
         return torch.load(Path(self._folder.name) / "result", weights_only=False)
 
     def end(self) -> list[int | None]:
-        """The exit statuses; what still runs after the time limit is killed."""
+        """End all processes and return their exit statuses; kill those that still run after the time limit."""
         with suppress(OSError):
             self._pipe.send(None)
         for process in self._processes:
@@ -63,11 +63,11 @@ class Processes:
 
 
 shared: dict[int, Processes] = {}
-"""By their count, the processes that `led` uses again; tests/learners/conftest.py ends them."""
+"""Processes that `led` reuses, by their number; tests/learners/conftest.py ends them."""
 
 
 def led(count: int, work: Callable[..., Any], *args: Any, cuda: bool = False) -> Any:
-    """What ``work(ranks, *args)`` returns as rank 0 of ``count`` processes.
+    """Return ``work(ranks, *args)``, computed in rank 0 of ``count`` processes.
 
     Starting a process costs more than most tests, so calls share processes. A call that fails ends them.
     """
@@ -86,7 +86,7 @@ def led(count: int, work: Callable[..., Any], *args: Any, cuda: bool = False) ->
 
 
 def ended(count: int, work: Callable[..., Any], *args: Any) -> tuple[list[int | None], Any]:
-    """Exit statuses of processes of its own, and what ``work`` returned."""
+    """Run ``work`` in new processes; return their exit statuses and its result, which is None if it failed."""
     processes, result = Processes(count), None
     with suppress(EOFError, ConnectionResetError):
         result = processes.call(work, *args)
@@ -112,12 +112,12 @@ def _run(rank: int, count: int, folder: str, pipe: Any, cuda: bool) -> None:
 
 
 def engine_of(ranks: Ranks | None) -> dict[str, Any]:
-    """The argument of a learner whose engine is spread over ``ranks``; it answers `asked` too."""
+    """Return the learner argument for an engine sharded over ``ranks``, on which `asked` works too."""
     return {} if ranks is None else {"engine": partial(ShardedEngine, ranks, make=_probed)}
 
 
 def asked(engine: Any, what: Callable[[Any], Any]) -> Any:
-    """``what`` of an engine, or of each process's part of it; the answer is rank 0's."""
+    """Call ``what`` on an engine, or on each rank's part of a sharded one; return rank 0's result."""
     return engine._everywhere("asked", what) if isinstance(engine, ShardedEngine) else what(engine)
 
 

@@ -1,4 +1,4 @@
-"""Which kernel a learner's attention is computed by, and what is said where it cannot be."""
+"""Tests of learner.attn_implementation: the chosen attention kernel, and errors for unavailable kernels."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gleanrl.utils.errors import UserError
 from tests.learners.test_torch import make_batch, make_learner
 
 
-def test_the_named_kernel_computes_policy_and_reference() -> None:
+def test_the_configured_kernel_is_used_for_policy_and_reference() -> None:
     samples, loss = make_batch(0).samples, LossSettings(kl_coefficient=0.1)
     plain, eager = make_learner(loss=loss), make_learner(loss=loss, attn_implementation="eager")
     engine: Any = eager.engine
@@ -26,7 +26,7 @@ def test_the_named_kernel_computes_policy_and_reference() -> None:
 
 
 @pytest.mark.parametrize("name", ["no_such_kernel", "flash_attention_9"])
-def test_a_kernel_that_nobody_has_is_one_line(name: str) -> None:
+def test_an_unknown_kernel_is_an_error_of_one_line(name: str) -> None:
     with pytest.raises(UserError, match=f"learner.attn_implementation = '{name}'") as caught:
         make_learner(attn_implementation=name)
     assert "\n" not in str(caught.value)
@@ -38,7 +38,7 @@ def test_flash_attention_in_float32_is_refused() -> None:
 
 
 class OnGpu:
-    """As much of a model as is looked at."""
+    """A fake model with the attributes that the choice of the kernel reads."""
 
     _supports_flash_attn = True
 
@@ -63,7 +63,7 @@ class OnGpu:
         ("cpu", torch.bfloat16, True, (9, 0), None),
     ],
 )
-def test_auto_is_flash_attention_where_it_can_be(
+def test_auto_chooses_flash_attention_on_a_capable_gpu_in_bfloat16_only(
     device: str, dtype: torch.dtype, installed: bool, capability: Any, expected: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(models, "is_flash_attn_2_available", lambda: installed)
@@ -71,7 +71,7 @@ def test_auto_is_flash_attention_where_it_can_be(
     assert attention_kernel(OnGpu(device), "auto", dtype) == expected
 
 
-def test_auto_leaves_a_model_as_it_is_where_it_cannot() -> None:
+def test_auto_leaves_a_model_without_the_kernel_unchanged_and_a_named_kernel_is_an_error() -> None:
     model = OnGpu("cuda")
     use_attention_kernel(model, "flash_attention_2", asked=False)
     with pytest.raises(UserError, match="no flash_attention_2 for this one"):

@@ -1,4 +1,4 @@
-"""The critic and what else credit waits for: values, penalties, coefficients, against plain references."""
+"""Tests of the critic, of KL penalties in the reward and of the adaptive KL coefficient, against plain references."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def with_credit(learner: TorchLearner, work: SampleSet, settings: CreditSettings
 
 
 def shaken(learner: TorchLearner) -> Critic:
-    """The learner's critic with a head that does not answer 0."""
+    """Return the learner's critic after giving its head random weights, since a new one predicts 0."""
     assert isinstance(learner.engine, LocalEngine)
     critic = learner.engine.critic
     assert critic is not None
@@ -61,7 +61,7 @@ def shaken(learner: TorchLearner) -> Critic:
 
 
 def plain_values(body: Any, critic: Critic, sample: Sample) -> Tensor:
-    """One sample alone: the value of the state before each of its tokens, 0 for the first."""
+    """Return the values of one sample, computed alone: that of the state before each token, and 0 for the first."""
     ids = torch.from_numpy(sample.tokens.astype(np.int64))[None]
     hidden = body(input_ids=ids).last_hidden_state[0]
     values = hidden.double() @ critic.head.weight[0] + critic.head.bias[0]
@@ -70,7 +70,7 @@ def plain_values(body: Any, critic: Critic, sample: Sample) -> Tensor:
 
 @pytest.mark.parametrize("kind", ["own", "shared"])
 @pytest.mark.parametrize("budget", [1, 60, 10_000])
-def test_values_are_those_of_the_state_before_each_token(kind: Any, budget: int) -> None:
+def test_the_value_of_a_token_is_that_of_the_state_before_it(kind: Any, budget: int) -> None:
     learner = make_learner(CriticSettings(model=kind), tokens_per_microbatch=budget)
     critic, work = shaken(learner), drafted(0)
     body = learner.engine.model.model if critic.body is None else critic.body  # type: ignore[attr-defined]
@@ -81,12 +81,12 @@ def test_values_are_those_of_the_state_before_each_token(kind: Any, budget: int)
 
 
 @pytest.mark.parametrize("kind", ["own", "shared"])
-def test_a_new_critic_answers_zero_and_leaves_the_policy_as_it_was(kind: Any) -> None:
+def test_a_new_critic_predicts_zero_and_leaves_the_policy_unchanged(kind: Any) -> None:
     model = tiny_model(0, torch.float64)
     before = {name: p.clone() for name, p in model.named_parameters()}
     learner = make_learner(CriticSettings(model=kind), model=model)
     assert not any(o.values.any() for o in asyncio.run(learner.estimate(drafted(0).samples)))  # type: ignore[union-attr]
-    assert learner.weights().keys() == before.keys()  # what is published and exported has no critic
+    assert learner.weights().keys() == before.keys()  # published weights contain no critic
     assert all(torch.equal(learner.weights()[name], value) for name, value in before.items())
 
 
@@ -94,8 +94,10 @@ def test_a_new_critic_answers_zero_and_leaves_the_policy_as_it_was(kind: Any) ->
 @pytest.mark.parametrize("clip", [None, 0.05])
 @settings(max_examples=examples(8), phases=[Phase.reuse, Phase.generate])  # shrinking would take minutes
 @given(seed=st.integers(0, 2**32 - 1), budget=st.sampled_from([1, 60, 10_000]))
-def test_the_gradient_of_the_value_loss_is_the_naive_one(kind: Any, clip: float | None, seed: int, budget: int) -> None:
-    """Head and body, against one token at a time; the policy loss is silenced by advantages of 0."""
+def test_the_gradient_of_the_value_loss_equals_the_naive_one(
+    kind: Any, clip: float | None, seed: int, budget: int
+) -> None:
+    """The reference adds up one token at a time; advantages of 0 remove the policy loss."""
     learner = make_learner(CriticSettings(model=kind, clip=clip, coefficient=0.7), tokens_per_microbatch=budget)
     critic = shaken(learner)
     batch = with_credit(learner, drafted(seed))
@@ -130,7 +132,7 @@ def test_the_gradient_of_the_value_loss_is_the_naive_one(kind: Any, clip: float 
 
 
 def test_advantages_and_returns_run_over_a_trajectory_and_all_its_segments() -> None:
-    """Two segments of a trajectory are one row of time; gamma and lambda by hand."""
+    """Two segments of a trajectory count as one sequence of time steps; GAE is computed by hand."""
     learner = make_learner(CriticSettings())
     shaken(learner)
     group = make_group(0, [Member(1.0, (2, 1), segments=2), Member(0.0, (1,))], np.random.default_rng(0))
@@ -151,7 +153,7 @@ def test_advantages_and_returns_run_over_a_trajectory_and_all_its_segments() -> 
 
 
 @pytest.mark.parametrize("kind", ["own", "shared"])
-def test_a_critic_learns_what_trajectories_earn(kind: Any) -> None:
+def test_a_critic_learns_the_rewards_of_trajectories(kind: Any) -> None:
     random = np.random.default_rng(3)
     groups = [make_group(i, [Member(float(i % 2)), Member(float(i % 2))], random) for i in range(GROUPS)]
     learner = make_learner(
@@ -165,7 +167,7 @@ def test_a_critic_learns_what_trajectories_earn(kind: Any) -> None:
     assert metrics["critic/loss"] < 0.05
 
 
-def test_warm_up_moves_the_critic_only() -> None:
+def test_critic_warm_up_changes_the_critic_only() -> None:
     learner = make_learner(CriticSettings(warmup_steps=2))
     critic = learner.engine.critic  # type: ignore[attr-defined]
     for step in range(3):
@@ -207,7 +209,7 @@ def test_a_checkpoint_without_the_critic_is_refused(tmp_path: Path) -> None:
 
 # --- the KL in the reward ---------------------------------------------------------------------------
 @pytest.mark.parametrize("old", ["sampler", "recompute"])
-def test_a_penalty_comes_off_the_rewards_of_fresh_tokens(old: Any) -> None:
+def test_the_kl_penalty_is_subtracted_from_the_rewards_of_fresh_tokens(old: Any) -> None:
     loss = LossSettings(kl_coefficient=0.3, kl_in="reward", kl="k3")
     learner = make_learner(None, loss, old_logprobs=old)
     asyncio.run(learner.update(build(drafted(9).groups, CreditSettings(), loss, 128)))  # leave the reference
@@ -230,7 +232,7 @@ def test_a_penalty_comes_off_the_rewards_of_fresh_tokens(old: Any) -> None:
     lowered = {}
     for sample, opinion in zip(work.samples, estimates, strict=True):
         lowered[sample.trajectory] = lowered.get(sample.trajectory, 0.0) - float(opinion.penalty.sum())  # type: ignore[union-attr]
-    for sample in batch.samples:  # r - mean over fresh members, with what the tokens lost
+    for sample in batch.samples:  # reward minus the mean over fresh members, both after the penalties
         peers = [m for m in work.members if m.group == sample.group and not m.off_policy]
         scores = [p.trajectory.score.value + lowered.get(p.index, 0.0) for p in peers]
         own = work.members[sample.trajectory].trajectory.score.value + lowered.get(sample.trajectory, 0.0)
@@ -239,7 +241,7 @@ def test_a_penalty_comes_off_the_rewards_of_fresh_tokens(old: Any) -> None:
 
 
 @pytest.mark.parametrize("where", ["loss", "reward"])
-def test_the_coefficient_follows_the_kl(where: Any) -> None:
+def test_the_kl_coefficient_rises_above_its_target_kl_and_falls_below(where: Any) -> None:
     settings_ = LossSettings(kl_coefficient=0.1, kl_target=0.02, kl_horizon=100, kl_in=where)
     far, near = KlCoefficient(settings_), KlCoefficient(settings_)
     for coefficient, kl in ((far, 1.0), (near, 0.001)):
@@ -251,7 +253,7 @@ def test_the_coefficient_follows_the_kl(where: Any) -> None:
     assert near.value == pytest.approx(0.1 * (1 - 0.2 * 20 / 100))
 
 
-def test_without_a_target_the_coefficient_stays() -> None:
+def test_the_kl_coefficient_is_constant_without_a_target() -> None:
     fixed = KlCoefficient(LossSettings(kl_coefficient=0.1))
     fixed.adapt(5.0, 100)
     assert fixed.value == 0.1

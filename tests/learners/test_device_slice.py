@@ -1,4 +1,4 @@
-"""The learner gives way between two micro-batches: to whom, at what cost, and that it learns the same."""
+"""Tests that the learner releases the device between micro-batches to prior work, and still learns the same."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from gleanrl.schedule.device_lock import SAMPLE_FIRST, TRAIN_FIRST, DeviceLock, 
 from gleanrl.schedule.timeline import Timeline
 from tests.learners.test_torch import close, make_batch, make_learner, update, values
 
-LOSS = LossSettings(entropy_coefficient=0.01)  # with it no sample may be skipped
+LOSS = LossSettings(entropy_coefficient=0.01)  # the entropy term prevents skipping samples
 SMALL = {"loss": LOSS, "tokens_per_microbatch": 64}  # six micro-batches
-PAUSE = 0.05  # seconds that the other one holds the device
+PAUSE = 0.05  # seconds for which other work has the device
 
 
 class Recorder:
@@ -34,7 +34,7 @@ class Recorder:
 async def beside(
     learner: TorchLearner, device_lock: DeviceLock, batch: Batch, others: Sequence[Work]
 ) -> dict[str, float]:
-    """An update during which, after its first micro-batch, others wait for the device."""
+    """Run an update during which, after its first micro-batch, other work waits for the device."""
     there, loop = threading.Event(), asyncio.get_running_loop()
     tokens = learner.engine._tokens  # type: ignore[attr-defined]
 
@@ -58,7 +58,9 @@ async def beside(
 
 
 @pytest.mark.parametrize(("order", "stretches"), [(SAMPLE_FIRST, 2), (TRAIN_FIRST, 1)])
-def test_who_goes_first_comes_between_two_micro_batches(order: Sequence[Work], stretches: int) -> None:
+def test_work_of_higher_priority_gets_the_device_between_two_micro_batches(
+    order: Sequence[Work], stretches: int
+) -> None:
     batch, recorder = make_batch(0, LOSS), Recorder()
     waits = Timeline()
     device_lock = DeviceLock(order=lambda: order, timeline=waits)
@@ -67,14 +69,14 @@ def test_who_goes_first_comes_between_two_micro_batches(order: Sequence[Work], s
     assert len(recorder.spans) == stretches
     assert all(kind == "train" and end >= start for kind, start, end in recorder.spans)
     gaps = [start - end for (_, _, end), (_, start, _) in itertools.pairwise(recorder.spans)]
-    assert all(PAUSE <= gap < 2 * PAUSE + 1 for gap in gaps)  # the sampler's, not the evaluation's too
+    assert all(PAUSE <= gap < 2 * PAUSE + 1 for gap in gaps)  # time for the sampler only, not for the evaluation
     assert waits.spans("wait")
     undisturbed = update(alone, batch)
     close(values(learner), values(alone), 0.0)
     assert metrics["learner/grad_norm"] == undisturbed["learner/grad_norm"]
 
 
-def test_time_that_others_had_is_not_the_gradients() -> None:
+def test_time_of_other_work_does_not_count_as_gradient_time() -> None:
     waits, recorder = Timeline(), Recorder()
     device_lock = DeviceLock(timeline=waits)
     learner = make_learner(device_lock=device_lock, timeline=recorder, **SMALL)
@@ -84,15 +86,15 @@ def test_time_that_others_had_is_not_the_gradients() -> None:
     assert metrics["time/learner_gradient_s"] < held + 0.01
 
 
-def test_without_a_lease_nobody_is_asked() -> None:
+def test_an_update_works_without_a_device_lock() -> None:
     learner = make_learner(**SMALL)
     metrics = update(learner, make_batch(0, LOSS))
     assert metrics["time/learner_gradient_s"] > 0
     assert torch.isfinite(torch.tensor([v.sum() for v in values(learner).values()])).all()
 
 
-def test_an_appraisal_waits_for_the_update_that_gives_way() -> None:
-    """Neither takes the other's spans, nor its time."""
+def test_a_log_prob_pass_waits_for_the_end_of_an_interrupted_update() -> None:
+    """The spans and times of the update and of the log-prob pass are kept apart."""
     recorder, device_lock = Recorder(), DeviceLock()
     learner, samples = (
         make_learner(device_lock=device_lock, timeline=recorder, **SMALL),

@@ -1,4 +1,4 @@
-"""Log-probs without logits: values, gradients and memory against the plain way in float64."""
+"""Tests of ``head_logprobs``, which avoids whole logits: values, gradients and memory against plain log-softmax."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Values = tuple[Tensor, Tensor]
 
 
 class Largest(TorchDispatchMode):
-    """The most elements of any tensor that an operation gave, views of what is already there included."""
+    """Records the largest number of elements of any tensor that an operation returns, views included."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class Case:
     targets: Tensor
 
     def twin(self) -> Case:
-        """The same numbers as leaves of their own."""
+        """Return a copy with the same values as separate leaf tensors."""
         leaves = (None if t is None else t.detach().clone().requires_grad_() for t in self.inputs)
         return Case(*leaves, self.targets)  # type: ignore[misc]
 
@@ -101,7 +101,7 @@ def pull(values: Values, weights: tuple[Tensor | None, Tensor | None]) -> None:
     bias=st.booleans(),
     through=st.sampled_from(["both", "logp", "entropy"]),
 )
-def test_values_and_gradients_equal_the_plain_way(
+def test_values_and_gradients_equal_plain_log_softmax(
     seed: int,
     rows: int,
     vocabulary: int,
@@ -126,8 +126,8 @@ def test_values_and_gradients_equal_the_plain_way(
 
 @settings(max_examples=examples(30))
 @given(seed=st.integers(0, 2**31), columns=st.integers(1, 40), temperature=st.sampled_from([0.6, 1.0]))
-def test_no_logit_is_too_large(seed: int, columns: int, temperature: float) -> None:
-    """Logits of plus and minus ten thousand in float32, the largest in any block."""
+def test_large_logits_do_not_overflow(seed: int, columns: int, temperature: float) -> None:
+    """Float32 logits of about ten thousand, positive and negative, with the largest in any block of columns."""
     case = make_case(seed, 7, 40, scale=5e3, bias=False, double=False)
     exact = Case(case.hidden.double(), case.weight.double(), None, case.targets).twin()
     with blocks(3, columns):
@@ -139,7 +139,7 @@ def test_no_logit_is_too_large(seed: int, columns: int, temperature: float) -> N
     assert all(torch.isfinite(value).all() for value in (*ours, *(g for g in case.grads if g is not None)))
 
 
-def test_gradients_by_finite_differences() -> None:
+def test_gradients_equal_finite_differences() -> None:
     case = make_case(0, 4, 7)
     with blocks(3, 2):
         assert torch.autograd.gradcheck(
@@ -148,7 +148,7 @@ def test_gradients_by_finite_differences() -> None:
 
 
 @pytest.mark.parametrize("trained", [(True, False, False), (False, True, False), (False, False, True)])
-def test_only_gradients_that_are_wanted_are_made(trained: tuple[bool, bool, bool]) -> None:
+def test_only_required_gradients_are_computed(trained: tuple[bool, bool, bool]) -> None:
     case = make_case(1, 6, 11)
     whole = case.twin()
     for tensor, wanted in zip(case.inputs, trained, strict=True):
@@ -164,7 +164,7 @@ def test_only_gradients_that_are_wanted_are_made(trained: tuple[bool, bool, bool
             assert ours is None
 
 
-def test_no_rows_no_trouble() -> None:
+def test_zero_rows_give_empty_values_and_zero_gradients() -> None:
     case = make_case(2, 0, 9)
     logp, entropy = head_logprobs(*case.inputs, case.targets)
     assert logp.shape == entropy.shape == (0,)
@@ -172,7 +172,7 @@ def test_no_rows_no_trouble() -> None:
     assert all(grad is not None and not grad.any() for grad in case.grads)
 
 
-def test_a_second_derivative_is_refused_rather_than_wrong() -> None:
+def test_a_second_derivative_is_refused() -> None:
     case = make_case(3, 3, 5)
     logp, _ = head_logprobs(*case.inputs, case.targets)
     (slope,) = torch.autograd.grad((logp**2).sum(), case.hidden, create_graph=True)
@@ -180,12 +180,12 @@ def test_a_second_derivative_is_refused_rather_than_wrong() -> None:
         slope.sum().backward()
 
 
-def test_under_autocast_the_product_is_a_linear_layers_and_the_rest_float32() -> None:
+def test_autocast_rounds_the_logits_as_a_linear_layer_and_keeps_the_rest_in_float32() -> None:
     case = make_case(4, 9, 50, size=16, double=False)
     twin = case.twin()
     weights = (torch.linspace(-1, 1, 9), torch.linspace(1, 2, 9))
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        with blocks(4, 50):  # one block of columns: the very products of the linear layer
+        with blocks(4, 50):  # one block of columns: the same products as the linear layer
             ours = head_logprobs(*case.inputs, case.targets, 0.8)
             pull(ours, weights)
         logits = torch.nn.functional.linear(twin.hidden, twin.weight, twin.bias)
@@ -201,8 +201,8 @@ def test_under_autocast_the_product_is_a_linear_layers_and_the_rest_float32() ->
         assert float((mine - other).norm() / other.norm()) < 0.01
 
 
-def test_bfloat16_weights_get_sums_of_float32() -> None:
-    """Many equal small parts: a sum kept in bfloat16 would stop growing at 256 of them."""
+def test_gradients_of_bfloat16_weights_are_summed_in_float32() -> None:
+    """A sum of many equal terms that is kept in bfloat16 stops growing at 256 terms."""
     ones = torch.ones(2048, 1, dtype=torch.bfloat16, requires_grad=True)
     weight = torch.zeros(2, 1, dtype=torch.bfloat16, requires_grad=True)
     with blocks(1, 2):
@@ -212,7 +212,7 @@ def test_bfloat16_weights_get_sums_of_float32() -> None:
 
 
 @pytest.mark.parametrize("frozen", [False, True])
-def test_nothing_of_tokens_times_vocabulary_is_made(frozen: bool) -> None:
+def test_no_tensor_of_tokens_times_vocabulary_is_created(frozen: bool) -> None:
     rows, vocabulary, size = 96, 640, 8
     case = make_case(5, rows, vocabulary, size=size)
     case.weight.requires_grad_(not frozen)

@@ -1,4 +1,4 @@
-"""The learner on a GPU, held against the same on a CPU."""
+"""Tests of the learner on a GPU against the same learner on a CPU."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def make(device: torch.device, loss: LossSettings, ranks: Ranks | None = None, *
 
 
 def gradients(engine: Any) -> dict[str, Tensor]:
-    """Whole, on the host."""
+    """Return the whole gradients of all parameters on the CPU."""
     found: dict[str, Tensor] = {}
     for name, parameter in engine.model.named_parameters():
         gradient = parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
@@ -64,7 +64,7 @@ def gradients(engine: Any) -> dict[str, Tensor]:
 
 
 def close(ours: dict[str, Tensor], theirs: dict[str, Tensor], tolerance: float) -> None:
-    """To ``tolerance`` of each tensor's largest."""
+    """Assert that tensors agree to ``tolerance`` times the largest element of each tensor."""
     assert ours.keys() == theirs.keys()
     for name, tensor in theirs.items():
         apart = (ours[name] - tensor).abs().max()
@@ -72,13 +72,13 @@ def close(ours: dict[str, Tensor], theirs: dict[str, Tensor], tolerance: float) 
 
 
 def assign_advantages(batch: Batch) -> Batch:
-    """With what a critic is to learn."""
+    """Return the batch with values and returns for a critic."""
     samples = [replace(s, values=0.1 * s.advantages, returns=s.advantages * s.mask) for s in batch.samples]
     own = iter(samples)
     return Batch(tuple(replace(part, samples=tuple(next(own) for _ in part.samples)) for part in batch.parts))
 
 
-def test_what_comes_from_pinned_memory_is_what_was_there() -> None:
+def test_a_micro_batch_is_unchanged_after_the_copy_to_the_gpu() -> None:
     (micro, *_) = micro_batches(batch_of(0, LossSettings()).samples, 10_000)
     moved = micro.to(DEVICE)
     for field in fields(micro):
@@ -91,8 +91,8 @@ def test_what_comes_from_pinned_memory_is_what_was_there() -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_an_update_in_float32_is_that_of_a_cpu(name: str) -> None:
-    """Gradients to 1e-4 of each tensor's largest, losses, norms and log-probs to 1e-4."""
+def test_an_update_in_float32_equals_that_on_a_cpu(name: str) -> None:
+    """Gradients agree to 1e-4 of each tensor's largest element; losses, norms and log-probs agree to 1e-4."""
     loss_options, options = CASES[name]
     loss, told, scores, found = LossSettings.model_validate(loss_options), [], [], []
     for device in (torch.device("cpu"), DEVICE):
@@ -112,7 +112,7 @@ def test_an_update_in_float32_is_that_of_a_cpu(name: str) -> None:
 
 
 def test_bfloat16_passes_train_float32_weights() -> None:
-    """The default of a GPU: norms to 5 %, log-probs to 0.1, as on a CPU, and the rewarded tokens gain."""
+    """With bfloat16, a GPU's default, norms agree to 5 % and log-probs to 0.1, and rewarded tokens gain probability."""
     loss = LossSettings()
     exact, learner = make(DEVICE, loss, compute_dtype=torch.float32), make(DEVICE, loss, lr=3e-3)
     batch = batch_of(0, loss)
@@ -135,7 +135,7 @@ def test_bfloat16_passes_train_float32_weights() -> None:
     assert sum(gained) > 0
 
 
-def test_a_warm_start_in_bfloat16_learns() -> None:
+def test_fine_tuning_in_bfloat16_halves_the_loss() -> None:
     model = tiny_model(hidden=32).to(DEVICE)
     told = fine_tune(model, make_examples(), steps=60, batch=12, lr=1e-2, seed=0)
     assert told["loss/last"] < told["loss/first"] / 2
@@ -152,7 +152,7 @@ def test_flash_attention_gives_the_log_probs_of_the_plain_kernel() -> None:
 
 
 def spread(ranks: Ranks | None, device: torch.device | None = None) -> dict[str, Any]:
-    """Gradients of a batch, and what two updates tell."""
+    """Return the gradients of a batch, the gradient norms of two updates, and the names of the weights."""
     loss = LossSettings(kl_coefficient=0.1)
     device = device or (torch.device("cpu") if ranks is None else ranks.device)
     learner = make(device, loss, ranks, compute_dtype=torch.float32)
@@ -165,9 +165,9 @@ def spread(ranks: Ranks | None, device: torch.device | None = None) -> dict[str,
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
-def test_two_ranks_over_nccl_learn_as_one_process_does() -> None:
+def test_two_ranks_over_nccl_have_the_gradients_of_one_process() -> None:
     one, many = spread(None), led(2, spread, cuda=DEVICE.type == "cuda")
     close(many["gradients"], one["gradients"], 1e-4)
     assert many["norms"][0] == pytest.approx(one["norms"][0], rel=1e-4)
-    assert many["norms"][1] == pytest.approx(one["norms"][1], rel=1e-2)  # after a step of Adam, which rounding may turn
+    assert many["norms"][1] == pytest.approx(one["norms"][1], rel=1e-2)  # Adam's first step amplifies rounding
     assert many["names"] == one["names"]

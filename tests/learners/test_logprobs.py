@@ -1,4 +1,4 @@
-"""Log-probs of selected positions against the plain way, values and gradients."""
+"""Tests of ``trained_logprobs`` and its parts: values and gradients against a plain log-softmax over all logits."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def plain(logits: torch.Tensor, targets: torch.Tensor, temperature: float) -> tu
     scale=st.sampled_from([0.1, 1.0, 50.0]),
     block=st.sampled_from([1, 40, 1 << 20]),
 )
-def test_values_and_gradients_equal_the_plain_way(
+def test_values_and_gradients_equal_plain_log_softmax(
     seed: int, rows: int, temperature: float, scale: float, block: int
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
@@ -66,7 +66,7 @@ def test_values_and_gradients_equal_the_plain_way(
     torch.testing.assert_close(logits.grad, twin.grad, rtol=1e-9, atol=1e-10)
 
 
-def test_gradients_by_finite_differences() -> None:
+def test_gradients_equal_finite_differences() -> None:
     torch.manual_seed(0)
     logits = torch.randn(4, 5, dtype=torch.float64, requires_grad=True)
     targets = torch.tensor([0, 4, 2, 2])
@@ -80,7 +80,7 @@ def test_bfloat16_logits_are_computed_in_float32() -> None:
     torch.testing.assert_close((logp, entropy), plain(logits.float(), targets, 1.0), rtol=1e-5, atol=1e-5)
 
 
-def test_the_head_sees_trained_positions_only_and_forgets_it() -> None:
+def test_the_head_computes_trained_positions_only_and_later_calls_are_unaffected() -> None:
     model = tiny_model(dtype=torch.float64)
     tokens = torch.randint(0, VOCABULARY, (3, 11))
     index = torch.tensor([0, 4, 12, 13, 32])
@@ -96,10 +96,10 @@ def test_the_head_sees_trained_positions_only_and_forgets_it() -> None:
     torch.testing.assert_close((logp, entropy), expected, rtol=1e-10, atol=1e-10)
 
 
-# --- large vocabularies: logits that are never made ---------------------------------------------
+# --- large vocabularies: log-probs without whole logits ---------------------------------------------
 @pytest.fixture
 def fused(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Every number of logits counts as large; the list gets the rows of each call of the fused way."""
+    """Make every batch count as large; the list gets the rows of each call of ``head_logprobs``."""
     rows: list[int] = []
 
     def watched(hidden: torch.Tensor, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -113,7 +113,7 @@ def fused(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def make(name: str, **options: Any) -> Any:
-    """A model of that name in transformers, two small layers, float64 weights."""
+    """Return a transformers model of this name with two small layers and float64 weights."""
     with torch.random.fork_rng():
         torch.manual_seed(3)
         config = getattr(transformers, f"{name}Config")(**{**SIZES, **options})
@@ -159,17 +159,17 @@ def test_a_head_with_a_bias_is_fused_too(fused: list[int]) -> None:
         ("Cohere", {"logit_scale": 0.0625}),
     ],
 )
-def test_models_that_change_their_logits_keep_them(name: str, options: dict[str, Any], fused: list[int]) -> None:
+def test_models_that_transform_their_logits_are_not_fused(name: str, options: dict[str, Any], fused: list[int]) -> None:
     check_against_the_plain_way(make(name, **options))
     assert fused == []
 
 
-def test_a_model_that_could_cap_but_does_not_is_fused(fused: list[int]) -> None:
+def test_a_model_with_softcapping_switched_off_is_fused(fused: list[int]) -> None:
     check_against_the_plain_way(make("Gemma2", final_logit_softcapping=None))
     assert fused == [INDEX.numel()]
 
 
-def test_something_added_to_logits_is_seen(fused: list[int]) -> None:
+def test_a_model_that_adds_to_its_logits_is_not_fused(fused: list[int]) -> None:
     model = make("Llama")
     forward = model.forward
 
@@ -184,7 +184,7 @@ def test_something_added_to_logits_is_seen(fused: list[int]) -> None:
 
 
 @pytest.mark.parametrize(("targets", "is_fused"), [("all-linear", True), ("q_proj,lm_head", False)])
-def test_adapters_leave_the_head_frozen_or_wrap_it(targets: str, is_fused: bool, fused: list[int]) -> None:
+def test_adapters_are_fused_unless_they_wrap_the_head(targets: str, is_fused: bool, fused: list[int]) -> None:
     pytest.importorskip("peft")
     settings = LearnerSettings(lora_rank=2, lora_targets=targets)
     model = add_adapters(make("Llama", tie_word_embeddings=False), settings, seed=0).double()
@@ -200,7 +200,7 @@ def test_adapters_leave_the_head_frozen_or_wrap_it(targets: str, is_fused: bool,
     assert bool(fused) == is_fused
 
 
-def test_recomputed_activations_do_not_disturb_the_fused_way(fused: list[int]) -> None:
+def test_fused_log_probs_work_with_activation_checkpointing(fused: list[int]) -> None:
     model = make("Qwen2", tie_word_embeddings=True)
     twin = copy.deepcopy(model)
     settings, loss = LearnerSettings(activation_checkpointing=True), LossSettings()
@@ -215,7 +215,7 @@ def test_recomputed_activations_do_not_disturb_the_fused_way(fused: list[int]) -
     assert fused == [INDEX.numel()] * 2
 
 
-def test_under_autocast_the_fused_way_rounds_as_the_head_does(
+def test_under_autocast_fused_log_probs_round_as_the_head_does(
     fused: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = tiny_model(dtype=torch.float32)
@@ -231,7 +231,7 @@ def test_under_autocast_the_fused_way_rounds_as_the_head_does(
         assert float((slope - slopes[1][name]).norm() / slopes[1][name].norm().clamp_min(1e-6)) < 0.02, name
 
 
-def test_few_logits_take_the_path_they_always_took(fused: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_batches_are_not_fused(fused: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model()
     monkeypatch.setattr(logprobs, "LARGE", INDEX.numel() * VOCABULARY + 1)
     logp, entropy = trained_logprobs(model, TOKENS, INDEX, TARGETS, 1.3)
@@ -245,12 +245,12 @@ def test_few_logits_take_the_path_they_always_took(fused: list[int], monkeypatch
     assert fused == [INDEX.numel()]
 
 
-def test_a_model_is_tried_once_and_the_head_then_sees_one_position(fused: list[int]) -> None:
+def test_a_model_is_tried_once_and_its_head_then_computes_one_position(fused: list[int]) -> None:
     model, seen = tiny_model(), []
     watch = model.lm_head.register_forward_hook(lambda _, args, out: seen.append(tuple(out.shape[:2])))
     for _ in range(3):
         trained_logprobs(model, TOKENS, INDEX, TARGETS, 1.0)
-    assert seen == [(1, 3), (1, 1), (1, 1)]  # no forward pass is spent on trying
+    assert seen == [(1, 3), (1, 1), (1, 1)]  # the trial uses the first forward pass
     watch.remove()
     assert model(input_ids=TOKENS).logits.shape == (3, 11, VOCABULARY)
 
@@ -265,7 +265,7 @@ def test_a_model_found_to_change_its_logits_is_not_tried_again(fused: list[int])
     assert fused == []
 
 
-def test_a_head_of_zeros_tells_nothing_and_is_not_trusted(fused: list[int]) -> None:
+def test_a_head_of_zeros_does_not_settle_whether_a_model_can_be_fused(fused: list[int]) -> None:
     model = make("Cohere", logit_scale=0.5, tie_word_embeddings=False)
     torch.nn.init.zeros_(model.lm_head.weight)
     check_against_the_plain_way(model)
@@ -274,7 +274,7 @@ def test_a_head_of_zeros_tells_nothing_and_is_not_trusted(fused: list[int]) -> N
     assert fused == []
 
 
-def test_no_trained_token_in_a_large_batch(fused: list[int]) -> None:
+def test_a_large_batch_without_trained_tokens_gives_empty_values(fused: list[int]) -> None:
     nothing = torch.zeros(0, dtype=torch.long)
     logp, entropy = trained_logprobs(tiny_model(), TOKENS, nothing, nothing, 1.0)
     assert logp.shape == entropy.shape == (0,)

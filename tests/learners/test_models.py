@@ -1,4 +1,4 @@
-"""Models come in through the doors that users use: tiny from text, a saved directory, and every mistake in between."""
+"""Tests of ``load_model`` and the tiny model's tokenizer: from text, from a directory, and with wrong settings."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_a_name_is_one_token_wherever_it_stands(tokenizer) -> None:
+def test_a_name_is_one_token_everywhere_in_a_text(tokenizer) -> None:
     fridge = tokenizer.convert_tokens_to_ids("fridge 1")
     assert fridge != tokenizer.unk_token_id
     for text in ("fridge 1", "go to fridge 1", "You arrive at fridge 1. The fridge 1 is closed."):
@@ -61,20 +61,20 @@ def test_ascii_text_survives_a_round_trip(text: str) -> None:
         assert tokenizer.decode(tokenizer(text).input_ids) == text
 
 
-def test_characters_of_the_text_survive_and_others_become_unknown(tokenizer) -> None:
+def test_characters_of_the_training_text_round_trip_and_others_become_unknown(tokenizer) -> None:
     arrows = build_tokenizer(["if A → B", "B ∨ A"], 256)
     assert arrows.decode(arrows("A ∨ B → A").input_ids) == "A ∨ B → A"
     assert tokenizer.unk_token_id in tokenizer("é").input_ids
 
 
-def test_the_vocabulary_bound_holds_and_a_hopeless_one_is_refused() -> None:
+def test_the_vocabulary_has_at_most_the_configured_size_and_too_small_sizes_are_refused() -> None:
     many = [f"thing{chr(97 + i % 26)}{chr(97 + i // 26)} {n} is here" for i in range(100) for n in (1, 2, 3)]
     assert len(build_tokenizer(many, 200)) == 200
     with pytest.raises(UserError, match=r"model\.vocabulary = 50"):
         build_tokenizer(TEXTS, 50)
 
 
-def test_the_chat_template_costs_one_token_a_role_and_one_an_end(tokenizer, tmp_path: Path) -> None:
+def test_the_chat_template_adds_one_token_per_role_and_one_per_end(tokenizer, tmp_path: Path) -> None:
     messages = [{"role": "user", "content": "open fridge 1"}, {"role": "assistant", "content": "go to fridge 1"}]
     ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     assert tokenizer.convert_ids_to_tokens(ids) == [
@@ -89,7 +89,7 @@ def test_the_chat_template_costs_one_token_a_role_and_one_an_end(tokenizer, tmp_
         tokenizer.apply_chat_template([{"role": "narrator", "content": "x"}])
 
 
-def test_a_saved_tiny_model_comes_back_with_the_tokenizer_that_it_was_trained_with(tokenizer, tmp_path: Path) -> None:
+def test_a_saved_tiny_model_is_loaded_with_its_own_tokenizer(tokenizer, tmp_path: Path) -> None:
     model, _ = load_model(TINY, texts=TEXTS)
     model.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
@@ -99,7 +99,7 @@ def test_a_saved_tiny_model_comes_back_with_the_tokenizer_that_it_was_trained_wi
         assert again.decode(again(text)["input_ids"]) == text
 
 
-def test_the_seed_alone_fixes_the_tiny_weights() -> None:
+def test_the_seed_alone_determines_the_tiny_weights() -> None:
     before = torch.random.get_rng_state()
     one, two, other = (load_model(TINY, texts=TEXTS, seed=seed)[0] for seed in (1, 1, 2))
     assert torch.equal(before, torch.random.get_rng_state())
@@ -108,7 +108,7 @@ def test_the_seed_alone_fixes_the_tiny_weights() -> None:
     assert not torch.equal(weights[0], weights[2])
 
 
-def test_a_saved_directory_loads_the_same_here_and_in_transformers(saved: Path) -> None:
+def test_a_saved_directory_gives_the_same_model_here_and_in_transformers(saved: Path) -> None:
     model, tokenizer = load_model(TINY.model_copy(update={"init": str(saved)}))
     plain = AutoModelForCausalLM.from_pretrained(saved)
     ids = torch.tensor([tokenizer("open fridge 1").input_ids])
@@ -136,7 +136,7 @@ def test_a_mistake_in_the_settings_is_named(change: dict, message: str, monkeypa
         load_model(TINY.model_copy(update=change), texts=TEXTS)
 
 
-def test_a_directory_that_is_no_fit_model_is_named(saved: Path, tmp_path: Path, tokenizer) -> None:
+def test_a_directory_without_a_suitable_model_is_named(saved: Path, tmp_path: Path, tokenizer) -> None:
     def load(folder: Path, **change: object) -> None:
         load_model(TINY.model_copy(update={"init": str(folder), **change}))
 
@@ -159,7 +159,7 @@ def test_a_directory_that_is_no_fit_model_is_named(saved: Path, tmp_path: Path, 
         load(tmp_path / "mute")
 
 
-def test_a_damaged_directory_is_one_clear_line(saved: Path, tmp_path: Path) -> None:
+def test_a_damaged_directory_is_an_error_of_one_line(saved: Path, tmp_path: Path) -> None:
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         (tmp_path / name).write_bytes((saved / name).read_bytes())
     with pytest.raises(UserError, match="cannot be loaded"):
@@ -187,7 +187,7 @@ def _shared_tokenizer():
     return _cache[0]
 
 
-def test_an_exported_tiny_model_is_read_as_it_was_trained_by_plain_auto_classes(tmp_path: Path) -> None:
+def test_an_exported_tiny_model_is_the_same_under_transformers_auto_classes(tmp_path: Path) -> None:
     texts = ["You arrive at fridge 1. The fridge 1 is closed.", "go to fridge 1"] * 5
     tokenizer = build_tokenizer(texts, 256)
     model = build_model(ModelSettings(hidden_size=32, layers=1, heads=2, kv_heads=1), tokenizer, seed=0)

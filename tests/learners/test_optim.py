@@ -1,4 +1,4 @@
-"""The learning rate of a step, and what happens to a gradient before it is applied."""
+"""Tests of the learning-rate schedule, gradient scaling and clipping, and the optimizer's weight decay."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def rates(total: int, **settings: Any) -> list[float]:
     return [learning_rate(LearnerSettings.model_validate(settings), step, total) for step in range(total)]
 
 
-def test_warm_up_and_decay() -> None:
+def test_the_learning_rate_warms_up_and_decays_as_configured() -> None:
     assert rates(4, lr=1.0) == [1.0] * 4
     assert rates(5, lr=1.0, warmup_steps=4) == [0.25, 0.5, 0.75, 1.0, 1.0]
     assert rates(5, lr=1.0, decay="linear") == pytest.approx([1.0, 0.75, 0.5, 0.25, 0.0])
@@ -54,14 +54,14 @@ def test_a_gradient_is_divided_then_clipped(length: float) -> None:
 
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf])
-def test_a_gradient_that_is_not_finite_is_told_and_left_alone(poison: float) -> None:
+def test_a_non_finite_gradient_gives_a_non_finite_norm_and_is_not_scaled(poison: float) -> None:
     parameter = torch.nn.Parameter(torch.zeros(2))
     parameter.grad = torch.tensor([poison, 1.0])
     assert not math.isfinite(finish_gradient([parameter], 2.0, max_norm=1.0))
     assert parameter.grad[1] == 1.0
 
 
-def test_only_matrices_are_decayed_and_frozen_weights_stay() -> None:
+def test_weight_decay_applies_to_trained_matrices_only() -> None:
     model = tiny_model()
     model.model.embed_tokens.weight.requires_grad_(False)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}

@@ -1,4 +1,4 @@
-"""The sharded learner in real processes: the same gradients, losses and weights as one process has."""
+"""Tests of the sharded learner in real processes: its gradients, losses and weights equal those of one process."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def gradients_of(engine: Any) -> Weights:
 
 
 def all_gradients(ranks: Ranks | None, cases: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
-    """Of each case and batch the gradient before its division, and what was seen.
+    """Return, for each case and batch, the undivided gradients and the statistics of the backward pass.
 
     There are two batches; unless `NIGHTLY`, cases take them in turn.
     """
@@ -82,8 +82,8 @@ COUNTS = [2, pytest.param(4, marks=pytest.mark.heavy)]  # processes
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("count", COUNTS)
-def test_gradients_are_those_of_one_process(count: int) -> None:
-    """Every aggregation, loss and correction; shares are uneven, and some processes have nothing to do."""
+def test_gradients_equal_those_of_one_process(count: int) -> None:
+    """Covers every aggregation, loss and correction; the ranks' shares are uneven and may be empty."""
     one, many = all_gradients(None, LOSSES), led(count, all_gradients, LOSSES)
     assert one.keys() == many.keys()
     for name, (gradients, seen) in one.items():
@@ -101,7 +101,7 @@ def test_gradients_are_those_of_one_process(count: int) -> None:
 def train(
     ranks: Ranks | None, loss: LossSettings, steps: range, options: dict[str, Any], folder: Any = None, then: Any = None
 ) -> dict[str, Any]:
-    """Losses of the steps and the weights after them; from ``folder``, where given, and saved in ``then``."""
+    """Train, from the checkpoint in ``folder`` if given, and save in ``then``; return losses, norms and weights."""
     learner = make(ranks, loss, **{"dtype": torch.float32, **options})
     if folder is not None:
         learner.load(folder)
@@ -132,7 +132,7 @@ def series(told: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:
 
 
 def held_of_a_layer(engine: Any) -> float:
-    """The share of a layer's matrices that this process computes with."""
+    """Return the share of a layer's matrices that this process computes with."""
     weight = engine.model.get_parameter("model.layers.0.mlp.up_proj.weight")
     if not isinstance(weight, DTensor) or "tensor" not in (weight.device_mesh.mesh_dim_names or ()):
         return 1.0
@@ -150,7 +150,7 @@ def close(ours: dict[str, Any], theirs: dict[str, Any], tolerance: float) -> Non
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("count", COUNTS)
-def test_twenty_steps_are_those_of_one_process(count: int) -> None:
+def test_twenty_steps_equal_those_of_one_process(count: int) -> None:
     loss, options = LossSettings(), {"lr": 1e-3, "updates_per_step": 2, "tokens_per_microbatch": 100}
     one, many = train(None, loss, range(STEPS), options), led(count, train, loss, range(STEPS), options)
     assert len(set(one["losses"])) == STEPS
@@ -168,7 +168,7 @@ OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 def valued(learner: TorchLearner, batch: Batch) -> Batch:
-    """``batch`` with the values of the learner's critic, and returns that differ from them."""
+    """Return ``batch`` with the values of the learner's critic, and returns that differ from them."""
     values = learner.engine.values(batch.samples)
     own = iter(
         replace(s, values=v, returns=v + s.advantages * s.mask) for s, v in zip(batch.samples, values, strict=True)
@@ -177,7 +177,7 @@ def valued(learner: TorchLearner, batch: Batch) -> Batch:
 
 
 def train_each(ranks: Ranks | None) -> dict[str, Any]:
-    """Three steps of each of `OPTIONS`, credit by a critic where there is one, and everything a learner is asked."""
+    """Train three steps with each of `OPTIONS`; return metrics, weights, scores and the critic's values."""
     found: dict[str, Any] = {}
     for name, (loss_options, options) in OPTIONS.items():
         loss = LossSettings.model_validate(loss_options)
@@ -202,7 +202,7 @@ def train_each(ranks: Ranks | None) -> dict[str, Any]:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("count", COUNTS)
-def test_every_kind_of_learner_is_that_of_one_process(count: int) -> None:
+def test_learners_with_every_option_equal_those_of_one_process(count: int) -> None:
     one, many = train_each(None), led(count, train_each)
     for name in OPTIONS:
         close(many[name], one[name], 1e-8)
@@ -214,7 +214,7 @@ def test_every_kind_of_learner_is_that_of_one_process(count: int) -> None:
 
 # --- tensor parallel ----------------------------------------------------------------------------
 def two_headed(dtype: torch.dtype) -> Any:
-    """As `tiny_model`, with as many heads of keys and values as of queries."""
+    """`tiny_model` with as many key and value heads as query heads, so that its heads can be split."""
     return tiny_model(0, dtype, kv_heads=2)
 
 
@@ -228,8 +228,8 @@ def train_in_layers(ranks: Ranks | None, folder: Any = None, then: Any = None) -
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("count", COUNTS)
-def test_layers_split_over_processes_learn_as_one_process_does(count: int, tmp_path: Path) -> None:
-    """A mesh of 1 x 2 and of 2 x 2; checkpoints go between it and one process."""
+def test_tensor_parallel_learners_equal_one_process(count: int, tmp_path: Path) -> None:
+    """Meshes of 1 x 2 and 2 x 2; their checkpoints load in one process, and the reverse."""
     one = train_in_layers(None, then=tmp_path / "one")
     many = led(count, train_in_layers, None, tmp_path / "many")
     assert (one["held"], many["held"]) == (1.0, 0.5)
@@ -249,7 +249,7 @@ def split_badly(ranks: Ranks) -> list[str]:
     return said
 
 
-def test_layers_that_cannot_be_split_are_refused() -> None:
+def test_impossible_tensor_parallel_settings_are_refused() -> None:
     ragged, heads, adapters = led(2, split_badly)
     assert ragged == "learner.tensor_parallel = 3 does not divide the 2 ranks"
     assert heads == "learner.tensor_parallel = 2 does not divide the model's num_key_value_heads = 1"

@@ -1,4 +1,4 @@
-"""A learner of several processes that gives way to a sampler, and is asked for more meanwhile."""
+"""Tests of a sharded learner that releases the device to a sampler and gets further calls meanwhile."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from tests.learners.test_sharded import GROUPS, STEPS, batch_of
 pytestmark = pytest.mark.xdist_group("ranks")  # tests.learners.many.led
 
 LOSS = LossSettings(entropy_coefficient=0.01)
-PATIENCE = 20.0  # seconds, for work that takes one
+PATIENCE = 20.0  # seconds until work that takes one second counts as hung
 
 
 class Crowd:
-    """A learner on a device that a sampler wants after its first micro-batch."""
+    """A learner on a device that a sampler requests after the learner's first micro-batch."""
 
     def __init__(self, ranks: Ranks) -> None:
         self.device_lock = DeviceLock()
@@ -116,7 +116,7 @@ def all_of_it(ranks: Ranks) -> tuple[Any, ...]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(120)
-def test_what_is_asked_beside_work_that_gives_way_is_answered() -> None:
+def test_calls_during_interrupted_work_are_answered() -> None:
     (scores, norm), (weights, said) = led(2, all_of_it)
     assert scores == len(batch_of(0, LOSS).samples)
     assert norm > 0

@@ -1,4 +1,4 @@
-"""What a sharded learner keeps and gives: checkpoints for any number of processes, exports, and how it ends."""
+"""Tests of a sharded learner's checkpoints, exports, memory and precision, and of how it ends when a rank fails."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ OPTIONS: dict[str, Any] = {"lr": 1e-3, "dtype": torch.float64, "critic": CriticS
 @pytest.mark.heavy
 @pytest.mark.timeout(900)
 def test_a_checkpoint_continues_on_any_number_of_processes(tmp_path: Path) -> None:
-    """Of two processes on one, two and four; of one process on two."""
+    """A checkpoint of two processes continues on one, two and four, and one of one process on two."""
     whole = train(None, LOSS, range(8), OPTIONS)
     led(2, train, LOSS, range(4), OPTIONS, None, tmp_path / "two")
     train(None, LOSS, range(4), OPTIONS, None, tmp_path / "one")
@@ -50,9 +50,9 @@ def test_a_checkpoint_continues_on_any_number_of_processes(tmp_path: Path) -> No
 
 
 def save_and_spoil(ranks: Ranks, folder: Path) -> list[str]:
-    """What is said of checkpoints that cannot be loaded, by a learner that goes on after each."""
+    """Return the errors of loading bad checkpoints; the learner must be unchanged after each of them."""
     learner = make(ranks, LossSettings(), torch.float32)
-    learner.save(folder / "fresh")  # before any update: optimizers know nothing yet
+    learner.save(folder / "fresh")  # before any update the optimizer has no state
     learner.load(folder / "fresh")
     asyncio.run(learner.update(batch_of(0, LossSettings())))
     learner.save(folder / "good")
@@ -82,7 +82,7 @@ def save_and_spoil(ranks: Ranks, folder: Path) -> list[str]:
     return said
 
 
-def test_what_cannot_be_loaded_is_refused_by_all_and_changes_nothing(tmp_path: Path) -> None:
+def test_a_checkpoint_that_does_not_fit_or_is_damaged_is_refused_and_changes_nothing(tmp_path: Path) -> None:
     make(None, LossSettings(), torch.float32, model=tiny_model(0, hidden=8)).save(tmp_path / "one")
     said = led(2, save_and_spoil, tmp_path)
     for line, sign in zip(
@@ -107,7 +107,7 @@ def export(ranks: Ranks, folder: Path) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in learner.weights().items()}
 
 
-def test_an_export_is_a_whole_model(tmp_path: Path) -> None:
+def test_an_export_contains_the_whole_model(tmp_path: Path) -> None:
     weights = led(2, export, tmp_path / "model")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     loaded = dict(model.named_parameters())
@@ -127,7 +127,7 @@ def parts(ranks: Ranks) -> dict[str, Any]:
 
 
 def _numbers(engine: Any) -> list[int]:
-    """Parameters, gradients and optimizer state that this process holds."""
+    """Return the numbers of elements of parameters, gradients and first moments in this process."""
     own = [p.to_local() for p in engine.parameters]
     moments = [engine.optimizer.state[p]["exp_avg"].to_local() for p in engine.parameters]
     return [sum(t.numel() for t in ts) for ts in (own, [p.grad.to_local() for p in engine.parameters], moments)]
@@ -135,7 +135,7 @@ def _numbers(engine: Any) -> list[int]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_each_process_holds_its_part() -> None:
+def test_each_process_has_its_share_of_parameters_gradients_and_moments() -> None:
     found = led(2, parts)
     for number in found["numbers"]:
         assert found["whole"] / 2 <= number < 1.2 * found["whole"] / 2
@@ -163,7 +163,7 @@ def test_mixed_precision_keeps_float32_weights() -> None:
 
 # --- how it ends --------------------------------------------------------------------------------
 def struck(ranks: Ranks, how: str) -> tuple[str, str, float]:
-    """An update in which rank 1 fails: what is said of it and of a next one, and how long it took."""
+    """Let rank 1 fail in an update; return the errors of this update and of the next, and the seconds they took."""
     learner = make(ranks, LossSettings(), torch.float32)
     assert isinstance(learner.engine, ShardedEngine)
     asyncio.run(learner.update(batch_of(0, LossSettings())))
@@ -178,7 +178,7 @@ def struck(ranks: Ranks, how: str) -> tuple[str, str, float]:
 
 
 def _fail(engine: Any) -> None:
-    """In the middle of a pass, where the others wait for it."""
+    """Make rank 1 raise in the middle of a forward pass, while the others wait for it in a collective."""
     if not engine.placement.leads:
         engine.model.model.layers[1].register_forward_pre_hook(_raise)
 
@@ -192,14 +192,14 @@ def _die(engine: Any) -> None:
         engine.model.model.layers[1].register_forward_pre_hook(lambda *_: os.kill(os.getpid(), signal.SIGKILL))
 
 
-def test_an_error_of_one_process_ends_all_with_its_line() -> None:
+def test_an_error_in_one_rank_ends_all_and_is_reported_by_rank_0() -> None:
     statuses, (first, second, seconds) = ended(2, struck, "error")
     assert first == second == "rank 1 of 2: MemoryError: no memory is left"
     assert statuses == [0, 1]
     assert seconds < 30
 
 
-def test_a_process_that_dies_ends_all() -> None:
+def test_a_killed_rank_ends_all() -> None:
     statuses, (first, second, seconds) = ended(2, struck, "death")
     assert "a process of the learner is gone" in first
     assert "--resume" in first
@@ -208,7 +208,7 @@ def test_a_process_that_dies_ends_all() -> None:
     assert seconds < 30
 
 
-def test_the_others_end_with_rank_0() -> None:
+def test_the_other_ranks_end_when_rank_0_is_killed() -> None:
     statuses, result = ended(2, leave)
     assert result is None
     assert statuses == [-signal.SIGKILL, 1]

@@ -1,4 +1,4 @@
-"""Common prefixes computed once: the same gradients and scores, and only on models that allow it."""
+"""Tests of sharing common prefixes between rows: gradients and scores are unchanged, on models that support it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SIZES: dict[str, Any] = {"vocab_size": VOCABULARY, "initializer_range": 0.2}
 
 
 def group_of_a_prompt(index: int, random: np.random.Generator) -> Group:
-    """One prompt for most members, another for the rest; members of several lengths, one of them replayed."""
+    """A group whose members have one of two prompts and different lengths; one member is replayed."""
     prompts = [random.integers(1, VOCABULARY, int(random.integers(8, 40))) for _ in range(2)]
     members = [
         Member(float(random.integers(2)), turns=tuple(random.integers(1, 6, 2).tolist()), replayed=m == 5)
@@ -66,7 +66,7 @@ def make_engine(loss: LossSettings, *, share: bool, dtype: torch.dtype = torch.f
     rank=st.sampled_from([0, 2]),
     budget=st.integers(1, 400),
 )
-def test_gradients_and_scores_are_those_of_plain_rows(
+def test_gradients_and_scores_equal_those_of_rows_without_sharing(
     seed: int, kl: float, entropy: float, rank: int, budget: int
 ) -> None:
     loss = LossSettings(kl_coefficient=kl, entropy_coefficient=entropy)
@@ -90,7 +90,7 @@ def test_gradients_and_scores_are_those_of_plain_rows(
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_in_float32_less_is_computed_and_twice_is_the_same(checkpointing: bool) -> None:
+def test_sharing_computes_fewer_tokens_and_is_deterministic_in_float32(checkpointing: bool) -> None:
     loss = LossSettings()
     samples = make_batch(0, loss).samples
     engines = [
@@ -107,7 +107,7 @@ def test_in_float32_less_is_computed_and_twice_is_the_same(checkpointing: bool) 
 
 
 class Deaf(nn.Module):
-    """Ignores places and masks."""
+    """A model that ignores position ids and attention masks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -121,7 +121,7 @@ class Deaf(nn.Module):
         return self.inner(input_ids=input_ids, use_cache=use_cache)
 
 
-def test_only_models_that_take_places_and_a_mask_share() -> None:
+def test_only_models_that_use_position_ids_and_full_attention_masks_share_rows() -> None:
     assert can_share_rows(tiny_model())
     eager = tiny_model()
     eager.set_attn_implementation("eager")

@@ -1,4 +1,4 @@
-"""Supervised training learns what is masked, the same way every time."""
+"""Tests of ``fine_tune``: supervised training on masked tokens, its metrics, determinism and deadline."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.builders import VOCABULARY, tiny_model
 
 
 def make_examples(count: int = 24) -> list[tuple[IntArray, BoolArray]]:
-    """The answer to a token is its successor, twice; everything else is noise and not trained."""
+    """Examples whose last two, trained tokens are the successor of the token before; all others are noise."""
     random = np.random.default_rng(0)
     examples: list[tuple[IntArray, BoolArray]] = []
     for _ in range(count):
@@ -31,7 +31,7 @@ def weights_after(seed: int, **options: object) -> list[torch.Tensor]:
     return [parameter.detach() for parameter in model.parameters()]
 
 
-def test_it_learns_and_reports() -> None:
+def test_training_learns_the_examples_and_reports_its_progress() -> None:
     calls: list[tuple[int, int, float]] = []
     model = tiny_model(hidden=32)
     metrics = fine_tune(
@@ -78,7 +78,7 @@ def test_a_deadline_stops_early() -> None:
     assert metrics["seconds"] < 5
 
 
-def test_a_deadline_that_has_passed_already_leaves_one_step() -> None:
+def test_a_deadline_that_has_already_passed_allows_one_step() -> None:
     metrics = fine_tune(tiny_model(), make_examples(), steps=9, batch=8, lr=1e-3, seed=0, deadline_s=0.0)
     assert metrics["steps"] == 1
     assert metrics["loss/first"] == metrics["loss/last"] > 0

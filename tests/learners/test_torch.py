@@ -1,4 +1,4 @@
-"""The torch learner: updates against a naive float64 loop, however a step is cut; state that continues bit for bit."""
+"""Tests of TorchLearner: updates equal a naive float64 loop, and checkpoints continue bit for bit."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def close(ours: dict[str, Tensor], theirs: dict[str, Tensor], tolerance: float) 
 
 
 def recomputed(sample: Sample) -> Sample:
-    """``sample`` with log-probs of a policy a little apart from the one that sampled it."""
+    """Return ``sample`` with proximal log-probs that differ a little from its behaviour log-probs."""
     random = np.random.default_rng(sample.tokens.sum())
     drift = random.normal(0, 0.1, sample.tokens.size).astype(np.float32)
     return replace(sample, proximal=(sample.behaviour + drift) * sample.mask)
@@ -74,7 +74,7 @@ def recomputed(sample: Sample) -> Sample:
 
 # --- one step against the naive loop ------------------------------------------------------------
 def naive_loss(model: Any, reference: Any, samples: Sequence[Sample], batch: Batch, loss: LossSettings) -> Tensor:
-    """One sample and one token at a time, from the definitions; trajectories are found by their index."""
+    """Return the loss computed one sample and one token at a time, from the definitions."""
     lengths: dict[int, int] = {}
     for sample in samples:
         lengths[sample.trajectory] = lengths.get(sample.trajectory, 0) + int(sample.mask.sum())
@@ -113,7 +113,7 @@ def naive_loss(model: Any, reference: Any, samples: Sequence[Sample], batch: Bat
     entropy=st.sampled_from([0.0, 0.2]),
     data=st.data(),
 )
-def test_a_step_equals_the_naive_one_however_it_is_cut(
+def test_a_step_equals_the_naive_one_for_any_chunks_and_micro_batches(
     seed: int, aggregation: Any, kl: float, entropy: float, data: st.DataObject
 ) -> None:
     loss = LossSettings(aggregation=aggregation, kl_coefficient=kl, entropy_coefficient=entropy)
@@ -187,7 +187,7 @@ def test_gradients_do_not_depend_on_micro_batches_or_chunks(
         return [p.grad.clone() for p in learner.engine.parameters]  # type: ignore[attr-defined]
 
     whole = gradients(10_000, [0, GROUPS])
-    # what looks at a whole update is never given in chunks
+    # A loss over a whole update never gets chunks.
     cuts = [] if scope_of(loss) == "update" else sorted(data.draw(st.sets(st.integers(1, GROUPS - 1))))
     for ours, theirs in zip(gradients(data.draw(st.integers(1, 120)), [0, *cuts, GROUPS]), whole, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-11)
@@ -199,7 +199,7 @@ def test_gradients_do_not_depend_on_micro_batches_or_chunks(
 @settings(max_examples=4 if NIGHTLY else 2)
 @given(seed=st.integers(0, 2**32 - 1), ranks=st.integers(2, 3))
 def test_gradients_and_denominators_of_ranks_add_up_to_the_whole(name: str, seed: int, ranks: int) -> None:
-    """Each rank holds some of the groups and the whole model: sums of gradients, sums of what divides them."""
+    """Each rank has the whole model and some of the groups; gradients and denominators are summed over ranks."""
     loss = LossSettings.model_validate(LOSSES[name])
     batch = make_batch(seed, loss)
     batch = Batch(tuple(replace(part, samples=tuple(map(recomputed, part.samples))) for part in batch.parts))
@@ -234,8 +234,8 @@ def test_samples_without_advantage_are_skipped_and_still_counted() -> None:
     close(values(learner), values(forced), 1e-5)
 
 
-def test_a_step_without_signal_is_still_a_step() -> None:
-    """Momentum goes on, exactly as with a gradient of zeros."""
+def test_a_step_with_zero_gradient_still_updates_the_weights_by_momentum() -> None:
+    """The optimizer steps as with a gradient of zeros, so its momentum still moves the weights."""
     flat = make_group(0, [Member(1.0)] * 2, np.random.default_rng(0))
     learner = make_learner(lr=0.01)
     update(learner, make_batch(1))
@@ -247,7 +247,7 @@ def test_a_step_without_signal_is_still_a_step() -> None:
 
 
 # --- what makes an update ------------------------------------------------------------------------
-def test_updates_per_step_and_chunks() -> None:
+def test_updates_are_made_as_soon_as_their_groups_have_arrived_in_chunks() -> None:
     batch = make_batch(0, count=8)
     whole, chunked = (make_learner(updates_per_step=2, lr=0.01) for _ in range(2))
     assert update(whole, batch)["updates/done"] == 4
@@ -275,7 +275,7 @@ def test_the_learning_rate_follows_steps_not_chunks() -> None:
     np.testing.assert_allclose(rates, np.repeat(np.array(expected)[:, None], 2, axis=1), rtol=1e-6)
 
 
-def test_epochs_pass_over_whole_mini_batches() -> None:
+def test_epochs_repeat_over_whole_mini_batches() -> None:
     batch = make_batch(0)
     learner = make_learner(epochs=3, updates_per_step=2, lr=0.01)
     assert update(learner, batch)["updates/done"] == 6
@@ -286,7 +286,7 @@ def test_epochs_pass_over_whole_mini_batches() -> None:
         update(learner, batch.cut(0, 1))
 
 
-def test_recomputed_log_probs_make_the_first_ratio_one_and_keep_what_was_recorded() -> None:
+def test_recomputed_log_probs_make_the_first_ratio_one_except_for_replayed_members() -> None:
     random = np.random.default_rng(0)
     groups = [make_group(i, [Member(1.0), Member(0.0), Member(1.0, replayed=True)], random) for i in range(GROUPS)]
     batch = build(groups, CreditSettings(), LossSettings(), 128)
@@ -297,7 +297,7 @@ def test_recomputed_log_probs_make_the_first_ratio_one_and_keep_what_was_recorde
     assert metrics["loss/mismatch"] > 0.1
 
 
-def test_how_far_replayed_tokens_are_from_now_does_not_depend_on_how_old_log_probs_are_made() -> None:
+def test_the_mismatch_of_replayed_tokens_does_not_depend_on_old_logprobs() -> None:
     random = np.random.default_rng(0)
     groups = [make_group(i, [Member(1.0), Member(0.0), Member(1.0, replayed=True)], random) for i in range(GROUPS)]
     batch = build(groups, CreditSettings(), LossSettings(), 128)
@@ -307,7 +307,7 @@ def test_how_far_replayed_tokens_are_from_now_does_not_depend_on_how_old_log_pro
     assert gaps[1:] == pytest.approx([gaps[0]] * 2, rel=1e-6)
 
 
-def test_the_samplers_difference_is_measured_before_a_steps_first_update() -> None:
+def test_the_sampler_mismatch_is_measured_before_the_first_update_of_a_step() -> None:
     random = np.random.default_rng(0)
     groups = [make_group(i, [Member(1.0), Member(0.0)], random) for i in range(GROUPS)]
     batch = build(groups, CreditSettings(), LossSettings(), 128)
@@ -316,13 +316,13 @@ def test_the_samplers_difference_is_measured_before_a_steps_first_update() -> No
     half = batch.cut(0, GROUPS // 2)
     first = update(make_learner(groups_per_step=GROUPS // 2), half)["loss/mismatch"]
     whole = make_learner(updates_per_step=2, lr=0.1)
-    assert update(whole, batch)["loss/mismatch"] == first  # what the first update moved is not the sampler's
+    assert update(whole, batch)["loss/mismatch"] == first  # the drift of the first update does not count
     assert "loss/mismatch" in update(whole, batch)  # the next step
 
 
 @settings(max_examples=examples(8))
 @given(seed=st.integers(0, 2**32 - 1), budget=st.integers(1, 120), data=st.data())
-def test_what_is_said_of_a_steps_tokens_does_not_depend_on_chunks_or_micro_batches(
+def test_loss_metrics_of_a_step_do_not_depend_on_chunks_or_micro_batches(
     seed: int, budget: int, data: st.DataObject
 ) -> None:
     batch = make_batch(seed)
@@ -342,7 +342,7 @@ def test_what_is_said_of_a_steps_tokens_does_not_depend_on_chunks_or_micro_batch
     assert whole.step == chunked.step == 2
 
 
-def test_what_is_said_of_a_steps_tokens_is_not_of_the_step_before() -> None:
+def test_loss_metrics_of_a_step_do_not_include_the_previous_step() -> None:
     learner, other = (make_learner(lr=1e-30) for _ in range(2))
     first, second = (update(learner, make_batch(seed)) for seed in (1, 2))
     expected = {name: value for name, value in update(other, make_batch(2)).items() if name.startswith("loss/")}
@@ -350,7 +350,7 @@ def test_what_is_said_of_a_steps_tokens_is_not_of_the_step_before() -> None:
     assert first["loss/policy"] != pytest.approx(second["loss/policy"], rel=1e-3)
 
 
-def test_log_probs_are_those_of_the_model_at_the_temperature() -> None:
+def test_log_probs_equal_those_of_the_model_at_the_temperature() -> None:
     learner = make_learner(temperature=0.7)
     samples = make_batch(3).samples
     model: Any = tiny_model()
@@ -363,7 +363,7 @@ def test_log_probs_are_those_of_the_model_at_the_temperature() -> None:
         np.testing.assert_allclose(score.entropy[1:], np.where(sample.mask[1:], entropy, 0), atol=1e-5)
 
 
-def test_rewarded_tokens_become_likelier() -> None:
+def test_training_raises_the_probability_of_rewarded_tokens() -> None:
     learner = make_learner(lr=3e-3)
     batch = make_batch(5)
 
@@ -422,7 +422,7 @@ def test_a_cancelled_update_waits_for_its_thread() -> None:
     asyncio.run(main())
 
 
-def test_the_device_is_leased_and_spans_are_recorded() -> None:
+def test_an_update_takes_the_device_lock_and_records_its_span() -> None:
     log: list[Any] = []
 
     class Recorder:
@@ -469,7 +469,7 @@ def test_bfloat16_compute_is_close_and_keeps_float32_weights() -> None:
     assert {tensor.dtype for tensor in rough.weights().values()} == {torch.float32}
 
 
-def test_adapters_train_alone_and_are_published_merged() -> None:
+def test_only_adapters_are_trained_and_published_weights_are_merged() -> None:
     pytest.importorskip("peft")
     loss = LossSettings(kl_coefficient=0.1)
     learner = make_learner(loss, lora_rank=4, lr=0.05)
@@ -518,7 +518,7 @@ def test_a_loaded_learner_continues_bit_for_bit(tmp_path: Path, variant: str) ->
         assert torch.equal(second.weights()[name], tensor), name
 
 
-def test_the_random_state_comes_back(tmp_path: Path) -> None:
+def test_loading_restores_the_random_state(tmp_path: Path) -> None:
     learner = make_learner()
     learner.save(tmp_path)
     drawn = torch.rand(4)

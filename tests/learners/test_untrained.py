@@ -1,4 +1,4 @@
-"""A learner that only looks: no optimizer, no gradients, and the weights of any checkpoint."""
+"""Tests of a learner with ``trains=False``: it has no optimizer or gradients and loads any checkpoint's weights."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Weights = dict[str, torch.Tensor]
 
 
 def looking(loss: LossSettings = LOSS, **options: Any) -> TorchLearner:
-    seed = 0 if "lora_rank" in options else 1  # a checkpoint of adapters is for the model that they lie on
+    seed = 0 if "lora_rank" in options else 1  # adapters need their own base model
     return make_learner(loss=loss, trains=False, model=tiny_model(seed), **options)
 
 
@@ -33,7 +33,9 @@ def same(ours: TorchLearner, theirs: Weights) -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"lora_rank": 2}, {"critic": CriticSettings(model="own")}])
-def test_it_has_a_checkpoint_s_weights_and_nothing_else(options: dict[str, Any], tmp_path: Path) -> None:
+def test_an_untrained_learner_loads_a_checkpoint_s_weights_without_optimizer_or_critic(
+    options: dict[str, Any], tmp_path: Path
+) -> None:
     trained, samples = make_learner(loss=LOSS, **options), make_batch(0, LOSS).samples
     if "critic" not in options:
         update(trained, make_batch(0, LOSS))
@@ -49,7 +51,7 @@ def test_it_has_a_checkpoint_s_weights_and_nothing_else(options: dict[str, Any],
     assert engine.critic is None
 
 
-def test_it_keeps_the_reference_that_it_was_given(tmp_path: Path) -> None:
+def test_an_untrained_learner_keeps_its_given_reference(tmp_path: Path) -> None:
     trained, samples = make_learner(loss=LOSS), make_batch(0, LOSS).samples
     trained.save(tmp_path)
     learner = looking(reference=tiny_model(2))
@@ -66,7 +68,7 @@ def spread(ranks: Ranks, folder: Path) -> Weights:
 
 
 @pytest.mark.slow
-def test_it_has_the_weights_that_several_processes_saved(tmp_path: Path) -> None:
+def test_an_untrained_learner_loads_the_weights_of_a_sharded_checkpoint(tmp_path: Path) -> None:
     weights = led(2, spread, tmp_path / "two")
     learner = looking()
     learner.load(tmp_path / "two")
