@@ -123,10 +123,15 @@ def test_load_object_finds_names_attributes_and_nested_classes(mine: str) -> Non
         ("nowhere_at_all:Task", "no module 'nowhere_at_all'"),
         ("{}/missing.py:Task", "no file {}/missing.py"),
         ("{}/needy.py:Task", "needy.py imports 'not_installed_here', not installed here"),
-        ("{}/broken.py:Task", "line 2: "),
+        ("{}/broken.py:Task", "{}/broken.py line 2: "),
+        ("{}/importing.py:Task", "{}/broken.py line 2: "),
     ],
 )
-def test_bad_import_paths_raise_a_one_line_error(tmp_path: Path, path: str, told: str) -> None:
+def test_bad_import_paths_raise_a_one_line_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, told: str
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "importing.py").write_text("import broken")
     (tmp_path / "needy.py").write_text("import not_installed_here")
     (tmp_path / "broken.py").write_text("\ndef x(:\n")
     with pytest.raises(UserError) as caught:

@@ -69,7 +69,7 @@ def load_file(file: str, path: str | None = None) -> ModuleType:
     except BaseException as error:
         del sys.modules[name]
         if isinstance(error, SyntaxError):
-            raise UserError(f"import path {path!r}: line {error.lineno}: {error.msg}") from error
+            raise UserError(f"import path {path!r}: {error.filename} line {error.lineno}: {error.msg}") from error
         if isinstance(error, ModuleNotFoundError):
             missing = f"{location.name} imports {error.name!r}, not installed here"
             raise UserError(f"import path {path!r}: {missing}") from error
