@@ -243,6 +243,7 @@ def test_a_column_that_json_cannot_represent_raises_unless_it_is_dropped(tmp_pat
         ({"path": "nowhere.jsonl"}, "environment.options.path: no file nowhere.jsonl"),
         ({"path": "none-*.parquet"}, "no file matches none-*.parquet"),
         ({"path": "rows.csv"}, "rows.csv"),
+        ({"path": "folder.jsonl"}, "environment.options.path: folder.jsonl is not a file"),
         ({"path": []}, "name a file"),
         ({"eval_share": 0.6, "warm_start_share": 0.5}, "they leave no rows to train on"),
         ({"solution_format": "{answer}"}, "it must hold {solution}"),
@@ -254,6 +255,7 @@ def test_bad_options_raise_a_one_line_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], named: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder.jsonl").mkdir()
     path = options.pop("path", written(tmp_path / "rows.jsonl", trl_rows(5)))
     with pytest.raises(UserError) as caught:
         loaded(path, **options)
@@ -267,6 +269,21 @@ def test_a_file_that_is_not_parquet_raises_a_user_error(tmp_path: Path) -> None:
     (tmp_path / "rows.parquet").write_text("no")
     with pytest.raises(UserError, match=r"rows.parquet is not a parquet file"):
         loaded(str(tmp_path / "rows.parquet"))
+
+
+def test_a_damaged_row_of_a_parquet_file_or_a_deeply_nested_one_raises_a_user_error(tmp_path: Path) -> None:
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    path = tmp_path / "rows.parquet"
+    parquet.write_table(arrow.table({"prompt": ["a", "b"], "answer": ["1", "2"]}), path)
+    data = path.read_bytes()
+    path.write_bytes(data[:10] + bytes(40) + data[50:])
+    with pytest.raises(UserError, match=r"rows.parquet is damaged"):
+        loaded(str(path), eval_share=0.0).tasks("train", 1)
+    deep = f'{{"prompt": "a", "x": {"[" * 10**5}{"]" * 10**5}}}'
+    for text in (deep, f"[{deep}]"):
+        (tmp_path / "deep.json").write_text(text)
+        with pytest.raises(UserError, match=r"deep.json.* is not JSON"):
+            loaded(str(tmp_path / "deep.json"), eval_share=0.0).tasks("train", 1)
 
 
 def test_a_large_file_is_read_only_as_far_as_the_requested_tasks_need(tmp_path: Path) -> None:

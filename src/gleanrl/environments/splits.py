@@ -22,7 +22,7 @@ C = TypeVar("C")
 
 def fingerprint(*content: str) -> str:
     """Return a hash of a problem's content, 32 hexadecimal digits. Equal hashes mean the same problem."""
-    return hashlib.blake2b("\x1f".join(content).encode(), digest_size=16).hexdigest()
+    return hashlib.blake2b("\x1f".join(content).encode(errors="surrogatepass"), digest_size=16).hexdigest()
 
 
 def split_of(mark: str) -> Split:

@@ -203,7 +203,12 @@ def test_a_wrong_option_raises_a_one_line_error_when_the_taskset_is_loaded(optio
 
 @pytest.mark.parametrize(
     ("text", "why"),
-    [('{"prompt": "a"}\nnot json\n', "not JSON"), ("[1]\n", "not an object"), ('{"prompt": 3}\n', "found 1 different")],
+    [
+        ('{"prompt": "a"}\nnot json\n', "not JSON"),
+        (f"{'[' * 10**5}{']' * 10**5}\n", "not JSON"),
+        ("[1]\n", "not an object"),
+        ('{"prompt": 3}\n', "found 1 different"),
+    ],
 )
 def test_a_damaged_file_of_rows_raises(text: str, why: str, tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
@@ -211,6 +216,13 @@ def test_a_damaged_file_of_rows_raises(text: str, why: str, tmp_path: Path) -> N
     damaged = taskset(environment_factory=CALCULATOR, data=str(path))
     with pytest.raises(UserError, match=f"{why}|found 0 different"):
         damaged.tasks("train", 2)
+
+
+def test_the_id_of_a_row_may_have_a_lone_surrogate(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(f'{{"prompt": "a", "id": "{number}\\ud800"}}\n' for number in range(30)))
+    found = taskset(environment_factory=CALCULATOR, data=str(path)).tasks("train", 2)
+    assert all(task.id.endswith("\ud800") for task in found)
 
 
 def test_a_prompt_that_is_neither_text_nor_messages_raises() -> None:

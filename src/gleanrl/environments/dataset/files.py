@@ -14,6 +14,7 @@ import re
 from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
@@ -74,6 +75,8 @@ def open_source(path: str | Sequence[str], split: str, subset: str | None, load:
             raise UserError(f"environment.options.path: no file matches {name}")
         for file in found:
             if not os.path.isfile(file):
+                if os.path.exists(file):
+                    raise UserError(f"environment.options.path: {file} is not a file")
                 folder = Path(file).parent
                 hint = nearest(Path(file).name, os.listdir(folder)) if folder.is_dir() else ""
                 raise UserError(f"environment.options.path: no file {file}{hint}")
@@ -96,7 +99,7 @@ def _open_file(file: str, version: str) -> Source:
         return _JsonLines(file, version)
     try:
         rows = json.loads(Path(file).read_bytes())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{file} is not JSON: {first_line(error)}") from None
     for number, row in enumerate(rows, 1):
         if not isinstance(row, dict):
@@ -143,7 +146,7 @@ class _JsonLines(Source):
     def _parse(self, line: bytes, where: str) -> Row:
         try:
             row = json.loads(line.removeprefix(b"\xef\xbb\xbf"))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise UserError(f"{where} is not JSON: {first_line(error)}") from None
         if not isinstance(row, dict):
             raise UserError(f"{where} is of type {type(row).__name__}, not an object")
@@ -160,10 +163,9 @@ class _Parquet(Source):
             import pyarrow.parquet as parquet
         except ImportError:
             raise UserError(f"{file}: parquet files need the extra: pip install 'gleanrl[parquet]'") from None
-        try:
+        self._errors = (arrow.ArrowException, OSError)
+        with self._explaining("is not a parquet file"):
             self._parquet = parquet.ParquetFile(file, memory_map=True)
-        except (arrow.ArrowInvalid, OSError) as error:
-            raise UserError(f"{file} is not a parquet file: {first_line(error)}") from None
         facts = self._parquet.metadata
         self._begins = [0, *accumulate(facts.row_group(i).num_rows for i in range(facts.num_row_groups))]
         self._read_group = lru_cache(maxsize=_ROW_GROUPS)(self._parquet.read_row_group)
@@ -173,14 +175,24 @@ class _Parquet(Source):
 
     def scan(self) -> Iterator[tuple[int, Row]]:
         number = 0
-        for batch in self._parquet.iter_batches(batch_size=_BATCH):
-            for row in batch.to_pylist():
-                yield number, row
-                number += 1
+        with self._explaining("is damaged"):
+            for batch in self._parquet.iter_batches(batch_size=_BATCH):
+                for row in batch.to_pylist():
+                    yield number, row
+                    number += 1
 
     def row(self, position: int) -> Row:
         group = bisect_right(self._begins, position) - 1
-        return self._read_group(group).slice(position - self._begins[group], 1).to_pylist()[0]
+        with self._explaining("is damaged"):
+            return self._read_group(group).slice(position - self._begins[group], 1).to_pylist()[0]
+
+    @contextmanager
+    def _explaining(self, fault: str) -> Iterator[None]:
+        """Raise `UserError` with the text ``fault`` if the body cannot read the file."""
+        try:
+            yield
+        except self._errors as error:
+            raise UserError(f"{self.name} {fault}: {first_line(error)}") from None
 
 
 @dataclass(eq=False)

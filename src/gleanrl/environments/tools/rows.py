@@ -26,7 +26,7 @@ def read_rows(path: str) -> Iterator[dict[str, Any]]:
             yield row
     except OSError as error:
         raise UserError(f"{file}: {error.strerror or error}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{file}: not JSON: {error}") from error
 
 
