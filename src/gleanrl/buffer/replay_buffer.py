@@ -360,7 +360,14 @@ class MixedReplayBuffer:
         self.demonstrations.save_checkpoint(Path(save_path) / self.DEMONSTRATIONS)
 
     def load_checkpoint(self, load_path: str | os.PathLike[str], **how: Any) -> None:
-        """Load both buffers, or neither. Raises `UserError` if the checkpoint of one is missing or damaged."""
+        """Load both buffers. If one cannot be loaded, both keep their content.
+
+        There is one exception: if the disk becomes full, or the process is killed, after the demonstrations are loaded
+        and before the last small file of the online buffer is written, only the demonstrations are loaded.
+
+        Raises:
+            UserError: the checkpoint of one is missing or damaged, or the disk is full.
+        """
         shown = Path(load_path) / self.DEMONSTRATIONS
         load_shown = partial(self.demonstrations.load_checkpoint, shown, **how)
         self.online.load_checkpoint(Path(load_path) / self.ONLINE, **how, before_commit=load_shown)
