@@ -144,6 +144,17 @@ def test_a_run_killed_and_resumed_equals_an_undisturbed_one_bit_for_bit(
     assert [path.name for path in run.path.rglob(".partial-*")] == []
 
 
+def test_an_error_of_an_environment_costs_no_finished_step(
+    embodied: CommandLine, ended: tuple[CommandLine, Ended]
+) -> None:
+    broken = embodied.train("whole", "--checkpoint.every", "0", at=(COLLECT, 7, "full disk"))
+    assert broken.complaint == "writing failed: No space left on device"
+    assert [checkpoint.step for checkpoint in embodied.run("whole").checkpoints()] == [6]
+    resumed = embodied.train("whole", "--resume")
+    assert resumed.status == 0, resumed.stderr
+    assert outcome(embodied.run("whole")) == outcome(ended[0].run("whole"))
+
+
 def test_a_killed_run_with_buffers_in_memory_resumes_to_the_same_result(
     embodied: CommandLine, ended: tuple[CommandLine, Ended]
 ) -> None:
@@ -208,7 +219,8 @@ def test_a_dry_run_prints_the_configuration_and_the_plan(embodied: CommandLine) 
         (["--environment.options", "{wider = 1}"], ["wider"]),
         (["--demonstrations.expert", "pendulm"], ["demonstrations.expert = 'pendulm'", "did you mean 'pendulum'"]),
         (["--demonstrations.path", "nowhere"], ["path or an expert"]),
-        (["--buffer.max_rows", "3"], ["buffer.max_rows = 3", "a batch takes 8", "learner.batch = 16"]),
+        (["--buffer.max_rows", "3", "--learner.batch", "48"], ["buffer.max_rows = 3", "takes 24", "batch = 48"]),
+        (["--buffer.max_rows", "39", "--learner.batch", "48"], ["buffer.max_rows = 39", "so 20 of them", "takes 24"]),
         (["--buffer.window", "1", "--learner.batch", "44"], ["buffer.window = 1 trajectories hold 20", "takes 22"]),
         (["--demonstrations.newest", "1", "--learner.batch", "48"], ["demonstrations.newest = 1 give 20", "takes 24"]),
         (["--learner.device", "abacus"], ["learner.device = 'abacus'"]),

@@ -38,7 +38,9 @@ EXPERT = {"expert": "pendulum", "chunk_steps": 30}
         ({"buffer": {"window": 1}, "learner": {"batch": 21}}, "buffer.window = 1 trajectories hold 20 .* takes 21 "),
         ({"buffer": {"window": 1}, "learner": {"batch": 20}}, None),
         ({"buffer": {"window": 2}, "learner": {"batch": 40}}, None),
-        ({"buffer": {"max_rows": 15}}, "buffer.max_rows = 15 .* takes 16 "),
+        ({"buffer": {"max_rows": 39}, "learner": {"batch": 21}}, "max_rows = 39 keeps .* 20 of them, .* takes 21 "),
+        ({"buffer": {"max_rows": 40}, "learner": {"batch": 40}}, None),
+        ({"buffer": {"max_rows": 15}}, None),  # the newest trajectory is never dropped
         ({"buffer": {"window": 1}, "learner": {"batch": 40}, "demonstrations": EXPERT}, None),
         ({"buffer": {"window": 1}, "learner": {"batch": 42}, "demonstrations": EXPERT}, "window = 1 .* takes 21 "),
         ({"learner": {"batch": 122}, "demonstrations": EXPERT}, "chunk_steps = 30 give 60 chunk steps, .* takes 61 "),

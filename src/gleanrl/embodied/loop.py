@@ -43,6 +43,7 @@ class Training:
     step: Callable[[int, dict[str, float], tuple[float, float]], None]
     boundary: Callable[[int], None]
     interrupted: bool = field(default=False, init=False)
+    learning: bool = field(default=False, init=False)  # whether a step is under way; stays True if learning fails
     _thread_work: list[asyncio.Future[Any]] = field(default_factory=list, init=False)
 
     def interrupt(self) -> None:
@@ -69,7 +70,9 @@ class Training:
                 if isinstance(rollout, Exception):
                     raise rollout
                 started = perf_counter()
+                self.learning = True
                 metrics = await self._in_thread(self.actor.learn, rollout)
+                self.learning = False
                 policies.put_nowait(self.actor.published[-1])
                 self.step(self.actor.step, metrics, (started, perf_counter()))
                 await self._in_thread(self.boundary, self.actor.step)

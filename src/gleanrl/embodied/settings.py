@@ -93,7 +93,8 @@ class LearnerSettings(Settings):
 class BufferSettings(Settings):
     max_rows: Positive | None = None
     """Maximum number of chunk steps that the buffer keeps, over all environments. The oldest are dropped, usually a
-    whole file at a time. It must hold at least the share of a batch that is sampled from it. None = keep all."""
+    whole file at a time, but never the newest trajectory. The whole trajectories in it must hold at least the share
+    of a batch that is sampled from them. None = keep all."""
     window: NonNegative = 0
     """Number of the newest trajectories, each of `schedule.chunk_steps` in all environments, from which batches are
     sampled. They must hold at least the share of a batch that is sampled from them. 0 = all in the buffer."""

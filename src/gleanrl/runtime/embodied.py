@@ -7,6 +7,7 @@ closes them at the end. `gleanrl.embodied.loop.Training` is the training loop.
 from __future__ import annotations
 
 import asyncio
+import logging
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -39,6 +40,8 @@ from gleanrl.utils.seeding import derive
 if TYPE_CHECKING:
     from gleanrl.embodied.environments import Environments
 
+log = logging.getLogger(__name__)
+
 POLICY = "policy.safetensors"
 DEVICE_WORK = ("sample", "train", "evaluate", "checkpoint")
 
@@ -54,8 +57,10 @@ def check(config: EmbodiedConfig) -> None:
     own, shown = MixedReplayBuffer.divide(batch, settings.share if settings.given else 0.0)
     takes = f"and a batch takes {{}} (learner.batch = {batch})"
     largest, window = config.buffer.max_rows, config.buffer.window
-    if largest is not None and largest < own:
-        raise UserError(f"buffer.max_rows = {largest} chunk steps are kept, {takes.format(own)}")
+    # Only whole trajectories are dropped, and never the newest one.
+    if largest is not None and (kept := max(largest // rows, 1) * rows) < own:
+        whole = f"whole trajectories of {rows} chunk steps, so {kept} of them,"
+        raise UserError(f"buffer.max_rows = {largest} keeps {whole} {takes.format(own)}")
     if window and window * rows < own:
         raise UserError(f"buffer.window = {window} trajectories hold {window * rows} chunk steps, {takes.format(own)}")
     if settings.expert is not None:
@@ -124,7 +129,8 @@ async def _train(
         actor.check()
         worker = make_worker(config, environments, actor.progress)
 
-        resumed = actor.step if resume else None
+        first_step = actor.step
+        resumed = first_step if resume else None
         values = config.model_dump(mode="json")
         info = RunInfo(folder, project=config.monitor.project, config=values, resumed_step=resumed)
         monitor = monitors(info)
@@ -166,6 +172,13 @@ async def _train(
         except asyncio.CancelledError:
             if not training.interrupted:
                 raise
+        except Exception:
+            if actor.step > first_step and not training.learning:
+                try:
+                    checkpoints.save(actor.step, {}, actor.save)
+                except Exception as error:  # the error that ends the run matters more
+                    log.warning("the run's last state could not be saved: %s", error)
+            raise
         complete = actor.step >= steps
         if complete:
             with atomic.file(folder.path / POLICY) as partial:
