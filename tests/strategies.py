@@ -53,9 +53,9 @@ scores = st.one_of(
         Score,
         value=st.floats(allow_nan=False, allow_infinity=False),
         parts=st.dictionaries(text, st.floats(), max_size=3),
-        explanation=st.none() | text,
+        explanation=st.none() | any_text,
     ),
-    st.builds(Score.failed, text),
+    st.builds(Score.failed, any_text),
     st.builds(Score, value=st.just(-math.inf), valid=st.just(False), applicable=st.just(False)),
 )
 tasks = st.builds(

@@ -14,11 +14,13 @@ from gleanrl.algorithms.batch import build
 from gleanrl.config.settings import CreditSettings, LearnerSettings, LossSettings
 from gleanrl.learners.torch import TorchLearner
 from gleanrl.runtime import observer
+from gleanrl.runtime.evaluation import Evaluation
 from gleanrl.runtime.observer import RunObserver
 from gleanrl.runtime.run_folder import RunFolder
 from gleanrl.schedule.device_lock import DeviceLock
 from gleanrl.schedule.timeline import DEVICE_WORK, Timeline
 from gleanrl.tracking.monitors import Monitors
+from gleanrl.types import Score, StopReason, Trajectory
 from tests.builders import random_groups, tiny_model
 
 
@@ -108,6 +110,15 @@ def test_idle_time_is_divided_by_what_was_waited_for(tmp_path: Path, monkeypatch
     assert first["device/idle_share"] == 0.5
     assert (first["time/reward_wait_s"], first["time/environment_s"], first["time/idle_s"]) == (5.0, 1.0, 0.0)
     assert (second["time/reward_wait_s"], second["time/environment_s"], second["time/idle_s"]) == (2.0, 0.0, 1.0)
+
+
+def test_a_lone_surrogate_in_an_explanation_is_written_escaped_into_the_samples(tmp_path: Path) -> None:
+    """An environment that cannot open a file whose name is not UTF-8 raises an error with such a text."""
+    watching, _ = observing(tmp_path, Timeline())
+    failed = Trajectory("x", "t", (), Score.failed("OSError: cannot open /data/\udcff.txt"), StopReason.ERROR)
+    watching.evaluated(3, {}, Evaluation(((failed,),)))
+    [written] = (tmp_path / "samples").iterdir()
+    assert r"cannot open /data/\udcff.txt" in written.read_text(encoding="utf-8")
 
 
 def test_a_run_without_rewards_to_wait_for_has_no_reward_wait_metric(tmp_path: Path) -> None:

@@ -94,7 +94,9 @@ class RunObserver:
         self.log(step, metrics)
         shown = [row[0] for row in sampled.trajectories[:TRANSCRIPTS]]
         text = "\n\n".join(transcript(trajectory) for trajectory in shown)
-        atomic.write_text(self._folder.path / "samples" / f"step-{step:06d}.txt", text)
+        # Texts of environments may hold lone surrogates, which UTF-8 cannot encode. They are written as ``\udcff``.
+        data = text.encode("utf-8", "backslashreplace")
+        atomic.write_bytes(self._folder.path / "samples" / f"step-{step:06d}.txt", data)
 
     def _measure_times(self, now: float, environment_s: float) -> dict[str, float]:
         """Split the time since the last step, up to ``now``, among the activities of the run, in seconds.
