@@ -27,7 +27,8 @@ from gleanrl.experience.guidance.guidance import (
     strip_trajectory,
 )
 from gleanrl.experience.guidance.retrieval import Bm25Retriever, Retriever
-from gleanrl.protocols import Completion, Observation
+from gleanrl.protocols import Completion, Observation, Reward
+from gleanrl.rewards import EnvironmentReward
 from gleanrl.rollout.context import make_context
 from gleanrl.rollout.renderer import Renderer
 from gleanrl.runtime.checkpoints import restore
@@ -82,6 +83,7 @@ def guided_run(
     steps: int = 2,
     preset: str = "sync",
     context: ContextSettings | None = None,
+    reward: Reward | None = None,
     resume: bool = False,
     **options: Any,
 ) -> tuple[Run, Inner, list[tuple[tuple[Group, ...], Batch]]]:
@@ -92,6 +94,7 @@ def guided_run(
     inner = Inner(tasks(6), GROUP, seed=1)
     run.plan = Plan(guide.curriculum(inner), schedule.batch)
     run.player = guide.player(run.player)
+    run.rewards = guide.reward(run.rewards if reward is None else reward)
     if context is not None:
         run.player = replace(run.player, context=context)
     if resume:
@@ -219,6 +222,26 @@ def test_a_success_of_each_solved_group_is_added_and_queries_contain_the_opening
     assert all(t.score.value == 1.0 for _, t in hints.added)
     assert all(MARK not in task.payload for task, _ in hints.added)
     assert all(task.prompt[0]["content"] == "say left or right" for task in hints.asked)
+
+
+def test_the_reward_gets_the_payload_as_the_taskset_wrote_it(tmp_path: Path) -> None:
+    payloads: list[Any] = []
+
+    class Strict(EnvironmentReward):
+        async def score(self, task: Task, trajectory: Trajectory) -> Score:
+            payloads.append(task.payload)
+            return await super().score(task, trajectory)
+
+        async def finish(self, task: Task, scores: Sequence[Score]) -> Sequence[Score]:
+            payloads.append(task.payload)
+            return await super().finish(task, scores)
+
+    run, _, _ = guided_run(tmp_path, Hints(), reward=Strict())
+    asyncio.run(train(run))
+    assert any("guided" in t.info for group in played(run) for t in group.fresh)
+    assert len(payloads) >= 8 * (GROUP + 1)
+    written = [task.payload for task in tasks(6)]
+    assert all(payload in written for payload in payloads)
 
 
 def test_a_resumed_run_is_guided_as_if_it_had_not_stopped(tmp_path: Path) -> None:

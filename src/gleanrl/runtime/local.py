@@ -294,7 +294,7 @@ class Builder:
                 total_steps=config.run.steps,
                 settings=config.schedule,
                 player=player,
-                rewards=rewards.train,
+                rewards=rewards.train if guide is None else guide.reward(rewards.train),
                 learner=updated,
                 plan=plan,
                 make_batch=partial(self.make_batch, learner=learner, updated=updated, guide=guide),

@@ -1,12 +1,13 @@
 """Guidance: inserts a text about successes on similar tasks into the prompt of some members of each group.
 
-A `Guide` adds guidance to a run in three places. The training loop itself does not change.
+A `Guide` adds guidance to a run in four places. The training loop itself does not change.
 
 1. `GuidedCurriculum` wraps the curriculum. In the payload of each planned task, it marks which fresh members of the
    group are guided. These are always the last fresh ones.
 2. `GuidedPlayer` replaces the player. For the marked members it retrieves a text and inserts it into the last user
    message before the first sampled turn (the messages before that turn are the *opening* of the episode).
-3. `Guide.strip` prepares finished groups for training. With the mode ``keep``, the text stays in the prompt. With
+3. `GuidedReward` wraps the reward, so that the reward gets each task without the mark.
+4. `Guide.strip` prepares finished groups for training. With the mode ``keep``, the text stays in the prompt. With
    ``discard``, the opening is replaced by the one without the text. The log-probs of such a member remain those under
    the guided prompt, so the member is off-policy. It becomes a replayed member of its group: its ratio is clipped like
    theirs, and its score does not enter the baseline.
@@ -29,7 +30,7 @@ import numpy as np
 from gleanrl.config.settings import GuidanceSettings
 from gleanrl.experience.guidance.retrieval import Bm25Retriever, Retriever
 from gleanrl.experience.interop.reme import ReMeRetriever
-from gleanrl.protocols import Curriculum, Environment, Metrics, Observation, Tools
+from gleanrl.protocols import Curriculum, Environment, Metrics, Observation, Reward, Tools
 from gleanrl.rollout.conversation import opening_turns, with_prompt
 from gleanrl.rollout.player import Player
 from gleanrl.rollout.renderer import Renderer
@@ -104,7 +105,7 @@ class _SharedText:
 
 
 class Guide:
-    """Adds guidance to a run: wraps its curriculum and its player, and prepares its groups for training.
+    """Adds guidance to a run: wraps its curriculum, player and reward, and prepares its groups for training.
 
     If the retriever fails or finds nothing, this is counted, the members of the group are played without guidance, and
     the run continues. A trajectory counts as a success if its score is at least ``success_threshold``; only successes
@@ -132,6 +133,9 @@ class Guide:
 
     def player(self, player: Player) -> GuidedPlayer:
         return GuidedPlayer(**{f.name: getattr(player, f.name) for f in fields(player)}, guide=self)
+
+    def reward(self, inner: Reward) -> GuidedReward:
+        return GuidedReward(inner)
 
     def strip(self, groups: Sequence[Group]) -> list[Group]:
         """Return the groups as training needs them: without marks, and without texts that are to be discarded.
@@ -276,6 +280,20 @@ class GuidedEnvironment(Environment):
 
     async def close(self) -> None:
         await self.inner.close()
+
+
+# --- scoring ----------------------------------------------------------------------------------------
+@dataclass(frozen=True, slots=True)
+class GuidedReward:
+    """Wraps a reward. A reward reads the payload as the task set wrote it, and its key in a journal contains it."""
+
+    inner: Reward
+
+    async def score(self, task: Task, trajectory: Trajectory) -> Score:
+        return await self.inner.score(unmark(task), trajectory)
+
+    async def finish(self, task: Task, scores: Sequence[Score]) -> Sequence[Score]:
+        return await self.inner.finish(unmark(task), scores)
 
 
 # --- planning, and storing successes -----------------------------------------------------------------
