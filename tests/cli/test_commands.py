@@ -74,6 +74,7 @@ def test_settings_are_shown_by_section_key_and_part_of_a_name(gleanrl: CommandLi
     section = gleanrl("settings", "warm_start").stdout
     assert {line.partition(".")[0] for line in section.splitlines() if line[0] != " "} == {"warm_start"}
     assert "loss.clip_high = " in gleanrl("settings", "clip").stdout
+    assert "seq-\n" not in gleanrl("settings", "aggregation").stdout
     assert gleanrl("settings", "schedule.lag", "--job", "embodied").stdout.startswith("schedule.lag = 1")
     unknown = gleanrl("settings", "nothing")
     assert (unknown.status, unknown.stdout) == (2, "")

@@ -42,7 +42,7 @@ def _settings(args: argparse.Namespace) -> int:
     for name in wanted:
         field = found[name]
         print(f"{name} = {_shown(field.get_default(call_default_factory=True))}    ({_kind(field.annotation)})")
-        for line in textwrap.wrap(" ".join((field.description or "").split()), WIDTH - 4):
+        for line in textwrap.wrap(" ".join((field.description or "").split()), WIDTH - 4, break_on_hyphens=False):
             print(f"    {line}")
     return 0
 
