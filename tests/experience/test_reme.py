@@ -197,10 +197,12 @@ def test_successes_that_cannot_be_sent_are_counted_and_closing_does_not_hang() -
     run(test)
 
 
-def test_a_success_added_outside_an_event_loop_is_sent_once_a_loop_runs() -> None:
+@pytest.mark.parametrize("retrieves", [True, False])
+def test_a_success_added_outside_an_event_loop_is_sent_by_the_next_retrieval_or_by_closing(retrieves: bool) -> None:
     async def test(server: Server) -> None:
         client = await asyncio.to_thread(early, server.url)
-        await client.retrieve(TASK, 1)
+        if retrieves:
+            await client.retrieve(TASK, 1)
         await client.close()
         assert client.metrics()["reme_sent"] == 1.0
 

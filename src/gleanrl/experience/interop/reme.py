@@ -120,6 +120,7 @@ class ReMeRetriever(Retriever):
 
     async def close(self) -> None:
         """Send the queue, count what is not sent within ``timeout_s`` seconds as lost, and close the connections."""
+        self._send_waiting()
         if self._sending is not None:
             await asyncio.wait([self._sending], timeout=self._timeout_s)
             self._sending.cancel()
