@@ -73,6 +73,8 @@ def test_read_returns_the_sampled_rows_for_their_indices(buffer: TrajectoryRepla
     sample = buffer.sample(40, indices=True)
     again = buffer.read(sample.pop("indices"))
     assert same(again, sample)
+    nothing = buffer.read(torch.empty(0, dtype=torch.int64))
+    assert nothing["actions"].shape == (0, *sample["actions"].shape[1:])
     with pytest.raises(UserError, match="evicted or never was"):
         buffer.read(torch.tensor([10**6]))
 

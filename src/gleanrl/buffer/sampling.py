@@ -309,10 +309,14 @@ class Sampler:
     def read(self, indices: Tensor, fields: Collection[str] | None = None) -> Batch:
         """Return the rows with these ``indices`` (see `sample`) as a batch, in the same order.
 
-        Raises `UserError` if one of the rows was dropped since.
+        Raises `UserError` if one of the rows was dropped since, or if the buffer is empty.
         """
         with self._held() as now:
             found: Pieces = []
+            if not now.tables:
+                raise UserError("the buffer is empty")
+            if not len(indices):  # an empty piece, which gives the batch its fields
+                found.append((now.tables[0].number, indices, indices))
             for table, (first, end) in zip(now.tables, now.spans, strict=True):
                 [places] = torch.where(indices >> TABLE_BIT == table.number)
                 rows = indices[places] & ((1 << TABLE_BIT) - 1)
