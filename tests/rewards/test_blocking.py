@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -185,6 +186,29 @@ def test_closing_raises_a_user_error_in_every_waiting_caller() -> None:
     for call in (lambda: agent.submit(TASK, "1"), lambda: agent.score_groups([[(TASK, "1")]])):
         with pytest.raises(UserError, match="was closed"):
             call()
+
+
+def test_closing_warns_about_a_task_of_the_reward_that_does_not_end(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gleanrl.rewards.blocking._TEARDOWN_S", 0.1)
+    left, done = list[asyncio.Task[None]](), threading.Event()
+
+    async def stubborn() -> None:
+        while not done.is_set():
+            with suppress(asyncio.CancelledError):
+                await asyncio.sleep(0.05)
+
+    async def careless(request: Request) -> float:
+        left.append(asyncio.create_task(stubborn()))
+        await asyncio.sleep(0)
+        return 1.0
+
+    agent = BlockingRewardAgent(careless)
+    assert agent.submit(TASK, "1").result().value == 1.0
+    agent.close()
+    assert "does not end" in caplog.text
+    done.set()
 
 
 def test_a_submit_concurrent_with_close_gives_its_score_or_raises() -> None:

@@ -95,7 +95,8 @@ class BlockingRewardAgent:
     def close(self) -> None:
         """Cancel unfinished requests and release all resources. May be called more than once.
 
-        If releasing a resource fails, for example in the reward's own ``close`` method, that error is raised.
+        If releasing a resource fails, for example in the reward's own ``close`` method, that error is raised. If tasks
+        that the reward has left running do not end within `_TEARDOWN_S` seconds, a warning is logged.
         """
         if os.getpid() != self._process:
             return  # in a forked child process the agent's thread does not run, so there is nothing to close
@@ -107,6 +108,8 @@ class BlockingRewardAgent:
             return  # a future's callback has called this method in the agent's thread, which cannot wait for itself
         self._agent_closed.wait()
         self._thread.join(_TEARDOWN_S)
+        if self._thread.is_alive():
+            log.warning("a task that the reward has left running does not end; its thread goes on in the background")
         failure, self._failure = self._failure, None
         if failure is not None:
             raise failure
