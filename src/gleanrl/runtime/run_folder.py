@@ -184,17 +184,17 @@ class RunInfo:
     def name(self) -> str:
         return self.folder.name
 
-    def remembered_id(self, tracker: str, fresh: str | None = None) -> str:
+    def remembered_id(self, tracker: str, fresh: Callable[[], str] | None = None) -> str:
         """Return the id under which this run is known to ``tracker`` (e.g. "wandb"), so that a resumed run keeps it.
 
-        A new run uses ``fresh`` as its id, or a random id if ``fresh`` is None, and stores it in the run folder. A
-        resumed run returns the stored id.
+        A new run uses the result of ``fresh`` as its id, or a random id if ``fresh`` is None, and stores it in the run
+        folder. A resumed run returns the stored id.
         """
         path = self.folder.path / "trackers" / f"{tracker}.id"
         if self.resumed_step is not None and path.exists():
             return path.read_text(encoding="utf-8").strip()
         path.parent.mkdir(parents=True, exist_ok=True)
-        made = fresh or uuid.uuid4().hex[:12]
+        made = fresh() if fresh is not None else uuid.uuid4().hex[:12]
         path.write_text(made + "\n", encoding="utf-8")
         return made
 

@@ -51,7 +51,8 @@ def test_mlflow_continues_the_same_run_after_a_resume(
     client = mlflow.tracking.MlflowClient()
     experiment = client.get_experiment_by_name("gleanrl-tests")
     assert experiment is not None
-    (run,) = client.search_runs([experiment.experiment_id])
+    # Deleted runs are included, so none was created in between.
+    (run,) = client.search_runs([experiment.experiment_id], run_view_type=mlflow.entities.ViewType.ALL)
     assert run.info.run_name == "a-run"
     assert run.info.status == "FINISHED"
     assert run.data.params["schedule.batch"] == "16"

@@ -22,10 +22,14 @@ class MlflowMonitor:
         self._client = MlflowClient()
         found = self._client.get_experiment_by_name(info.project)
         experiment = found.experiment_id if found else self._client.create_experiment(info.project)
-        fresh = self._client.create_run(experiment, run_name=info.name).info.run_id
-        self._run_id = info.remembered_id("mlflow", fresh)
-        if self._run_id != fresh:
-            self._client.delete_run(fresh)
+        created: list[str] = []
+
+        def create() -> str:
+            created.append(self._client.create_run(experiment, run_name=info.name).info.run_id)
+            return created[0]
+
+        self._run_id = info.remembered_id("mlflow", create)
+        if not created:
             self._client.set_terminated(self._run_id, status="RUNNING")
             return
         for name, value in info.flat_config().items():
