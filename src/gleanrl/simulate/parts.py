@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -337,7 +337,8 @@ class Learner:
     def __init__(self, workload: Workload, device: Device) -> None:
         self._workload, self._device = workload, device
         self._pass_s = workload.logprobs + workload.reference
-        self._passes: dict[int, asyncio.Task[None]] = {}  # group number (ticket) -> pass over the group
+        # Group number (ticket) -> passes over the group; there are several if several bursts generated the group.
+        self._passes: defaultdict[int, list[asyncio.Task[None]]] = defaultdict(list)
         self._calls_of_step = 0
         self.calls = 0
 
@@ -347,12 +348,13 @@ class Learner:
         ``tickets`` are the ticket numbers of their groups. Returns without waiting.
         """
         started = asyncio.create_task(self._work(self._pass_s * share, share))
-        self._passes |= dict.fromkeys(tickets, started)
+        for ticket in tickets:
+            self._passes[ticket].append(started)
 
     async def prepare(self, groups: Sequence[Group]) -> Sequence[Group]:
         """Wait for the log-prob passes over ``groups``, and return the groups. Called as `Run.make_batch`."""
         if self._workload.passes == "generated":
-            await asyncio.gather(*{self._passes.pop(group.ticket) for group in groups})
+            await asyncio.gather(*{one for group in groups for one in self._passes.pop(group.ticket)})
         else:
             share = len(groups) / self._workload.batch
             await self._work(self._pass_s * share, share)
