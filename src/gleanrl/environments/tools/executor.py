@@ -58,7 +58,8 @@ class Limits:
     cpu_s: int = 10  # processor seconds of one call; all calls of a session together may use a hundred times as many
     memory_mb: int = 512  # address space of one process
     disk_mb: int = 64  # with bubblewrap, size of the working folder, a tmpfs in memory; without it, size of each file
-    processes: int = 1  # 1 = the code cannot fork, so that memory_mb limits all of its memory
+    # 1 = the code cannot fork, so that memory_mb limits all of its memory; unlimited without bubblewrap
+    processes: int = 1
     threads: int = 16  # number of threads that the code may start; unlimited without bubblewrap
     output_chars: int = 10_000  # characters that a call may print; further characters are dropped and counted
 
