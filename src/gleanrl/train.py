@@ -211,6 +211,9 @@ async def train(run: Run) -> None:
 
     A `UserError`, such as the error for too many failed episodes, also ends the run. Then the finished steps are saved
     before the error is raised, unless the current step has already changed the weights.
+
+    An interruption cancels an evaluation that is running, because waiting for its rewards could take minutes. A resumed
+    run no longer has the weights of that step, so it does not repeat the evaluation.
     """
     try:
         await start_evaluation_if_due(run)
