@@ -214,6 +214,43 @@ def test_closing_the_pool_kills_a_blocked_worker_without_waiting() -> None:
     assert gone(with_pool(body))
 
 
+def test_workers_end_if_closing_the_pool_is_cancelled_and_the_event_loop_ends() -> None:
+    pids: list[int] = []
+
+    async def play() -> None:
+        async with EnvironmentPool(Troublesome(), workers=1) as pool:
+            pids.extend(pool.worker_pids)
+            await (await begun(pool, "hung")).step(say("block 600"))
+
+    async def run() -> None:
+        playing = asyncio.ensure_future(play())
+        while not pids:  # noqa: ASYNC110 - another task fills it
+            await asyncio.sleep(0.05)
+        await asyncio.sleep(0.3)
+        for _ in range(2):  # the first cancels the step, the second the closing of the pool
+            playing.cancel()
+            await asyncio.sleep(0.1)
+        assert playing.cancelled()
+
+    asyncio.run(run())
+    assert gone(pids)
+
+
+def test_a_second_close_waits_until_the_workers_of_a_cancelled_close_have_ended() -> None:
+    async def body(pool: EnvironmentPool) -> None:
+        pids = pool.worker_pids
+        blocked = asyncio.ensure_future((await begun(pool, "hung")).step(say("block 600")))
+        await asyncio.sleep(0.1)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(pool.close(), 0.1)
+        await pool.close()
+        assert not any(alive(pid) for pid in pids)
+        with pytest.raises(EnvironmentDied):
+            await blocked
+
+    with_pool(body)
+
+
 PARENT = """
 import asyncio, sys
 from gleanrl.environments.pool import EnvironmentPool

@@ -151,8 +151,8 @@ class EnvironmentPool:
 
     async def close(self) -> None:
         """End all workers. Calls that are still running raise `EnvironmentDied`."""
-        workers, self._workers = self._workers, []
-        await asyncio.gather(*(worker.close() for worker in workers))
+        self._workers = []
+        await asyncio.gather(*(worker.close() for worker in self.load))
 
     @property
     def worker_pids(self) -> tuple[int, ...]:

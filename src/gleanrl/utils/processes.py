@@ -233,7 +233,7 @@ class WorkerProcess:
         self._fail_all()
         if self._writer is not None:
             self._writer.close()
-        await self._life
+        await asyncio.shield(self._life)  # a cancelled caller does not stop the task that ends the process
 
     def _begin(self, call: _Call, body: bytes) -> None:
         self._queue[call.number] = call
@@ -267,28 +267,30 @@ class WorkerProcess:
         self._writer.writelines(self._early)
         if self.death is not None:
             self._writer.close()
-        with contextlib.suppress(asyncio.IncompleteReadError, OSError):  # raised when the connection is closed
-            while True:
-                number, kind, body = await _read_frame(reader)
-                call = self._queue.pop(number, None)
-                if kind == _AWAITING:
-                    if call is not None:
-                        self._awaiting[number] = call
-                elif (call := call or self._awaiting.pop(number, None)) is not None:
-                    try:
-                        value = pickle.loads(body) if body else None
-                    except Exception as raised:
-                        kind, value = _ERROR, RemoteError.of(raised)
-                    if number == 0:  # the call that makes the object
-                        self.started = kind == _VALUE
-                        if not self.started:
-                            self.kill(f"its worker process could not start: {value}")
-                    call.settle(error=value) if kind == _ERROR else call.settle(value)
-                self._start_clock()
-        if not await self._ended(GRACE_S + 1.0):
-            self._kill_group()
-            await self._ended(None)
-        self._kill_group()  # kills processes that the worker started and left running
+        try:
+            with contextlib.suppress(asyncio.IncompleteReadError, OSError):  # raised when the connection is closed
+                while True:
+                    number, kind, body = await _read_frame(reader)
+                    call = self._queue.pop(number, None)
+                    if kind == _AWAITING:
+                        if call is not None:
+                            self._awaiting[number] = call
+                    elif (call := call or self._awaiting.pop(number, None)) is not None:
+                        try:
+                            value = pickle.loads(body) if body else None
+                        except Exception as raised:
+                            kind, value = _ERROR, RemoteError.of(raised)
+                        if number == 0:  # the call that makes the object
+                            self.started = kind == _VALUE
+                            if not self.started:
+                                self.kill(f"its worker process could not start: {value}")
+                        call.settle(error=value) if kind == _ERROR else call.settle(value)
+                    self._start_clock()
+            if not await self._ended(GRACE_S + 1.0):
+                self._kill_group()
+                await self._ended(None)
+        finally:  # also if the event loop is shut down, which cancels this task
+            self._kill_group()  # kills also processes that the worker started and left running
         self._process.join()
         exit_code = self._process.exitcode
         how = f"ended with status {exit_code}"
