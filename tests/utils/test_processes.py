@@ -198,6 +198,24 @@ def test_closing_the_pool_kills_a_process_that_blocks() -> None:
     run_in_pool(body)
 
 
+def test_closing_the_pool_raises_in_a_call_that_waits_for_a_process_and_starts_none_for_it(tmp_path: Path) -> None:
+    file, starts = tmp_path / "mine.py", tmp_path / "starts"
+    file.write_text(FILE.replace("class", f"open({str(starts)!r}, 'a').write('.')\nclass"))
+
+    async def body(pool: ProcessPool) -> None:
+        await pool.call("greet")
+        before = starts.read_text()
+        running, waiting = (asyncio.ensure_future(pool.call("greet")) for _ in range(2))
+        await asyncio.sleep(0)
+        await pool.close()
+        for call in (running, waiting):
+            with pytest.raises(WorkerDied, match=r"killed|closed"):
+                await call
+        assert starts.read_text() == before
+
+    run_in_pool(body, load_object(f"{file}:Mine"))
+
+
 def test_closing_a_worker_while_it_starts_logs_no_unretrieved_exception() -> None:
     async def main() -> list[str]:
         said: list[str] = []

@@ -359,6 +359,7 @@ class ProcessPool:
     ) -> None:
         self._packed = pack(make, raises=raises)
         self.timeout_s = timeout_s
+        self._count = count
         self._slots = asyncio.Semaphore(count)
         self._idle: list[WorkerProcess] = []
         self._all: set[WorkerProcess] = set()
@@ -374,7 +375,9 @@ class ProcessPool:
 
         Raises the errors of `WorkerProcess.call`, and `UserError` if ``make`` fails.
         """
-        async with self._slots:
+        async with (slots := self._slots):
+            if slots is not self._slots:
+                raise WorkerDied("its pool of processes was closed", never_began=True)
             worker = None
             while self._idle and worker is None:
                 idle = self._idle.pop()
@@ -398,6 +401,7 @@ class ProcessPool:
 
     async def close(self) -> None:
         """Kill all processes and wait until they have ended. Unfinished calls raise `WorkerDied`."""
+        self._slots = asyncio.Semaphore(self._count)  # calls that wait for the old one find that the pool was closed
         workers, self._all, self._idle = self._all, set(), []
         for worker in workers:
             worker.kill()
