@@ -83,12 +83,14 @@ def test_an_environment_that_raises_fails_only_its_own_episode(workers: int) -> 
         assert "in obey" in caught.value.traceback_text
         with pytest.raises(EnvironmentRaised, match="SystemExit: 3"):
             await bad.step(say("leave"))
+        with pytest.raises(EnvironmentRaised, match="CancelledError: of its own"):
+            await bad.step(say("cancel of its own"))
         with pytest.raises(EnvironmentRaised, match="on reset"):
             await pool.environment(Task("worse", payload={"reset": "raise on reset"})).reset()
         with pytest.raises(UserError, match="put the file there"):
             await bad.step(say("mistake put the file there"))
         assert await step_and_read(good, "hello") == "good: hello"
-        assert (pool.stats.raised, pool.stats.workers_replaced) == (3, 0)
+        assert (pool.stats.raised, pool.stats.workers_replaced) == (4, 0)
 
     with_pool(body, workers=workers)
 
@@ -220,7 +222,7 @@ def test_workers_end_if_closing_the_pool_is_cancelled_and_the_event_loop_ends() 
     async def play() -> None:
         async with EnvironmentPool(Troublesome(), workers=1) as pool:
             pids.extend(pool.worker_pids)
-            await (await begun(pool, "hung")).step(say("block 600"))
+            await (await begin_episode(pool, "hung")).step(say("block 600"))
 
     async def run() -> None:
         playing = asyncio.ensure_future(play())
@@ -239,7 +241,7 @@ def test_workers_end_if_closing_the_pool_is_cancelled_and_the_event_loop_ends() 
 def test_a_second_close_waits_until_the_workers_of_a_cancelled_close_have_ended() -> None:
     async def body(pool: EnvironmentPool) -> None:
         pids = pool.worker_pids
-        blocked = asyncio.ensure_future((await begun(pool, "hung")).step(say("block 600")))
+        blocked = asyncio.ensure_future((await begin_episode(pool, "hung")).step(say("block 600")))
         await asyncio.sleep(0.1)
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(pool.close(), 0.1)

@@ -70,6 +70,8 @@ async def obey(order: str) -> None:
             raise ValueError(argument)
         case "mistake":
             raise UserError(argument)
+        case "cancel":
+            raise asyncio.CancelledError(argument)
         case "leave":
             sys.exit(3)
         case "exit":

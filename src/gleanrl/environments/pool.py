@@ -316,9 +316,12 @@ class _Episode(Environment):
         try:
             async with clock:
                 return await getattr(self._here, method)(self._number, *args)
-        except (UserError, EpisodeLost, EnvironmentFailure, KeyboardInterrupt, asyncio.CancelledError):
+        except (UserError, EpisodeLost, EnvironmentFailure, KeyboardInterrupt):
             raise
         except BaseException as error:  # also SystemExit, so that an environment cannot end the run
+            caller = asyncio.current_task()
+            if isinstance(error, asyncio.CancelledError) and caller is not None and caller.cancelling():
+                raise
             if isinstance(error, TimeoutError) and clock.expired():
                 raise WorkerTimeout from None
             raise RemoteError.of(error) from None
