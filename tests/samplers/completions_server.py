@@ -36,6 +36,8 @@ class CompletionsServer:
         self.admin: list[str] = []
         self.failing = 0  # number of the next requests that are answered with status 503
         self.lossy = False  # True: updates are confirmed, but the weights are not loaded
+        self.pause_status = 200  # status of the answer to /pause, after the server has paused
+        self.pausing_s = 0.0  # seconds between the server's pause and its answer
         self.deaf = False  # True: updates are neither confirmed nor loaded
         self.loop = asyncio.new_event_loop()
         self.running = asyncio.Event()
@@ -75,6 +77,8 @@ class CompletionsServer:
         self.admin.append(path)
         if path.startswith("/pause"):
             self.running.clear()
+            await asyncio.sleep(self.pausing_s)
+            return self.pause_status, {"error": {"message": "bad gateway"}}
         elif path == "/resume":
             self.running.set()
         elif path == "/collective_rpc" and not self.deaf:

@@ -318,6 +318,28 @@ def test_an_update_that_the_server_does_not_confirm_raises(model: Any) -> None:
         run(test(server))
 
 
+@pytest.mark.parametrize("cancelled", [False, True])
+def test_the_server_resumes_if_its_answer_to_the_pause_is_an_error_or_not_awaited(model: Any, cancelled: bool) -> None:
+    async def test(server: CompletionsServer) -> None:
+        sampler = make_client(server, update="vllm")
+        server.pause_status, server.pausing_s = 400, 0.5 if cancelled else 0.0
+        publication = asyncio.create_task(sampler.publish(weights_of(model), 1))
+        while server.running.is_set():  # noqa: ASYNC110 - the server runs in another thread
+            await asyncio.sleep(0.01)
+        if cancelled:
+            publication.cancel()
+        with pytest.raises(asyncio.CancelledError if cancelled else UserError):
+            await publication
+        assert server.running.is_set()
+        server.pause_status = 200
+        await sampler.publish(weights_of(model), 1)
+        assert_exact(model, [await converse(sampler, 1)])
+        await sampler.close()
+
+    with CompletionsServer(model).serving() as server:
+        run(test(server))
+
+
 def test_a_bfloat16_server_of_the_base_model_is_rejected_when_a_checkpoint_is_published(model: Any) -> None:
     """The served log-probs must be nearer to those of the checkpoint than to those of the base model."""
     trained = make_model()

@@ -15,7 +15,7 @@ import importlib.util
 import math
 import tempfile
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -311,8 +311,8 @@ class OpenAISampler:
         with tempfile.TemporaryDirectory(dir=self._folder, prefix="gleanrl-weights-") as folder:
             path, mark = Path(folder) / "model.safetensors", uuid4().hex
             await asyncio.to_thread(_write, path, weights, mark)
-            await self._post({}, "/pause?mode=keep", self._admin)
             try:
+                await self._post({}, "/pause?mode=keep", self._admin)
                 order = {"method": "load_published", "args": [str(path)]}
                 taken = (await self._post(order, "/collective_rpc", self._admin) or {}).get("results")
                 if not taken or set(taken) != {mark}:
@@ -323,8 +323,11 @@ class OpenAISampler:
                 reset = await self._post({}, "/reset_prefix_cache?reset_running_requests=true", self._admin)
                 if not (reset or {}).get("success", True):
                     raise UserError(f"{self._client.url} kept prefixes that older weights computed")
-            finally:
-                await self._post({}, "/resume", self._admin)
+            except BaseException:  # the server may have paused even if its answer is an error or was not awaited
+                with suppress(UserError):  # the first error gives the reason
+                    await self._post({}, "/resume", self._admin)
+                raise
+            await self._post({}, "/resume", self._admin)
 
     async def close(self) -> None:
         """Close the sampler and its connections. The server keeps running. A second call does nothing."""
