@@ -24,8 +24,14 @@ def said(content: str, **fields: Any) -> Message:
 
 
 @asynccontextmanager
-async def protocol_server(schema: dict[str, Any], port: int = 0) -> AsyncIterator[tuple[str, list[Any]]]:
-    """Run a server whose actions have the given schema. Yields its URL and the list of what it receives."""
+async def protocol_server(
+    schema: dict[str, Any], port: int = 0, *, closes: bool = True
+) -> AsyncIterator[tuple[str, list[Any]]]:
+    """Run a server whose actions have the given schema. Yields its URL and the list of what it receives.
+
+    If ``closes`` is False, the server ignores requests to close a session. When a connection is gone, "gone" is added
+    to the list.
+    """
     web = pytest.importorskip("aiohttp.web")
     heard: list[Any] = []
 
@@ -41,9 +47,12 @@ async def protocol_server(schema: dict[str, Any], port: int = 0) -> AsyncIterato
             order = message.json()
             heard.append(order)
             if order["type"] == "close":
-                break
+                if closes:
+                    break
+                continue
             data = {"observation": {"text": "go on", "tools": [{"name": "add"}]}, "done": False}
             await socket.send_json({"type": "observation", "data": data})
+        heard.append("gone")
         return socket
 
     app = web.Application()
@@ -75,6 +84,19 @@ def test_a_message_is_sent_as_an_action_or_answered_with_an_error() -> None:
     answers, steps = asyncio.run(episode())
     assert [answer.messages[0]["content"].startswith("error: ") for answer in answers] == [True, True, True, False]
     assert steps == [{"a": "ä", "b": 1}]
+
+
+def test_the_connection_is_closed_if_the_server_does_not_answer_and_closing_is_cancelled() -> None:
+    async def episode() -> None:
+        async with protocol_server({"properties": {"a": {}}}, closes=False) as (url, heard):
+            environment, _ = await resets(url)
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(environment.close(), 0.2)
+            async with asyncio.timeout(2):
+                while "gone" not in heard:  # noqa: ASYNC110 - the server fills the list
+                    await asyncio.sleep(0.01)
+
+    asyncio.run(episode())
 
 
 def test_tool_arguments_that_no_parser_accepts_are_answered_with_an_error() -> None:

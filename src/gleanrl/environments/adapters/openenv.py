@@ -377,12 +377,14 @@ class _Session:
         key, gone = (asyncio.get_running_loop(), self._url), asyncio.Event()
         self._closing.setdefault(key, set()).add(gone)
         try:
-            with suppress(Exception):  # closing must succeed even if the server is gone or does not answer
-                async with asyncio.timeout(CLOSE_S):
-                    await self._socket.send_str(json.dumps({"type": "close"}))
-                    while not self._socket.closed:
-                        await self._socket.receive()
-            await self._client.aclose()
+            try:
+                with suppress(Exception):  # closing must succeed even if the server is gone or does not answer
+                    async with asyncio.timeout(CLOSE_S):
+                        await self._socket.send_str(json.dumps({"type": "close"}))
+                        while not self._socket.closed:
+                            await self._socket.receive()
+            finally:  # also if the caller is cancelled while the server does not answer
+                await self._client.aclose()
         finally:
             self._closing[key].discard(gone)
             if not self._closing[key]:
