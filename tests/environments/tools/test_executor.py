@@ -549,6 +549,16 @@ def test_a_garbage_collected_sandbox_ends_its_prestarted_process() -> None:
     asyncio.run(main())
 
 
+def test_a_sandbox_whose_calls_had_to_wait_can_be_used_in_another_event_loop() -> None:
+    sandbox = PythonSandbox(LIMITS, isolation="none", concurrency=1)
+
+    async def main() -> list[str]:
+        return [ran.output for ran in await asyncio.gather(*(sandbox.run(str(number)) for number in range(3)))]
+
+    for _ in range(2):
+        assert asyncio.run(main()) == ["0\n", "1\n", "2\n"]
+
+
 def test_a_sandbox_does_not_keep_a_reference_to_a_closed_event_loop() -> None:
     sandbox = PythonSandbox(LIMITS, isolation="none")
 

@@ -222,6 +222,11 @@ def warn_unisolated(reason: str) -> None:
 
 
 # --- running code -----------------------------------------------------------------------------------
+# The semaphores of sandboxes in use, by event loop and id of the sandbox.
+_turns: weakref.WeakValueDictionary[tuple[asyncio.AbstractEventLoop, int], asyncio.Semaphore]
+_turns = weakref.WeakValueDictionary()
+
+
 class PythonSandbox:
     """Runs Python code, each call in a new process. A `session` keeps one process for several calls.
 
@@ -232,8 +237,8 @@ class PythonSandbox:
         isolation: "bubblewrap", or "none" for a process that only has limits, which is for code that you trust. "auto"
             is "bubblewrap" if that works on this machine, otherwise "none", with a warning in the log.
         packages: whether code may import the installed packages, and not only Python's standard library.
-        concurrency: maximum number of calls that run at the same time; further calls wait. None = the number of
-            processors.
+        concurrency: maximum number of calls that run at the same time in one event loop; further calls wait. None =
+            the number of processors.
 
     Raises:
         UserError: the requested isolation is not available on this machine.
@@ -265,7 +270,13 @@ class PythonSandbox:
         self.limits = limits or Limits()
         self.packages = packages
         self.isolation: Isolation = "none" if missing or isolation == "none" else "bubblewrap"
-        self._turns = asyncio.Semaphore(concurrency or os.cpu_count() or 1)
+        self._concurrency = concurrency or os.cpu_count() or 1
+
+    @property
+    def turns(self) -> asyncio.Semaphore:
+        """The semaphore that limits the calls of the running event loop. It exists only while a call uses it."""
+        key = (asyncio.get_running_loop(), id(self))
+        return _turns.setdefault(key, asyncio.Semaphore(self._concurrency))
 
     async def run(self, code: str) -> Ran:
         """Run code in a separate process. Errors of the code are in the result and are not raised.
@@ -273,7 +284,7 @@ class PythonSandbox:
         Raises:
             OSError: no process could be started, so the code was not run.
         """
-        async with self._turns:
+        async with self.turns:
             if self._next is None or self._next[0].get_loop() is not asyncio.get_running_loop():
                 self._next = self._prepare_call()
             call, given = self._next
@@ -353,7 +364,7 @@ class Session:
 
     async def run(self, code: str) -> Ran:
         """Run code in the session's process. Returns and raises the same as `PythonSandbox.run`."""
-        async with self._sandbox._turns:
+        async with self._sandbox.turns:
             return await self.call(code)
 
     async def start(self) -> None:
@@ -488,15 +499,19 @@ class Session:
         if writer is not None:
             writer.close()
         code = 0
-        if process is not None:
-            if patience_s:
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(process.wait(), patience_s)
-            with contextlib.suppress(OSError):  # kill the process group, which the process leads
-                os.killpg(process.pid, signal.SIGKILL)
-            code = await process.wait()
-        if folder is not None:
-            await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+        try:
+            if process is not None:
+                try:
+                    if patience_s:
+                        with contextlib.suppress(TimeoutError):
+                            await asyncio.wait_for(process.wait(), patience_s)
+                finally:  # also if the caller is cancelled
+                    with contextlib.suppress(OSError):  # kill the process group, which the process leads
+                        os.killpg(process.pid, signal.SIGKILL)
+                code = await process.wait()
+        finally:
+            if folder is not None:
+                await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
         number = code - 128 if code > 128 else -code  # bubblewrap reports signal n as status 128 + n
         if number == signal.SIGXCPU:
             return "its processor time was used up"
