@@ -20,7 +20,9 @@ import pytest
 from gleanrl.environments.pool import EnvironmentDied
 from gleanrl.environments.service.app import default_memory
 from gleanrl.environments.service.client import ServiceTaskset, Unanswered
+from gleanrl.environments.service.server import Place
 from gleanrl.types import Message, Task
+from gleanrl.utils.errors import UserError
 from tests.environments.service.world import ROOT, TOKEN, served
 from tests.environments.test_pool import gone
 from tests.strategies import NIGHTLY
@@ -99,6 +101,12 @@ def test_a_taskset_call_that_blocks_does_not_delay_shutdown() -> None:
         _, err = process.communicate(timeout=30)
         assert process.returncode == 0
         assert err == "gleanrl: the server has ended\n"
+
+
+def test_an_address_that_one_server_has_bound_cannot_be_bound_by_another() -> None:
+    """Also before the first server answers requests."""
+    with Place(port=0).bind() as first, pytest.raises(UserError, match="cannot listen"):
+        Place(port=first.getsockname()[1]).bind()
 
 
 def test_a_signal_during_startup_ends_the_server() -> None:

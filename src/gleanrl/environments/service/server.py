@@ -49,7 +49,7 @@ class Place:
             )
 
     def bind(self) -> socket.socket:
-        """Return a socket that is bound to the address but does not listen yet.
+        """Return a socket that listens at the address. A client that connects early waits until the server is ready.
 
         Raises `UserError` if the address cannot be bound.
         """
@@ -60,6 +60,7 @@ class Place:
             found = socket.socket(family, kind, protocol)
             found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             found.bind(address)
+            found.listen()  # at once, because with SO_REUSEADDR several sockets can be bound until one listens
         except (OSError, OverflowError) as error:
             why = getattr(error, "strerror", None) or str(error)
             raise UserError(f"cannot listen on {self.host} port {self.port}: {why}") from None
