@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -131,5 +132,22 @@ def test_closing_refuses_calls_that_are_not_finished() -> None:
         for call in asked:
             assert b"draining" in await refusal(call)
         go.set()
+        assert b"draining" in await refusal(calls.call("tools", Task("t")))  # also calls that come later
 
     calling(body, 30.0)
+
+
+def test_a_call_that_fails_after_its_client_has_given_up_logs_nothing() -> None:
+    reports: list[str] = []
+
+    async def body(calls: Calls, go: threading.Event) -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: reports.append(context["message"]))
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(calls.call("tasks", "train", 1), 0.05)
+        await asyncio.sleep(0.3)  # the call has exceeded its time limit
+        gc.collect()
+        await asyncio.sleep(0)
+        go.set()
+
+    calling(body, 0.1)
+    assert reports == []

@@ -117,6 +117,16 @@ def test_an_episode_without_requests_expires_after_the_idle_timeout() -> None:
     run(body)
 
 
+def test_a_repeated_request_restarts_the_idle_time() -> None:
+    async def body(world: World, episodes: Episodes) -> None:
+        for _ in range(5):
+            await episodes.create("a", TASK)
+            await asyncio.sleep(40)
+        assert episodes.live == 1
+
+    run(body)
+
+
 def test_an_episode_does_not_expire_during_a_step() -> None:
     async def body(world: World, episodes: Episodes) -> None:
         await episodes.create("a", TASK)

@@ -30,6 +30,7 @@ class Calls:
 
     def __init__(self, taskset: Taskset, pool: EnvironmentPool, timeout_s: float) -> None:
         self._taskset, self._pool, self._timeout_s = taskset, pool, timeout_s
+        self._closed = False
         self._worker: WorkerProcess | None = None
         self._thread: asyncio.Future[Any] | None = None  # done when the last call in a thread has returned
         self._one_at_a_time = asyncio.Lock()
@@ -39,8 +40,10 @@ class Calls:
         """Return the result of `call_taskset` for this method and these arguments.
 
         Raises:
-            Refused: too many calls wait, the call took too long or failed, or the server was closed during the call.
+            Refused: too many calls wait, the call took too long or failed, or the server was closed.
         """
+        if self._closed:
+            raise Refused(*DRAINING)
         key = (method, encode(args))
         pending = self._pending.get(key)
         if pending is None:
@@ -48,6 +51,8 @@ class Calls:
                 raise Refused(503, "full", f"{MOST} calls of the taskset wait already", _AFTER_S)
             pending = self._pending[key] = asyncio.get_running_loop().create_task(self._make(method, args))
             pending.add_done_callback(lambda _: self._pending.pop(key, None))
+            # Read the exception, because asyncio logs one that is never read, and all clients may have given up.
+            pending.add_done_callback(lambda done: done.cancelled() or done.exception())
         try:
             return await asyncio.shield(pending)
         except asyncio.CancelledError:
@@ -60,7 +65,11 @@ class Calls:
         raise Refused(*DRAINING)
 
     async def close(self) -> None:
-        """Cancel the calls that are not done, so that their clients get a refusal, and end the worker process."""
+        """Cancel the calls that are not done, so that their clients get a refusal, and end the worker process.
+
+        Further calls are refused too.
+        """
+        self._closed = True
         for pending in self._pending.values():
             pending.cancel()
         if self._worker is not None:

@@ -251,6 +251,8 @@ class Episodes:
                 episode.expiry = None
             # Run the work in a separate task, which continues when a lost connection cancels the request.
             episode.answer = asyncio.get_running_loop().create_task(self._carry_out(episode, work))
+        elif episode.expiry is not None:
+            self._start_expiry(episode)
         answer = episode.answer
         assert answer is not None
         try:
