@@ -131,6 +131,20 @@ def test_batches_hold_conversations_of_similar_length(folder: str) -> None:
     assert model.batches == [2, 2, 2, 6]
 
 
+def test_a_model_whose_agent_is_opened_again_scores_as_at_first(folder: str) -> None:
+    async def main() -> list[Any]:
+        agent, request = RewardAgent("model", options={"model": folder}, cache=0), asked(0)
+        scores = []
+        for _ in range(2):
+            async with agent:
+                scores.append(await agent.score(request.task, request.messages))
+        return scores
+
+    first, again = asyncio.run(main())
+    assert first.valid
+    assert again == first
+
+
 def test_a_conversation_longer_than_the_context_fails_without_affecting_others(folder: str) -> None:
     async def main() -> list[Any]:
         model = RewardModel(folder, activation="sigmoid")

@@ -161,6 +161,22 @@ def test_an_exception_in_a_thread_becomes_the_explanation() -> None:
     asyncio.run(main())
 
 
+@pytest.mark.parametrize("isolation", ["thread", "process"])
+@pytest.mark.parametrize("loops", [1, 2])
+def test_an_agent_that_is_opened_again_scores_as_at_first(isolation: str, loops: int) -> None:
+    options: dict[str, Any] = {"isolation": isolation, "workers": 2, "timeout_s": 20.0, "attempts": 1}
+    agent = RewardAgent(TROUBLE, cache=0, **options)
+
+    async def main(times: int) -> None:
+        for _ in range(times):
+            async with agent:
+                scores = await asyncio.gather(*(ask(agent, "x" * n) for n in range(1, 7)))
+                assert [score.value for score in scores] == [1, 2, 3, 4, 5, 6]
+
+    for _ in range(loops):
+        asyncio.run(main(4 // loops))
+
+
 # --- processes --------------------------------------------------------------------------------------
 def test_a_worker_process_that_hangs_is_killed_with_its_children_and_replaced(tmp_path: Path) -> None:
     pids = tmp_path / "pids"

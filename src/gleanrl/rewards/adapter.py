@@ -250,6 +250,8 @@ class RewardAdapter(Scorer):
     async def aclose(self) -> None:
         if self._threads is not None:
             self._threads.shutdown()
+            # The agent may be opened again. Threads that were shut down take no calls.
+            self._threads = Threads()
         if self._processes is not None:
             await self._processes.close()
         close = getattr(self.reward, "aclose", None) or getattr(self.reward, "close", None)

@@ -151,6 +151,8 @@ class RewardModel(Scorer):
         for one in waiting:
             one.future.cancel()
         self._thread.shutdown(wait=False)
+        # The agent may be opened again. An executor that was shut down accepts no calls.
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="gleanrl-reward-model")
 
     async def _serve(self) -> None:
         """Compute batches until no request waits any more."""
