@@ -39,7 +39,7 @@ def test_a_run_with_one_vllm_actor_equals_the_local_runtime_bit_for_bit(start: S
     one, other = outcome(local.run), outcome(ray.run)
     for each in (one, other):  # the optimizer's file holds torch's random state too, which vLLM draws from in passing
         each["weights"] = {name: data for name, data in each["weights"].items() if name.endswith(".safetensors")}
-    assert len(one["weights"]) >= 2
+    assert one["weights"]
     assert one == other
 
 
