@@ -245,8 +245,10 @@ def _array(annotation: Any, value: Any) -> npt.NDArray[Any]:
     dtype = _field_dtype(annotation)
     if isinstance(value, str):
         return np.frombuffer(base64.b64decode(value, validate=True), dtype)
-    if isinstance(value, np.ndarray) and value.dtype != dtype:
-        raise ValueError(f"found an array of {value.dtype}, expected {dtype}")
+    if isinstance(value, np.ndarray):
+        if value.dtype != dtype:
+            raise ValueError(f"found an array of {value.dtype}, expected {dtype}")
+        return value
     try:
         array = np.asarray(value, dtype)
     except OverflowError as error:
