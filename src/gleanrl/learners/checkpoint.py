@@ -1,8 +1,8 @@
 """Reads and writes the learner's part of a checkpoint: weights, optimizer states, random state and counters.
 
-`TorchLearner` calls `save` and `load`; an engine calls `write` and `read` for its tensors. Tensors are stored in the
-format of `torch.distributed.checkpoint`: every process of an engine writes its shards, and any number of processes can
-read them, so a run on two ranks can continue on one. The checksums of a checkpoint are computed in
+An engine calls `write` and `read` for its tensors, `TorchLearner` calls `write_counters` and `read_counters`. Tensors
+are stored in the format of `torch.distributed.checkpoint`: every process of an engine writes its shards, and any number
+of processes can read them, so a run on two ranks can continue on one. The checksums of a checkpoint are computed in
 `gleanrl.runtime.checkpoints`, over all of its files.
 """
 
@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
@@ -25,9 +25,6 @@ from torch.optim import Optimizer
 from gleanrl.utils import atomic
 from gleanrl.utils.errors import UserError
 
-if TYPE_CHECKING:
-    from gleanrl.learners.engine import Engine
-
 COUNTERS = "learner.json"
 TENSORS = "tensors"  # name of the folder of tensors inside the learner's folder
 FORMAT = 3  # version of the format; other versions are not read
@@ -35,21 +32,15 @@ Optimizers = Mapping[str, tuple[nn.Module, Optimizer]]
 """Name of an optimizer -> the module whose parameters it updates, and the optimizer."""
 
 
-def save(folder: Path, engine: Engine, counters: Mapping[str, float]) -> None:
-    """Write the state of ``engine`` and ``counters`` to ``folder``, from which `load` continues bit for bit.
-
-    ``learner.json``, which holds the counters, is written last. A folder without it is incomplete.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    engine.save(folder)
+def write_counters(folder: Path, counters: Mapping[str, float]) -> None:
+    """Write the counters to ``learner.json``, after the tensors. A folder without this file is incomplete."""
     atomic.write_text(folder / COUNTERS, json.dumps({"format": FORMAT, "counters": dict(counters)}, indent=1))
 
 
-def load(folder: Path, engine: Engine) -> dict[str, Any]:
-    """Load the state that `save` wrote into ``engine`` and torch's random generators, and return the counters.
+def read_counters(folder: Path) -> dict[str, Any]:
+    """Return the counters that `write_counters` wrote.
 
-    Raises `UserError` if a file is missing, damaged or of another model; the message names the file. Nothing is changed
-    then, because all files are read first.
+    Raises `UserError`, which names the file, if it is missing, damaged or of another version.
     """
     path = folder / COUNTERS
     if not path.is_file():
@@ -61,7 +52,6 @@ def load(folder: Path, engine: Engine) -> dict[str, Any]:
         raise _damaged(path) from error
     if version != FORMAT:
         raise UserError(f"{path}: written by another version (format {version!r}, this one reads {FORMAT})")
-    engine.load(folder)
     return counters
 
 

@@ -292,14 +292,18 @@ class TorchLearner:
             raise RuntimeError("a mini-batch is half consumed; save at the end of a step")
         progress = self._progress
         counters = {name: getattr(progress, name) for name in ("groups", "updates", "skipped", "last_update")}
-        checkpoint.save(folder, self.engine, {**counters, "kl_coefficient": self._kl.value})
+        folder.mkdir(parents=True, exist_ok=True)
+        self.engine.save(folder)
+        checkpoint.write_counters(folder, {**counters, "kl_coefficient": self._kl.value})
 
     def load(self, folder: Path) -> None:
         """Restore the state that `save` wrote.
 
-        Raises `UserError` if a file is missing, damaged or of another model; the message names the file.
+        Raises `UserError` if a file is missing, damaged or of another model; the message names the file. Nothing is
+        changed then, because all files are read first.
         """
-        counters = checkpoint.load(folder, self.engine)
+        counters = checkpoint.read_counters(folder)
+        self.engine.load(folder)
         kl_coefficient = counters.pop("kl_coefficient")
         if self.loss.kl_target is not None:
             self._kl.value = kl_coefficient
