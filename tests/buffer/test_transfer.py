@@ -57,6 +57,14 @@ def test_safetensors_hold_every_tensor_as_it_was_added(source: Path, tmp_path: P
         assert {name.split(".")[0] for name in tensors} >= {"actions", "rewards", "dones", "curr_obs", "next_obs"}
 
 
+def test_splitting_reports_its_progress_after_each_part(source: Path, tmp_path: Path) -> None:
+    with TrajectoryReplayBuffer(source) as buffer:
+        buffer.save_checkpoint(tmp_path / "checkpoint")
+    reports: list[None] = []
+    written = transfer.split(tmp_path / "checkpoint", tmp_path / "split", 3, done=lambda: reports.append(None))
+    assert len(reports) == len(written) == 3
+
+
 def test_the_size_of_what_is_there_does_not_count_dropped_rows(source: Path) -> None:
     every, nbytes = transfer.extent([source])
     with TrajectoryReplayBuffer(source, segment_bytes=1 << 18, max_rows=2 * 18) as buffer:
