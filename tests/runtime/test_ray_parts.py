@@ -292,6 +292,23 @@ def test_each_rank_of_the_learner_gets_a_gpu_of_its_own() -> None:
             clusters.place_actors(few, kinds, gpus=True, ranks=4)
 
 
+def test_a_ray_that_does_not_start_is_an_error_of_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray raises a bare Exception if the machine is too busy to start its processes in time."""
+    ray = pytest.importorskip("ray")
+
+    def time_out(**_: Any) -> None:
+        raise Exception("The current node timed out during startup. This could happen because ...")
+
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", time_out)
+    monkeypatch.setattr(ray, "shutdown", lambda: None)
+    with (
+        pytest.raises(UserError, match="Ray did not start on this machine: The current node timed out"),
+        clusters.open_cluster(RaySettings(), Console(), {}),
+    ):
+        pass
+
+
 def test_a_missing_ray_is_an_error_that_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     with (
