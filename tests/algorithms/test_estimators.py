@@ -327,7 +327,7 @@ def test_stored_successes_do_not_reduce_the_advantage_of_a_fresh_one() -> None:
 
 def test_pass_at_k_refuses_groups_with_one_valid_member_but_not_with_none() -> None:
     rewards, mask, group = torch.ones(3, 1), torch.ones(3, 1), torch.tensor([0, 1, 1])
-    with pytest.raises(UserError, match=r"one valid member; set schedule\.min_valid"):
+    with pytest.raises(UserError, match=r"1 of the groups have only one valid member; set schedule\.min_valid"):
         estimate("grpo_passk", rewards, mask, group)
     estimate("grpo_passk", rewards, mask, group, valid=torch.tensor([False, True, True]))
 

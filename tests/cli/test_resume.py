@@ -201,7 +201,7 @@ def test_the_newest_good_checkpoint_is_kept_despite_a_damaged_later_one_and_keep
     keep = ("--checkpoint.keep", "1", "--checkpoint.every", "1")
     assert gleanrl.train("run", *keep, at=(APPLY, 5, "SIGKILL")).status == -9
     folder = gleanrl.run("run")
-    later = folder.checkpoint_path(6)
+    later = folder.checkpoint_path(9)
     later.mkdir()
     (later / "manifest.json").write_text("[]")
     assert gleanrl.train("run", *keep, "--resume", at=(APPLY, 2, "SIGKILL")).status == -9

@@ -13,6 +13,7 @@ from typing import Protocol
 
 from gleanrl.config.loading import load_stored
 from gleanrl.config.validate import check_resumed
+from gleanrl.runtime.checkpoints import Checkpoints
 from gleanrl.runtime.run_folder import RunFolder
 from gleanrl.utils import atomic
 from gleanrl.utils.errors import UserError
@@ -59,10 +60,13 @@ def open_run(folder: RunFolder, config: JobConfig, *, resume: bool) -> Iterator[
             raise UserError(f"{folder.path} is in use by another process") from None
         if resume:
             check_resumed(load_stored(folder.config_path), config)
-            for checkpoint in folder.checkpoints()[-1:]:
-                if checkpoint.step > config.run.steps:
+            saved = folder.checkpoints()
+            # Only a checkpoint beyond the last step is read here to see whether it is damaged, as this takes time.
+            if saved and saved[-1].step > config.run.steps:
+                newest = Checkpoints(folder.checkpoints_path, keep=1).latest()
+                if newest is not None and newest[1]["step"] > config.run.steps:
                     raise UserError(
-                        f"run.steps = {config.run.steps}, but {checkpoint.path} has finished {checkpoint.step} steps; "
+                        f"run.steps = {config.run.steps}, but {newest[0]} has finished {newest[1]['step']} steps; "
                         "raise it, or start another run with --run.name"
                     )
         elif folder.config_path.exists():

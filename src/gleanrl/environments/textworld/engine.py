@@ -118,7 +118,7 @@ class Game:
         self.words: Any = Inform7Game(self._description)
         self.states = 0
         self._worlds: dict[frozenset[Any], _World] = {}
-        self._origin: Any = None  # uint8[memory]: the interpreter's memory in the first state, once that is known
+        self._origin: np.ndarray | None = None  # uint8[memory]: the interpreter's memory in the first recorded state
 
     @cached_property
     def root(self) -> State:
@@ -133,6 +133,7 @@ class Game:
         interpreter = _get_interpreter(self)
         if interpreter.at is not state:
             snapshot = state.snapshot
+            assert self._origin is not None  # `_record` has set it with the first state
             memory = np.frombuffer(zlib.decompress(snapshot.memory), np.uint8) ^ self._origin
             stack = np.frombuffer(zlib.decompress(snapshot.stack), np.uint8).copy()
             interpreter.engine.set_state((memory, stack, *snapshot.registers))

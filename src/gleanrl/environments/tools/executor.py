@@ -222,7 +222,8 @@ def warn_unisolated(reason: str) -> None:
 
 
 # --- running code -----------------------------------------------------------------------------------
-# The semaphores of sandboxes in use, by event loop and id of the sandbox.
+# The semaphores of sandboxes in use, by event loop and id of the sandbox. They are no attribute of the sandbox, because
+# it is pickled for worker processes, and a semaphore that is in use cannot be.
 _turns: weakref.WeakValueDictionary[tuple[asyncio.AbstractEventLoop, int], asyncio.Semaphore]
 _turns = weakref.WeakValueDictionary()
 
