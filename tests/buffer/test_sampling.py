@@ -92,8 +92,8 @@ def test_rewards_after_the_end_of_an_episode_inside_a_chunk_do_not_count() -> No
         sample = buffer.sample_n_step(60, 2, 0.5)
         rewards = dict(zip(sample["actions"].reshape(-1).tolist(), sample["n_step_rewards"].tolist(), strict=True))
         discounts = dict(zip(sample["actions"].reshape(-1).tolist(), sample["n_step_discounts"].tolist(), strict=True))
-    assert rewards == {0: 3 + 0.5, 1: 1, 2: 2}
-    assert discounts == {0: 0, 1: 0, 2: 0.5}  # flags behind the truncation are ignored
+    assert rewards == {0: 1 + 0.5 + 0.25 + 0.125, 1: 1, 2: 1 + 0.5}  # each environment step is discounted
+    assert discounts == {0: 0, 1: 0, 2: 0.25}  # flags behind the truncation are ignored
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributions import Normal, TransformedDistribution
 from torch.distributions.transforms import TanhTransform
 
+from gleanrl.buffer import TrajectoryReplayBuffer
 from gleanrl.embodied.sac import SAC, Transitions
 from gleanrl.embodied.settings import LearnerSettings
 
@@ -192,3 +193,18 @@ def test_a_loaded_state_continues_with_the_learner_settings_of_the_resumed_run(c
 
 def values(state: Tensor | dict[str, Tensor]) -> Tensor:
     return state.reshape(1) if isinstance(state, Tensor) else torch.cat([own.reshape(-1) for own in state.values()])
+
+
+def test_sac_and_n_step_returns_of_one_chunk_step_discount_alike() -> None:
+    random = torch.Generator().manual_seed(3)
+    terminations, truncations = torch.rand(2, 50, 4, 3, generator=random) < 0.15
+    observed = {"states": torch.randn(50, 4, 2, generator=random)}
+    with TrajectoryReplayBuffer(seed=0) as buffer:
+        made = {"rewards": torch.randn(50, 4, 3, generator=random), "actions": torch.zeros(50, 4, 3)}
+        flags = {"terminations": terminations, "truncations": truncations}
+        buffer.add_trajectories([{**made, **flags, "curr_obs": observed, "next_obs": observed}])
+        batch = buffer.sample_n_step(200, 1, GAMMA)
+    found = Transitions.of(batch, GAMMA, torch.device("cpu"))
+    torch.testing.assert_close(batch["n_step_rewards"], found.rewards)
+    torch.testing.assert_close(batch["n_step_discounts"], found.discounts)
+    assert 0 < (found.discounts == 0).sum() < 200

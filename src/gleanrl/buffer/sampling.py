@@ -209,13 +209,15 @@ class Sampler:
 
         The return covers ``n`` chunk steps, the drawn one and those that follow it, or fewer if the episode or the
         rollout epoch ends before. Only the drawn chunk step must meet the conditions ``only``. Unlike in `sample`,
-        ``num_chunks`` may exceed the number of rows. The batch has all shared fields, with these changes:
+        ``num_chunks`` may exceed the number of rows. ``gamma`` is the discount of one environment step, as in the SAC
+        of `gleanrl.embodied`: with rewards ``[T, B, C]``, a chunk step consists of C environment steps, which are
+        discounted one by one. The batch has all shared fields, with these changes:
 
         * ``next_obs`` is the observation after the last of the covered chunk steps.
-        * ``n_step_rewards``, float32 ``[num_chunks]``, is the sum of gamma^i * r_i over the covered chunk steps
-          i = 0, 1, ..., where r_i is the sum of the rewards in chunk step i up to the end of the episode.
+        * ``n_step_rewards``, float32 ``[num_chunks]``, is the sum of gamma^i * r_i over the environment steps
+          i = 0, 1, ... of the covered chunk steps, where the episode's end inside a chunk ends the sum.
         * ``n_step_discounts``, float32 ``[num_chunks]``, is the factor for the value of ``next_obs``: gamma to the
-          power of the number of covered chunk steps, or 0 if the episode terminated. If there is no field
+          power of the number of these environment steps, or 0 if the episode terminated. If there is no field
           ``terminations``, an episode that is done and not truncated counts as terminated.
 
         Raises:
@@ -242,22 +244,22 @@ class Sampler:
                 own = table.read(runs.reshape(-1), [("rewards",)])["rewards",].reshape(*runs.shape, -1)
                 flags = table.read(runs[:, -1], [(name,) for name in FLAGS if (name,) in table.schema.paths])
                 ends = {path[0]: flag.reshape(len(runs), -1).ne(0) for path, flag in flags.items()}
+                # [n, chunk steps, C]: whether the environment step was executed as a part of the n-step return
+                acted = (torch.arange(runs.shape[1]) < left[:, None])[..., None].repeat(1, 1, own.shape[2])
                 shape = (len(runs), own.shape[2])
                 if ends and shape[1] > 1 and all(flag.shape == shape for flag in ends.values()):
                     # if an episode ends inside a chunk, the rewards and flags of the chunk's later actions are ignored
                     ended = torch.stack(list(ends.values())).any(dim=0).long()
-                    acted = ended.cumsum(dim=1) == ended
-                    ends = {name: flag & acted for name, flag in ends.items()}
-                    every = torch.arange(len(runs))
-                    own[every, left - 1] = torch.where(acted, own[every, left - 1], 0)
-                steps = torch.arange(runs.shape[1])
-                weights = torch.where(steps < left[:, None], gamma**steps, 0.0)
-                rewards[places] = (own.sum(dim=2) * weights).sum(dim=1).float()
+                    before = ended.cumsum(dim=1) == ended
+                    ends = {name: flag & before for name, flag in ends.items()}
+                    acted[torch.arange(len(runs)), left - 1] = before
+                powers = gamma ** torch.arange(acted[0].numel()).reshape(acted.shape[1:])
+                rewards[places] = (torch.where(acted, own, 0) * powers).sum(dim=(1, 2)).float()
                 never = torch.zeros(shape[0], dtype=torch.bool)
                 ended_by = {name: flag.any(dim=1) for name, flag in ends.items()}
                 terminated = ended_by.get("dones", never) & ~ended_by.get("truncations", never)
                 terminated = ended_by.get("terminations", terminated)
-                discounts[places] = gamma ** left.float() * ~terminated
+                discounts[places] = gamma ** acted.sum(dim=(1, 2)).float() * ~terminated
             batch |= _read(now, last, num_chunks, ("next_obs",), tables)
             return {**batch, "n_step_rewards": rewards, "n_step_discounts": discounts}
 
