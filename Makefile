@@ -16,7 +16,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check --quiet
 EXTRAS := alfworld,textworld,reasoning-gym,lora,tensorboard,parquet,buffer
 PARALLEL := --numprocesses logical --maxprocesses 8 --dist loadgroup --no-loadscope-reorder
-TESTED := trl,ray,rewards,serve,embodied,openenv,datasets,math,textarena,gymnasium
+TESTED := trl,ray,rewards,serve,embodied,openenv,datasets,math,textarena,gymnasium,lerobot
 
 .PHONY: quickstart test test-all chromium verl vllm verifiers openenv lint lock docs bench clean
 .DELETE_ON_ERROR:

@@ -1,11 +1,14 @@
-"""Tests of exporting a buffer as safetensors files and as a LeRobot data set."""
+"""Tests of exporting a buffer as safetensors files and as a LeRobot data set, and of reading LeRobot data sets."""
 
 from __future__ import annotations
 
+import io
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -84,7 +87,7 @@ def rows_of(folder: Path) -> list[dict[str, Any]]:
 def test_a_lerobot_data_set_holds_every_step_by_episode(
     source: Path, tmp_path: Path, small_files: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    parquet = pytest.importorskip("pyarrow.parquet")
+    parquet, Image = pytest.importorskip("pyarrow.parquet"), pytest.importorskip("PIL.Image")
     if small_files:
         for name, value in (("FILE_NBYTES", 10_000), ("GROUP_NBYTES", 5_000), ("CHUNK", 2)):
             monkeypatch.setattr(lerobot, name, value)
@@ -95,7 +98,8 @@ def test_a_lerobot_data_set_holds_every_step_by_episode(
     assert (info["total_episodes"], info["total_frames"], info["total_tasks"], info["fps"]) == (20, 72, 3, 4)
     rows, features = rows_of(out), info["features"]
     assert set(rows[0]) == set(features)
-    assert features["observation.image"] == {"dtype": "uint8", "shape": [2, 4, 3], "names": None}
+    names = ["height", "width", "channels"]
+    assert features["observation.image"] == {"dtype": "image", "shape": [2, 4, 3], "names": names}
     assert features["observation.brief"] == {"dtype": "float32", "shape": [1], "names": None}
     assert not [key for key in features if key.startswith(("next_obs", "forward_inputs"))]
     episodes = [row for file in (out / "meta" / "episodes").rglob("*") if file.is_file() for row in pq(file)]
@@ -117,7 +121,8 @@ def test_a_lerobot_data_set_holds_every_step_by_episode(
             number, rest = divmod(int(row["action"][0]), 1000)
             step, environment = divmod(rest, 20)
             wanted = made(number)
-            assert row["observation.image"] == wanted.curr_obs["image"][step, environment].tolist()
+            image = Image.open(io.BytesIO(row["observation.image"]["bytes"]))
+            assert np.array_equal(np.asarray(image), wanted.curr_obs["image"][step, environment])
             assert row["observation.state"] == wanted.curr_obs["state"][step, environment].tolist()
             assert row["next.reward"] == pytest.approx(row["action"][0] / 7)
             assert tasks[row["task_index"]] == wanted.task_descriptions[step][environment]  # type: ignore[index]
@@ -129,6 +134,10 @@ def test_a_lerobot_data_set_holds_every_step_by_episode(
     assert stats["action"]["mean"] == pytest.approx(actions.mean(0).tolist())
     assert stats["action"]["std"] == pytest.approx(actions.std(0, correction=0).tolist())
     assert (stats["action"]["min"], stats["action"]["count"]) == (actions.min(0).values.tolist(), [72])
+    pixels = torch.cat([made(number).curr_obs["image"].reshape(-1, 3) for number in range(4)]) / 255
+    assert np.array(stats["observation.image"]["mean"]).shape == (3, 1, 1)  # LeRobot's shape, for values from 0 to 1
+    for name, wanted in (("mean", pixels.mean(0)), ("std", pixels.std(0, correction=0)), ("max", pixels.amax(0))):
+        assert np.ravel(stats["observation.image"][name]) == pytest.approx(wanted.numpy(), rel=1e-5)
 
 
 def pq(path: Path) -> list[dict[str, Any]]:
@@ -146,6 +155,9 @@ def test_a_lerobot_data_set_can_be_read_as_lerobot_reads_it(source: Path, tmp_pa
     info = json.loads((tmp_path / "out" / "meta" / "info.json").read_text())
     kinds: dict[str, Any] = {}
     for key, feature in info["features"].items():
+        if feature["dtype"] == "image":
+            kinds[key] = datasets.Image()
+            continue
         shape, value = tuple(feature["shape"]), datasets.Value(feature["dtype"])
         if shape == (1,):
             kinds[key] = value
@@ -159,7 +171,7 @@ def test_a_lerobot_data_set_can_be_read_as_lerobot_reads_it(source: Path, tmp_pa
         cache_dir=str(tmp_path / "cache"),
     )
     assert len(found) == 72
-    assert torch.equal(torch.tensor(found[1]["observation.image"]), made(0).curr_obs["image"][1, 0])
+    assert np.array_equal(np.asarray(found[1]["observation.image"]), made(0).curr_obs["image"][1, 0])
     tasks = pandas.read_parquet(tmp_path / "out" / "meta" / "tasks.parquet")
     assert [tasks.iloc[i].name for i in range(3)] == ["lift", "push", "öffne"]
 
@@ -237,5 +249,121 @@ def test_a_missing_pyarrow_is_an_error_that_says_how_to_install_it(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
-    with pytest.raises(UserError, match=r"pip install 'gleanrl\[parquet\]'"):
+    with pytest.raises(UserError, match=r"pip install 'gleanrl\[lerobot\]'"):
         transfer.export("lerobot", [source], tmp_path / "out")
+
+
+def test_an_exported_data_set_is_loaded_as_one_trajectory_for_each_episode(source: Path, tmp_path: Path) -> None:
+    pytest.importorskip("pyarrow")
+    with TrajectoryReplayBuffer() as buffer:
+        states = {"states": torch.rand(4, 2, 3), "camera": torch.randint(0, 255, (4, 2, 3, 8, 6), dtype=torch.uint8)}
+        ends = torch.zeros(4, 2, 2, dtype=torch.bool)
+        ends[2, 0, 1] = ends[3, 1, 0] = True  # environment 0 begins another episode in step 3
+        first = torch.tensor([[True], [False]])  # environment 0
+        flags = {"dones": ends, "terminations": ends & ~first, "truncations": ends & first}
+        given = {"actions": torch.rand(4, 2, 2), "rewards": torch.rand(4, 2, 2), "curr_obs": states, **flags}
+        buffer.add_trajectories([{**given, "task_descriptions": ["lift", "push"]}])
+        buffer.save_checkpoint(tmp_path / "checkpoint")
+    transfer.export("lerobot", [tmp_path / "checkpoint"], tmp_path / "out")
+    info = json.loads((tmp_path / "out" / "meta" / "info.json").read_text())
+    assert info["features"]["observation.camera"]["names"] == ["channels", "height", "width"]
+    assert info["features"]["observation.state"]["shape"] == [3]  # LeRobot's name of the states
+    with TrajectoryReplayBuffer(tmp_path / "loaded") as loaded:
+        loaded.load_checkpoint(tmp_path / "out")
+        assert [len(loaded.trajectory(i).actions) for i in range(3)] == [3, 1, 4]  # type: ignore[arg-type]
+        for number, (environment, steps) in enumerate([(0, slice(0, 3)), (0, slice(3, 4)), (1, slice(0, 4))]):
+            found = loaded.trajectory(number)
+            for name in ("actions", "rewards", "dones", "terminations", "truncations"):
+                wanted = given[name][steps, environment : environment + 1].clone()
+                if number == 1 and name in ("dones", "truncations"):
+                    wanted[-1, 0, 1] = True  # the data set ends here, although the episode went on
+                assert torch.equal(getattr(found, name), wanted), name
+            for name, values in states.items():
+                wanted = values[steps, environment : environment + 1]
+                assert torch.equal(found.curr_obs[name], wanted)
+                assert torch.equal(found.next_obs[name][:-1], wanted[1:])
+            assert found.task_descriptions == (("lift", "push")[environment],)
+    with TrajectoryReplayBuffer() as part:
+        part.load_checkpoint(tmp_path / "out", is_distributed=True, local_rank=1, world_size=2)
+        assert (len(part), part.total_samples) == (1, 4)
+
+
+@pytest.fixture
+def recorded(tmp_path: Path) -> Path:
+    """A data set as LeRobot records it: episodes of 4 and 3 frames with a video and texts, but no rewards or flags."""
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    av = pytest.importorskip("av")
+    out, key, place = tmp_path / "recorded", "observation.images.top", "chunk-{chunk_index:03d}/file-{file_index:03d}"
+    for folder in ("meta/episodes/chunk-000", "data/chunk-000", f"videos/{key}/chunk-000"):
+        (out / folder).mkdir(parents=True)
+    vector = {"dtype": "float32", "shape": [2], "names": ["x", "y"]}
+    features: dict[str, Any] = {"action": vector, "observation.state": vector}
+    features[key] = {"dtype": "video", "shape": [16, 32, 3], "names": ["height", "width", "channels"]}
+    features |= {"next.success": {"dtype": "bool", "shape": [1]}, "note": {"dtype": "string", "shape": [1]}}
+    paths = {"data_path": f"data/{place}.parquet", "video_path": f"videos/{{video_key}}/{place}.mp4"}
+    info = {"codebase_version": "v3.0", "fps": 10, "features": features, **paths}
+    (out / "meta/info.json").write_text(json.dumps(info))
+    parquet.write_table(arrow.table({"task_index": [0], "task": ["stack"]}), out / "meta/tasks.parquet")
+    episodes = []
+    for number, (first, length) in enumerate([(0, 4), (4, 3)]):
+        episode = {"episode_index": number, "length": length, f"videos/{key}/from_timestamp": first / 10}
+        for stem in ("data", f"videos/{key}"):
+            episode |= {f"{stem}/chunk_index": 0, f"{stem}/file_index": 0}
+        episodes.append(episode)
+    parquet.write_table(arrow.Table.from_pylist(episodes), out / "meta/episodes/chunk-000/file-000.parquet")
+    rows = arrow.table(
+        {
+            **{name: [[float(i), 0.5] for i in range(7)] for name in ("action", "observation.state")},
+            **{"next.success": [False] * 6 + [True], "note": ["a"] * 7},
+            **{"episode_index": [0] * 4 + [1] * 3, "task_index": [0] * 7},
+        }
+    )
+    parquet.write_table(rows, out / "data/chunk-000/file-000.parquet")
+    with av.open(str(out / f"videos/{key}/chunk-000/file-000.mp4"), "w") as video:
+        stream = video.add_stream("mpeg4", rate=10)
+        stream.width, stream.height, stream.pix_fmt = 32, 16, "yuv420p"
+        for i in range(7):
+            frame = av.VideoFrame.from_ndarray(np.full((16, 32, 3), 30 * i, np.uint8), format="rgb24")
+            video.mux(stream.encode(frame))
+        video.mux(stream.encode(None))
+    return out
+
+
+def test_a_recorded_data_set_is_read_with_its_videos(recorded: Path) -> None:
+    with TrajectoryReplayBuffer() as buffer:
+        with pytest.warns(UserWarning, match="note"):
+            buffer.load_checkpoint(recorded)
+        for number, (first, length) in enumerate([(0, 4), (4, 3)]):
+            found = buffer.trajectory(number)
+            assert found.actions[:, 0, 0].tolist() == list(range(first, first + length))  # type: ignore[index]
+            assert torch.equal(found.curr_obs["states"], found.actions)
+            grey = found.curr_obs["images.top"].float().mean(dim=(1, 2, 3, 4))
+            assert grey.tolist() == pytest.approx([30 * i for i in range(first, first + length)], abs=5)
+            assert found.dones[:, 0, 0].tolist() == found.terminations[:, 0, 0].tolist()  # type: ignore[index]
+            assert found.dones[:, 0, 0].tolist() == [False] * (length - 1) + [True]  # type: ignore[index]
+            assert (found.success, found.task_descriptions) == (bool(number), ("stack",))
+
+
+HARM = {
+    "older version": lambda path: edit(path / "meta/info.json", '"v3.0"', '"v2.1"'),
+    "damaged description": lambda path: edit(path / "meta/info.json", '"features"', '"feature"'),
+    "missing file of frames": lambda path: shutil.rmtree(path / "data"),
+    "fewer frames than stated": lambda path: edit(path / "meta/info.json", '"fps": 10', '"fps": 20'),
+    "missing column": lambda path: edit(path / "meta/info.json", '"action"', '"actuator"'),
+}
+
+
+def edit(path: Path, old: str, new: str) -> None:
+    assert old in path.read_text()
+    path.write_text(path.read_text().replace(old, new))
+
+
+@pytest.mark.parametrize("harm", HARM)
+@pytest.mark.filterwarnings("ignore:.*no place for")
+def test_a_data_set_that_cannot_be_read_is_an_error_and_loads_nothing(recorded: Path, harm: str) -> None:
+    HARM[harm](recorded)
+    with TrajectoryReplayBuffer() as buffer:
+        buffer.add_trajectories([made(0)])
+        with pytest.raises(UserError, match=str(recorded)):
+            buffer.load_checkpoint(recorded)
+        assert len(buffer) == 1

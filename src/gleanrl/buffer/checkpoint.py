@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gleanrl.buffer import rlinf
+from gleanrl.buffer import lerobot, rlinf
 from gleanrl.buffer.log import SALVAGE, Manifest
 from gleanrl.buffer.reader import BufferReader
 from gleanrl.buffer.sampling import Sampler
@@ -114,11 +114,13 @@ def shards(path: Path) -> list[Path]:
 
 
 def _is_checkpoint(path: Path) -> bool:
-    return (path / Manifest.NAME).is_file() or rlinf.is_directory(path)
+    return (path / Manifest.NAME).is_file() or rlinf.is_directory(path) or lerobot.is_data_set(path)
 
 
 def open_reader(path: Path, *, pickles: bool = False) -> BufferReader | rlinf.RLinfReader:
     """Open a buffer, a checkpoint or a directory of RLinf for reading. ``pickles``: see `rlinf.Directory`."""
+    if lerobot.is_data_set(path):
+        raise UserError(f"{path}: a LeRobot data set; write it to a buffer first: gleanrl buffer {path} merge OUT")
     return rlinf.RLinfReader(path, pickles=pickles) if rlinf.is_directory(path) else BufferReader(path)
 
 
@@ -179,6 +181,9 @@ def trajectories_of_rank(
     """
     counts: list[list[int]] = []  # for each checkpoint, the number of rows of each trajectory
     for path in paths:
+        if lerobot.is_data_set(path):
+            counts.append(lerobot.DataSetReader(path).lengths)
+            continue
         with closing(open_reader(path, pickles=pickles)) as reader:
             # Missing files are an error here only in the native format. RLinf's index may list files that are missing;
             # an error is raised when the trajectory of such a file is read.
@@ -195,7 +200,9 @@ def trajectories_of_rank(
             if (2 * before + count) * ranks // (2 * total) == rank:
                 mine.append(position)
             before += count
-        if mine:
+        if mine and lerobot.is_data_set(path):
+            yield from lerobot.DataSetReader(path).trajectories(mine)
+        elif mine:
             with closing(open_reader(path, pickles=pickles)) as reader:
                 first = reader.snapshot.first_id
                 for position in mine:

@@ -32,6 +32,10 @@ def extent(paths: Iterable[Path], *, pickles: bool = False) -> tuple[int, int]:
     """Return the total number of trajectories in some folders, and the approximate size of their rows in bytes."""
     total = nbytes = 0
     for path in paths:
+        if lerobot.is_data_set(path):
+            data_set = lerobot.DataSetReader(path)
+            total, nbytes = total + len(data_set.lengths), nbytes + sum(data_set.lengths) * data_set.row_nbytes
+            continue
         with closing(checkpoint.open_reader(path, pickles=pickles)) as reader:
             now = reader.snapshot
             total += now.next_id - now.first_id
@@ -46,13 +50,18 @@ def trajectories(
     """Yield all trajectories of some folders in order, with verified checksums.
 
     Args:
-        paths: buffers, checkpoints or directories of RLinf.
+        paths: buffers, checkpoints, directories of RLinf or LeRobot data sets.
         pickles: also read RLinf's ``.pkl`` files, which can run any code when they are read.
         left_out: list to which an error message is added for each damaged trajectory, which is skipped. None: raise
             `UserError` for the first damaged trajectory.
         done: called after each trajectory.
     """
     for path in paths:
+        if lerobot.is_data_set(path):
+            for found in lerobot.DataSetReader(path).trajectories():
+                yield found
+                done()
+            continue
         with closing(checkpoint.open_reader(path, pickles=pickles)) as reader:
             try:
                 for found in reader.verified_all() if left_out is None else reader.checked(salvage=True):

@@ -21,6 +21,7 @@ EXTRAS = {
     "openenv": ("aiohttp",),
     "gymnasium": ("gymnasium",),
     "parquet": ("pyarrow",),
+    "lerobot": ("pyarrow", "PIL", "av"),
     "datasets": ("datasets",),
     "math": ("math_verify",),
     "serve": ("fastapi", "uvicorn", "httptools"),
