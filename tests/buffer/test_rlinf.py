@@ -427,6 +427,7 @@ METHODS = {
     "__init__": "seed enable_cache cache_size sample_window_size auto_save auto_save_path trajectory_format",
     "add_trajectories": "trajectories",
     "sample": "num_chunks",
+    "sample_chunks": "num_chunks",
     "is_ready": "min_size",
     "is_ready_async": "min_size",
     "save_checkpoint": "save_path",

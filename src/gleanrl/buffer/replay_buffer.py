@@ -166,6 +166,8 @@ class TrajectoryReplayBuffer(Sampler):
         with self._held():
             return self.storage.trajectory(number).unflatten()
 
+    sample_chunks = Sampler.sample  # RLinf's name of the method
+
     # --- checkpoints -----------------------------------------------------------------------------
     def save_checkpoint(self, save_path: str | os.PathLike[str]) -> None:
         """Write all trajectories, the random state and the priorities to a folder, either completely or not at all.
@@ -205,8 +207,8 @@ class TrajectoryReplayBuffer(Sampler):
         loads the part that it saved. Otherwise the rank gets a new stream.
 
         Args:
-            load_path: a checkpoint in the native format, a directory of RLinf, or a folder with one checkpoint for each
-                rank.
+            load_path: a checkpoint in the native format, a directory of RLinf, a LeRobot data set, or a folder with one
+                of these for each rank.
             is_distributed: load only this rank's part of the trajectories. All parts have nearly the same size.
             local_rank, world_size: index of the part to load, and number of parts. Used if ``is_distributed`` is True.
             pickles: also read RLinf's ``.pkl`` files. They can run any code when they are read.
