@@ -2,6 +2,7 @@
 
     python benchmarks/buffer.py [--workloads images rows long] [--scale 1] [--arms ...] [--batch 256] [--repeats 1]
     python benchmarks/buffer.py flat [--trajectories 1000 10000 100000 1000000]
+    python benchmarks/buffer.py small [--batch 256] [--repeats 5]
 
 Each arm runs in a process of its own and stores the same trajectories of T steps in B environments. Workloads
 (``--scale`` multiplies the number of trajectories):
@@ -34,11 +35,18 @@ kernel takes to clear new pages.
 `flat` measures how costs grow with the number of trajectories, which have one row of 100 bytes each. At each size it
 prints microseconds to add a trajectory (in calls of 100), to sample 256 rows, to sample from successes only, and to
 sample slices of episodes; milliseconds to open the buffer; and memory.
+
+`small` compares what a call costs if rows are small. All stores are in memory and in one process, and have 200,000 rows
+of 100 bytes. In rounds, which alternate between the stores, it prints medians in microseconds: to add one row (a
+trajectory of T = 1, B = 1), and 100 such rows in one call, for each row; to sample ``--batch`` rows; and to sample them
+by priority and update their priorities. Samples are also compared with `index_select` on tensors (``ideal``), which has
+no priorities.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import json
 import os
@@ -303,6 +311,143 @@ def flat(sizes: list[int], folder: Path) -> Iterator[dict[str, float]]:
             }
 
 
+class SmallRows:
+    """Our buffer in memory, with priorities."""
+
+    def __init__(self, columns: dict[str, Tensor], batch: int) -> None:
+        from gleanrl.buffer import TensorTrajectory, TrajectoryReplayBuffer
+
+        self._buffer, self._batch = TrajectoryReplayBuffer(seed=0, priority_exponent=0.6), batch
+        self._one = TensorTrajectory(**shaped({name: column[:1] for name, column in columns.items()}, 1, 1))
+        self._buffer.add_trajectories([TensorTrajectory(**shaped(columns, len(columns["rewards"]) // 16, 16))])
+
+    def add(self, count: int) -> None:
+        self._buffer.add_trajectories([self._one] * count)
+
+    def sample(self) -> None:
+        self._buffer.sample(self._batch)
+
+    def prioritized(self) -> None:
+        batch = self._buffer.sample_prioritized(self._batch)
+        self._buffer.update_priorities(batch["indices"], batch["weights"] + 0.1)
+
+
+class SmallRowsIdeal:
+    """Tensors in memory, without priorities."""
+
+    def __init__(self, columns: dict[str, Tensor], batch: int) -> None:
+        self._store, self._batch = Ideal(Path(), 2 * len(columns["rewards"])), batch
+        self._store.add(columns, len(columns["rewards"]), 1)
+        self._one = {name: column[:1] for name, column in columns.items()}
+
+    def add(self, count: int) -> None:
+        for _ in range(count):
+            self._store.add(self._one, 1, 1)
+
+    def sample(self) -> None:
+        self._store.sample(self._batch)
+
+    def prioritized(self) -> None:
+        raise NotImplementedError
+
+
+class SmallRowsTorchRL:
+    """torchrl's buffers in memory, one with priorities if torchrl's extension was built for the installed torch."""
+
+    def __init__(self, columns: dict[str, Tensor], batch: int) -> None:
+        from tensordict import TensorDict
+        from torchrl.data import LazyTensorStorage, TensorDictPrioritizedReplayBuffer, TensorDictReplayBuffer
+
+        rows, self._batch = len(columns["rewards"]), batch
+        every = TensorDict({**columns, "td_error": torch.ones(rows)}, batch_size=[rows])
+        self._one, self._many = every[0].clone(), every[:100].clone()
+        self._buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(2 * rows))
+        self._buffer.extend(every)
+        try:
+            storage = LazyTensorStorage(2 * rows)
+            self._ranked = TensorDictPrioritizedReplayBuffer(alpha=0.6, beta=0.4, storage=storage)
+            self._ranked.extend(every)
+        except RuntimeError:
+            self._ranked = None
+
+    def add(self, count: int) -> None:
+        if count == 1:
+            self._buffer.add(self._one)
+        else:
+            self._buffer.extend(self._many)
+
+    def sample(self) -> None:
+        self._buffer.sample(self._batch)
+
+    def prioritized(self) -> None:
+        if self._ranked is None:
+            raise NotImplementedError
+        batch = self._ranked.sample(self._batch)
+        batch["td_error"] = torch.rand(self._batch) + 0.1
+        self._ranked.update_tensordict_priority(batch)
+
+
+class SmallRowsCppRB:
+    """cpprb's buffers in memory, one with priorities."""
+
+    def __init__(self, columns: dict[str, Tensor], batch: int) -> None:
+        from cpprb import PrioritizedReplayBuffer, ReplayBuffer
+
+        arrays = {name: column.numpy() for name, column in columns.items()}
+        fields = {name: {"shape": array.shape[1:], "dtype": array.dtype} for name, array in arrays.items()}
+        rows, self._batch = len(arrays["rewards"]), batch
+        self._buffer = ReplayBuffer(2 * rows, fields)
+        self._ranked = PrioritizedReplayBuffer(2 * rows, fields, alpha=0.6)
+        self._buffer.add(**arrays)
+        self._ranked.add(**arrays)
+        self._many = {count: {name: array[:count] for name, array in arrays.items()} for count in (1, 100)}
+
+    def add(self, count: int) -> None:
+        self._buffer.add(**self._many[count])
+
+    def sample(self) -> None:
+        self._buffer.sample(self._batch)
+
+    def prioritized(self) -> None:
+        batch = self._ranked.sample(self._batch, beta=0.4)
+        self._ranked.update_priorities(batch["indexes"], batch["weights"] + 0.1)
+
+
+def small(batch: int, repeats: int) -> None:
+    torch.set_num_threads(1)
+    workload = WORKLOADS["rows"]
+    parts = [workload.rows(number) for number in range(50)]
+    columns = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+    made: dict[str, Any] = {"ideal": SmallRowsIdeal(columns, batch), "gleanrl": SmallRows(columns, batch)}
+    for name, own in (("torchrl", SmallRowsTorchRL), ("cpprb", SmallRowsCppRB)):
+        if importlib.util.find_spec(name) is None:
+            print(f"{name} is not installed")
+        else:
+            made[name] = own(columns, batch)
+    calls: dict[str, Callable[[Any], Any]] = {
+        "sample": lambda store: store.sample(),
+        "prioritized": lambda store: store.prioritized(),
+        "add 1": lambda store: store.add(1),
+        "add 100": lambda store: store.add(100),
+    }
+    found: dict[tuple[str, str], list[float]] = {}
+    for _ in range(repeats):
+        for what, call in calls.items():
+            for name, store in made.items():
+                with contextlib.suppress(NotImplementedError):
+                    took = [timed(lambda call=call, store=store: call(store)) for _ in range(200)]
+                    found.setdefault((name, what), []).append(statistics.median(took) * 1e6)
+    us = {key: statistics.median(rounds) for key, rounds in found.items()}
+    print(f"{'':<10}{'add 1':>8}{'add 100':>9}{'sample':>8}{'of ideal':>9}{'prioritized':>13}{'of ideal':>9}")
+    for name in made:
+        shown = f"{name:<10}{us[name, 'add 1']:>8.0f}{us[name, 'add 100'] / 100:>9.1f}"
+        for what, width in (("sample", 8), ("prioritized", 13)):
+            value = us.get((name, what))
+            ratio = "" if value is None else f"{value / us['ideal', 'sample']:.2f}"
+            shown += f"{'' if value is None else f'{value:.0f}':>{width}}{ratio:>9}"
+        print(shown)
+
+
 def timed(call: Callable[[], Any]) -> float:
     start = time.perf_counter()
     call()
@@ -334,7 +479,7 @@ def scaled(name: str, scale: float) -> Workload:
 # --- all of them -----------------------------------------------------------------------------------
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", nargs="?", default="peers", choices=["peers", "flat", "one"])
+    parser.add_argument("what", nargs="?", default="peers", choices=["peers", "flat", "small", "one"])
     parser.add_argument("--workloads", nargs="+", default=list(WORKLOADS), choices=WORKLOADS)
     parser.add_argument("--arms", nargs="+", default=list(ARMS), choices=ARMS)
     parser.add_argument("--scale", type=float, default=1.0)
@@ -348,6 +493,9 @@ def main() -> None:
         part, arm, name = args.one.split(",")
         call = filled if part == "filled" else reopened
         print(json.dumps(call(arm, name, args.scale, args.folder, args.batch)))
+        return
+    if args.what == "small":
+        small(args.batch, args.repeats)
         return
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         if args.what == "flat":

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -19,44 +20,58 @@ Ints = np.ndarray[Any, np.dtype[np.int64]]
 
 
 class SumTree:
-    """A binary tree of weights, from which positions are drawn with probabilities in proportion to their weights.
+    """A tree of weights, from which positions are drawn with probabilities in proportion to their weights.
 
-    All operations are vectorised: they process many positions together, one level of the tree after the other. Sums are
-    float64. With 2^30 positions, rounding shifts the limits between positions by about 1e-7 of a weight.
+    A node has 32 children, and the highest level has up to 4096 nodes, so the tree is low. All operations are
+    vectorised: they process many positions together, one level after the other. This suits NumPy, where a call costs a
+    microsecond whatever it does, better than a binary tree with many levels. Sums are float64. With 2^30 positions,
+    rounding shifts the limits between positions by about 1e-7 of a weight.
     """
 
+    CHILDREN_BITS = 5
+    CHILDREN = 1 << CHILDREN_BITS
+    HIGHEST = 4096
+
     def __init__(self, capacity: int = 1024) -> None:
-        self.capacity = 1 << max(0, capacity - 1).bit_length()
-        self._nodes: Floats = np.zeros(2 * self.capacity)  # node i has children 2i and 2i + 1; leaves are last
+        # the weights of the positions, then for each level the sums of `CHILDREN` consecutive values of the one below
+        self._levels: list[Floats] = []
+        while not self._levels or capacity > self.HIGHEST:
+            capacity = -(-capacity // self.CHILDREN) if self._levels else capacity
+            self._levels.append(np.zeros(-(-max(1, capacity) // self.CHILDREN) * self.CHILDREN))
+        self.capacity = len(self._levels[0])
 
     @property
     def total(self) -> float:
-        return float(self._nodes[1])
+        return float(self._levels[-1].sum())
 
     def at(self, positions: Ints) -> Floats:
         """Return the weights of ``positions``."""
-        return self._nodes[self.capacity + positions]
+        return self._levels[0][positions]
 
     def set(self, positions: Ints, weights: Floats | float) -> None:
         """Set the weights of ``positions``. If a position occurs twice, the last weight is used."""
-        nodes = self.capacity + positions
-        self._nodes[nodes] = weights
-        while len(nodes) and nodes[0] > 1:
-            nodes = np.unique(nodes >> 1)
-            self._nodes[nodes] = self._nodes[2 * nodes] + self._nodes[2 * nodes + 1]
+        self._levels[0][positions] = weights
+        for below, level in pairwise(self._levels):
+            positions = positions >> self.CHILDREN_BITS
+            if len(positions) > self.CHILDREN:  # consecutive positions, as of new rows, have few different parents
+                positions = positions[np.flatnonzero(np.diff(positions, prepend=-1))]
+            level[positions] = below.reshape(-1, self.CHILDREN)[positions].sum(axis=1)
 
     def find(self, sums: Floats) -> Ints:
         """Return for each of ``sums``, in [0, total), the first position at which the cumulative weight exceeds it."""
-        nodes = np.ones(len(sums), np.int64)
-        left = sums.copy()
-        while nodes[0] < self.capacity:
-            nodes *= 2
-            weight = self._nodes[nodes]
-            # without the second condition, rounding errors could lead into a subtree of weight 0
-            right = (left >= weight) & (self._nodes[nodes + 1] > 0)
-            left -= np.where(right, weight, 0.0)
-            nodes += right
-        return nodes - self.capacity
+        ends = self._levels[-1].cumsum()
+        # without the minimum, rounding errors could lead behind the last position that has a weight
+        left = np.minimum(sums, np.nextafter(ends[-1], 0.0))
+        nodes = np.searchsorted(ends, left, side="right")
+        left = left - np.where(nodes, ends[nodes - 1], 0.0)
+        every = np.arange(len(nodes))
+        for level in self._levels[-2::-1]:
+            ends = level.reshape(-1, self.CHILDREN)[nodes].cumsum(axis=1)
+            left = np.minimum(left, np.nextafter(ends[:, -1], 0.0))
+            child = (ends <= left[:, None]).sum(axis=1)
+            left = left - np.where(child, ends[every, child - 1], 0.0)
+            nodes = (nodes << self.CHILDREN_BITS) + child
+        return nodes
 
 
 class TablePriorities:
@@ -75,6 +90,8 @@ class TablePriorities:
 
     def cover(self, first: int, end: int) -> None:
         """Keep priorities of only the rows from ``first`` to ``end`` - 1. New rows get the highest priority so far."""
+        if (first, end) == (self.first, self.end):
+            return
         if first - self.base > max(self.tree.capacity // 2, end - first):
             kept = np.arange(max(first, self.first), self.end)
             weights = self.tree.at(kept - self.base)
@@ -85,7 +102,7 @@ class TablePriorities:
         if end < self.end:
             self.tree.set(np.arange(max(end, self.first), self.end) - self.base, 0.0)
         if end - self.base > self.tree.capacity:
-            smaller, self.tree = self.tree, SumTree(end - self.base)
+            smaller, self.tree = self.tree, SumTree(max(end - self.base, 2 * self.tree.capacity))
             every = np.arange(smaller.capacity)
             self.tree.set(every, smaller.at(every))
         self.tree.set(np.arange(max(self.end, first), end) - self.base, self.highest**self.exponent)
@@ -121,9 +138,9 @@ class Priorities:
             if not totals.sum():
                 raise UserError("the buffer is empty")
             ends, sums = np.cumsum(totals), drawn * totals.sum()
-            tables = np.minimum(np.searchsorted(ends, sums, side="right"), len(totals) - 1)
+            tables = np.minimum(np.searchsorted(ends, sums, side="right"), np.flatnonzero(totals)[-1])
             rows, weights = np.empty(len(sums), np.int64), np.empty(len(sums))
-            for number in np.unique(tables):
+            for number in np.flatnonzero(totals):
                 [places] = np.nonzero(tables == number)
                 own = self._own[number]
                 positions = own.tree.find(sums[places] - (ends - totals)[number])

@@ -153,13 +153,13 @@ class Sampler:
             total = _total(ranges)
             if not total and only is not None:
                 raise UserError("no row of the buffer meets the conditions")
-            short = f"{num_chunks} chunk steps asked for, {{}}; allow_short=True takes less"
+            short = "{} chunk steps asked for, {}; allow_short=True takes less"
             if num_chunks > total and (not allow_short or not total):
-                raise UserError(short.format(f"the window has {total}"))
+                raise UserError(short.format(num_chunks, f"the window has {total}"))
             accept = None if only is None else only.row_filter(now)
             positions = draw(num_chunks, ranges, accept, self.generator, at_most_all=True)
             if len(positions) < num_chunks and not allow_short:
-                raise UserError(short.format(f"{len(positions)} of the window meet the conditions"))
+                raise UserError(short.format(num_chunks, f"{len(positions)} of the window meet the conditions"))
             found = pieces(positions, ranges)
             batch = _read(now, found, len(positions), fields, [own.table for own in ranges])
             if indices:

@@ -99,12 +99,13 @@ class Schema:
 
     def pack(self, columns: Mapping[FieldPath, Tensor], count: int) -> Tensor:
         """Pack the small fields of ``count`` rows into records, uint8 ``[count, record_nbytes]``."""
-        record = torch.zeros(count, self.record_nbytes, dtype=torch.uint8)
-        for path, (field, offset) in self.packed.items():
+        parts, nbytes = list[Tensor](), 0
+        for path, (field, _) in self.packed.items():
             if field.nbytes:
-                column = columns[path].reshape(count, -1).view(torch.uint8)
-                record[:, offset : offset + field.nbytes] = column
-        return record
+                parts.append(columns[path].reshape(count, -1).view(torch.uint8))
+                nbytes += field.nbytes
+        parts.append(torch.zeros(count, self.record_nbytes - nbytes, dtype=torch.uint8))
+        return torch.cat(parts, dim=1)
 
     def unpack(self, record: Tensor, paths: Iterable[FieldPath]) -> dict[FieldPath, Tensor]:
         """Return the fields ``paths`` of records (uint8 ``[n, record_nbytes]``) as contiguous tensors ``[n, ...]``."""

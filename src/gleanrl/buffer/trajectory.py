@@ -223,7 +223,7 @@ class TrajectoryBlock:
         ended = torch.zeros(self.count, dtype=torch.bool)
         for name in FLAGS:
             if (flags := self.columns.get((name,))) is not None:
-                ended |= flags.reshape(self.count, -1).ne(0).any(dim=1)
+                ended |= flags.reshape(self.count, -1).any(dim=1).bool()
         self.ends = self.cuts = ended.reshape(self.shape)
         if any(member.epochs > 1 for member in members):
             self.cuts = self.ends.clone()
@@ -258,10 +258,10 @@ def steps_left(ends: Tensor) -> Tensor:
     Args:
         ends: bool ``[..., T, B]``.
     """
-    steps = ends.shape[-2]
-    at = torch.arange(steps, dtype=torch.int32)[:, None]
-    stops = torch.where(ends, at, at[-1])
-    return stops.flip(-2).cummin(-2).values.flip(-2) - at + 1
+    # for a small trajectory, NumPy takes a third of the time that the same calls of torch take
+    at = np.arange(ends.shape[-2], dtype=np.int32)[:, None]
+    stops = np.where(ends.numpy(), at, at[-1])
+    return torch.from_numpy(np.minimum.accumulate(stops[..., ::-1, :], axis=-2)[..., ::-1, :] - at + 1)
 
 
 def leaves(path: FieldPath, value: Any) -> Iterator[tuple[FieldPath, Any]]:

@@ -433,8 +433,8 @@ def block_statistics(block: TrajectoryBlock) -> dict[str, Any]:
         found["flags"] |= np.where(intervened.reshape(n, -1).any(dim=1).numpy(), INTERVENED, 0)
     versions = block.columns.get(("versions",))
     if versions is not None and versions.numel():
-        each = versions.reshape(n, -1).double()
-        found["version_low"], found["version_high"] = each.amin(dim=1).numpy(), each.amax(dim=1).numpy()
+        lowest, highest = versions.reshape(n, -1).double().aminmax(dim=1)
+        found["version_low"], found["version_high"] = lowest.numpy(), highest.numpy()
     rewards = block.columns.get(("rewards",))
     if rewards is not None:
         found["reward"] = rewards.reshape(n, -1).double().sum(dim=1).numpy()
