@@ -112,7 +112,11 @@ class ReplayTrainer(GRPOTrainer):
 
     def _batch(self, arrays: dict[str, np.ndarray]) -> Tensors:
         """Convert the arrays that `to_verl` returns to a batch of TRL."""
-        rows = {key: torch.from_numpy(value).to(self.accelerator.device) for key, value in arrays.items()}
+        rows = {
+            key: torch.from_numpy(value).to(self.accelerator.device)
+            for key, value in arrays.items()
+            if value.dtype != object  # names of groups, tasks and trajectories
+        }
         # TRL splits the batch into `steps_per_generation` parts of equal size and drops the remainder. Copies of the
         # last row with an empty mask, which train nothing, make the number of rows divisible.
         count = len(rows["responses"])

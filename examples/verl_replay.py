@@ -66,7 +66,7 @@ def with_experience(
 
     width = batch.batch["prompts"].shape[1]
     arrays = to_verl(mixed, pad_token=pad_token, max_prompt=width, max_response=batch.batch["responses"].shape[1])
-    tensors = {key: torch.from_numpy(value) for key, value in arrays.items()}
+    tensors = {key: torch.from_numpy(value) for key, value in arrays.items() if value.dtype != object}
     stored = tensors["exp_mask"][:, width:].any(-1)
     tensors["advantages"], tensors["returns"] = estimate(
         "grpo",
@@ -77,7 +77,7 @@ def with_experience(
         # not change the advantages of fresh rows.
         baseline_members=~stored,
     )
-    columns = {"task_id": names[arrays["group_ids"]].astype(object)}
+    columns = {"task_id": arrays["task_ids"], "uid": arrays["uid"]}
     return DataProto.from_dict(tensors, non_tensors=columns, meta_info=dict(batch.meta_info)), int(stored.sum())
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -114,6 +116,25 @@ def test_a_run_killed_and_resumed_equals_an_undisturbed_one_bit_for_bit(
             stats = pool.stats()
             contents.append({name: stats[name] for name in ("tasks", "eligible", "trajectories", "buckets")})
     assert contents[0] == contents[1]
+
+
+def test_runs_that_use_a_pool_in_turn_continue_its_ages_and_find_it_from_any_directory(
+    gleanrl: CommandLine, tmp_path: Path
+) -> None:
+    shared = (*REPLAY, "--replay.path", "shared.sqlite", "--replay.start_progress", "0.3")
+    assert gleanrl.train("first", *shared, "--run.steps", str(STEPS)).status == 0
+    ended = gleanrl.train("second", *shared, "--run.steps", "3", "--replay.start_progress", "0")
+    assert ended.status == 0, ended.stderr
+    oldest = [metrics["replay/age_max"] for metrics in rows(gleanrl, "second") if "replay/age_max" in metrics]
+    assert max(oldest) >= STEPS - 1  # the first run's trajectories are older than any of the second can be
+
+    for name in ("first", "second"):
+        assert "replay begins" in gleanrl.run(name).log_path.read_text()
+    assert "replay begins" in ended.stderr
+
+    shown = replace(gleanrl, folder=tmp_path)("pool", str(gleanrl.run("second").path))
+    assert shown.status == 0, shown.stderr
+    assert "shared.sqlite" in shown.stdout
 
 
 MISTAKES = {

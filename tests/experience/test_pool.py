@@ -266,6 +266,25 @@ def reworded(name: str, fresh: Sequence[Trajectory]) -> Group:
     return Group(GroupSpec(other, len(fresh)), tuple(fresh), 0)
 
 
+def test_ages_go_on_when_another_run_starts_from_step_0(path: Path) -> None:
+    with ExperiencePool(path) as pool:
+        pool.observe([solved("old", 1, 2, version=3)], 3)
+        pool.observe([solved("new", 1, 2, first=9, version=10)], 10)
+    with ExperiencePool(path, ReplaySettings(max_age=8)) as pool:
+        before = pool.mark()
+        pool.start_run()
+        versions = {name: stored[0].version for name, stored in pool.stored(["old", "new"]).items()}
+        assert versions == {"old": -7, "new": 0}
+        pool.start_run()  # a run that ended before its first step
+        assert {name: stored[0].version for name, stored in pool.stored(["old", "new"]).items()} == versions
+        assert pool.verify() == []
+        assert pool.observe([], 0)["pool/evicted/age"] == 0
+        assert pool.observe([], 1)["pool/evicted/age"] == 1
+        assert list(pool.stored(["new"])) == ["new"]
+        pool.rewind(before)
+        assert pool.stored(["old"])["old"][0].version == 3
+
+
 def test_a_task_whose_prompt_changed_loses_its_trajectories(
     pool: ExperiencePool, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -696,6 +715,17 @@ def test_a_file_with_another_schema_is_refused_and_unchanged(
     assert str(path) in str(refused.value)
     assert "\n" not in str(refused.value)
     assert path.read_bytes() == before
+
+
+def test_a_symbolic_link_to_a_pool_has_the_same_writer_lock(path: Path, tmp_path: Path) -> None:
+    link = tmp_path / "elsewhere" / "link.sqlite"
+    link.parent.mkdir()
+    with ExperiencePool(path):
+        link.symlink_to(path)
+        with pytest.raises(UserError, match="written by another process"):
+            ExperiencePool(link)
+    with ExperiencePool(link), pytest.raises(UserError, match="written by another process"):
+        ExperiencePool(path)
 
 
 def test_a_file_that_is_no_pool_is_refused_and_unchanged(path: Path) -> None:

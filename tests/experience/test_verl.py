@@ -74,6 +74,7 @@ def test_every_array_of_a_small_batch_has_the_expected_values() -> None:
         "loss_mask": [[0, 0, 0, 1, 1, 0, 1, 0], [0, 0, 0, 1, 1, 0, 0, 0]],
         "response_mask": [[1, 1, 0, 1, 0], [1, 1, 0, 0, 0]],
         "exp_mask": [[0, 0, 0, 0, 0, 0, 0, 0], [0, 0, 0, 1, 1, 0, 0, 0]],
+        "step_ids": [[0, 0, 0, 1, 1], [0, 0, -1, -1, -1]],
         "turn_ids": [[-1, 0, 0, 1, 1, 2, 3, 4], [-1, -1, 0, 1, 1, -1, -1, -1]],
         "recorded_old_log_probs": [[-1.0, -2.0, 0, -3.0, 0], [-0.5, -0.25, 0, 0, 0]],
         "rollout_log_probs": [[-1.0, -2.0, 0, -3.0, 0], [-0.5, -0.25, 0, 0, 0]],
@@ -87,12 +88,16 @@ def test_every_array_of_a_small_batch_has_the_expected_values() -> None:
         "versions": [[-1, -1, -1, 7, 7, -1, 8, -1], [-1, -1, -1, 2, 2, -1, -1, -1]],
         "scores": [0.75, 1.0],
         "valid": [1, 1],
+        "uid": ["0", "0"],
+        "task_ids": ["t", "t"],
+        "rollout_ids": [trajectory.id for trajectory in small()[0].trajectories],
     }
     assert batch.keys() == expected.keys()
     assert batch.keys() >= NAMED
     for key, values in expected.items():
+        dtypes = {"scores": np.float64, "uid": object, "task_ids": object, "rollout_ids": object}
         real = key.endswith(("probs", "rewards", "advantages", "returns"))
-        assert batch[key].dtype == (np.float64 if key == "scores" else np.float32 if real else np.int64), key
+        assert batch[key].dtype == dtypes.get(key, np.float32 if real else np.int64), key
         assert batch[key].tolist() == values, key
 
 
@@ -101,7 +106,7 @@ def test_a_guided_trajectory_is_off_policy_including_its_prompt_and_stays_fresh(
     guided = replace(group.trajectories[0], info={"guided": "discard"})
     group = replace(group, trajectories=(guided, *group.trajectories[1:]))
     batch = to_verl([group], pad_token=0, old_logprobs=[-9.0, -9.0])
-    assert batch["exp_mask"].tolist() == [[1, 1, 1, 1, 1, 1, 1], [0, 0, 1, 1, 0, 0, 0]]
+    assert batch["exp_mask"].tolist() == [[1, 1, 1, 1, 0, 1, 0], [0, 0, 1, 1, 0, 0, 0]]
     assert batch["old_log_probs"][0].tolist() == [-1.0, -2.0, 0, -3.0, 0]
     [back] = from_verl(batch, [TASK])
     assert len(back.fresh) == 1
@@ -138,7 +143,7 @@ def test_a_round_trip_gives_back_every_group_in_any_order_of_rows(seed: int, ten
     shuffled: Batch = {key: value[order] for key, value in batch.items()}
     ids = [names[number] for number in shuffled["trajectory_ids"]]
     if tensors:
-        shuffled = {key: torch.from_numpy(value) for key, value in shuffled.items()}
+        shuffled = {key: torch.from_numpy(value) for key, value in shuffled.items() if value.dtype != object}
     back = from_verl(shuffled, [group.spec.task for group in groups], ids=ids)
     assert len(back) == len(groups)
     for ours, theirs in zip(groups, back, strict=True):
@@ -171,15 +176,22 @@ def test_prompts_are_padded_left_and_responses_right_without_nan(seed: int) -> N
         assert batch["attention_mask"][row].nonzero()[0].tolist() == list(range(left, left + len(tokens)))
         assert batch["position_ids"][row][left : left + len(tokens)].tolist() == list(range(len(tokens)))
         assert batch["loss_mask"][row].nonzero()[0].tolist() == [left + i for i, flag in enumerate(trained) if flag]
-        off = list(range(40, left + len(tokens))) if id(trajectory) in replayed else []
-        assert batch["exp_mask"][row].nonzero()[0].tolist() == off
+        off = batch["loss_mask"][row] if id(trajectory) in replayed else np.zeros_like(batch["loss_mask"][row])
+        assert np.array_equal(batch["exp_mask"][row], off)
+        expected: list[int] = []
+        step = -1
+        for turn in segment:
+            step += turn.sampled and turn.tokens.size > 0
+            expected += [step] * turn.tokens.size
+        padding = [-1] * (60 - len(expected[first:]))
+        assert batch["step_ids"][row].tolist() == [*expected[first:], *padding]
         last = left + max(i for i, flag in enumerate(trained) if flag) - 40
         rewards = batch["token_level_rewards"][row]
         assert rewards[last] == trajectory.score.value
         assert not np.delete(rewards, last).any()
     assert np.array_equal(batch["input_ids"], np.concatenate([batch["prompts"], batch["responses"]], 1))
     assert np.array_equal(batch["loss_mask"][:, 40:], batch["response_mask"])
-    assert all(np.isfinite(value).all() for value in batch.values())
+    assert all(np.isfinite(value).all() for value in batch.values() if value.dtype != object)
 
 
 def test_invalid_members_are_left_out_without_keep_all() -> None:

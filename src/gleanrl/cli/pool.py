@@ -137,7 +137,12 @@ def _existing(args: argparse.Namespace) -> Path:
     """Return the path of the pool's file. Raises `UserError` if there is no such file."""
     path = find_pool(args.run)
     if not path.is_file():
-        cause = "" if Path(args.run).suffix == ".sqlite" else "; the run was made without replay.enabled = true"
+        from gleanrl.runtime.run_folder import RunFolder
+
+        cause = ""
+        if Path(args.run).suffix != ".sqlite":
+            replay = RunFolder(_run_path(args.run)).read_config().get("replay", {})
+            cause = "" if replay.get("enabled") else "; the run was made without replay.enabled = true"
         raise UserError(f"there is no experience pool at {path}{cause}")
     return path
 

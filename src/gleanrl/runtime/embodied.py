@@ -93,7 +93,7 @@ def run_training(config: EmbodiedConfig, *, resume: bool, console: Display, moni
     if config.run.threads:
         torch.set_num_threads(config.run.threads)
     folder = RunFolder(config.path)
-    with open_run(folder, config, resume=resume):
+    with open_run(folder, config, console, resume=resume):
         return asyncio.run(_train(config, folder, console, monitors, resume=resume))
 
 

@@ -26,14 +26,6 @@ from gleanrl.types import Task, Trajectory
 from gleanrl.utils import atomic
 from gleanrl.utils.errors import UserError
 
-START_FILE = "experience.start"
-"""Name of the file in the run folder that records the state of the pool before the run, as a JSON object.
-
-``pool`` is ``replay.path``. A mark is a recorded state of the pool, to which it can be rewound (see
-`ExperiencePool.mark`). ``run`` is the name under which the run sets marks, and ``mark`` is the number of the mark that
-it set before it wrote anything to the pool. The pool may contain older marks, which belong to other runs.
-"""
-
 
 @contextmanager
 def open_pool(
@@ -64,10 +56,16 @@ def open_pool(
     if not settings.enabled:
         yield None
         return
-    note_path = folder.path / START_FILE
+    # A JSON object with the state of the pool before the run. ``pool`` is `replay.path`, and ``file`` the same as an
+    # absolute path, because a command may be given in another directory later. A mark is a recorded state of the pool,
+    # to which it can be rewound. ``run`` is the name under which the run sets marks, and ``mark`` is the number of the
+    # mark that it set before it wrote anything to the pool. Older marks in the pool belong to other runs.
+    note_path = folder.pool_start_path
+    path = Path(settings.path or folder.experience_path)
     note = {"run": f"{config.run.name} {uuid.uuid4().hex[:12]}", "pool": settings.path, "mark": None}
-    # An existing START_FILE belongs to this run if the run is resumed. It also applies to a new run in the same folder
-    # if the pool lies in this folder too, because the pool then still contains what the failed earlier run wrote.
+    note["file"] = str(path.resolve()) if settings.path else None
+    # An existing file belongs to this run if the run is resumed. It also applies to a new run in the same folder if the
+    # pool lies in this folder too, because the pool then still contains what the failed earlier run wrote.
     if (resume or settings.path is None) and note_path.exists():
         note = json.loads(note_path.read_text())
     else:
@@ -76,7 +74,8 @@ def open_pool(
     # another run has set a later mark. A run that is resumed with another `replay.path` uses a copy of its pool. Other
     # runs do not use this copy, so the check is switched off with None.
     owner = note["run"] if note["pool"] == settings.path else None
-    path = Path(settings.path) if settings.path else folder.experience_path
+    if not path.exists() and settings.path and note["pool"] == settings.path:
+        path = Path(note["file"])
     takes = {"tokenizer": tokenizer_fingerprint(tokenizer), "vocabulary": len(tokenizer), "max_context": max_context}
     with ExperiencePool(path, settings, run=owner, **takes) as pool:
         if not (resume and has_checkpoint(folder)):
@@ -85,6 +84,7 @@ def open_pool(
                 pool.rewind(note["mark"])
             else:
                 atomic.write_text(note_path, json.dumps({**note, "mark": pool.mark()}))
+            pool.start_run()
             if settings.seed_from and not pool.stats()["trajectories"]:
                 seed_pool(pool, settings.seed_from, trust=settings.trust_tokenizer)
             if pool.stats()["tasks"]:

@@ -72,7 +72,7 @@ def run_training(config: Config, *, resume: bool, console: Progress, monitors: O
     validate.check(config)
     set_up_libraries(config)
     folder = RunFolder(config.path)
-    with learner_ranks(config) as ranks, open_run(folder, config, resume=resume):
+    with learner_ranks(config) as ranks, open_run(folder, config, console, resume=resume):
         scorer = make_scorer(config.reward)
         prepared = prepare(config, console)
         with atomic.directory(folder.tokenizer_path) as partial:

@@ -1,14 +1,16 @@
-"""Locks the run folder for the process that runs the job, and handles Ctrl-C and SIGTERM."""
+"""Locks the run folder for the process that runs the job, writes its log file, and handles Ctrl-C and SIGTERM."""
 
 from __future__ import annotations
 
 import asyncio
 import fcntl
+import logging
 import os
 import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Protocol
 
 from gleanrl.config.loading import load_stored
@@ -34,8 +36,8 @@ class Interruptible(Protocol):
 
 
 @contextmanager
-def open_run(folder: RunFolder, config: JobConfig, *, resume: bool) -> Iterator[None]:
-    """Lock the run folder for this process while the block runs, and write ``config.toml`` to it.
+def open_run(folder: RunFolder, config: JobConfig, console: Progress, *, resume: bool) -> Iterator[None]:
+    """Lock the run folder for this process while the block runs, and write ``config.toml`` and ``run.log`` to it.
 
     The configuration is written before the block runs, so that the run can be resumed whenever it is interrupted. If
     the block raises before the run has logged metrics or saved a checkpoint, ``config.toml`` is deleted again, so that
@@ -75,11 +77,45 @@ def open_run(folder: RunFolder, config: JobConfig, *, resume: bool) -> Iterator[
             )
         atomic.write_text(folder.config_path, config.to_toml())
         try:
-            yield
+            with log_messages(folder.log_path, console):
+                yield
         except Exception:
             if not folder.read_metrics() and not folder.checkpoints():
                 folder.config_path.unlink()
             raise
+
+
+@contextmanager
+def log_messages(path: Path, console: Progress) -> Iterator[None]:
+    """While the block runs, append log messages of `gleanrl` to the file ``path`` and show them on the console.
+
+    Messages below the level INFO are left out. Without this, Python shows only warnings, and writes no file.
+    """
+    file = logging.FileHandler(path, encoding="utf-8")
+    file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    shown = _ConsoleHandler(console)
+    logger = logging.getLogger("gleanrl")
+    level = logger.level
+    logger.setLevel(logging.INFO)
+    logger.addHandler(file)
+    logger.addHandler(shown)
+    try:
+        yield
+    finally:
+        logger.removeHandler(shown)
+        logger.removeHandler(file)
+        file.close()
+        logger.setLevel(level)
+
+
+class _ConsoleHandler(logging.Handler):
+    def __init__(self, console: Progress) -> None:
+        super().__init__()
+        self._console = console
+
+    def emit(self, record: logging.LogRecord) -> None:
+        prefix = f"{record.levelname.lower()}: " if record.levelno > logging.INFO else ""
+        self._console.print(prefix + record.getMessage())
 
 
 @contextmanager

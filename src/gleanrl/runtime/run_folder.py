@@ -74,7 +74,9 @@ class RunFolder:
         self.checkpoints_path = path / "checkpoints"
         self.tokenizer_path = path / "tokenizer"
         self.experience_path = path / "experience.sqlite"
+        self.pool_start_path = path / "experience.start"  # see `gleanrl.runtime.experience.open_pool`
         self.report_path = path / "report.html"
+        self.log_path = path / "run.log"
 
     @classmethod
     def existing(cls, path: Path | str) -> RunFolder:
@@ -143,10 +145,16 @@ class RunFolder:
     def pool_path(self) -> Path:
         """Return the path of the run's experience pool: ``replay.path`` if it is set, else a file in this folder.
 
-        The file may not exist.
+        If a relative ``replay.path`` does not exist, it counts from the directory in which the run was started. The
+        file may not exist.
         """
         named = self.read_config().get("replay", {}).get("path")
-        return Path(named) if named else self.experience_path
+        path = Path(named or self.experience_path)
+        if not path.exists() and self.pool_start_path.exists():
+            start = json.loads(self.pool_start_path.read_text(encoding="utf-8"))
+            if start["pool"] == named:
+                path = Path(start["file"] or path)
+        return path
 
     def rollout_steps(self) -> list[int]:
         """Return the steps that have a rollout file, in ascending order."""

@@ -96,6 +96,7 @@ def to_verl(
 
     * ``responses``: token ids.
     * ``response_mask``: 1 on sampled tokens, 0 on the environment's texts and on padding.
+    * ``step_ids``: index of the agent's turn in its segment, also on the environment's answer to it; -1 on padding.
 
     int64 [N, P + R]:
 
@@ -103,8 +104,9 @@ def to_verl(
     * ``attention_mask``: 0 on padding.
     * ``position_ids``: 0 on the left padding; the last position is repeated on the right padding.
     * ``loss_mask``: 0 on the prompt, and ``response_mask`` on the response.
-    * ``exp_mask``: 1 on the response of a replayed trajectory. 1 on prompt and response of a guided trajectory whose
-      text training discards (``info["guided"]`` is "discard"). 0 elsewhere and on padding.
+    * ``exp_mask``: 1 on the off-policy tokens, which are the sampled tokens of a replayed trajectory, and the sampled
+      tokens and the prompt of a guided trajectory whose text training discards (``info["guided"]`` is "discard"). 0
+      elsewhere.
     * ``turn_ids``: index of the turn in its segment; -1 on padding.
     * ``versions``: version of the weights that sampled the token; -1 on tokens that were not sampled.
 
@@ -121,6 +123,8 @@ def to_verl(
     * ``group_ids`` (index in ``groups``), ``trajectory_ids`` and ``segment_ids``: int64.
     * ``valid``: int64, 0 if the score of the trajectory is invalid. Its rewards and ``scores`` are then 0.
     * ``scores``: the score as float64, because float32 could not represent it exactly.
+    * ``uid`` (``group_ids`` as text), ``task_ids`` and ``rollout_ids`` (ids of trajectories): strings in an array of
+      objects, for ``DataProto.non_tensor_batch``. verl compares rows that have the same ``uid``.
 
     Args:
         groups: the groups to convert.
@@ -177,6 +181,7 @@ def to_verl(
     columns: dict[str, list[Any]] = {
         name: [] for name in ("group_ids", "trajectory_ids", "segment_ids", "scores", "valid")
     }
+    names: dict[str, list[str]] = {name: [] for name in ("uid", "task_ids", "rollout_ids")}
     for line, row in enumerate(rows):
         score, turns = row.trajectory.score, row.trajectory.segments[row.part]
         start = width - row.prompt
@@ -185,9 +190,9 @@ def to_verl(
         whole["input_ids"][line, place] = row.tokens
         whole["attention_mask"][line, place] = 1
         whole["loss_mask"][line, place] = row.mask
-        whole["exp_mask"][line, place] = row.replayed or row.guided
-        if not row.guided:
-            whole["exp_mask"][line, :width] = 0
+        whole["exp_mask"][line, place] = row.mask & (row.replayed or row.guided)
+        if row.guided:
+            whole["exp_mask"][line, start:width] = 1
         whole["turn_ids"][line, place] = np.repeat(np.arange(len(turns)), sizes)
         whole["versions"][line, place] = np.repeat(np.array([turn.version for turn in turns], np.int64), sizes)
         reals["recorded_old_log_probs"][line, place] = row.behaviour
@@ -204,6 +209,9 @@ def to_verl(
         columns["segment_ids"].append(row.part)
         columns["scores"].append(score.value if score.valid else 0.0)
         columns["valid"].append(score.valid)
+        names["uid"].append(str(row.group))
+        names["task_ids"].append(row.trajectory.task_id)
+        names["rollout_ids"].append(row.trajectory.id)
 
     batch: dict[str, Array] = {
         **whole,
@@ -218,6 +226,15 @@ def to_verl(
     batch.setdefault("old_log_probs", batch["recorded_old_log_probs"].copy())
     for name, values in columns.items():
         batch[name] = np.array(values, np.float64 if name == "scores" else np.int64)
+    for name, values in names.items():
+        batch[name] = np.array(values, object)
+
+    # A turn of the agent starts where a sampled token follows another turn. The response starts with the first one.
+    turns, sampled = whole["turn_ids"][:, width:], batch["response_mask"] == 1
+    follows = np.ones_like(sampled)
+    follows[:, 1:] = turns[:, 1:] != turns[:, :-1]
+    steps = (sampled & follows).cumsum(-1) - 1
+    batch["step_ids"] = np.where(whole["attention_mask"][:, width:] == 1, steps, -1)
     return batch
 
 

@@ -257,6 +257,19 @@ class ExperiencePool:
                         bucket_index.save(db, row)
             self._log_replaced()
 
+    def start_run(self) -> None:
+        """Shift steps and versions so that a run that starts from step 0 counts ages on from those of earlier runs.
+
+        The newest of what the pool contains then has the version 0 and so the age 0, and all others have negative
+        versions. A run calls this once, before it counts its own versions from 0.
+        """
+        with self._writing() as db:
+            newest = "SELECT max(version) FROM trajectories UNION ALL SELECT max(step) FROM tasks"
+            shift = max(value or 0 for (value,) in db.execute(newest))
+            if shift > 0:
+                db.execute("UPDATE trajectories SET version = version - ?, step = step - ?", (shift, shift))
+                db.execute("UPDATE tasks SET step = step - ?", (shift,))
+
     def used(self, keys: Sequence[int]) -> None:
         """Add 1 to the count of uses of each trajectory. Keys that are no longer in the pool are ignored."""
         with self._writing() as db:

@@ -104,7 +104,8 @@ def connect(path: Path, *, read_only: bool) -> sqlite3.Connection:
 
         # If the file ends within a page, because it was copied incompletely, SQLite would read the rest of that page as
         # zeros. Only a write-ahead log that is not empty may still contain the whole page.
-        log = path.with_name(path.name + "-wal")
+        real = path.resolve()  # SQLite keeps the log next to the file itself, not next to a symbolic link to it
+        log = real.with_name(real.name + "-wal")
         whole = path.stat().st_size % _pragma(db, "page_size") == 0
         if not whole and not (log.exists() and log.stat().st_size):
             raise sqlite3.DatabaseError(_CUT)
@@ -170,15 +171,17 @@ def transaction(db: sqlite3.Connection, kind: str = "IMMEDIATE") -> Iterator[Non
 def writer_lock(path: Path) -> Iterator[None]:
     """Hold the writer's lock of the pool while the block runs, so that no second writer opens the pool.
 
-    The lock is an flock on ``PATH.lock``. The operating system releases it when the process ends, even if it is killed.
+    The lock is an flock on ``PATH.lock``, where PATH contains no symbolic links. The operating system releases it when
+    the process ends, even if it is killed.
 
     Raises:
         UserError: another process, or another pool object of this process, holds the lock, or the lock file cannot be
             opened.
     """
-    lock = path.with_name(path.name + ".lock")
+    real = path.resolve()  # all symbolic links to one pool share its lock, as they share SQLite's log
+    lock = real.with_name(real.name + ".lock")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        real.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(lock, os.O_RDWR | os.O_CREAT, 0o644)
     except OSError as error:
         raise UserError(f"cannot open {lock}: {error.strerror}; open the pool read-only") from error

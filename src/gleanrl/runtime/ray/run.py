@@ -53,7 +53,7 @@ def run_training(config: Config, *, resume: bool, console: Progress, monitors: O
     validate.check(config)
     set_up_libraries(config)
     folder = RunFolder(config.path)
-    with open_run(folder, config, resume=resume):
+    with open_run(folder, config, console, resume=resume):
         make_scorer(config.reward)
         with open_cluster(config.ray, console, count_actors(config), ranks=config.learner.ranks) as cluster:
             prepared = prepare(config, console)
