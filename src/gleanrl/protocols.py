@@ -20,9 +20,12 @@ from gleanrl.utils.errors import NoExpert
 if TYPE_CHECKING:
     from gleanrl.algorithms.batch import Batch
 
-Split = Literal["train", "eval", "warm_start"]  # "warm_start": tasks of which an expert gives demonstrations
+Split = Literal["train", "eval", "warm_start"]
+"""Name of a set of tasks. An expert gives demonstrations of the tasks in "warm_start"."""
 Metrics = Mapping[str, float]
-Tools = Sequence[Mapping[str, Any]]  # OpenAI function schemas
+"""Values by name, such as ``{"reward/mean": 0.5}``."""
+Tools = Sequence[Mapping[str, Any]]
+"""Tools that a model may call, as OpenAI function schemas."""
 
 
 class EpisodeLost(Exception):
@@ -35,16 +38,16 @@ class EpisodeLost(Exception):
 # --- environments -----------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """What an environment returns when it is reset and after each step.
-
-    ``messages`` continue the conversation with the model. ``done`` is true once the episode has ended. An environment
-    that scores its episodes itself also sets ``score`` in the last observation.
-    """
+    """What an environment returns when it is reset and after each step."""
 
     messages: tuple[Message, ...]
+    """Messages that continue the conversation with the model."""
     done: bool = False
+    """True once the episode has ended."""
     score: Score | None = None
+    """What the episode has earned so far. The last score that is set counts; None if the environment does not score."""
     info: Mapping[str, Any] = field(default_factory=dict)
+    """Further data for callers that step the environment themselves. Training does not read them."""
     tools: tuple[Mapping[str, Any], ...] = ()
     """The tools that the model may call, as OpenAI function schemas. Set them in the observation that `reset` returns;
     those of later observations are ignored.
@@ -167,36 +170,47 @@ class Taskset(ABC):
 
 
 class Reward(Protocol):
-    """Scores trajectories.
+    """Scores trajectories."""
 
-    ``score`` is called as soon as a trajectory ends. ``finish`` post-processes the scores of a complete group: it gets
-    the scores of all fresh members and returns as many scores in the same order, for example the members' ranks. If
-    the group has a greedy attempt, the last score is that of this attempt. An invalid score must stay invalid.
-    """
+    async def score(self, task: Task, trajectory: Trajectory) -> Score:
+        """Return the score of a trajectory. Called as soon as the trajectory ends."""
+        ...
 
-    async def score(self, task: Task, trajectory: Trajectory) -> Score: ...
-    async def finish(self, task: Task, scores: Sequence[Score]) -> Sequence[Score]: ...
+    async def finish(self, task: Task, scores: Sequence[Score]) -> Sequence[Score]:
+        """Post-process the scores of a complete group, for example replace them by the members' ranks.
+
+        ``scores`` are those of all fresh members, followed by that of the greedy attempt if the group has one. Returns
+        as many scores in the same order. An invalid score must stay invalid.
+        """
+        ...
 
 
 # --- models -----------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    max_tokens: int  # maximum number of sampled tokens, including the stop token
-    stop_tokens: tuple[int, ...]  # ids of the tokens that end the completion
-    temperature: float = 1.0  # 0 = greedy decoding
+    """How a completion is sampled."""
+
+    max_tokens: int
+    """Maximum number of sampled tokens, including the stop token."""
+    stop_tokens: tuple[int, ...]
+    """Ids of the tokens that end the completion."""
+    temperature: float = 1.0
+    """Sampling temperature; 0 = greedy decoding."""
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """What a sampler returns: the sampled tokens, including the stop token, and their log-probs.
+    """What a sampler returns: the sampled tokens and their log-probs."""
 
-    The log-probs belong to the distribution from which the tokens were drawn, so they include the sampling
-    temperature."""
-
-    tokens: IntArray  # int32[n]
-    logprobs: FloatArray  # float32[n]
-    version: int  # version of the oldest weights that sampled any of the tokens
-    finish: Literal["stop", "length"]  # "length": the limit of tokens ended the completion, not a stop token
+    tokens: IntArray
+    """Sampled token ids, including the stop token, int32[n]."""
+    logprobs: FloatArray
+    """Log-probs of the tokens, float32[n]. They belong to the distribution from which the tokens were drawn, so they
+    include the sampling temperature."""
+    version: int
+    """Version of the oldest weights that sampled any of the tokens."""
+    finish: Literal["stop", "length"]
+    """What ended the completion: a stop token, or the limit of tokens ("length")."""
     altered: str | None = None
     """How the distribution differed from the policy at the requested temperature, as a text such as "top_p=0.9"; None
     if it did not differ.
@@ -212,10 +226,14 @@ class Session(Protocol):
     Each prompt of a session usually begins with the previous prompt and its completion, so a sampler may keep the
     key-value cache between calls. Any other prompt is allowed too and must be answered just as exactly."""
 
-    async def sample(self, prompt: IntArray, params: SamplingParams) -> Completion: ...
+    async def sample(self, prompt: IntArray, params: SamplingParams) -> Completion:
+        """Sample a completion of ``prompt``, which holds the token ids of the whole context, int32[n]."""
+        ...
 
 
 class Sampler(Protocol):
+    """Generates the model's tokens."""
+
     @property
     def version(self) -> int:
         """Version of the weights that the sampler uses now."""
@@ -242,10 +260,14 @@ class Sampler(Protocol):
         """
         ...
 
-    async def close(self) -> None: ...
+    async def close(self) -> None:
+        """Release the model and all resources. No session is open any more."""
+        ...
 
 
 class Learner(Protocol):
+    """Trains the policy."""
+
     async def update(self, batch: Batch) -> Metrics:
         """Learn from a batch of groups, in order; make one optimizer update for each complete mini-batch of groups.
 
@@ -269,8 +291,14 @@ class Learner(Protocol):
         """
         ...
 
-    def save(self, folder: Path) -> None: ...
-    def load(self, folder: Path) -> None: ...
+    def save(self, folder: Path) -> None:
+        """Write the state of the learner (weights and optimizers) into ``folder``, for a checkpoint."""
+        ...
+
+    def load(self, folder: Path) -> None:
+        """Restore the state that `save` has written into ``folder``."""
+        ...
+
     def export(self, folder: Path) -> None:
         """Write a Hugging Face model directory that transformers and vLLM can load without conversion."""
         ...
@@ -278,16 +306,27 @@ class Learner(Protocol):
 
 # --- around the loop --------------------------------------------------------------------------
 class Curriculum(Protocol):
-    """Chooses the tasks of the groups to sample.
+    """Chooses the tasks of the groups to sample."""
 
-    ``propose`` plans the next ``count`` groups. ``observe`` is called once per step with the groups that the step
-    learned from and the groups that were dropped since the step before, and returns metrics.
-    """
+    async def propose(self, count: int) -> list[GroupSpec]:
+        """Plan the next ``count`` groups."""
+        ...
 
-    async def propose(self, count: int) -> list[GroupSpec]: ...
-    def observe(self, groups: Sequence[Group]) -> Metrics: ...
-    def state_dict(self) -> dict[str, Any]: ...
-    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+    def observe(self, groups: Sequence[Group]) -> Metrics:
+        """Note the groups of a finished step, and return metrics.
+
+        Called once per step with the groups that the step learned from and the groups that were dropped since the step
+        before.
+        """
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the JSON-serialisable state for a checkpoint."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore a state that `state_dict` has returned."""
+        ...
 
 
 class Evaluator(Protocol):
@@ -304,10 +343,14 @@ class Evaluator(Protocol):
         """Wait for the running evaluation, if there is one."""
         ...
 
-    async def cancel(self) -> None: ...
+    async def cancel(self) -> None:
+        """End the running evaluation, if there is one, without a result."""
+        ...
 
 
 class CheckpointStore(Protocol):
+    """Stores checkpoints."""
+
     def save(self, step: int, state: dict[str, Any], write: Callable[[Path], None]) -> Any:
         """Store a checkpoint: ``state``, and the files that ``write(folder)`` puts into the given folder.
 
@@ -319,7 +362,10 @@ class CheckpointStore(Protocol):
 class Observer(Protocol):
     """Records the progress of a run, for example as rollout files and as metrics that it passes to a `Monitor`."""
 
-    def log(self, step: int, metrics: Metrics) -> None: ...
+    def log(self, step: int, metrics: Metrics) -> None:
+        """Record metrics that belong to a step but do not come from it, such as those of an evaluation."""
+        ...
+
     def on_batch(self, groups: Sequence[Group], batch: Batch) -> None:
         """Note a batch that the learner is about to learn from, and the groups from which it was made."""
         ...
@@ -332,5 +378,10 @@ class Observer(Protocol):
 class Monitor(Protocol):
     """Receives the metrics of each step, for example to write them to a file. Must accept metrics of any name."""
 
-    def log(self, step: int, metrics: Metrics) -> None: ...
-    def close(self) -> None: ...
+    def log(self, step: int, metrics: Metrics) -> None:
+        """Write metrics of a step. May be called several times for one step, with different metrics."""
+        ...
+
+    def close(self) -> None:
+        """Write what is buffered and release all resources."""
+        ...

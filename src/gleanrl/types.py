@@ -23,22 +23,32 @@ import numpy as np
 import numpy.typing as npt
 
 IntArray = npt.NDArray[np.int32]
+"""An array of dtype int32, such as token ids."""
 FloatArray = npt.NDArray[np.float32]
+"""An array of dtype float32, such as log-probs."""
 BoolArray = npt.NDArray[np.bool_]
+"""An array of dtype bool, such as a loss mask."""
 
 
 class OpenAIMessage(TypedDict, total=False):
     """One message of a conversation, in the format of OpenAI's chat API. Further keys are allowed."""
 
-    role: Required[str]  # "system", "user", "assistant" or "tool"
+    role: Required[str]
+    """Author of the message: "system", "user", "assistant" or "tool"."""
     content: Required[str]
+    """Text of the message."""
     tool_calls: list[dict[str, Any]]
+    """Calls of tools in a message of the assistant: ``{"id", "type": "function", "function": {"name", "arguments"}}``,
+    where ``arguments`` is JSON text."""
     tool_call_id: str
+    """In a message with the role "tool", the id of the call that it answers."""
     name: str
+    """In a message with the role "tool", the name of the tool."""
 
 
 if TYPE_CHECKING:
     Message = OpenAIMessage
+    """One message of a conversation; at run time any dict."""
 else:
     # A plain dict at run time, because the serialiser reads annotations: for a TypedDict it would drop further keys.
     Message = dict[str, Any]
@@ -47,27 +57,32 @@ else:
 class StopReason(StrEnum):
     """Why an episode ended."""
 
-    DONE = "done"  # the environment ended the episode
-    MAX_TURNS = "max_turns"  # the model has taken as many turns as the configuration allows
-    CONTEXT_FULL = "context_full"  # the next turn would not fit into the model's context
-    ERROR = "error"  # the environment raised or its process died
-    TIMEOUT = "timeout"  # the environment did not answer in time
+    DONE = "done"
+    """The environment ended the episode."""
+    MAX_TURNS = "max_turns"
+    """The model has taken as many turns as the configuration allows."""
+    CONTEXT_FULL = "context_full"
+    """The next turn would not fit into the model's context."""
+    ERROR = "error"
+    """The environment raised, or its process died."""
+    TIMEOUT = "timeout"
+    """The environment did not answer in time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One problem for the agent to solve. The same id always means the same problem, in every run and process.
-
-    ``prompt`` holds messages that precede the environment's first observation. ``payload`` is JSON-serialisable and
-    holds what an environment needs to rebuild the problem in another process, in a later run, or from a pool of past
-    experience. ``kind`` is a label such as "heat" or "algebra". Evaluation reports the success rate of each kind and a
-    curriculum may choose tasks by kind, but the label does not define the problem.
-    """
+    """One problem for the agent to solve."""
 
     id: str
+    """Identifier. The same id always means the same problem, in every run and process."""
     prompt: tuple[Message, ...] = ()
+    """Messages that precede the environment's first observation."""
     payload: Mapping[str, Any] = field(default_factory=dict)
+    """JSON-serialisable data from which an environment rebuilds the problem in another process, in a later run, or from
+    a pool of past experience. Rewards read it too, for example the right answer."""
     kind: str = ""
+    """Label such as "heat" or "algebra". Evaluation reports the success rate of each kind and a curriculum may choose
+    tasks by kind, but the label does not define the problem."""
 
 
 SUCCESS = 0.5
@@ -78,19 +93,21 @@ SUCCESS = 0.5
 class Score:
     """The reward of a trajectory. A score that could not be computed is marked as invalid, not set to 0.
 
-    ``parts`` holds named components of the value, which are reported as metrics. ``explanation`` is a text from the
-    reward, such as the reason for an invalid score.
-
     Environments and rewards also compute bools, numpy numbers and tensors, which files could not hold. So the value and
     the parts become floats, and the explanation becomes a text. Parts that are not numbers are left out. A value that
     is not a number raises `TypeError`; a valid score whose value is not finite raises `ValueError`.
     """
 
     value: float
+    """The reward; NaN if the score is invalid."""
     valid: bool = True
+    """False if the score could not be computed."""
     parts: Mapping[str, float] = field(default_factory=dict)
+    """Named components of the value, which are reported as metrics."""
     explanation: str | None = None
-    applicable: bool = True  # False if the score is invalid because the reward does not apply to this trajectory
+    """Text from the reward, such as the reason for an invalid score."""
+    applicable: bool = True
+    """False if the score is invalid because the reward does not apply to this trajectory."""
 
     def __post_init__(self) -> None:
         value, parts = as_float(self.value), {str(name): as_float(part) for name, part in self.parts.items()}
@@ -117,6 +134,7 @@ class Score:
 
     @property
     def solved(self) -> bool:
+        """True if the score is valid and at least `SUCCESS`."""
         return self.valid and self.value >= SUCCESS
 
 
@@ -130,9 +148,13 @@ class Turn:
     """
 
     message: Message
-    tokens: IntArray  # int32[n] token ids
-    logprobs: FloatArray | None = None  # float32[n] behaviour log-probs; None = a context turn, never trained on
-    version: int = -1  # version of the oldest weights that sampled any of the tokens; -1 = a context turn
+    """The message, for reading. Its text is never tokenised again."""
+    tokens: IntArray
+    """Token ids, int32[n]."""
+    logprobs: FloatArray | None = None
+    """Behaviour log-probs of the tokens, float32[n]; None for a context turn, which is never trained on."""
+    version: int = -1
+    """Version of the oldest weights that sampled any of the tokens; -1 for a context turn."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tokens", _frozen(self.tokens, np.int32))
@@ -143,6 +165,7 @@ class Turn:
 
     @property
     def sampled(self) -> bool:
+        """True if the model sampled the turn."""
         return self.logprobs is not None
 
 
@@ -168,17 +191,25 @@ class Trajectory:
     """
 
     id: str
+    """Identifier of the episode."""
     task_id: str
+    """`Task.id` of the task that was played."""
     segments: tuple[Segment, ...]
+    """The contexts of the model, in order."""
     score: Score
+    """The reward of the episode."""
     stop: StopReason
+    """Why the episode ended."""
     info: Mapping[str, Any] = field(default_factory=dict)
+    """Further data of the episode, such as the tools that the model could call."""
 
     def turns(self) -> Iterator[Turn]:
+        """Yield the turns of all segments, in order."""
         for segment in self.segments:
             yield from segment
 
     def sampled_turns(self) -> Iterator[Turn]:
+        """Yield the turns that the model sampled, in order."""
         return (turn for turn in self.turns() if turn.sampled)
 
     @property
@@ -188,13 +219,16 @@ class Trajectory:
 
     @property
     def sampled_tokens(self) -> int:
+        """Number of tokens that the model sampled."""
         return sum(turn.tokens.size for turn in self.sampled_turns())
 
     @property
     def total_tokens(self) -> int:
+        """Number of tokens of all segments, those of the context included."""
         return sum(turn.tokens.size for turn in self.turns())
 
     def scored(self, score: Score) -> Trajectory:
+        """Return a copy with ``score``."""
         return replace(self, score=score)
 
     def rescored(self, score: Score, before: str) -> Trajectory:
@@ -219,20 +253,19 @@ def segment_arrays(segment: Segment) -> tuple[IntArray, BoolArray, FloatArray]:
 
 @dataclass(frozen=True, slots=True)
 class GroupSpec:
-    """A plan for one group: sample ``fresh`` trajectories of ``task`` and add the ``replayed`` ones.
-
-    ``replayed`` trajectories are off-policy members of the batch. Most come from the pool. Members that were sampled
-    with guidance (a text about similar tasks in the prompt) also become ``replayed`` ones when that text is removed
-    from them before training (`gleanrl.experience.guidance`).
-
-    If ``greedy`` is true, the task is played once more at temperature 0. The score of that attempt is the baseline of
-    the ReMax estimator; the attempt itself is never trained on.
-    """
+    """A plan for one group: sample ``fresh`` trajectories of ``task`` and add the ``replayed`` ones."""
 
     task: Task
+    """The task that is played."""
     fresh: int
+    """Number of trajectories to sample."""
     replayed: tuple[Trajectory, ...] = ()
+    """Off-policy members of the batch. Most come from the pool. Members that were sampled with guidance (a text about
+    similar tasks in the prompt) also become replayed ones when that text is removed from them before training
+    (`gleanrl.experience.guidance`)."""
     greedy: bool = False
+    """Play the task once more at temperature 0. The score of that attempt is the baseline of the ReMax estimator; the
+    attempt itself is never trained on."""
 
     def __post_init__(self) -> None:
         if self.fresh < 0 or self.fresh + len(self.replayed) < 1:
@@ -250,19 +283,25 @@ class Group:
     """
 
     spec: GroupSpec
+    """The plan that the group was sampled by."""
     trajectories: tuple[Trajectory, ...]
-    # Number of the group in the run (`gleanrl.schedule.controller.Ticket`). If the group is dropped, the group that
-    # replaces it has the same number.
+    """The members: the fresh ones, then the replayed ones."""
     ticket: int
-    greedy: Trajectory | None = None  # the attempt at temperature 0, if ``spec.greedy``; not one of ``trajectories``
-    dropped: bool = False  # True if another group replaces this one: the curriculum observes it, the learner does not
+    """Number of the group in the run (`gleanrl.schedule.controller.Ticket`). If the group is dropped, the group that
+    replaces it has the same number."""
+    greedy: Trajectory | None = None
+    """The attempt at temperature 0, if ``spec.greedy``; not one of ``trajectories``."""
+    dropped: bool = False
+    """True if another group replaces this one: the curriculum observes it, the learner does not."""
 
     @property
     def fresh(self) -> tuple[Trajectory, ...]:
+        """The members that were sampled for this group."""
         return self.trajectories[: len(self.trajectories) - len(self.spec.replayed)]
 
     @property
     def valid_fresh(self) -> tuple[Trajectory, ...]:
+        """The fresh members with a valid score."""
         return tuple(t for t in self.fresh if t.score.valid)
 
     @property

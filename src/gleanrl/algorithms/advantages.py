@@ -46,12 +46,18 @@ class Rewards:
     valid. `estimate` discards the values that an estimator returns for invalid members.
     """
 
-    given: Tensor  # [N, L], token rewards as the caller passed them; rows of invalid members may hold any value
-    mask: Tensor  # bool [N, L], True at trained tokens
-    group: Tensor  # int64 [N], index of each trajectory's group, 0 .. G-1
-    valid: Tensor  # bool [N], whether the trajectory's score could be computed
-    baseline: Tensor  # bool [N], whether the trajectory enters means and standard deviations
-    groups: int  # number of groups, G
+    given: Tensor
+    """[N, L]: the token rewards as the caller passed them; rows of invalid members may hold any value."""
+    mask: Tensor
+    """bool [N, L]: True at trained tokens."""
+    group: Tensor
+    """int64 [N]: index of each trajectory's group, 0 .. G-1."""
+    valid: Tensor
+    """bool [N]: whether the trajectory's score could be computed."""
+    baseline: Tensor
+    """bool [N]: whether the trajectory enters means and standard deviations."""
+    groups: int
+    """Number of groups, G."""
 
     @cached_property
     def token_rewards(self) -> Tensor:

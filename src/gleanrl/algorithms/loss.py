@@ -38,6 +38,7 @@ from gleanrl.utils.registry import Registry
 from gleanrl.utils.text import nearest
 
 LossConfig = LossSettings
+"""The settings of a loss, as the functions of this module take them."""
 
 LOG_RATIO_LIMIT = 20.0  # bound of |log ratio|; exp(20) = 5e8 is far beyond every clip and far within float32's range
 K3_LIMIT = 10.0  # bound of the k3 estimate of the KL
@@ -51,13 +52,20 @@ Scope = Literal["token", "sequence", "update"]
 class Tokens:
     """A flat list of T trained tokens, in any order, without padding and context tokens."""
 
-    logp: Tensor  # float [T], log-probs under the policy in training; they carry the gradient
-    old_logp: Tensor  # float [T], log-probs in the denominator of the probability ratio
-    advantages: Tensor  # float [T]
-    sequence: Tensor  # int64 [T], index of the sequence (trajectory) that a token belongs to
-    off_policy: Tensor  # bool [T], True if replayed, or if sampled with guidance texts that were removed afterwards
-    behaviour_logp: Tensor | None = None  # float [T], log-probs recorded at sampling; None if old_logp holds them
-    precomputed: Tensor | None = None  # [T], result of the policy loss's ``precompute``
+    logp: Tensor
+    """float [T]: log-probs under the policy in training; they carry the gradient."""
+    old_logp: Tensor
+    """float [T]: log-probs in the denominator of the probability ratio."""
+    advantages: Tensor
+    """float [T]: advantage of each token."""
+    sequence: Tensor
+    """int64 [T]: index of the sequence (trajectory) that a token belongs to."""
+    off_policy: Tensor
+    """bool [T]: True if replayed, or if sampled with guidance texts that were removed afterwards."""
+    behaviour_logp: Tensor | None = None
+    """float [T]: log-probs recorded at sampling; None if ``old_logp`` holds them."""
+    precomputed: Tensor | None = None
+    """[T]: result of the policy loss's ``precompute``."""
 
     def take(self, index: Tensor | slice) -> Tokens:
         """Return those of these tokens that an index tensor, a bool mask [T] or a slice selects."""
@@ -67,10 +75,12 @@ class Tokens:
 
     @cached_property
     def log_ratio(self) -> Tensor:
+        """float [T]: log of `ratio`, clamped to ±20."""
         return (self.logp - self.old_logp).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
     @cached_property
     def ratio(self) -> Tensor:
+        """float [T]: probability of each token now, divided by its probability under ``old_logp``."""
         return self.log_ratio.exp()
 
     def sequence_sum(self, values: Tensor) -> Tensor:
@@ -88,10 +98,14 @@ class Tokens:
 class TokenLosses(NamedTuple):
     """The result of a policy loss for T tokens. A ``clipped_...`` field that is None means that no token is clipped."""
 
-    values: Tensor  # float [T], loss of each token, to be minimised
-    clipped_high: Tensor | None = None  # bool [T], whether the upper bound of the ratio determines the value
-    clipped_low: Tensor | None = None  # bool [T], whether the lower bound of the ratio determines the value
-    clipped_dual: Tensor | None = None  # bool [T], whether the dual-clip bound (for A < 0) determines the value
+    values: Tensor
+    """float [T]: loss of each token, to be minimised."""
+    clipped_high: Tensor | None = None
+    """bool [T]: whether the upper bound of the ratio determines the value."""
+    clipped_low: Tensor | None = None
+    """bool [T]: whether the lower bound of the ratio determines the value."""
+    clipped_dual: Tensor | None = None
+    """bool [T]: whether the dual-clip bound (for A < 0) determines the value."""
 
 
 @dataclass(frozen=True)

@@ -49,9 +49,10 @@ class TrajectoryReplayBuffer(Sampler):
         seed: seed of the random draws. Each rank derives its own random stream from it.
         sample_window_size: number of the newest trajectories from which `sample` draws; 0: all.
         auto_save: False keeps all trajectories in memory even if ``path`` is given. `save_checkpoint` writes them.
-        max_rows, max_bytes, max_age: limits on the number of rows, the total size of the files in bytes, and the age of
-            a trajectory in seconds. They are applied when trajectories are added. The oldest trajectories are dropped
-            then, where possible all trajectories of a file together. ``max_rows`` never drops the newest trajectory.
+        max_rows: largest number of rows. Limits are applied when trajectories are added: the oldest trajectories are
+            dropped then, where possible all trajectories of a file together, but never the newest one by this limit.
+        max_bytes: largest total size of the files, in bytes.
+        max_age: largest age of a trajectory, in seconds.
         segment_bytes: approximate size in bytes of a file with rows. A smaller size is used if a file would take more
             than a quarter of ``max_bytes`` or ``max_rows``.
         priority_exponent: enables `sample_prioritized`, which draws each chunk step in proportion to
@@ -210,7 +211,8 @@ class TrajectoryReplayBuffer(Sampler):
             load_path: a checkpoint in the native format, a directory of RLinf, a LeRobot data set, or a folder with one
                 of these for each rank.
             is_distributed: load only this rank's part of the trajectories. All parts have nearly the same size.
-            local_rank, world_size: index of the part to load, and number of parts. Used if ``is_distributed`` is True.
+            local_rank: index of the part to load. Used if ``is_distributed`` is True.
+            world_size: number of parts. Used if ``is_distributed`` is True.
             pickles: also read RLinf's ``.pkl`` files. They can run any code when they are read.
             before_commit: called after all new files are written and before they replace the old content. If it raises
                 an error, the buffer keeps its old content.
@@ -324,7 +326,8 @@ class MixedReplayBuffer:
         share: share of demonstrations in each batch, from 0 to 1. It is rounded to a whole number of chunk steps.
     """
 
-    ONLINE, DEMONSTRATIONS = "online", "demonstrations"  # names of the two folders of a checkpoint
+    ONLINE, DEMONSTRATIONS = "online", "demonstrations"
+    """Names of the two folders of a checkpoint."""
 
     def __init__(
         self, online: TrajectoryReplayBuffer, demonstrations: TrajectoryReplayBuffer, share: float = 0.5

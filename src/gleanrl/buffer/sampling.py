@@ -28,7 +28,8 @@ from gleanrl.buffer.table import INSTRUCTION, LEFT, Index, RowRanges, Schema
 from gleanrl.buffer.trajectory import FLAGS, INSTRUCTIONS, FieldPath, put
 from gleanrl.utils.errors import UserError
 
-Batch = dict[str, Any]  # tensors [n, ...] by field name; observations are nested dicts; task_descriptions: list of str
+Batch = dict[str, Any]
+"""Tensors [n, ...] by field name. Observations are nested dicts, ``task_descriptions`` is a list of n texts."""
 RowFilter = Callable[[int, Tensor], Tensor]  # (number of a table, rows int64 [n]) -> bool [n], which may be drawn
 Pieces = list[tuple[int, Tensor, Tensor]]  # for each table: its number, places in the batch [n], rows of the table [n]
 TABLE_BIT = 48  # an entry of ``indices`` is (number of the table << TABLE_BIT) + row

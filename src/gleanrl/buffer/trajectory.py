@@ -37,31 +37,44 @@ class TensorTrajectory:
     """T chunk steps in each of B environments. A chunk step executes C actions of A dimensions.
 
     The steps of an environment may belong to several episodes. The names of the fields are those of RLinf. A field that
-    is None or ``{}`` is absent.
-
-    ``dones``, ``terminations`` and ``truncations`` are ``[T, B, C]``. They are ``[T + E, B, C]`` if each of E rollout
-    epochs begins with an entry for the state before its first step. ``prev_values`` is ``[T, B, ...]``, or
-    ``[T + E, B, ...]`` if each epoch ends with the value of the state after its last step. All other tensors are
-    ``[T, B, ...]``. ``task_descriptions`` has one text for each environment, or one for each step and environment. If
-    it is absent, the entry ``task_descriptions`` of ``curr_obs`` is used.
+    is None or ``{}`` is absent. A trajectory may consist of E rollout epochs, each with an entry more in some fields.
     """
 
     max_episode_length: int = 0
+    """Limit of the environment's episodes in steps, kept for the caller; 0 = not given."""
     model_weights_id: str = ""
-    actions: Tensor | None = None  # [T, B, C * A]
-    intervene_flags: Tensor | None = None  # bool [T, B, C * A]: whether a human chose the action
-    rewards: Tensor | None = None  # [T, B, C]
+    """Label of the weights that acted, kept for the caller."""
+    actions: Tensor | None = None
+    """[T, B, C * A]: the actions of each chunk step."""
+    intervene_flags: Tensor | None = None
+    """bool [T, B, C * A]: whether a human chose the action."""
+    rewards: Tensor | None = None
+    """[T, B, C]: reward of each action."""
     terminations: Tensor | None = None
+    """[T, B, C]: whether the episode ended in a terminal state. [T + E, B, C] if each rollout epoch begins with an
+    entry for the state before its first step."""
     truncations: Tensor | None = None
+    """Whether a time limit ended the episode; shape as ``terminations``."""
     dones: Tensor | None = None
-    prev_logprobs: Tensor | None = None  # [T, B, ...]: behaviour log-probs of the actions
+    """Whether the episode ended, for either reason; shape as ``terminations``."""
+    prev_logprobs: Tensor | None = None
+    """[T, B, ...]: behaviour log-probs of the actions."""
     prev_values: Tensor | None = None
-    versions: Tensor | None = None  # [T, B, ...]: version of the weights that acted
-    forward_inputs: Mapping[str, Any] = field(default_factory=dict)  # the policy's inputs, nested, [T, B, ...]
+    """[T, B, ...]: values of the states before each chunk step. [T + E, B, ...] if each rollout epoch ends with the
+    value of the state after its last step."""
+    versions: Tensor | None = None
+    """[T, B, ...]: version of the weights that acted."""
+    forward_inputs: Mapping[str, Any] = field(default_factory=dict)
+    """[T, B, ...], nested: the policy's inputs."""
     curr_obs: Mapping[str, Any] = field(default_factory=dict)
+    """[T, B, ...], nested: observation before each chunk step."""
     next_obs: Mapping[str, Any] = field(default_factory=dict)
-    task_descriptions: Sequence[str] | Sequence[Sequence[str]] | None = None  # [B] or [T][B]
-    success: bool | None = None  # whether the task was solved; None: unknown
+    """[T, B, ...], nested: observation after each chunk step."""
+    task_descriptions: Sequence[str] | Sequence[Sequence[str]] | None = None
+    """A text for each environment, [B], or for each step and environment, [T][B]. If it is absent, the entry
+    ``task_descriptions`` of ``curr_obs`` is used."""
+    success: bool | None = None
+    """Whether the task was solved; None = unknown."""
 
     @classmethod
     def of(cls, trajectory: Any) -> TensorTrajectory:

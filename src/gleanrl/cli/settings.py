@@ -32,7 +32,7 @@ def _settings(args: argparse.Namespace) -> int:
     found = dict(fields(JOBS[args.job] if args.job else Config))
     if args.name is None:
         for name, field in found.items():
-            print(f"{name} = {_shown(field.get_default(call_default_factory=True))}")
+            print(f"{name} = {format_value(field.get_default(call_default_factory=True))}")
         return 0
     wanted = [name for name in found if name == args.name or name.startswith(f"{args.name}.")]
     wanted = wanted or [name for name in found if args.name in name]
@@ -41,13 +41,14 @@ def _settings(args: argparse.Namespace) -> int:
         raise UserError(f"no setting {args.name!r}; sections: {', '.join(sections)}")
     for name in wanted:
         field = found[name]
-        print(f"{name} = {_shown(field.get_default(call_default_factory=True))}    ({_kind(field.annotation)})")
+        default = format_value(field.get_default(call_default_factory=True))
+        print(f"{name} = {default}    ({describe_type(field.annotation)})")
         for line in textwrap.wrap(" ".join((field.description or "").split()), WIDTH - 4, break_on_hyphens=False):
             print(f"    {line}")
     return 0
 
 
-def _shown(value: Any) -> str:
+def format_value(value: Any) -> str:
     """Format a default value as TOML. TOML has no null value, so None is written as ``none``."""
     if value is None:
         return "none"
@@ -56,19 +57,19 @@ def _shown(value: Any) -> str:
     if isinstance(value, str):
         return json.dumps(value, ensure_ascii=False)
     if isinstance(value, (list, tuple)):
-        return f"[{', '.join(map(_shown, value))}]"
+        return f"[{', '.join(map(format_value, value))}]"
     return str(value)
 
 
-def _kind(annotation: Any) -> str:
+def describe_type(annotation: Any) -> str:
     """Describe a type annotation for users, for example as ``"sync" or "pipelined"``, ``number`` or ``table``."""
     origin, inner = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
-        return _kind(inner[0])
+        return describe_type(inner[0])
     if origin is Literal:
-        return " or ".join(map(_shown, inner))
+        return " or ".join(map(format_value, inner))
     if origin in (Union, types.UnionType):
-        return " or ".join(dict.fromkeys(map(_kind, inner)))
+        return " or ".join(dict.fromkeys(map(describe_type, inner)))
     names = {
         str: "text",
         int: "whole number",

@@ -107,7 +107,8 @@ class Environments:
     """B copies of one Gymnasium environment that are stepped together.
 
     Args:
-        id, options: arguments of `gymnasium.make`.
+        id: id of the environment, for `gymnasium.make`.
+        options: further arguments of `gymnasium.make`.
         count: B, the number of environments.
         chunk: C, the number of actions in a chunk.
         seed: seed of the random streams. The start of episode n of environment b depends only on ``seed``, n and b.
@@ -195,4 +196,5 @@ class Environments:
         ]
 
     def close(self) -> None:
+        """Close the environments, and end their processes."""
         self._envs.close()

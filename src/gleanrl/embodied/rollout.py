@@ -134,6 +134,7 @@ class RolloutWorker:
         return Rollout(number, version, trajectory, progress, tuple(returns), tuple(lengths), started, perf_counter())
 
     def close(self) -> None:
+        """Close the environments."""
         self.environments.close()
 
 

@@ -156,6 +156,7 @@ class EnvironmentPool:
 
     @property
     def worker_pids(self) -> tuple[int, ...]:
+        """Process id of each worker."""
         return tuple(worker.pid for worker in self._workers)
 
     @property

@@ -17,7 +17,7 @@ from gleanrl.utils.errors import UserError
 _SHARES: tuple[tuple[Split, float], ...] = (("train", 0.60), ("warm_start", 0.85), ("eval", 1.0))
 _PATIENCE = 500  # the search in endless candidates gives up after this many in a row without a new problem of the split
 
-C = TypeVar("C")
+_C = TypeVar("_C")
 
 
 def fingerprint(*content: str) -> str:
@@ -42,14 +42,14 @@ def named(mark: str, unusual: Mapping[str, Any]) -> str:
 
 
 def select(
-    candidates: Iterable[tuple[str, C]],
+    candidates: Iterable[tuple[str, _C]],
     split: Split,
     count: int,
     what: str,
     of: Callable[[str], Split] = split_of,
     *,
     endless: bool = True,
-) -> Iterator[tuple[str, C]]:
+) -> Iterator[tuple[str, _C]]:
     """Yield the first ``count`` distinct problems of ``split`` among ``(fingerprint, candidate)`` pairs.
 
     ``what`` names the source of the problems in the error message. ``of`` returns the split of a fingerprint. Set

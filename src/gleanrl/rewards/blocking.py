@@ -35,7 +35,10 @@ class BlockingRewardAgent:
     Requests that are unfinished at that time are cancelled, and their callers get `UserError`.
 
     Args:
-        reward, settings, journal, overrides: see `gleanrl.rewards.RewardAgent`.
+        reward: the reward or its name. This argument and the others are those of `gleanrl.rewards.RewardAgent`.
+        settings: settings of the agent.
+        journal: path of the journal.
+        overrides: single settings, by name.
 
     Raises:
         UserError: there is no such reward, or a setting is invalid.

@@ -70,6 +70,7 @@ class Weighted(Scorer):
 
     @classmethod
     def check(cls, parts: Mapping[str, Any], *, on_failure: FailurePolicy = "fail") -> None:
+        """Check the arguments of the class, without loading a model or a service."""
         for name, table in _read_parts(parts, on_failure).items():
             with named_errors(f"parts.{name}"):
                 check_reward(table["reward"], options=table["options"])

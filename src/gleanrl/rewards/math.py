@@ -102,6 +102,7 @@ class MathReward(Scorer):
 
     @classmethod
     def check(cls, **options: Any) -> None:
+        """Check the arguments of the class."""
         cls(**options)  # the constructor checks the options and starts no process
 
     def configure(self, settings: RewardSettings) -> None:

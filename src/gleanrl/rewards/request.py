@@ -153,9 +153,11 @@ class EnvironmentReward:
     """The default `gleanrl.protocols.Reward`, which needs no agent: it keeps the scores that the environment gave."""
 
     async def score(self, task: Task, trajectory: Trajectory) -> Score:
+        """Return the score that the environment gave."""
         return trajectory.score
 
     async def finish(self, task: Task, scores: Sequence[Score]) -> Sequence[Score]:
+        """Return the scores unchanged."""
         return scores
 
 

@@ -37,12 +37,19 @@ class Player:
     """Plays episodes. Its attributes are everything that an episode needs except the task."""
 
     environment: Callable[[Task], Environment]
+    """Makes the environment of an episode, such as `Taskset.environment`."""
     sampler: Sampler
+    """Generates the model's tokens."""
     renderer: Renderer
+    """Converts messages to tokens."""
     context: ContextSettings
+    """What the model sees of earlier turns, and the limits of an episode."""
     temperature: float
-    max_context: int  # maximum number of tokens in the model's context
-    environment_clock: BusyClock = field(default_factory=BusyClock)  # seconds in which at least one environment worked
+    """Sampling temperature."""
+    max_context: int
+    """Maximum number of tokens in the model's context."""
+    environment_clock: BusyClock = field(default_factory=BusyClock)
+    """Seconds in which at least one environment worked."""
 
     async def play(self, task: Task, *, trajectory_id: str, seed: int, temperature: float | None = None) -> Trajectory:
         """Play ``task`` once and return the trajectory.

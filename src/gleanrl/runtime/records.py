@@ -30,11 +30,16 @@ _READ_BYTES = 1 << 20
 class RolloutRecord:
     """A trajectory of a group that a step was trained on."""
 
-    step: int  # number of finished steps, this one included
-    ticket: int  # number of the trajectory's group, the same for all members
-    replayed: bool  # whether the trajectory came from the experience pool instead of the sampler
-    advantage: float | None  # mean advantage of the trained tokens; None if the trajectory was not part of the update
+    step: int
+    """Number of finished steps, this one included."""
+    ticket: int
+    """Number of the trajectory's group, the same for all members."""
+    replayed: bool
+    """Whether the trajectory came from the experience pool instead of the sampler."""
+    advantage: float | None
+    """Mean advantage of the trained tokens; None if the trajectory was not part of the update."""
     trajectory: Trajectory
+    """The trajectory."""
 
 
 def group_records(group: Group, step: int, advantages: Sequence[float] | None = None) -> list[RolloutRecord]:

@@ -94,12 +94,15 @@ class RunFolder:
 
     @property
     def name(self) -> str:
+        """Name of the run, which is that of the folder."""
         return self.path.resolve().name
 
     def rollout_path(self, step: int) -> Path:
+        """Return the path of the rollouts that ``step`` was trained on."""
         return self.rollouts_path / f"step-{step:06d}.jsonl.zst"
 
     def checkpoint_path(self, step: int) -> Path:
+        """Return the path of the checkpoint after ``step`` finished steps."""
         return self.checkpoints_path / f"step-{step}"
 
     # --- readers --------------------------------------------------------------------------------
@@ -177,19 +180,20 @@ OpenMonitors = Callable[["RunInfo"], Monitor]
 
 @dataclass(frozen=True, slots=True)
 class RunInfo:
-    """Describes the run that a monitor logs. A monitor is constructed with a `RunInfo` as its only argument.
-
-    ``resumed_step`` is the number of steps finished in the checkpoint from which the run was resumed, or None for a new
-    run. ``config`` is the run's configuration, with defaults filled in, as nested dicts of JSON values.
-    """
+    """Describes the run that a monitor logs. A monitor is constructed with a `RunInfo` as its only argument."""
 
     folder: RunFolder
+    """Folder of the run."""
     project: str = "gleanrl"
+    """Name of the project or experiment (``monitor.project``)."""
     config: Mapping[str, Any] = field(default_factory=dict)
+    """Configuration of the run, with defaults filled in, as nested dicts of JSON values."""
     resumed_step: int | None = None
+    """Number of steps finished in the checkpoint from which the run was resumed; None for a new run."""
 
     @property
     def name(self) -> str:
+        """Name of the run."""
         return self.folder.name
 
     def remembered_id(self, tracker: str, fresh: Callable[[], str] | None = None) -> str:

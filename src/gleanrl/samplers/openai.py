@@ -62,7 +62,9 @@ class OpenAISampler:
             those of this model.
         max_rows: largest number of open sessions. Further sessions wait in the order in which they were requested.
         max_context: largest length of prompt and completion together, in tokens.
-        deterministic, device_lock, timeline: ignored, because the server schedules its own work.
+        deterministic: ignored, because the server schedules its own work.
+        device_lock: ignored, for the same reason.
+        timeline: ignored, for the same reason.
         inflight: whether `publish` sends new weights while sessions are open. If False, it waits until all sessions
             have closed.
         dtype: the run's compute dtype. The server is assumed to compute in it too, which determines by how much its
@@ -144,6 +146,7 @@ class OpenAISampler:
 
     @property
     def version(self) -> int:
+        """Version of the weights that were published last."""
         return self._version
 
     def stats(self) -> dict[str, float]:

@@ -27,8 +27,13 @@ class TransformersSampler(SessionSampler):
     Args:
         model: a decoder whose attention covers the whole context. Its weights are copied, so training it has no effect
             on the sampler until weights are published.
-        max_rows, max_context, deterministic, inflight, device_lock: see `SessionSampler`. With ``inflight``, cached
-            keys and values that older weights computed stay in use after a publication.
+        max_rows: largest number of open sessions. Further sessions wait in the order in which they were requested.
+        max_context: largest length of prompt and completion together, in tokens.
+        deterministic: whether to sample only when every open session waits for a completion, so that results do not
+            depend on timing.
+        inflight: whether `publish` loads new weights while sessions are open. Cached keys and values that older weights
+            computed then stay in use.
+        device_lock: sampling runs inside ``async with device_lock("sample")``. None = it does not wait for the device.
         dtype: dtype of the copy. None means float32 on a CPU and bfloat16 on a GPU.
         prefill_tokens: largest number of tokens in one prefill pass. None means 4096 on a GPU, and 512 on a CPU, where
             larger passes would only add padding.

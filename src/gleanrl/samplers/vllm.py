@@ -68,7 +68,12 @@ class VllmSampler(SessionSampler):
 
     Args:
         model: a Hugging Face causal LM of an architecture that vLLM supports.
-        max_rows, max_context, deterministic, inflight, device_lock: see `SessionSampler`.
+        max_rows: largest number of open sessions. Further sessions wait in the order in which they were requested.
+        max_context: largest length of prompt and completion together, in tokens.
+        deterministic: whether to sample only when every open session waits for a completion, so that results do not
+            depend on timing.
+        inflight: whether `publish` loads new weights while sessions are open.
+        device_lock: sampling runs inside ``async with device_lock("sample")``. None = it does not wait for the device.
         dtype: dtype of the engine's weights. None means float32 on a CPU and bfloat16 on a GPU.
         timeline: records the spans "prefill" (the first step of a burst with new prompts) and "decode" (the other steps
             of a burst). None = no spans are recorded.

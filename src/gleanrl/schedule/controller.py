@@ -54,9 +54,13 @@ class Ticket:
     """The right to sample one group, and the last step that may consume it."""
 
     number: int
-    attempt: int  # how many groups of this ticket were dropped before
-    version: int  # version of the weights that were published last when the ticket was handed out
-    deadline: int  # number of the last step that may consume the group
+    """Number of the group in the run, from 0."""
+    attempt: int
+    """How many groups of this ticket were dropped before."""
+    version: int
+    """Version of the weights that were published last when the ticket was handed out."""
+    deadline: int
+    """Number of the last step that may consume the group."""
 
 
 class StalenessController:
@@ -209,6 +213,7 @@ class StalenessController:
 
     @property
     def finished(self) -> bool:
+        """Whether no further ticket will be handed out."""
         return self._stopped or self.consumed >= self.total_steps * self.schedule.batch
 
     def sampled(self, ticket: Ticket) -> None:

@@ -11,7 +11,7 @@ import selectors
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 
 class Deadlock(RuntimeError):
@@ -42,10 +42,12 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         super().__init__(self._jumping)
 
     def time(self) -> float:
+        """Return the virtual time, in seconds."""
         return self._jumping.now
 
-    def run_in_executor(self, executor: Any, func: Callable[..., T], *args: Any) -> asyncio.Future[T]:  # type: ignore[override]
-        future: asyncio.Future[T] = self.create_future()
+    def run_in_executor(self, executor: Any, func: Callable[..., _T], *args: Any) -> asyncio.Future[_T]:  # type: ignore[override]
+        """Run the function at once, and return a future that holds its result."""
+        future: asyncio.Future[_T] = self.create_future()
         try:
             future.set_result(func(*args))
         except Exception as error:
@@ -53,7 +55,7 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         return future
 
 
-def run(main: Coroutine[Any, Any, T]) -> T:
+def run(main: Coroutine[Any, Any, _T]) -> _T:
     """Run a coroutine as `asyncio.run` does, in virtual time.
 
     Raises:

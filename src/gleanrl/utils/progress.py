@@ -42,9 +42,10 @@ class Silent:
     """A `Progress` that shows nothing."""
 
     def print(self, text: str) -> None:
-        pass
+        """Do nothing."""
 
     def stage(self, name: str, total: int | None = None, *, done: int = 0) -> AbstractContextManager[Stage]:
+        """Return a stage that shows nothing."""
         return nullcontext(_SilentStage())
 
 

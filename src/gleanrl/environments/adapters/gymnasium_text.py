@@ -78,41 +78,40 @@ class GymnasiumTaskset(Taskset):
     Only ``id``, ``kwargs`` and a task's seed decide the task's split. Options that change the episode (``max_steps``,
     ``success``, ``invalid_reward`` and the texts) are part of the task's id. If an environment makes no use of its
     seed, because it has for example a single board and a single start, the same problem is in all splits.
-
-    Args:
-        id: id of a registered environment, such as `FrozenLake-v1`. With `module:Name-v0`, gymnasium first imports
-            ``module``, which must register the environment.
-        kwargs: keyword arguments of the environment.
-        describe: import path of a function ``fn(observation, environment) -> text``. "render" shows the model the
-            environment's own drawing in render mode "ansi". None = the built-in description for one of the toy games,
-            otherwise the values of the observation.
-        actions: names of the actions of a discrete action space, in the order of the actions. None = built-in names for
-            one of the toy games, otherwise the actions' numbers.
-        parse: import path of a function ``fn(text, environment) -> action``. An action space that is neither discrete
-            nor of texts needs it. If the function raises a ValueError, the message counts as ``invalid``, and the model
-            gets the error's text as the answer.
-        introduction: text before the first observation. None = the toy game's introduction, if there is one, and the
-            list of actions.
-        max_steps: maximum number of actions in an episode. None = the limit with which the environment is registered.
-        success: if set, the score is 1 for an episode that has ended with a sum of rewards of at least this value, and
-            0 for any other episode.
-        invalid_reward: reward that is added for each message without an action.
-        expert: import path of a function ``fn(observation, environment) -> action`` that plays demonstrations. None =
-            the best action according to the environment's table of transitions (for Blackjack, a fixed strategy). An
-            environment without such a table then has no expert.
     """
 
     id: str
+    """Id of a registered environment, such as `FrozenLake-v1`. With `module:Name-v0`, gymnasium first imports
+    ``module``, which must register the environment."""
     kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of the environment."""
     describe: str | None = None
+    """Import path of a function ``fn(observation, environment) -> text``. "render" shows the model the environment's
+    own drawing in render mode "ansi". None = the built-in description for one of the toy games, otherwise the values of
+    the observation."""
     actions: list[str] | None = None
+    """Names of the actions of a discrete action space, in the order of the actions. None = built-in names for one of
+    the toy games, otherwise the actions' numbers."""
     parse: str | None = None
+    """Import path of a function ``fn(text, environment) -> action``. An action space that is neither discrete nor of
+    texts needs it. If the function raises a ValueError, the message counts as ``invalid``, and the model gets the
+    error's text as the answer."""
     introduction: str | None = None
+    """Text before the first observation. None = the toy game's introduction, if there is one, and the list of
+    actions."""
     max_steps: int | None = Field(default=None, ge=1)
+    """Maximum number of actions in an episode. None = the limit with which the environment is registered."""
     success: float | None = None
+    """If set, the score is 1 for an episode that has ended with a sum of rewards of at least this value, and 0 for any
+    other episode."""
     invalid_reward: float = 0.0
+    """Reward that is added for each message without an action."""
     expert: str | None = None
+    """Import path of a function ``fn(observation, environment) -> action`` that plays demonstrations. None = the best
+    action according to the environment's table of transitions (for Blackjack, a fixed strategy). An environment without
+    such a table then has no expert."""
     seed: int = 0
+    """Seed from which the environments' seeds are drawn."""
 
     has_expert = True
 

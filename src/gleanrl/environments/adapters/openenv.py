@@ -65,28 +65,26 @@ class OpenEnvTaskset(Taskset):
 
     A task consists of the arguments with which the server resets its environment. These are ``reset``, updated with one
     item of ``resets`` or, without ``resets``, with the next seed.
-
-    Args:
-        url: address of the server; its scheme is http, https, ws or wss.
-        reset: arguments of the reset of every task.
-        resets: additional arguments, one item for each task. None = ``{"seed": 0}``, ``{"seed": 1}`` and so on.
-        action: import path of a `ToAction`, which converts the model's message to an action. None = `to_action`.
-        observe: import path of a `Describe`, which converts an observation to text. None = `describe`.
-        reward: whether the score of an episode is the "sum" of its rewards or only the "last" reward.
-        name: name of the environment in task ids. None = the name that the server reports. If it reports none, the ids
-            depend on the url, so the same tasks have other ids at another address.
-        token_env: name of the environment variable that holds a token for the server, which for example a private
-            Hugging Face Space needs. None = no token.
     """
 
     url: str
+    """Address of the server; its scheme is http, https, ws or wss."""
     reset: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of the reset of every task."""
     resets: list[dict[str, Any]] | None = None
+    """Additional arguments, one item for each task. None = ``{"seed": 0}``, ``{"seed": 1}`` and so on."""
     action: str | None = None
+    """Import path of a `ToAction`, which converts the model's message to an action. None = `to_action`."""
     observe: str | None = None
+    """Import path of a `Describe`, which converts an observation to text. None = `describe`."""
     reward: Literal["sum", "last"] = "sum"
+    """Whether the score of an episode is the "sum" of its rewards or only the "last" reward."""
     name: str | None = None
+    """Name of the environment in task ids. None = the name that the server reports. If it reports none, the ids depend
+    on the url, so the same tasks have other ids at another address."""
     token_env: str | None = None
+    """Name of the environment variable that holds a token for the server, which for example a private Hugging Face
+    Space needs. None = no token."""
 
     def __post_init__(self) -> None:
         if urlsplit(self.url).scheme not in ("http", "https", "ws", "wss"):

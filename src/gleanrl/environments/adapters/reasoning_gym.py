@@ -36,23 +36,22 @@ class ReasoningGymTaskset(Taskset):
     """Makes tasks from one generator of reasoning-gym, e.g. ``task="spell_backward", config={"max_word_len": 6}``.
 
     The model answers in one message. Problems with the same text of the question count as the same problem.
-
-    Args:
-        task: name of the generator, which reasoning-gym calls a task.
-        level: level in reasoning-gym's curriculum for ``task``, from 0 (the easiest). It sets options of the generator,
-            which ``config`` can override. None = the generator's default options.
-        config: options of the generator.
-        answer: the part of the message that is scored. "tags" = the text inside the last ``<answer>...</answer>``,
-            "whole" = everything except thinking.
-        instruction: text that is appended to the question. None = with ``answer="tags"``, a request to use the tags.
     """
 
     task: str
+    """Name of the generator, which reasoning-gym calls a task."""
     level: NonNegative | None = None
+    """Level in reasoning-gym's curriculum for ``task``, from 0 (the easiest). It sets options of the generator, which
+    ``config`` can override. None = the generator's default options."""
     config: dict[str, Any] = Field(default_factory=dict)
+    """Options of the generator."""
     answer: Literal["tags", "whole"] = "tags"
+    """The part of the message that is scored. "tags" = the text inside the last ``<answer>...</answer>``, "whole" =
+    everything except thinking."""
     instruction: str | None = None
+    """Text that is appended to the question. None = with ``answer="tags"``, a request to use the tags."""
     seed: int = 0
+    """Seed with which problems are generated."""
 
     has_expert = True
     named_by_content = True  # the id of a task is a hash of its question, not of the seed that generated it

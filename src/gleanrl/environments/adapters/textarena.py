@@ -79,37 +79,36 @@ class TextarenaTaskset(Taskset):
     are part of the task's id if they differ from the defaults. Some games draw little from their seed: for example, a
     number from 1 to 20, or nothing if the board is empty at the start. All splits of such a game are alike, so its
     evaluation measures how well the model plays the game and not how well it generalises.
-
-    Args:
-        env_id: id of a game, such as `GuessTheNumber-v0`, or a list of ids whose games alternate. The variants
-            ``-train`` and ``-raw`` of an id have other wrappers, so they differ only if ``observation`` is "textarena".
-        arguments: keyword arguments of the game, e.g. ``{"max_number": 50}``.
-        players: number of players; None = the smallest number that the game allows.
-        seat: the model's seat, from 0; "task" = drawn at random for each task.
-        opponent: "random" (random moves), "expert" (for games that have one), "openai" (a model behind an
-            OpenAI-compatible endpoint), a list of moves, or the import path of an agent; see `make_agent`.
-        opponent_options: keyword arguments of the agent. A value ``"env:NAME"`` stands for the content of the
-            environment variable NAME, so that the configuration contains no API keys.
-        observation: "news" = all messages of the game since the model's last move. "textarena" = the observation that
-            TextArena's wrappers of the id make, which usually shows the whole game each time.
-        reward_range: the score of a loss, and the score of a win.
-        unfinished: reward in [-1, 1] of a game that the run's limit of turns ends. None = 0 in games for one player,
-            and -1 in other games, so that the model gains nothing by stalling.
-        expert: import path of a function ``fn(game, seat) -> move`` that plays demonstrations; ``game`` is TextArena's
-            environment without wrappers. None = the expert in `textarena_experts`.
     """
 
     env_id: str | list[str]
+    """Id of a game, such as `GuessTheNumber-v0`, or a list of ids whose games alternate. The variants ``-train`` and
+    ``-raw`` of an id have other wrappers, so they differ only if ``observation`` is "textarena"."""
     arguments: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of the game, e.g. ``{"max_number": 50}``."""
     players: int | None = Field(default=None, ge=1, le=15)
+    """Number of players; None = the smallest number that the game allows."""
     seat: int | Literal["task"] = "task"
+    """The model's seat, from 0; "task" = drawn at random for each task."""
     opponent: str | list[str] = "random"
+    """"random" (random moves), "expert" (for games that have one), "openai" (a model behind an OpenAI-compatible
+    endpoint), a list of moves, or the import path of an agent; see `make_agent`."""
     opponent_options: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of the agent. A value ``"env:NAME"`` stands for the content of the environment variable NAME,
+    so that the configuration contains no API keys."""
     observation: Literal["news", "textarena"] = "news"
+    """"news" = all messages of the game since the model's last move. "textarena" = the observation that TextArena's
+    wrappers of the id make, which usually shows the whole game each time."""
     reward_range: tuple[float, float] = (-1.0, 1.0)
+    """The score of a loss, and the score of a win."""
     unfinished: float | None = None
+    """Reward in [-1, 1] of a game that the run's limit of turns ends. None = 0 in games for one player, and -1 in other
+    games, so that the model gains nothing by stalling."""
     expert: str | None = None
+    """Import path of a function ``fn(game, seat) -> move`` that plays demonstrations; ``game`` is TextArena's
+    environment without wrappers. None = the expert in `textarena_experts`."""
     seed: int = 0
+    """Seed from which the games' seeds are drawn."""
 
     has_expert = True
     phrases = (  # texts that TextArena sends to the players after an invalid move

@@ -40,22 +40,19 @@ class VerifiersTaskset(Taskset):
 
     A seat is an agent of verifiers' environment. The policy plays exactly one seat. If the environment has other seats,
     each of them needs a ``model`` and a ``client`` in ``env``.
-
-    Args:
-        id: name of an installed taskset, as for verifiers' own `eval` command, or path of a ``file.py`` that exports
-            one.
-        args: the taskset's config. verifiers' command line sets the same options by ``--env.taskset.*``.
-        eval_args: options that replace those of ``args`` for the evaluation tasks. None = the evaluation tasks are a
-            share of the tasks that ``args`` selects.
-        env: the environment's config (``--env.*`` on verifiers' command line): the ``id`` of another environment,
-            timeouts, and each seat's harness, runtime, model, client and limits. By default, a seat is a chat loop with
-            the task's tools, which runs on this machine.
     """
 
     id: str
+    """Name of an installed taskset, as for verifiers' own `eval` command, or path of a ``file.py`` that exports one."""
     args: dict[str, Any] = Field(default_factory=dict)
+    """The taskset's config. verifiers' command line sets the same options by ``--env.taskset.*``."""
     eval_args: dict[str, Any] | None = None
+    """Options that replace those of ``args`` for the evaluation tasks. None = the evaluation tasks are a share of the
+    tasks that ``args`` selects."""
     env: dict[str, Any] = Field(default_factory=dict)
+    """The environment's config (``--env.*`` on verifiers' command line): the ``id`` of another environment, timeouts,
+    and each seat's harness, runtime, model, client and limits. By default, a seat is a chat loop with the task's tools,
+    which runs on this machine."""
 
     named_by_content = True  # the id of a task is a hash of its content, not of its index in the taskset
 

@@ -49,46 +49,43 @@ class AlfworldTaskset(Taskset):
     A generated household becomes a task only if an expert that sees only the game's text has won it. A hash of the
     household, which leaves out its numbering and wording, decides its split. So a household is in the same split for
     all seeds, options and runs.
-
-    Args:
-        goals: kinds of goals: put, heat, cool, clean, examine, put_two, or ALFWorld's names of these kinds.
-        size: ``small`` = households with as many receptacles and objects as the next two options say; ``full`` =
-            households as large as those of ALFWorld's own games.
-        receptacles, objects: how many of them a small household has, each a number or a range (least, most). None = 5
-            to 6 receptacles and 4 to 6 objects.
-        seed: seed with which households are drawn.
-        rooms: rooms to use, among kitchen, bathroom, bedroom, living_room. None = for small households the usual room
-            of each goal (the kitchen; for examine the bedroom), for full households every room of each goal.
-        object_kinds: the only kinds of objects to use, such as "apple"; None = all kinds that the room usually has.
-        same_kind: largest number of objects of one kind in a household; None = 2, or 3 in full households.
-        source: ``generated`` = random households. ``alfworld_data`` = the games in the folder that the environment
-            variable ALFWORLD_DATA names; the options that describe households then have no effect, except ``goals``.
-        eval_split: the households that evaluation plays. Training never plays them. ``households`` = in any room (with
-            alfworld_data: valid_unseen). ``seen`` = in rooms with layouts (kinds and numbers of furniture) that
-            training plays too (valid_seen). ``unseen`` = in rooms of other layouts (valid_unseen). ``both`` = seen and
-            unseen in turn, reported as separate kinds of tasks.
-        prompt: the format in which a model sees the game and answers: ``plain``, ``react`` or ``admissible`` (see
-            `prompts`).
-        examples: number of games played by the expert that the first message shows before the task's own game. Only
-            ``react`` allows any. None = 2 with ``react``, else 0.
-        banner: whether the first message begins with TextWorld's welcome line.
-        admissible_commands: whether the ``info`` of every observation lists the admissible commands.
     """
 
     goals: Sequence[str] = Field(default=("put",), min_length=1)
+    """Kinds of goals: put, heat, cool, clean, examine, put_two, or ALFWorld's names of these kinds."""
     size: Literal["small", "full"] = "small"
+    """``small`` = households with as many receptacles and objects as the next two options say; ``full`` = households as
+    large as those of ALFWorld's own games."""
     receptacles: int | tuple[int, int] | None = None
+    """Number of receptacles in a small household, a number or a range (least, most). None = 5 to 6."""
     objects: int | tuple[int, int] | None = None
+    """Number of objects in a small household, a number or a range (least, most). None = 4 to 6."""
     seed: int = 0
+    """Seed with which households are drawn."""
     rooms: Sequence[str] | None = Field(default=None, min_length=1)
+    """Rooms to use, among kitchen, bathroom, bedroom, living_room. None = for small households the usual room of each
+    goal (the kitchen; for examine the bedroom), for full households every room of each goal."""
     object_kinds: Sequence[str] | None = Field(default=None, min_length=1)
+    """The only kinds of objects to use, such as "apple"; None = all kinds that the room usually has."""
     same_kind: int | None = Field(default=None, ge=1)
+    """Largest number of objects of one kind in a household; None = 2, or 3 in full households."""
     source: Literal["generated", "alfworld_data"] = "generated"
+    """``generated`` = random households. ``alfworld_data`` = the games in the folder that the environment variable
+    ALFWORLD_DATA names; the options that describe households then have no effect, except ``goals``."""
     eval_split: EvalSplit = "households"
+    """The households that evaluation plays. Training never plays them. ``households`` = in any room (with
+    alfworld_data: valid_unseen). ``seen`` = in rooms with layouts (kinds and numbers of furniture) that training plays
+    too (valid_seen). ``unseen`` = in rooms of other layouts (valid_unseen). ``both`` = seen and unseen in turn,
+    reported as separate kinds of tasks."""
     prompt: Literal["plain", "react", "admissible"] = "plain"
+    """The format in which a model sees the game and answers: ``plain``, ``react`` or ``admissible`` (see `prompts`)."""
     examples: int | None = Field(default=None, ge=0)
+    """Number of games played by the expert that the first message shows before the task's own game. Only ``react``
+    allows any. None = 2 with ``react``, else 0."""
     banner: bool = False
+    """Whether the first message begins with TextWorld's welcome line."""
     admissible_commands: bool = False
+    """Whether the ``info`` of every observation lists the admissible commands."""
 
     has_expert = True
     phrases = (NOTHING,)

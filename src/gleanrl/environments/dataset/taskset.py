@@ -44,49 +44,48 @@ class DatasetTaskset(Taskset):
     A row without an id gets a hash of its content as id, so that equal rows are one task. Only the prompt decides the
     split of a row. If there is a separate evaluation set, rows with its prompts are left out of the other splits, and
     the ids in its id column get the prefix ``eval/``.
-
-    Args:
-        path: one or several files (.jsonl, .json, .parquet), a pattern of files, a folder written by Hugging Face's
-            `save_to_disk`, or the id of a Hugging Face data set.
-        split: split of the Hugging Face data set.
-        subset: subset (configuration) of the Hugging Face data set.
-        load: further arguments of `datasets.load_dataset`, e.g. ``revision``.
-        eval_path, eval_split: path and Hugging Face split of a separate evaluation set. If only one of them is given,
-            ``path`` or ``split`` takes the place of the other. None for both = there is no separate evaluation set.
-        eval_share: share of the rows that are held out for evaluation if there is no separate evaluation set.
-        warm_start_share: share of the rows that are used for demonstrations and never for reinforcement learning;
-            None = 0.2 if the first row has a solution (at most half of what evaluation leaves), else 0.
-        prompt: column of the prompt. A dotted path names a value inside a nested column.
-        solution: column with an expert's answer, for the warm start; None = the first of ``solution`` and
-            ``completion`` in which a row has one.
-        solution_format: text of the expert's message; ``{solution}`` in it is replaced by the row's solution.
-        id: column of a row's id. A row without a value in this column gets a hash of its content as id; "" = every row
-            gets the hash.
-        kind: column with the kind of problem; evaluation reports each kind separately.
-        drop: columns to ignore, for example because they hold values that are not JSON.
-        system: system message that replaces those of the row; None = keep the row's own.
-        instruction: text that is appended to each question.
-        few_shot: pairs of question and answer that the model sees before the question, or a file whose rows hold a
-            prompt and a solution each.
     """
 
     path: str | list[str]
+    """One or several files (.jsonl, .json, .parquet), a pattern of files, a folder written by Hugging Face's
+    `save_to_disk`, or the id of a Hugging Face data set."""
     split: str = "train"
+    """Split of the Hugging Face data set."""
     subset: str | None = None
+    """Subset (configuration) of the Hugging Face data set."""
     load: dict[str, Any] = Field(default_factory=dict)
+    """Further arguments of `datasets.load_dataset`, e.g. ``revision``."""
     eval_path: str | list[str] | None = None
+    """Path of a separate evaluation set; None = ``path`` if ``eval_split`` is set. If both are None, there is no
+    separate evaluation set."""
     eval_split: str | None = None
+    """Hugging Face split of a separate evaluation set; None = ``split`` if ``eval_path`` is set."""
     eval_share: float = Field(default=0.1, ge=0.0, lt=1.0)
+    """Share of the rows that are held out for evaluation if there is no separate evaluation set."""
     warm_start_share: float | None = Field(default=None, ge=0.0, lt=1.0)
+    """Share of the rows that are used for demonstrations and never for reinforcement learning; None = 0.2 if the first
+    row has a solution (at most half of what evaluation leaves), else 0."""
     prompt: str = "prompt"
+    """Column of the prompt. A dotted path names a value inside a nested column."""
     solution: str | None = None
+    """Column with an expert's answer, for the warm start; None = the first of ``solution`` and ``completion`` in which
+    a row has one."""
     solution_format: str = "{solution}"
+    """Text of the expert's message; ``{solution}`` in it is replaced by the row's solution."""
     id: str = "id"
+    """Column of a row's id. A row without a value in this column gets a hash of its content as id; "" = every row gets
+    the hash."""
     kind: str = "data_source"
+    """Column with the kind of problem; evaluation reports each kind separately."""
     drop: list[str] = Field(default_factory=list)
+    """Columns to ignore, for example because they hold values that are not JSON."""
     system: str | None = None
+    """System message that replaces those of the row; None = keep the row's own."""
     instruction: str = ""
+    """Text that is appended to each question."""
     few_shot: list[tuple[str, str]] | str = Field(default_factory=list)
+    """Pairs of question and answer that the model sees before the question, or a file whose rows hold a prompt and a
+    solution each."""
 
     has_expert = True
     needs_reward = True  # a run without a reward is refused at its start

@@ -175,6 +175,7 @@ class ServiceTaskset(Taskset):
 
     @property
     def client(self) -> ServiceClient:
+        """The connections of this process to the service."""
         return get_client(*self._where)
 
     def tasks(self, split: Split, count: int) -> Sequence[Task]:

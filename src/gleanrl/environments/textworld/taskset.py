@@ -35,10 +35,6 @@ _NOT_PLAYED = re.compile(r"(tw-.*|quit|q|restart|restore|save|undo|(un)?script|t
 class TextworldTaskset(Taskset):
     """Makes tasks from generated TextWorld games.
 
-    The option ``game`` selects the kind. In ``coin_collector``, the player has to find a coin that is ``quest_length``
-    commands away, among ``rooms`` rooms. ``custom`` games come from TextWorld's general generator, with ``objects``
-    objects and ``quests`` quests of ``quest_length`` commands each.
-
     The score is 1 for a game that was won, otherwise 0. Its part ``points`` is the share of the game's own points that
     were reached.
 
@@ -47,15 +43,24 @@ class TextworldTaskset(Taskset):
     """
 
     game: Literal["coin_collector", "custom"] = "coin_collector"
+    """Kind of the games. ``coin_collector``: the player has to find a coin. ``custom``: games of TextWorld's general
+    generator."""
     rooms: int = Field(default=6, ge=1, le=100)
+    """Number of rooms."""
     objects: int = Field(default=6, ge=1, le=200)
+    """Number of objects in a custom game."""
     quest_length: int = Field(default=4, ge=1, le=100)
+    """Number of commands that lead to the coin, or that each quest of a custom game takes."""
     quests: int = Field(default=1, ge=1, le=10)
-    # what the first message says of the goal: only its last step, every step to it, or nothing
+    """Number of quests in a custom game."""
     goal: Literal["brief", "detailed", "none"] = "brief"
+    """What the first message says of the goal: only its last step, every step to it, or nothing."""
     theme: Literal["house", "basic"] = "house"
-    admissible_commands: bool = True  # whether each observation lists the admissible commands
+    """TextWorld's theme, which supplies the names of rooms and objects."""
+    admissible_commands: bool = True
+    """Whether each observation lists the admissible commands."""
     seed: int = 0
+    """Seed with which games are drawn."""
 
     has_expert = True
     named_by_content = True  # a task's id is a hash of its game, regardless of the seed that made it

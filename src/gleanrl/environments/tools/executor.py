@@ -54,14 +54,20 @@ _log = logging.getLogger(__name__)
 class Limits:
     """Limits on the resources that code may use. Raises ValueError for numbers out of range."""
 
-    wall_s: float = 10.0  # wall-clock seconds of one call
-    cpu_s: int = 10  # processor seconds of one call; all calls of a session together may use a hundred times as many
-    memory_mb: int = 512  # address space of one process
-    disk_mb: int = 64  # with bubblewrap, size of the working folder, a tmpfs in memory; without it, size of each file
-    # 1 = the code cannot fork, so that memory_mb limits all of its memory; unlimited without bubblewrap
+    wall_s: float = 10.0
+    """Wall-clock seconds of one call."""
+    cpu_s: int = 10
+    """Processor seconds of one call; all calls of a session together may use a hundred times as many."""
+    memory_mb: int = 512
+    """Address space of one process."""
+    disk_mb: int = 64
+    """With bubblewrap, size of the working folder, a tmpfs in memory; without it, size of each file."""
     processes: int = 1
-    threads: int = 16  # number of threads that the code may start; unlimited without bubblewrap
-    output_chars: int = 10_000  # characters that a call may print; further characters are dropped and counted
+    """1 = the code cannot fork, so that memory_mb limits all of its memory; unlimited without bubblewrap."""
+    threads: int = 16
+    """Number of threads that the code may start; unlimited without bubblewrap."""
+    output_chars: int = 10_000
+    """Characters that a call may print; further characters are dropped and counted."""
 
     def __post_init__(self) -> None:
         for name in self.__slots__:

@@ -39,32 +39,31 @@ class ToolTaskset(Taskset):
 
     Each row of the data is a task. The row's ``id`` is the id of the task; if it is missing or null, the id is a hash
     of the row's content. The id decides the task's split. Different rows must not have the same id.
-
-    Args:
-        environment_factory: a class, or its import path (`package.module:Class` or `file.py:Class`), which is called
-            without arguments for each episode. The typed public methods of the instance are tools, except `reset`,
-            `get_reward`, `close`, `rows` and `expert` (see `ToolEnvironment`).
-        tools: further tools: "python", "search", or functions and classes or their import paths.
-        data: a JSONL, JSON or parquet file with one task per row. None = use the static method ``rows(seed)`` of the
-            class, which yields rows without end.
-        prompt: name of the column with the text or the list of messages with which the episode begins. A row may lack
-            it if ``reset`` returns the question.
-        python: options of the tool "python"; see `PythonTool`.
-        search: options of the tool "search"; see `SearchTool`.
-        max_calls: maximum number of calls in one message.
-        max_output: maximum length of a result, in characters.
     """
 
     environment_factory: Any = None
-    # The option is called "tools". The field has another name, because `tools` is a method of a taskset.
+    """A class, or its import path (`package.module:Class` or `file.py:Class`), which is called without arguments for
+    each episode. The typed public methods of the instance are tools, except `reset`, `get_reward`, `close`, `rows` and
+    `expert` (see `ToolEnvironment`)."""
     named_tools: list[Any] = Field(default_factory=list, alias="tools")
+    """The option ``tools``: further tools, "python", "search", or functions and classes or their import paths. The
+    field has another name, because `tools` is a method of a taskset."""
     data: str | None = None
+    """A JSONL, JSON or parquet file with one task per row. None = use the static method ``rows(seed)`` of the class,
+    which yields rows without end."""
     prompt: str = "prompt"
+    """Name of the column with the text or the list of messages with which the episode begins. A row may lack it if
+    ``reset`` returns the question."""
     python: dict[str, Any] = Field(default_factory=dict)
+    """Options of the tool "python"; see `PythonTool`."""
     search: dict[str, Any] = Field(default_factory=dict)
+    """Options of the tool "search"; see `SearchTool`."""
     max_calls: int = Field(default=8, ge=1)
+    """Maximum number of calls in one message."""
     max_output: int = Field(default=4000, ge=1)
+    """Maximum length of a result, in characters."""
     seed: int = 0
+    """Seed that the class's ``rows`` gets."""
 
     has_expert = True
     phrases = _ERRORS

@@ -52,6 +52,7 @@ class Retriever(ABC):
         """Forget the successes that were added after `mark` returned the number ``mark``."""
 
     def metrics(self) -> Metrics:
+        """Return metrics of the step that has ended."""
         return {}
 
     async def close(self) -> None:  # noqa: B027 - a retriever may hold nothing open

@@ -39,7 +39,9 @@ from gleanrl.types import (
 from gleanrl.utils.errors import UserError
 
 Array = npt.NDArray[Any]
+"""An array of any dtype."""
 PerTrajectory = Sequence["float | Array"]
+"""One value, or an array of one value for each trained token, for each trajectory."""
 
 DISCARDED = "discard"
 """Value of ``info["guided"]`` for a trajectory whose prompt contained a guidance text that training leaves out."""

@@ -45,14 +45,20 @@ DEFAULTS = ReplaySettings()
 class Stored:
     """A trajectory in the pool."""
 
-    key: int  # the pool's id of the trajectory; never reused for another trajectory
+    key: int
+    """The pool's id of the trajectory; never reused for another trajectory."""
     trajectory: Trajectory
-    entropy: float  # estimated mean entropy of the policy at its sampled tokens, in nats (`admission.entropy`)
-    # Version of the weights from which its age counts: the trajectory's own, unless another run sampled the trajectory.
+    """The stored trajectory."""
+    entropy: float
+    """Estimated mean entropy of the policy at its sampled tokens, in nats (`admission.entropy`)."""
     version: int
-    temperature: float  # sampling temperature
-    step: int  # step after which it was stored
-    uses: int  # how often it was replayed
+    """Version of the weights from which its age counts: the trajectory's own, unless another run sampled it."""
+    temperature: float
+    """Sampling temperature."""
+    step: int
+    """Step after which it was stored."""
+    uses: int
+    """How often it was replayed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +66,15 @@ class PoolTask:
     """A task and its state in the pool."""
 
     task: Task
-    attempts: int  # number of valid fresh members of its latest group; 0 = unknown, because no group was observed
-    successes: int  # number of these members that succeeded
-    step: int  # step of its latest group
-    live: int  # number of its stored trajectories
+    """The task."""
+    attempts: int
+    """Number of valid fresh members of its latest group; 0 = unknown, because no group was observed."""
+    successes: int
+    """Number of these members that succeeded."""
+    step: int
+    """Step of its latest group."""
+    live: int
+    """Number of its stored trajectories."""
 
     @property
     def rate(self) -> float:
@@ -76,14 +87,19 @@ class Incoming:
     """A successful trajectory from another source, as an argument of `ExperiencePool.add_all`."""
 
     task: Task
+    """The task that was solved."""
     trajectory: Trajectory
+    """The trajectory to store."""
     step: int = 0
+    """Step after which it is stored."""
     temperature: float = 1.0
-    # Version from which the age counts. None = the trajectory's own version; wrong if another run sampled it.
+    """Sampling temperature."""
     version: int | None = None
-    # Valid members and successes of the task's latest group elsewhere. Used only if this pool has no attempts of it.
+    """Version from which the age counts. None = the trajectory's own version; wrong if another run sampled it."""
     attempts: int = 0
+    """Valid members of the task's latest group elsewhere. Used only if this pool has no attempts of the task."""
     successes: int = 0
+    """Successes among these ``attempts``."""
 
 
 class ExperiencePool:

@@ -4,6 +4,6 @@
 training loop of another library. Nothing imports this package unless Ray is used.
 """
 
-from gleanrl.runtime.ray.rewards import CALLS, RewardActor, RewardHandle, reward_actor
+from gleanrl.runtime.ray.rewards import RewardHandle, reward_actor
 
-__all__ = ["CALLS", "RewardActor", "RewardHandle", "reward_actor"]
+__all__ = ["RewardHandle", "reward_actor"]

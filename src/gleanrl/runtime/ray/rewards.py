@@ -139,10 +139,12 @@ def reward_actor(
     """Start a reward agent in a Ray actor, wait until it is ready, and return a handle that calls it.
 
     Args:
-        reward, settings, overrides: see `gleanrl.rewards.RewardAgent`. A reward that is an object instead of an import
-            path is pickled and sent to the actor.
+        reward: the reward or its name, as for `gleanrl.rewards.RewardAgent`. A reward that is an object instead of an
+            import path is pickled and sent to the actor.
+        settings: settings of the agent.
         journal: path of the journal. It must be accessible on every node on which Ray may start the actor.
         options: Ray's options for the actor, such as ``name``, ``lifetime``, ``num_cpus`` and ``max_restarts``.
+        overrides: single settings of the agent, by name.
 
     Raises:
         UserError: Ray is not installed, the reward does not exist, or a setting is not valid.

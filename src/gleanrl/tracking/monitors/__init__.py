@@ -47,11 +47,13 @@ class Monitors:
         self._warned: set[int] = set()
 
     def log(self, step: int, metrics: Metrics) -> None:
+        """Pass the metrics of a step to each monitor."""
         for index, monitor in enumerate(self._monitors):
             with self._guard(index):
                 monitor.log(step, metrics)
 
     def close(self) -> None:
+        """Close each monitor."""
         for index, monitor in enumerate(self._monitors):
             with self._guard(index):
                 monitor.close()

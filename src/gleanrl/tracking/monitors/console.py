@@ -55,6 +55,7 @@ class Console:
 
     @property
     def terminal(self) -> bool:
+        """Whether progress bars can be shown."""
         return self._console.is_terminal
 
     def print(self, text: str) -> None:
@@ -92,6 +93,7 @@ class Console:
         self._end(stage, "in")
 
     def log(self, step: int, metrics: Metrics) -> None:
+        """Show the metrics of a step that are in `SHOWN`, and warn once if most turns are cut off."""
         cut = metrics.get("episode/cut_turns", 0.0)
         if cut > MANY_CUT and not self._warned_of_cuts:
             self._warned_of_cuts = True
@@ -107,6 +109,7 @@ class Console:
             self.print(f"step {step}: {describe(fields)}")
 
     def close(self) -> None:
+        """End all stages that are still open."""
         for stage in list(self._stages):
             self._end(stage, "stopped after")
 
