@@ -1,8 +1,7 @@
 """Adapts the rewards that users write to the interface `Scorer`, which the reward agent calls.
 
 `load_reward` accepts a function, a class, an object, or the import path of one of these. The reward may have Glean RL's
-own signature, verl's or TRL's. The built-in rewards judge, http, math, model, pooling and weighted are subclasses of
-`Scorer` and need no adapter.
+own signature, verl's or TRL's. The built-in rewards that are subclasses of `Scorer` need no adapter.
 """
 
 from __future__ import annotations
@@ -32,11 +31,15 @@ log = logging.getLogger(__name__)
 
 BUILT_IN: Mapping[str, str] = {
     "environment": "gleanrl.rewards.request:own_score",
+    "format": "gleanrl.rewards.text:Format",
     "http": "gleanrl.rewards.http:HttpReward",
     "judge": "gleanrl.rewards.judge:Judge",
+    "length": "gleanrl.rewards.text:Length",
     "math": "gleanrl.rewards.math:MathReward",
     "model": "gleanrl.rewards.model:RewardModel",
+    "overlong": "gleanrl.rewards.text:Overlong",
     "pooling": "gleanrl.rewards.model:PoolingServer",
+    "repetition": "gleanrl.rewards.text:Repetition",
     "weighted": "gleanrl.rewards.compose:Weighted",
 }
 """Import path of each reward that has a short name, by this name."""

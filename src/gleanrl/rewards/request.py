@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from gleanrl.rollout.conversation import conversation
-from gleanrl.types import Message, Score, Task, Trajectory, as_float
+from gleanrl.types import IntArray, Message, Score, Task, Trajectory, as_float
 from gleanrl.utils.http import to_jsonable
 from gleanrl.utils.retry import Fatal
 
@@ -54,6 +54,8 @@ class Request:
         trajectory_id: id of the trajectory; empty if a response or a list of messages is scored instead.
         own: the score that the environment gave; invalid if it gave none.
         info: the ``info`` of the trajectory.
+        sampled: token ids, int32[n], of each turn that the model sampled; None if a response or a list of messages is
+            scored instead. They are not a part of the key.
         nonce: empty, or a unique text that becomes a part of the key, so that the request cannot be answered from the
             cache or the journal.
     """
@@ -63,6 +65,7 @@ class Request:
     trajectory_id: str = ""
     own: Score = _NO_SCORE
     info: Mapping[str, Any] = field(default_factory=dict)
+    sampled: tuple[IntArray, ...] | None = field(default=None, compare=False, repr=False)
     nonce: str = ""
 
     @classmethod
@@ -74,7 +77,8 @@ class Request:
         left out.
         """
         if isinstance(answer, Trajectory):
-            return cls(task, tuple(conversation(answer)), answer.id, answer.score, answer.info)
+            sampled = tuple(turn.tokens for turn in answer.sampled_turns())
+            return cls(task, tuple(conversation(answer)), answer.id, answer.score, answer.info, sampled)
         if isinstance(answer, str):
             return cls(task, (*task.prompt, Message(role="assistant", content=answer)))
         return cls(task, tuple(answer))
