@@ -1,4 +1,4 @@
-"""The code and the configuration in docs/howto/environment.md work unchanged."""
+"""The files that `gleanrl env init` writes work, and docs/howto/environment.md shows them."""
 
 from __future__ import annotations
 
@@ -11,24 +11,51 @@ from pathlib import Path
 
 import pytest
 
+from gleanrl.cli.main import main
 from gleanrl.config.settings import EnvironmentSettings
 from gleanrl.environments import load_taskset
 from gleanrl.environments.pool import EnvironmentPool
 from gleanrl.protocols import Split
 from gleanrl.runtime.run_folder import RunFolder
 
-PAGE = (Path(__file__).parents[2] / "docs" / "howto" / "environment.md").read_text()
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "howto" / "environment.md").read_text()
 ENVIRONMENT, LOOP = re.findall(r"```python[^\n]*\n(.*?)```", PAGE, re.DOTALL)
 CONFIGURATION = re.findall(r"```toml[^\n]*\n(.*?)```", PAGE, re.DOTALL)[0]
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    (tmp_path / "treasure.py").write_text(ENVIRONMENT)
-    (tmp_path / "treasure.toml").write_text(CONFIGURATION)
-    (tmp_path / "loop.py").write_text(LOOP)
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
+    """Return the folder that `gleanrl env init` has written, which is the current one, with the page's loop in it."""
+    assert main(["env", "init", str(tmp_path / "treasure")]) == 0
+    (tmp_path / "treasure" / "loop.py").write_text(LOOP)
+    monkeypatch.chdir(tmp_path / "treasure")
+    return tmp_path / "treasure"
+
+
+def test_the_page_shows_the_files_that_are_written(folder: Path) -> None:
+    assert (folder / "environment.py").read_text() == ENVIRONMENT
+    assert (folder / "train.toml").read_text() == CONFIGURATION
+
+
+def test_a_new_environment_passes_its_own_tests_and_trains_for_two_steps(folder: Path) -> None:
+    small = ["--run.steps=2", "--run.threads=1", "--warm_start.demonstrations=40", "--warm_start.steps=10"]
+    for command in (["pytest", "-q", "-p", "no:cacheprovider"], ["gleanrl", "train", "train.toml", *small]):
+        run = [sys.executable, "-m", *command]
+        ended = subprocess.run(run, cwd=folder, capture_output=True, text=True, timeout=120)
+        assert ended.returncode == 0, ended.stdout + ended.stderr
+    rows = RunFolder(folder / "runs" / "treasure").read_metrics()
+    assert [row.step for row in rows] == [0, 1, 2]
+    assert rows[2].metrics["tokens/trained"] > 0
+
+
+def test_a_folder_that_has_such_a_file_is_left_as_it_is(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "environment.py").write_text("mine")
+    (folder / "train.toml").unlink()
+    assert main(["env", "init", str(folder)]) == 2
+    assert "environment.py" in capsys.readouterr().err
+    assert (folder / "environment.py").read_text() == "mine"
+    assert not (folder / "train.toml").exists()
 
 
 def test_the_example_environment_has_fewer_than_sixty_lines() -> None:
@@ -74,7 +101,7 @@ def test_the_example_loop_with_an_environment_pool_runs(folder: Path) -> None:
 
 @pytest.mark.heavy
 def test_training_on_the_example_environment_improves_held_out_success(folder: Path) -> None:
-    command = [sys.executable, "-m", "gleanrl", "train", "treasure.toml", "--run.steps", "30", "--run.threads", "1"]
+    command = [sys.executable, "-m", "gleanrl", "train", "train.toml", "--run.threads", "1"]
     ended = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=250)
     assert ended.returncode == 0, ended.stderr
     rows = [row.metrics for row in RunFolder(folder / "runs" / "treasure").read_metrics()]

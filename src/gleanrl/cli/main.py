@@ -1,4 +1,4 @@
-"""The command line: `gleanrl train | evaluate | report | pool | buffer | settings | simulate | serve-env | doctor`.
+"""The command line: `gleanrl train | evaluate | report | env | pool | buffer | settings | ...`.
 
 Each command has a module of the same name in this package. The module's ``add_arguments`` adds the options of the
 command to a parser and sets the function that executes it. If the command accepts settings, arguments that match none
@@ -23,6 +23,7 @@ VERBS: Mapping[str, str] = {
     "train": "train a preset or a TOML configuration",
     "evaluate": "evaluate a run's newest checkpoint or any model",
     "report": "make the HTML report of a run",
+    "env": "begin an environment of your own: an example, its test and a configuration",
     "pool": "inspect, verify, prune, export or fill an experience pool",
     "buffer": "inspect, verify, merge, split or export a trajectory buffer",
     "settings": "list all settings with their defaults and meanings",

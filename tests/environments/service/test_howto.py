@@ -18,16 +18,14 @@ from gleanrl.environments.service.app import PROBLEMS
 from tests.environments.service.world import ROOT, served
 
 PAGE = (ROOT / "docs" / "howto" / "environment_service.md").read_text()
-TREASURE = re.findall(
-    r"```python[^\n]*\n(.*?)```", (ROOT / "docs" / "howto" / "environment.md").read_text(), re.DOTALL
-)[0]
+TREASURE = (ROOT / "src" / "gleanrl" / "cli" / "new_environment" / "environment.py").read_text()
 CODE = dict(re.findall(r'```python title="([^"]*)"\n(.*?)```', PAGE, re.DOTALL))
 CONFIGURATION = tomllib.loads(re.findall(r"```toml\n(.*?)```", PAGE, re.DOTALL)[0])
 
 
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    file = tmp_path_factory.mktemp("served") / "treasure.py"
+    file = tmp_path_factory.mktemp("served") / "environment.py"
     file.write_text(TREASURE)
     with served(f"{file}:TreasureTaskset", "--environment.options.far", "5") as (_, url):
         yield url
