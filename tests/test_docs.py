@@ -9,6 +9,8 @@ from __future__ import annotations
 import ast
 import re
 import runpy
+import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
@@ -22,6 +24,7 @@ from gleanrl.environments import BUILT_IN as ENVIRONMENTS
 from gleanrl.rewards.adapter import BUILT_IN as REWARDS
 from gleanrl.samplers import SAMPLERS
 from gleanrl.utils.settings import JobConfig
+from tests.cli.conftest import CONFIG
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -176,3 +179,22 @@ def test_the_page_of_the_settings_has_every_key_with_its_description(job: type[J
         text = " ".join((field.description or "").split())
         assert text
         assert any(row.startswith(f"| `{name}`") and text.replace("|", "\\|") in row for row in rows)
+
+
+def test_the_script_of_the_page_on_python_trains_and_reports(tmp_path: Path) -> None:
+    page = (ROOT / "docs/python.md").read_text(encoding="utf-8")
+    (script,) = re.findall(r'```python title="run.py"\n(.*?)```', page, re.DOTALL)
+    (tmp_path / "run.py").write_text(script)
+    (tmp_path / "train.toml").write_text(CONFIG)
+    ended = subprocess.run([sys.executable, "run.py"], cwd=tmp_path, capture_output=True, text=True, timeout=200)
+    assert ended.returncode == 0, ended.stderr
+    curves = re.findall(r"^lr-(\S+) \[(.*)\]$", ended.stdout, re.MULTILINE)
+    assert [lr for lr, _ in curves] == ["1e-4", "3e-4"]
+    assert all(len(numbers.split()) == 6 for _, numbers in curves)
+    assert len(list(tmp_path.glob("runs/lr-*/report.html"))) == 2
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    """mkdocs itself reports a broken link or entry of the navigation as an error, but not a page that it lacks."""
+    listed = set(re.findall(r"(\S+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE))
+    assert {str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")} == listed

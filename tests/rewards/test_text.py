@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import re
+import tomllib
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -93,3 +96,13 @@ def test_wrong_options_are_found_before_a_run_starts(name: str, options: dict[st
 def test_a_text_without_tokens_has_no_length() -> None:
     with pytest.raises(UserError, match="length"):
         score("length", "four", target=3)
+
+
+def test_the_sum_on_the_page_can_be_made() -> None:
+    pytest.importorskip("math_verify")
+    page = Path(__file__).parents[2] / "docs" / "howto" / "ready_rewards.md"
+    (block,) = re.findall(r"```toml\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+    settings = tomllib.loads(block)["reward"]
+    check_reward(settings["name"], options=settings["options"])
+    (pattern,) = [part["options"]["pattern"] for name, part in settings["options"]["parts"].items() if name == "format"]
+    assert score("format", "so\n\\boxed{4}.", pattern=pattern) == 1.0
