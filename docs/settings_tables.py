@@ -30,7 +30,9 @@ def tables(job: type[JobConfig]) -> str:
         text += f"In Python: `{cls.__module__}.{cls.__name__}`\n\n| key | default | meaning |\n|---|---|---|\n"
         for name, field in found:
             default = format_value(field.get_default(call_default_factory=True))
-            meaning = f"*{describe_type(field.annotation)}.* {' '.join((field.description or '').split())}"
+            meaning = (
+                f"*{describe_type(field.annotation, field.metadata)}.* {' '.join((field.description or '').split())}"
+            )
             cells = (f"`{name}`{{ #{anchor}{name} }}", f"`{default}`", meaning)
             text += f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |\n"
     return text

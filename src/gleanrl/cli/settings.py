@@ -6,12 +6,15 @@ import argparse
 import json
 import textwrap
 import types
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from gleanrl.cli.common import guarded
 from gleanrl.utils.errors import UserError
 
 WIDTH = 100
+BOUNDS = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}
+"""Attribute of a constraint of pydantic -> how users read it."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,7 +45,7 @@ def _settings(args: argparse.Namespace) -> int:
     for name in wanted:
         field = found[name]
         default = format_value(field.get_default(call_default_factory=True))
-        print(f"{name} = {default}    ({describe_type(field.annotation)})")
+        print(f"{name} = {default}    ({describe_type(field.annotation, field.metadata)})")
         for line in textwrap.wrap(" ".join((field.description or "").split()), WIDTH - 4, break_on_hyphens=False):
             print(f"    {line}")
     return 0
@@ -61,21 +64,20 @@ def format_value(value: Any) -> str:
     return str(value)
 
 
-def describe_type(annotation: Any) -> str:
-    """Describe a type annotation for users, for example as ``"sync" or "pipelined"``, ``number`` or ``table``."""
+def describe_type(annotation: Any, constraints: Sequence[Any] = ()) -> str:
+    """Describe a type annotation for users, for example as ``"sync" or "pipelined"`` or ``number, above 0``.
+
+    ``constraints`` are the metadata of the field, from which the bounds of a number are taken.
+    """
     origin, inner = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
-        return describe_type(inner[0])
+        return describe_type(inner[0], [m for own in inner[1:] for m in getattr(own, "metadata", ())])
     if origin is Literal:
         return " or ".join(map(format_value, inner))
     if origin in (Union, types.UnionType):
-        return " or ".join(dict.fromkeys(map(describe_type, inner)))
-    names = {
-        str: "text",
-        int: "whole number",
-        float: "number",
-        bool: "true or false",
-        dict: "table",
-        type(None): "none",
-    }
-    return names.get(origin or annotation, "list")
+        return " or ".join(dict.fromkeys(describe_type(own, constraints) for own in inner))
+    if annotation is type(None):
+        return "none"
+    names = {str: "text", int: "whole number", float: "number", bool: "true or false", dict: "table"}
+    bounds = [f", {word} {getattr(c, key):g}" for c in constraints for key, word in BOUNDS.items() if hasattr(c, key)]
+    return names.get(origin or annotation, "list") + "".join(bounds)
