@@ -70,7 +70,7 @@ def test_settings_are_shown_by_section_key_and_part_of_a_name(gleanrl: CommandLi
     assert set(dict(fields(Config))) == {line.partition(" = ")[0] for line in every}
     assert 'schedule.preset = "sync"' in every
     one = gleanrl("settings", "learner.epochs").stdout
-    assert one.startswith("learner.epochs = 1    (whole number)\n    ")
+    assert one.startswith("learner.epochs = 1    (whole number, at least 1)\n    ")
     section = gleanrl("settings", "warm_start").stdout
     assert {line.partition(".")[0] for line in section.splitlines() if line[0] != " "} == {"warm_start"}
     assert "loss.clip_high = " in gleanrl("settings", "clip").stdout
