@@ -33,6 +33,6 @@ def _init(args: argparse.Namespace) -> int:
         (folder / name).write_text((TEMPLATE / name).read_text(encoding="utf-8"), encoding="utf-8")
         print(f"wrote {folder / name}")
     print(f"\ncd {folder}")
-    print("python -m pytest            # checks the environment")
+    print("python -m pytest            # checks the environment; needs pytest")
     print("gleanrl train train.toml    # takes about a minute on two cores")
     return 0
