@@ -39,10 +39,11 @@ def test_the_page_shows_the_files_that_are_written(folder: Path) -> None:
 
 
 def test_a_new_environment_passes_its_own_tests_and_trains_for_two_steps(folder: Path) -> None:
-    small = ["--run.steps=2", "--run.threads=1", "--warm_start.demonstrations=40", "--warm_start.steps=10"]
-    for command in (["pytest", "-q", "-p", "no:cacheprovider"], ["gleanrl", "train", "train.toml", *small]):
+    less = ["--run.steps=2", "--run.threads=1", "--warm_start.demonstrations=100", "--schedule.batch=4"]
+    train = ["gleanrl", "train", "train.toml", *less]
+    for command in (["pytest", "-q", "-p", "no:cacheprovider"], train):
         run = [sys.executable, "-m", *command]
-        ended = subprocess.run(run, cwd=folder, capture_output=True, text=True, timeout=120)
+        ended = subprocess.run(run, cwd=folder, capture_output=True, text=True, timeout=250)
         assert ended.returncode == 0, ended.stdout + ended.stderr
     rows = RunFolder(folder / "runs" / "treasure").read_metrics()
     assert [row.step for row in rows] == [0, 1, 2]

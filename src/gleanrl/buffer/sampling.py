@@ -346,7 +346,8 @@ class Sampler:
         unless the buffer was sampled in another way in between.
 
         Args:
-            num_chunks, how: arguments of `sample`.
+            num_chunks: number of chunk steps in a batch.
+            how: further arguments of `sample`.
             batches: number of batches to yield; None: no limit.
             prefetch: largest number of batches that are drawn in advance.
             pin_memory: whether batches are copied to page-locked memory; None: only if there is a GPU.

@@ -71,8 +71,8 @@ class TensorTrajectory:
     next_obs: Mapping[str, Any] = field(default_factory=dict)
     """[T, B, ...], nested: observation after each chunk step."""
     task_descriptions: Sequence[str] | Sequence[Sequence[str]] | None = None
-    """A text for each environment, [B], or for each step and environment, [T][B]. If it is absent, the entry
-    ``task_descriptions`` of ``curr_obs`` is used."""
+    """B texts, one for each environment, or T lists of B texts. If they are absent, the entry ``task_descriptions`` of
+    ``curr_obs`` is used."""
     success: bool | None = None
     """Whether the task was solved; None = unknown."""
 
