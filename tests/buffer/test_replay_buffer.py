@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -36,6 +38,38 @@ def test_trajectories_are_returned_as_they_were_added(buffer: TrajectoryReplayBu
     assert buffer.add_trajectories(given) == [0, 1, 2, 3]
     for number, wanted in enumerate(given):
         assert_same(buffer.trajectory(number), wanted)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WithImages(TensorTrajectory):
+    image: torch.Tensor
+
+
+def test_fields_of_the_user_s_own_are_stored_and_sampled(buffer: TrajectoryReplayBuffer, tmp_path: Path) -> None:
+    image = torch.arange(18.0).reshape(6, 3, 1) + torch.arange(600)
+    force = torch.rand(6, 3, 2, dtype=torch.float64)
+    given = vars(trajectory(0))
+    buffer.add_trajectories([{**given, "image": image, "sensors": {"force": force}}])
+    buffer.add_trajectories([WithImages(**given, image=image), SimpleNamespace(**given, image=image)])
+    for number, wanted in enumerate(
+        [{"image": image, "sensors": {"force": force}}, {"image": image}, {"image": image}]
+    ):
+        assert same(buffer.trajectory(number).extra_fields, wanted)
+    sample = buffer.sample(54)
+    step, environment = sample["actions"][:, 0].int() % 1000 // 20, sample["actions"][:, 0].int() % 20
+    assert torch.equal(sample["image"], image[step, environment])
+    for form in ("native", "pt"):
+        buffer.trajectory_format = form
+        buffer.save_checkpoint(tmp_path / form)
+        with TrajectoryReplayBuffer(tmp_path / form, read_only=True) as saved:
+            assert_same(saved.trajectory(0), buffer.trajectory(0))
+
+
+def test_views_that_conjugate_or_negate_and_numbers_as_outcomes_are_stored(buffer: TrajectoryReplayBuffer) -> None:
+    conjugate = torch.randn(4, 2, 3, dtype=torch.complex64).conj()
+    given = TensorTrajectory(rewards=conjugate.imag, curr_obs={"wave": conjugate}, success=torch.tensor(True))  # type: ignore[arg-type]
+    buffer.add_trajectories([given])
+    assert_same(buffer.trajectory(0), replace(given, success=True))
 
 
 def test_a_sample_contains_the_rows_that_rlinf_draws_with_the_same_seed(buffer: TrajectoryReplayBuffer) -> None:
@@ -175,6 +209,23 @@ def test_priorities_determine_what_is_sampled_and_are_restored_from_a_checkpoint
         assert same(other.sample_prioritized(50), wanted)
 
 
+def test_an_extreme_priority_is_refused_or_forgotten_with_its_row() -> None:
+    with TrajectoryReplayBuffer(seed=0, priority_exponent=2.0) as buffer:
+        buffer.add_trajectories([trajectory(0)])
+        rows = torch.arange(18)
+        for priority in (1e200, 1e-200, 0.0, -1.0, float("inf"), float("nan")):
+            with pytest.raises(UserError, match="priority"):
+                buffer.update_priorities(rows[:2], torch.tensor([0.5, priority], dtype=torch.float64))
+        with pytest.raises(UserError, match="3 priorities for 2 indices"):
+            buffer.update_priorities(rows[:2], torch.ones(3))
+        assert set(buffer.sample_prioritized(500)["indices"].tolist()) == set(range(18))
+        buffer.update_priorities(rows[:1], torch.tensor([1e40], dtype=torch.float64))
+        assert set(buffer.sample_prioritized(500)["indices"].tolist()) == {0}
+        buffer.update_priorities(rows[:1], torch.ones(1))
+        buffer.add_trajectories([trajectory(1)])
+        assert set(buffer.sample_prioritized(1000)["indices"].tolist()) == set(range(36))
+
+
 def test_a_queued_trajectory_is_stored_once_its_future_is_done(buffer: TrajectoryReplayBuffer) -> None:
     futures = [buffer.add_trajectories([trajectory(i)], wait=False) for i in range(20)]
     assert [future.result() for future in futures] == [[i] for i in range(20)]
@@ -229,6 +280,19 @@ def test_is_ready_and_get_stats_count_trajectories_rows_and_outcomes(buffer: Tra
         ({"rewards": torch.zeros(0, 2)}, "holds nothing"),
         ({}, "without any tensor"),
         ({"rewards": torch.zeros(4, 2), "task_descriptions": ["a"]}, "give one for each of the 2 environments"),
+        ({"rewards": torch.zeros(4, 2), "task_descriptions": "ab"}, "task_descriptions"),
+        ({"rewards": torch.zeros(4, 2), "task_descriptions": ["a", 3]}, "task_descriptions"),
+        ({"rewards": torch.zeros(4, 2), "task_descriptions": ["a", "\ud800"]}, "task_descriptions"),
+        ({"rewards": torch.zeros(2, 2), "task_descriptions": [["a", "b"], "cd"]}, "task_descriptions"),
+        ({"rewards": torch.zeros(4, 2).to_sparse()}, "rewards"),
+        ({"rewards": torch.zeros(4, 2), "success": "no"}, "success"),
+        ({"rewards": torch.zeros(4, 2), "success": torch.ones(4)}, "success"),
+        ({"rewards": torch.zeros(4, 2), "max_episode_length": "long"}, "max_episode_length"),
+        ({"rewards": torch.zeros(4, 2), "model_weights_id": "\ud800"}, "model_weights_id"),
+        ({"curr_obs": {"a": torch.zeros(4, 2), 1: torch.zeros(4, 2)}}, "curr_obs"),
+        ({"rewards": torch.zeros(4, 2), "extra_fields": {"robot": "arm"}}, "robot"),
+        ({"rewards": torch.zeros(4, 2), "extra_fields": {"actions": torch.zeros(4, 2)}}, "actions"),
+        ({"rewards": torch.zeros(4, 2), "extra_fields": {"indices": torch.zeros(4, 2)}}, "indices"),
     ],
 )
 def test_a_call_with_a_malformed_trajectory_is_refused_and_adds_nothing(

@@ -34,6 +34,7 @@ def fields(number: int, *, steps: int = 6, epochs: int = 0, values: bool = False
     own = trajectory(number, steps, 3, ends={(1, 0): "terminations", (4, 2): "truncations"})
     made = {name: getattr(own, name) for name in TensorTrajectory.__dataclass_fields__}
     made = {name: value for name, value in made.items() if isinstance(value, (Tensor, dict)) and name != "versions"}
+    made |= made.pop("extra_fields") | {"of_a_subclass": torch.stack([own.rewards, own.rewards + 1], dim=3)}  # type: ignore[operator,list-item]
     made |= {"max_episode_length": 50, "model_weights_id": weights(number)}
     for name in FLAGS if epochs else ():
         parts = made[name].reshape(epochs, -1, 3, 1)

@@ -35,8 +35,7 @@ from gleanrl.buffer.reader import Reader, Snapshot
 from gleanrl.buffer.table import INSTRUCTION, LEFT, Index, Schema
 from gleanrl.buffer.trajectory import (
     INSTRUCTIONS,
-    NESTED,
-    TENSORS,
+    NOT_TENSORS,
     FieldPath,
     FlatTrajectory,
     TensorTrajectory,
@@ -142,7 +141,7 @@ class Directory:
     def trajectory(self, position: int) -> FlatTrajectory:
         """Load a trajectory, whose tensors are mapped from its file. Raises `UserError` if it is missing or damaged.
 
-        Fields that are not tensors ``[T, B, ...]`` are left out, as RLinf does. Task descriptions are kept.
+        Values that are not tensors of two or more dimensions are left out, as RLinf does. Task descriptions are kept.
         """
         if self.files[position] is None:
             raise UserError(f"{self.file(position)}: missing; the index lists it")
@@ -159,13 +158,7 @@ class Directory:
             raise UserError(f"{file}: holds {type(loaded).__name__}, not the fields of a trajectory")
         given = {name: entry[name] for name in ("max_episode_length", "model_weights_id") if name in entry}
         given |= dict(loaded)
-        values = {name: value for name, value in given.items() if name not in (*TENSORS, *NESTED)}
-        for name in TENSORS:
-            if isinstance(value := given.get(name), Tensor) and value.dim() >= 2:
-                values[name] = value
-        for name in NESTED:
-            if isinstance(value := given.get(name), Mapping):
-                values[name] = _only_tensors(value)
+        values = {name: given[name] for name in NOT_TENSORS if name in given} | _only_tensors(given)
         if (prev_values := values.get("prev_values")) is not None:
             # if RLinf's buffer is in memory, its checkpoints store [T + E, B, ...] flattened to [(T + E) * B, ...]
             steps, batch = [*entry.get("shape", ()), 0, 0][:2]
@@ -456,10 +449,9 @@ def export(path: Path, trajectories: Iterable[FlatTrajectory], *, seed: int) -> 
 
 
 def _saved(trajectory: TensorTrajectory, weights: str) -> dict[str, Any]:
-    names = TensorTrajectory.__dataclass_fields__
-    values = {name: getattr(trajectory, name) for name in names if name != "success"}
-    values["task_descriptions"] = None if not values["task_descriptions"] else list(values["task_descriptions"])
-    return {**{name: value for name, value in values.items() if value is not None}, "model_weights_id": weights}
+    values = {**trajectory.by_name(), "success": None, "model_weights_id": weights}
+    values[INSTRUCTIONS] = None if not trajectory.task_descriptions else list(trajectory.task_descriptions)
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def _only_tensors(tree: Mapping[str, Any]) -> dict[str, Any]:

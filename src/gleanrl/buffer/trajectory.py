@@ -12,7 +12,7 @@ entries* are not chunk steps, so they are stored separately from the columns.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
 import numpy as np
@@ -24,11 +24,12 @@ from gleanrl.utils.errors import UserError
 FieldPath = tuple[str, ...]  # keys of nested mappings from the outer to the inner one, e.g. ("curr_obs", "image")
 
 FLAGS = ("dones", "terminations", "truncations")
-TENSORS = ("actions", "intervene_flags", "rewards", *FLAGS, "prev_logprobs", "prev_values", "versions")
-NESTED = ("forward_inputs", "curr_obs", "next_obs")
 # fields that may have bootstrap entries
 MAY_BOOTSTRAP = (*FLAGS, "prev_values")
 INSTRUCTIONS = "task_descriptions"
+NOT_TENSORS = ("max_episode_length", "model_weights_id", INSTRUCTIONS, "success")
+# entries that the methods of `Sampler` and `MixedReplayBuffer` add to a batch, so no field may have these names
+ADDED_TO_BATCHES = ("indices", "weights", "n_step_rewards", "n_step_discounts", "demonstration")
 BLOCK_NBYTES = 1 << 20  # largest size of a block of several trajectories; a larger trajectory is written alone
 
 
@@ -75,15 +76,40 @@ class TensorTrajectory:
     ``curr_obs`` is used."""
     success: bool | None = None
     """Whether the task was solved; None = unknown."""
+    extra_fields: Mapping[str, Any] = field(default_factory=dict)
+    """[T, B, ...], may be nested: further fields under any other names. In batches these names are next to those of the
+    other fields."""
 
     @classmethod
     def of(cls, trajectory: Any) -> TensorTrajectory:
-        """Convert a mapping or an object with fields of the same names, such as RLinf's ``Trajectory``."""
-        if isinstance(trajectory, cls):
+        """Convert a mapping, a dataclass such as RLinf's ``Trajectory``, or another object with attributes.
+
+        Fields, keys or attributes that this class does not have become ``extra_fields``.
+        """
+        if type(trajectory) is cls:
             return trajectory
-        get = trajectory.get if isinstance(trajectory, Mapping) else lambda name: getattr(trajectory, name, None)
-        found = {name.name: get(name.name) for name in fields(cls)}
-        return cls(**{name: value for name, value in found.items() if value is not None})
+        if isinstance(trajectory, Mapping):
+            given: dict[str, Any] = dict(trajectory)
+        else:
+            names = [name for name in getattr(trajectory, "__dict__", ()) if not name.startswith("_")]
+            if is_dataclass(trajectory):
+                names = [each.name for each in fields(trajectory)]
+            given = {name: getattr(trajectory, name, None) for name in (*cls.__dataclass_fields__, *names)}
+        own = {name: given[name] for name in cls.__dataclass_fields__ if given.get(name) is not None}
+        if extra := {name: value for name, value in given.items() if name not in cls.__dataclass_fields__}:
+            own["extra_fields"] = {**extra, **own.get("extra_fields", {})}
+        return cls(**own)
+
+    def by_name(self) -> dict[str, Any]:
+        """Return all fields by name, those in ``extra_fields`` next to the others.
+
+        Raises `UserError` if one of ``extra_fields`` has a name that is in use.
+        """
+        found = {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "extra_fields"}
+        for name in self.extra_fields:
+            if name in found or name in ADDED_TO_BATCHES or str(name).startswith("#"):
+                raise UserError(f"{name}: the buffer uses this name itself; give the field another one")
+        return found | dict(self.extra_fields)
 
 
 @dataclass(frozen=True)
@@ -117,26 +143,30 @@ class FlatTrajectory:
         Raises:
             UserError: a value is not a tensor, its shape does not fit the others, or the trajectory has no tensors.
         """
-        values: list[tuple[FieldPath, Any]] = [((name,), getattr(trajectory, name)) for name in TENSORS]
-        for name in NESTED:
-            values += leaves((name,), getattr(trajectory, name))
         tensors: dict[FieldPath, Tensor] = {}
-        for path, value in values:
-            if value is None or path[-1] == INSTRUCTIONS:
+        observed = None  # task descriptions among the observations
+        for path, value in leaves((), trajectory.by_name()):
+            if path == ("curr_obs", INSTRUCTIONS):
+                observed = value
+            if value is None or path[-1] == INSTRUCTIONS or path[0] in NOT_TENSORS:
                 continue
             try:
                 tensor = value if isinstance(value, Tensor) else torch.as_tensor(value)
+                # These methods are called only where needed: for a small trajectory, the calls would take as long as
+                # the rest of this function.
+                if tensor.requires_grad:
+                    tensor = tensor.detach()
+                if not tensor.is_cpu:
+                    tensor = tensor.cpu()
+                if tensor.is_conj() or tensor.is_neg():
+                    tensor = tensor.resolve_conj().resolve_neg()
+                if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
+                    raise TypeError
             except (TypeError, ValueError, RuntimeError):
-                raise UserError(f"{'.'.join(path)}: {type(value).__name__}, not a tensor [T, B, ...]") from None
+                raise UserError(f"{'.'.join(path)}: {type(value).__name__}, not a dense tensor [T, B, ...]") from None
             if tensor.dim() < 2:
                 shape = list(tensor.shape)
                 raise UserError(f"{'.'.join(path)}: a trajectory's tensors are [T, B, ...], this one is {shape}")
-            # `detach` and `cpu` are called only where needed: for a small trajectory, the two calls would take as long
-            # as the rest of this method
-            if tensor.requires_grad:
-                tensor = tensor.detach()
-            if not tensor.is_cpu:
-                tensor = tensor.cpu()
             tensors[path] = tensor
         if not tensors:
             raise UserError("a trajectory without any tensor")
@@ -169,23 +199,14 @@ class FlatTrajectory:
                 for path, tensor in flat.items():
                     if tensor.untyped_storage().data_ptr() == tensors[path].untyped_storage().data_ptr():
                         flat[path] = tensor.clone()
-        instructions: tuple[str, ...] = ()
-        if given := trajectory.task_descriptions or trajectory.curr_obs.get(INSTRUCTIONS):
-            by_step: list[Any] = [given] * steps if isinstance(given[0], str) else list(given)
-            if len(by_step) != steps or any(len(step) != batch for step in by_step):
-                each = f"give one for each of the {batch} environments, or for each of {steps} steps"
-                raise UserError(f"{INSTRUCTIONS}: {each}")
-            instructions = tuple(text for step in by_step for text in step)
+        try:
+            longest, weights = int(trajectory.max_episode_length), str(trajectory.model_weights_id)
+            weights.encode()
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise UserError(f"max_episode_length is an integer and model_weights_id a text ({error})") from None
+        instructions = _by_row(trajectory.task_descriptions, steps, batch) or _by_row(observed, steps, batch)
         return cls(
-            steps,
-            batch,
-            epochs,
-            columns,
-            bootstrap,
-            instructions,
-            str(trajectory.model_weights_id),
-            int(trajectory.max_episode_length),
-            trajectory.success,
+            steps, batch, epochs, columns, bootstrap, instructions, weights, longest, _outcome(trajectory.success)
         )
 
     def unflatten(self) -> TensorTrajectory:
@@ -203,12 +224,14 @@ class FlatTrajectory:
         descriptions: Any = by_step or None
         if len(set(by_step)) == 1:
             descriptions = by_step[0]
-        return TensorTrajectory(
-            max_episode_length=self.max_episode_length,
-            model_weights_id=self.model_weights_id,
-            task_descriptions=descriptions,
-            success=self.success,
-            **found,
+        return TensorTrajectory.of(
+            {
+                "max_episode_length": self.max_episode_length,
+                "model_weights_id": self.model_weights_id,
+                "task_descriptions": descriptions,
+                "success": self.success,
+                **found,
+            }
         )
 
 
@@ -277,10 +300,56 @@ def steps_left(ends: Tensor) -> Tensor:
     return torch.from_numpy(np.minimum.accumulate(stops[..., ::-1, :], axis=-2)[..., ::-1, :] - at + 1)
 
 
+def _by_row(descriptions: Any, steps: int, batch: int) -> tuple[str, ...]:
+    """Return the task description of each row; () if there are none.
+
+    Args:
+        descriptions: a text for each environment, or for each step and environment; None or empty: there are none.
+        steps, batch: T and B.
+
+    Raises:
+        UserError: ``descriptions`` is something else, or UTF-8 cannot encode a text.
+    """
+    try:
+        given = [] if descriptions is None else list(descriptions)
+        if not given and not isinstance(descriptions, str):
+            return ()
+        of_environments = all(isinstance(own, str) for own in given)
+        by_step = [given] if of_environments else [list(own) for own in given if not isinstance(own, str)]
+        texts = [text for step in by_step for text in step]
+        "".join(texts).encode()
+        right = not isinstance(descriptions, (str, Mapping)) and all(len(step) == batch for step in by_step)
+    except (TypeError, UnicodeEncodeError) as error:
+        raise UserError(f"{INSTRUCTIONS}: not texts that UTF-8 can encode ({error})") from None
+    if not right or len(by_step) != (1 if of_environments else steps):
+        each = f"give one for each of the {batch} environments, or for each of {steps} steps"
+        raise UserError(f"{INSTRUCTIONS}: {each}")
+    return tuple(texts * steps if of_environments else texts)
+
+
+def _outcome(success: Any) -> bool | None:
+    """Convert ``success`` to a bool. Raises `UserError` if it is neither None nor a bool, 0 or 1, also as a tensor."""
+    if success is None:
+        return None
+    try:
+        value = success.item() if hasattr(success, "item") else success
+    except (ValueError, RuntimeError):
+        value = None
+    if value not in (0, 1):
+        raise UserError(f"success = {success!r:.60}: it is True, False or None, one value for a whole trajectory")
+    return bool(value)
+
+
 def leaves(path: FieldPath, value: Any) -> Iterator[tuple[FieldPath, Any]]:
-    """Yield (path, value) for each value in a nested mapping. All paths in the result begin with ``path``."""
+    """Yield (path, value) for each value in a nested mapping. All paths in the result begin with ``path``.
+
+    Raises `UserError` if a key is not a text that UTF-8 can encode.
+    """
     if isinstance(value, Mapping):
         for key, part in value.items():
+            if not isinstance(key, str) or not key.isprintable():
+                where = ".".join(path) or "a trajectory"
+                raise UserError(f"{where}: the key {key!r} is not a printable text, so it cannot name a field")
             yield from leaves((*path, key), part)
     else:
         yield path, value

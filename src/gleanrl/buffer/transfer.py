@@ -17,7 +17,7 @@ from gleanrl.buffer import checkpoint, lerobot, rlinf
 from gleanrl.buffer.columns import Field
 from gleanrl.buffer.replay_buffer import TrajectoryReplayBuffer
 from gleanrl.buffer.table import SEGMENT_NBYTES
-from gleanrl.buffer.trajectory import FlatTrajectory, TensorTrajectory, leaves, quoted
+from gleanrl.buffer.trajectory import FlatTrajectory, leaves, quoted
 from gleanrl.buffer.writer import BufferWriter
 from gleanrl.utils import atomic
 from gleanrl.utils.errors import UserError
@@ -192,14 +192,13 @@ def _export_safetensors(found: Iterable[FlatTrajectory], out: Path) -> int:
         for number, flat in enumerate(found):
             trajectory = flat.unflatten()
             tensors: dict[str, Tensor] = {}
-            for name in TensorTrajectory.__dataclass_fields__:
-                for path, tensor in leaves((name,), getattr(trajectory, name)):
-                    if not isinstance(tensor, Tensor):
-                        continue
-                    dotted = ".".join(path)
-                    if dotted in tensors:
-                        raise UserError(f"{quoted(path)}: another tensor is also called {dotted}")
-                    tensors[dotted] = tensor.contiguous().clone()
+            for path, tensor in leaves((), trajectory.by_name()):
+                if not isinstance(tensor, Tensor):
+                    continue
+                dotted = ".".join(path)
+                if dotted in tensors:
+                    raise UserError(f"{quoted(path)}: another tensor is also called {dotted}")
+                tensors[dotted] = tensor.contiguous().clone()
             file = f"trajectory-{number:06d}.safetensors"
             save_file(tensors, folder / file)
             entry = {"file": file, "steps": flat.steps, "batch": flat.batch, "epochs": flat.epochs}
