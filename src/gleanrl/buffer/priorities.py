@@ -6,7 +6,7 @@ Each table has a sum tree, from which rows are drawn in logarithmic time.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -17,6 +17,7 @@ from gleanrl.utils.errors import UserError
 
 Floats = np.ndarray[Any, np.dtype[np.float64]]
 Ints = np.ndarray[Any, np.dtype[np.int64]]
+LEAST, MOST = 1e-100, 1e100  # limits of priority ** exponent; sums of larger weights could overflow
 
 
 class SumTree:
@@ -43,6 +44,11 @@ class SumTree:
     @property
     def total(self) -> float:
         return float(self._levels[-1].sum())
+
+    @property
+    def highest(self) -> float:
+        """The highest weight. It is searched among all positions."""
+        return float(self._levels[0].max())
 
     def at(self, positions: Ints) -> Floats:
         """Return the weights of ``positions``."""
@@ -75,21 +81,18 @@ class SumTree:
 
 
 class TablePriorities:
-    """The priorities of the rows of one table.
+    """The weights of the rows of one table. A row is drawn with a probability in proportion to its weight."""
 
-    Args:
-        exponent: alpha in the paper. A row is drawn with a probability in proportion to priority ** alpha.
-    """
-
-    def __init__(self, exponent: float) -> None:
-        self.exponent = exponent
+    def __init__(self) -> None:
         self.first = self.end = 0  # the rows from `first` to `end` - 1 have a priority
-        self.highest = 1.0  # highest priority so far; new rows get it, so that each of them is drawn soon
         self.tree = SumTree()
         self.base = 0  # number of the row at position 0 of the tree
 
     def cover(self, first: int, end: int) -> None:
-        """Keep priorities of only the rows from ``first`` to ``end`` - 1. New rows get the highest priority so far."""
+        """Keep priorities of only the rows from ``first`` to ``end`` - 1.
+
+        New rows get the highest weight of the other rows, so that each of them is drawn soon, or 1 if there are none.
+        """
         if (first, end) == (self.first, self.end):
             return
         if first - self.base > max(self.tree.capacity // 2, end - first):
@@ -105,12 +108,15 @@ class TablePriorities:
             smaller, self.tree = self.tree, SumTree(max(end - self.base, 2 * self.tree.capacity))
             every = np.arange(smaller.capacity)
             self.tree.set(every, smaller.at(every))
-        self.tree.set(np.arange(max(self.end, first), end) - self.base, self.highest**self.exponent)
+        if end > self.end:
+            self.tree.set(np.arange(max(self.end, first), end) - self.base, self.tree.highest or 1.0)
         self.first, self.end = first, end
 
 
 class Priorities:
     """The priorities of the rows of all tables. Any thread may call the methods.
+
+    The weight of a row is priority ** ``exponent`` (alpha in the paper).
 
     All priorities are reset when the buffer's content is replaced. Every method uses the newest snapshot of the reader.
     With an older snapshot, a thread would remove the priorities of rows which another thread has added since.
@@ -119,8 +125,8 @@ class Priorities:
     def __init__(self, exponent: float) -> None:
         self.exponent = exponent
         self._own: list[TablePriorities] = []  # priorities of each table, by its number
-        self._epoch = -1
-        self._lock = threading.Lock()
+        self._epoch: Hashable = None
+        self.lock = threading.Lock()
 
     def draw(self, reader: Reader, drawn: Floats) -> tuple[Snapshot, Ints, Ints, Floats]:
         """Draw a row for each of the uniform random numbers ``drawn``, ``[n]`` in [0, 1), with replacement.
@@ -132,7 +138,7 @@ class Priorities:
         Raises:
             UserError: there are no rows.
         """
-        with self._lock:
+        with self.lock:
             now = self._cover(reader)
             totals = np.array([own.tree.total for own in self._own])
             if not totals.sum():
@@ -153,35 +159,42 @@ class Priorities:
         Args:
             reader: the reader of the rows.
             tables, rows: ``[n]``, the number of the table and the row in this table.
-            priorities: ``[n]``, positive.
+            priorities: ``[n]``.
+
+        Raises:
+            UserError: a priority is not positive, or priority ** exponent is not between `LEAST` and `MOST`.
         """
-        with self._lock:
+        with np.errstate(all="ignore"):
+            weights = priorities**self.exponent
+        if len(wrong := priorities[~((priorities > 0) & (weights >= LEAST) & (weights <= MOST))]):
+            allowed = f"a positive number whose power {self.exponent:g} is from {LEAST:g} to {MOST:g}"
+            raise UserError(f"the priority {wrong[0]:g}: a priority is {allowed}")
+        with self.lock:
             self._cover(reader)
             for number, own in enumerate(self._own):
                 mine = (tables == number) & (rows >= own.first) & (rows < own.end)
                 if mine.any():
-                    own.tree.set(rows[mine] - own.base, priorities[mine] ** own.exponent)
-                    own.highest = max(own.highest, float(priorities[mine].max()))
+                    own.tree.set(rows[mine] - own.base, weights[mine])
 
     def states(self, reader: Reader) -> list[dict[str, Any]]:
         """Return the state of each table's priorities, for a checkpoint."""
-        with self._lock:
+        with self.lock:
             self._cover(reader)
             found = []
             for own in self._own:
                 weights = own.tree.at(np.arange(own.first, own.end) - own.base)
-                found.append({"first": own.first, "highest": own.highest, "weights": weights})
+                found.append({"first": own.first, "weights": weights})
             return found
 
     def restore(self, reader: Reader, states: Sequence[dict[str, Any]]) -> None:
         """Restore the priorities from a checkpoint that has the same rows."""
-        with self._lock:
+        with self.lock:
             self._own, self._epoch = [], reader.snapshot.epoch
             for state in states:
-                own = TablePriorities(self.exponent)
+                own = TablePriorities()
                 weights = np.asarray(state["weights"], np.float64)
                 own.first = own.base = int(state["first"])
-                own.end, own.highest = own.first + len(weights), float(state["highest"])
+                own.end = own.first + len(weights)
                 own.tree = SumTree(len(weights))
                 own.tree.set(np.arange(len(weights)), weights)
                 self._own.append(own)
@@ -194,6 +207,6 @@ class Priorities:
         del self._own[len(now.tables) :]
         for table in now.tables:
             if table.number == len(self._own):
-                self._own.append(TablePriorities(self.exponent))
+                self._own.append(TablePriorities())
             self._own[table.number].cover(*now.spans[table.number])
         return now

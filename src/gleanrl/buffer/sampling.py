@@ -294,12 +294,15 @@ class Sampler:
     def update_priorities(self, indices: Tensor, priorities: Tensor) -> None:
         """Set the priorities of the rows with these ``indices`` (see `sample_prioritized`).
 
-        Rows that were dropped since are ignored. Raises `UserError` if a priority is not positive and finite.
+        Rows that were dropped since are ignored.
+
+        Raises:
+            UserError: there are not as many priorities as indices, or a priority is not positive, or its power
+                ``priority_exponent`` is not between 1e-100 and 1e100. No priority is set then.
         """
-        values = priorities.detach().double().cpu().numpy().reshape(-1)
-        if not (np.isfinite(values).all() and (values > 0).all()):
-            raise UserError("priorities are positive and finite")
-        numbers = indices.cpu().numpy()
+        values, numbers = priorities.detach().double().cpu().numpy().reshape(-1), indices.cpu().numpy().reshape(-1)
+        if len(values) != len(numbers):
+            raise UserError(f"{len(values)} priorities for {len(numbers)} indices; give one for each")
         with self._held():
             rows = numbers & ((1 << TABLE_BIT) - 1)
             self._priorities().update(self.storage, numbers >> TABLE_BIT, rows, values)
@@ -410,7 +413,7 @@ class Windows:
     def __init__(self) -> None:
         # conditions -> (for each table, an index of the trajectories that may match; the first id not examined yet)
         self.indexes: dict[Only, tuple[list[Index], int]] = {}
-        self._epoch = -1
+        self._epoch: Hashable = None
         self._last: tuple[Hashable, list[RowRanges]] = ((), [])
         self._lock = threading.Lock()
 
