@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from gleanrl.buffer import TensorTrajectory, TrajectoryReplayBuffer
-from gleanrl.buffer.log import RECORD
+from gleanrl.buffer.log import RECORD, Manifest
 from gleanrl.buffer.trajectory import BLOCK_NBYTES, FlatTrajectory, TrajectoryBlock, join_blocks, steps_left
 from tests.buffer.world import assert_same, trajectory
 
@@ -40,8 +41,13 @@ def several() -> list[TensorTrajectory]:
     return made
 
 
-def stored(folder: Path, calls: list[list[TensorTrajectory]]) -> tuple[list[tuple[object, ...]], dict[str, bytes]]:
-    """Add each list of trajectories in one call; return the log records without times, and the bytes of other files."""
+def stored(
+    folder: Path, calls: list[list[TensorTrajectory]]
+) -> tuple[list[tuple[object, ...]], Manifest, dict[str, bytes]]:
+    """Add each list of trajectories in one call.
+
+    Returns the log records without times, the manifest without the buffer's random name, and the bytes of other files.
+    """
     with TrajectoryReplayBuffer(folder, seed=0, segment_bytes=1 << 16) as buffer:
         for call in calls:
             buffer.add_trajectories(call)
@@ -50,15 +56,16 @@ def stored(folder: Path, calls: list[list[TensorTrajectory]]) -> tuple[list[tupl
         assert buffer.verify() == []
         names = [name for name in RECORD.names or () if name not in ("crc", "time", "commit")]
         records = buffer.storage.snapshot.records[names].tolist()
-    files = {file.name: file.read_bytes() for file in folder.iterdir() if "log" not in file.name}
-    return records, files
+        manifest = replace(buffer.storage.manifest, identity="")
+    own = [file for file in folder.iterdir() if "log" not in file.name and file.name != Manifest.NAME]
+    return records, manifest, {file.name: file.read_bytes() for file in own}
 
 
 def test_one_call_stores_the_same_bytes_as_one_call_per_trajectory(tmp_path: Path) -> None:
     made = several()
     together, alone = stored(tmp_path / "a", [made]), stored(tmp_path / "b", [[own] for own in made])
-    assert together[0] == alone[0]
-    assert together[1] == alone[1]
+    for one, other in zip(together, alone, strict=True):
+        assert one == other
 
 
 def test_only_small_trajectories_of_equal_shape_are_joined_into_a_block() -> None:

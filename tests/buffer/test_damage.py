@@ -6,6 +6,7 @@ The error names the file, acknowledged trajectories are kept, and those that lie
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import shutil
 from collections.abc import Callable
@@ -221,27 +222,32 @@ def test_verify_names_the_trajectory_in_which_a_bit_flipped(folder: Path, column
     flip(path, place)
     with opened(folder) as buffer:
         assert buffer.verify() == ["trajectory 5: its rows are not what was written (checksum)"]
+        if column == "large":
+            assert buffer.trajectory(5).task_descriptions == ("lift 5",) * 3
+        with pytest.raises(UserError, match="trajectory 5: "):
+            buffer.trajectory(5, verify=True)
         assert_same(buffer.trajectory(6), example(6))
         assert buffer.add_trajectories([example(10)]) == [10]
 
 
-@pytest.mark.parametrize("name", ["texts-000000", "instructions.jsonl"])
-def test_verify_names_the_trajectories_whose_text_has_a_flipped_bit(folder: Path, name: str) -> None:
-    path = folder / f"000-{name}"
-    data = path.read_bytes()
-    flip(path, data.index(b'"lift 5') if name == "instructions.jsonl" else 2)
+@pytest.mark.parametrize("description", [True, False])
+def test_verify_names_the_trajectories_whose_text_has_a_flipped_bit(folder: Path, description: bool) -> None:
+    path = folder / "000-texts-000000"
+    flip(path, path.read_bytes().index(b'"lift 5') + 3 if description else 2)
     with opened(folder, read_only=True) as buffer:
         wrong = buffer.verify()
         assert wrong
         assert all(str(path.parent) in line for line in wrong)
-        assert len(wrong) == (1 if name == "instructions.jsonl" else 10)  # all ten share the text in texts-000000
-        assert wrong[0].startswith("trajectory 5:" if name == "instructions.jsonl" else "trajectory 0:")
-    if name == "texts-000000":
+        assert len(wrong) == (1 if description else 10)  # all ten share the other text
+        assert wrong[0].startswith("trajectory 5:" if description else "trajectory 0:")
+    if not description:
         return
     assert len(list(transfer.trajectories([folder], left_out=[]))) == 9
     with opened(folder) as buffer:
-        with pytest.raises(UserError, match=f"{path}: "):
-            buffer.trajectory(5)
+        for read in (lambda: buffer.trajectory(5), lambda: buffer.sample(600)):
+            with pytest.raises(UserError, match=f"{path}: "):
+                read()
+        assert "task_descriptions" not in buffer.sample(600, fields=["actions"])
         assert_same(buffer.trajectory(6), example(6))
         assert buffer.add_trajectories([example(11)]) == [10]
         assert_same(buffer.trajectory(10), example(11))
@@ -297,9 +303,7 @@ def test_a_partly_written_commit_of_several_trajectories_is_dropped(folder: Path
         assert buffer.verify() == []
 
 
-@pytest.mark.parametrize(
-    "name", ["000-log-000000", "000-texts-000000", "000-instructions.jsonl", "000-schema-000.json"]
-)
+@pytest.mark.parametrize("name", ["000-log-000000", "000-texts-000000", "000-schema-000.json"])
 @pytest.mark.parametrize("read_only", [True, False])
 def test_a_missing_log_texts_instructions_or_schema_file_is_named(folder: Path, name: str, read_only: bool) -> None:
     before = sorted(path.name for path in folder.iterdir())
@@ -313,8 +317,9 @@ def test_a_missing_log_texts_instructions_or_schema_file_is_named(folder: Path, 
     ("name", "content", "said"),
     [
         *[("buffer.json", content, "no manifest") for content in ("", "{", "[]", "{}")],
-        ("buffer.json", '{"format": 1, "rows": [], "finals": [], "first": "x"}', "no manifest"),
-        ("buffer.json", '{"format": 9, "rows": [], "finals": []}', "a buffer of format 9"),
+        ("buffer.json", '{"format": 2, "rows": [], "finals": [], "first": "x"}', "no manifest"),
+        ("buffer.json", '{"format": 2, "rows": [], "finals": []}', "no manifest"),
+        ("buffer.json", '{"format": 9, "of": "a later version"}', "a buffer of format 9"),
         *[("000-schema-000.json", content, "damaged") for content in ("{}", "\ud800", "[]")],
         ("000-schema-000.json", '{"fields": [], "capacity": "x"}', "damaged"),
     ],
@@ -328,6 +333,18 @@ def test_a_damaged_manifest_or_schema_is_named_and_no_file_is_changed(
         with pytest.raises(UserError, match=f"{folder}/{name}: {said}"):
             opened(folder, read_only=read_only)
     assert {path.name: path.stat().st_size for path in folder.iterdir()} == before
+
+
+@pytest.mark.parametrize("name", ["buffer.json", "000-schema-001.json", "../checkpoint/state.json"])
+def test_a_changed_byte_of_a_small_file_is_never_read_as_another_value(folder: Path, name: str) -> None:
+    path, opened_at = folder / name, folder.parent / "checkpoint" if "state" in name else folder
+    before = path.read_bytes()
+    for place in range(0, len(before), max(1, len(before) // 60)):
+        flip(path, place)
+        with TrajectoryReplayBuffer(seed=0) as buffer, pytest.raises(UserError, match=Path(name).name):
+            buffer.load_checkpoint(opened_at)
+        path.unlink()
+        path.write_bytes(before)
 
 
 SIZES = '"size": 1, "total_samples": 1, "trajectory_counter": 1'
@@ -383,6 +400,15 @@ def test_a_folder_without_a_buffer_is_named_and_left_unchanged(tmp_path: Path) -
         opened(tmp_path / "checkpoint")
     assert not (tmp_path / "checkpoint" / "lock").exists()
     assert (tmp_path / "notes" / "000-rows.txt").read_text() == "mine"
+
+
+def test_a_file_system_without_locks_is_an_error_that_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def flock(*_: Any) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with pytest.raises(UserError, match=os.strerror(errno.ENOLCK)):
+        opened(tmp_path)
 
 
 def test_a_read_only_buffer_refuses_every_change(folder: Path) -> None:

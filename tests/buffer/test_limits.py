@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -159,6 +160,37 @@ def test_a_reader_follows_a_log_that_the_writer_shortens(tmp_path: Path, monkeyp
         assert len(logs) > 3
         assert reader.verify() == []
         assert len(list(tmp_path.glob("*-log-*"))) == 1
+
+
+def test_task_descriptions_of_evicted_trajectories_are_freed(tmp_path: Path) -> None:
+    quota = 1 << 18
+
+    def described(number: int) -> TensorTrajectory:
+        own = TensorTrajectory(actions=torch.full((2, 2, 1), float(number)))
+        return replace(own, task_descriptions=["always the same", f"{number} " * 100])
+
+    with TrajectoryReplayBuffer(tmp_path, segment_bytes=1 << 15, max_bytes=quota) as buffer:
+        for number in range(1500):  # their descriptions have 700 kB
+            buffer.add_trajectories([described(number)])
+        assert disk_usage(tmp_path) <= quota + SLACK
+        assert len(buffer) > 100
+        buffer.clear()
+        for number in range(1500, 1600):
+            buffer.add_trajectories([described(number)])
+        assert len(buffer) == 100
+        for source in (buffer, TrajectoryReplayBuffer(tmp_path, read_only=True)):
+            batch = source.sample(400)
+            for action, text in zip(batch["actions"].int().tolist(), batch["task_descriptions"], strict=True):
+                assert text in described(action[0]).task_descriptions  # type: ignore[operator]
+            assert source.verify() == []
+
+
+@pytest.mark.parametrize("limit", ["max_rows", "max_bytes", "max_age"])
+@pytest.mark.parametrize("value", [0, -1, float("nan")])
+def test_a_limit_that_keeps_nothing_is_refused(tmp_path: Path, limit: str, value: float) -> None:
+    with pytest.raises(UserError, match=limit):
+        TrajectoryReplayBuffer(tmp_path / "buffer", **{limit: value})  # type: ignore[arg-type]
+    assert not (tmp_path / "buffer").exists()
 
 
 @pytest.mark.parametrize("steps", [8, 40])

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import resource
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
 from gleanrl.buffer import TensorTrajectory, TrajectoryReplayBuffer, files
+from gleanrl.buffer.log import Manifest
 from tests.buffer.world import assert_same, rows, same, trajectory
 
 SMALL = 1 << 18  # bytes of a segment; a few trajectories fit
@@ -154,8 +155,10 @@ def test_files_of_every_earlier_epoch_are_removed(tmp_path: Path) -> None:
         buffer.save_checkpoint(tmp_path / "checkpoint")
     for file in list((tmp_path / "old").glob("000-*")):
         file.rename(file.with_name(file.name.replace("000-", "998-", 1)))
-    manifest = tmp_path / "old" / "buffer.json"
-    manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "epoch": 998}))
+    folder = files.Files(tmp_path / "old", writable=True)
+    manifest = Manifest.read(folder)
+    assert manifest is not None
+    msgspec.structs.replace(manifest, epoch=998).write(folder)
     with opened(tmp_path / "old") as buffer:
         for _ in range(4):
             buffer.load_checkpoint(tmp_path / "checkpoint")

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from gleanrl.buffer import lerobot, rlinf
+from gleanrl.buffer.files import CheckedJson
 from gleanrl.buffer.log import SALVAGE, Manifest
 from gleanrl.buffer.reader import BufferReader
 from gleanrl.buffer.sampling import Sampler
@@ -35,12 +36,12 @@ from gleanrl.utils.seeding import derive
 STATE = "state.json"
 PRIORITIES = "priorities.npz"
 PARTS = (Manifest.NAME, STATE, PRIORITIES)  # files that are not links to files of the buffer
-PRIORITY_KEYS = ("first", "highest", "weights")
+PRIORITY_KEYS = ("first", "weights")
 # Bytes of rows that are added in one commit. Each commit waits for the disk, so many small commits would be slow.
 COMMIT_NBYTES = 64 << 20
 
 
-class State(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class State(CheckedJson, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The content of a checkpoint's file ``state.json``: the random state, and counts of trajectories and rows."""
 
     seed: int
@@ -48,7 +49,7 @@ class State(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     size: int  # number of trajectories
     total_samples: int  # number of rows
     trajectory_counter: int  # id of the next trajectory
-    rank: int | None = None  # rank that saved the checkpoint; None if the file does not state it
+    rank: int  # rank that saved the checkpoint
 
 
 def save(sampler: Sampler, path: Path, *, seed: int, rank: int) -> None:
@@ -61,8 +62,15 @@ def save(sampler: Sampler, path: Path, *, seed: int, rank: int) -> None:
         storage.write_checkpoint(folder)
         generator = base64.b64encode(sampler.stream.state().numpy().tobytes()).decode()
         now = storage.snapshot
-        state = State(seed, generator, now.next_id - now.first_id, now.count_rows(), now.next_id, rank)
-        (folder / STATE).write_bytes(msgspec.json.format(msgspec.json.encode(state), indent=1))
+        state = State(
+            seed=seed,
+            generator=generator,
+            size=now.next_id - now.first_id,
+            total_samples=now.count_rows(),
+            trajectory_counter=now.next_id,
+            rank=rank,
+        )
+        (folder / STATE).write_bytes(state.encode())
         if sampler.priorities is not None:
             states = sampler.priorities.states(storage)
             values = {f"{i}-{key}": value for i, own in enumerate(states) for key, value in own.items()}
@@ -255,7 +263,7 @@ def read_sampler_state(paths: Sequence[Path], *, seed: int, stream: int, rank: i
             torch.Generator().set_state(generator)
         except (ValueError, RuntimeError, TypeError) as error:
             raise UserError(f"{paths[rank] / STATE}: damaged (state of the random stream: {error})") from None
-        if stream == (rank if own.rank is None else own.rank):
+        if stream == own.rank:
             return SamplerState(own.seed, generator, priorities)
     saved = seed_of(paths[0])
     seed = seed if saved is None else saved
@@ -282,7 +290,7 @@ def read_state(path: Path) -> State | None:
     Raises `UserError` if the file is damaged.
     """
     try:
-        return msgspec.json.decode((path / STATE).read_bytes(), type=State)
+        return State.decode((path / STATE).read_bytes())
     except FileNotFoundError:
         return None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:

@@ -13,6 +13,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Self
 
+import msgspec
+from msgspec.structs import replace
+
 from gleanrl.utils import atomic
 
 try:
@@ -20,7 +23,7 @@ try:
 except ModuleNotFoundError:
     from zlib import crc32
 
-__all__ = ["Files", "crc32", "write_all"]
+__all__ = ["CheckedJson", "Files", "crc32", "write_all"]
 
 # errors of `os.link` that mean that the file system cannot link the file, for example because it is on another disk
 NO_LINKS = {errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}
@@ -190,6 +193,27 @@ class Files:
             raise
         finally:
             os.close(file)
+
+
+class CheckedJson(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Base class for the content of a JSON file that has a checksum of its other values.
+
+    Instances are immutable. `msgspec.structs.replace` makes a changed copy.
+    """
+
+    crc: int = 0  # CRC-32 of the JSON with ``crc`` = 0; 0 in memory, where it is not used
+
+    def encode(self) -> bytes:
+        return msgspec.json.encode(replace(self, crc=crc32(msgspec.json.encode(self))))
+
+    @classmethod
+    def decode(cls, text: str | bytes) -> Self:
+        """Return the content of a file. Raises `msgspec.DecodeError` if it is not what `encode` has returned."""
+        found = msgspec.json.decode(text, type=cls)
+        content = replace(found, crc=0)
+        if crc32(msgspec.json.encode(content)) != found.crc:
+            raise msgspec.DecodeError("its checksum does not match")
+        return content
 
 
 def write_all(file: int, data: memoryview, at: int) -> None:

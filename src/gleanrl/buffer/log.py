@@ -1,4 +1,4 @@
-"""The manifest of a buffer and its append-only files: the log of trajectories, and the files of texts.
+"""The manifest of a buffer and its append-only files: the log of trajectories, and the file of texts.
 
 The manifest (``buffer.json``) names the files that belong to the buffer, and states which trajectories are kept. It is
 replaced atomically, so a reader sees either the old or the new manifest.
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import os
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar
@@ -22,18 +21,18 @@ import numpy as np
 import torch
 
 from gleanrl.buffer.columns import PAGE, AddressSpace
-from gleanrl.buffer.files import Files, crc32, write_all
+from gleanrl.buffer.files import CheckedJson, Files, crc32, write_all
 from gleanrl.utils.errors import UserError
 
 RECORD = np.dtype(
     [
         ("crc", "<u4"),  # checksum of all other bytes of the record
         ("kind", "<u2"),  # unused
-        ("flags", "<u2"),  # a combination of SUCCESS, FAILURE and INTERVENED
+        ("flags", "<u2"),  # a combination of SUCCESS, FAILURE, INTERVENED and INSTRUCTED
         ("id", "<i8"),  # ids count up from 0 and are never used twice
         ("row", "<i8"),  # the trajectory's first row in the table `schema`
         ("final", "<i8"),  # the first of its final observations (see `table`), which have row numbers of their own
-        ("text", "<i8"),  # byte offset of the trajectory's text in the file of texts
+        ("text", "<i8"),  # offset of the trajectory's text (see `Texts`)
         ("version_low", "<f8"),  # lowest version of the weights that acted; -1 if versions are unknown
         ("version_high", "<f8"),  # highest version of the weights that acted; -1 if versions are unknown
         ("time", "<f8"),  # time at which the trajectory was added, seconds since 1970
@@ -48,38 +47,48 @@ RECORD = np.dtype(
         ("schema", "<u4"),  # number of the table that has the rows
         ("commit", "<i8"),  # id of the first trajectory of the commit in which this one was written
         ("text_crc", "<u4"),  # checksum of the trajectory's text and task descriptions
-        ("unused", "V12"),
+        ("text_begin", "<i8"),  # a lower bound of the offsets of its text, its task descriptions and all later ones
+        ("unused", "V4"),
     ]
 )
 assert RECORD.itemsize == 128
-SUCCESS, FAILURE, INTERVENED = 1, 2, 4  # bits of `flags`; with neither SUCCESS nor FAILURE, the outcome is unknown
+# bits of `flags`; with neither SUCCESS nor FAILURE, the outcome is unknown; INSTRUCTED: there are task descriptions
+SUCCESS, FAILURE, INTERVENED, INSTRUCTED = 1, 2, 4, 8
 LONGEST = 1 << 31  # largest number of records in a log
 CHECKED = 1 << 16  # number of records whose checksums are verified at once
 ADDRESSES = 256 << 20  # initial address space of a log, bytes
+REUSED_NBYTES = 1 << 12  # a text that equals one of about this many bytes before it is not stored again
+CACHED = 1 << 16  # largest number of task descriptions that are kept in memory
 # advice at the end of error messages about damage
 SALVAGE = "`gleanrl buffer FOLDER merge OUT --skip-damaged` writes what is left to a new buffer"
 
 
-FORMAT = 1  # version of the file format, which covers the manifest and all files that it names
+FORMAT = 2  # version of the file format, which covers the manifest and all files that it names
 Count = Annotated[int, msgspec.Meta(ge=0)]
 
 
-class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The content of ``buffer.json``: the files that belong to a buffer, and which of their rows and records are kept.
+class AnyManifest(msgspec.Struct):
+    """What the manifests of all formats have in common."""
 
-    Instances are immutable. `msgspec.structs.replace` makes a changed copy.
-    """
+    format: int
+
+
+class Manifest(CheckedJson, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The content of ``buffer.json``: the files that belong to a buffer, and the rows and records that are kept."""
 
     NAME: ClassVar[str] = "buffer.json"
 
     format: Count = FORMAT
+    # random name of the buffer; another buffer that is made later in the same folder has another one
+    identity: str = msgspec.field(default_factory=lambda: os.urandom(8).hex())
     epoch: Count = 0  # number with which all file names begin; increases when the whole content is replaced
     log: str = "log-000000"
     texts: str = "texts-000000"
+    texts_begin: Count = 0  # offset of the first byte in the file of texts
     base: Count = 0  # id of the first record in the log, which may be of a dropped trajectory
     first: Count = 0  # id of the oldest trajectory that is kept
-    rows: tuple[Count, ...]  # for each table, the first row that is kept
-    finals: tuple[Count, ...]  # for each table, the first final observation that is kept
+    rows: tuple[Count, ...] = ()  # for each table, the first row that is kept
+    finals: tuple[Count, ...] = ()  # for each table, the first final observation that is kept
     known: Count = 0  # all ids below this one were written to the log, so a missing record is damage
     # Only in a checkpoint: the id after its last trajectory. The linked files may contain further trajectories,
     # which the buffer has added later.
@@ -88,21 +97,25 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     @classmethod
     def read(cls, files: Files) -> Manifest | None:
         """Return the manifest of a folder; None if it has none. Raises `UserError` for damage or another format."""
+        where = files.where(cls.NAME)
         try:
-            found = msgspec.json.decode(files.read_text(cls.NAME), type=cls)
+            text = files.read_text(cls.NAME)
+            if (found := msgspec.json.decode(text, type=AnyManifest).format) != FORMAT:
+                raise UserError(f"{where}: a buffer of format {found}; this version reads {FORMAT}")
+            return cls.decode(text)
         except FileNotFoundError:
             return None
         except msgspec.DecodeError as error:
-            where = files.where(cls.NAME)
             raise UserError(f"{where}: no manifest of a buffer, or a damaged one ({error})") from None
-        if found.format != FORMAT:
-            where = files.where(cls.NAME)
-            raise UserError(f"{where}: a buffer of format {found.format}; this version reads {FORMAT}")
-        return found
 
     def write(self, files: Files) -> None:
         """Write this manifest to a folder, replacing an old one atomically. It is on disk when this returns."""
-        files.replace(self.NAME, msgspec.json.encode(self))
+        files.replace(self.NAME, self.encode())
+
+    @property
+    def files(self) -> tuple[str, str, int, int | None]:
+        """What differs between two manifests if a reader of one has to open the files of the other."""
+        return self.identity, self.log, self.epoch, self.end
 
     @property
     def prefix(self) -> str:
@@ -253,124 +266,114 @@ def _checksums(lines: Any) -> list[int]:
 
 
 class Texts:
-    """The texts of trajectories and the task descriptions (instructions), in two append-only files.
+    """The texts of trajectories and the task descriptions (instructions), in one append-only file.
 
-    A trajectory's text (`reader.text_of`) is read by its byte offset and length, which are in the log record. A task
-    description is read by its number, which is in the trajectory's rows. Equal task descriptions are stored once.
+    Every text has an offset, which counts from the first byte that was ever written. So it stays valid when the oldest
+    part of the file is left out of a new file. A trajectory's text (`reader.text_of`) is found by its offset and
+    length, which are in the log record. A task description is found by its number, which is in the trajectory's rows
+    and is the offset of a line with its checksum and itself.
 
     Args:
-        files: the folder of the two files, or memory.
-        name: name of the file of texts. The task descriptions are in ``instructions.jsonl``, one JSON string per line.
-        writable: whether texts can be added. Missing files are then created.
+        files: the folder of the file, or memory.
+        name: name of the file. If ``writable``, a missing file is created.
+        begin: offset of the file's first byte.
+        writable: whether texts can be added.
     """
 
-    INSTRUCTIONS = "instructions.jsonl"
-
-    def __init__(self, files: Files, name: str, *, writable: bool) -> None:
-        self._files, self.names = files, (name, self.INSTRUCTIONS)
-        there = files.names() if writable else ()
-        opened = [files.create(n) if writable and n not in there else files.open(n) for n in self.names]
-        self._texts, self._lines = opened
-        self.end = os.fstat(self._texts).st_size  # size of the file of texts in bytes
-        self._known: list[str | None] = []  # task descriptions by number; None if the line is damaged
-        self.instructions_nbytes = 0  # bytes of the lines in `_known`; `_lock` protects both
-        self._lock = threading.Lock()
-        self._read_more()
-        if writable:
-            os.ftruncate(self._lines, self.instructions_nbytes)  # a crash may have left an incomplete last line
-        self._number = {text: number for number, text in enumerate(self._known) if text is not None}
-        self._pending, self._fresh = bytearray(), list[str]()
-        self._last = ("", (0, 0))  # the text that was added last, and its offset and length
+    def __init__(self, files: Files, name: str, begin: int, *, writable: bool) -> None:
+        self._files, self.name, self.begin = files, name, begin
+        self._file = files.create(name) if writable and name not in files.names() else files.open(name)
+        self.end = begin + os.fstat(self._file).st_size  # offset after the last byte
+        self.instructed = False  # whether the buffer has had a task description since it was opened
+        self._cached: dict[int, str] = {}  # task descriptions by number
+        self._pending = bytearray()  # texts that `commit` writes
+        # Texts that may be used again, by their offset and length. None of them begins before `_reused_from`, which
+        # increases from time to time, so that a text which is always in use does not keep all later ones.
+        self._recent: dict[str, tuple[int, int]] = {}
+        self._reused_from = self.end
 
     @property
     def nbytes(self) -> int:
-        """Bytes of both files."""
-        return self.end + self.instructions_nbytes
+        """Bytes of the file."""
+        return self.end - self.begin
 
-    @property
-    def instructed(self) -> bool:
-        """Whether the buffer has any task description."""
-        return bool(self._known) or os.fstat(self._lines).st_size > 0
+    def add(self, text: str, instructions: Sequence[str]) -> tuple[tuple[int, int, int], list[int]]:
+        """Queue the text and the task descriptions of a trajectory for `commit`.
 
-    def add_text(self, text: str) -> tuple[int, int]:
-        """Queue a text for `commit`, and return its offset in the file and its length, both in bytes.
-
-        A text that equals the text added before it is not stored again.
+        Returns:
+            The fields ``text_begin``, ``text`` and ``text_nbytes`` of the log record, and the numbers of
+            ``instructions``.
         """
-        if text != self._last[0]:
-            data = text.encode()
-            self._last = (text, (self.end + len(self._pending), len(data)))
-            self._pending += data
-        return self._last[1]
-
-    def add_instructions(self, instructions: Sequence[str]) -> list[int]:
-        """Return the number of each task description. Those that are not stored yet are queued for `commit`."""
-        for text in dict.fromkeys(instructions):
-            if text not in self._number:
-                self._number[text] = len(self._known) + len(self._fresh)
-                self._fresh.append(text)
-        return [self._number[text] for text in instructions]
+        if self.end + len(self._pending) - self._reused_from > REUSED_NBYTES:
+            self._forget()
+        place = (self._reused_from, *self._add(text))
+        numbers = {own: self._add(description_line(own))[0] for own in dict.fromkeys(instructions)}
+        return place, [numbers[own] for own in instructions]
 
     def commit(self) -> None:
-        """Write the queued texts and task descriptions to disk, and sync them. Raises `OSError` if that fails."""
-        lines = "".join(json.dumps(text) + "\n" for text in self._fresh).encode()
-        touched = set()
+        """Write the queued texts to disk, and sync them. Raises `OSError` if that fails."""
         if self._pending:
-            write_all(self._texts, memoryview(bytes(self._pending)), self.end)
-            touched.add(self._texts)
-        if lines:
-            write_all(self._lines, memoryview(lines), self.instructions_nbytes)
-            touched.add(self._lines)
-        self._files.sync(touched)
-        self.end += len(self._pending)
-        with self._lock:
-            self.instructions_nbytes += len(lines)
-            self._known += self._fresh
-        self._pending, self._fresh = bytearray(), []
+            write_all(self._file, memoryview(bytes(self._pending)), self.nbytes)
+            self._files.sync([self._file])
+            self.end += len(self._pending)
+            self._pending = bytearray()
 
     def rollback(self) -> None:
-        """Discard the queued texts and task descriptions, after the write of their trajectories has failed."""
-        for text in self._fresh:
-            del self._number[text]
-        self._pending, self._fresh, self._last = bytearray(), [], ("", (0, 0))
+        """Discard the queued texts, after the write of their trajectories has failed."""
+        self._pending = bytearray()
+        self._forget()
 
     def text(self, at: int, nbytes: int) -> str:
-        return os.pread(self._texts, nbytes, at).decode(errors="replace")
+        return os.pread(self._file, nbytes, at - self.begin).decode(errors="replace")
 
     def instruction(self, number: int) -> str:
-        """Return the task description with this number. Raises `UserError` if its line is damaged or missing."""
-        if number >= len(self._known):
-            with self._lock:
-                if number >= len(self._known):  # another thread may have read more lines meanwhile
-                    self._read_more()
-        text = self._known[number] if number < len(self._known) else None
-        if text is None:
-            raise UserError(f"{self._files.where(self.INSTRUCTIONS)}: line {number + 1} is damaged or missing")
-        return text
+        """Return the task description with this number. Raises `UserError` if it is damaged or missing."""
+        found = self._cached.get(number)
+        if found is None:
+            at, nbytes, line = number - self.begin, 1 << 9, b""
+            if 0 <= at < os.fstat(self._file).st_size:
+                line = os.pread(self._file, nbytes, at)
+            while b"\n" not in line and len(line) == nbytes:
+                nbytes *= 8
+                line = os.pread(self._file, nbytes, at)
+            checksum, _, content = line.partition(b"\n")[0].partition(b" ")
+            if checksum != b"%08x" % crc32(content):
+                raise UserError(f"{self._files.where(self.name)}: task description {number} is damaged or missing")
+            found = json.loads(content)
+            if len(self._cached) >= CACHED:
+                self._cached.clear()
+            self._cached[number] = found
+        return found
 
     def copy(self, name: str, begin: int) -> None:
-        """Copy all texts at byte offset ``begin`` and above into the new file ``name``, and sync it to disk."""
+        """Copy all texts from offset ``begin`` on into the new file ``name``, and sync it to disk."""
         file = self._files.create(name)
         try:
             for at in range(begin, self.end, 1 << 22):
-                data = os.pread(self._texts, min(1 << 22, self.end - at), at)
+                data = os.pread(self._file, min(1 << 22, self.end - at), at - self.begin)
                 write_all(file, memoryview(data), at - begin)
             self._files.sync([file])
         finally:
             os.close(file)
 
     def close(self) -> None:
-        os.close(self._texts)
-        os.close(self._lines)
+        os.close(self._file)
 
-    def _read_more(self) -> None:
-        """Read the complete lines of task descriptions that another process has appended."""
-        data = os.pread(self._lines, os.fstat(self._lines).st_size - self.instructions_nbytes, self.instructions_nbytes)
-        whole = data[: data.rfind(b"\n") + 1]
-        for line in whole.split(b"\n")[:-1]:
-            try:
-                text = json.loads(line)
-            except ValueError:
-                text = None
-            self._known.append(text if isinstance(text, str) else None)
-        self.instructions_nbytes += len(whole)
+    def _add(self, text: str) -> tuple[int, int]:
+        """Queue a text unless an equal one was added recently, and return its offset and its length in bytes."""
+        found = self._recent.get(text)
+        if found is None:
+            data = text.encode()
+            found = self._recent[text] = (self.end + len(self._pending), len(data))
+            self._pending += data
+        return found
+
+    def _forget(self) -> None:
+        """Store all further texts again, even if equal ones are in the file."""
+        self._recent, self._reused_from = {}, self.end + len(self._pending)
+
+
+def description_line(description: str) -> str:
+    """Return a task description as a line of the file of texts."""
+    content = json.dumps(description)
+    return f"{crc32(content.encode()):08x} {content}\n"

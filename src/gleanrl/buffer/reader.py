@@ -15,7 +15,7 @@ import os
 import threading
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,7 +27,7 @@ import torch
 from msgspec.structs import replace
 
 from gleanrl.buffer.files import Files, crc32
-from gleanrl.buffer.log import FAILURE, LONGEST, RECORD, SALVAGE, SUCCESS, Log, Manifest, Texts
+from gleanrl.buffer.log import FAILURE, INSTRUCTED, LONGEST, RECORD, SALVAGE, SUCCESS, Log, Manifest, Texts
 from gleanrl.buffer.table import INSTRUCTION, RowSource, Table
 from gleanrl.buffer.trajectory import FlatTrajectory
 from gleanrl.utils.errors import UserError
@@ -52,7 +52,7 @@ class Snapshot:
     (`Reader.held`) that yielded it.
     """
 
-    epoch: int  # changes when the whole content is replaced; row numbers and ids are valid within one epoch
+    epoch: Hashable  # changes when the whole content is replaced; row numbers and ids are valid within one epoch
     first_id: int  # id of the oldest trajectory
     next_id: int  # id after that of the newest trajectory
     tables: tuple[RowSource, ...]  # may also contain newer trajectories, which are not part of this snapshot
@@ -135,6 +135,10 @@ class Reader(ABC):
     @abstractmethod
     def close(self) -> None: ...
 
+    def after_fork(self) -> None:
+        """Make the reader usable in a forked process, where no other thread will release a lock that it held."""
+        self.lock = threading.RLock()
+
     def verified_all(self) -> Iterator[FlatTrajectory]:
         """Yield all trajectories with verified checksums. Raises `UserError` for the first missing or damaged one."""
         for why in self.lost_files():
@@ -197,7 +201,14 @@ class BufferReader(Reader):
         # its number to the new one.
         self._manifest_file = -1
         self._manifest_read: Manifest | None = None  # the decoded content of `_manifest_file`
-        self._open_newest(self._current_manifest())
+        self._stale = False  # whether all files are opened again at the next refresh
+        manifest = Manifest.read(self._all)
+        if manifest is None and not writable:
+            raise UserError(f"{self.folder}: no buffer is in there")
+        self._open_newest(manifest or Manifest())
+        if manifest is None:
+            # written after the files that it names, so that a reader never finds them missing
+            self.manifest.write(self._all)
 
     @property
     def manifest(self) -> Manifest:
@@ -218,7 +229,7 @@ class BufferReader(Reader):
 
     # --- while other processes write -------------------------------------------------------------
     def refresh(self) -> bool:
-        if self._writable or self._closed:
+        if self._writable or self._closed or self.folder is None:
             return False
         with self.lock:
             if self._closed:
@@ -253,7 +264,7 @@ class BufferReader(Reader):
         finally:
             with self._changed:
                 self._holders[since] -= 1
-                if not self._holders[since]:
+                if self._holders[since] <= 0:  # negative in a process that was forked inside this context
                     del self._holders[since]
                 if self.unmap_pending:
                     self._unmap()
@@ -275,6 +286,14 @@ class BufferReader(Reader):
             with self._changed:
                 self._exclusive = outer
                 self._changed.notify_all()
+
+    def after_fork(self) -> None:
+        super().after_fork()
+        self._changed, self._exclusive = threading.Condition(), False
+        self._holders.clear()
+        # The process that was forked may still write, so this one follows it like any other reader. It opens all files
+        # again, because another thread may have been changing this object during the fork.
+        self._writable, self._stale = False, True
 
     def close(self) -> None:
         with self.lock, self.exclusive():
@@ -332,7 +351,7 @@ class BufferReader(Reader):
             for why in self.lost_files():
                 raise UserError(f"{why}; {SALVAGE}")
             opened, target = self._opened, Files(folder, writable=True)
-            names = [opened.log.name, *opened.texts.names]
+            names = [opened.log.name, opened.texts.name]
             for table in opened.tables:
                 names += [table.schema_file, *table.kept_files()]
             for name in names:
@@ -343,18 +362,17 @@ class BufferReader(Reader):
         opened = self._opened
         table = opened.tables[int(record["schema"])]
         steps, batch, epochs = int(record["steps"]), int(record["batch"]), int(record["epochs"])
-        first, count, data_crc = int(record["row"]), steps * batch, record["data_crc"]
+        first, count = int(record["row"]), steps * batch
+        final, finals = int(record["final"]), int(record["finals"])
         try:
-            if verify:
-                data_crc = table.stored_checksum(first, count, int(record["final"]), int(record["finals"]))
+            if verify and table.stored_checksum(first, count, final, finals) != record["data_crc"]:
+                raise UserError("its rows are not what was written (checksum)")
             columns = table.read(first + torch.arange(count), [*table.schema.paths, INSTRUCTION])
             instructions = [opened.texts.instruction(i) for i in columns.pop(INSTRUCTION).tolist() if i >= 0]
             text = opened.texts.text(int(record["text"]), int(record["text_nbytes"]))
             if text_checksum(text, instructions) != record["text_crc"]:
-                where = opened.files.where(opened.texts.names[0])
+                where = opened.files.where(opened.texts.name)
                 raise UserError(f"{where}: its text or its instructions are not what was written (checksum)")
-            if data_crc != record["data_crc"]:
-                raise UserError("its rows are not what was written (checksum)")
         except UserError as error:
             raise UserError(f"trajectory {record['id']}: {error}") from None
         values = msgspec.json.decode(text)
@@ -376,16 +394,6 @@ class BufferReader(Reader):
         )
 
     # --- opening files ---------------------------------------------------------------------------
-    def _current_manifest(self) -> Manifest:
-        """Return the manifest on disk. If it is missing, a writer creates it and a reader raises `UserError`."""
-        manifest = Manifest.read(self._all)
-        if manifest is None:
-            if not self._writable:
-                raise UserError(f"{self.folder}: no buffer is in there")
-            manifest = Manifest(rows=(), finals=())
-            manifest.write(self._all)
-        return manifest
-
     def _newest_manifest(self) -> Manifest:
         """Return the manifest on disk, or that of the open files if it is missing. A file is decoded only once."""
         if self.folder is None:
@@ -411,21 +419,21 @@ class BufferReader(Reader):
 
     def _is_replaced_by(self, manifest: Manifest) -> bool:
         """Return whether ``manifest`` names other files than the open ones, so that all files must be reopened."""
-        return (manifest.epoch, manifest.log) != (self.manifest.epoch, self.manifest.log)
+        return self._stale or manifest.files != self.manifest.files
 
     def _open_newest(self, manifest: Manifest) -> None:
         """Open the files of ``manifest``, or of a newer manifest if the writer has replaced the files meanwhile."""
         try:
             self._open(manifest)
         except (OSError, UserError):
-            newer = self._current_manifest()
-            if newer == manifest:
+            newer = Manifest.read(self._all)
+            if newer is None or newer == manifest:
                 raise
             self._open_newest(newer)
 
     def _open(self, manifest: Manifest) -> None:
         files = self._all.with_prefix(manifest.prefix)
-        needed = {manifest.log, manifest.texts, Texts.INSTRUCTIONS}
+        needed = {manifest.log, manifest.texts}
         there = set(files.names())
         # a writer creates missing files, but only if there are no others, because the buffer is new then
         if (missing := sorted(needed - there)) and (not self._writable or there - needed):
@@ -433,7 +441,8 @@ class BufferReader(Reader):
         limit = LONGEST if manifest.end is None else manifest.end - manifest.base
         least = max(manifest.known, manifest.end or 0) - manifest.base
         log = Log(files, manifest.log, writable=self._writable, limit=limit, least=least)
-        self._opened = OpenFiles(manifest, files, log, Texts(files, manifest.texts, writable=self._writable))
+        texts = Texts(files, manifest.texts, manifest.texts_begin, writable=self._writable)
+        self._opened, self._stale = OpenFiles(manifest, files, log, texts), False
         try:
             self._notice()
         except BaseException:
@@ -447,7 +456,7 @@ class BufferReader(Reader):
             try:
                 self._open_newest(manifest)
             except BaseException:
-                self._opened, self.snapshot = before, snapshot
+                self._opened, self.snapshot, self._stale = before, snapshot, True
                 raise
             before.close()
 
@@ -479,6 +488,7 @@ class BufferReader(Reader):
             self._publish_rows(fresh, skip_unreadable=skip_unreadable)
             for table in opened.tables:
                 table.index.append(fresh, np.flatnonzero(fresh["schema"] == table.number))
+            opened.texts.instructed = opened.texts.instructed or bool((fresh["flags"] & INSTRUCTED).any())
             opened.seen = count
             self._publish_snapshot()
 
@@ -491,8 +501,9 @@ class BufferReader(Reader):
         # the manifest may already name a first trajectory whose log record this process has not read yet
         next_id = max(manifest.base + opened.seen, manifest.first)
         records = opened.log.records[manifest.first - manifest.base : next_id - manifest.base]
+        epoch = (manifest.identity, manifest.epoch)
         self.snapshot = Snapshot(
-            manifest.epoch, manifest.first, next_id, tuple(opened.tables), tuple(spans), records, opened.texts
+            epoch, manifest.first, next_id, tuple(opened.tables), tuple(spans), records, opened.texts
         )
 
     def _publish_rows(self, records: np.ndarray[Any, Any], *, skip_unreadable: bool) -> None:

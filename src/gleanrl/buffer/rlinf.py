@@ -17,7 +17,7 @@ import re
 import threading
 import zipfile
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -209,7 +209,7 @@ class MappedTable:
         self._ends = torch.tensor(directory.counts, dtype=torch.int64).cumsum(0)
         self.rows = int(self._ends[-1]) if len(self._ends) else 0
         self._open: OrderedDict[int, MappedTrajectory] = OrderedDict()
-        self._lock = threading.Lock()
+        self.lock = threading.Lock()
         self._schema: Schema | None = None
         self._texts: list[str] = []
         self._numbers: dict[str, int] = {}  # task description -> its number
@@ -250,7 +250,7 @@ class MappedTable:
 
     def mapped(self, position: int) -> MappedTrajectory:
         """Return the trajectory at a position in the index. Raises `UserError` if its file cannot be read."""
-        with self._lock:
+        with self.lock:
             if position in self._open:
                 self._open.move_to_end(position)
                 return self._open[position]
@@ -300,7 +300,7 @@ class MappedTable:
         return {path: torch.index_select(column, 0, back) for path, column in found.items()}
 
     def close(self) -> None:
-        with self._lock:
+        with self.lock:
             self._open.clear()
 
 
@@ -321,7 +321,7 @@ class RLinfReader(Reader):
         self._closed, self.lock = False, threading.RLock()
         self._load(Directory(folder, pickles=pickles), epoch=0)
 
-    def _load(self, directory: Directory, epoch: int) -> None:
+    def _load(self, directory: Directory, epoch: Hashable) -> None:
         table, counts = MappedTable(directory, self._open_files), np.array(directory.counts, np.int64)
         records = np.zeros(len(counts), RECORD)
         records["id"], records["row"] = np.arange(len(counts)), np.cumsum(counts) - counts
@@ -350,7 +350,7 @@ class RLinfReader(Reader):
                 return False
             directory = Directory(self._path, pickles=self._pickles)
             continues = directory.entries[: len(before.entries)] == before.entries
-            self._load(directory, self.snapshot.epoch + (not continues))
+            self._load(directory, self.snapshot.epoch if continues else directory.stamp)
             return True
         except (UserError, FileNotFoundError):
             return False
@@ -410,6 +410,10 @@ class RLinfReader(Reader):
                 writer.add([table.mapped(position).trajectory])
             manifest = replace(writer.manifest, end=writer.snapshot.next_id)
         manifest.write(Files(folder, writable=True))
+
+    def after_fork(self) -> None:
+        super().after_fork()
+        self._table.lock = threading.Lock()
 
     def close(self) -> None:
         self._closed = True

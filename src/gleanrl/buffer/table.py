@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from gleanrl.buffer.columns import PAGE, Columns, Field, octets
-from gleanrl.buffer.files import Files, crc32
+from gleanrl.buffer.files import CheckedJson, Files, crc32
 from gleanrl.buffer.trajectory import FieldPath, TrajectoryBlock, steps_left
 from gleanrl.utils.errors import UserError
 
@@ -34,7 +34,7 @@ PACKED_NBYTES = 1024  # a field with more bytes in each row has its own column
 # the current observation of row r, and -1 - f means that it is final observation f.
 NEXT = ("#next",)
 LEFT = ("#left",)  # int32: number of chunk steps up to the end of the episode or rollout epoch, counting this one
-INSTRUCTION = ("#instruction",)  # int32: number of the row's task description; -1: none
+INSTRUCTION = ("#instruction",)  # int64: number of the row's task description (see `log.Texts`); -1: none
 SCHEMA_FILE = "schema-{:03d}.json"
 
 
@@ -57,7 +57,7 @@ class Schema:
         self.fields, self._hash = fields, hash(fields)
         self.paths = tuple(field.path for field in fields)
         by_path = {field.path: field for field in fields}
-        small = [Field(LEFT, torch.int32, ()), Field(INSTRUCTION, torch.int32, ())]
+        small = [Field(LEFT, torch.int32, ()), Field(INSTRUCTION, torch.int64, ())]
         large, deduplicated = list[Field](), list[Field]()
         for field in fields:
             here = current(field.path)
@@ -251,7 +251,7 @@ class RowSource(Protocol):
         ...
 
 
-class Description(msgspec.Struct, forbid_unknown_fields=True):
+class Description(CheckedJson, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The content of a table's schema file."""
 
     fields: list[tuple[tuple[str, ...], str, tuple[int, ...]]]  # path, name of the dtype and shape of each field
@@ -289,7 +289,7 @@ class Table:
         table = cls(files, number, schema, (rows, finals))
         fields = [(own.path, str(own.dtype).removeprefix("torch."), own.shape) for own in schema.fields]
         description = Description(fields=fields, capacity=table.capacity)
-        files.write_text(table.schema_file, msgspec.json.encode(description).decode())
+        files.write_text(table.schema_file, description.encode().decode())
         return table
 
     @classmethod
@@ -302,7 +302,7 @@ class Table:
         """
         name = SCHEMA_FILE.format(number)
         try:
-            found = msgspec.json.decode(files.read_text(name), type=Description)
+            found = Description.decode(files.read_text(name))
             fields = []
             for path, type_name, shape in found.fields:
                 dtype = getattr(torch, type_name, None)
@@ -320,7 +320,7 @@ class Table:
 
         Args:
             block: the trajectories.
-            instructions: int32 ``[n * T * B]``, for each row the number of its task description, or -1.
+            instructions: int64 ``[n * T * B]``, for each row the number of its task description, or -1.
             touched: set to which the descriptors of the written files are added, because the caller must sync them.
 
         Returns:

@@ -7,8 +7,8 @@ texts without a log record, which a crash may leave, are overwritten later.
 
 from __future__ import annotations
 
+import errno
 import fcntl
-import json
 import os
 import re
 import time
@@ -24,7 +24,17 @@ import torch
 from msgspec.structs import replace
 
 from gleanrl.buffer.files import Files
-from gleanrl.buffer.log import FAILURE, INTERVENED, RECORD, SALVAGE, SUCCESS, Log, Manifest
+from gleanrl.buffer.log import (
+    FAILURE,
+    INSTRUCTED,
+    INTERVENED,
+    RECORD,
+    SALVAGE,
+    SUCCESS,
+    Log,
+    Manifest,
+    description_line,
+)
 from gleanrl.buffer.reader import BufferReader, text_checksum, text_of
 from gleanrl.buffer.table import SEGMENT_NBYTES, Schema, Table, followed
 from gleanrl.buffer.trajectory import FlatTrajectory, TrajectoryBlock, join_blocks
@@ -32,7 +42,7 @@ from gleanrl.utils import atomic
 from gleanrl.utils.errors import UserError
 
 # names of the files that a buffer creates, and therefore may remove
-OURS = re.compile(r"\d{3,}-((rows|last)-\d{3,}-\d{6,}|(log|texts)-\d{6,}|schema-\d{3,}\.json|instructions\.jsonl)")
+OURS = re.compile(r"\d{3,}-((rows|last)-\d{3,}-\d{6,}|(log|texts)-\d{6,}|schema-\d{3,}\.json)")
 # Segments are made small enough that this many fit into each limit, because dropping works by whole segments. If the
 # rows are so large that the smallest possible segment exceeds this size, fewer segments fit.
 PARTS = 4
@@ -76,9 +86,11 @@ class BufferWriter(BufferReader):
             self._lock_file = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
             try:
                 fcntl.flock(self._lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
+            except OSError as error:
                 self._unlock()
                 why = "another process writes into this buffer; open it with read_only=True"
+                if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+                    why = f"its file system cannot lock files ({error.strerror}), so use a folder on another one"
                 raise UserError(f"{folder}: {why}") from None
         try:
             super().__init__(folder, writable=True)
@@ -96,7 +108,7 @@ class BufferWriter(BufferReader):
             UserError: ``limits.nbytes`` is too small for the trajectories.
         """
         with self.lock:
-            self._check_open()
+            self._check_writable()
             if self._opened.seen < self._opened.log.count:
                 # an earlier call failed after it had appended to the log, so its trajectories are published now
                 self._notice()
@@ -137,14 +149,14 @@ class BufferWriter(BufferReader):
 
             own = records[done : done + len(block.members)]
             done += len(own)
-            instructions = torch.full((len(own), block.rows_each), -1, dtype=torch.int32)
+            instructions = torch.full((len(own), block.rows_each), -1, dtype=torch.int64)
             for i, member in enumerate(block.members):
-                if member.instructions:
-                    numbers = texts.add_instructions(member.instructions)
-                    instructions[i] = torch.tensor(numbers, dtype=torch.int32)
                 text = text_of(member)
-                own["text"][i], own["text_nbytes"][i] = texts.add_text(text)
+                place, numbers = texts.add(text, member.instructions)
+                own["text_begin"][i], own["text"][i], own["text_nbytes"][i] = place
                 own["text_crc"][i] = text_checksum(text, member.instructions)
+                if numbers:
+                    instructions[i] = torch.tensor(numbers)
             stored = table.write(block, instructions.reshape(-1), touched)
             for name, value in (stored | block_statistics(block)).items():
                 own[name] = value
@@ -183,7 +195,7 @@ class BufferWriter(BufferReader):
     def drop(self, before: int) -> None:
         """Drop all trajectories with ids below ``before``, and remove the segments that have no row of a kept one."""
         with self.lock:
-            self._check_open()
+            self._check_writable()
             now = self.snapshot
             if before <= now.first_id:
                 return
@@ -222,7 +234,7 @@ class BufferWriter(BufferReader):
             before = counts.get(schema, (0, 0))
             counts[schema] = before[0] + trajectory.count, before[1] + finals
             texts += RECORD.itemsize + len(text_of(trajectory).encode())
-            texts += sum(len(json.dumps(text)) + 1 for text in set(trajectory.instructions))
+            texts += sum(len(description_line(text)) for text in set(trajectory.instructions))
 
         def needed(*, new_segment: bool) -> int:
             total = texts
@@ -234,7 +246,7 @@ class BufferWriter(BufferReader):
                 total += table.final_columns.nbytes(final + finals) - table.final_columns.nbytes(final)
             return total
 
-        least = self._opened.texts.instructions_nbytes + needed(new_segment=True)
+        least = needed(new_segment=True)
         if least > quota:
             raise UserError(f"max_bytes = {quota}: what is added at once needs {least}")
         while self.nbytes + needed(new_segment=False) > quota:
@@ -282,13 +294,11 @@ class BufferWriter(BufferReader):
         The kept records and texts are copied to new files, which readers open at their next refresh. With ``always``,
         this is done if dropped trajectories occupy any bytes. Returns whether new files were made.
         """
-        opened = self._opened
-        now = self.snapshot
-        kept, end = now.records, opened.texts.end
-        # texts are in the order of ids, so the oldest kept trajectory has the smallest offset of all that are kept
-        begin = int(kept["text"][0]) if len(kept) else end
-        dropped = (now.first_id - self.manifest.base) * RECORD.itemsize + begin
-        left = len(kept) * RECORD.itemsize + end - begin
+        texts, now = self._opened.texts, self.snapshot
+        kept = now.records
+        begin = int(kept["text_begin"][0]) if len(kept) else texts.end
+        dropped = (now.first_id - self.manifest.base) * RECORD.itemsize + begin - texts.begin
+        left = len(kept) * RECORD.itemsize + texts.end - begin
         least = 0 if always else max(left, min(SHORTEN, (self.limits.nbytes or SHORTEN) // 8))
         if self._uncommitted or dropped <= least:
             return False
@@ -299,20 +309,12 @@ class BufferWriter(BufferReader):
             known=now.next_id,
             log=f"log-{number:06d}",
             texts=f"texts-{number:06d}",
+            texts_begin=begin,
         )
-        moved = kept.copy()
-        moved["text"] -= begin
-        self._remove_leftovers()
-        try:
-            opened.texts.copy(fresh.texts, begin)
-            with closing(Log(opened.files, fresh.log, writable=True)) as log:
-                log.append(moved)
-            fresh.write(self._all)
-        finally:
-            if Manifest.read(self._all) == fresh:
-                with self.exclusive():
-                    self._reopen(fresh)
-            self._remove_leftovers()
+        with self._replacing_files(fresh):
+            texts.copy(fresh.texts, begin)
+            with closing(Log(self._opened.files, fresh.log, writable=True)) as log:
+                log.append(kept)
         return True
 
     # --- replacing everything --------------------------------------------------------------------
@@ -324,17 +326,16 @@ class BufferWriter(BufferReader):
         before they replace the old content. If it raises an error, the buffer keeps its old content.
         """
         with self.lock:
-            self._check_open()
+            self._check_writable()
             for why in source.lost_files():
                 raise UserError(f"{why}; {SALVAGE}")
-            opened, next_id = source._opened, source.snapshot.next_id
-            fresh = replace(source.manifest, epoch=self.manifest.epoch + 1, known=next_id, end=None)
+            opened, next_id, ours = source._opened, source.snapshot.next_id, self.manifest
+            fresh = replace(source.manifest, identity=ours.identity, epoch=ours.epoch + 1, known=next_id, end=None)
             target = self._all.with_prefix(fresh.prefix)
-            self._remove_leftovers()  # files of an interrupted call could have the names of the new epoch
-            try:
+            with self._replacing_files(fresh):
                 target.take(opened.files, opened.log.name, (next_id - source.manifest.base) * RECORD.itemsize)
-                for name in opened.texts.names:
-                    target.take(opened.files, name, Path(opened.files.where(name)).stat().st_size)
+                name = opened.texts.name
+                target.take(opened.files, name, Path(opened.files.where(name)).stat().st_size)
                 for table in opened.tables:
                     target.take(opened.files, table.schema_file)
                     for name, grows in table.kept_files().items():
@@ -343,12 +344,23 @@ class BufferWriter(BufferReader):
                 if self.folder is not None:
                     atomic.sync(self.folder)
                 before_commit()
-                fresh.write(self._all)
-            finally:
-                if Manifest.read(self._all) == fresh:
-                    with self.exclusive():
-                        self._exchange(fresh)
-                self._remove_leftovers()
+
+    @contextmanager
+    def _replacing_files(self, fresh: Manifest) -> Iterator[None]:
+        """Make ``fresh`` the manifest after the block, which creates the files that it names, and open them.
+
+        After an error or a crash in the block, the old files stay in use. If the new files cannot be opened, the buffer
+        is closed.
+        """
+        self._remove_leftovers()  # files of an interrupted call could have the names of the new ones
+        try:
+            yield
+            fresh.write(self._all)
+        finally:
+            if Manifest.read(self._all) == fresh:
+                with self.exclusive():
+                    self._exchange(fresh)
+            self._remove_leftovers()
 
     @contextmanager
     def replacing(self) -> Iterator[None]:
@@ -358,18 +370,19 @@ class BufferWriter(BufferReader):
         old content.
         """
         with self.lock:
-            self._check_open()
+            self._check_writable()
             self._remove_leftovers()
+            before = self.manifest
             with self.exclusive():
                 self._uncommitted = True
                 try:
-                    self._exchange(Manifest(epoch=self.manifest.epoch + 1, rows=(), finals=()))
+                    self._exchange(Manifest(identity=before.identity, epoch=before.epoch + 1))
                     yield
                     replace(self.manifest, known=self.snapshot.next_id).write(self._all)
                 finally:
                     self._uncommitted = False
                     # opens the new files if their manifest was written, else the old files
-                    self._exchange(self._current_manifest())
+                    self._exchange(Manifest.read(self._all) or before)
                     self._remove_leftovers()
 
     def _leave_exposed_records(self) -> None:
@@ -393,7 +406,7 @@ class BufferWriter(BufferReader):
         if self._closed or self._uncommitted:
             return  # the manifest on disk may name other files than the open ones, and both must be kept
         opened = self._opened
-        known = {opened.log.name, *opened.texts.names}
+        known = {opened.log.name, opened.texts.name}
         for table in opened.tables:
             known |= {table.schema_file, *table.kept_files()}
         keep = {"lock", Manifest.NAME, *(self.manifest.prefix + name for name in known)}
@@ -401,9 +414,26 @@ class BufferWriter(BufferReader):
             if name not in keep and OURS.fullmatch(name):
                 self._all.remove(name)
 
+    def _check_writable(self) -> None:
+        """Raise an error if this object must not change the folder."""
+        self._check_open()
+        if not self._writable:
+            raise UserError(f"{self.folder or 'buffer'}: a forked process can only read the buffer of the first one")
+        if self.folder is not None:
+            try:
+                ours = os.path.samestat(os.stat(self.folder / "lock"), os.fstat(self._lock_file))
+            except FileNotFoundError:
+                ours = False
+            if not ours:
+                raise UserError(f"{self.folder}: was removed or replaced while this process had it open for writing")
+
+    def after_fork(self) -> None:
+        super().after_fork()
+        self._unlock()  # closes only the copy of the descriptor, so the first process keeps the lock
+
     def close(self) -> None:
         with self.lock:
-            if not self._closed:
+            if not self._closed and self._writable:
                 self._write_known()
             super().close()
             self._unlock()
@@ -418,8 +448,9 @@ def block_statistics(block: TrajectoryBlock) -> dict[str, Any]:
     """Return for each trajectory of a block the fields of `log.RECORD` that are computed from its content."""
     n, steps, batch = block.shape
     outcomes = {None: 0, True: SUCCESS, False: FAILURE}
+    flags = [outcomes[member.success] | (INSTRUCTED if member.instructions else 0) for member in block.members]
     found: dict[str, Any] = {
-        "flags": np.array([outcomes[member.success] for member in block.members]),
+        "flags": np.array(flags),
         "version_low": -1.0,
         "version_high": -1.0,
         "reward": 0.0,
