@@ -1,16 +1,23 @@
-"""Tests of sampling in one thread while another loads a checkpoint, evicts trajectories or closes the buffer."""
+"""Tests of sampling in one thread while another loads a checkpoint, evicts trajectories or closes the buffer.
+
+Also tests of forked processes, which have a copy of the buffer and none of its threads.
+"""
 
 from __future__ import annotations
 
+import multiprocessing
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.utils.data import DataLoader, IterableDataset
 
 from gleanrl.buffer import TrajectoryReplayBuffer
-from tests.buffer.world import WAIT, trajectory
+from gleanrl.utils.errors import UserError
+from tests.buffer.world import WAIT, numbers, trajectory
 
 
 class Sampling:
@@ -97,3 +104,77 @@ def test_a_closed_buffer_raises_that_it_is_closed(
     with pytest.raises(RuntimeError, match="the buffer is closed"):
         use(buffer)
     buffer.close()
+
+
+# --- forked processes -----------------------------------------------------------------------------
+def use_in_a_forked_process(buffer: TrajectoryReplayBuffer, pipe: Connection) -> None:
+    refused = 0
+    for write in (
+        lambda: buffer.add_trajectories([trajectory(8)]),
+        lambda: buffer.add_trajectories([trajectory(8)], wait=False).result(WAIT),  # type: ignore[union-attr]
+        buffer.clear,
+    ):
+        try:
+            write()
+        except UserError:
+            refused += 1
+    pipe.send(refused)
+    while pipe.recv():
+        pipe.send(numbers(buffer.sample(200, allow_short=True)))
+    buffer.close()
+
+
+@pytest.mark.parametrize("where", ["buffer", None])
+def test_a_forked_process_reads_the_buffer_and_neither_writes_nor_locks_it(tmp_path: Path, where: str | None) -> None:
+    path = tmp_path / where if where else None
+    here, there = multiprocessing.Pipe()
+    with filled(path, 1) as buffer:
+        queued = buffer.add_trajectories([trajectory(6)], wait=False)
+        child = multiprocessing.get_context("fork").Process(target=use_in_a_forked_process, args=(buffer, there))
+        child.start()
+        try:
+            assert here.poll(WAIT)
+            assert here.recv() == 3
+            assert queued.result(WAIT) == [5]  # type: ignore[union-attr]
+            assert buffer.add_trajectories([trajectory(7)]) == [6]
+            here.send(True)
+            assert here.poll(WAIT)
+            assert here.recv() >= {1, 2, 3, 4, 5} | ({6, 7} if where else set())
+            assert buffer.verify() == []
+            buffer.close()
+            if path is not None:
+                with TrajectoryReplayBuffer(path) as again:  # the child is alive and does not hold the lock
+                    assert again.add_trajectories([trajectory(8)]) == [7]
+                    here.send(True)
+                    assert here.poll(WAIT)
+                    assert here.recv() == set(range(1, 9))
+            here.send(False)
+            child.join(WAIT)
+            assert child.exitcode == 0
+        finally:
+            child.kill()
+            child.join()
+
+
+class Draws(IterableDataset):
+    def __init__(self, buffer: TrajectoryReplayBuffer) -> None:
+        self.buffer = buffer
+
+    def __iter__(self) -> Iterator[tuple[int, ...]]:
+        for _ in range(2):
+            yield tuple(self.buffer.sample(50, indices=True)["indices"].tolist())
+
+
+def test_forked_workers_of_a_data_loader_draw_different_batches_that_repeat() -> None:
+    def drawn() -> list[tuple[int, ...]]:
+        with filled(None, 1) as buffer:
+            loader = DataLoader(Draws(buffer), batch_size=None, num_workers=2, multiprocessing_context="fork")
+            return [
+                *map(tuple, loader),
+                *map(tuple, loader),
+                tuple(buffer.sample(50, indices=True)["indices"].tolist()),
+            ]
+
+    found = drawn()
+    assert len(set(found)) == len(found) == 9
+    assert drawn() == found

@@ -13,8 +13,11 @@ into memory, so rows that the operating system has cached are read as fast as te
 
 from __future__ import annotations
 
+import base64
 import os
 import shutil
+import threading
+import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -25,10 +28,10 @@ import torch
 from torch import Tensor
 
 from gleanrl.buffer import checkpoint, rlinf
-from gleanrl.buffer.background import WriteQueue
+from gleanrl.buffer.background import RandomStream, WriteQueue
 from gleanrl.buffer.log import FAILURE, INTERVENED, SUCCESS
 from gleanrl.buffer.reader import BufferReader
-from gleanrl.buffer.sampling import Batch, Sampler
+from gleanrl.buffer.sampling import Batch, Sampler, Windows
 from gleanrl.buffer.table import SEGMENT_NBYTES
 from gleanrl.buffer.trajectory import INSTRUCTIONS, FlatTrajectory, TensorTrajectory
 from gleanrl.buffer.writer import BufferWriter, Limits
@@ -40,7 +43,8 @@ from gleanrl.utils.seeding import derive
 class TrajectoryReplayBuffer(Sampler):
     """A replay buffer of trajectories. One process writes a folder, and others may read it at the same time.
 
-    The methods that draw and read batches are inherited from `Sampler`.
+    The methods that draw and read batches are inherited from `Sampler`. In a process that is forked while the buffer is
+    open, the buffer is read-only, and draws from a random stream of its own.
 
     Args:
         path: folder of the buffer, which is created if it is missing. A trajectory survives a crash once
@@ -97,6 +101,9 @@ class TrajectoryReplayBuffer(Sampler):
             raise UserError(f"trajectory_format = {trajectory_format!r}: {why}; use native or pt")
         if sample_window_size < 0:
             raise UserError(f"sample_window_size = {sample_window_size}: a number of trajectories, or 0 for all")
+        for name, limit in (("max_rows", max_rows), ("max_bytes", max_bytes), ("max_age", max_age)):
+            if limit is not None and not limit > 0:
+                raise UserError(f"{name} = {limit}: more than 0, or None for no limit")
         folder = path or auto_save_path or None
         self.path = Path(folder) if folder is not None else None
         if rank is None:
@@ -120,20 +127,23 @@ class TrajectoryReplayBuffer(Sampler):
         self.write_queue = WriteQueue(self._add)
         generator = torch.Generator().manual_seed(seed if not self.rank else derive(seed, "buffer", self.rank))
         super().__init__(storage, sample_window_size, generator, priority_exponent)
+        self.forks = 0  # number of processes that were forked since this object was made
+        _buffers.add(self)
 
     # --- adding ----------------------------------------------------------------------------------
     def add_trajectories(self, trajectories: Sequence[Any], *, wait: bool = True) -> list[int] | Future[list[int]]:
         """Store trajectories, and return their ids once they are on disk. The next `sample` may draw from them.
 
         Args:
-            trajectories: instances of `TensorTrajectory`, or objects with the same attributes such as RLinf's
-                ``Trajectory``.
+            trajectories: instances of `TensorTrajectory`, or mappings or objects with the same names, such as RLinf's
+                ``Trajectory``. Tensors under other names are stored too (see `TensorTrajectory.extra_fields`).
             wait: False copies the trajectories, queues them for a background thread, and returns a future of the ids.
                 The call blocks while the queue is full. If writing fails, the future raises the error. The next call of
                 `add_trajectories`, `flush` or `close` raises it too.
 
         Raises:
-            UserError: the shape of a field does not fit the others, or ``max_bytes`` is too small for the trajectories.
+            UserError: a field is not a tensor or its shape does not fit the others, ``max_bytes`` is too small for the
+                trajectories, or this process must not write to the folder.
             OSError: the disk is full or fails. None of the trajectories is added then.
         """
         flat = [FlatTrajectory.flatten(TensorTrajectory.of(own), copy=not wait) for own in trajectories]
@@ -162,10 +172,17 @@ class TrajectoryReplayBuffer(Sampler):
         """Block until all queued trajectories are on disk. Raises the error of a failed write."""
         self.write_queue.flush()
 
-    def trajectory(self, number: int) -> TensorTrajectory:
-        """Return the trajectory with id ``number`` as it was added. Raises `UserError` if there is none."""
+    def trajectory(self, number: int, *, verify: bool = False) -> TensorTrajectory:
+        """Return the trajectory with id ``number`` as it was added.
+
+        With ``verify``, the checksum of its rows is verified, for which all of them are read twice. Task descriptions
+        are always verified, here and when they are sampled.
+
+        Raises:
+            UserError: there is no such trajectory, it cannot be read, or it is damaged.
+        """
         with self._held():
-            return self.storage.trajectory(number).unflatten()
+            return self.storage.trajectory(number, verify=verify).unflatten()
 
     sample_chunks = Sampler.sample  # RLinf's name of the method
 
@@ -295,6 +312,17 @@ class TrajectoryReplayBuffer(Sampler):
         with writer.lock:
             writer.drop(writer.snapshot.next_id)
 
+    def after_fork(self) -> None:
+        """Make the buffer read-only, with a random stream of its own. Called in a forked process."""
+        self.storage.after_fork()
+        # Other threads, which do not exist in this process, may have held the locks of these objects.
+        self.write_queue, self.windows = WriteQueue(self._add), Windows()
+        if self.priorities is not None:
+            self.priorities.lock = threading.Lock()
+        state = base64.b64encode(self.generator.get_state().numpy().tobytes()).decode()
+        self.generator.manual_seed(derive(self.seed, "buffer", "fork", self.forks, state))
+        self.stream = RandomStream(self.generator)
+
     def clear_cache(self) -> None:
         """Do nothing, because rows are read from mapped files without a cache. RLinf's buffer has this method."""
 
@@ -313,6 +341,22 @@ class TrajectoryReplayBuffer(Sampler):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+_buffers: weakref.WeakSet[TrajectoryReplayBuffer] = weakref.WeakSet()
+
+
+def _before_fork() -> None:
+    for buffer in list(_buffers):
+        buffer.forks += 1
+
+
+def _after_fork() -> None:
+    for buffer in list(_buffers):
+        buffer.after_fork()
+
+
+os.register_at_fork(before=_before_fork, after_in_child=_after_fork)
 
 
 class MixedReplayBuffer:
