@@ -56,7 +56,7 @@ def stored(
         assert buffer.verify() == []
         names = [name for name in RECORD.names or () if name not in ("crc", "time", "commit")]
         records = buffer.storage.snapshot.records[names].tolist()
-        manifest = replace(buffer.storage.manifest, identity="")
+    manifest = replace(buffer.storage.manifest, identity="")
     own = [file for file in folder.iterdir() if "log" not in file.name and file.name != Manifest.NAME]
     return records, manifest, {file.name: file.read_bytes() for file in own}
 
