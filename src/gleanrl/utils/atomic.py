@@ -153,8 +153,11 @@ def _explaining_full_disk(path: Path, partial: Path, needed: int | None) -> Iter
             raise
         files = [partial] if partial.is_file() else partial.rglob("*")
         written = sum(file.stat().st_size for file in files if file.is_file())
-        need = format_bytes(needed) if needed is not None else f"more than {format_bytes(written)}"
+        if needed is not None:
+            need = f"{format_bytes(needed)} needed, "
+        else:  # the library that failed may have written nothing, or have removed what it wrote
+            need = f"more than {format_bytes(written)} needed, " if written else ""
         free = format_bytes(shutil.disk_usage(path.parent).free + written)
         raise UserError(
-            f"{path}: the disk is full: {need} needed, {free} free; free some space or choose another folder"
+            f"{path}: the disk is full: {need}{free} free; free some space or choose another folder"
         ) from error
