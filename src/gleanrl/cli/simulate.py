@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -20,6 +20,8 @@ from gleanrl.utils.errors import UserError
 
 if TYPE_CHECKING:
     from gleanrl.simulate.simulation import Outcome
+
+    Simulate = Callable[..., Outcome]  # `simulate`, which also reports progress
 
 BEST: Preset = "pipelined_one_step_off"
 VERL: Mapping[str, Any] = {
@@ -128,26 +130,48 @@ def _simulate(args: argparse.Namespace) -> int:
             raise UserError(f"--schedules names {name!r}: it must be of {', '.join(PRESETS)}")
     presets: list[Preset] = [preset for preset in PRESETS if preset in names]
     improve = args.improve or (args.published and args.schedules is None)
+
+    if not args.json:
+        passes = f"old log-probs {base.logprobs:g}, reference {base.reference:g}"
+        print(f"device, seconds a step: generating {base.g:g}, {passes}, training {base.train:g}")
+        each = f"{base.latency.name} (mean {base.latency.mean:g} s)"
+        print(f"rewards: {base.samples} a step, {each}, {base.concurrency} at once")
+        if base.evaluate_every:
+            print(f"evaluation: every {base.evaluate_every} steps, {base.evaluation}, included in the step times")
+
+    from gleanrl.simulate.simulation import simulate
+    from gleanrl.tracking.monitors import Console, Silent
+
+    console = Console()
+    count = len({"sync", *presets}) + (len(list(improvements(base))) if improve else 0)
+    report: dict[str, Any] = {}
+    # In a log, the lines of the table are the progress: each is printed as soon as it is known.
+    with (console if console.terminal else Silent()).stage("simulating", count) as stage:
+
+        def simulated(workload: Workload, preset: Preset, on: Cluster | None = None) -> Outcome:
+            outcome = simulate(workload, preset, on)
+            stage.advance()
+            return outcome
+
+        if args.json:
+            report = _report(simulated, base, presets, args.published, improve, cluster)
+        else:
+            lines = _table(simulated, base, presets, args.published, improve)
+            for line in lines if cluster is None else _cluster_table(simulated, base, presets, cluster):
+                print(line, flush=True)
     if args.json:
-        print(json.dumps(_report(base, presets, args.published, improve, cluster), indent=1))
-        return 0
-    passes = f"old log-probs {base.logprobs:g}, reference {base.reference:g}"
-    print(f"device, seconds a step: generating {base.g:g}, {passes}, training {base.train:g}")
-    each = f"{base.latency.name} (mean {base.latency.mean:g} s)"
-    print(f"rewards: {base.samples} a step, {each}, {base.concurrency} at once")
-    if base.evaluate_every:
-        print(f"evaluation: every {base.evaluate_every} steps, {base.evaluation}, included in the step times")
-    lines = _table(base, presets, args.published, improve)
-    for line in lines if cluster is None else _cluster_table(base, presets, cluster):
-        print(line, flush=True)  # simulating a schedule takes seconds, so show each line as soon as it is known
+        print(json.dumps(report, indent=1))
     return 0
 
 
 def _report(
-    base: Workload, presets: Sequence[Preset], published: bool, improve: bool, cluster: Cluster | None
+    simulate: Simulate,
+    base: Workload,
+    presets: Sequence[Preset],
+    published: bool,
+    improve: bool,
+    cluster: Cluster | None,
 ) -> dict[str, Any]:
-    from gleanrl.simulate.simulation import simulate
-
     sync = simulate(base, "sync", cluster)
     bound_s = cluster.bound_s(base) if cluster else base.bound_s
     report: dict[str, Any] = {"workload": base.model_dump()}
@@ -179,9 +203,9 @@ def _row(outcome: Outcome, sync: Outcome, bound_s: float) -> dict[str, Any]:
     return row
 
 
-def _table(base: Workload, presets: Sequence[Preset], published: bool, improve: bool) -> Iterator[str]:
-    from gleanrl.simulate.simulation import simulate
-
+def _table(
+    simulate: Simulate, base: Workload, presets: Sequence[Preset], published: bool, improve: bool
+) -> Iterator[str]:
     def line(name: str, outcome: Outcome, workload: Workload) -> str:
         above = 100 * (outcome.step_s / workload.bound_s - 1)
         change = 100 * (outcome.step_s / sync.step_s - 1)
@@ -204,9 +228,7 @@ def _table(base: Workload, presets: Sequence[Preset], published: bool, improve: 
             yield line(f"  {name}", simulate(better, BEST), better)
 
 
-def _cluster_table(base: Workload, presets: Sequence[Preset], cluster: Cluster) -> Iterator[str]:
-    from gleanrl.simulate.simulation import simulate
-
+def _cluster_table(simulate: Simulate, base: Workload, presets: Sequence[Preset], cluster: Cluster) -> Iterator[str]:
     where = "on the learners' devices" if cluster.placement == "colocated" else "on devices of their own"
     yield f"cluster: {cluster.samplers} samplers {where}, {cluster.learners} learners"
     demand = ", ".join(f"{name} {seconds:.3g}" for name, seconds in cluster.demand(base).items())

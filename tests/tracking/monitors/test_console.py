@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import io
+import re
 
 import pytest
 import rich.console
 
-from gleanrl.tracking.monitors.console import Console, duration
+from gleanrl.tracking.monitors.console import SHOWN, Console, duration
 
 
 class Clock:
@@ -120,6 +121,40 @@ def test_rich_markup_in_a_stage_name_is_printed_literally() -> None:
     with console.stage("task [bold]x[/bold]"):
         pass
     assert out.getvalue().splitlines()[0] == "task [bold]x[/bold] ..."
+
+
+def test_groups_without_variance_are_reported_once() -> None:
+    console, out, _ = log_console()
+    for step in (1, 2):
+        console.log(step, {"groups/consumed": 4.0, "groups/zero_variance": 4.0, "groups/none_solved": 4.0})
+    [line] = out.getvalue().splitlines()
+    assert line.startswith("step 1: 4 of 4 groups")
+
+
+def test_the_mean_held_out_score_is_printed_if_it_is_not_the_success_rate() -> None:
+    console, out, _ = log_console()
+    console.log(1, {"eval/sampled/pass@1": 0.0, "eval/sampled/score": 0.25})
+    console.log(2, {"eval/sampled/pass@1": 0.5, "eval/sampled/score": 0.5})
+    assert out.getvalue().splitlines() == ["step 1: held-out 0 · held-out score 0.25", "step 2: held-out 0.5"]
+
+
+@pytest.mark.parametrize("width", [60, 80, 200])
+def test_bar_count_time_left_and_metrics_fit_the_terminal(width: int) -> None:
+    out, clock = io.StringIO(), Clock()
+    console = Console(rich.console.Console(file=out, force_terminal=True, width=width, no_color=True), clock=clock)
+    with console.stage("training", 100) as training, console.stage("evaluating step 20", 320):
+        training.advance(20)
+        console.log(20, dict.fromkeys(SHOWN, 0.123456) | {"eval/sampled/score": 0.5, "sampler/tokens_per_s": 12345.0})
+        assert console.bars is not None
+        out.seek(0)
+        out.truncate()
+        console.bars.refresh()
+        lines = [re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", line) for line in out.getvalue().splitlines()]
+    bar = next(line for line in lines if " 20/100 " in line)
+    assert "━" in bar
+    assert re.search(r"\d:\d\d:\d\d|-:--:--", bar)
+    assert any("reward 0.123" in line for line in lines)
+    assert max(map(len, lines)) <= width
 
 
 @pytest.mark.parametrize(

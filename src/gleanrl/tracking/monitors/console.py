@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import rich.console
-from rich.markup import escape
+from rich.console import RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as RichProgress
+from rich.text import Text
 
 from gleanrl.protocols import Metrics
+from gleanrl.tracking.hints import equal_scores
 from gleanrl.utils.progress import Stage
 
 SHOWN = {
     "reward/mean": "reward",
     "reward/success": "success",
     "eval/sampled/pass@1": "held-out",
+    "eval/sampled/score": "held-out score",
     "eval/greedy/success": "held-out greedy",
     "eval/return": "evaluation return",
     "loss/policy": "loss",
@@ -51,7 +55,7 @@ class Console:
         self.clock, self.interval_s = clock, interval_s
         self.bars: RichProgress | None = None  # None in a log, and while no stage is open
         self._stages: list[_Stage] = []
-        self._warned_of_cuts = False
+        self._warned_of_cuts = self._warned_of_equal_scores = False
 
     @property
     def terminal(self) -> bool:
@@ -70,14 +74,15 @@ class Console:
         before the run was resumed. They are shown as done, but do not count in the estimate of the remaining time.
         """
         if self.terminal and self.bars is None:
-            self.bars = RichProgress(
-                TextColumn("{task.description}"),
-                BarColumn(bar_width=24),
+            self.bars = _Bars(
+                TextColumn("{task.description}", markup=False),
+                BarColumn(bar_width=max(6, min(24, self._console.width // 5))),
                 MofNCompleteColumn(),
                 TimeRemainingColumn(elapsed_when_finished=True),
-                TextColumn("{task.fields[fields]}", style="dim"),
                 console=self._console,
                 transient=True,
+                # Otherwise the results that a command prints to a file while a stage is open would go to the terminal.
+                redirect_stdout=sys.stdout.isatty(),
             )
             self.bars.start()
         bar = self.bars.add_task(name, total=total, completed=done, fields="") if self.bars else None
@@ -98,7 +103,12 @@ class Console:
         if cut > MANY_CUT and not self._warned_of_cuts:
             self._warned_of_cuts = True
             self.print(f"step {step}: {100 * cut:.0f} % of the turns were cut off, {MORE_ROOM}")
+        if not self._warned_of_equal_scores and (advice := equal_scores(metrics)):
+            self._warned_of_equal_scores = True
+            self.print(f"step {step}: {advice}")
         fields = {label: metrics[name] for name, label in SHOWN.items() if name in metrics}
+        if abs(fields.get("held-out score", 0.0) - fields.get("held-out", 0.0)) < 1e-9:  # every score is 0 or 1
+            fields.pop("held-out score", None)
         if not fields:
             return
         if self._stages:
@@ -123,6 +133,17 @@ class Console:
         if self.bars and not self._stages:
             self.bars.stop()
             self.bars = None
+
+
+class _Bars(RichProgress):
+    """Progress bars whose fields are on lines of their own, so that they do not displace the bars."""
+
+    def get_renderables(self) -> Iterator[RenderableType]:
+        yield self.make_tasks_table(self.tasks)
+        described = [task for task in self.tasks if task.fields["fields"]]
+        for task in described:
+            name = f"{task.description}: " if len(described) > 1 else ""
+            yield Text(f"  {name}{task.fields['fields']}", style="dim", no_wrap=True, overflow="ellipsis")
 
 
 class _Stage:
@@ -150,7 +171,7 @@ class _Stage:
         self._fields.update(fields)
         bars = self._console.bars
         if bars is not None and self.bar is not None:
-            bars.update(self.bar, completed=self._done, fields=escape(describe(self._fields)))
+            bars.update(self.bar, completed=self._done, fields=describe(self._fields))
 
     def describe(self, about: str) -> str:
         """Return a line with the stage's name, the number of finished parts, the text ``about``, and the fields."""

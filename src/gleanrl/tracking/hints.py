@@ -1,0 +1,26 @@
+"""Advice about metrics that show a common problem of a run. The console prints it once, and reports show it."""
+
+from __future__ import annotations
+
+from gleanrl.protocols import Metrics
+
+MANY = 0.75
+"""Minimum share of groups without variance for which there is advice."""
+
+
+def equal_scores(counts: Metrics) -> str | None:
+    """Return advice if most groups have members with equal scores, and None otherwise.
+
+    ``counts`` are the metrics ``groups/...`` of one step, or their sums over several steps. The fresh members of such
+    groups have no advantage over one another, so without replayed members their policy gradient is 0.
+    """
+    consumed, equal = counts.get("groups/consumed", 0.0), counts.get("groups/zero_variance", 0.0)
+    if not consumed or equal < MANY * consumed:
+        return None
+    text = f"{equal:.0f} of {consumed:.0f} groups have fresh members with equal scores and thus no advantage: "
+    if counts.get("groups/all_solved", 0.0) > counts.get("groups/none_solved", 0.0):
+        return text + 'most tasks are always solved; use harder tasks or tasks.order = "solve_rate"'
+    return text + (
+        "most tasks are never solved; use easier tasks, a warm start, a larger schedule.group or a reward that "
+        "gives partial credit"
+    )
