@@ -124,10 +124,10 @@ async def judged(builder: Any, checkpoint: Path | None) -> Rates:
             learner.load(checkpoint)
             await sampler.publish(learner.weights(), 0)
         player, seed = builder.player(pool, sampler), builder.config.run.seed
-        _, found = await evaluate(player, EnvironmentReward(), tasks, seed=seed, samples=SAMPLES, greedy=False)
+        found = await evaluate(player, EnvironmentReward(), tasks, seed=seed, samples=SAMPLES, greedy=False)
     rates: Rates = defaultdict(list)
-    for task, outcomes in zip(tasks, found.outcomes, strict=True):
-        rates[task.kind].append(float(outcomes.mean()))
+    for task, attempts in zip(tasks, found.sampled, strict=True):
+        rates[task.kind].append(sum(t.score.reaches(found.success_threshold) for t in attempts) / len(attempts))
     return dict(rates)
 
 

@@ -251,8 +251,8 @@ async def evaluated(builder: Any, checkpoint: Path | None, tasks: Sequence[Any],
             learner.load(checkpoint)
             await sampler.publish(learner.weights(), 0)
         player, seed = builder.player(pool, sampler), builder.config.run.seed
-        metrics, _ = await evaluate(player, EnvironmentReward(), tasks, seed=seed, samples=attempts, greedy=False)
-    return metrics["eval/sampled/pass@1"]
+        found = await evaluate(player, EnvironmentReward(), tasks, seed=seed, samples=attempts, greedy=False)
+    return found.metrics()["eval/sampled/pass@1"]
 
 
 # --- the reward service ---------------------------------------------------------------------------

@@ -159,7 +159,7 @@ async def measure(config: Config, prepared: Prepared, console: Console) -> float
     async with closing(builder.sampler(Schedule.from_settings(config.schedule), None, None)) as sampler:
         await sampler.publish(dict(prepared.model.named_parameters()), 0)
         async with builder.environment_pool() as pool:
-            metrics, _ = await evaluate(
+            found = await evaluate(
                 builder.player(pool, sampler),
                 EnvironmentReward(),
                 prepared.evaluation,
@@ -167,7 +167,7 @@ async def measure(config: Config, prepared: Prepared, console: Console) -> float
                 samples=LATE * config.evaluation.samples,
                 greedy=False,
             )
-    return metrics[METRIC]
+    return found.metrics()[METRIC]
 
 
 def show(rows: Sequence[dict]) -> None:

@@ -207,8 +207,8 @@ async def evaluated(
         player = builder.player(pool, sampler)
         for name, tasks in {"held_out": held_out, "train": builder.prepared.train[:HELD_OUT]}.items():
             seed = builder.config.run.seed
-            metrics, _ = await evaluate(player, EnvironmentReward(), tasks, seed=seed, samples=samples, greedy=False)
-            success[name] = metrics["eval/sampled/pass@1"]
+            found = await evaluate(player, EnvironmentReward(), tasks, seed=seed, samples=samples, greedy=False)
+            success[name] = found.metrics()["eval/sampled/pass@1"]
     return success
 
 

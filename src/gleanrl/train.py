@@ -57,7 +57,7 @@ from gleanrl.schedule.controller import STALE, GroupQueue, StalenessController, 
 from gleanrl.schedule.group_check import RESAMPLED, GroupCheck
 from gleanrl.schedule.step_metrics import StepMetrics
 from gleanrl.schedule.timeline import Timeline
-from gleanrl.types import ENVIRONMENT_SCORE, UNPROCESSED_SCORE, Group, GroupSpec, StopReason, Task, Trajectory
+from gleanrl.types import ENVIRONMENT_SCORE, SUCCESS, UNPROCESSED_SCORE, Group, GroupSpec, StopReason, Task, Trajectory
 from gleanrl.utils.errors import UserError
 from gleanrl.utils.interruption import Interruption
 from gleanrl.utils.seeding import derive
@@ -97,6 +97,7 @@ class Run:
     checkpoint_every: int  # number of steps between checkpoints; 0 = save only at the end
     observer: Observer
     timeline: Timeline
+    success_threshold: float = SUCCESS  # minimum score of a solved task, in the metrics of a step
     clock: Callable[[], float] = perf_counter  # returns seconds; must be the clock of ``timeline``
     interruption: Interruption = field(default_factory=Interruption)
     step_state: StepState = StepState.BOUNDARY
@@ -236,7 +237,7 @@ async def run_step(run: Run, queue: GroupQueue) -> bool:
     """
     started = run.clock()
     consumed: list[Group] = []
-    totals = StepMetrics()
+    totals = StepMetrics(run.success_threshold)
     chunks = queue.chunks(run.step, adaptive=run.settings.adaptive)
     while True:
         next_chunk = anext(chunks, None)

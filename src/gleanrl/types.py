@@ -86,7 +86,7 @@ class Task:
 
 
 SUCCESS = 0.5
-"""Score from which a trajectory counts as solved."""
+"""Default of the setting ``reward.success_threshold``, the score from which a trajectory counts as solved."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,10 +132,9 @@ class Score:
         """
         return cls(value=math.nan, valid=False, explanation=reason)
 
-    @property
-    def solved(self) -> bool:
-        """True if the score is valid and at least `SUCCESS`."""
-        return self.valid and self.value >= SUCCESS
+    def reaches(self, threshold: float) -> bool:
+        """Return whether the score is valid and at least ``threshold``."""
+        return self.valid and self.value >= threshold
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +173,12 @@ ENVIRONMENT_SCORE, UNPROCESSED_SCORE = "environment_score", "unprocessed_score"
 
 The first holds the environment's score if a reward has replaced it. The second holds the reward's score if the
 post-processing of the group (`Reward.finish`) has replaced it.
+"""
+
+LAST_OBSERVATION = "last_observation"
+"""Key of a trajectory's ``info`` under which the messages are kept with which the environment ended the episode.
+
+The model did not see them. The key is missing if there were none.
 """
 
 Segment = tuple[Turn, ...]

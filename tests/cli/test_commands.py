@@ -18,8 +18,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from gleanrl import __version__
 from gleanrl.config.loading import fields, presets
 from gleanrl.config.settings import Config
+from gleanrl.runtime.process import locked
+from gleanrl.runtime.run_folder import RunFolder
 from tests.builders import checkpoint_tensors
 from tests.cli.conftest import CommandLine, Ended
+from tests.tracking.report.browser import assert_drawn, opened
 
 Whole = tuple[CommandLine, Ended]
 
@@ -113,17 +116,19 @@ def test_evaluate_report_and_resume_of_a_complete_run(whole: Whole) -> None:
     gleanrl, _ = whole
     folder = gleanrl.run("whole")
     before = folder.metrics_path.read_bytes()
-    ended = gleanrl("evaluate", "whole")  # by its name under runs/
-    assert ended.status == 0, ended.stderr
-    shown = {name: float(value) for name, value in (line.split() for line in ended.stdout.splitlines())}
     last = {name: value for name, value in folder.read_metrics()[-1].metrics.items() if name.startswith("eval/")}
     assert last
-    assert {name: shown[name] for name in last} == pytest.approx(last, abs=1e-4)
-    assert shown["eval/baseline/expert"] == 1.0
-    newest, older = (gleanrl("evaluate", f"runs/whole/checkpoints/step-{step}") for step in (6, 4))
-    assert newest.stdout == ended.stdout
-    assert older.status == 0, older.stderr
-    assert older.stdout != ended.stdout
+    newest = evaluated(gleanrl, "whole")  # by its name under runs/
+    [row] = newest.read_metrics()
+    assert (row.step, row.metrics["eval/baseline/expert"]) == (6, 1.0)
+    assert {name: row.metrics[name] for name in last} == last
+    older = evaluated(gleanrl, "runs/whole/checkpoints/step-4")
+    assert older.read_metrics()[0].metrics != row.metrics
+    again, model = evaluated(gleanrl, "runs/whole/checkpoints/step-6"), evaluated(gleanrl, "runs/whole/model")
+    for other in (again, model):
+        assert other.read_metrics()[0].metrics == row.metrics
+    folders = {other.path.relative_to(folder.path / "evaluations").name for other in (newest, older, again, model)}
+    assert folders == {"step-6", "step-4", "step-6-2", "model"}
     none = gleanrl("evaluate", "runs/whole/checkpoints")
     assert none.complaint.startswith("runs/whole/checkpoints is not a run folder")
 
@@ -144,6 +149,68 @@ def test_evaluate_report_and_resume_of_a_complete_run(whole: Whole) -> None:
     fewer = gleanrl.train("whole", "--resume", "--run.steps", "3")
     assert (fewer.status, folder.config_path.read_bytes()) == (2, config)
     assert fewer.complaint.startswith("run.steps = 3, but runs/whole/checkpoints/step-6 has finished 6 steps")
+
+
+def evaluated(gleanrl: CommandLine, *argv: str) -> RunFolder:
+    """Run `gleanrl evaluate` and return the folder that it wrote."""
+    ended = gleanrl("evaluate", *argv)
+    assert ended.status == 0, ended.stderr
+    [path] = re.findall(r"^evaluation: (.*)$", ended.stdout, re.MULTILINE)
+    return RunFolder(gleanrl.folder / path)
+
+
+def test_an_evaluation_leaves_every_score_and_the_reasons_for_it(gleanrl: CommandLine, tmp_path: Path) -> None:
+    arguments = ("tiny.toml", "--out", "first", "--reward.success_threshold", "0.9")
+    folder = evaluated(gleanrl, *arguments)
+    found = folder.read_evaluation()
+    assert found is not None
+    played = {record.trajectory.id: record.trajectory for record in folder.read_rollouts(0)}
+    scores = [attempt["score"] for task in found["tasks"] for attempt in task["attempts"] if not attempt["greedy"]]
+    assert [len(task["attempts"]) for task in found["tasks"]] == [3, 3, 3]  # two sampled ones and a greedy one
+    for task in found["tasks"]:
+        for attempt in task["attempts"]:
+            assert attempt["score"] == played[attempt["id"]].score.value
+            assert attempt["solved"] == (attempt["score"] >= 0.9)
+    metrics = folder.read_metrics()[0].metrics
+    assert metrics["eval/sampled/score"] == pytest.approx(sum(scores) / len(scores))
+    assert metrics["eval/sampled/pass@1"] == pytest.approx(sum(score >= 0.9 for score in scores) / len(scores))
+    text = (folder.path / "transcripts.txt").read_text()
+    door = found["tasks"][0]["payload"]["start"]
+    assert f"start: {door}" in text
+    assert f"door {door + 2}: say left or go right" in text, "the last observation, which the model did not see"
+    document = opened(folder.report_path, tmp_path / "profile")
+    assert_drawn(document)
+    assert re.findall(r"<h2>(.*?)</h2>", document)[:3] == ["Evaluation on held-out tasks", "Tasks", "Trajectories"]
+    assert f"door {door + 2}" in document
+    twice = gleanrl("evaluate", *arguments)
+    assert (twice.status, twice.stdout) == (2, "")
+
+
+def test_runs_are_listed_compared_and_deleted(whole: Whole) -> None:
+    gleanrl, _ = whole
+    options = ("--run.steps", "2", "--evaluation.every", "0", "--learner.lr", "1e-3")
+    assert gleanrl.train("short", *options).status == 0
+    listed = gleanrl.here("runs").stdout.splitlines()
+    rows = {line.split()[0]: line.split() for line in listed[1:]}
+    assert rows["whole"][1:3] == ["finished", "6/6"]
+    assert rows["short"][1:3] == ["finished", "2/2"]
+    compared = gleanrl.here("runs", "compare", "whole", "short").stdout.splitlines()
+    assert ["learner.lr", "0.0005", "0.001"] in [line.split() for line in compared]
+    assert ["steps", "6", "2"] in [line.split() for line in compared]
+    page = gleanrl.here("report", "whole", "short")
+    assert (gleanrl.folder / page.stdout.strip()).exists()
+
+    unconfirmed = gleanrl("runs", "delete", "short")  # its standard input is no terminal
+    assert unconfirmed.status == 2
+    (gleanrl.folder / "config.toml").write_text("")  # of some other program
+    foreign = gleanrl("runs", "delete", ".", "--yes")
+    assert foreign.status == 2
+    with locked(gleanrl.run("short")):
+        assert gleanrl("runs", "delete", "short", "--yes").complaint == "runs/short is in use by another process"
+    assert gleanrl.run("short").report_path.exists()
+    assert gleanrl("runs", "delete", "short", "--yes").status == 0
+    assert not gleanrl.run("short").path.exists()
+    assert gleanrl.run("whole").path.exists()
 
 
 def test_training_succeeds_if_the_reader_of_its_summary_goes_away(whole: Whole) -> None:
@@ -169,11 +236,9 @@ def test_step_0_is_evaluated_if_at_start_is_true(gleanrl: CommandLine, at_start:
 
 def test_evaluate_a_configuration(gleanrl: CommandLine, whole: Whole) -> None:
     """Its model is the one before training."""
-    ended = gleanrl("evaluate", "tiny.toml")
-    assert ended.status == 0, ended.stderr
-    shown = dict(line.split() for line in ended.stdout.splitlines())
+    [shown] = evaluated(gleanrl, "tiny.toml").read_metrics()
     start = whole[0].run("whole").read_metrics()[0].metrics
-    assert float(shown["eval/sampled/pass@1"]) == pytest.approx(start["eval/sampled/pass@1"], abs=1e-4)
+    assert shown.metrics["eval/sampled/pass@1"] == start["eval/sampled/pass@1"]
     assert not (gleanrl.folder / "runs").exists()
 
 

@@ -103,7 +103,7 @@ def test_a_run_leaves_metrics_checkpoints_a_policy_and_a_report(ended: tuple[Com
     assert [checkpoint.step for checkpoint in run.checkpoints()] == [6, 8]
     assert (run.path / "policy.safetensors").is_file()
     facts = embedded(run.report_path)["facts"]
-    assert facts["returns"]["after"]["value"] == pytest.approx(rows[8]["eval/return"])
+    assert facts["returns"]["last"]["value"] == pytest.approx(rows[8]["eval/return"])
     assert facts["environment_steps"] == 8 * 40
     assert_drawn(opened(run.report_path, gleanrl.folder / "profile"))
     assert "demonstrations: 40 chunk steps" in said.stderr
@@ -192,9 +192,9 @@ def test_evaluate_loads_the_newest_checkpoint(ended: tuple[CommandLine, Ended]) 
     gleanrl, _ = ended
     found = gleanrl("evaluate", "runs/whole")
     assert found.status == 0, found.stderr
-    value = next(line.split()[1] for line in found.stdout.splitlines() if line.startswith("eval/return "))
-    last = gleanrl.run("whole").read_metrics()[-1].metrics["eval/return"]
-    assert value == f"{last:.4f}"
+    [evaluated] = RunFolder(gleanrl.run("whole").evaluations_path / "step-8").read_metrics()
+    assert evaluated.metrics["eval/return"] == gleanrl.run("whole").read_metrics()[-1].metrics["eval/return"]
+    assert f"evaluation return {evaluated.metrics['eval/return']:.1f}" in found.stdout
     wider = gleanrl("evaluate", "runs/whole", "--learner.hidden_size", "32")
     assert wider.status == 2
     assert wider.complaint.startswith("the checkpoint is of other networks")

@@ -172,6 +172,12 @@ def test_resuming_with_more_steps_or_another_learning_rate_or_schedule_is_allowe
     check_resumed(Config.model_validate(tomllib.loads(load("quickstart").to_toml())), load("quickstart", more))
 
 
+def test_replay_takes_the_success_threshold_of_the_reward_unless_it_has_its_own() -> None:
+    graded = ("reward.success_threshold", "0.8")
+    assert load("quickstart", [graded]).replay.success_threshold == 0.8
+    assert load("quickstart", [graded, ("replay.success_threshold", "0.6")]).replay.success_threshold == 0.6
+
+
 @pytest.mark.parametrize("job", [Config, *JOBS.values()])
 def test_every_setting_has_a_help_text_of_at_most_360_characters(job: type[JobConfig]) -> None:
     texts = {name: " ".join((field.description or "").split()) for name, field in fields(job)}

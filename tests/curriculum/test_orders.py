@@ -107,6 +107,14 @@ def test_a_resumed_curriculum_continues_with_the_next_task(
     assert begun + run(resumed, batches[cut:], seen)[0] == whole
 
 
+def test_a_graded_reward_starts_the_next_level_at_the_success_threshold() -> None:
+    given = TaskSettings(order="levels", options={"advance": 1.0, "window": 2})
+    for threshold, level in ((0.3, 1), (0.5, 0)):
+        levels = make_curriculum(given, tasks(), WEIGHTS, group=2, seed=0, greedy=False, success_threshold=threshold)
+        metrics = levels.observe([group(task, 0.3, 0.4) for task in proposed(levels, 2)])
+        assert metrics["tasks/level"] == level
+
+
 def test_a_level_starts_when_the_previous_one_is_learned_and_is_reviewed_later() -> None:
     levels = order("levels", advance=0.75, window=4, review=0.25)
     assert isinstance(levels, Levels)

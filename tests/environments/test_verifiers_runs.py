@@ -113,11 +113,11 @@ options = {{ id = "textarena", args = {{ game = "Hangman-v0" }} }}
     return "hangman.toml"
 
 
-def test_a_model_can_be_evaluated_on_a_verifiers_taskset(config: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["evaluate", config]) == 0
-    shown = {name: float(value) for name, value in (line.split() for line in capsys.readouterr().out.splitlines())}
-    assert shown["eval/sampled/valid"] == 1.0
-    assert shown["eval/sampled/turns"] > 2.0
+def test_a_model_can_be_evaluated_on_a_verifiers_taskset(config: str) -> None:
+    assert main(["evaluate", config, "--out", "evaluated"]) == 0
+    [found] = RunFolder("evaluated").read_metrics()
+    assert found.metrics["eval/sampled/valid"] == 1.0
+    assert found.metrics["eval/sampled/turns"] > 2.0
 
 
 def test_a_model_can_be_trained_on_a_verifiers_taskset(config: str) -> None:

@@ -21,7 +21,7 @@ from gleanrl.rollout import player as rollout
 from gleanrl.rollout.player import MAX_ATTEMPTS, Player
 from gleanrl.samplers.scripted import ScriptedSampler
 from gleanrl.schedule.step_metrics import group_metrics
-from gleanrl.types import Group, GroupSpec, IntArray, Message, Score, StopReason, Task, Trajectory
+from gleanrl.types import LAST_OBSERVATION, Group, GroupSpec, IntArray, Message, Score, StopReason, Task, Trajectory
 from tests.loop_world import GuessEnvironment, renderer
 
 TASK = Task("one", payload={"word": "right"})
@@ -139,10 +139,20 @@ def test_an_episode_out_of_turns_or_context_gets_its_score_from_conclude() -> No
     trajectory = cut_short(environment)
     assert (trajectory.stop, trajectory.score.value) == (StopReason.MAX_TURNS, 0.25)
     assert environment.ended == [StopReason.MAX_TURNS]
+    assert trajectory.info[LAST_OBSERVATION], "the model had no turn in which to see it"
     environment = AtTheEnd(TASK)
     trajectory = cut_short(environment, max_context=40, max_turns=40)
     assert (trajectory.stop, trajectory.score.value) == (StopReason.CONTEXT_FULL, 0.25)
     assert environment.ended == [StopReason.CONTEXT_FULL]
+    assert LAST_OBSERVATION not in trajectory.info, "it is in the context"
+
+
+def test_success_metrics_of_a_graded_reward_use_the_threshold() -> None:
+    trajectory = cut_short(AtTheEnd(TASK))
+    groups = [Group(GroupSpec(TASK, fresh=1), (trajectory,), ticket=0)]
+    names = ("reward/success", "groups/all_solved", "groups/none_solved")
+    assert [group_metrics(groups, 0.25)[name] for name in names] == [1, 1, 0]
+    assert [group_metrics(groups, 0.3)[name] for name in names] == [0, 0, 1]
 
 
 @pytest.mark.parametrize(("limit", "cut"), [(16, 0), (1, 3)])

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gleanrl.runtime.evaluation import Evaluation, by_kind, mean_interval, pass_at_k
+from gleanrl.runtime.evaluation import Evaluation, mean_interval, pass_at_k
 from gleanrl.types import Score, StopReason, Task, Trajectory
 
 
@@ -45,19 +45,41 @@ def attempt(value: float | None) -> Trajectory:
     return Trajectory("x", "t", (), score, StopReason.DONE, {"turns": 3})
 
 
+def attempts(*values: float | None) -> list[Trajectory]:
+    return [attempt(value) for value in values]
+
+
+TASKS = [Task("a", kind="heat"), Task("b", kind="cool"), Task("c", kind="heat")]
+
+
 def test_failed_measurements_are_left_out_not_counted_as_failures() -> None:
-    rows = ((attempt(1.0), attempt(None)), (attempt(0.0), attempt(1.0)))
-    metrics = Evaluation(rows).metrics("eval/sampled")
+    metrics = Evaluation(TASKS[:2], [attempts(1.0, None), attempts(0.0, 1.0)]).metrics()
     assert metrics["eval/sampled/pass@1"] == pytest.approx(0.75)
     assert metrics["eval/sampled/pass@2"] == pytest.approx(1.0)
     assert metrics["eval/sampled/valid"] == pytest.approx(0.75)
+    assert metrics["eval/sampled/score"] == pytest.approx(0.75)
+    assert not any("score" in name for name in Evaluation(TASKS[:1], [attempts(None, None)]).metrics())
 
 
 def test_each_kind_of_task_has_its_own_metrics() -> None:
-    tasks = [Task("a", kind="heat"), Task("b", kind="cool"), Task("c", kind="heat")]
-    rows = ((attempt(1.0), attempt(1.0)), (attempt(0.0), attempt(None)), (attempt(0.0), attempt(1.0)))
-    metrics = by_kind(tasks, Evaluation(rows), "pass@1")
+    rows = [attempts(1.0, 1.0), attempts(0.0, None), attempts(0.0, 1.0)]
+    metrics = Evaluation(TASKS, rows, attempts(1.0, 0.0, 1.0)).metrics()
     assert metrics["eval/kind/heat/pass@1"] == pytest.approx(0.75)
     assert metrics["eval/kind/cool/pass@1"] == 0.0
     assert metrics["eval/kind/cool/pass@1_low"] == 0.0 < metrics["eval/kind/cool/pass@1_high"]
-    assert by_kind(tasks[::2], Evaluation(rows[::2]), "pass@1") == {}, "one kind is what the whole says already"
+    assert (metrics["eval/kind/heat/success"], metrics["eval/kind/cool/success"]) == (1.0, 0.0)
+    one_kind = Evaluation(TASKS[::2], rows[::2]).metrics()
+    assert not any("kind" in name for name in one_kind), "one kind is what the whole says already"
+
+
+@given(st.lists(st.lists(st.floats(-3, 0.45), min_size=2, max_size=2), min_size=2, max_size=20), st.floats(-3, 0.45))
+def test_a_graded_reward_has_a_mean_score_and_success_rates_for_any_threshold(
+    scores: list[list[float]], threshold: float
+) -> None:
+    tasks = [Task(str(i)) for i in range(len(scores))]
+    metrics = Evaluation(tasks, [attempts(*row) for row in scores], success_threshold=threshold).metrics()
+    means = np.mean(scores, axis=1)
+    assert metrics["eval/sampled/score"] == pytest.approx(means.mean())
+    half = 1.96 * means.std(ddof=1) / np.sqrt(means.size)
+    assert metrics["eval/sampled/score_high"] == pytest.approx(means.mean() + half)
+    assert metrics["eval/sampled/pass@1"] == pytest.approx(np.mean(np.array(scores) >= threshold))

@@ -20,7 +20,7 @@ from gleanrl.runtime.run_folder import RunFolder
 from gleanrl.schedule.device_lock import DeviceLock
 from gleanrl.schedule.timeline import DEVICE_WORK, Timeline
 from gleanrl.tracking.monitors import Monitors
-from gleanrl.types import Score, StopReason, Trajectory
+from gleanrl.types import LAST_OBSERVATION, Message, Score, StopReason, Task, Trajectory
 from tests.builders import random_groups, tiny_model
 
 
@@ -116,9 +116,21 @@ def test_a_lone_surrogate_in_an_explanation_is_written_escaped_into_the_samples(
     """An environment that cannot open a file whose name is not UTF-8 raises an error with such a text."""
     watching, _ = observing(tmp_path, Timeline())
     failed = Trajectory("x", "t", (), Score.failed("OSError: cannot open /data/\udcff.txt"), StopReason.ERROR)
-    watching.evaluated(3, {}, Evaluation(((failed,),)))
+    watching.evaluated(3, Evaluation([Task("t")], [[failed]]))
     [written] = (tmp_path / "samples").iterdir()
     assert r"cannot open /data/\udcff.txt" in written.read_text(encoding="utf-8")
+
+
+def test_samples_show_why_an_attempt_got_its_score(tmp_path: Path) -> None:
+    watching, kept = observing(tmp_path, Timeline())
+    score = Score(0.2, parts={"format": 1.0, "correct": 0.0}, explanation="41 is not 42")
+    info = {LAST_OBSERVATION: [Message(role="user", content="The answer is wrong.")]}
+    played = Trajectory("x", "t", (), score, StopReason.DONE, info)
+    watching.evaluated(3, Evaluation([Task("t", payload={"answer": "42"})], [[played]]))
+    [written] = (tmp_path / "samples").iterdir()
+    text = written.read_text()
+    assert all(part in text for part in ("format 1", "correct 0", "41 is not 42", "answer: 42", "The answer is wrong."))
+    assert kept.steps[0]["eval/sampled/score"] == 0.2
 
 
 def test_a_run_without_rewards_to_wait_for_has_no_reward_wait_metric(tmp_path: Path) -> None:

@@ -1,21 +1,94 @@
-"""`gleanrl evaluate RUN_OR_PRESET_OR_TOML`: evaluates a checkpoint or a model on the held-out tasks."""
+"""`gleanrl evaluate`: evaluates a run, a checkpoint, an exported model or a preset on the held-out tasks.
+
+It prints a table and leaves a folder with the metrics, every attempt and an HTML report.
+"""
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from gleanrl.cli.common import RUN_HELP, add_job_arguments, import_runtime, load_config, preset_names, quiet_pipe
 from gleanrl.utils.errors import UserError
 
+if TYPE_CHECKING:
+    from gleanrl.runtime.run_folder import Checkpoint
+
+UNTRAINED = Path("evaluations")
+"""Folder of the evaluations of presets and configuration files, which belong to no run."""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    evaluated = f"{RUN_HELP}; a checkpoint of a run (RUN/checkpoints/step-N); a preset; or a TOML file"
-    parser.add_argument("config", metavar="RUN_OR_PRESET_OR_TOML", help=evaluated)
+    evaluated = (
+        f"{RUN_HELP} (its newest checkpoint); a checkpoint (RUN/checkpoints/step-N); the exported model (RUN/model); "
+        "or a preset or a TOML file (its model before training)"
+    )
+    parser.add_argument("source", metavar="RUN_OR_PRESET_OR_TOML", help=evaluated)
+    text = "folder to write (default: a new one in RUN/evaluations, or in evaluations/ for a preset or a TOML file)"
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help=text)
     add_job_arguments(parser)
     parser.set_defaults(command=_evaluate)
+
+
+@dataclass(frozen=True)
+class Source:
+    """What is evaluated: a configuration (a preset or a path) and, unless it is untrained, a checkpoint or a model."""
+
+    config: str
+    folder: Path  # where the evaluation's folder is written, unless --out is given
+    name: str  # name of the evaluation's folder
+    step: int = 0  # number of steps that the policy was trained for
+    checkpoint: Checkpoint | None = None
+    model: Path | None = None
+
+
+def find_source(name: str) -> Source:
+    """Return what the argument ``name`` of `gleanrl evaluate` stands for.
+
+    Raises:
+        UserError: there is no such run, preset or file, the run has no checkpoint yet, or the checkpoint is damaged.
+    """
+    from gleanrl.runtime.checkpoints import Checkpoints, check_checkpoint
+    from gleanrl.runtime.run_folder import Checkpoint, RunFolder, find_run
+
+    path = find_run(name)
+    if not path.is_dir() or name in preset_names():
+        if path.is_dir():
+            print(f"gleanrl: warning: this evaluates the preset {name}, untrained; the run is {path}", file=sys.stderr)
+        elif Path(name).name != name and not name.endswith(".toml"):
+            raise UserError(
+                f"no run folder at {name}; give the folder that `gleanrl train` wrote, a preset or a .toml file"
+            )
+        return Source(name, UNTRAINED, Path(name).stem)
+
+    if path.resolve().parent.name == "checkpoints":
+        check_checkpoint(path)
+        run = RunFolder(path.resolve().parent.parent)
+        checkpoint = Checkpoint(json.loads((path / "state.json").read_text())["step"], path)
+    elif (path / "config.json").exists():  # a Hugging Face model directory
+        run = RunFolder(path.resolve().parent)
+        if not run.config_path.exists():
+            raise UserError(
+                f"{path} is a model outside of a run folder, which does not say which tasks it is for; use "
+                f"gleanrl evaluate PRESET_OR_TOML --model.init {path} --warm_start.enabled false"
+            )
+        rows = run.read_metrics()
+        return Source(str(run.config_path), run.evaluations_path, path.name, rows[-1].step if rows else 0, model=path)
+    else:
+        run = RunFolder.existing(path)
+        found = Checkpoints(run.checkpoints_path, keep=1).latest()
+        if found is None:
+            raise UserError(f"{path} has no checkpoint yet; it is written every checkpoint.every steps and at the end")
+        checkpoint = Checkpoint(found[1]["step"], found[0])
+    name = f"step-{checkpoint.step}"
+    return Source(str(run.config_path), run.evaluations_path, name, checkpoint.step, checkpoint)
 
 
 def _evaluate(args: argparse.Namespace) -> int:
@@ -24,33 +97,24 @@ def _evaluate(args: argparse.Namespace) -> int:
             f"gleanrl evaluate is one process, but WORLD_SIZE = {size} in the environment; start it without torchrun, "
             "or unset WORLD_SIZE"
         )
-    from gleanrl.runtime.run_folder import RunFolder, find_run
+    source = find_source(args.source)
+    if args.out is not None and args.out.exists():
+        raise UserError(f"{args.out} exists already; choose another folder")
+    if source.model is not None:
+        args.overrides = [("model.init", str(source.model)), ("warm_start.enabled", "false"), *args.overrides]
+    config = load_config(args, source.config)
 
-    checkpoint, source = None, args.config
-    run = find_run(source)
-    if run.is_dir() and source not in preset_names():
-        from gleanrl.runtime.checkpoints import Checkpoints, check_checkpoint
-
-        if run.resolve().parent.name == "checkpoints":
-            check_checkpoint(run)
-            checkpoint, run = run, run.resolve().parent.parent
-        elif latest := Checkpoints(RunFolder.existing(run).checkpoints_path, keep=1).latest():
-            checkpoint = latest[0]
-        else:
-            raise UserError(f"{run} has no checkpoint yet; it is written every checkpoint.every steps and at the end")
-        source = str(run / "config.toml")
-    elif run.is_dir():
-        print(f"gleanrl: warning: this evaluates the preset {source}, untrained; the run is {run}", file=sys.stderr)
-    elif Path(source).name != source and not source.endswith(".toml"):
-        raise UserError(
-            f"no run folder at {source}; give the folder that `gleanrl train` wrote, a preset or a .toml file"
-        )
-    config = load_config(args, source)
-
+    from gleanrl.runtime.evaluation_folder import write_evaluation
+    from gleanrl.tracking import report
     from gleanrl.tracking.monitors import Console
 
-    metrics = import_runtime(config, "run").run_evaluation(config, checkpoint, Console())
-    with quiet_pipe():
-        for name, value in sorted(metrics.items()):
-            print(f"{name:<36} {value:.4f}")
+    result = import_runtime(config, "run").run_evaluation(config, source.checkpoint, Console())
+    names = (source.name if number == 1 else f"{source.name}-{number}" for number in count(1))
+    folder = args.out or next(path for name in names if not (path := source.folder / name).exists())
+    write_evaluation(folder, config, args.source, source.step, result)
+    page = report.build(folder)
+    with quiet_pipe(), suppress(SystemExit):  # rich raises SystemExit if standard output is a closed pipe
+        report.show(folder)
+        print(f"evaluation: {folder}")
+        print(f"report: {page}")
     return 0

@@ -130,13 +130,16 @@ def _validate(data: dict[str, Any], source: str, overrides: Overrides) -> JobCon
 
 
 def _check(config: JobConfig) -> JobConfig:
-    """Return ``config`` with the defaults that depend on its model, and check the rules that involve several sections.
+    """Return ``config`` with the defaults that depend on other settings, and check the rules between sections.
 
     The defaults are those of ``learner.lr`` and ``context.max_tokens_per_turn``, which differ for models other than the
-    tiny one. The configuration of another kind of job is returned unchanged.
+    tiny one, and that of ``replay.success_threshold``. The configuration of another kind of job is returned unchanged.
     """
     if not isinstance(config, Config):
         return config
+    if "success_threshold" not in config.replay.model_fields_set:
+        replay = config.replay.model_copy(update={"success_threshold": config.reward.success_threshold})
+        config = config.model_copy(update={"replay": replay})
     if config.model.init != "tiny":
         learner, context = config.learner, config.context
         if "lr" not in learner.model_fields_set:

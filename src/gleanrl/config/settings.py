@@ -14,6 +14,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
+from gleanrl.types import SUCCESS
 from gleanrl.utils.settings import (
     CheckpointSettings,
     Fraction,
@@ -61,7 +62,8 @@ class TaskSettings(Settings):
     order: str = "shuffled"
     """Order of tasks. shuffled: each task once per epoch; a mixture alternates its sources by weight. levels: one
     source after the other, each until it is solved often enough. solve_rate: prefers tasks solved half the time. Or the
-    import path of a `Curriculum`, called with ``(tasks, *, weights, group, seed, greedy, **options)``."""
+    import path of a `Curriculum`, called with ``(tasks, *, weights, group, seed, greedy, success_threshold,
+    **options)``."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the order: for levels ``advance``, ``window``, ``review`` and ``levels``, for solve_rate
     ``sigma``, ``memory`` and ``explore``. shuffled has none."""
@@ -376,8 +378,9 @@ class ReplaySettings(Settings):
     max_rate: Fraction = 1.0
     """A fresh group stores its successes only if its solve rate is below this and above `min_rate`. At 1.0, groups in
     which every member succeeded are not stored."""
-    success_threshold: float = 0.5
-    """Minimum score of a success, in the pool, in solve rates and in guidance."""
+    success_threshold: float = SUCCESS
+    """Minimum score of a success, in the pool, in replay's solve rates and in guidance. If it is not set, it is
+    `reward.success_threshold`."""
     capacity_per_task: Positive = 8
     """Maximum number of stored trajectories per task. Beyond it, those that `select` ranks last are evicted."""
     retire_after: Positive = 2
@@ -545,6 +548,10 @@ class RewardSettings(Settings):
     options: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of a class, or further keyword arguments of a function. The value `env:NAME` is read from the
     environment variable NAME; use this for keys."""
+    success_threshold: float = SUCCESS
+    """Minimum score of a solved task. Success rates use it: pass@k and greedy success of evaluations, `reward/success`,
+    the orders of tasks that depend on success, and the report; also replay and guidance, unless
+    `replay.success_threshold` is set. Mean scores do not depend on it."""
     isolation: Literal["thread", "process"] = "thread"
     """Where calls of a reward that is not async run. process: in worker processes; one whose call exceeds `timeout_s`
     is killed. thread: in threads of the reward agent's process; a call that hangs cannot be stopped."""

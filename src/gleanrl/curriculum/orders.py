@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 
 from gleanrl.config.settings import TaskSettings
 from gleanrl.protocols import Curriculum, Metrics
-from gleanrl.types import Group, GroupSpec, Task
+from gleanrl.types import SUCCESS, Group, GroupSpec, Task
 from gleanrl.utils.errors import UserError
 from gleanrl.utils.importing import load_object
 from gleanrl.utils.seeding import derive
@@ -32,19 +32,33 @@ _LEAST_CHANCE = 1e-9
 
 
 def make_curriculum(
-    settings: TaskSettings, tasks: Sequence[Task], weights: Weights, *, group: int, seed: int, greedy: bool
+    settings: TaskSettings,
+    tasks: Sequence[Task],
+    weights: Weights,
+    *,
+    group: int,
+    seed: int,
+    greedy: bool,
+    success_threshold: float = SUCCESS,
 ) -> Curriculum:
     """Make the order that ``settings.order`` names, with ``settings.options`` as further keyword arguments.
 
     ``weights`` maps each source of tasks to its weight, and is empty if there is only one source. ``group`` is the
-    number of fresh members in a group. If ``greedy`` is true, each group includes an attempt at temperature 0.
+    number of fresh members in a group. If ``greedy`` is true, each group includes an attempt at temperature 0. Solve
+    rates count scores of at least ``success_threshold``.
 
     Raises:
         UserError: ``tasks`` is empty, there is no such order, or the order does not accept an option or its value.
     """
     if not tasks:
         raise UserError("there is no training task; raise environment.train_tasks")
-    made = {"group": group, "seed": seed, "weights": weights, "greedy": greedy}
+    made = {
+        "group": group,
+        "seed": seed,
+        "weights": weights,
+        "greedy": greedy,
+        "success_threshold": success_threshold,
+    }
     known: Mapping[str, Any] = {"shuffled": TaskStream, "levels": Levels, "solve_rate": BySolveRate}
     order = known.get(settings.order)
     if order is None and ":" not in settings.order:
@@ -94,6 +108,13 @@ class TaskOrder:
     """Relative weight of each source, by which training draws from the sources; empty if there is only one source."""
     greedy: bool = False
     """Whether each group includes an attempt at temperature 0, which the estimator remax uses as the baseline."""
+    success_threshold: float = SUCCESS
+    """Minimum score of a solved task."""
+
+    def solve_rate(self, group: Group) -> float | None:
+        """Return the share of a group's valid fresh members that solved the task. None if no fresh member is valid."""
+        solved = [t.score.reaches(self.success_threshold) for t in group.valid_fresh]
+        return sum(solved) / len(solved) if solved else None
 
 
 @dataclass
@@ -203,7 +224,7 @@ class Levels(TaskStream):
 
     def observe(self, groups: Sequence[Group]) -> Metrics:
         for group in groups:
-            rate = _solve_rate(group)
+            rate = self.solve_rate(group)
             if source_of(group.spec.task) != self._order[self._level] or rate is None:
                 continue
             self._recent.append(rate)
@@ -287,7 +308,7 @@ class BySolveRate(TaskOrder):
 
     def observe(self, groups: Sequence[Group]) -> Metrics:
         for group in groups:
-            rate = _solve_rate(group)
+            rate = self.solve_rate(group)
             if rate is not None:
                 before = self._rates.get(group.spec.task.id, rate)
                 self._rates[group.spec.task.id] = self.memory * before + (1 - self.memory) * rate
@@ -307,12 +328,6 @@ class BySolveRate(TaskOrder):
         if state.get("order") != self.name:
             raise UserError("the checkpoint was saved with another tasks.order; resume with that")
         self._batches, self._rates = state["batches"], dict(state["rates"])
-
-
-def _solve_rate(group: Group) -> float | None:
-    """Return the share of a group's valid fresh members that solved the task. None if no fresh member is valid."""
-    valid = [trajectory.score for trajectory in group.fresh if trajectory.score.valid]
-    return sum(score.solved for score in valid) / len(valid) if valid else None
 
 
 def _without_repeats(chances: Sequence[float], count: int, draw: random.Random, taken: frozenset[int]) -> list[int]:

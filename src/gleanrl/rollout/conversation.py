@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from gleanrl.rollout.tool_calls import read_calls
-from gleanrl.types import Message, Segment, Trajectory
+from gleanrl.types import LAST_OBSERVATION, Message, Segment, Task, Trajectory
 
 
 def conversation(trajectory: Trajectory) -> list[Message]:
@@ -39,16 +39,26 @@ def readable(message: Message) -> str:
     return "\n".join(lines)
 
 
-def transcript(trajectory: Trajectory) -> str:
-    """Return the conversation as text for people to read.
+PAYLOAD_CHARACTERS = 500
+"""Maximum number of characters of each value of a task's payload in a transcript."""
 
-    A sampled turn is marked by ``>`` and followed by its number of tokens and their mean log-prob.
+
+def transcript(trajectory: Trajectory, task: Task | None = None) -> str:
+    """Return the conversation as text for people to read, with the score and what it consists of.
+
+    A sampled turn is marked by ``>`` and followed by its number of tokens and their mean log-prob. The messages with
+    which the environment ended the episode come last. With ``task``, its payload is included, which contains the
+    reference answer if the task has one.
     """
     score = f"{trajectory.score.value:g}" if trajectory.score.valid else "invalid"
     head = f"task {trajectory.task_id}: score {score}, ended {trajectory.stop}, sampled by version {trajectory.version}"
     lines = [head]
+    if trajectory.score.parts:
+        lines.append(f"score parts: {', '.join(f'{name} {part:g}' for name, part in trajectory.score.parts.items())}")
     if trajectory.score.explanation:
         lines.append(f"({trajectory.score.explanation})")
+    if task is not None:
+        lines += [f"{name}: {text}" for name, text in readable_payload(task).items()]
     for index, segment in enumerate(trajectory.segments):
         if index:
             lines.append("--- the context was rewritten here ---")
@@ -59,7 +69,23 @@ def transcript(trajectory: Trajectory) -> str:
                 continue
             sure = f", mean log-prob {float(np.mean(turn.logprobs)):.2f}" if turn.logprobs.size else ""
             lines.append(f"\n> {text}\n  ({turn.tokens.size} tokens{sure})")
+    if last := last_observation(trajectory):
+        lines.append(f"\n[last observation, which the model did not see]\n{last}")
     return "\n".join(lines) + "\n"
+
+
+def readable_payload(task: Task) -> dict[str, str]:
+    """Return the payload of a task as texts, each of at most `PAYLOAD_CHARACTERS`."""
+    texts = {}
+    for name, value in task.payload.items():
+        text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+        texts[name] = text if len(text) <= PAYLOAD_CHARACTERS else f"{text[:PAYLOAD_CHARACTERS]} ..."
+    return texts
+
+
+def last_observation(trajectory: Trajectory) -> str:
+    """Return the messages with which the environment ended the episode, as text; empty if there were none."""
+    return "\n".join(readable(message) for message in trajectory.info.get(LAST_OBSERVATION, ())).strip()
 
 
 def opening_turns(trajectory: Trajectory) -> Segment:

@@ -18,7 +18,7 @@ from gleanrl.rollout.context import make_context
 from gleanrl.rollout.renderer import Renderer
 from gleanrl.rollout.tool_calls import ToolsUnknown
 from gleanrl.schedule.timeline import BusyClock
-from gleanrl.types import Score, StopReason, Task, Trajectory
+from gleanrl.types import LAST_OBSERVATION, Message, Score, StopReason, Task, Trajectory
 
 # An episode is played again if the process of its sampler or environment has died. The number of attempts is limited,
 # because the episode itself may be the cause.
@@ -82,6 +82,7 @@ class Player:
         turns, cut, environment_s = 0, 0, 0.0
         score = Score.failed("the environment gave no score")
         altered: str | None = None
+        unseen: tuple[Message, ...] = ()  # the messages of the last observation, if the model did not see them
         async with AsyncExitStack() as opened, self.sampler.session(seed) as session:
             try:
                 environment = self.environment(task)
@@ -93,7 +94,7 @@ class Player:
                     with self.environment_clock:
                         observation = await call
                     environment_s += perf_counter() - asked
-                    score = observation.score or score
+                    score, unseen = observation.score or score, observation.messages
                     if observation.done:
                         stop = StopReason.DONE
                         break
@@ -103,6 +104,7 @@ class Player:
                         break
                     opening = task.prompt if turns == 0 else ()
                     context.observe((*opening, *observation.messages), observation.tools)
+                    unseen = ()
                     prompt = context.prompt()
                     room = self.max_context - prompt.size
                     if room < 1:
@@ -135,6 +137,8 @@ class Player:
         if context.tools:
             # A renderer with the same tools is needed to render or parse messages of this trajectory again later.
             info["tools"] = list(context.tools)
+        if unseen:
+            info[LAST_OBSERVATION] = list(unseen)
         if altered is not None:
             info["altered_sampling"] = altered
         return Trajectory(trajectory_id, task.id, context.segments(), score, stop, info)

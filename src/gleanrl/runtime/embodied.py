@@ -27,10 +27,10 @@ from gleanrl.embodied.networks import Actor
 from gleanrl.embodied.rollout import Rollout, RolloutWorker, evaluate
 from gleanrl.embodied.sac import SAC
 from gleanrl.embodied.settings import EmbodiedConfig
-from gleanrl.protocols import Metrics
 from gleanrl.runtime.checkpoints import Checkpoints
+from gleanrl.runtime.evaluation import EvaluationResult
 from gleanrl.runtime.process import handle_signals, open_run
-from gleanrl.runtime.run_folder import OpenMonitors, RunFolder, RunInfo
+from gleanrl.runtime.run_folder import Checkpoint, OpenMonitors, RunFolder, RunInfo
 from gleanrl.schedule.timeline import Timeline
 from gleanrl.utils import atomic
 from gleanrl.utils.errors import UserError
@@ -186,8 +186,8 @@ async def _train(
         return complete
 
 
-def run_evaluation(config: EmbodiedConfig, checkpoint: Path | None, console: Display) -> Metrics:
-    """Evaluate the policy in the folder ``checkpoint``, or the randomly initialised policy if ``checkpoint`` is None.
+def run_evaluation(config: EmbodiedConfig, checkpoint: Checkpoint | None, console: Display) -> EvaluationResult:
+    """Evaluate the policy in ``checkpoint``, or the randomly initialised policy if ``checkpoint`` is None.
 
     Raises:
         UserError: a mistake in the configuration, or a damaged file.
@@ -197,9 +197,9 @@ def run_evaluation(config: EmbodiedConfig, checkpoint: Path | None, console: Dis
     with open_environments(config, "evaluation", config.evaluation.episodes) as environments:
         sac = SAC(environments.obs_size, environments.action_size, config.learner, config.run.seed)
         if checkpoint is not None:
-            sac.load_state_dict(read_state(checkpoint)["sac"])
+            sac.load_state_dict(read_state(checkpoint.path)["sac"])
         with console.stage("evaluating"):
-            return evaluate(sac.actor.cpu().mean, environments)
+            return EvaluationResult(evaluate(sac.actor.cpu().mean, environments))
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Evaluates a policy on held-out tasks and reports pass@k with 95 % confidence intervals.
+"""Evaluates a policy on held-out tasks and reports pass@k and the mean score with 95 % confidence intervals.
 
 `evaluate` plays the episodes: several per task at the sampling temperature, and optionally one per task at temperature
 0 (greedy). `BackgroundEvaluator` calls it while training continues. `measure_baselines` measures the success rates of
@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import dataclass, field, replace
+from itertools import compress
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ from gleanrl.rollout.player import Player
 from gleanrl.schedule.device_lock import TakeDevice
 from gleanrl.schedule.timeline import SpanRecorder
 from gleanrl.train import score_trajectory
-from gleanrl.types import Message, Task, Trajectory
+from gleanrl.types import SUCCESS, Message, Task, Trajectory
 from gleanrl.utils.errors import NoExpert
 from gleanrl.utils.progress import Progress
 from gleanrl.utils.seeding import derive
@@ -33,36 +34,56 @@ BASELINES = {"expert": 0.0, "random": 1.0}
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """The attempts of an evaluation, as ``trajectories[task][attempt]``; each task has the same number of attempts.
+    """The attempts of an evaluation: ``sampled[task][attempt]``, and ``greedy[task]`` at temperature 0, or empty.
 
-    `valid` (bool [tasks, attempts]) states which attempts have a score. Attempts whose scoring failed are left out of
-    the metrics. `outcomes` (bool [tasks, attempts]) states which attempts solved their task.
+    Each task has the same number of sampled attempts. An attempt is solved if its score is at least
+    ``success_threshold``.
     """
 
-    trajectories: tuple[tuple[Trajectory, ...], ...]
+    tasks: Sequence[Task]
+    sampled: Sequence[Sequence[Trajectory]]
+    greedy: Sequence[Trajectory] = ()
+    success_threshold: float = SUCCESS
 
-    @property
-    def valid(self) -> np.ndarray:
-        return np.array([[t.score.valid for t in row] for row in self.trajectories])
+    def metrics(self) -> dict[str, float]:
+        """Return pass@k, the mean score and their 95 % intervals, for all tasks and, if there are several, by kind.
 
-    @property
-    def outcomes(self) -> np.ndarray:
-        return np.array([[t.score.solved for t in row] for row in self.trajectories])
+        Attempts whose scoring failed are left out; ``eval/sampled/valid`` is the share of the others. A metric is
+        missing if no task has enough valid attempts for it.
+        """
+        out = self._describe("eval/sampled", self.sampled)
+        greedy = [[trajectory] for trajectory in self.greedy]
+        if greedy:
+            for name, value in self._describe("eval/greedy", greedy).items():
+                out[name.replace("pass@1", "success")] = value
+        kinds = dict.fromkeys(task.kind for task in self.tasks)
+        for kind in kinds if len(kinds) > 1 else ():
+            prefix, own = f"eval/kind/{kind or 'other'}", [task.kind == kind for task in self.tasks]
+            found = self._describe("", list(compress(self.sampled, own)))
+            best = self._describe("", list(compress(greedy, own))) if greedy else {}
+            for end in ("", "_low", "_high"):
+                for name, source, measure in (
+                    ("pass@1", found, "pass@1"), ("success", best, "pass@1"), ("score", found, "score"),
+                ):  # fmt: skip
+                    if (value := source.get(f"/{measure}{end}")) is not None:
+                        out[f"{prefix}/{name}{end}"] = value
+        return out
 
-    def metrics(self, prefix: str) -> dict[str, float]:
-        outcomes, valid = self.outcomes, self.valid
-        out: dict[str, float] = {f"{prefix}/valid": float(valid.mean())}
-        attempts = outcomes.shape[1]
-        pairs = [(int(v.sum()), int((o & v).sum())) for o, v in zip(outcomes, valid, strict=True)]
-        ks = {2**i for i in range(attempts.bit_length()) if 2**i <= attempts} | {attempts}
-        for k in sorted(ks):
-            rates = [pass_at_k(n, c, k) for n, c in pairs if n >= k]
+    def _describe(self, prefix: str, attempts: Sequence[Sequence[Trajectory]]) -> dict[str, float]:
+        """Return the metrics of ``attempts[task][attempt]``, under names that begin with ``prefix``."""
+        valid = [[t for t in row if t.score.valid] for row in attempts]
+        solved = [sum(t.score.reaches(self.success_threshold) for t in row) for row in valid]
+        made = len(attempts[0])
+        out = {f"{prefix}/valid": sum(map(len, valid)) / (made * len(attempts))}
+        for k in sorted({2**i for i in range(made.bit_length())} | {made}):
+            rates = [pass_at_k(len(row), count, k) for row, count in zip(valid, solved, strict=True) if len(row) >= k]
             if rates:
-                mean, low, high = mean_interval(rates)
-                out |= {f"{prefix}/pass@{k}": mean, f"{prefix}/pass@{k}_low": low, f"{prefix}/pass@{k}_high": high}
-        flat = [t for row in self.trajectories for t in row if t.score.valid]
-        out[f"{prefix}/turns"] = float(np.mean([t.info.get("turns", 0) for t in flat])) if flat else math.nan
-        return {name: value for name, value in out.items() if math.isfinite(value)}
+                out |= with_interval(f"{prefix}/pass@{k}", mean_interval(rates))
+        if any(valid):
+            means = [sum(t.score.value for t in row) / len(row) for row in valid if row]
+            out |= with_interval(f"{prefix}/score", score_interval(means))
+            out[f"{prefix}/turns"] = float(np.mean([t.info.get("turns", 0) for row in valid for t in row]))
+        return out
 
 
 def pass_at_k(attempts: int, successes: int, k: int) -> float:
@@ -72,6 +93,24 @@ def pass_at_k(attempts: int, successes: int, k: int) -> float:
     at least one of the ``successes``. ``k`` must be at most ``attempts``.
     """
     return 1.0 - math.comb(attempts - successes, k) / math.comb(attempts, k)
+
+
+def with_interval(name: str, interval: tuple[float, float, float]) -> dict[str, float]:
+    """Return a mean and the finite bounds of its interval as the metrics ``name``, ``name_low`` and ``name_high``."""
+    named = zip((name, f"{name}_low", f"{name}_high"), interval, strict=True)
+    return {key: value for key, value in named if math.isfinite(value)}
+
+
+def score_interval(scores: Sequence[float]) -> tuple[float, float, float]:
+    """Return the mean of the tasks' scores and the lower and upper bound of its 95 % confidence interval.
+
+    The interval assumes that tasks are independent and that their number is large: it is 1.96 standard errors wide on
+    each side. It is infinite for a single task.
+    """
+    x = np.asarray(scores, float)
+    mean = float(x.mean())
+    half = 1.96 * float(x.std(ddof=1)) / math.sqrt(x.size) if x.size > 1 else math.inf
+    return mean, mean - half, mean + half
 
 
 def mean_interval(rates: Sequence[float]) -> tuple[float, float, float]:
@@ -91,6 +130,18 @@ def mean_interval(rates: Sequence[float]) -> tuple[float, float, float]:
     return mean, max(0.0, centre - half), min(1.0, centre + half)
 
 
+@dataclass(frozen=True)
+class EvaluationResult:
+    """What a job's ``run_evaluation`` returns: the metrics and, for a language model, the attempts and its tokenizer.
+
+    ``metrics`` include those of the baselines.
+    """
+
+    metrics: Metrics
+    attempts: Evaluation | None = None
+    tokenizer: Any = None  # a transformers tokenizer
+
+
 async def evaluate(
     player: Player,
     reward: Reward,
@@ -99,12 +150,12 @@ async def evaluate(
     seed: int,
     samples: int,
     greedy: bool,
+    success_threshold: float = SUCCESS,
     done: Callable[[], None] = lambda: None,
-) -> tuple[Metrics, Evaluation]:
+) -> Evaluation:
     """Play every task ``samples`` times at the player's temperature and, if ``greedy``, once more at temperature 0.
 
-    All episodes are started at once. ``done`` is called after each episode. Returns the metrics of both kinds of
-    attempts, and the sampled attempts (without the greedy ones).
+    All episodes are started at once. ``done`` is called after each episode.
     """
 
     async def attempt(task: Task, index: int, temperature: float | None) -> Trajectory:
@@ -119,44 +170,19 @@ async def evaluate(
         done()
         return trajectory
 
-    async def rows(count: int, temperature: float | None) -> Evaluation:
-        jobs: list[Awaitable[Trajectory]] = [attempt(t, i, temperature) for t in tasks for i in range(count)]
-        flat = await asyncio.gather(*jobs)
-        return Evaluation(tuple(tuple(flat[i * count : (i + 1) * count]) for i in range(len(tasks))))
-
-    if not greedy:
-        sampled = await rows(samples, None)
-        return {**sampled.metrics("eval/sampled"), **by_kind(tasks, sampled, "pass@1")}, sampled
-    sampled, best = await asyncio.gather(rows(samples, None), rows(1, 0.0))
-    greedy_metrics = {name.replace("pass@1", "success"): v for name, v in best.metrics("eval/greedy").items()}
-    kinds = by_kind(tasks, sampled, "pass@1") | by_kind(tasks, best, "success")
-    return {**sampled.metrics("eval/sampled"), **greedy_metrics, **kinds}, sampled
-
-
-def by_kind(tasks: Sequence[Task], evaluation: Evaluation, name: str) -> dict[str, float]:
-    """Return pass@1 and its interval for each kind of task, under the keys ``eval/kind/KIND/name``, ``..._low``, etc.
-
-    The result is empty if all tasks are of the same kind.
-    """
-    kinds = dict.fromkeys(task.kind for task in tasks)
-    if len(kinds) < 2:
-        return {}
-    out: dict[str, float] = {}
-    for kind in kinds:
-        own = tuple(row for task, row in zip(tasks, evaluation.trajectories, strict=True) if task.kind == kind)
-        found = Evaluation(own).metrics("")
-        for end in ("", "_low", "_high"):
-            if (value := found.get(f"/pass@1{end}")) is not None:
-                out[f"eval/kind/{kind or 'other'}/{name}{end}"] = value
-    return out
+    sampled = [attempt(task, index, None) for task in tasks for index in range(samples)]
+    best = [attempt(task, 0, 0.0) for task in tasks] if greedy else []
+    played = await asyncio.gather(*sampled, *best)
+    rows = [played[i * samples : (i + 1) * samples] for i in range(len(tasks))]
+    return Evaluation(tasks, rows, played[len(sampled) :], success_threshold)
 
 
 @dataclass
 class BackgroundEvaluator:
     """Evaluates snapshots of the policy in the background, one at a time, while training continues.
 
-    ``weights`` returns the learner's weights at the time of the call. ``report`` is called with the step, the metrics
-    and the sampled attempts of each evaluation.
+    ``weights`` returns the learner's weights at the time of the call. ``report`` is called with the step and the
+    evaluation.
     """
 
     player: Player  # the player that training uses; evaluation replaces its sampler by `sampler`
@@ -164,9 +190,10 @@ class BackgroundEvaluator:
     reward: Reward
     tasks: Sequence[Task]
     settings: EvaluationSettings
+    success_threshold: float
     seed: int
     weights: Callable[[], Any]
-    report: Callable[[int, Metrics, Evaluation], None]
+    report: Callable[[int, Evaluation], None]
     progress: Progress
     done: Collection[int] = ()  # steps for which `start` does nothing, because they were evaluated before a resume
     _running: asyncio.Task[None] | None = field(default=None, repr=False)
@@ -199,16 +226,17 @@ class BackgroundEvaluator:
         player = replace(self.player, sampler=self.sampler)
         episodes = len(self.tasks) * (self.settings.samples + self.settings.greedy)
         with self.progress.stage(f"evaluating step {step}", episodes) as stage:
-            metrics, sampled = await evaluate(
+            evaluation = await evaluate(
                 player,
                 self.reward,
                 self.tasks,
                 seed=self.seed,
                 samples=self.settings.samples,
                 greedy=self.settings.greedy,
+                success_threshold=self.success_threshold,
                 done=stage.advance,
             )
-        self.report(step, metrics, sampled)
+        self.report(step, evaluation)
 
 
 @dataclass(frozen=True)
@@ -230,14 +258,20 @@ class EvaluationWork:
 
 
 def measure_baselines(
-    taskset: Taskset, tasks: Sequence[Task], *, max_turns: int, seed: int, progress: Progress
+    taskset: Taskset,
+    tasks: Sequence[Task],
+    *,
+    max_turns: int,
+    seed: int,
+    progress: Progress,
+    success_threshold: float = SUCCESS,
 ) -> dict[str, float]:
     """Return the success rates of the expert and of a random policy on ``tasks``, each with its 95 % interval.
 
     The keys are ``eval/baseline/expert`` and ``eval/baseline/random``, with the suffixes ``_low`` and ``_high`` for the
-    interval. An episode counts as solved only if it needs at most ``max_turns`` actions. The result is empty if the
-    environment has no expert for one of the tasks. The random policy is left out if it always takes the same actions as
-    the expert, which happens if each task has only one valid action.
+    interval. An episode counts as solved if its score is at least ``success_threshold`` and it needs at most
+    ``max_turns`` actions. The result is empty if the environment has no expert for one of the tasks. The random policy
+    is left out if it always takes the same actions as the expert, which happens if each task has only one valid action.
     """
     if not taskset.has_expert:
         return {}
@@ -254,10 +288,8 @@ def measure_baselines(
                     return {}
                 played.setdefault(name, []).append(conversation)
                 actions = sum(message["role"] == "assistant" for message in conversation)
-                rates.append(float(score.solved and actions <= max_turns))
+                rates.append(float(score.reaches(success_threshold) and actions <= max_turns))
                 stage.advance()
             if name == "expert" or played[name] != played["expert"]:
-                mean, low, high = mean_interval(rates)
-                key = f"eval/baseline/{name}"
-                out |= {key: mean, f"{key}_low": low, f"{key}_high": high}
+                out |= with_interval(f"eval/baseline/{name}", mean_interval(rates))
     return out

@@ -12,7 +12,6 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -38,13 +37,19 @@ from gleanrl.rewards import EnvironmentReward, Scorer
 from gleanrl.rollout.player import Player
 from gleanrl.rollout.renderer import Renderer
 from gleanrl.runtime.checkpoints import Checkpoints, restore
-from gleanrl.runtime.evaluation import BackgroundEvaluator, EvaluationWork, evaluate, measure_baselines
+from gleanrl.runtime.evaluation import (
+    BackgroundEvaluator,
+    EvaluationResult,
+    EvaluationWork,
+    evaluate,
+    measure_baselines,
+)
 from gleanrl.runtime.experience import has_checkpoint, open_pool
 from gleanrl.runtime.observer import RunObserver
 from gleanrl.runtime.prepare import Prepared, prepare
 from gleanrl.runtime.process import handle_signals, open_run
 from gleanrl.runtime.rewards import RewardSource, make_scorer, reward_source
-from gleanrl.runtime.run_folder import OpenMonitors, RunFolder, RunInfo
+from gleanrl.runtime.run_folder import Checkpoint, OpenMonitors, RunFolder, RunInfo
 from gleanrl.runtime.sharded import learner_ranks
 from gleanrl.samplers import SAMPLERS
 from gleanrl.schedule.controller import StalenessController
@@ -52,7 +57,7 @@ from gleanrl.schedule.device_lock import DeviceLock, TakeDevice, make_order
 from gleanrl.schedule.schedule import Schedule
 from gleanrl.schedule.timeline import Timeline
 from gleanrl.train import Run, train
-from gleanrl.types import Group
+from gleanrl.types import SUCCESS, Group
 from gleanrl.utils import atomic
 from gleanrl.utils.importing import load_object
 from gleanrl.utils.progress import Progress
@@ -81,10 +86,10 @@ def run_training(config: Config, *, resume: bool, console: Progress, monitors: O
         return asyncio.run(train_with(builder, monitors, resume=resume))
 
 
-def run_evaluation(config: Config, checkpoint: Path | None, console: Progress) -> Metrics:
-    """Evaluate a model on the held-out tasks of ``config``, and return the metrics and those of the baselines.
+def run_evaluation(config: Config, checkpoint: Checkpoint | None, console: Progress) -> EvaluationResult:
+    """Evaluate a model on the held-out tasks of ``config``.
 
-    The model is the one in the folder ``checkpoint``; if ``checkpoint`` is None, it is the model that a run with this
+    The model is the one in ``checkpoint``; if ``checkpoint`` is None, it is the model that a run with this
     configuration starts from (after its warm start).
 
     Raises:
@@ -103,30 +108,32 @@ def set_up_libraries(config: Config) -> None:
     transformers_logging.disable_progress_bar()
 
 
-async def evaluate_with(builder: Builder, checkpoint: Path | None) -> Metrics:
+async def evaluate_with(builder: Builder, checkpoint: Checkpoint | None) -> EvaluationResult:
     async with AsyncExitStack() as stack:
         schedule = Schedule.from_settings(builder.config.schedule)
         sampler = builder.evaluation_sampler(schedule, None, None)
         stack.push_async_callback(sampler.close)
         if checkpoint is not None:
             learner = builder.learner(None, None, trains=False)
-            learner.load(checkpoint)
-            await sampler.publish(learner.weights(), 0)
+            learner.load(checkpoint.path)
+            await sampler.publish(learner.weights(), checkpoint.step)
         pool = await stack.enter_async_context(builder.environment_pool())
         rewards = await stack.enter_async_context(builder.rewards(None))
         settings, tasks = builder.config.evaluation, builder.prepared.evaluation
         episodes = len(tasks) * (settings.samples + settings.greedy)
         stage = stack.enter_context(builder.console.stage("evaluating", episodes))
-        metrics, _ = await evaluate(
+        evaluation = await evaluate(
             builder.player(pool, sampler),
             rewards.evaluation,
             tasks,
             seed=builder.seed("evaluation"),
             samples=settings.samples,
             greedy=settings.greedy,
+            success_threshold=builder.config.reward.success_threshold,
             done=stage.advance,
         )
-    return {**metrics, **builder.measure_baselines()}
+    metrics = {**evaluation.metrics(), **builder.measure_baselines()}
+    return EvaluationResult(metrics, evaluation, builder.prepared.tokenizer)
 
 
 async def train_with(builder: Builder, monitors: OpenMonitors, *, resume: bool) -> bool:
@@ -185,7 +192,11 @@ class Builder:
             greedy = "reward_baselines" in self.estimator.needs
             group = config.schedule.group
             curriculum: Curriculum = self.prepared.order(
-                config.tasks, group=group, seed=self.seed("tasks"), greedy=greedy
+                config.tasks,
+                group=group,
+                seed=self.seed("tasks"),
+                greedy=greedy,
+                success_threshold=config.reward.success_threshold,
             )
             # `updated` is the learner that the training loop calls. With `replay.pool_updates` it wraps `learner` and
             # adds updates on replayed successes to each step.
@@ -283,6 +294,7 @@ class Builder:
                 rewards.evaluation,
                 self.prepared.evaluation,
                 config.evaluation,
+                config.reward.success_threshold,
                 self.seed("evaluation"),
                 learner.weights,
                 observer.evaluated,
@@ -305,6 +317,7 @@ class Builder:
                 observer=observer,
                 timeline=timeline,
                 controller=controller,
+                success_threshold=config.reward.success_threshold,
             )
 
     async def make_batch(
@@ -326,12 +339,15 @@ class Builder:
 
     def measure_baselines(self) -> Metrics:
         config = self.config
+        # The expert gets the environment's own score. The threshold of another reward would not fit it.
+        own = config.reward.name == "environment"
         return measure_baselines(
             self.prepared.taskset,
             self.prepared.evaluation,
             max_turns=config.context.max_turns,
             seed=config.run.seed,
             progress=self.console,
+            success_threshold=config.reward.success_threshold if own else SUCCESS,
         )
 
     @property

@@ -89,11 +89,11 @@ class RunObserver:
         if metrics:
             self._monitors.log(step, metrics)
 
-    def evaluated(self, step: int, metrics: Metrics, sampled: Evaluation) -> None:
+    def evaluated(self, step: int, evaluation: Evaluation) -> None:
         """Log the metrics of an evaluation, and write the first attempt at a few of its tasks to ``samples/``."""
-        self.log(step, metrics)
-        shown = [row[0] for row in sampled.trajectories[:TRANSCRIPTS]]
-        text = "\n\n".join(transcript(trajectory) for trajectory in shown)
+        self.log(step, evaluation.metrics())
+        shown = list(zip(evaluation.tasks, evaluation.sampled, strict=True))[:TRANSCRIPTS]
+        text = "\n\n".join(transcript(attempts[0], task) for task, attempts in shown)
         # Texts of environments may hold lone surrogates, which UTF-8 cannot encode. They are written as ``\udcff``.
         data = text.encode("utf-8", "backslashreplace")
         atomic.write_bytes(self._folder.path / "samples" / f"step-{step:06d}.txt", data)

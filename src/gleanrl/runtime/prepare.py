@@ -56,12 +56,22 @@ class Prepared:
     model: Any  # a transformers causal LM
     tokenizer: Any
 
-    def order(self, settings: TaskSettings, *, group: int, seed: int, greedy: bool) -> Curriculum:
+    def order(
+        self, settings: TaskSettings, *, group: int, seed: int, greedy: bool, success_threshold: float
+    ) -> Curriculum:
         """Return the curriculum that ``settings`` selects, which decides the order of the training tasks.
 
         See `make_curriculum` for the arguments. Raises `UserError` if ``settings`` are wrong.
         """
-        return make_curriculum(settings, self.train, self.taskset.weights, group=group, seed=seed, greedy=greedy)
+        return make_curriculum(
+            settings,
+            self.train,
+            self.taskset.weights,
+            group=group,
+            seed=seed,
+            greedy=greedy,
+            success_threshold=success_threshold,
+        )
 
 
 def prepare(config: Config, progress: Progress) -> Prepared:

@@ -67,6 +67,7 @@ class RunFolder:
     def __init__(self, path: Path | str) -> None:
         self.path = path = Path(path)
         self.config_path = path / "config.toml"
+        self.lock_path = path / ".lock"  # locked by the process that runs the job
         self.metrics_path = path / "metrics.jsonl"
         self.timeline_path = path / "timeline.jsonl"
         self.events_path = path / "events"  # TensorBoard's event files
@@ -77,6 +78,8 @@ class RunFolder:
         self.pool_start_path = path / "experience.start"  # see `gleanrl.runtime.experience.open_pool`
         self.report_path = path / "report.html"
         self.log_path = path / "run.log"
+        self.evaluations_path = path / "evaluations"  # one folder for each `gleanrl evaluate`
+        self.evaluation_path = path / "evaluation.json"  # only in the folder of an evaluation
 
     @classmethod
     def existing(cls, path: Path | str) -> RunFolder:
@@ -136,6 +139,19 @@ class RunFolder:
             when = float(time) if time is not None else before.time if before else 0.0
             rows[step] = Row(step, when, merged)
         return [rows[step] for step in sorted(rows)]
+
+    def read_evaluation(self) -> dict[str, Any] | None:
+        """Return the content of evaluation.json, which the folder of an evaluation has; None in the folder of a run.
+
+        Raises:
+            UserError: the file is not valid JSON.
+        """
+        try:
+            return json.loads(self.evaluation_path.read_bytes())
+        except FileNotFoundError:
+            return None
+        except ValueError as error:
+            raise UserError(f"{self.evaluation_path} is not valid JSON: {error}") from None
 
     def read_timeline(self) -> Iterator[dict[str, Any]]:
         """Yield the spans of the timeline as ``{"kind", "start", "end", ...}``, in the order of the file.

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from gleanrl.protocols import Metrics
-from gleanrl.types import Group, StopReason
+from gleanrl.types import SUCCESS, Group, StopReason
 
 GROUPS, TOKENS = "schedule/staleness/", "schedule/token_staleness/"
 """Prefixes of the metrics that form the two histograms of staleness. An age in steps follows the prefix."""
@@ -25,9 +25,12 @@ class StepMetrics:
     The name of a metric decides how its values are combined. Names that begin with ``tokens/``, ``time/``,
     ``samples/``, ``updates/`` or ``groups/`` are summed. Names that end with ``/max`` or ``/min`` keep the largest or
     the smallest value. All others are averaged, weighted by the number of groups in each chunk.
+
+    ``success_threshold`` is the minimum score of a solved task.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, success_threshold: float = SUCCESS) -> None:
+        self._success_threshold = success_threshold
         self._sums: dict[str, float] = {}
         self._weights: dict[str, float] = {}
         self._extremes: dict[str, float] = {}
@@ -47,14 +50,14 @@ class StepMetrics:
     def result(self, groups: Sequence[Group]) -> dict[str, float]:
         """Return the combined metrics of the learner, and the `group_metrics` of the groups that the step consumed."""
         combined = {name: total / self._weights[name] for name, total in self._sums.items() if self._weights[name]}
-        return {**group_metrics(groups), **combined, **self._extremes}
+        return {**group_metrics(groups, self._success_threshold), **combined, **self._extremes}
 
 
-def group_metrics(groups: Sequence[Group]) -> dict[str, float]:
+def group_metrics(groups: Sequence[Group], success_threshold: float = SUCCESS) -> dict[str, float]:
     """Return metrics about the rewards, lengths and stop reasons of a batch.
 
     They are computed from the fresh members, and not from replayed ones. Only ``reward/greedy`` is the mean score of
-    the greedy episodes.
+    the greedy episodes. A trajectory counts as solved if its score is at least ``success_threshold``.
     """
     fresh = [t for group in groups for t in group.fresh]
     valid = [t for t in fresh if t.score.valid]
@@ -66,8 +69,9 @@ def group_metrics(groups: Sequence[Group]) -> dict[str, float]:
     }
     values = [[t.score.value for t in group.valid_fresh] for group in groups]
     out["groups/zero_variance"] = float(sum(len(set(v)) < 2 for v in values))
-    out["groups/none_solved"] = float(sum(not any(t.score.solved for t in g.valid_fresh) for g in groups))
-    out["groups/all_solved"] = float(sum(all(t.score.solved for t in g.valid_fresh) for g in groups))
+    solved = [[value >= success_threshold for value in v] for v in values]
+    out["groups/none_solved"] = float(sum(not any(s) for s in solved))
+    out["groups/all_solved"] = float(sum(all(s) for s in solved))
     greedy = [group.greedy.score.value for group in groups if group.greedy is not None and group.greedy.score.valid]
     if greedy:
         out["reward/greedy"] = float(np.mean(greedy))
@@ -78,7 +82,7 @@ def group_metrics(groups: Sequence[Group]) -> dict[str, float]:
     out |= {
         "reward/mean": float(rewards.mean()),
         "reward/std": float(rewards.std()),
-        "reward/success": float(np.mean([t.score.solved for t in valid])),
+        "reward/success": float(np.mean(rewards >= success_threshold)),
         "episode/cut_turns": sum(t.info.get("cut_turns", 0) for t in valid) / max(sum(turns), 1),
         "episode/turns": float(np.mean(turns)),
         "episode/tokens": float(np.mean([t.total_tokens for t in valid])),

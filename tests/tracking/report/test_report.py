@@ -5,6 +5,7 @@ Some tests load the page in a headless browser.
 
 from __future__ import annotations
 
+import html
 import io
 import json
 import re
@@ -16,7 +17,7 @@ import rich.console
 
 from gleanrl.runtime.records import RolloutRecord, write_rollouts
 from gleanrl.runtime.run_folder import Row, RunFolder
-from gleanrl.tracking.report import build, show, transcript
+from gleanrl.tracking.report import build, build_comparison, show, transcript
 from gleanrl.tracking.report.curves import MAX_POINTS, curves
 from gleanrl.tracking.report.facts import facts
 from gleanrl.tracking.report.gantt import MAX_ROWS, spread, windows
@@ -51,6 +52,42 @@ def test_the_page_of_a_finished_run_shows_every_section_in_a_browser(run: RunFol
     assert document.count("<svg") >= 15
     assert "NaN" not in document[: document.index('id="payload"')]
     assert 'class="token"' in document
+
+
+def test_a_comparison_shows_the_curves_results_and_settings_of_several_runs(run: RunFolder, tmp_path: Path) -> None:
+    other = make_run(tmp_path / "other", steps=6, seed=1)
+    other.config_path.write_text(other.config_path.read_text().replace("clip_high = 0.28", "clip_high = 0.2"))
+    page = build_comparison([run, other], tmp_path / "both.html")
+    document = opened(page, tmp_path / "profile")
+    assert_drawn(document)
+    assert re.findall(r"<h2>(.*?)</h2>", document) == ["Curves", "Results", "Settings that differ", "Metrics"]
+    assert embedded(page)["comparison"]["settings"] == [["loss.clip_high", [0.28, 0.2]]]
+    learned = document[document.index("<h2>Curves") : document.index("<h2>Results")]
+    assert len(set(re.findall(r'class="curve"[^>]*stroke="([^"]+)"', learned))) == 2
+
+
+@pytest.mark.parametrize("width", [400, 1200])
+def test_no_chart_is_wider_than_the_window(run: RunFolder, tmp_path: Path, width: int) -> None:
+    # Chromium makes no window narrower than 500 pixels, so the page is shown in a frame.
+    frame = tmp_path / "frame.html"
+    page = html.escape(build(run).read_text())
+    frame.write_text(f'<head></head><iframe srcdoc="{page}" style="width:{width}px;height:900px"></iframe>{MEASURE}')
+    document = opened(frame, tmp_path / "profile")
+    root = document[: document.index("<head>")]
+    right, scrolled = (float(re.search(rf'data-{name}="([\d.]+)"', root)[1]) for name in ("right", "page"))  # type: ignore[index]
+    assert 0.7 * width < right <= width
+    assert scrolled <= width
+
+
+MEASURE = """<script>
+const frame = document.querySelector("iframe");
+frame.addEventListener("load", () => {
+  const shown = frame.contentDocument;
+  const rights = [...shown.querySelectorAll("svg")].map((svg) => svg.getBoundingClientRect().right);
+  document.documentElement.dataset.right = Math.max(...rights);
+  document.documentElement.dataset.page = shown.documentElement.scrollWidth;
+});
+</script>"""
 
 
 def test_a_run_without_metrics_still_makes_a_page(tmp_path: Path) -> None:
@@ -133,8 +170,8 @@ def test_the_embedded_numbers_equal_those_of_the_run(run: RunFolder) -> None:
     assert reward["steps"] == [row.step for row in rows if "reward/mean" in row.metrics]
     assert reward["values"] == pytest.approx([r.metrics["reward/mean"] for r in rows[1:]], rel=1e-5)
     head = data["facts"]["headline"]
-    assert head["after"]["value"] == rows[-1].metrics["eval/sampled/pass@1"]
-    assert head["change"] == pytest.approx(head["after"]["value"] - head["before"]["value"])
+    assert head["last"]["value"] == rows[-1].metrics["eval/sampled/pass@1"]
+    assert head["change"] == pytest.approx(head["last"]["value"] - head["first"]["value"])
     assert [b["label"] for b in data["facts"]["baselines"]] == ["random", "expert"]
     assert data["config"]["schedule"]["preset"] == "pipelined"
     assert data["facts"]["seconds"] == pytest.approx(sum(r.metrics.get("time/step_s", 0) for r in rows))
@@ -183,14 +220,14 @@ def test_the_headline_uses_the_last_evaluation_and_the_mean_of_late_ones() -> No
     name = "eval/sampled/pass@1"
     rows = [Row(i, 0.0, {name: v}) for i, v in [(0, 0.2), (5, 0.9), (10, 0.5), (15, 0.6), (20, 0.7)]]
     head = facts(rows, {})["headline"]
-    assert (head["before"]["value"], head["after"]["value"]) == (0.2, 0.7)
+    assert (head["first"]["value"], head["last"]["value"]) == (0.2, 0.7)
     assert head["late_mean"] == pytest.approx(0.6)
     assert head["late_steps"] == [10, 15, 20]
 
 
 def test_a_single_evaluation_has_no_change_in_the_headline() -> None:
     head = facts([Row(0, 0.0, {"eval/greedy/success": 0.2})], {})["headline"]
-    assert (head["after"], head["change"], head["late_mean"]) == (None, None, None)
+    assert (head["last"], head["change"], head["late_mean"]) == (None, None, None)
 
 
 def test_each_kind_of_task_has_its_own_lines_below_the_overall_line() -> None:
@@ -201,6 +238,27 @@ def test_each_kind_of_task_has_its_own_lines_below_the_overall_line() -> None:
     lines = facts(rows, {})["evaluation"]
     assert [line["label"] for line in lines] == ["success, greedy", "heat, sampled", "heat, greedy"]
     assert lines[2]["change"] == pytest.approx(0.2)
+
+
+def test_mean_scores_are_shown_only_if_scores_are_graded() -> None:
+    graded = {"eval/sampled/pass@1": 0.0, "eval/sampled/score": 0.3}
+    found = facts([Row(0, 0.0, graded), Row(5, 0.0, {**graded, "eval/sampled/score": 0.4})], {})
+    assert [(line["label"], line["unit"]) for line in found["evaluation"]] == [
+        ("success, sampled", "rate"),
+        ("mean score, sampled", "score"),
+    ]
+    assert found["score"]["change"] == pytest.approx(0.1)
+    binary = facts([Row(0, 0.0, {"eval/sampled/pass@1": 1 - 2 / 3, "eval/sampled/score": 1 / 3})], {})
+    assert [line["name"] for line in binary["evaluation"]] == ["eval/sampled/pass@1"]
+
+
+def test_groups_without_variance_give_a_hint() -> None:
+    few, many = ({"groups/consumed": 8.0, "groups/zero_variance": equal} for equal in (3.0, 8.0))
+    assert facts([Row(1, 0.0, few)], {})["hints"] == []
+    [never] = facts([Row(1, 0.0, many | {"groups/none_solved": 8.0})], {})["hints"]
+    [always] = facts([Row(1, 0.0, many | {"groups/all_solved": 8.0})], {})["hints"]
+    assert "never" in never
+    assert "always" in always
 
 
 # --- timeline -----------------------------------------------------------------------------------
@@ -271,6 +329,17 @@ def test_the_summary_fits_a_narrow_terminal(run: RunFolder) -> None:
     sampled = next(line for line in lines if line.startswith("success, sampled"))
     assert re.search(r"\d\d\.\d % \[\d+\.\d, \d+\.\d\] .* \+\d\d\.\d points$", sampled.rstrip())
     assert any(line.startswith("tokens sampled:") for line in lines)
+    assert lines[1].split() == ["held-out", "tasks", "step", "0", "step", "24", "change"]
+
+
+def test_an_evaluation_is_listed_under_the_step_that_it_evaluated(tmp_path: Path) -> None:
+    """With evaluation.at_start = false, the only evaluation of a run is the one after training."""
+    (tmp_path / "metrics.jsonl").write_text('{"step": 20, "eval/sampled/pass@1": 0.5, "eval/baseline/expert": 1.0}\n')
+    out = io.StringIO()
+    show(tmp_path, rich.console.Console(file=out, width=80))
+    lines = [line.split() for line in out.getvalue().splitlines()]
+    assert lines[1] == ["held-out", "tasks", "step", "20"]
+    assert lines[3][-2:] == ["100.0", "%"]
 
 
 @pytest.mark.parametrize("kind", ["math[hard]", "a[/b]"])

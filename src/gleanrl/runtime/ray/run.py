@@ -12,12 +12,11 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeVar
 
 from gleanrl.config import validate
 from gleanrl.config.settings import Config
-from gleanrl.protocols import Metrics
+from gleanrl.runtime.evaluation import EvaluationResult
 from gleanrl.runtime.local import Builder, evaluate_with, set_up_libraries, train_with
 from gleanrl.runtime.prepare import Prepared, prepare
 from gleanrl.runtime.process import open_run
@@ -30,7 +29,7 @@ from gleanrl.runtime.ray.rewards import RewardActor, make_reward_source
 from gleanrl.runtime.ray.samplers import LANES, Lane, RaySampler, SamplerPool, SamplerService
 from gleanrl.runtime.ray.weights import Backend
 from gleanrl.runtime.rewards import JOURNAL, RewardSource, make_scorer
-from gleanrl.runtime.run_folder import OpenMonitors, RunFolder
+from gleanrl.runtime.run_folder import Checkpoint, OpenMonitors, RunFolder
 from gleanrl.schedule.device_lock import DeviceLock, TakeDevice
 from gleanrl.schedule.schedule import Schedule
 from gleanrl.schedule.timeline import Timeline
@@ -76,7 +75,7 @@ def run_training(config: Config, *, resume: bool, console: Progress, monitors: O
                     console.print(f"{error}; the run goes on from its last checkpoint ({deaths} of {most})")
 
 
-def run_evaluation(config: Config, checkpoint: Path | None, console: Progress) -> Metrics:
+def run_evaluation(config: Config, checkpoint: Checkpoint | None, console: Progress) -> EvaluationResult:
     """Evaluate on Ray; see `gleanrl.runtime.local.run_evaluation` for the arguments and the result.
 
     Raises:

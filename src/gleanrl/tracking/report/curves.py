@@ -15,6 +15,7 @@ FIRST = (
     "reward/mean",
     "reward/success",
     "eval/sampled/pass@1",
+    "eval/sampled/score",
     "eval/greedy/success",
     "eval/return",
     "loss/policy",

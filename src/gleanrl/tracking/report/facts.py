@@ -1,6 +1,7 @@
 """Computes the key figures of a run: its improvement, the confidence intervals, and the time that it took.
 
-Both forms of the report, the page and the table on the terminal, show these figures.
+Both forms of the report, the page and the table on the terminal, show these figures. So does the report of an
+evaluation, whose folder has the same files as a run.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gleanrl.runtime.run_folder import Row
+from gleanrl.tracking.hints import equal_scores
+from gleanrl.types import SUCCESS
 
 LATE = 3
 """Number of evaluations at the end of a run whose mean is also shown, because a single evaluation is noisy."""
@@ -19,8 +22,14 @@ MEASURES = {
     "eval/sampled/pass@1": "success, sampled",
     "eval/greedy/success": "success, greedy",
 }
-KINDS = re.compile(r"eval/kind/(.*)/(pass@1|success)")
-"""Pattern of the names of the same measures for one kind of task (`Task.kind`); logged if a run has several kinds."""
+SCORES = {
+    "eval/sampled/score": "mean score, sampled",
+    "eval/greedy/score": "mean score, greedy",
+}
+"""Measures that are shown only if scores are graded. Otherwise they equal the success rates."""
+KINDS = re.compile(r"eval/kind/(.*)/(pass@1|success|score)")
+"""Pattern of the names of such measures for one kind of task (`Task.kind`); logged if a run has several kinds."""
+OF_KIND = {"pass@1": "sampled", "success": "greedy", "score": "mean score"}
 RETURN = "eval/return"
 """The metric that compares evaluations of an embodied run, in which no success rate is measured."""
 BASELINES = "eval/baseline/"
@@ -30,7 +39,8 @@ def facts(rows: Sequence[Row], config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the key figures of a run as JSON values.
 
     ``evaluation`` compares the first and the last evaluation. It has an entry for each measure: pass@1 and greedy
-    success, then pass@k for other k, then pass@1 and greedy success by kind of task. ``headline`` is its first entry.
+    success; the mean scores, if scores other than 0 and 1 were given; pass@k for other k; then the measures by kind of
+    task. ``headline`` is its first entry, ``score`` that of the mean score. ``hints`` are texts of advice.
     ``baselines`` are the results of the baseline policies. The other figures are settings and totals of the run. A
     figure is None or empty as long as the metrics for it have not been logged.
     """
@@ -42,9 +52,17 @@ def facts(rows: Sequence[Row], config: Mapping[str, Any]) -> dict[str, Any]:
         n for n in series if n.startswith("eval/sampled/pass@") and n not in MEASURES and n.split("@")[1].isdigit()
     ]
     passes.sort(key=lambda name: int(name.split("@")[1]))
-    kinds = sorted(name for name in series if KINDS.fullmatch(name))
-    measures = [*(name for name in MEASURES if name in series), *passes, *kinds]
+    graded = any(
+        abs(row.metrics[score] - row.metrics[success]) > 1e-9
+        for score, success in zip(SCORES, MEASURES, strict=True)
+        for row in rows
+        if score in row.metrics and success in row.metrics
+    )
+    scores = [name for name in SCORES if graded and name in series]
+    kinds = sorted(name for name in series if KINDS.fullmatch(name) and (graded or not name.endswith("/score")))
+    measures = [*(name for name in MEASURES if name in series), *scores, *passes, *kinds]
     evaluation = [_compare(rows, name) for name in measures]
+    advice = equal_scores({name: sum(values) for name, values in series.items() if name.startswith("groups/")})
 
     def total(name: str) -> float | None:
         return sum(series[name]) if name in series else None
@@ -63,6 +81,9 @@ def facts(rows: Sequence[Row], config: Mapping[str, Any]) -> dict[str, Any]:
         "schedule": config.get("schedule", {}).get("preset"),
         "seed": config.get("run", {}).get("seed"),
         "headline": evaluation[0] if evaluation else None,
+        "score": next((line for line in evaluation if line["name"] in SCORES), None),
+        "success_threshold": config.get("reward", {}).get("success_threshold", SUCCESS),
+        "hints": [advice] if advice else [],
         "evaluation": evaluation,
         "returns": _compare(rows, RETURN) if RETURN in series else None,
         "baselines": _find_baselines(rows),
@@ -81,21 +102,23 @@ def facts(rows: Sequence[Row], config: Mapping[str, Any]) -> dict[str, Any]:
 def _compare(rows: Sequence[Row], name: str) -> dict[str, Any]:
     """Compare the first and the last evaluation that contain the measure ``name``.
 
-    Returns both values with their intervals, their difference, and the mean of the last `LATE` evaluations. ``after``
+    Returns both values with their intervals, their difference, and the mean of the last `LATE` evaluations. ``last``
     and ``change`` are None if there is only one evaluation. ``late_mean`` is None unless there are more than `LATE`.
+    ``unit`` is "rate" for a share between 0 and 1, and "score" for a value in the reward's unit.
     """
     points = [row for row in rows if name in row.metrics]
     late = points[-LATE:] if len(points) > LATE else points[-1:]
     first, last = points[0], points[-1]
     if of_kind := KINDS.fullmatch(name):
-        label = f"{of_kind[1]}, {'sampled' if of_kind[2] == 'pass@1' else 'greedy'}"
+        label = f"{of_kind[1]}, {OF_KIND[of_kind[2]]}"
     else:
-        label = MEASURES.get(name, name.rpartition("/")[2])
+        label = (MEASURES | SCORES).get(name, name.rpartition("/")[2])
     return {
         "name": name,
         "label": label,
-        "before": {"step": first.step, **_read_value(first, name)},
-        "after": {"step": last.step, **_read_value(last, name)} if last is not first else None,
+        "unit": "score" if name == RETURN or name.endswith("/score") else "rate",
+        "first": {"step": first.step, **_read_value(first, name)},
+        "last": {"step": last.step, **_read_value(last, name)} if last is not first else None,
         "late_mean": sum(row.metrics[name] for row in late) / len(late) if len(late) > 1 else None,
         "late_steps": [row.step for row in late],
         "change": last.metrics[name] - first.metrics[name] if last is not first else None,

@@ -6,19 +6,22 @@ import html
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import gleanrl
+from gleanrl.rollout.conversation import readable_payload
 from gleanrl.runtime.run_folder import RunFolder
+from gleanrl.tracking.report.comparison import differing_settings, run_names
 from gleanrl.tracking.report.curves import curves
 from gleanrl.tracking.report.experience import experience
 from gleanrl.tracking.report.facts import facts
 from gleanrl.tracking.report.gantt import windows
-from gleanrl.tracking.report.rollouts import sample_rollouts
+from gleanrl.tracking.report.rollouts import GROUPS_PER_STEP, sample_rollouts
 from gleanrl.tracking.report.staleness import staleness
+from gleanrl.types import Task
 from gleanrl.utils import atomic
 
 SCRIPTS = (
@@ -30,45 +33,74 @@ SCRIPTS = (
     "experience.js",
     "staleness.js",
     "gantt.js",
+    "tasks.js",
     "rollouts.js",
+    "comparison.js",
     "main.js",
 )
 
 
 def build(run: RunFolder | Path | str) -> Path:
-    """Write ``report.html`` into the run folder and return its path.
+    """Write ``report.html`` into the folder of a run or of an evaluation and return its path.
 
     The file contains its data, style and scripts, so it can be opened without a network. ``run`` may be the path of the
-    run folder.
+    folder.
 
     Raises:
         UserError: there is no such run, its config.toml cannot be read, or the disk is full.
     """
     folder = RunFolder.existing(run.path if isinstance(run, RunFolder) else run)
-    rows, config = folder.read_metrics(), folder.read_config()
+    rows, config, evaluation = folder.read_metrics(), folder.read_config(), folder.read_evaluation()
+    groups = GROUPS_PER_STEP
+    if evaluation is not None:
+        groups = len(evaluation["tasks"])
+        for task in evaluation["tasks"]:
+            task["payload"] = readable_payload(Task(task["id"], payload=task["payload"]))
     data = {
         "name": folder.name,
-        "version": gleanrl.__version__,
         "facts": facts(rows, config),
         "curves": curves(rows),
         "experience": experience(folder, rows, config),
         "staleness": staleness(rows, config),
         "config": config,
         "timeline": windows(folder.read_timeline()),
-        "rollouts": sample_rollouts(folder),
+        "rollouts": sample_rollouts(folder, groups_per_step=groups),
+        "evaluation": evaluation,
     }
-    text = json.dumps(_finite(data), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return _write(folder.report_path, folder.name, data)
+
+
+def build_comparison(runs: Sequence[RunFolder], path: Path) -> Path:
+    """Write a page that compares ``runs`` to the file ``path`` and return ``path``.
+
+    It shows the curves of all runs in each chart, their results, and the settings that differ.
+
+    Raises:
+        UserError: a config.toml cannot be read, or the disk is full.
+    """
+    names = run_names(runs)
+    shown = []
+    for name, run in zip(names, runs, strict=True):
+        rows = run.read_metrics()
+        shown.append({"name": name, "facts": facts(rows, run.read_config()), "curves": curves(rows)})
+    comparison = {"runs": shown, "settings": differing_settings(runs)}
+    return _write(path, " and ".join(names), {"comparison": comparison})
+
+
+def _write(path: Path, title: str, data: Mapping[str, Any]) -> Path:
+    values = _finite({**data, "version": gleanrl.__version__})
+    text = json.dumps(values, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     assets = resources.files("gleanrl.tracking.report") / "assets"
     parts = {
-        "title": html.escape(f"{folder.name} · Glean RL"),
+        "title": html.escape(f"{title} · Glean RL"),
         "style": (assets / "report.css").read_text(encoding="utf-8"),
         # Escaped, because the text of a trajectory may contain "</script>", which would end the script element.
         "payload": text.replace("</", "<\\/").replace("<!--", "<\\u0021--"),
         "script": "\n".join((assets / script).read_text(encoding="utf-8") for script in SCRIPTS),
     }
     page = re.sub(r"{{(\w+)}}", lambda found: parts[found[1]], (assets / "page.html").read_text(encoding="utf-8"))
-    atomic.write_text(folder.report_path, page)
-    return folder.report_path
+    atomic.write_text(path, page)
+    return path
 
 
 def _finite(value: Any) -> Any:

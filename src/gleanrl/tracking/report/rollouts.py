@@ -14,10 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from gleanrl.rollout.conversation import readable
+from gleanrl.rollout.conversation import last_observation, readable
 from gleanrl.runtime.records import RolloutRecord
 from gleanrl.runtime.run_folder import RunFolder
 from gleanrl.tracking.report.gantt import spread
+from gleanrl.types import SUCCESS
 
 log = logging.getLogger(__name__)
 
@@ -27,20 +28,23 @@ MAX_BYTES = 2_500_000
 """Maximum size of all trajectories in the page together, in bytes of JSON."""
 
 
-def sample_rollouts(folder: RunFolder, limit: int = MAX_BYTES) -> dict[str, Any]:
-    """Return complete groups of evenly spaced steps, up to ``limit`` bytes of JSON.
+def sample_rollouts(
+    folder: RunFolder, limit: int = MAX_BYTES, *, groups_per_step: int = GROUPS_PER_STEP
+) -> dict[str, Any]:
+    """Return the first complete groups of evenly spaced steps, up to ``limit`` bytes of JSON.
 
     The result is ``{"trajectories", "tokens", "steps"}``: the trajectories as `convert_record` returns them, the text
     of each token id in them, and the number of steps that have rollout files.
     """
     every = folder.rollout_steps()
+    threshold = folder.read_config().get("reward", {}).get("success_threshold", SUCCESS)
     by_step = []
     for step in spread(every, MAX_STEPS):
         # group number (ticket) -> the group's trajectories; only the first groups of the step
         groups: dict[int, list[dict[str, Any]]] = {}
         for record in folder.read_rollouts(step):
-            if record.ticket in groups or len(groups) < GROUPS_PER_STEP:
-                groups.setdefault(record.ticket, []).append(convert_record(record))
+            if record.ticket in groups or len(groups) < groups_per_step:
+                groups.setdefault(record.ticket, []).append(convert_record(record, threshold))
         by_step.append(groups.values())
     taken: list[dict[str, Any]] = []
     size = 0
@@ -56,7 +60,7 @@ def sample_rollouts(folder: RunFolder, limit: int = MAX_BYTES) -> dict[str, Any]
     return {"trajectories": taken, "tokens": _decode_tokens(folder.tokenizer_path, ids), "steps": len(every)}
 
 
-def convert_record(record: RolloutRecord) -> dict[str, Any]:
+def convert_record(record: RolloutRecord, success_threshold: float = SUCCESS) -> dict[str, Any]:
     """Return a trajectory of the rollout files as JSON values for the page.
 
     The entry "segments" has a list of turns for each segment (see `gleanrl.types.Segment`). A turn is
@@ -83,7 +87,7 @@ def convert_record(record: RolloutRecord) -> dict[str, Any]:
     if not score.valid:
         outcome = "invalid"
     else:
-        outcome = "solved" if score.solved else "failed"
+        outcome = "solved" if score.reaches(success_threshold) else "failed"
     return {
         "step": record.step,
         "ticket": record.ticket,
@@ -91,7 +95,9 @@ def convert_record(record: RolloutRecord) -> dict[str, Any]:
         "task": trajectory.task_id,
         "outcome": outcome,
         "score": score.value if score.valid else None,
+        "parts": dict(score.parts),
         "explanation": score.explanation,
+        "last": last_observation(trajectory),
         "advantage": None if record.advantage is None else round(record.advantage, 4),
         "replayed": record.replayed,
         "stop": trajectory.stop.value,

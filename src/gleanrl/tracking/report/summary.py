@@ -19,22 +19,29 @@ from gleanrl.tracking.report.facts import facts
 def show(run: RunFolder | Path | str, console: rich.console.Console | None = None) -> None:
     """Print the results of the first and the last evaluation, the baselines, and the run's times and tokens.
 
-    ``run`` may be the path of the run folder. ``console`` is where to print; None = standard output.
+    ``run`` may be the path of the run folder, or of the folder of an evaluation, of which only the results are printed.
+    ``console`` is where to print; None = standard output.
 
     Raises:
         UserError: there is no such run, or its config.toml cannot be read.
     """
     folder = RunFolder.existing(run.path if isinstance(run, RunFolder) else run)
-    found = facts(folder.read_metrics(), folder.read_config())
-    planned = f" of {found['planned_steps']}" if found["planned_steps"] else ""
-    lines: list[Any] = [Text(f"{folder.name}: {found['steps']}{planned} steps", style="bold")]
+    found, evaluation = facts(folder.read_metrics(), folder.read_config()), folder.read_evaluation()
+    if evaluation is not None:
+        tasks = f", {len(evaluation['tasks'])} held-out tasks" if evaluation["tasks"] else ""
+        lines: list[Any] = [Text(f"{evaluation['evaluated']}{tasks}", style="bold")]
+    else:
+        planned = f" of {found['planned_steps']}" if found["planned_steps"] else ""
+        lines = [Text(f"{folder.name}: {found['steps']}{planned} steps", style="bold")]
     if found["evaluation"]:
         lines.append(_make_table(found))
+        if found["score"]:
+            lines.append(Text(f"success is a score of at least {found['success_threshold']:g}", style="dim"))
     elif returns := found["returns"]:
-        last = returns["after"] or returns["before"]
-        before = f"{returns['before']['value']:.1f} -> " if returns["after"] else ""
+        last = returns["last"] or returns["first"]
+        first = f"{returns['first']['value']:.1f} -> " if returns["last"] else ""
         interval = f" [{last['low']:.1f}, {last['high']:.1f}]" if last["low"] is not None else ""
-        lines.append(Text(f"evaluation return {before}{last['value']:.1f}{interval}"))
+        lines.append(Text(f"evaluation return {first}{last['value']:.1f}{interval}"))
     else:
         lines.append(Text("no evaluation yet", style="dim"))
     if found["seconds"] is not None:
@@ -45,30 +52,52 @@ def show(run: RunFolder | Path | str, console: rich.console.Console | None = Non
         if total is not None:
             speed = f" at {rate:,.0f}/s" if rate is not None else ""
             lines.append(Text(f"tokens {what}: {total:,.0f}{speed}"))
+    lines += [Text(hint, style="dim") for hint in found["hints"]]
     out = console or rich.console.Console(highlight=False)
     out.print(Group(*lines))
 
 
 def _make_table(found: Mapping[str, Any]) -> Table:
+    """Return a table with a line for each measure, and columns for the first and the last evaluation.
+
+    If there is only one evaluation, it has one column, and there is no column for the change.
+    """
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     table.add_column("held-out tasks")
-    for heading in ("before", "after", "change"):
-        table.add_column(heading, justify="right")
+    head = found["headline"]
+    table.add_column(f"step {head['first']['step']}", justify="right")
+    compared = any(line["last"] for line in found["evaluation"])
+    if compared:
+        table.add_column(f"step {(head['last'] or head['first'])['step']}", justify="right")
+        table.add_column("change", justify="right")
     for line in found["evaluation"]:
-        change = f"{100 * line['change']:+.1f} points" if line["change"] is not None else ""
-        table.add_row(Text(line["label"]), _with_interval(line["before"]), _with_interval(line["after"]), change)
+        cells = [Text(line["label"]), _with_interval(line["first"], line["unit"])]
+        if compared:
+            cells += [_with_interval(line["last"], line["unit"]), _change(line["change"], line["unit"])]
+        table.add_row(*cells)
         if (late := line["late_mean"]) is not None:
-            change = f"{100 * (late - line['before']['value']):+.1f} points"
-            table.add_row(f"  mean of last {len(line['late_steps'])}", "", f"{100 * late:.1f} %", change)
+            change = _change(late - line["first"]["value"], line["unit"])
+            table.add_row(f"  mean of last {len(line['late_steps'])}", "", _value(late, line["unit"]), change)
     for baseline in found["baselines"]:
-        table.add_row(Text(f"{baseline['label']} (baseline)"), "", _with_interval(baseline), "", style="dim")
+        empty = [""] if compared else []
+        table.add_row(Text(f"{baseline['label']} (baseline)"), *empty, _with_interval(baseline, "rate"), style="dim")
     return table
 
 
-def _with_interval(point: Mapping[str, Any] | None) -> str:
+def _value(value: float, unit: str) -> str:
+    return f"{100 * value:.1f} %" if unit == "rate" else f"{value:.3g}"
+
+
+def _change(change: float | None, unit: str) -> str:
+    if change is None:
+        return ""
+    return f"{100 * change:+.1f} points" if unit == "rate" else f"{change:+.3g}"
+
+
+def _with_interval(point: Mapping[str, Any] | None, unit: str) -> str:
     if point is None:
         return ""
-    text = f"{100 * point['value']:.1f} %"
-    if point["low"] is None or point["high"] is None:
+    text, low, high = _value(point["value"], unit), point["low"], point["high"]
+    if low is None or high is None:
         return text
-    return f"{text} [{100 * point['low']:.1f}, {100 * point['high']:.1f}]"
+    return f"{text} [{100 * low:.1f}, {100 * high:.1f}]" if unit == "rate" else f"{text} [{low:.3g}, {high:.3g}]"

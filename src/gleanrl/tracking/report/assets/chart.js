@@ -34,13 +34,13 @@ const path = (xs, ys) => {
 };
 
 // series: {label, colour, xs, ys, low, high, width, dots, dash, faint}; references: {label, value}; marks: values of the y axis
-function chart({ series, references = [], width = 1080, height = 330, x = null, y = null, marks: chosen = null, format = number, xFormat = number, xLabel = "step", margin = {} }) {
+function chart({ series, references = [], width = WIDE, height = NARROW ? 260 : 330, x = null, y = null, marks: chosen = null, format = number, xFormat = number, xLabel = "step", margin = {} }) {
   const m = { top: 10, right: 16, bottom: 30, left: 46, ...margin };
   const [x0, x1] = x || range(series.flatMap((one) => one.xs));
   const [y0, y1] = y || range(series.flatMap((one) => [...one.ys, ...(one.low || []), ...(one.high || [])]));
   const px = (x) => m.left + ((x - x0) / (x1 - x0)) * (width - m.left - m.right);
   const py = (v) => (v === null || v === undefined ? null : m.top + (1 - (v - y0) / (y1 - y0)) * (height - m.top - m.bottom));
-  const svg = s("svg", { class: width > 600 ? "wide" : null, viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": series.map((one) => one.label).join(", ") });
+  const svg = s("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": series.map((one) => one.label).join(", ") });
   const small = height < 200;
   const marks = chosen || ticks(y0, y1, small ? 4 : 6);
   const axis = format === number ? evenly(marks) : format;
@@ -48,7 +48,7 @@ function chart({ series, references = [], width = 1080, height = 330, x = null, 
     svg.append(s("line", { class: "grid", x1: m.left, x2: width - m.right, y1: py(value), y2: py(value) }),
       s("text", { x: m.left - 8, y: py(value) + 4, "text-anchor": "end" }, axis(value)));
   }
-  for (const value of ticks(x0, x1, small ? 4 : 10).filter((tick) => xLabel !== "step" || Number.isInteger(tick))) {
+  for (const value of ticks(x0, x1, small || NARROW ? 4 : 10).filter((tick) => xLabel !== "step" || Number.isInteger(tick))) {
     svg.append(s("text", { x: px(value), y: height - m.bottom + 18, "text-anchor": "middle" }, xFormat(value)));
   }
   drawReferences(svg, references, py, m, width);
@@ -62,8 +62,8 @@ function drawReferences(svg, references, py, m, width) {
   for (const { label, value } of [...references].sort((a, b) => a.value - b.value)) {
     const at = py(value), text = Math.min(at + 4, free - 14);
     free = text;
-    svg.append(s("line", { class: "reference", x1: m.left, x2: width - m.right, y1: at, y2: at }),
-      s("text", { x: width - m.right + 8, y: text }, label));
+    const place = NARROW ? { x: width - m.right, y: text - 8, "text-anchor": "end" } : { x: width - m.right + 8, y: text };
+    svg.append(s("line", { class: "reference", x1: m.left, x2: width - m.right, y1: at, y2: at }), s("text", place, label));
   }
 }
 

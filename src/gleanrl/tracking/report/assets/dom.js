@@ -1,5 +1,7 @@
 // --- elements, numbers, and the one tooltip -------------------------------------------------------
 const DATA = JSON.parse(document.getElementById("payload").textContent);
+const NARROW = document.documentElement.clientWidth <= 820;  // as in report.css
+const WIDE = Math.max(280, Math.min(1080, document.documentElement.clientWidth - (NARROW ? 64 : 100)));  // pixels inside a section
 const COLOURS = [0, 1, 2, 3, 4, 5, 6].map((i) => `var(--c${i})`);
 
 function make(space, tag, attributes, children) {
@@ -27,7 +29,10 @@ function number(value) {
 }
 const trim = (value) => String(Number(value.toPrecision(3)));
 const percent = (value) => (value === null || value === undefined ? "–" : `${(100 * value).toFixed(value >= 0.9995 ? 0 : 1)} %`);
-const points = (value) => `${value < 0 ? "−" : "+"}${Math.abs(100 * value).toFixed(1)} points`;
+// A line of the evaluation is a success rate or, in the unit "score", a mean score.
+const amount = (value, unit) => (unit === "rate" ? percent(value) : number(value));
+const difference = (value, unit) => `${value < 0 ? "−" : "+"}${unit === "rate" ? `${Math.abs(100 * value).toFixed(1)} points` : number(Math.abs(value))}`;
+const within = ({ low, high }, unit) => (unit === "rate" ? `[${(100 * low).toFixed(1)}, ${(100 * high).toFixed(1)}]` : `[${number(low)}, ${number(high)}]`);
 
 function duration(seconds) {
   if (seconds === null || seconds === undefined) return "–";

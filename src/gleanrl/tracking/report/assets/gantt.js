@@ -21,10 +21,10 @@ function idleness({ seconds, idle, reward_wait }) {
 }
 
 function drawWindow({ seconds, lanes }) {
-  const width = 1080, left = 150, right = 20, row = 15, gap = 11, top = 6;
+  const width = WIDE, left = NARROW ? 126 : 150, right = 20, row = 15, gap = 11, top = 6;
   const px = (time) => left + (time / seconds) * (width - left - right);
   let y = top;
-  const svg = s("svg", { class: "wide", role: "img", "aria-label": "timeline" });
+  const svg = s("svg", { role: "img", "aria-label": "timeline" });
   const grid = s("g", {});
   svg.append(grid);
   for (const lane of lanes) {
@@ -38,7 +38,7 @@ function drawWindow({ seconds, lanes }) {
     }
     y += height + gap;
   }
-  for (const time of ticks(0, seconds, 10)) {
+  for (const time of ticks(0, seconds, NARROW ? 3 : 10)) {
     grid.append(s("line", { class: "grid", x1: px(time), x2: px(time), y1: top, y2: y - gap + 4 }),
       s("text", { x: px(time), y: y + 10, "text-anchor": "middle" }, duration(time)));
   }

@@ -13,8 +13,10 @@ function configuration() {
 
 window.addEventListener("error", (event) => { document.documentElement.dataset.error = event.message; });
 document.documentElement.dataset.theme = matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light";
-const parts = [headline, tiles, learning, evaluation, timeSection, staleness, experience, metrics, gantt, rollouts, configuration];
-document.getElementById("page").append(...parts.map((part) => part()).filter(Boolean),
-  h("footer", {}, `Made by Glean RL ${DATA.version} from the run folder alone.`));
+const parts = DATA.comparison ? [comparedHeadline, comparedLearning, comparedResults, comparedSettings, comparedMetrics]
+  : DATA.evaluation ? [headline, tiles, evaluation, taskTable, rollouts, configuration]
+    : [headline, tiles, learning, evaluation, timeSection, staleness, experience, metrics, gantt, rollouts, configuration];
+document.getElementById("page").append(...parts.map((part) => part()).flat(Infinity).filter(Boolean),
+  h("footer", {}, `Made by Glean RL ${DATA.version} from the files of the ${DATA.comparison ? "run folders" : "run folder"} alone.`));
 document.body.append(tip);
 document.documentElement.dataset.ready = "true";

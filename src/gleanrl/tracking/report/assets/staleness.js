@@ -36,6 +36,6 @@ function ageCurve(bound) {
     .map(([curve, label, colour]) => ({ label, colour: COLOURS[colour], xs: curve.steps, ys: curve.values, width: 1.9 }));
   if (!series.length) return null;
   const top = Math.max(1, bound || 0, ...series.flatMap((one) => one.ys));
-  return [chart({ series, y: [0, 1.06 * top], width: 520, height: 199, references: bound === null ? [] : [{ value: bound, label: "bound" }], margin: { left: 34, right: bound === null ? 8 : 48 } }),
+  return [chart({ series, y: [0, 1.06 * top], width: Math.min(520, WIDE), height: 199, references: bound === null ? [] : [{ value: bound, label: "bound" }], margin: { left: 34, right: bound === null ? 8 : 48 } }),
     h("div", { style: "margin-top:8px" }, legend(series.map((one) => ({ ...one, line: true }))))];
 }

@@ -45,16 +45,16 @@ function binned(table) {
 
 // table: {label, step, values} of each bar, from the bottom up; parts: {name, colour} of each of its values
 function bars(table, parts, { label, format, axis = format, height = 230 }) {
-  const width = 1080, left = 46, bottom = 28, top = 8;
+  const width = WIDE, left = 46, bottom = 28, top = 8;
   const high = Math.max(...table.map((row) => row.values.reduce((a, b) => a + b, 0))) || 1;
   const py = (value) => top + (1 - value / high) * (height - top - bottom);
   const slot = (width - left) / table.length, bar = Math.max(1.5, Math.min(slot - 2, 46));
-  const svg = s("svg", { class: "wide", viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": label });
+  const svg = s("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": label });
   for (const value of ticks(0, high, 4)) {
     svg.append(s("line", { class: "grid", x1: left, x2: width, y1: py(value), y2: py(value) }),
       s("text", { x: left - 8, y: py(value) + 4, "text-anchor": "end" }, axis(value)));
   }
-  const every = Math.ceil(table.length / 15);
+  const every = Math.ceil(table.length / (NARROW ? 5 : 15));
   table.forEach((row, i) => {
     const x = left + i * slot + (slot - bar) / 2;
     const lines = parts.map((part, p) => (row.values[p] > 0 ? `${part.name}  ${format(row.values[p])}` : null)).filter(Boolean);
