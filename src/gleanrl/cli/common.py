@@ -135,13 +135,20 @@ def safe(text: str, *, lines: bool = False) -> str:
     )
 
 
-def table(headings: Sequence[str], rows: Sequence[Sequence[object]], left: int = 0) -> None:
-    """Print a table. Columns are aligned to the right, except the last ``left`` columns, which are left-aligned."""
+def table(
+    headings: Sequence[str],
+    rows: Sequence[Sequence[object]],
+    left: int = 0,
+    first: Literal["left", "right"] = "right",
+) -> None:
+    """Print a table. Columns are aligned to the right, except the last ``left`` ones and, if chosen, the first one."""
     cells = [[str(cell) for cell in row] for row in (headings, *rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     for row in cells:
         aligned = [
-            cell.ljust(width) if place >= len(headings) - left else cell.rjust(width)
+            cell.ljust(width)
+            if place >= len(headings) - left or (place == 0 and first == "left")
+            else cell.rjust(width)
             for place, (cell, width) in enumerate(zip(row, widths, strict=True))
         ]
         print("  ".join(aligned).rstrip())

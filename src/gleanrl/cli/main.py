@@ -1,4 +1,4 @@
-"""The command line: `gleanrl train | evaluate | report | env | pool | buffer | settings | ...`.
+"""The command line `gleanrl COMMAND`; `VERBS` lists the commands.
 
 Each command has a module of the same name in this package. The module's ``add_arguments`` adds the options of the
 command to a parser and sets the function that executes it. If the command accepts settings, arguments that match none
@@ -21,8 +21,9 @@ from gleanrl.utils.errors import UserError
 
 VERBS: Mapping[str, str] = {
     "train": "train a preset or a TOML configuration",
-    "evaluate": "evaluate a run's newest checkpoint or any model",
-    "report": "make the HTML report of a run",
+    "evaluate": "evaluate a run, a checkpoint, an exported model or a preset",
+    "report": "make the HTML report of a run, or of several side by side",
+    "runs": "list, compare or delete runs",
     "env": "begin an environment of your own: an example, its test and a configuration",
     "pool": "inspect, verify, prune, export or fill an experience pool",
     "buffer": "inspect, verify, merge, split or export a trajectory buffer",

@@ -36,6 +36,37 @@ class Interruptible(Protocol):
 
 
 @contextmanager
+def locked(folder: RunFolder) -> Iterator[None]:
+    """Lock the run folder for this process while the block runs.
+
+    Raises:
+        UserError: another process has locked the folder, or it cannot be written.
+    """
+    try:
+        lock = folder.lock_path.open("w")
+    except OSError as error:
+        raise UserError(f"cannot write the run folder {folder.path}: {error.strerror}") from None
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"{folder.path} is in use by another process") from None
+        yield
+
+
+def in_use(folder: RunFolder) -> bool:
+    """Return whether another process has locked the run folder."""
+    if not folder.lock_path.exists():
+        return False
+    with folder.lock_path.open() as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
+
+
+@contextmanager
 def open_run(folder: RunFolder, config: JobConfig, console: Progress, *, resume: bool) -> Iterator[None]:
     """Lock the run folder for this process while the block runs, and write ``config.toml`` and ``run.log`` to it.
 
@@ -52,14 +83,9 @@ def open_run(folder: RunFolder, config: JobConfig, console: Progress, *, resume:
         raise UserError(f"{folder.path} holds no run to resume; leave --resume out to start one")
     try:
         folder.path.mkdir(parents=True, exist_ok=True)
-        lock = (folder.path / ".lock").open("w")
     except OSError as error:
         raise UserError(f"cannot make the run folder {folder.path}: {error.strerror}") from None
-    with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(f"{folder.path} is in use by another process") from None
+    with locked(folder):
         if resume:
             check_resumed(load_stored(folder.config_path), config)
             saved = folder.checkpoints()
