@@ -39,8 +39,15 @@ def test_the_page_shows_the_files_that_are_written(folder: Path) -> None:
 
 
 def test_a_new_environment_passes_its_own_tests_and_trains_for_two_steps(folder: Path) -> None:
-    less = ["--run.steps=2", "--run.threads=1", "--warm_start.demonstrations=100", "--schedule.batch=4"]
-    train = ["gleanrl", "train", "train.toml", *less]
+    less = {
+        "run.steps": 2,
+        "run.threads": 1,
+        "warm_start.demonstrations": 60,
+        "warm_start.batch": 12,
+        "model.layers": 2,
+    }
+    less |= {"schedule.batch": 4, "environment.eval_tasks": 2, "evaluation.at_start": "false"}
+    train = ["gleanrl", "train", "train.toml", *(f"--{key}={value}" for key, value in less.items())]
     for command in (["pytest", "-q", "-p", "no:cacheprovider"], train):
         run = [sys.executable, "-m", *command]
         ended = subprocess.run(run, cwd=folder, capture_output=True, text=True, timeout=250)
