@@ -13,7 +13,7 @@ from pathlib import Path
 from gleanrl.runtime.run_folder import RunFolder
 from gleanrl.tracking.report import build
 
-SIZE = "1280,1000"  # width and height in pixels
+SIZE = "1280,850"  # width and height in pixels
 
 if __name__ == "__main__":
     browser = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
