@@ -291,6 +291,7 @@ def test_is_ready_and_get_stats_count_trajectories_rows_and_outcomes(buffer: Tra
         ({"rewards": torch.zeros(4, 2), "model_weights_id": "\ud800"}, "model_weights_id"),
         ({"curr_obs": {"a": torch.zeros(4, 2), 1: torch.zeros(4, 2)}}, "curr_obs"),
         ({"rewards": torch.zeros(4, 2), "extra_fields": {"robot": "arm"}}, "robot"),
+        ({"rewards": torch.zeros(4, 2), "extra_fields": {1: torch.zeros(4, 2)}}, "extra_fields"),
         ({"rewards": torch.zeros(4, 2), "extra_fields": {"actions": torch.zeros(4, 2)}}, "actions"),
         ({"rewards": torch.zeros(4, 2), "extra_fields": {"indices": torch.zeros(4, 2)}}, "indices"),
     ],

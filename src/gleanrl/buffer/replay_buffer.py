@@ -127,7 +127,7 @@ class TrajectoryReplayBuffer(Sampler):
         self.write_queue = WriteQueue(self._add)
         generator = torch.Generator().manual_seed(seed if not self.rank else derive(seed, "buffer", self.rank))
         super().__init__(storage, sample_window_size, generator, priority_exponent)
-        self.forks = 0  # number of processes that were forked since this object was made
+        self._forks = 0  # number of processes that were forked since this object was made
         _buffers.add(self)
 
     # --- adding ----------------------------------------------------------------------------------
@@ -312,7 +312,7 @@ class TrajectoryReplayBuffer(Sampler):
         with writer.lock:
             writer.drop(writer.snapshot.next_id)
 
-    def after_fork(self) -> None:
+    def _after_fork(self) -> None:
         """Make the buffer read-only, with a random stream of its own. Called in a forked process."""
         self.storage.after_fork()
         # Other threads, which do not exist in this process, may have held the locks of these objects.
@@ -320,7 +320,7 @@ class TrajectoryReplayBuffer(Sampler):
         if self.priorities is not None:
             self.priorities.lock = threading.Lock()
         state = base64.b64encode(self.generator.get_state().numpy().tobytes()).decode()
-        self.generator.manual_seed(derive(self.seed, "buffer", "fork", self.forks, state))
+        self.generator.manual_seed(derive(self.seed, "buffer", "fork", self._forks, state))
         self.stream = RandomStream(self.generator)
 
     def clear_cache(self) -> None:
@@ -348,12 +348,12 @@ _buffers: weakref.WeakSet[TrajectoryReplayBuffer] = weakref.WeakSet()
 
 def _before_fork() -> None:
     for buffer in list(_buffers):
-        buffer.forks += 1
+        buffer._forks += 1
 
 
 def _after_fork() -> None:
     for buffer in list(_buffers):
-        buffer.after_fork()
+        buffer._after_fork()
 
 
 os.register_at_fork(before=_before_fork, after_in_child=_after_fork)

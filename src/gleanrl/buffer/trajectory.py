@@ -105,11 +105,12 @@ class TensorTrajectory:
 
         Raises `UserError` if one of ``extra_fields`` has a name that is in use.
         """
-        found = {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "extra_fields"}
-        for name in self.extra_fields:
-            if name in found or name in ADDED_TO_BATCHES or str(name).startswith("#"):
+        found = dict(vars(self))
+        for name in (extra := found.pop("extra_fields")):
+            _check_name(name, "extra_fields")
+            if name in found or name in ADDED_TO_BATCHES or name.startswith("#"):
                 raise UserError(f"{name}: the buffer uses this name itself; give the field another one")
-        return found | dict(self.extra_fields)
+        return {**found, **extra}
 
 
 @dataclass(frozen=True)
@@ -143,12 +144,20 @@ class FlatTrajectory:
         Raises:
             UserError: a value is not a tensor, its shape does not fit the others, or the trajectory has no tensors.
         """
+        values: list[tuple[FieldPath, Any]] = []
+        for name, whole in trajectory.by_name().items():
+            if isinstance(whole, Tensor):
+                values.append(((name,), whole))
+            elif whole is not None and name not in NOT_TENSORS:
+                values += leaves((name,), whole)
         tensors: dict[FieldPath, Tensor] = {}
-        observed = None  # task descriptions among the observations
-        for path, value in leaves((), trajectory.by_name()):
-            if path == ("curr_obs", INSTRUCTIONS):
-                observed = value
-            if value is None or path[-1] == INSTRUCTIONS or path[0] in NOT_TENSORS:
+        descriptions = trajectory.task_descriptions
+        for path, value in values:
+            if path[-1] == INSTRUCTIONS:
+                if path[0] == "curr_obs" and descriptions is None:
+                    descriptions = value
+                continue
+            if value is None:
                 continue
             try:
                 tensor = value if isinstance(value, Tensor) else torch.as_tensor(value)
@@ -204,7 +213,7 @@ class FlatTrajectory:
             weights.encode()
         except (TypeError, ValueError, RuntimeError) as error:
             raise UserError(f"max_episode_length is an integer and model_weights_id a text ({error})") from None
-        instructions = _by_row(trajectory.task_descriptions, steps, batch) or _by_row(observed, steps, batch)
+        instructions = () if descriptions is None else _by_row(descriptions, steps, batch)
         return cls(
             steps, batch, epochs, columns, bootstrap, instructions, weights, longest, _outcome(trajectory.success)
         )
@@ -304,14 +313,14 @@ def _by_row(descriptions: Any, steps: int, batch: int) -> tuple[str, ...]:
     """Return the task description of each row; () if there are none.
 
     Args:
-        descriptions: a text for each environment, or for each step and environment; None or empty: there are none.
+        descriptions: a text for each environment, or for each step and environment; empty: there are none.
         steps, batch: T and B.
 
     Raises:
         UserError: ``descriptions`` is something else, or UTF-8 cannot encode a text.
     """
     try:
-        given = [] if descriptions is None else list(descriptions)
+        given = list(descriptions)
         if not given and not isinstance(descriptions, str):
             return ()
         of_environments = all(isinstance(own, str) for own in given)
@@ -340,16 +349,20 @@ def _outcome(success: Any) -> bool | None:
     return bool(value)
 
 
+def _check_name(name: Any, where: str) -> None:
+    """Raise `UserError` if ``name``, a key in ``where``, cannot name a field in a schema file."""
+    if not isinstance(name, str) or not name.isprintable():
+        raise UserError(f"{where}: the key {name!r} is not a printable text, so it cannot name a field")
+
+
 def leaves(path: FieldPath, value: Any) -> Iterator[tuple[FieldPath, Any]]:
     """Yield (path, value) for each value in a nested mapping. All paths in the result begin with ``path``.
 
-    Raises `UserError` if a key is not a text that UTF-8 can encode.
+    Raises `UserError` if a key cannot name a field.
     """
     if isinstance(value, Mapping):
         for key, part in value.items():
-            if not isinstance(key, str) or not key.isprintable():
-                where = ".".join(path) or "a trajectory"
-                raise UserError(f"{where}: the key {key!r} is not a printable text, so it cannot name a field")
+            _check_name(key, ".".join(path))
             yield from leaves((*path, key), part)
     else:
         yield path, value
