@@ -52,13 +52,40 @@ def test_replayed_members_are_compared_with_fresh_ones_and_do_not_change_them(na
 
 
 def test_replayed_members_do_not_change_the_whitening() -> None:
-    rewards, mask, group = torch.tensor([[0.0], [1.0], [9.0]]), torch.ones(3, 1), torch.zeros(3, dtype=torch.long)
+    rewards, mask, group = torch.tensor([[0.0], [1.0], [1.2]]), torch.ones(3, 1), torch.zeros(3, dtype=torch.long)
     members = torch.tensor([True, True, False])
     for name in ("reinforce_plus_plus", "reinforce_plus_plus_baseline"):
         both, _ = estimate(name, rewards, mask, group, baseline_members=members)
         alone, _ = estimate(name, rewards[:2], mask[:2], group[:2])
         torch.testing.assert_close(both[:2], alone)
-        assert both[2].item() == pytest.approx((9 - 0.5) / 0.5**0.5, rel=1e-6)
+        assert both[2].item() == pytest.approx((1.2 - 0.5) / 0.5**0.5, rel=1e-6)
+
+
+@pytest.mark.parametrize("name", ["grpo", "grpo_passk", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gae"])
+def test_graded_scores_do_not_give_a_stored_success_an_unlimited_advantage(name: str) -> None:
+    """Four fresh scores have the deviation 0.005, so 1 lies 199.5 deviations above their mean, and -1 lies 200.5 below
+    it. The limit is sqrt(4)."""
+    rewards = torch.tensor([[0.0], [0.0], [0.0], [0.01], [1.0], [-1.0]])
+    inputs = {"values": torch.zeros(6, 1)} if name == "gae" else {}
+    members = torch.tensor([True] * 4 + [False] * 2)
+    one_group = torch.zeros(6, dtype=torch.long)
+    got, _ = estimate(name, rewards, torch.ones(6, 1), one_group, baseline_members=members, **inputs)
+    assert got[4:, 0].tolist() == [2.0, 0.0 if name == "grpo_passk" else -2.0]
+    inputs = {key: value[:4] for key, value in inputs.items()}
+    alone, _ = estimate(name, rewards[:4], torch.ones(4, 1), one_group[:4], **inputs)
+    assert torch.equal(got[:4], alone)
+
+
+@pytest.mark.parametrize("size", [2, 3, 8, 16])
+def test_a_stored_success_has_the_advantage_of_a_fresh_one_for_rewards_of_zero_and_one(size: int) -> None:
+    members = torch.tensor([True] * size + [False])
+    for successes in range(1, size):
+        rewards = torch.tensor([[float(i < successes)] for i in range(size)] + [[1.0]])
+        group = torch.zeros(size + 1, dtype=torch.long)
+        got, _ = estimate("grpo", rewards, torch.ones(size + 1, 1), group, baseline_members=members)
+        rate = successes / size
+        expected = (1 - rate) / ((rate * (1 - rate) * size / (size - 1)) ** 0.5 + 1e-6)
+        assert [got[0].item(), got[size].item()] == pytest.approx([expected] * 2, rel=1e-6)
 
 
 def test_a_stored_success_among_failures_has_advantage_one() -> None:

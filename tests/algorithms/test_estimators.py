@@ -60,9 +60,10 @@ def naive(name: str, batch: dict[str, Any], **options: Any) -> tuple[Matrix, Mat
         sample = [advantages[i][t] for i in rows if baseline[i] for t in tokens[i]]
         mean = statistics.fmean(sample) if sample else 0.0
         scale = 1 / math.sqrt(statistics.variance(sample) + 1e-8) if len(set(sample)) > 1 else 1.0
-        advantages = [
-            [(advantages[i][t] - mean) * scale if t in tokens[i] else 0.0 for t in range(length)] for i in rows
-        ]
+        counted = [i for i in rows if valid[i] and baseline[i] and (tokens[i] or name in OF_TOKENS)]
+        for i in rows:
+            for t in tokens[i]:
+                advantages[i][t] = naive_limited((advantages[i][t] - mean) * scale, i, counted)
     return advantages, returns if name in OF_TOKENS else advantages
 
 
@@ -77,13 +78,13 @@ def naive_outcome(
     mean = 0.0 if lone else sum(scores[j] for j in peers) / len(peers)
     deviation = (statistics.stdev(scores[j] for j in peers) if len(peers) > 1 else 0.0) or 1.0
     if name == "grpo":
-        return (scores[i] - mean) / (deviation + 1e-6)
+        return naive_limited((scores[i] - mean) / (deviation + 1e-6), i, peers)
     if name == "rloo":
         others = [scores[j] for j in peers if j != i]
         return scores[i] - sum(others) / len(others) if others else scores[i]
     if name == "grpo_passk":
         rivals = [scores[j] for j in peers if j != i]
-        return max(scores[i] - max(rivals), 0.0) / (deviation + 1e-6) if rivals else 0.0
+        return naive_limited(max(scores[i] - max(rivals), 0.0) / (deviation + 1e-6), i, peers) if rivals else 0.0
     if name == "opo":
         weight = sum(lengths[j] for j in peers)
         weighted = sum(lengths[j] * scores[j] for j in peers)
@@ -93,6 +94,12 @@ def naive_outcome(
         return len(counted) / max(1, sum(score != 0 for score in counted)) * (scores[i] - mean) / f_norm
     assert name in ("dr_grpo", "reinforce_plus_plus_baseline")
     return scores[i] - mean
+
+
+def naive_limited(advantage: float, i: int, peers: list[int]) -> float:
+    """Limit the advantage of a trajectory that is not one of ``peers`` to the square root of their number."""
+    limit = math.inf if i in peers else math.sqrt(max(len(peers), 1))
+    return min(max(advantage, -limit), limit)
 
 
 def naive_credited(rewards: list[float], tokens: list[int]) -> dict[int, float]:

@@ -351,10 +351,10 @@ def _dense(name: str, values: Tensor, mask: Tensor, kept: Tensor) -> Tensor:
 def grpo(rewards: Rewards) -> tuple[Tensor, Tensor]:
     """Compute (r - mean) / (std + 1e-6), the advantage of GRPO (arXiv 2402.03300).
 
-    Mean and standard deviation (divisor n-1) are those of the group's baseline members. A single baseline member has
-    mean 0 and deviation 1.
+    Mean and standard deviation (divisor n-1) are those of the group's n baseline members. A single baseline member has
+    mean 0 and deviation 1. The advantage of a member outside the baseline is limited to [-sqrt(n), sqrt(n)].
     """
-    return _outcome(rewards.centred / (rewards.deviations + EPSILON))
+    return _outcome(limited(rewards.centred / (rewards.deviations + EPSILON), rewards.baseline, rewards.counts))
 
 
 @estimator("dr_grpo", group_local=True, group_baseline=True)
@@ -373,8 +373,9 @@ def grpo_passk(rewards: Rewards) -> tuple[Tensor, Tensor]:
 
     The best member gets (r1 - r2) / (std + 1e-6), where r1 is its score and r2 the runner-up's. All others get 0, and
     so do members that tie for the best score. r1, r2 and std are those of the baseline members. A member outside the
-    baseline gets the lead of its score over the best baseline member, divided in the same way, or 0 without a lead. If
-    there is no runner-up, the lead is 0. Raises `UserError` if a group has only one valid member.
+    baseline gets the lead of its score over the best baseline member, divided in the same way but at most sqrt(n) with
+    n baseline members, or 0 without a lead. If there is no runner-up, the lead is 0. Raises `UserError` if a group has
+    only one valid member.
     """
     alone = int((rewards.sum_by_group(rewards.valid.double()) == 1).sum())
     if alone:
@@ -388,7 +389,7 @@ def grpo_passk(rewards: Rewards) -> tuple[Tensor, Tensor]:
     second = rewards.highest(rewards.baseline & ~best)[rewards.group]
     rival = torch.where(winner, second, highest)
     lead = torch.where((rewards.scores > rival) & rival.isfinite(), rewards.scores - rival, 0.0)
-    return _outcome(lead / (rewards.deviations + EPSILON))
+    return _outcome(limited(lead / (rewards.deviations + EPSILON), rewards.baseline, rewards.counts))
 
 
 @estimator("rloo", group_local=True, group_baseline=True)
@@ -454,7 +455,8 @@ def reinforce_plus_plus_baseline(rewards: Rewards) -> tuple[Tensor, Tensor]:
     In the whitening statistics, a trajectory counts once for each of its trained tokens.
     """
     trained = rewards.baseline & (rewards.lengths > 0)
-    return _outcome(whitened(rewards.centred, trained, rewards.lengths.double()))
+    advantages = whitened(rewards.centred, trained, rewards.lengths.double())
+    return _outcome(limited(advantages, trained, trained.sum()))
 
 
 @estimator("remax", group_local=True, needs=["reward_baselines"])
@@ -534,6 +536,17 @@ def whitened(values: Tensor, members: Tensor | None, times: Tensor | None = None
     return (values - mean).mul_((variance + WHITENING_EPSILON).rsqrt())
 
 
+def limited(values: Tensor, members: Tensor, count: Tensor) -> Tensor:
+    """Limit ``values`` float64 [K], which a standard deviation has divided, to [-sqrt(count), sqrt(count)].
+
+    Only values where ``members`` bool [K] is False are limited. ``count`` (one number, or [K]) is the number of scores
+    from which the mean and the deviation were computed. None of n scores lies sqrt(n) deviations away from their mean,
+    but another score may lie any number of deviations away.
+    """
+    limit = count.double().clamp(min=1).sqrt()
+    return torch.where(members, values, values.clamp(-limit, limit))
+
+
 def _outcome(advantages: Tensor) -> tuple[Tensor, Tensor]:
     """Return (advantages, returns) for an estimator with one advantage per trajectory.
 
@@ -548,8 +561,11 @@ def _per_token(rewards: Rewards, advantages: Tensor, returns: Tensor, whiten: bo
     _check("whiten", whiten, "true or false", lambda x: x in (True, False))
     spread_returns = rewards.spread(returns)
     if whiten:
-        all_members = torch.equal(rewards.baseline, rewards.valid)
-        advantages = whitened(advantages, None if all_members else rewards.repeat(rewards.baseline))
+        if torch.equal(rewards.baseline, rewards.valid):
+            advantages = whitened(advantages, None)
+        else:
+            members = rewards.repeat(rewards.baseline)
+            advantages = limited(whitened(advantages, members), members, rewards.baseline.sum())
     elif advantages is returns:
         return spread_returns, spread_returns
     return rewards.spread(advantages), spread_returns
