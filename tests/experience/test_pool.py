@@ -315,16 +315,16 @@ def test_add_refuses_a_different_task_with_a_known_id(pool: ExperiencePool) -> N
     assert pool.add(task("t"), episode("t", 1.0, (70,)))
 
 
-def test_update_evicts_the_trajectories_of_changed_tasks(
+def test_set_tasks_evicts_the_trajectories_of_changed_tasks(
     pool: ExperiencePool, caplog: pytest.LogCaptureFixture
 ) -> None:
     pool.observe([solved("t", 2, 4), solved("u", 2, 4), solved("gone", 4, 4)], 0)
     pool.observe([solved("gone", 4, 4)], 0)
     before = contents(pool.path)
-    pool.update([task("t"), task("u"), task("never seen")])
+    pool.set_tasks([task("t"), task("u"), task("gone"), task("never seen")])
     assert contents(pool.path) == before
     assert caplog.messages == []
-    pool.update([replace(task(name), payload={}) for name in ("t", "gone", "never seen")])
+    pool.set_tasks([task("u"), *(replace(task(name), payload={}) for name in ("t", "gone", "never seen"))])
     assert (tokens(pool), len(tokens(pool, "u"))) == ([], 2)
     assert (pool.rates(["t", "gone"]), pool.retired(["gone"])) == ({}, set())
     assert pool.stats()["tasks"] == 3
@@ -336,6 +336,32 @@ def test_uses_and_evictions_are_counted(pool: ExperiencePool) -> None:
     first, second, third = (s.key for s in pool.stored(["t"])["t"])
     pool.used([first, third, third, 999])
     assert [s.uses for s in pool.stored(["t"])["t"]] == [1, 0, 2]
+def test_tasks_outside_the_training_set_are_kept_but_not_drawn(
+    pool: ExperiencePool, caplog: pytest.LogCaptureFixture
+) -> None:
+    def drawn(bucket: tuple[int, int] | None) -> list[str]:
+        return sorted(found.task.id for found in pool.draw(bucket, 9, np.random.default_rng(0)))
+
+    names = ["own", "held out", "of another environment", "solved"]
+    pool.observe([solved(name, 2, 4) for name in names], 0)
+    for _ in range(2):
+        pool.observe([solved("solved", 4, 4)], 1)
+    pool.set_tasks([task("own"), task("new")])
+    assert [line for line in caplog.messages if "3 of 4 tasks" in line and "6 trajectories" in line]
+    assert (pool.buckets(), drawn((2, 4)), drawn(None)) == ({(2, 4): 1}, ["own"], [])
+    metrics = pool.observe([solved("new", 1, 4)], 2)
+    assert (metrics["pool/outside"], metrics["pool/eligible"], metrics["pool/retired"]) == (3, 2, 0)
+    assert (metrics["pool/trajectories"], pool.stats()["outside"]) == (9, 3)
+    assert pool.verify() == []
+    # the run plays one of them after all, and the next run has other tasks
+    assert pool.observe([solved("held out", 2, 4, first=50)], 3)["pool/outside"] == 2
+    assert drawn((2, 4)) == ["held out", "own"]
+    pool.set_tasks([task(name) for name in ("solved", "of another environment")])
+    assert (drawn((2, 4)), drawn(None), pool.stats()["outside"]) == (["of another environment"], ["solved"], 3)
+    assert len(pool.stored(["own"])["own"]) == 2
+    assert pool.verify() == []
+
+
     pool.evict([second, 999, second], "ratio")
     assert pool.observe([], 1)["pool/evicted/ratio"] == 1
     pool.evict([first, third], "disagreed")

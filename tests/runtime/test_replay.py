@@ -117,16 +117,18 @@ def asks(name: str, text: str) -> Task:
 
 
 @pytest.mark.parametrize("how", ["path", "seed_from"])
-def test_trajectories_of_tasks_whose_prompt_has_changed_are_left_out(
+def test_only_training_tasks_whose_prompt_has_not_changed_are_drawn(
     tmp_path: Path, earlier: Path, how: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     config, tasks = configured(**{how: str(earlier)}), [asks("t0", "in French"), task("t1")]
     with open_pool(config, RunFolder(tmp_path / "run"), Tokenizer(), resume=False, tasks=tasks) as pool:
         assert pool is not None
         assert {name: len(own) for name, own in pool.stored(["t0", "t1", "t2"]).items()} == {"t0": 0, "t1": 2, "t2": 2}
-        assert sorted(drawn.task.id for drawn in pool.draw((2, 4), 9, np.random.default_rng(0))) == ["t1", "t2"]
+        assert [drawn.task.id for drawn in pool.draw((2, 4), 9, np.random.default_rng(0))] == ["t1"]
         assert sum("t0 is the first) differ" in line for line in caplog.messages) == 1
 
+        assert sum("t2" in line for line in caplog.messages) == 1
+        assert pool.observe([], 0)["pool/outside"] == 1
 
 def test_a_pool_of_an_unknown_tokenizer_needs_trust_tokenizer(tmp_path: Path) -> None:
     with ExperiencePool(tmp_path / "verl.sqlite") as pool:

@@ -165,6 +165,8 @@ def _stats(args: argparse.Namespace) -> int:
         solved = f"{d.successes}/{d.attempts}" if d.attempts else "not tried"
         rows.append((solved, d.tasks, d.replayable, d.retired, d.trajectories))
     table(("solved", "tasks", "replayable", "retired", "trajectories"), rows)
+    if known["outside"]:
+        print(f"{known['outside']} of the tasks are not training tasks of the last run, which did not draw them")
     if entropy.size:
         print(f"entropy as recorded, nats a token: {spread(entropy, '.3f')}")
         print(f"age in versions at step {now}: {spread(now - version, '.0f')}")

@@ -35,7 +35,7 @@ def open_pool(
     *,
     resume: bool,
     max_context: int | None = None,
-    tasks: Iterable[Task] = (),
+    tasks: Iterable[Task] | None = None,
 ) -> Iterator[ExperiencePool | None]:
     """Yield the run's experience pool, open for writing, or None if replay is disabled.
 
@@ -86,9 +86,9 @@ def open_pool(
                 atomic.write_text(note_path, json.dumps({**note, "mark": pool.mark()}))
             pool.start_run()
             if settings.seed_from and not pool.stats()["trajectories"]:
-                seed_pool(pool, settings.seed_from, trust=settings.trust_tokenizer)
-            if pool.stats()["tasks"]:
-                pool.update(tasks)
+                seed_pool(pool, settings.seed_from, step=max(step, 0), trust=settings.trust_tokenizer)
+            if tasks is not None and pool.stats()["tasks"]:
+                pool.set_tasks(tasks)
         yield pool
 
 

@@ -72,7 +72,7 @@ class Difficulty:
     successes: int
     attempts: int  # 0 = unknown: the trajectories came from another source, and no group was observed
     tasks: int  # number of these tasks
-    replayable: int  # number of them that are not retired and have a stored trajectory
+    replayable: int  # number of them that have a stored trajectory, and are neither retired nor excluded from draws
     retired: int  # number of them that are retired
     trajectories: int  # number of their stored trajectories
 
@@ -106,8 +106,8 @@ def newest_step(db: sqlite3.Connection) -> int:
 def difficulties(db: sqlite3.Connection) -> list[Difficulty]:
     """Count the tasks by the outcome of their latest fresh group, ordered by attempts and then by successes."""
     query = (
-        "SELECT successes, attempts, count(*), sum(live > 0 AND NOT retired), sum(retired), sum(live) FROM tasks "
-        "GROUP BY attempts, successes ORDER BY attempts, successes"
+        "SELECT successes, attempts, count(*), sum(live > 0 AND NOT retired AND NOT outside), sum(retired), sum(live) "
+        "FROM tasks GROUP BY attempts, successes ORDER BY attempts, successes"
     )
     return [Difficulty(*row) for row in db.execute(query)]
 

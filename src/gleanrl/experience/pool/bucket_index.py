@@ -5,7 +5,7 @@ not replayed, and a *fresh group* is a group with valid fresh members. A bucket 
 group had the same number of attempts (valid fresh members) and the same number of successes among them. One additional
 bucket contains the retired tasks. A task is in at most one bucket: a retired task is in the bucket of retired tasks,
 any other task with a stored trajectory is in the bucket of its latest fresh group, and a task without a trajectory is
-in none.
+in none. A task outside the run's training tasks is in none either.
 
 The tasks of a bucket are numbered by positions 0 .. size - 1 without gaps. A new task gets the position at the end, and
 when a task leaves, the last task takes its position. So a uniform draw of tasks is a uniform draw of positions, and an
@@ -36,11 +36,14 @@ class TaskRow:
     streak: int
     retired: int
     live: int
+    outside: int
     bucket: int | None
     position: int | None
 
     @property
     def wanted_bucket(self) -> int | None:
+        if self.outside:
+            return None
         if self.retired:
             return RETIRED
         return bucket_id((self.successes, self.attempts)) if self.live else None
@@ -87,11 +90,11 @@ def save(db: sqlite3.Connection, row: TaskRow) -> None:
             grow = "INSERT INTO buckets VALUES (?, 1) ON CONFLICT (id) DO UPDATE SET size = size + 1"
             db.execute(grow, (wanted,))
     db.execute(
-        "UPDATE tasks SET attempts = ?, successes = ?, step = ?, streak = ?, retired = ?, live = ?, bucket = ?, "
-        "position = ? WHERE id = ?",
+        "UPDATE tasks SET attempts = ?, successes = ?, step = ?, streak = ?, retired = ?, live = ?, outside = ?, "
+        "bucket = ?, position = ? WHERE id = ?",
         (
-            *(row.attempts, row.successes, row.step, row.streak, row.retired, row.live, row.bucket, row.position),
-            row.id,
+            *(row.attempts, row.successes, row.step, row.streak, row.retired, row.live, row.outside),
+            *(row.bucket, row.position, row.id),
         ),
     )
 

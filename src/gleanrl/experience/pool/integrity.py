@@ -78,6 +78,7 @@ def faults(db: sqlite3.Connection, *, records: bool = True) -> Iterator[str]:
     counted = Counter(dict(db.execute("SELECT name, value FROM counters")))
     for name, query in {
         "tasks": "SELECT count(*) FROM tasks",
+        "outside": "SELECT count(*) FROM tasks WHERE outside",
         "trajectories": "SELECT count(*) FROM trajectories",
         "bytes": "SELECT coalesce(sum(bytes), 0) FROM trajectories",
     }.items():

@@ -178,6 +178,9 @@ class ExperiencePool:
                 row, same = self._find_or_add(group.spec.task, step)
                 if not same:
                     self._replace(row, group.spec.task)
+                if row.outside:
+                    row.outside = 0
+                    self._counts["outside"] -= 1
                 was_retired = row.retired
                 row.attempts, row.successes, row.step = len(valid), len(successes), step
                 row.streak = row.streak + 1 if len(successes) == len(valid) else 0
@@ -202,6 +205,7 @@ class ExperiencePool:
                 "pool/tasks": self._counts["tasks"],
                 "pool/eligible": sum(sizes.values()),
                 "pool/retired": retired,
+                "pool/outside": self._counts["outside"],
                 "pool/trajectories": self._counts["trajectories"],
                 "pool/bytes": self._counts["bytes"],
             }
@@ -256,15 +260,20 @@ class ExperiencePool:
         with self._writing():
             return [self._add(each) for each in incoming]
 
-    def update(self, tasks: Iterable[Task]) -> None:
-        """Replace the tasks in the pool that differ from the task in ``tasks`` with the same id.
+    def set_tasks(self, tasks: Iterable[Task]) -> None:
+        """Restrict the pool to the training tasks of a run, which calls this when it starts.
 
-        A run calls this when it starts. Two tasks differ if their prompts or payloads do. If a task is replaced, its
-        trajectories are evicted and its state is reset. Tasks that do not differ, and ids that are not in the pool, are
-        ignored.
+        All other tasks are not drawn from now on, neither for replay nor as retired tasks, because they may be held-out
+        tasks or those of another environment. They and their trajectories stay in the file, for runs that have these
+        tasks. A task is drawn again after the next call with it in ``tasks``, or once `observe` gets a group of it.
+
+        A task in the pool is replaced if the task in ``tasks`` with the same id has another prompt or payload. Its
+        trajectories are then evicted and its state is reset.
         """
+        ids: set[str] = set()
         with self._writing() as db:
             for task in tasks:
+                ids.add(task.id)
                 known = bucket_index.find(db, task.id)
                 if known is not None:
                     row, same = self._find_or_add(task, known.step)
@@ -272,6 +281,19 @@ class ExperiencePool:
                         self._replace(row, task)
                         bucket_index.save(db, row)
             self._log_replaced()
+            states = db.execute("SELECT id, name, outside FROM tasks").fetchall()
+            for number in [number for number, name, outside in states if (name not in ids) != outside]:
+                row = bucket_index.get(db, number)
+                row.outside = 1 - row.outside
+                self._counts["outside"] += 1 if row.outside else -1
+                bucket_index.save(db, row)
+            first, lost = db.execute("SELECT min(name), sum(live) FROM tasks WHERE outside").fetchone()
+        if lost:
+            log.warning(
+                "%s: %d of %d tasks (%s is one) are not training tasks of this run; their %d trajectories are not "
+                "replayed",
+                *(self.path, self._counts["outside"], len(states), first, lost),
+            )
 
     def start_run(self) -> None:
         """Shift steps and versions so that a run that starts from step 0 counts ages on from those of earlier runs.
@@ -300,8 +322,8 @@ class ExperiencePool:
     def buckets(self) -> dict[tuple[int, int], int]:
         """Return the number of tasks in each bucket: tasks with a stored trajectory that are not retired.
 
-        A bucket (successes, attempts) contains the tasks whose latest fresh group had these numbers. Empty buckets are
-        left out.
+        A bucket (successes, attempts) contains the tasks whose latest fresh group had these numbers. Tasks that
+        `set_tasks` has excluded are not counted. Empty buckets are left out.
         """
         with self._reading() as db:
             sizes = bucket_index.sizes(db)
@@ -437,6 +459,7 @@ class ExperiencePool:
             "tasks": counts["tasks"],
             "eligible": sum(buckets.values()),
             "retired": retired,
+            "outside": counts["outside"],
             "trajectories": counts["trajectories"],
             "bytes": counts["bytes"],
             "oldest_version": oldest,
@@ -523,8 +546,10 @@ class ExperiencePool:
         if row is None:
             number = self._counts["next_task"]
             self._counts.update(next_task=1, tasks=1)
-            self._db.execute("INSERT INTO tasks VALUES (?, ?, 0, 0, ?, 0, 0, 0, NULL, NULL)", (number, task.id, step))
-            row = TaskRow(number, task.id, 0, 0, step, 0, 0, 0, None, None)
+            self._db.execute(
+                "INSERT INTO tasks VALUES (?, ?, 0, 0, ?, 0, 0, 0, 0, NULL, NULL)", (number, task.id, step)
+            )
+            row = TaskRow(number, task.id, 0, 0, step, 0, 0, 0, 0, None, None)
         body = self._db.execute("SELECT CAST(data AS BLOB) FROM bodies WHERE id = ?", (row.id,)).fetchone()
         try:
             if body is not None:

@@ -29,7 +29,7 @@ _NOT_TEXT = "Could not decode to UTF-8"
 _SCHEMA = "SELECT name, coalesce(sql, '') FROM sqlite_schema WHERE name NOT LIKE 'sqlite_stat%'"
 
 APPLICATION = 0x474C5250  # "GLRP"
-VERSION = 2
+VERSION = 3
 
 TABLES = {
     # The state of each task. ``bucket`` and ``position`` (see bucket_index.py) are NULL if the task cannot be drawn.
@@ -42,6 +42,7 @@ TABLES = {
         "streak INTEGER NOT NULL",  # number of its latest groups in a row in which every valid fresh member succeeded
         "retired INTEGER NOT NULL",  # 0 or 1
         "live INTEGER NOT NULL",  # number of its stored trajectories
+        "outside INTEGER NOT NULL",  # 0 or 1: whether `ExperiencePool.set_tasks` has excluded it from draws
         "bucket INTEGER",
         "position INTEGER",
     ),
