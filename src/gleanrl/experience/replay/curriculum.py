@@ -64,9 +64,9 @@ class ReplayCurriculum:
     proposed by the inner curriculum, in its order. Proposals of the inner curriculum that a batch does not use come
     first in the next batch.
 
-    A task is never both fresh and replayed in a proposal. It occurs twice only if the inner curriculum has no other
-    task. Retired tasks are skipped, except for the share ``probe_fraction`` of a batch that samples retired tasks again
-    (probes), and except if no other task is left.
+    A task occurs twice in a proposal, be it fresh twice or once fresh and once replayed, only if the inner curriculum
+    has no other task. Retired tasks are skipped, except for the share ``probe_fraction`` of a batch that samples
+    retired tasks again (probes), and except if no other task is left.
 
     A proposal smaller than a batch replaces groups that were dropped. It counts as a part of the latest batch and
     repeats no task of that batch. In such proposals, and in batches of one group, the part of ``count * task_ratio``
@@ -168,17 +168,11 @@ class ReplayCurriculum:
         probe_count = min(whole(probes_due), count - target)
         probes = [found.task for found in self.pool.draw(None, probe_count, random, taken)] if probe_count else []
         taken.update(task.id for task in probes)
-        await picks.take(count - target - len(probes), taken)
-        fresh_tasks = set(taken)
-        replayed = await self._recall.recall(target, random, taken, step=step) if target else []
-        wanting = count - len(picks.specs) - len(probes) - len(replayed)
-        if unfilled := await picks.fill(wanting, taken, barred={found.task.id for found in replayed}):
-            # The inner curriculum has only tasks that are replayed in this batch. A task must not be both fresh and
-            # replayed, so replay nothing in this batch and sample these tasks fresh.
-            replayed = []
-            taken = fresh_tasks
-            await picks.fill(count - len(picks.specs) - len(probes), taken)
-            log.warning("replay: no fresh task is left for %d places of a batch; the replayed tasks give way", unfilled)
+        # Tasks to replay are drawn before fresh ones are picked, which would leave none of a few tasks for replay.
+        # `recall` gets a copy of ``taken``, because tasks that it draws but does not return may still be fresh.
+        replayed = await self._recall.recall(target, random, set(taken), step=step) if target else []
+        taken.update(found.task.id for found in replayed)
+        await picks.fill(count - len(probes) - len(replayed), taken)
 
         fresh = [*picks.specs, *(GroupSpec(task, self._group, greedy=greedy) for task in probes)]
         mixed: list[GroupSpec] = []
@@ -196,7 +190,7 @@ class ReplayCurriculum:
         # There must be no await from here to the end, so that a checkpoint contains all of these changes or none.
         self._recall.settle()
         self.pool.used([stored.key for found in replayed for stored in found.stored])
-        picks.commit()
+        picks.commit({found.task.id for found in replayed})
         state.proposals += 1
         state.batches += not part
         state.batch = max(state.batch, count)

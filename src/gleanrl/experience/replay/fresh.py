@@ -86,12 +86,11 @@ class FreshPicks:
             await self.ask(asked)
         return count
 
-    async def fill(self, count: int, taken: set[str], barred: Collection[str] = ()) -> int:
+    async def fill(self, count: int, taken: set[str]) -> None:
         """Pick ``count`` specs, and allow retired tasks and repeated tasks if there are too few others.
 
-        Picks first as `take` does, then specs of retired tasks, then specs of tasks that the batch contains already. A
-        task in ``barred`` is never picked. Returns how many specs are missing because the inner curriculum proposes
-        only tasks in ``barred``; 0 if ``barred`` is empty.
+        Picks first as `take` does, then specs of retired tasks, then specs of tasks that the batch contains already, in
+        the order of the inner curriculum.
         """
         count = await self.take(count, taken)
         for index in list(self._retired):
@@ -101,21 +100,26 @@ class FreshPicks:
                 self._used.append(index)
                 taken.add(task)
                 count -= 1
-        while count:
-            free = [index for index in self._repeated if self._waiting[index].task.id not in barred][:count]
-            self._repeated = [index for index in self._repeated if index not in free]
-            self._used += free
-            count -= len(free)
-            if count:
-                first = len(self._waiting)
-                await self.ask(count)
-                self._next = len(self._waiting)
-                self._repeated += range(first, self._next)
-                if all(spec.task.id in barred for spec in self._waiting[first:]):
-                    break
-        return count
+        while count > len(self._repeated):
+            first = len(self._waiting)
+            await self.ask(count - len(self._repeated))
+            self._next = len(self._waiting)
+            self._repeated += range(first, self._next)
+        self._used += self._repeated[:count]
+        self._repeated = self._repeated[count:]
 
-    def commit(self) -> None:
-        """Remove from ``waiting`` the picked specs, and the specs that were skipped because their tasks are retired."""
+    def commit(self, replayed: Collection[str]) -> None:
+        """Remove from ``waiting`` the picked specs, and the specs that were skipped because their tasks are retired.
+
+        Of the specs that were skipped because their tasks are in ``replayed``, the ids of the batch's replayed tasks,
+        one per task stays. So the list stays short, even if a task is replayed in every batch.
+        """
         gone = {*self._used, *self._retired}
+        kept: set[str] = set()
+        for index in self._repeated:
+            task = self._waiting[index].task.id
+            if task in kept:
+                gone.add(index)
+            elif task in replayed:
+                kept.add(task)
         self._waiting[:] = [spec for index, spec in enumerate(self._waiting) if index not in gone]
