@@ -182,7 +182,25 @@ async def measured(job: Job, folder: Path) -> dict[str, Any]:
     late = [row.metrics for row in rows[-len(rows) // 4 :]]
     names = sorted({name for metrics in late for name in metrics if name.startswith(TOLD)})
     means = {name: statistics.mean(metrics.get(name, 0.0) for metrics in late) for name in names}
-    return {"domain": domain, "arm": arm, "lr": lr, "seed": seed, "curve": curve, "late": means}
+    row = {"domain": domain, "arm": arm, "lr": lr, "seed": seed, "curve": curve, "late": means}
+    return row | ({"uses": spread_of_uses(run_folder.experience_path)} if config.replay.enabled else {})
+
+
+def spread_of_uses(pool: Path) -> dict[str, float]:
+    """Return how evenly a run has used the trajectories that are in its pool at the end.
+
+    These are the numbers of all of them and of those never used, and the share of all uses that the most used
+    trajectories of the tasks have, one of each task.
+    """
+    from gleanrl.experience.pool import browse
+
+    by_task: dict[str, list[int]] = {}
+    with browse.reading(pool) as db:
+        for line in browse.lines(db):
+            by_task.setdefault(line.task, []).append(line.uses)
+    uses = [count for counts in by_task.values() for count in counts]
+    most = sum(max(counts) for counts in by_task.values())
+    return {"stored": len(uses), "never": uses.count(0), "most": most / sum(uses) if any(uses) else 0.0}
 
 
 async def evaluated(

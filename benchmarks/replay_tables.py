@@ -41,6 +41,7 @@ def show(rows: Sequence[Row], headline: Sequence[str]) -> None:
             _between(arms, seeds)
             _late(arms)
         _others(own, [arm for arm in _ordered(row["arm"] for row in own) if arm not in arms])
+        _uses([row for row in own if "uses" in row])
     _together(best, headline)
 
 
@@ -178,6 +179,17 @@ def _others(rows: Sequence[Row], arms: Sequence[str]) -> None:
                     gains = [_end(own[seed], what) - _end(runs[seed], what) for seed in both]
                     cells.append(_mean(gains, "+") if gains else "")
             _line(cells)
+
+
+def _uses(rows: Sequence[Row]) -> None:
+    """Print how evenly each run has used the trajectories that its pool holds at the end."""
+    if not rows:
+        return
+    print("\nStored trajectories at the end of the run, and how often they were replayed:\n")
+    _line(["arm", "seed", "stored", "never used", "uses of the most used one of each task"], head=True)
+    for row in rows:
+        uses = row["uses"]
+        _line([row["arm"], str(row["seed"]), f"{uses['stored']}", f"{uses['never']}", f"{uses['most']:.0%}"])
 
 
 def best_rate(rows: Sequence[Row], arm: str) -> float:

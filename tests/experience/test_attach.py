@@ -5,12 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from gleanrl.config.settings import ReplaySettings
 from gleanrl.experience import ExperiencePool, attach_replayed
 from gleanrl.types import Group
+from gleanrl.utils.errors import UserError
 from tests.experience.pool_world import episode, group, solved, task
 
 
@@ -99,6 +101,15 @@ def test_per_group_zero_adds_no_member(tmp_path: Path) -> None:
 def test_two_groups_of_a_task_get_the_same_success(pool: ExperiencePool) -> None:
     pool.observe([solved("a", 1, 2)], step=0)
     assert tokens(attach_replayed([solved("a", 0, 2), solved("a", 0, 2, first=9)], pool)) == [[[0, 5]], [[0, 5]]]
+
+
+@pytest.mark.parametrize("setting", [{"entropy_from": "current"}, {"max_ratio": 2.0}, {"reverify": True}])
+def test_settings_that_need_the_policy_or_the_reward_are_refused(tmp_path: Path, setting: dict[str, Any]) -> None:
+    [name] = setting
+    with ExperiencePool(tmp_path / "pool.sqlite", ReplaySettings.model_validate(setting)) as pool:
+        pool.observe([solved("a", 1, 2)], step=0)
+        with pytest.raises(UserError, match=rf"replay\.{name}"):
+            attach_replayed([solved("a", 0, 2)], pool)
 
 
 def test_a_group_that_already_has_replayed_members_is_refused(pool: ExperiencePool) -> None:

@@ -68,7 +68,7 @@ def worlds(draw: st.DrawFn) -> dict[str, Any]:
             per_group=draw(st.integers(0, 3)),
             placement=draw(st.sampled_from(["add", "replace"])),
             tasks=draw(st.sampled_from(["gaussian", "uniform", "uniform_buckets", "rescue"])),
-            select=draw(st.sampled_from(["lowest_entropy", "highest_entropy", "random", "newest"])),
+            select=draw(st.sampled_from(["least_used", "lowest_entropy", "highest_entropy", "random", "newest"])),
             probe_fraction=draw(st.sampled_from([0.0, 0.05, 0.3])),
         ),
         "counts": draw(st.lists(st.booleans(), min_size=3, max_size=8)),
@@ -540,11 +540,18 @@ def test_a_task_whose_trajectories_cannot_be_read_is_replaced(folder: Path, capl
     assert curriculum.observe([])["replay/missing"] > 0
 
 
-def test_uses_of_replayed_trajectories_are_counted(folder: Path) -> None:
-    curriculum = one_task(folder, ReplaySettings(entropy_from="recorded"), [-0.7, -0.1])
-    for _ in range(3):
-        assert replayed(curriculum) == ["t39.1"]
-    assert [s.uses for s in curriculum.pool.stored(["t39"])["t39"]] == [0, 3]
+def test_all_trajectories_of_a_task_are_used_in_turn_and_lowest_entropy_uses_one(folder: Path) -> None:
+    """The recorded entropies never change, so a choice by them alone is always the same."""
+    logprobs = [-0.7, -0.1, -0.4]
+    curriculum = one_task(folder, ReplaySettings(), logprobs)
+    assert [replayed(curriculum) for _ in range(6)] == [["t39.1"], ["t39.2"], ["t39.0"]] * 2
+    assert [s.uses for s in curriculum.pool.stored(["t39"])["t39"]] == [2, 2, 2]
+    curriculum.pool.observe([group("t39", 1, 2, first=50)], 0)  # a new success
+    assert [replayed(curriculum) for _ in range(3)] == [["t39.50"], ["t39.50"], ["t39.1"]]
+    curriculum.pool.close()
+    strict = wrap(folder, ReplaySettings(select="lowest_entropy", probe_fraction=0), Stream(NAMES[:20], 8))
+    assert [replayed(strict) for _ in range(3)] == [["t39.1"]] * 3
+    assert [s.uses for s in strict.pool.stored(["t39"])["t39"]] == [2, 6, 2, 2]
 
 
 # --- observation and checkpoints --------------------------------------------------------------------

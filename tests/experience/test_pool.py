@@ -216,7 +216,12 @@ def test_two_perfect_groups_in_a_row_retire_a_task_and_an_imperfect_one_reactiva
 # --- capacity, age, uses ------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("select", "kept"),
-    [("lowest_entropy", [1, 3, 5]), ("highest_entropy", [2, 4, 5]), ("newest", [3, 4, 5])],
+    [
+        ("least_used", [1, 3, 5]),
+        ("lowest_entropy", [1, 3, 5]),
+        ("highest_entropy", [2, 4, 5]),
+        ("newest", [3, 4, 5]),
+    ],
 )
 def test_a_full_task_evicts_the_trajectory_that_would_be_selected_last(
     path: Path, select: Any, kept: list[int]
@@ -331,11 +336,6 @@ def test_set_tasks_evicts_the_trajectories_of_changed_tasks(
     assert len(caplog.messages) == 1
 
 
-def test_uses_and_evictions_are_counted(pool: ExperiencePool) -> None:
-    pool.observe([solved("t", 3, 4)], 0)
-    first, second, third = (s.key for s in pool.stored(["t"])["t"])
-    pool.used([first, third, third, 999])
-    assert [s.uses for s in pool.stored(["t"])["t"]] == [1, 0, 2]
 def test_tasks_outside_the_training_set_are_kept_but_not_drawn(
     pool: ExperiencePool, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -362,6 +362,11 @@ def test_tasks_outside_the_training_set_are_kept_but_not_drawn(
     assert pool.verify() == []
 
 
+def test_uses_and_evictions_are_counted(pool: ExperiencePool) -> None:
+    pool.observe([solved("t", 3, 4)], 0)
+    first, second, third = (s.key for s in pool.stored(["t"])["t"])
+    pool.used([first, third, third, 999])
+    assert [s.uses for s in pool.stored(["t"])["t"]] == [1, 0, 2]
     pool.evict([second, 999, second], "ratio")
     assert pool.observe([], 1)["pool/evicted/ratio"] == 1
     pool.evict([first, third], "disagreed")

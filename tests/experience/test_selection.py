@@ -128,10 +128,13 @@ def test_buckets_of_one_solve_rate_share_its_weight_by_their_sizes() -> None:
 @settings(deadline=None)
 @given(st.lists(st.sampled_from([0.1, 0.2, 0.3, 0.4]), max_size=8), st.integers(0, 2**32))
 def test_trajectories_are_ranked_by_entropy_and_ties_go_to_the_newer(entropies: list[float], seed: int) -> None:
+    uses = np.random.default_rng(seed).integers(0, 3, len(entropies)).tolist()
+
     def order(select: str) -> list[int]:
-        return selection.ranked(entropies, select, np.random.default_rng(seed))
+        return selection.ranked(entropies, uses, select, np.random.default_rng(seed))
 
     indices = range(len(entropies))
+    assert order("least_used") == sorted(indices, key=lambda i: (uses[i], entropies[i], -i))
     assert order("lowest_entropy") == sorted(indices, key=lambda i: (entropies[i], -i))
     assert order("highest_entropy") == sorted(indices, key=lambda i: (-entropies[i], -i))
     assert order("newest") == sorted(indices, reverse=True)

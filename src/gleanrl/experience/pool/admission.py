@@ -119,7 +119,7 @@ def surplus(candidates: Sequence[Candidate], settings: ReplaySettings) -> list[C
     if excess <= 0:
         return []
     match settings.select:
-        case "lowest_entropy":
+        case "least_used" | "lowest_entropy":
             order = sorted(candidates, key=lambda c: (-c.entropy, c.order))
         case "highest_entropy":
             order = sorted(candidates, key=lambda c: (c.entropy, c.order))

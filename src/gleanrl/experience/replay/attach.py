@@ -10,6 +10,7 @@ import numpy as np
 from gleanrl.experience.pool.pool import ExperiencePool
 from gleanrl.experience.replay.selection import ranked
 from gleanrl.types import Group, GroupSpec
+from gleanrl.utils.errors import UserError
 
 
 def attach_replayed(groups: Sequence[Group], pool: ExperiencePool, *, seed: int = 0) -> list[Group]:
@@ -19,10 +20,10 @@ def attach_replayed(groups: Sequence[Group], pool: ExperiencePool, *, seed: int 
     `ReplayCurriculum` adds stored successes and also chooses tasks from the pool.
 
     Each group gets up to ``per_group`` successes. If its task has more, those that the pool's setting ``select`` ranks
-    first are added. They are ranked by their recorded entropies, whatever ``entropy_from`` says. The pool counts each
-    added success as used. A group is returned unchanged if its task is retired, if the pool contains no success on it,
-    or if no fresh member has a valid score, because the advantage of a replayed member is computed relative to the
-    fresh ones.
+    first are added. Settings about planning, such as ``task_ratio`` and ``placement``, have no effect here. The pool
+    counts each added success as used. A group is returned unchanged if its task is retired, if the pool contains no
+    success on it, or if no fresh member has a valid score, because the advantage of a replayed member is computed
+    relative to the fresh ones.
 
     Call this function before `ExperiencePool.observe`, which stores the successes of the groups. In the opposite order
     a group would get its own successes again.
@@ -33,8 +34,21 @@ def attach_replayed(groups: Sequence[Group], pool: ExperiencePool, *, seed: int 
         seed: seed of the random choice with ``select = "random"``, for example the number of the step.
 
     Raises:
+        UserError: the pool's settings ask for what needs the current policy or a reward, which this function does not
+            have: ``entropy_from = "current"``, ``max_ratio`` or ``reverify``.
         ValueError: a group contains replayed members already.
     """
+    settings = pool.settings
+    for name, needed in {
+        "entropy_from": settings.entropy_from == "current",
+        "max_ratio": settings.max_ratio is not None,
+        "reverify": settings.reverify,
+    }.items():
+        if needed:
+            raise UserError(
+                f"attach_replayed cannot apply replay.{name} = {getattr(settings, name)!r}, because it knows neither "
+                "the current policy nor the reward; leave it out, and check the added trajectories in your own loop"
+            )
     names = [group.spec.task.id for group in groups]
     for group in groups:
         if group.spec.replayed:
@@ -45,8 +59,8 @@ def attach_replayed(groups: Sequence[Group], pool: ExperiencePool, *, seed: int 
     mixed: list[Group] = []
     for group, name in zip(groups, names, strict=True):
         stored = found[name] if name not in retired and group.valid_fresh else []
-        order = ranked([each.entropy for each in stored], pool.settings.select, random)
-        chosen = [stored[index] for index in order[: pool.settings.per_group]]
+        order = ranked([s.entropy for s in stored], [s.uses for s in stored], settings.select, random)
+        chosen = [stored[index] for index in order[: settings.per_group]]
         keys += [each.key for each in chosen]
         replayed = tuple(each.trajectory for each in chosen)
         spec = GroupSpec(group.spec.task, len(group.trajectories), replayed, group.spec.greedy)

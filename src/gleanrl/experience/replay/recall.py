@@ -126,7 +126,8 @@ class Recall:
         candidates = await self._make_candidates([stored for _, stored in found])
         choices = []
         for (task, _), own in zip(found, candidates, strict=True):
-            order = selection.ranked([candidate.entropy for candidate in own], settings.select, random)
+            entropies, uses = [each.entropy for each in own], [each.stored.uses for each in own]
+            order = selection.ranked(entropies, uses, settings.select, random)
             choices.append(self._choose(task, [own[index] for index in order]))
         chosen = await asyncio.gather(*choices)
         self.seconds += perf_counter() - started
@@ -167,7 +168,7 @@ class Recall:
         the recorded entropies are used without ratios.
         """
         settings = self._settings
-        by_entropy = settings.entropy_from == "current" and settings.select.endswith("entropy")
+        by_entropy = settings.entropy_from == "current" and settings.select not in ("random", "newest")
         asked: list[Stored] = []
         for own in tasks:
             if settings.max_ratio is not None or (by_entropy and len(own) > settings.per_group):

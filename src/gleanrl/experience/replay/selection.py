@@ -104,14 +104,16 @@ def tasks_by_bucket(
     return drawn
 
 
-def ranked(entropies: Sequence[float], select: str, random: np.random.Generator) -> list[int]:
+def ranked(entropies: Sequence[float], uses: Sequence[int], select: str, random: np.random.Generator) -> list[int]:
     """Rank a task's trajectories as ``select`` (`ReplaySettings.select`) says, and return their indices, best first.
 
-    ``entropies`` holds the entropy of each trajectory, oldest trajectory first. Of trajectories with equal entropies,
-    the newer one is ranked first.
+    ``entropies`` and ``uses`` hold the entropy of each trajectory and how often it was replayed, oldest trajectory
+    first. Of trajectories that are otherwise equal, the newer one is ranked first.
     """
     ages = np.arange(len(entropies))[::-1]  # 0 = newest
     match select:
+        case "least_used":
+            order = np.lexsort((ages, np.asarray(entropies, np.float64), np.asarray(uses, np.int64)))
         case "lowest_entropy":
             order = np.lexsort((ages, np.asarray(entropies, np.float64)))
         case "highest_entropy":
