@@ -321,11 +321,17 @@ class Curriculum(Protocol):
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the JSON-serialisable state for a checkpoint."""
+        """Return the JSON-serialisable state for a checkpoint.
+
+        It must not have the keys ``replay`` and ``guidance``, which the curricula of these two add.
+        """
         ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a state that `state_dict` has returned."""
+        """Restore a state that `state_dict` has returned.
+
+        The key ``replay`` must be ignored, because replay can be turned off when a run is resumed.
+        """
         ...
 
 

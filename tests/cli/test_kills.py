@@ -71,7 +71,7 @@ def pool_of(gleanrl: CommandLine, settings: tuple[str, ...]) -> Path:
 
 def mark_of(checkpoint: Path) -> int:
     state = json.loads((checkpoint / "state.json").read_text())["plan"]["curriculum"]
-    return state["mark"] if "waiting" in state else state["inner"]["mark"]  # guidance wraps replay
+    return state["replay"]["mark"]
 
 
 def held(pool: Path, mark: int, copy: Path) -> dict[str, Any]:

@@ -137,6 +137,40 @@ def test_runs_that_use_a_pool_in_turn_continue_its_ages_and_find_it_from_any_dir
     assert "shared.sqlite" in shown.stdout
 
 
+PLAIN = (*REPLAY[2:], "--checkpoint.every", "2", "--run.steps", "8")
+STEP = "gleanrl.learners.engine:LocalEngine.step"
+
+
+def test_replay_is_turned_on_and_off_with_groups_that_were_planned_before(gleanrl: CommandLine) -> None:
+    plain = (*PLAIN, "--schedule.preset", "one_step_off")
+    assert gleanrl.train("run", *plain, at=(STEP, 3, "SIGKILL")).status == -9
+    refused = gleanrl.train("run", *plain, "--resume", "--guidance.enabled", "true").complaint
+    assert "guidance.enabled" in refused
+    assert gleanrl.train("run", *REPLAY, *plain, "--resume", at=(STEP, 8, "SIGKILL")).status == -9
+    ended = gleanrl.train("run", *plain, "--resume")
+    assert ended.status == 0, ended.stderr
+    steps = rows(gleanrl, "run")
+    on = sum("replay/on" in metrics for metrics in steps)
+    assert ["replay/on" in metrics for metrics in steps] == [False] * 2 + [True] * on + [False] * (6 - on)
+    assert 0 < on < 6
+    assert sum(metrics.get("replay/trajectories", 0) for metrics in steps) > 0
+
+
+def test_a_start_with_replay_that_is_killed_before_its_first_checkpoint_leaves_no_trace(
+    make_gleanrl: Callable[[], CommandLine],
+) -> None:
+    """The run was started without replay."""
+    whole, killed = make_gleanrl(), make_gleanrl()
+    for each in (whole, killed):
+        assert each.train("run", *PLAIN, at=(STEP, 3, "SIGKILL")).status == -9
+    assert killed.train("run", *REPLAY, *PLAIN, "--resume", at=(STEP, 3, "SIGKILL")).status == -9
+    for each in (whole, killed):
+        ended = each.train("run", *REPLAY, *PLAIN, "--resume")
+        assert ended.status == 0, ended.stderr
+    assert_same(whole.run("run"), killed.run("run"))
+    assert ["replay/on" in metrics for metrics in rows(whole, "run")] == [False] * 2 + [True] * 6
+
+
 MISTAKES = {
     "a source that is not there": (("--replay.seed_from", "nowhere"), "nowhere"),
     "a pool that is no pool": (("--replay.path", "tiny.toml"), "tiny.toml"),

@@ -103,6 +103,9 @@ def test_overrides_are_parsed_according_to_the_type_of_their_field() -> None:
         ("sampler.temperature", "0", ["sampler.temperature = 0"]),
         ("model.heads", "3", ["model.hidden_size = 128", "model.heads = 3"]),
         ("schedule.preset", "synch", ["schedule.preset = 'synch'", "'sync'"]),
+        ("replay.exp_ratio", "0.5", ["replay.task_ratio"]),  # names of AgentEvolver
+        ("replay.off_cliprange_high", "1", ["loss.replay_clip_high"]),
+        ("exp_manager.experience_replay.exp_ratio", "0.5", ["'replay'"]),
     ],
 )
 def test_the_error_for_a_wrong_key_or_value_names_it_and_suggests_a_correction(

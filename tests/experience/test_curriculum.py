@@ -865,9 +865,26 @@ def test_the_mark_from_before_the_run_is_kept_until_the_second_checkpoint(folder
     assert found not in pool.stats()["marks"]
 
 
-def test_a_checkpoint_without_replay_is_refused(folder: Path) -> None:
-    with pytest.raises(UserError, match=r"saved without replay.*replay.enabled = false"):
-        wrap(folder, ReplaySettings(), Stream(NAMES, 4)).load_state_dict({"position": 3})
+def test_replay_is_turned_on_and_off_between_two_checkpoints(folder: Path) -> None:
+    plain = Stream(NAMES[:12], 4)
+    asyncio.run(plain.propose(20))
+    replay = ReplaySettings(start_progress=0.5, max_age=3, probe_fraction=0)
+    curriculum = wrap(folder, replay, Stream(NAMES[:12], 4), 4, first_step=5)
+    curriculum.load_state_dict(json.loads(json.dumps(plain.state_dict())))
+    curriculum.observe([group(f"t{i}", 2, 4, version=5) for i in range(4)])
+    specs = propose(curriculum, 4)
+    assert curriculum.on  # 5 of 10 steps were done
+    assert sum(bool(spec.replayed) for spec in specs) == 2
+    assert next(spec.task.id for spec in specs if not spec.replayed) in NAMES[8:12]  # the stream went on
+    played = Group(specs[0], (*group(specs[0].task.id, 2, 4, version=6).trajectories, *specs[0].replayed), 0)
+    metrics = curriculum.observe([played])
+    assert metrics["replay/progress"] == 0.6
+    assert metrics.get("replay/age_max", 1) == 1
+    assert {s.step for own in curriculum.pool.stored(NAMES[:4]).values() for s in own} <= {5, 6}
+    state = json.loads(json.dumps(curriculum.state_dict()))
+    again = Stream(NAMES[:12], 4)
+    again.load_state_dict(state)
+    assert again.position == curriculum.state_dict()["position"] > 20
 
 
 def test_an_inner_curriculum_that_proposes_nothing_raises_an_error_that_names_it(folder: Path) -> None:

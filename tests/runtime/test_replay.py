@@ -5,6 +5,7 @@ The cases are pools of earlier runs, seeded pools, and those that a killed start
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +18,7 @@ import pytest
 from gleanrl.config.settings import Config
 from gleanrl.experience import ExperiencePool
 from gleanrl.runtime import experience
-from gleanrl.runtime.experience import open_pool
+from gleanrl.runtime.experience import check_policy, open_pool
 from gleanrl.runtime.prepare import tokenizer_fingerprint
 from gleanrl.runtime.run_folder import RunFolder
 from gleanrl.types import Task
@@ -126,9 +127,9 @@ def test_only_training_tasks_whose_prompt_has_not_changed_are_drawn(
         assert {name: len(own) for name, own in pool.stored(["t0", "t1", "t2"]).items()} == {"t0": 0, "t1": 2, "t2": 2}
         assert [drawn.task.id for drawn in pool.draw((2, 4), 9, np.random.default_rng(0))] == ["t1"]
         assert sum("t0 is the first) differ" in line for line in caplog.messages) == 1
-
         assert sum("t2" in line for line in caplog.messages) == 1
         assert pool.observe([], 0)["pool/outside"] == 1
+
 
 def test_a_pool_of_an_unknown_tokenizer_needs_trust_tokenizer(tmp_path: Path) -> None:
     with ExperiencePool(tmp_path / "verl.sqlite") as pool:
@@ -197,6 +198,42 @@ def test_a_killed_start_is_not_undone_after_another_run_used_the_pool(tmp_path: 
     ):
         pass
     assert contents(earlier) == before
+
+
+def test_a_pool_that_a_resumed_run_uses_first_is_prepared_as_at_the_start_of_a_run(
+    tmp_path: Path, earlier: Path
+) -> None:
+    """Replay is turned on at step 4, by a start that is killed before it saves a checkpoint."""
+    config, folder, before = configured(path=str(earlier)), RunFolder(tmp_path / "run"), contents(earlier)
+    folder.checkpoint_path(4).mkdir(parents=True)
+    only = [task("t1")]
+    with open_pool(config, folder, Tokenizer(), resume=True, tasks=only) as pool:
+        assert pool is not None
+        assert pool.stats()["outside"] == 2
+        restricted = contents(earlier)
+        pool.mark()
+        pool.observe([solved("t1", 1, 4, first=90)], 5)
+    assert before != contents(earlier) != restricted
+    with open_pool(config, folder, Tokenizer(), resume=True, tasks=only):
+        assert contents(earlier) == restricted
+    started(config, folder, resume=True)
+    folder.checkpoint_path(6).mkdir()
+    after = contents(earlier)
+    with open_pool(config, folder, Tokenizer(), resume=True, tasks=only):
+        assert contents(earlier) == after
+
+
+@pytest.mark.parametrize(("log_ratio", "warned"), [(-2.0, True), (-0.3, False), (1.0, False)])
+def test_a_pool_whose_trajectories_are_improbable_under_the_model_is_reported(
+    earlier: Path, log_ratio: float, warned: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def estimate(trajectories: Any) -> list[tuple[float, float]]:
+        assert len(trajectories) == 3  # one of each task
+        return [(1.0, log_ratio) for _ in trajectories]
+
+    with ExperiencePool(earlier) as pool:
+        asyncio.run(check_policy(pool, estimate))
+    assert any(str(earlier) in line and "0.14" in line for line in caplog.messages) == warned
 
 
 def test_no_pool_is_opened_where_replay_is_off(tmp_path: Path) -> None:

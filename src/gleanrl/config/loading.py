@@ -30,6 +30,22 @@ JOBS: Mapping[str, type[JobConfig]] = {"embodied": EmbodiedConfig}
 """Value of the top-level key ``job`` -> class of the configuration. A configuration without this key trains a language
 model and has the class `Config`."""
 
+AGENT_EVOLVER: Mapping[str, str] = {
+    "exp_manager": "replay",
+    "exp_ratio": "replay.task_ratio",
+    "replay_start_ratio": "replay.start_progress",
+    "offpolicy_trajectories_per_task": "replay.per_group",
+    "max_trajectories_per_task": "replay.capacity_per_task",
+    "experience_lbound": "replay.min_rate",
+    "experience_rbound": "replay.max_rate",
+    "exp_select_mode": "replay.select",
+    "use_current_policy_entropy": "replay.entropy_from",
+    "exp_is_correct": "loss.replay_importance",
+    "off_cliprange_high": "loss.replay_clip_high",
+    "replay_difficulty": "replay.difficulty",
+}
+"""Name of a setting of AgentEvolver's replay -> the key here. docs/howto/pool.md explains the differences."""
+
 Overrides = Sequence[tuple[str, str]]
 """Pairs of a dotted key, such as ``learner.lr``, and its value as text. They are applied in this order."""
 
@@ -182,6 +198,8 @@ def _explain(error: ValidationError, source: str, model: type[JobConfig]) -> str
         more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
         return f"{source}: {key} = {first['input']!r}: {first['msg'][0].lower()}{first['msg'][1:]}{more}"
     section, _, last = key.rpartition(".")
+    if last in AGENT_EVOLVER:
+        return f"{source}: unknown key {key!r}, which is {AGENT_EVOLVER[last]!r} here"
     if section:
         siblings = [known for known, _ in fields(model) if known.rpartition(".")[0] == section]
     else:

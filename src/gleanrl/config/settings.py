@@ -322,7 +322,8 @@ class ReplaySettings(Settings):
     """
 
     enabled: bool = False
-    """Store successful trajectories in a pool, and replay them in later groups of the same task."""
+    """Store successful trajectories in a pool, and replay them in later groups of the same task. It may be turned on or
+    off when a run is resumed."""
     path: str | None = None
     """File of the pool; may be that of an earlier run, which is continued. None = `experience.sqlite` in the run
     folder."""
@@ -683,6 +684,7 @@ class Config(JobConfig):
         *(f"model.{name}" for name in ModelSettings.model_fields if name not in ("device", "dtype")),
         *(f"warm_start.{name}" for name in WarmStartSettings.model_fields),
         "tasks.order",
+        "guidance.enabled",
         "schedule.batch",
         "learner.lora_rank",
     )

@@ -182,9 +182,7 @@ class TaskStream(TaskOrder):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if state.get("order") != self.name or state["positions"].keys() != self._sources.keys():
-            raise UserError(
-                "the checkpoint was saved with replay, guidance, another tasks.order or other sources; use those again"
-            )
+            raise UserError("the checkpoint was saved with another tasks.order or other sources; use those again")
         for name, position in state["positions"].items():
             self._sources[name].position = position
 

@@ -7,6 +7,8 @@ The runtime calls `open_pool`, which also fills a new pool from ``replay.seed_fr
 from __future__ import annotations
 
 import json
+import logging
+import math
 import uuid
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -14,17 +16,25 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from gleanrl.config import loading as configuration
 from gleanrl.config.settings import Config
 from gleanrl.environments import load_taskset
 from gleanrl.experience import ExperiencePool
 from gleanrl.experience.pool import transfer
 from gleanrl.experience.pool.transfer import Moved
+from gleanrl.experience.replay.recall import EstimatePolicy
 from gleanrl.runtime.prepare import tokenizer_fingerprint
 from gleanrl.runtime.run_folder import RunFolder
 from gleanrl.types import Task, Trajectory
 from gleanrl.utils import atomic
 from gleanrl.utils.errors import UserError
+
+log = logging.getLogger(__name__)
+
+_EXAMINED = 32  # number of stored trajectories that `check_policy` examines
+_IMPROBABLE = 0.5  # geometric-mean ratio of current to recorded probability below which `check_policy` warns
 
 
 @contextmanager
@@ -39,9 +49,9 @@ def open_pool(
 ) -> Iterator[ExperiencePool | None]:
     """Yield the run's experience pool, open for writing, or None if replay is disabled.
 
-    If a run is resumed but has no checkpoint yet, it starts again from step 0. In this case the pool is first rewound
-    to its state before the run. Each run that starts from step 0 also compares the pool's tasks with ``tasks``: if a
-    task has changed under the same id, the trajectories of the old task are evicted.
+    A run that uses the pool for the first time, from step 0 or because it is resumed with replay turned on, restricts
+    the pool to ``tasks`` (`ExperiencePool.set_tasks`). If it is resumed again and has saved no checkpoint since then,
+    the pool is first rewound to its state before the run used it.
 
     Args:
         tokenizer: the run's tokenizer. Its fingerprint is stored in a new pool and compared with that of an old one.
@@ -59,10 +69,12 @@ def open_pool(
     # A JSON object with the state of the pool before the run. ``pool`` is `replay.path`, and ``file`` the same as an
     # absolute path, because a command may be given in another directory later. A mark is a recorded state of the pool,
     # to which it can be rewound. ``run`` is the name under which the run sets marks, and ``mark`` is the number of the
-    # mark that it set before it wrote anything to the pool. Older marks in the pool belong to other runs.
+    # mark that it set before it wrote anything to the pool. Older marks in the pool belong to other runs. ``step`` is
+    # the newest checkpoint at that time, which does not refer to the pool; -1 = the run had no checkpoint.
     note_path = folder.pool_start_path
+    step = newest_checkpoint(folder, resume=resume)
     path = Path(settings.path or folder.experience_path)
-    note = {"run": f"{config.run.name} {uuid.uuid4().hex[:12]}", "pool": settings.path, "mark": None}
+    note = {"run": f"{config.run.name} {uuid.uuid4().hex[:12]}", "pool": settings.path, "mark": None, "step": step}
     note["file"] = str(path.resolve()) if settings.path else None
     # An existing file belongs to this run if the run is resumed. It also applies to a new run in the same folder if the
     # pool lies in this folder too, because the pool then still contains what the failed earlier run wrote.
@@ -78,13 +90,13 @@ def open_pool(
         path = Path(note["file"])
     takes = {"tokenizer": tokenizer_fingerprint(tokenizer), "vocabulary": len(tokenizer), "max_context": max_context}
     with ExperiencePool(path, settings, run=owner, **takes) as pool:
-        if not (resume and has_checkpoint(folder)):
+        if step <= note["step"]:
             if note["mark"] is not None and note["mark"] in pool.stats()["marks"]:
                 # undo everything that an earlier start of this run wrote before it was killed, seeding included
                 pool.rewind(note["mark"])
             else:
                 atomic.write_text(note_path, json.dumps({**note, "mark": pool.mark()}))
-            pool.start_run()
+            pool.start_run(max(step, 0))
             if settings.seed_from and not pool.stats()["trajectories"]:
                 seed_pool(pool, settings.seed_from, step=max(step, 0), trust=settings.trust_tokenizer)
             if tasks is not None and pool.stats()["tasks"]:
@@ -92,16 +104,41 @@ def open_pool(
         yield pool
 
 
-def has_checkpoint(folder: RunFolder) -> bool:
-    """Return whether the run has a checkpoint. It is not verified here, so it may be damaged."""
-    return any(folder.checkpoints_path.glob("step-*"))
+def newest_checkpoint(folder: RunFolder, *, resume: bool) -> int:
+    """Return the step of the newest checkpoint from which a run is resumed; -1 = the run starts from step 0.
+
+    The checkpoint is not verified here, so it may be damaged.
+    """
+    saved = folder.checkpoints() if resume else []
+    return saved[-1].step if saved else -1
 
 
-def seed_pool(pool: ExperiencePool, source: Path | str, *, trust: bool = False) -> int:
+async def check_policy(pool: ExperiencePool, estimate: EstimatePolicy) -> None:
+    """Log a warning if trajectories of the pool are improbable under the run's policy, as those of another model are.
+
+    Looks at the newest trajectory of up to `_EXAMINED` tasks, in one forward pass.
+    """
+    random, names = np.random.default_rng(0), list[str]()
+    for bucket in pool.buckets():
+        names += [drawn.task.id for drawn in pool.draw(bucket, _EXAMINED - len(names), random)]
+    trajectories = [own[-1].trajectory for own in pool.stored(names).values() if own]
+    if not trajectories:
+        return
+    ratio = math.exp(np.mean([log_ratio for _, log_ratio in await estimate(trajectories)]))
+    if ratio < _IMPROBABLE:
+        log.warning(
+            "%s: the tokens of %d stored trajectories are %.2g times as probable under this run's model as recorded "
+            "(geometric mean). Another model, or a policy far from this one, has probably sampled them, so their "
+            "importance weights say little; replay.max_ratio leaves such trajectories out",
+            *(pool.path, len(trajectories), ratio),
+        )
+
+
+def seed_pool(pool: ExperiencePool, source: Path | str, *, step: int = 0, trust: bool = False) -> int:
     """Copy the successful trajectories of ``source`` into ``pool``, and return how many were stored.
 
     ``source`` is the file of a pool or the folder of a run. The trajectories of a run are read from its pool or, if it
-    has none, from its rollout files. They are stored as if they had been sampled at step 0 of the present run.
+    has none, from its rollout files. They are stored as if they had been sampled at ``step`` of the present run.
 
     By default an error is raised unless ``pool`` and ``source`` are known to have the same tokenizer. With ``trust``, a
     side without a tokenizer fingerprint is assumed to have the tokenizer of the other side.
@@ -114,8 +151,8 @@ def seed_pool(pool: ExperiencePool, source: Path | str, *, trust: bool = False) 
         folder = RunFolder.existing(path)
         path = folder.pool_path()
         if not path.is_file():
-            return seed_from_rollouts(pool, folder, trust=trust).stored
-    return transfer.seed_from_pool(pool, path, trust=trust).stored
+            return seed_from_rollouts(pool, folder, step=step, trust=trust).stored
+    return transfer.seed_from_pool(pool, path, step=step, trust=trust).stored
 
 
 def seed_from_rollouts(pool: ExperiencePool, folder: RunFolder, *, step: int = 0, trust: bool = False) -> Moved:

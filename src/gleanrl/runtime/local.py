@@ -44,7 +44,7 @@ from gleanrl.runtime.evaluation import (
     evaluate,
     measure_baselines,
 )
-from gleanrl.runtime.experience import has_checkpoint, open_pool
+from gleanrl.runtime.experience import check_policy, newest_checkpoint, open_pool
 from gleanrl.runtime.observer import RunObserver
 from gleanrl.runtime.prepare import Prepared, prepare
 from gleanrl.runtime.process import handle_signals, open_run
@@ -201,6 +201,8 @@ class Builder:
             # `updated` is the learner that the training loop calls. With `replay.pool_updates` it wraps `learner` and
             # adds updates on replayed successes to each step.
             updated: Learner = learner
+            estimate = make_policy_estimator(learner, self.max_context)
+            newest = newest_checkpoint(folder, resume=resume)
             experience = stack.enter_context(
                 open_pool(
                     config,
@@ -225,9 +227,10 @@ class Builder:
                     seed=self.seed("replay"),
                     temperature=config.sampler.temperature,
                     staleness=schedule.staleness,
-                    estimate=make_policy_estimator(learner, self.max_context),
+                    estimate=estimate,
                     reverify=reverify,
                     keep_marks=config.checkpoint.keep + 1,
+                    first_step=max(newest, 0),
                 )
                 if config.replay.pool_updates:
                     updated = ReplayUpdateLearner(
@@ -241,7 +244,7 @@ class Builder:
                     )
             guide = None
             if config.guidance.enabled:
-                if not (resume and has_checkpoint(folder)):
+                if newest < 0:
                     # The run starts from step 0, but an earlier start that was killed may have written this file.
                     (folder.path / GUIDANCE_FILE).unlink(missing_ok=True)
                 guide = Guide(
@@ -262,6 +265,8 @@ class Builder:
                 self.console.print(f"resuming {folder.path} at step {controller.version} of {config.run.steps}")
             device_lock.order = make_order(config.schedule.device_first, lambda: controller.ahead)
             await sampler.publish(learner.weights(), controller.version)
+            if experience is not None:
+                await check_policy(experience, estimate)
             player = self.player(environments, sampler)
             if guide is not None:
                 player = guide.player(player)

@@ -369,11 +369,11 @@ class GuidedCurriculum:
         return metrics
 
     def state_dict(self) -> dict[str, Any]:
-        return {"inner": self.inner.state_dict(), "mark": self._guide.retriever.mark()}
+        return {**self.inner.state_dict(), "guidance": self._guide.retriever.mark()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.inner.load_state_dict(state["inner"])
-        self._guide.retriever.rewind(state["mark"])
+        self.inner.load_state_dict({name: value for name, value in state.items() if name != "guidance"})
+        self._guide.retriever.rewind(state["guidance"])
 
 
 # --- pure functions -----------------------------------------------------------------------------------

@@ -295,16 +295,16 @@ class ExperiencePool:
                 *(self.path, self._counts["outside"], len(states), first, lost),
             )
 
-    def start_run(self) -> None:
-        """Shift steps and versions so that a run that starts from step 0 counts ages on from those of earlier runs.
+    def start_run(self, step: int = 0) -> None:
+        """Shift steps and versions so that a run that starts at ``step`` counts ages on from those of earlier runs.
 
-        The newest of what the pool contains then has the version 0 and so the age 0, and all others have negative
-        versions. A run calls this once, before it counts its own versions from 0.
+        The newest of what the pool contains then has the version ``step`` and so the age 0, and all others have lower
+        versions. A run calls this once, before it writes to the pool for the first time.
         """
         with self._writing() as db:
             newest = "SELECT max(version) FROM trajectories UNION ALL SELECT max(step) FROM tasks"
-            shift = max(value or 0 for (value,) in db.execute(newest))
-            if shift > 0:
+            shift = max(value or 0 for (value,) in db.execute(newest)) - step
+            if shift:
                 db.execute("UPDATE trajectories SET version = version - ?, step = step - ?", (shift, shift))
                 db.execute("UPDATE tasks SET step = step - ?", (shift,))
 

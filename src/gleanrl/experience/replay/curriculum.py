@@ -96,6 +96,7 @@ class ReplayCurriculum:
         reverify: scores a trajectory again. Called only if ``settings.reverify`` is on.
         keep_marks: number of checkpointed steps whose marks stay in the pool. It must be one more than the number of
             checkpoints kept, because a mark is set before its checkpoint replaces the oldest one.
+        first_step: number of steps that the run has finished, if it was started without replay and is resumed with it.
 
     Raises:
         UserError: the settings leave a group without fresh members, never replay anything, or need scores of stored
@@ -116,6 +117,7 @@ class ReplayCurriculum:
         estimate: EstimatePolicy | None = None,
         reverify: Reverify | None = None,
         keep_marks: int = 3,
+        first_step: int = 0,
     ) -> None:
         check_replay(settings, group)
         if settings.reverify and reverify is None:
@@ -127,8 +129,11 @@ class ReplayCurriculum:
             pool, settings, group=group, estimate=estimate, reverify=reverify if settings.reverify else None
         )
         self._waiting: list[GroupSpec] = []  # specs that `inner` proposed and no batch has used yet, oldest first
-        self._marks = [(0, pool.mark())]  # (finished steps, mark) of the start and of each checkpoint, oldest first
-        self._state = _State()
+        self._first_step = first_step
+        # (finished steps, mark) of the start and of each checkpoint, oldest first
+        self._marks = [(first_step, pool.mark())]
+        # A run that is resumed with replay may have planned up to ``staleness`` batches ahead of its steps.
+        self._state = _State(steps=first_step, batches=first_step + (staleness if first_step else 0))
         self._plan_seconds = 0.0  # seconds spent in `propose` since the last step, without those in ``_recall.seconds``
 
     @property
@@ -278,27 +283,32 @@ class ReplayCurriculum:
         self._marks.append((self._state.steps, self.pool.mark()))
         kept = sorted({step for step, _ in self._marks})[-self._keep_marks :]
         self._marks = [(step, mark) for step, mark in self._marks if step >= kept[0]]
-        # While the mark of step 0 is kept, forget nothing: a run that is killed before its first checkpoint is complete
-        # starts again, and rewinds the pool to the mark that was set before the run.
-        if kept[0]:
+        # While the mark of the first step is kept, forget nothing: a run that is killed before its first checkpoint is
+        # complete starts again, and rewinds the pool to the mark that was set before the run.
+        if kept[0] != self._first_step:
             self.pool.forget(self._marks[0][1])
-        return {
-            "inner": self.inner.state_dict(),
+        own = {
             "mark": self._marks[-1][1],
             "marks": [list(entry) for entry in self._marks],
             "waiting": serialize.to_builtins(self._waiting),
-            "replay": asdict(self._state),
+            "state": asdict(self._state),
         }
+        return {**self.inner.state_dict(), "replay": own}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore ``state``, and rewind the pool to its mark. Raises `UserError` if it was saved without replay."""
-        if "mark" not in state:
-            raise UserError("the checkpoint was saved without replay; resume it with replay.enabled = false")
-        self.inner.load_state_dict(state["inner"])
-        self.pool.rewind(state["mark"])  # deletes all later marks, also the one that `__init__` has set
-        self._marks = [(step, mark) for step, mark in state["marks"]]
-        self._waiting = serialize.from_builtins(state["waiting"], list[GroupSpec])
-        self._state = _State(**state["replay"])
+        """Restore ``state``, and rewind the pool to its mark.
+
+        If ``state`` was saved without replay, only the inner curriculum is restored, and replay starts now.
+        """
+        own = state.get("replay")
+        self.inner.load_state_dict({name: value for name, value in state.items() if name != "replay"})
+        if own is None:
+            log.info("replay is turned on at step %d; the run was without it before", self._first_step)
+            return
+        self.pool.rewind(own["mark"])  # deletes all later marks, also the one that `__init__` has set
+        self._marks = [(step, mark) for step, mark in own["marks"]]
+        self._waiting = serialize.from_builtins(own["waiting"], list[GroupSpec])
+        self._state = _State(**own["state"])
 
 
 def _interleave(fresh: list[GroupSpec], replayed: list[GroupSpec], random: np.random.Generator) -> list[GroupSpec]:
