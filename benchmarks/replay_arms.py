@@ -91,6 +91,7 @@ DOMAINS: dict[str, Settings] = {
 # the same environments with more, easier or harder tasks
 DOMAINS |= {
     "alfworld hard, 256 tasks": {**DOMAINS["alfworld hard"], "environment.train_tasks": 256},
+    "alfworld hard, 20 steps": {**DOMAINS["alfworld hard"], "run.steps": 20, "held_out": 16, "points": 1},
     "textworld easy": {**DOMAINS["textworld"], "warm_start.steps": 120, "schedule.batch": 8, "schedule.group": 8},
     "spell_backward long": {
         **DOMAINS["spell_backward"],
