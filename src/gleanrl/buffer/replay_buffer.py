@@ -184,7 +184,8 @@ class TrajectoryReplayBuffer(Sampler):
         with self._held():
             return self.storage.trajectory(number, verify=verify).unflatten()
 
-    sample_chunks = Sampler.sample  # RLinf's name of the method
+    sample_chunks = Sampler.sample
+    """RLinf's name of `sample`."""
 
     # --- checkpoints -----------------------------------------------------------------------------
     def save_checkpoint(self, save_path: str | os.PathLike[str]) -> None:
