@@ -186,11 +186,36 @@ def test_a_tokenizer_without_a_template_is_refused() -> None:
         Renderer(tokenizer)
 
 
-def test_a_template_that_never_ends_a_turn_is_refused() -> None:
+@pytest.mark.parametrize("template", ["{{ m['content'] }}", "{{ m['role'] }}: {{ m['content'] }}"])
+def test_a_template_that_never_ends_a_turn_is_refused(template: str) -> None:
     tokenizer = build_tokenizer(TEXTS, 512)
-    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    tokenizer.chat_template = f"{{% for m in messages %}}{template}{{% endfor %}}"
     with pytest.raises(UserError, match="end an assistant turn"):
         Renderer(tokenizer)
+
+
+PARTS = (  # as in the templates of Idefics 3 and SmolVLM, and of LLaVA-NeXT
+    "{% for m in messages %}{{ m['role'] }}: {% for part in m['content'] %}{% if part['type'] == 'text' %}"
+    "{{ part['text'] }}{% endif %}{% endfor %}<|end|>{% endfor %}",
+    "{% for m in messages %}{{ m['role'] + ': ' + m['content'][0]['text'] + '<|end|>' }}{% endfor %}",
+)
+
+
+@pytest.mark.parametrize("template", PARTS)
+def test_a_template_that_takes_lists_of_parts_only_is_refused_in_one_line(template: str) -> None:
+    tokenizer = build_tokenizer(TEXTS, 512)
+    tokenizer.chat_template = template
+    with pytest.raises(UserError, match="text model") as caught:
+        Renderer(tokenizer)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_conversation_that_the_template_refuses_is_an_error_with_the_reason_of_the_template() -> None:
+    tokenizer = build_tokenizer(TEXTS, 512)
+    refusal = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system prompts') }}{% endif %}"
+    tokenizer.chat_template = refusal + tokenizer.chat_template
+    with pytest.raises(UserError, match="no system prompts"):
+        Renderer(tokenizer).start([Message(role="system", content="You play."), *user("Nothing happens.")])
 
 
 GOLDEN = {"own": "372216482f348fa9", "chatml": "66112caed074ee38"}

@@ -3,6 +3,7 @@ rendered and read back, and the trained tokens are exactly the sampled ones."""
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import json
 import re
@@ -86,6 +87,7 @@ WHOLE = (  # raises for a conversation that ends with a result and has no genera
 )
 OWN = {"own": None, "mistral": MISTRAL, "strict": STRICT, "whole": WHOLE}
 REAL = ("qwen2_5", "qwen3", "qwen3_instruct_2507", "qwen3_vl", "qwen3_5_nothink", "llama3_1", "llama3_2")
+THINKING = ("qwen3_5_think", "qwen3_6", "qwen3_8")  # their generation prompts open a thought
 _MARKS = re.compile(r"<\|\w+\|>|\[/?[A-Z_]+\]|</?tool_\w+>|</?think>")
 
 
@@ -174,6 +176,65 @@ def test_a_demonstration_trains_calls_and_answers_only(template: str) -> None:
     ending = tokenizer(template).decode([renderer(template).end_of_turn])
     assert trained.count(ending) == 2
     assert "add" in trained
+
+
+def with_response_template(template: str) -> Any:
+    """Return a tokenizer with the ``response_template`` that trl sets for the chat template."""
+    made = copy.copy(tokenizer(template))
+    return pytest.importorskip("trl.chat_template_utils").add_response_schema(made)
+
+
+def read(r: Renderer, text: str) -> Message:
+    return r.parse(np.array([*r.tokenizer(text, add_special_tokens=False)["input_ids"], r.end_of_turn], np.int32))
+
+
+@pytest.mark.parametrize("template", THINKING)
+@pytest.mark.parametrize("own", [False, True])
+def test_a_response_template_changes_neither_thoughts_nor_types_of_arguments(template: str, own: bool) -> None:
+    r = Renderer(with_response_template(template) if own else tokenizer(template), TOOLS)
+    call = "<tool_call>\n<function=add>\n<parameter=a>\n9\n</parameter>\n</function>\n</tool_call>"
+    assert read(r, f"so\n</think>\n\n{call}") == asks({"a": 9}, content="so\n</think>")
+    for thought in (f"maybe {call} no</think>7", f"maybe {call}"):
+        assert "tool_calls" not in read(r, thought)
+    assert r.parse(r.spoken(CONVERSATION[1])).get("tool_calls") == CONVERSATION[1].get("tool_calls")
+
+
+def test_a_response_template_reads_calls_in_a_format_that_no_reader_knows() -> None:
+    with pytest.raises(ToolsUnknown, match="cannot be read back"):
+        Renderer(tokenizer("lfm2_2_5"), TOOLS)
+    r = Renderer(with_response_template("lfm2_2_5"), TOOLS)
+    call = "<|tool_call_start|>[add(a=3, b=4)]<|tool_call_end|>"
+    assert read(r, call) == CONVERSATION[1]
+    assert read(r, f"<think>so</think>{call}") == asks({"a": 3, "b": 4}, content="<think>so</think>")
+    assert read(r, "7") == ANSWER
+    for thought in (f"<think>maybe {call}</think>7", f"<think>maybe {call}"):
+        assert "tool_calls" not in read(r, thought)
+
+
+def test_an_answer_may_end_with_the_token_that_begins_the_next_message() -> None:
+    """GLM's template writes nothing after an answer. Its models end one with the role of the next message."""
+    r, made = renderer("glm4moe"), tokenizer("glm4moe")
+    context = make_context(Renderer(made), ContextSettings())
+    context.observe((USER,), TOOLS)
+    assert context.prompt().tolist() == shown("glm4moe", [USER])
+    turns = [USER]
+    spoken = "<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>3</arg_value>\n<arg_key>b</arg_key>\n<arg_value>4"
+    for text, end, message, following in (
+        (f"{spoken}</arg_value>\n</tool_call>", "<|observation|>", CONVERSATION[1], result("7")),
+        ("7", "<|user|>", ANSWER, USER),
+        ("7", "", ANSWER, USER),  # truncated
+    ):
+        sampled = made(f"\n<think></think>\n{text}{end}", add_special_tokens=False)["input_ids"]
+        assert not end or sampled[-1] in context.stop_tokens
+        said = context.act(completion(sampled))
+        assert said.get("tool_calls") == message.get("tool_calls")
+        context.observe((following,))
+        turns += [message, following]
+        assert context.prompt().tolist() == shown("glm4moe", turns)
+    tokens, mask, _ = segment_arrays(r.demonstration(CONVERSATION))
+    trained = made.decode(tokens[mask].tolist())
+    assert [trained.count(end) for end in ("<|observation|>", "<|user|>")] == [1, 1]
+    assert trained.endswith("7<|user|>")
 
 
 def test_a_demonstrated_call_may_have_its_arguments_as_json_text() -> None:

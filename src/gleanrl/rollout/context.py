@@ -35,13 +35,18 @@ class Context:
         self._segment: list[Turn] = []
         self._prompt = np.empty(0, np.int32)  # the tokens of the segment's first `_joined` turns
         self._joined = 0
-        self._closed = True  # False if the last sampled turn has no end-of-turn token, because it was cut off
+        self._closed = True  # False if the last sampled turn does not end with an end token, because it was cut off
         self._calls = 0  # number of tool calls so far
 
     @property
     def tools(self) -> Tools:
         """The tools that were shown to the model before its first answer."""
         return self._renderer.tools
+
+    @property
+    def stop_tokens(self) -> tuple[int, ...]:
+        """The ids of the tokens that end an answer of the model. They may depend on the tools."""
+        return self._renderer.stop_tokens
 
     def observe(self, messages: Sequence[Message], tools: Tools = ()) -> None:
         """Add the messages that the environment has returned.
@@ -84,7 +89,8 @@ class Context:
         message = self._renderer.parse(completion.tokens, self._calls)
         self._calls += len(message.get("tool_calls", ()))
         turn = Turn(message, completion.tokens, completion.logprobs, completion.version)
-        self._closed = completion.tokens.size > 0 and int(completion.tokens[-1]) == self._renderer.end_of_turn
+        ends = (self._renderer.end_of_turn, self._renderer.end_of_calls)
+        self._closed = completion.tokens.size > 0 and int(completion.tokens[-1]) in ends
         self._history.append(turn)
         self._segment.append(turn)
         return message

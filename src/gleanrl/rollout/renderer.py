@@ -27,6 +27,7 @@ from gleanrl.rollout.thinking import CLOSE, continue_thought, opening_of
 from gleanrl.rollout.tool_calls import CallTemplate, call_message, common_length, for_template
 from gleanrl.types import IntArray, Message, Segment, Turn
 from gleanrl.utils.errors import UserError
+from gleanrl.utils.text import first_line
 
 T = TypeVar("T")
 
@@ -60,8 +61,8 @@ class Renderer:
             `parse` extracts calls from the sampled tokens.
 
     Raises:
-        UserError: the tokenizer is slow or has no chat template, or the template does not end an assistant turn with a
-            token at which sampling can stop.
+        UserError: the tokenizer is slow or has no chat template, or the template does not render messages with text, or
+            does not end an assistant turn with a token at which sampling can stop.
         ToolsUnknown: ``tools`` is not empty, and the template cannot render tools, calls or their results.
     """
 
@@ -74,18 +75,21 @@ class Renderer:
         self.tools = tuple(tools)
         self._calls: CallTemplate | None = None
         self._encoder = Encoder(tokenizer)
-        prompt = self._template([Message(role="user", content=".")], generate=True)
+        try:
+            shown, reason = self._template([_user(_MARK), Message(role="assistant", content=_MARK)], generate=False), ""
+        except UserError as error:
+            shown, reason = "", f" ({error})"
+        if shown.count(_MARK) < 2:
+            raise UserError(
+                f"the chat template does not render messages whose content is text{reason}; templates of some "
+                "vision-language models take lists of parts only: take a text model or another chat template"
+            )
+        prompt = self._template([_user(".")], generate=True)
         self._thought = opening_of(prompt)
         self.opened_thought = self._encoder.pieces(prompt, [len(prompt) - len(self._thought)])[1]
         """The tokens with which the generation prompt opens a thought, int32[n]; empty if it opens none."""
         closing = self._text_after_answer([], generate=False)
-        ids = self._encoder.ids(closing)
-        if not ids.size:
-            raise UserError("the chat template does not end an assistant turn with a token; sampling could not stop")
-        self.end_of_turn = int(ids[0])
-        eos = getattr(tokenizer, "eos_token_id", None)
-        eos = [] if eos is None else list(eos) if isinstance(eos, list | tuple) else [eos]
-        self.stop_tokens: tuple[int, ...] = tuple(dict.fromkeys([self.end_of_turn, *eos]))
+        self.end_of_turn = self.end_of_calls = self._find_end(closing, _user("."))
         # Renderings are cached because observations such as "Nothing happens." occur thousands of times, and because
         # all episodes of a group begin with the same messages.
         self._opening, self._extension = cache_rendering(self._render_opening), cache_rendering(self._render_extension)
@@ -93,6 +97,10 @@ class Renderer:
         if tools:
             own = getattr(tokenizer, "response_template", None) and getattr(tokenizer, "parse_response", None)
             self._calls = CallTemplate(self._template, closing, self.tools, own, thinking=bool(self._thought))
+            self.end_of_calls = self._find_end(closing, Message(role="tool", content=".", tool_call_id="call00000"))
+        eos = getattr(tokenizer, "eos_token_id", None)
+        eos = [] if eos is None else list(eos) if isinstance(eos, list | tuple) else [eos]
+        self.stop_tokens: tuple[int, ...] = tuple(dict.fromkeys([self.end_of_turn, self.end_of_calls, *eos]))
 
     def with_tools(self, tools: Tools) -> Renderer:
         """Return a renderer for the same tokenizer and these tools. Renderers are cached.
@@ -113,8 +121,8 @@ class Renderer:
 
         The last turn ends with the generation prompt.
 
-        ``closed``: whether the assistant turn ends with the end-of-turn token. If it does not, because the answer was
-        cut off, the first turn returned begins with this token.
+        ``closed``: whether the assistant turn ends with `end_of_turn` or `end_of_calls`. If it does not, because the
+        answer was cut off, the first turn returned begins with this token.
         """
         return [Turn(message, ids) for message, ids in zip(messages, self._extension(messages, closed), strict=True)]
 
@@ -147,8 +155,8 @@ class Renderer:
     def spoken(self, said: str | Message) -> IntArray:
         """Return the tokens, int32[n], that a model would sample to answer with a text or with a message with calls.
 
-        The last token is the end-of-turn token. If the generation prompt opens a thought and the text contains none,
-        the tokens begin with the end of the thought.
+        The last token is `end_of_turn`, or `end_of_calls` if the message has calls. If the generation prompt opens a
+        thought and the text contains none, the tokens begin with the end of the thought.
 
         Raises:
             UserError: the message has both text and calls and the template renders only the calls, or the message has
@@ -159,7 +167,7 @@ class Renderer:
             raise UserError("a demonstration calls tools, but its taskset declares none in `Taskset.tools`")
         text = self._calls.spoken(message) if self._calls else message["content"]
         ids = self._encoder.ids(continue_thought(text) if self._thought else text)
-        return np.append(ids, np.int32(self.end_of_turn))
+        return np.append(ids, np.int32(self.end_of_calls if message.get("tool_calls") else self.end_of_turn))
 
     def demonstration(self, messages: Sequence[Message]) -> Segment:
         """Return a whole conversation as one segment for supervised training.
@@ -188,7 +196,7 @@ class Renderer:
         text = self._text_after_answer(messages, generate=True)
         show = partial(self._text_after_answer, generate=False)
         tokens = self._encoder.pieces(text, _ends_of_messages(text, messages, show))[: len(messages)]
-        if closed:  # the assistant turn already ends with the end-of-turn token, which is the first token here
+        if closed:  # the assistant turn already ends with the first token here
             first = next(i for i, own in enumerate(tokens) if own.size)
             tokens[first] = tokens[first][1:]
         return tokens
@@ -196,15 +204,33 @@ class Renderer:
     def _template(self, messages: Sequence[Message], *, generate: bool, tools: Tools = ()) -> str:
         plain = [for_template(message) for message in messages]
         shown = {"tools": list(tools)} if tools else {}
-        return self.tokenizer.apply_chat_template(plain, tokenize=False, add_generation_prompt=generate, **shown)
+        try:
+            return self.tokenizer.apply_chat_template(plain, tokenize=False, add_generation_prompt=generate, **shown)
+        except Exception as error:  # a template may raise errors of its own, and errors of any type
+            raise UserError(f"the chat template refuses the conversation: {first_line(error)}") from error
 
     def _text_after_answer(self, messages: Sequence[Message], *, generate: bool) -> str:
         """Return the text that the template writes after the text of an assistant turn if ``messages`` follow it."""
         if self._calls and self._calls.results_need_calls and messages and messages[0]["role"] == "tool":
             return self._calls.after_calls(messages, generate=generate)
-        before = [Message(role="user", content="."), Message(role="assistant", content=_MARK)]
+        before = [_user("."), Message(role="assistant", content=_MARK)]
         text = self._template([*before, *messages], generate=generate)
         return text[text.rindex(_MARK) + len(_MARK) :]
+
+    def _find_end(self, closing: str, following: Message) -> int:
+        """Return the token with which a model ends an answer that ``following`` follows.
+
+        ``closing`` is the text that the template writes after an answer. Where it is empty, as in GLM's template, the
+        model ends an answer with the special token that begins the next message.
+        """
+        ids = self._encoder.ids(closing or self._text_after_answer([following], generate=False))
+        if not ids.size or (not closing and self.tokenizer.decode(ids[:1], skip_special_tokens=True)):
+            raise UserError("the chat template does not end an assistant turn with a token; sampling could not stop")
+        return int(ids[0])
+
+
+def _user(content: str) -> Message:
+    return Message(role="user", content=content)
 
 
 def _ends_of_messages(text: str, messages: Sequence[Message], show: Callable[[Sequence[Message]], str]) -> list[int]:

@@ -2,8 +2,8 @@
 
 The format of calls is found out from the chat template, so no list of models is needed. `CallTemplate` renders a probe
 (a known tool, a call and its result) with the template, and selects the first *reader* that parses the call exactly. A
-reader is an object of this module that parses calls in one format (`CallReader`). If the tokenizer has a
-``response_template``, the reader that uses it (`ResponseTemplate`) is tried first.
+reader is an object of this module that parses calls in one format (`CallReader`). If none parses the call and the
+tokenizer has a ``response_template``, the reader that uses it (`ResponseTemplate`) is tried.
 
 A call that cannot be parsed raises no error. It becomes a `Call` whose ``arguments`` are the sampled text, and the
 environment decides how to answer it.
@@ -24,12 +24,13 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from gleanrl.protocols import Tools
-from gleanrl.rollout.thinking import CLOSE, split_thought
+from gleanrl.rollout.thinking import CLOSE, opening_of, split_thought
 from gleanrl.types import Message
 from gleanrl.utils.errors import UserError
+from gleanrl.utils.text import first_line
 
 PROBE_NAME = "gleantool"
-PROBE_ARGUMENTS = {"gleanone": "gleanfirst", "gleantwo": "gleanlast"}
+PROBE_ARGUMENTS = {"gleana": "gleanfirst", "gleanb": 9, "gleanc": "gleanlast"}
 PROBE_TOOL: Mapping[str, Any] = {
     "type": "function",
     "function": {
@@ -37,7 +38,10 @@ PROBE_TOOL: Mapping[str, Any] = {
         "description": "gleandescription",
         "parameters": {
             "type": "object",
-            "properties": {key: {"type": "string", "description": key} for key in PROBE_ARGUMENTS},
+            "properties": {
+                key: {"type": "integer" if isinstance(value, int) else "string", "description": key}
+                for key, value in PROBE_ARGUMENTS.items()
+            },
             "required": list(PROBE_ARGUMENTS),
         },
     },
@@ -169,7 +173,7 @@ def find_reader(say: Callable[[Sequence[Call]], str], tools: Tools = ()) -> Call
             opening, middle = text[:at].strip(), text[at + len(PROBE_NAME) : start].strip()
             if opening and middle:
                 readers.append(NamedCalls(opening, middle, text[end:].strip()))
-    readers += [TaggedCalls(*tags, tools) for tags in _TAGS]
+    readers += [TaggedCalls(*tags, (*tools, PROBE_TOOL)) for tags in _TAGS]
     return next((reader for reader in readers if _reads_probe(reader, text)), None)
 
 
@@ -263,7 +267,8 @@ class NamedCalls:
 class TaggedCalls:
     """Parses calls with tags around the name and around each argument, as Qwen 3.5, Qwen coders and GLM write them.
 
-    An argument is a text. If the tool's schema gives it another type, its text is parsed as JSON.
+    An argument is a text. If the tool's schema gives it another type, its text is parsed as JSON. Qwen 3.5 writes
+    booleans and null as Python does.
     """
 
     call: str  # regular expression of a call: group 1 is the name, group 2 the text that contains the arguments
@@ -282,14 +287,40 @@ class TaggedCalls:
         arguments: dict[str, Any] = dict(re.findall(self.argument, match[2], re.DOTALL))
         for tool in self.tools:
             if tool["function"]["name"] == name:
-                properties = tool["function"].get("parameters", {}).get("properties", {})
-                for key, value in arguments.items():
-                    schema = properties.get(key, {})
-                    if schema.get("type", "string") != "string" or "anyOf" in schema:
-                        with suppress(ValueError, RecursionError):
-                            arguments[key] = json.loads(value)
+                schema = tool["function"].get("parameters", {})
+                for key, text in arguments.items():
+                    with suppress(ValueError, TypeError, RecursionError):
+                        value = _PYTHON[text.strip()] if text.strip() in _PYTHON else json.loads(text)
+                        if _json_type(value) in _schema_types(schema.get("properties", {}).get(key), schema):
+                            arguments[key] = value
                 break
         return [Call(name, arguments)], end
+
+
+_PYTHON = {"True": True, "False": False, "None": None}
+
+
+def _schema_types(schema: Any, whole: Mapping[str, Any]) -> set[str]:
+    """Return the types of JSON other than "string" that ``schema``, a part of the schema ``whole``, allows."""
+    if not isinstance(schema, Mapping):
+        return set()
+    declared = schema.get("type", ())
+    types = {declared} if isinstance(declared, str) else set(declared)
+    for union in ("anyOf", "oneOf", "allOf"):
+        for choice in schema.get(union, ()):
+            types |= _schema_types(choice, whole)
+    if "$ref" in schema:
+        types |= _schema_types(whole.get("$defs", {}).get(str(schema["$ref"]).rpartition("/")[2]), whole)
+    if "number" in types:
+        types.add("integer")
+    return types - {"string"}
+
+
+def _json_type(value: Any) -> str:
+    if isinstance(value, bool):
+        return "boolean"
+    names = {int: "integer", float: "number", list: "array", dict: "object", type(None): "null"}
+    return names.get(type(value), "string")
 
 
 _TAGS = (
@@ -324,25 +355,21 @@ class AfterThought:
 
 @dataclass(frozen=True, slots=True)
 class ResponseTemplate:
-    """Parses calls with the tokenizer's ``response_template``. If it finds none, the reader ``otherwise`` is used.
+    """Parses calls with the tokenizer's ``response_template``. A text that it cannot parse is a call without a name.
 
     ``parse`` is the tokenizer's ``parse_response``, which applies the template to a text.
     """
 
     parse: Callable[[str], Mapping[str, Any]]
-    otherwise: CallReader | None = None
 
     def read(self, text: str) -> tuple[str, list[Call]]:
         try:
             found = self.parse(text)
             entries = found.get("tool_calls") or []
             calls = read_calls({"role": "assistant", "content": "", "tool_calls": list(entries)})
-            around = str(found.get("content") or "")
         except Exception:  # for malformed JSON, `parse` raises errors of many types
-            return self.otherwise.read(text) if self.otherwise else ("", [Call("", text)])
-        if not calls and self.otherwise:
-            return self.otherwise.read(text)
-        return around, calls
+            return "", [Call("", text)]
+        return (str(found.get("content") or ""), calls) if calls else (text, [])
 
 
 def _between(
@@ -417,23 +444,26 @@ class CallTemplate:
             if PROBE_NAME not in template(_OPENING, generate=True, tools=[PROBE_TOOL]):
                 raise ToolsUnknown("shows no tools")
             reader = find_reader(self._said, tools)
-            if reader is not None:
-                reader = AfterThought(reader, thinking)
-            if parse is not None:
-                prompt = template(_OPENING, generate=True)
-                own = ResponseTemplate(lambda text: parse(text, prefix=prompt, tools=list(tools)), reader)
-                if _reads_probe(own, self._said([Call(PROBE_NAME, dict(PROBE_ARGUMENTS))])):
-                    reader = own
+            if reader is None and parse is not None:
+                # `AfterThought` removes thoughts before this parses the text, so the prompt must not open one.
+                prompt, known = template(_OPENING, generate=True), [*tools, PROBE_TOOL]
+                prompt = prompt.removesuffix(opening_of(prompt))
+                reader = ResponseTemplate(lambda text: parse(text, prefix=prompt, tools=known))
+                plain = reader.read(_MARK) == (_MARK, [])
+                if not (plain and _reads_probe(reader, self._said([Call(PROBE_NAME, dict(PROBE_ARGUMENTS))]))):
+                    reader = None
             if reader is None:
                 raise ToolsUnknown("writes tool calls in a way that cannot be read back")
-            self.reader: CallReader = reader
+            self.reader: CallReader = AfterThought(reader, thinking)
             self.results_need_calls = not self._shows_result(after_call=False)
             if self.results_need_calls and not self._shows_result(after_call=True):
                 raise ToolsUnknown("shows no results of tools")
         except ToolsUnknown as error:
             raise ToolsUnknown(_NO_TOOLS.format(error)) from None
         except Exception as error:  # templates raise many types of errors
-            raise ToolsUnknown(_NO_TOOLS.format(f"refuses tool calls ({error})")) from error
+            raise ToolsUnknown(
+                _NO_TOOLS.format(f"refuses tool calls ({first_line(error.__cause__ or error)})")
+            ) from error
 
     def spoken(self, message: Message) -> str:
         """Return the text of an assistant turn with the content and the calls of ``message``.
