@@ -55,6 +55,12 @@ class Observation:
     The chat template shows them to the model. The model's calls are in the ``tool_calls`` of the message that is passed
     to `step`.
     """
+    max_tokens: int | None = None
+    """Largest number of tokens of the model's next answer; None = only the limits of the run, which always hold."""
+    count_tokens: bool = False
+    """Whether the message that is passed to `step` next has the further key ``completion``, for environments that serve
+    an API with token counts: a mapping with ``prompt_tokens``, ``completion_tokens`` and ``finish_reason``, which is
+    "stop", or "length" if a limit of tokens has ended the answer."""
 
 
 class Environment(ABC):

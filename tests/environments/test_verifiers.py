@@ -247,6 +247,15 @@ def test_an_episode_that_reaches_max_turns_is_scored(workers: int) -> None:
     assert result.score.parts["turns"] == 2.0
 
 
+def test_limits_of_tokens_hold_for_calls_and_for_seats() -> None:
+    for agent, turns, sampled in (({"sampling": {"max_tokens": 1}}, 3, 3), ({"max_output_tokens": 3}, 2, 4)):
+        source = sums(args={"guesses": 3}, env={"agent": agent})
+        result, _ = trajectory(source, source.tasks("train", 1)[0], ["no", "no", "no"])
+        assert result.stop is StopReason.DONE
+        assert result.score.valid
+        assert (result.info["turns"], result.sampled_tokens) == (turns, sampled)
+
+
 def test_more_than_a_hundred_concurrent_episodes_do_not_affect_each_other() -> None:
     source = sums(args={"guesses": 4})
     # An HTTP client has 100 connections by default.
@@ -406,8 +415,10 @@ def test_an_agent_with_its_own_client_plays_together_with_the_policy() -> None:
     assert end.score.parts == {"heard": 1.0}
 
 
-@pytest.mark.parametrize(("harness", "named"), [("Forgetful", "rewritten"), ("Twice", "adds nothing")])
-def test_a_harness_that_rewrites_or_repeats_the_conversation_is_rejected(harness: str, named: str) -> None:
+@pytest.mark.parametrize(
+    ("harness", "named"), [("Forgetful", "rewritten"), ("Twice", "adds nothing"), ("Several", "n = 2")]
+)
+def test_a_harness_that_asks_for_what_the_policy_cannot_do_is_rejected(harness: str, named: str) -> None:
     source = taskset({"id": str(HERE / "verifiers_pair.py"), "args": {"harness": harness}})
     with pytest.raises(RuntimeError, match=named):
         play_episode(source, source.tasks("train", 1)[0], "one", "two")

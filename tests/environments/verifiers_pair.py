@@ -10,7 +10,7 @@ import verifiers.v1 as vf
 
 
 class PairConfig(vf.TasksetConfig):
-    harness: Literal["", "Forgetful", "Twice", "Streaming"] = ""
+    harness: Literal["", "Forgetful", "Twice", "Several", "Streaming"] = ""
 
 
 class PairData(vf.TaskData):
@@ -39,8 +39,9 @@ class Program(vf.Harness[vf.HarnessConfig]):
             await self.go_on(http, endpoint, data.prompt, answer)
         return vf.ProgramResult(0, "", "")
 
-    async def ask(self, http, endpoint, messages):
-        response = await http.post(f"{endpoint}/chat/completions", json={"model": "policy", "messages": messages})
+    async def ask(self, http, endpoint, messages, **parameters):
+        body = {"model": "policy", "messages": messages, **parameters}
+        response = await http.post(f"{endpoint}/chat/completions", json=body)
         response.raise_for_status()
         return response.json()["choices"][0]["message"]
 
@@ -54,6 +55,12 @@ class Forgetful(Program):
 class Twice(Program):
     async def go_on(self, http, endpoint, prompt, answer):
         await self.ask(http, endpoint, [{"role": "user", "content": prompt}])
+
+
+class Several(Program):
+    async def go_on(self, http, endpoint, prompt, answer):
+        more = [{"role": "user", "content": prompt}, answer, {"role": "user", "content": "More."}]
+        await self.ask(http, endpoint, more, n=2)
 
 
 class Streaming(Program):

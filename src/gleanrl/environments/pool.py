@@ -17,9 +17,10 @@ import logging
 import pickle
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from itertools import count
+from operator import attrgetter
 from typing import Any, Self
 
 from gleanrl.protocols import Environment, EpisodeLost, Observation, Taskset
@@ -31,10 +32,18 @@ _LEAD = 16  # a task moves to the least busy worker if its worker has over this 
 _HOMES = 65536  # number of tasks for which the pool remembers the worker of their latest episode
 _log = logging.getLogger(__name__)
 
-# Every step pickles an observation. These functions pickle an object's fields directly, in a third of the time that
-# pickle's default for classes with slots takes.
-copyreg.pickle(Observation, lambda o: (Observation, (o.messages, o.done, o.score, o.info, o.tools)))
-copyreg.pickle(Score, lambda s: (Score, (s.value, s.valid, s.parts, s.explanation, s.applicable)))
+
+def _pickle_by_fields(kind: type[Any]) -> None:
+    """Let pickle store only the values of the fields of the dataclass ``kind``.
+
+    Every step pickles an observation, and this takes a third of the time of pickle's default for classes with slots.
+    """
+    values = attrgetter(*(own.name for own in fields(kind)))
+    copyreg.pickle(kind, lambda instance: (kind, values(instance)))
+
+
+_pickle_by_fields(Observation)
+_pickle_by_fields(Score)
 
 
 # --- failures ---------------------------------------------------------------------------------------

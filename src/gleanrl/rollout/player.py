@@ -111,15 +111,19 @@ class Player:
                         stop = StopReason.CONTEXT_FULL
                         score = await conclude_score(environment, stop, score)
                         break
-                    limit = min(room, self.context.max_tokens_per_turn)
-                    params = SamplingParams(limit, self.renderer.stop_tokens, temperature)
+                    limit = min(room, self.context.max_tokens_per_turn, observation.max_tokens or room)
+                    params = SamplingParams(limit, context.stop_tokens, temperature)
                     try:
                         completion = await session.sample(prompt, params)
                     except Exception as error:
                         raise _SamplerFailed from error
                     turns, altered = turns + 1, altered or completion.altered
                     cut += completion.finish == "length"
-                    call = environment.step(context.act(completion))
+                    message: Any = context.act(completion)
+                    if observation.count_tokens:
+                        counts = {"prompt_tokens": prompt.size, "completion_tokens": completion.tokens.size}
+                        message = {**message, "completion": {**counts, "finish_reason": completion.finish}}
+                    call = environment.step(message)
             except _SamplerFailed as error:
                 raise error.__cause__ or error from None
             except (EpisodeLost, ToolsUnknown):

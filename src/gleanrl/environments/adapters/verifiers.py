@@ -31,6 +31,16 @@ from gleanrl.utils.errors import UserError
 # reason for which Glean RL ends an episode -> verifiers' name of this reason
 _STOPS = {StopReason.MAX_TURNS: "max_turns", StopReason.CONTEXT_FULL: "max_total_tokens"}
 
+# Parameters of a model call that change what an answer is, with the values that ask for nothing special. Parameters of
+# the distribution, such as the temperature, are not among them: the run sets these, for training and for evaluation.
+_PLAIN: Mapping[str, tuple[Any, ...]] = {
+    "n": (1,),
+    "stop": ([], ""),
+    "logprobs": (False,),
+    "response_format": ({"type": "text"},),
+    "tool_choice": ("auto",),
+}
+
 
 @pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config={"extra": "forbid"})
 class VerifiersTaskset(Taskset):
@@ -165,27 +175,41 @@ class _Episode(Environment):
             with contextlib.suppress(asyncio.CancelledError, Exception):
                 await self._rollout
 
-    async def answer_call(self, trace: str, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any]) -> Message:
-        """Wait until the policy has answered a model call, and return its message in the form that a server sends.
+    async def answer_call(self, trace: str, request: Mapping[str, Any]) -> tuple[Message, Mapping[str, Any]]:
+        """Wait until the policy has answered a model call.
 
-        ``trace`` is the id of the trace to which the call belongs; ``messages`` is the whole conversation so far.
+        Args:
+            trace: id of the trace to which the call belongs.
+            request: body of the request for a chat completion. Its ``messages`` are the whole conversation so far.
+
+        Returns:
+            The policy's message in the form that a server sends, and its token counts (see `Observation.count_tokens`),
+            which are empty if the caller of `step` does not count tokens.
 
         Raises:
-            Refused: the episode is over, or the call does not continue the policy's conversation.
+            Refused: the episode is over, the call does not continue the policy's conversation, or it asks for something
+                that changes what an answer is and that the policy cannot do.
         """
         try:
-            new = self._new_messages(trace, messages)
+            for name, plain in _PLAIN.items():
+                if (value := request.get(name)) is not None and value not in plain:
+                    raise Refused(f"a model call with {name} = {json.dumps(value):.80}, which the policy cannot do")
+            limit = request.get("max_completion_tokens") or request.get("max_tokens")
+            if limit is not None and (not isinstance(limit, int) or limit < 1):
+                raise Refused(f"a model call with max_tokens = {json.dumps(limit):.80}, which is no positive number")
+            new = self._new_messages(trace, request["messages"])
         except Refused as error:
             self._refusal = self._refusal or str(error)
             raise
-        declared = tuple(tools) if self._policy_trace is None else ()
+        declared = tuple(request.get("tools") or ()) if self._policy_trace is None else ()
         self._policy_trace = self._traces[trace]
         self._conversation += new
         self._reply = asyncio.get_running_loop().create_future()
-        self._events.put_nowait(Observation(tuple(new), tools=declared))
-        reply = _to_wire(await self._reply, len(self._conversation))
+        self._events.put_nowait(Observation(tuple(new), tools=declared, max_tokens=limit, count_tokens=True))
+        message = await self._reply
+        reply = _to_wire(message, len(self._conversation))
         self._conversation.append(_from_wire(reply))
-        return reply
+        return reply, message.get("completion", {})
 
     def _new_messages(self, trace: str, messages: Sequence[Mapping[str, Any]]) -> list[Message]:
         """Return the messages that a model call adds to the policy's conversation.

@@ -35,7 +35,7 @@ class Refused(Exception):
 class AnswersCalls(Protocol):
     """The part of an episode (of `verifiers.py`) that `Host` needs: it answers the episode's model calls."""
 
-    async def answer_call(self, trace: str, messages: Any, tools: Any) -> Message: ...
+    async def answer_call(self, trace: str, request: Mapping[str, Any]) -> tuple[Message, Mapping[str, Any]]: ...
 
 
 def import_v1() -> Any:
@@ -190,21 +190,28 @@ class Host:
         try:
             if trace not in self.episodes:
                 raise Refused("the episode is over")
-            message = await self.episodes[trace].answer_call(trace, body["messages"], body.get("tools") or ())
+            message, counts = await self.episodes[trace].answer_call(trace, body)
         except Refused as error:
             return web.json_response({"error": {"message": str(error), "type": "invalid_request_error"}}, status=400)
-        calls = message.get("tool_calls", ())
+        calls, usage = message.get("tool_calls", ()), None
         finish = "tool_calls" if calls else "stop"
+        if counts:
+            prompt, sampled = counts["prompt_tokens"], counts["completion_tokens"]
+            usage = {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
+            finish = "length" if counts["finish_reason"] == "length" else finish
         completion = {"id": f"chatcmpl-{secrets.token_hex(8)}", "created": int(time.time()), "model": POLICY}
         if not body.get("stream"):
             choice = {"index": 0, "message": message, "finish_reason": finish}
-            return web.json_response({**completion, "object": "chat.completion", "choices": [choice]})
+            answer = {**completion, "object": "chat.completion", "choices": [choice], "usage": usage}
+            return web.json_response(answer)
         delta: dict[str, Any] = {**message}
         if calls:
             delta["tool_calls"] = [{"index": number, **call} for number, call in enumerate(calls)]
         lines = []
-        for part in ({"delta": delta, "finish_reason": None}, {"delta": {}, "finish_reason": finish}):
-            chunk = {**completion, "object": "chat.completion.chunk", "choices": [{"index": 0, **part}]}
+        first, last = {"delta": delta, "finish_reason": None}, {"delta": {}, "finish_reason": finish}
+        for part, used in ((first, None), (last, usage)):
+            choice = {"index": 0, **part}
+            chunk = {**completion, "object": "chat.completion.chunk", "choices": [choice], "usage": used}
             lines.append(f"data: {json.dumps(chunk)}\n\n")
         return web.Response(text="".join([*lines, "data: [DONE]\n\n"]), content_type="text/event-stream")
 

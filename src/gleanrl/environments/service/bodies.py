@@ -160,7 +160,9 @@ class TasksAnswer(BaseModel):
 class EpisodeAnswer(BaseModel):
     id: EpisodeId
     step: int = Field(description="Number of the step that led to this observation; 0 for the first one.")
-    observation: Json = Field(description="An observation, with the fields messages, done, score, info and tools.")
+    observation: Json = Field(
+        description="An observation, with the fields messages, done, score, info, tools, max_tokens and count_tokens."
+    )
 
 
 class ScoreAnswer(BaseModel):
