@@ -140,6 +140,19 @@ def test_a_learner_that_dies_while_a_sampler_starts_is_not_counted_as_a_sampler_
     asyncio.run(main())
 
 
+def test_a_learner_that_dies_while_actors_start_is_lost_as_one_that_dies_later(cluster: clusters.Cluster) -> None:
+    async def main(start: str) -> None:
+        async with started(ActorPool(cluster, "learner", 1, Asked, (start,))) as pool:
+            actor = await pool.member()
+            await killed(actor)
+            await actor.ended.wait()
+            await pool.member()  # as at the end of the start of all actors
+
+    for start in ("dies", ""):
+        with pytest.raises(LearnerLost):
+            asyncio.run(main(start))
+
+
 def test_the_driver_s_device_lock_is_released_when_the_actor_that_has_it_dies(cluster: clusters.Cluster) -> None:
     async def main() -> None:
         async with started(ActorPool(cluster, "sampler", 2, Asked, ())) as pool:

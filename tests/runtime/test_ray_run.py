@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -124,6 +125,19 @@ def test_a_learner_that_dies_in_a_publication_continues_from_its_checkpoint(
     assert "Traceback" not in ended.stderr + ended.stdout
     rows = [row.metrics for row in command.run.read_metrics()]
     assert sum(row.get("service/actors_restarted", 0) for row in rows) == 1
+
+
+def test_a_learner_that_is_killed_while_actors_start_is_started_again(start: Start, tmp_path: Path) -> None:
+    command = start(tmp_path, "--run.steps", "2", "--evaluation.every", "0", "--evaluation.at_start", "false")
+    command.until(r"^starting actors")
+    while not command.actors("Learner"):
+        time.sleep(0.02)
+    command.kill("Learner")
+    ended = command.wait()
+    assert ended.status == 0, ended.stderr
+    assert_exact(command.run, 2)
+    assert len(re.findall(_death("Learner"), ended.stderr, re.MULTILINE)) == 1
+    assert "Traceback" not in ended.stderr + ended.stdout
 
 
 def test_a_kill_of_each_kind_of_actor_loses_no_step_and_no_rollout(start: Start, tmp_path: Path) -> None:

@@ -483,8 +483,9 @@ class ActorClient:
 class ActorPool:
     """``size`` actors of one kind. An actor that dies is replaced, at most ``ray.max_restarts`` times per index.
 
-    A learner is not replaced by its pool. `gleanrl.runtime.ray.run` instead starts all actors again and resumes the run
-    from its last checkpoint.
+    A learner is not replaced by its pool: `start` raises `LearnerLost` if it dies before all actors have started, and
+    later its calls do. `gleanrl.runtime.ray.run` then starts all actors again and resumes the run from its last
+    checkpoint.
 
     Args:
         kind: "sampler", "environment", "reward" or "learner".
@@ -511,7 +512,8 @@ class ActorPool:
     async def start(self, started: Callable[[], None] = lambda: None) -> None:
         """Start all actors and wait until all are members. Calls ``started`` once for each actor.
 
-        Raises the exception of a service that cannot start. Also after an error, the caller must call `close`.
+        Raises the exception of a service that cannot start, and `LearnerLost` if the learner's actor has died. Also
+        after an error, the caller must call `close`.
         """
         self._keepers = [asyncio.create_task(self._keep_at_work(index)) for index in range(self.size)]
         for ready in range(self.size):
@@ -561,8 +563,7 @@ class ActorPool:
         Stores an exception in `_failure` if the service cannot start or the actor dies more often than is allowed.
         """
         name = self.kind if self.size == 1 else f"{self.kind} {index}"
-        restarts = 0 if self.kind == "learner" else self.cluster.settings.max_restarts
-        deaths = 0
+        restarts, deaths = self.cluster.settings.max_restarts, 0
         try:
             while True:
                 options = self.cluster.options(self.kind, index)
@@ -574,13 +575,13 @@ class ActorPool:
                     self.members[index] = client
                     self.changed.notify()
                     await client.ended.wait()
+                    if self.kind == "learner":
+                        raise LearnerLost(client.death)
                     death = client.death
-                except LearnerLost as error:
-                    # A sampler raises this if the learner died while `ready` fetched its weights for the sampler. The
-                    # error then ends the whole run instead of replacing the sampler.
-                    if self.kind != "learner":
-                        raise
-                    death = str(error)
+                except LearnerLost:
+                    # The learner is not replaced. A sampler raises this error if the learner died while `ready` fetched
+                    # its weights for the sampler.
+                    raise
                 except ActorDied as error:
                     death = str(error)
                 finally:

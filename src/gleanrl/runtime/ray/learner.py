@@ -19,7 +19,7 @@ from gleanrl.algorithms.batch import Batch, ModelEstimates, Sample
 from gleanrl.learners.distributed.ranks import Ranks
 from gleanrl.learners.engine import TokenScores
 from gleanrl.protocols import Metrics
-from gleanrl.runtime.ray.actors import ActorPool, ActorServer, LearnerLost
+from gleanrl.runtime.ray.actors import ActorClient, ActorServer, LearnerLost
 from gleanrl.runtime.ray.parts import Plans
 from gleanrl.runtime.ray.weights import WeightHandle, WeightSource
 from gleanrl.runtime.sharded import learner_ranks
@@ -101,8 +101,8 @@ class RayLearner:
         step: number of steps whose groups the learner has consumed.
     """
 
-    def __init__(self, actors: ActorPool) -> None:
-        (self._actor,) = actors.members.values()
+    def __init__(self, actor: ActorClient) -> None:
+        self._actor = actor
         self.needs_estimates: bool = self._actor.ask_blocking("needs_estimates")
         self.step = 0
         self._weights = WeightHandle(self._actor, 0)

@@ -20,7 +20,7 @@ from gleanrl.runtime.evaluation import EvaluationResult
 from gleanrl.runtime.local import Builder, evaluate_with, set_up_libraries, train_with
 from gleanrl.runtime.prepare import Prepared, prepare
 from gleanrl.runtime.process import open_run
-from gleanrl.runtime.ray.actors import ActorPool, LearnerLost
+from gleanrl.runtime.ray.actors import ActorClient, ActorPool, LearnerLost
 from gleanrl.runtime.ray.cluster import Cluster, import_ray, open_cluster
 from gleanrl.runtime.ray.environments import EnvironmentService, RayEnvironments, pickle_taskset
 from gleanrl.runtime.ray.learner import LearnerService, RayLearner
@@ -111,9 +111,9 @@ async def _with_actors(
 
 @dataclass(frozen=True)
 class Actors:
-    """The actor pools of a run. None for ``environments`` or ``rewards``: the run does not use actors for these."""
+    """The actors of a run. None for ``environments`` or ``rewards``: the run does not use actors for these."""
 
-    learner: ActorPool
+    learner: ActorClient
     samplers: SamplerPool
     environments: ActorPool | None
     rewards: ActorPool | None
@@ -184,7 +184,8 @@ class RayBuilder(Builder):
                 for pool in pools:
                     stack.push_async_callback(pool.close)
                 await asyncio.gather(*(pool.start(stage.advance) for pool in pools))
-            yield replace(self, actors=Actors(learner, published, environments, rewards))
+            # Raises `LearnerLost` if the learner has died while the other actors started.
+            yield replace(self, actors=Actors(await learner.member(), published, environments, rewards))
 
     # --- parts, as `Builder` makes them -------------------------------------------------------------
     def learner(self, device_lock: DeviceLock | None, timeline: Timeline | None, *, trains: bool = True) -> Any:
