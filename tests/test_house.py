@@ -160,6 +160,10 @@ def test_importing_the_package_takes_under_0_3_s_and_does_not_import_torch() -> 
     assert min(map(float, spent)) < 0.3
 
 
+def test_the_package_tells_type_checkers_to_read_its_annotations() -> None:
+    assert (SOURCE / "gleanrl" / "py.typed").is_file()
+
+
 def test_the_help_is_printed_within_a_second() -> None:
     spent = []
     for _ in range(3):

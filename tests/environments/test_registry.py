@@ -169,9 +169,14 @@ def test_unpickling_an_object_whose_file_was_deleted_raises_a_user_error(tmp_pat
         pickle.loads(packed)
 
 
-def test_gleanrl_cache_sets_the_cache_folder_and_an_unusable_folder_raises(
+def test_environment_variables_set_the_cache_folder_and_an_unusable_folder_raises(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.delenv("GLEANRL_CACHE")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    for given, root in ((str(tmp_path / "xdg"), tmp_path / "xdg"), ("relative", tmp_path / "home" / ".cache")):
+        monkeypatch.setenv("XDG_CACHE_HOME", given)
+        assert cache_dir("things") == root / "gleanrl" / "things"
     monkeypatch.setenv("GLEANRL_CACHE", str(tmp_path / "here"))
     file = cache_dir("things") / "one"
     file.write_bytes(b"1")

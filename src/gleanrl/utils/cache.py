@@ -11,11 +11,14 @@ from gleanrl.utils.errors import UserError
 def cache_dir(name: str) -> Path:
     """Return the folder ``name``, for one kind of cached result. It is created if it is missing.
 
-    It lies in the folder that the environment variable GLEANRL_CACHE names, by default ``~/.cache/gleanrl``. Raises
-    `UserError` if it cannot be created.
+    It lies in the folder that the environment variable GLEANRL_CACHE names. The default is ``gleanrl`` in the folder
+    that XDG_CACHE_HOME names, or in ``~/.cache``. Raises `UserError` if it cannot be created.
     """
     root = os.environ.get("GLEANRL_CACHE")
-    folder = (Path(root).expanduser() if root else Path.home() / ".cache" / "gleanrl") / name
+    caches = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    if not caches.is_absolute():  # the XDG specification says that a relative path must be ignored
+        caches = Path.home() / ".cache"
+    folder = (Path(root).expanduser() if root else caches / "gleanrl") / name
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
