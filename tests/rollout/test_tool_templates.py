@@ -188,13 +188,15 @@ def read(r: Renderer, text: str) -> Message:
     return r.parse(np.array([*r.tokenizer(text, add_special_tokens=False)["input_ids"], r.end_of_turn], np.int32))
 
 
-@pytest.mark.parametrize("template", THINKING)
+@pytest.mark.parametrize("template", [*THINKING, "qwen3_5_nothink"])
 @pytest.mark.parametrize("own", [False, True])
 def test_a_response_template_changes_neither_thoughts_nor_types_of_arguments(template: str, own: bool) -> None:
     r = Renderer(with_response_template(template) if own else tokenizer(template), TOOLS)
     call = "<tool_call>\n<function=add>\n<parameter=a>\n9\n</parameter>\n</function>\n</tool_call>"
-    assert read(r, f"so\n</think>\n\n{call}") == asks({"a": 9}, content="so\n</think>")
-    for thought in (f"maybe {call} no</think>7", f"maybe {call}"):
+    for thought in ("so\n</think>", "<think>so</think>"):
+        assert read(r, f"{thought}\n\n{call}") == asks({"a": 9}, content=thought)
+    cut = f"maybe {call}" if template in THINKING else f"<think>maybe {call}"
+    for thought in (f"maybe {call} no</think>7", cut):
         assert "tool_calls" not in read(r, thought)
     assert r.parse(r.spoken(CONVERSATION[1])).get("tool_calls") == CONVERSATION[1].get("tool_calls")
 
