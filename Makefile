@@ -2,7 +2,7 @@
 # make test         every test but the heaviest
 # make test-all     those too: runs over many processes and on Ray, with every kind of process killed; more examples
 #                   of every property test
-# make verl         the tests that need verl, which is installed without its pins
+# make verl         the tests that need verl, which is installed without its own requirements
 # make vllm         the tests that need vLLM, which gets an environment with Glean RL in it: 3.5 GB
 # make verifiers    the tests that need verifiers, in an environment of its own: it wants an older openai
 # make openenv      the tests that need OpenEnv's server, in an environment of its own
@@ -38,7 +38,7 @@ chromium:
 			&& apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq -y chromium > /dev/null; } \
 		|| echo "make: no Chromium, so the tests that open a report in a browser are skipped (apt install chromium)"
 
-# verl asks for older transformers and tensordict than run here, but works with these
+# verl asks for transformers below 5.11 and tensordict up to 0.10, but works with those of constraints.txt
 verl: $(VENV)/.tested
 	$(PIP) install -c constraints.txt ray tensordict hydra-core codetiming torchdata orjson aiohttp
 	$(PIP) install -c constraints.txt --no-deps verl
