@@ -105,11 +105,12 @@ def score_interval(scores: Sequence[float]) -> tuple[float, float, float]:
     """Return the mean of the tasks' scores and the lower and upper bound of its 95 % confidence interval.
 
     The interval assumes that tasks are independent and that their number is large: it is 1.96 standard errors wide on
-    each side. It is infinite for a single task.
+    each side. It is infinite if all tasks have the same score, because then nothing is known about its width.
     """
     x = np.asarray(scores, float)
     mean = float(x.mean())
-    half = 1.96 * float(x.std(ddof=1)) / math.sqrt(x.size) if x.size > 1 else math.inf
+    deviation = float(x.std(ddof=1)) if np.ptp(x) > 0 else math.inf
+    half = 1.96 * deviation / math.sqrt(x.size)
     return mean, mean - half, mean + half
 
 

@@ -7,7 +7,7 @@ function configuration() {
     h("div", { class: "row" }, h("span", { class: "soft" }, key), h("span", { class: "mono" }, value(v)))));
   const tables = sections.filter(([, v]) => typeof v === "object" && !Array.isArray(v));
   const loose = Object.fromEntries(sections.filter(([, v]) => typeof v !== "object" || Array.isArray(v)));
-  return section("Configuration", "As resolved when the run started.", null,
+  return section("Configuration", `As resolved when the ${DATA.evaluation ? "evaluation" : "run"} started.`, null,
     h("div", { class: "config" }, Object.keys(loose).length ? group("top level", loose) : null, tables.map(([name, values]) => group(name, values))));
 }
 

@@ -5,7 +5,9 @@ let showTask = () => {};  // shows the first attempt at a task; replaced once th
 function rollouts() {
   const { trajectories, tokens, steps } = DATA.rollouts;
   if (!trajectories.length) return null;
-  const state = { step: "", outcome: "", text: "", chosen: trajectories.findLastIndex((t) => t.outcome === "solved" && !t.replayed), byToken: Object.keys(tokens).length > 0 };
+  // Of a run, the last success shows what was learned; of an evaluation, the first failure shows what is missing.
+  const chosen = DATA.evaluation ? trajectories.findIndex((t) => t.outcome !== "solved") : trajectories.findLastIndex((t) => t.outcome === "solved" && !t.replayed);
+  const state = { step: "", outcome: "", text: "", chosen, byToken: Object.keys(tokens).length > 0 };
   const list = h("div", { class: "list" }), viewer = h("div", { class: "viewer" });
   const matches = (t) => (state.step === "" || t.step === Number(state.step)) && (state.outcome === "" || t.outcome === state.outcome || (state.outcome === "replayed" && t.replayed))
     && (!state.text || t.task.toLowerCase().includes(state.text) || t.segments.some((segment) => segment.some((turn) => turn.text.toLowerCase().includes(state.text))));
