@@ -120,6 +120,17 @@ def test_stats_prints_sizes_entropy_age_and_uses(say: Shell, pool: Path) -> None
     ]
 
 
+def test_on_a_terminal_long_actions_show_their_progress_on_standard_error(
+    say: Shell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("pyarrow")
+    monkeypatch.setenv("FORCE_COLOR", "1")  # makes rich treat any stream as a terminal
+    for action, name in (("verify",), "verifying"), (("export", "a.parquet"), "exporting"):
+        status, out, err = say.tried("a", *action)
+        assert (status, len(out.splitlines())) == (0, 1)
+        assert re.search(rf"{name}: 6(/6)? in ", err), err
+
+
 def test_stats_and_verify_work_on_an_empty_pool(say: Shell) -> None:
     ExperiencePool(say.folder / "empty.sqlite").close()
     lines = say("empty.sqlite").splitlines()

@@ -38,6 +38,14 @@ def test_the_table_has_a_line_for_each_schedule(gleanrl: CommandLine) -> None:
     assert shown == {name: pytest.approx(row["step_s"], abs=0.051) for name, row in told.items()}
 
 
+def test_on_a_terminal_the_progress_is_on_standard_error_and_the_table_is_not(gleanrl: CommandLine) -> None:
+    plain = gleanrl.here("simulate", *SMALL)
+    gleanrl.extra["FORCE_COLOR"] = "1"  # makes rich treat any stream as a terminal
+    shown = gleanrl.here("simulate", *SMALL)
+    assert shown.stdout == plain.stdout
+    assert f"simulating: {len(PRESETS)}/{len(PRESETS)} in " in shown.stderr
+
+
 def test_json_contains_the_workload_its_bounds_and_the_results(gleanrl: CommandLine) -> None:
     report = simulated(gleanrl, "--schedules", "one_step_off, sync")
     assert report["workload"]["latency"] == "constant:60"

@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:
     import numpy.typing as npt
 
+    from gleanrl.utils.progress import Progress
+
 Command = Callable[[argparse.Namespace], int]
 
 INTERRUPTED = 130  # exit status that shells use for a process ended by SIGINT (128 + 2)
@@ -112,6 +114,17 @@ def guarded(command: Command) -> Command:
         return status
 
     return run
+
+
+def terminal_progress() -> Progress:
+    """Return a progress display on standard error if this is a terminal, and one that shows nothing otherwise.
+
+    For commands that print results: standard error of a script then holds errors only.
+    """
+    from gleanrl.tracking.monitors import Console, Silent
+
+    console = Console()
+    return console if console.terminal else Silent()
 
 
 @contextmanager

@@ -9,7 +9,17 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gleanrl.cli.common import RUN_HELP, Command, guarded, natural, positive, safe, spread, table
+from gleanrl.cli.common import (
+    RUN_HELP,
+    Command,
+    guarded,
+    natural,
+    positive,
+    safe,
+    spread,
+    table,
+    terminal_progress,
+)
 from gleanrl.utils.errors import UserError
 from gleanrl.utils.text import format_bytes
 
@@ -252,7 +262,9 @@ def _verify(args: argparse.Namespace) -> int:
 
     path = _existing(args)
     with ExperiencePool(path, read_only=True) as pool:
-        faults, known = pool.verify(), pool.stats()
+        with terminal_progress().stage("verifying") as stage:
+            faults = pool.verify(done=stage.advance)
+        known = pool.stats()
     for fault in faults:
         print(f"{path}: {safe(fault)}")
     if not faults:
@@ -280,9 +292,13 @@ def _prune(args: argparse.Namespace) -> int:
 
 
 def _export(args: argparse.Namespace) -> int:
-    from gleanrl.experience.pool import transfer
+    from gleanrl.experience.pool import browse, transfer
 
-    written, damaged = transfer.export_parquet(_existing(args), args.file)
+    path = _existing(args)
+    with browse.reading(path) as db:
+        count = browse.values(db, "uses").size
+    with terminal_progress().stage("exporting", count) as stage:
+        written, damaged = transfer.export_parquet(path, args.file, done=stage.advance)
     for line in damaged:
         print(f"left out: {safe(line)}", file=sys.stderr)
     print(f"{args.file}: {written} trajectories")
@@ -294,7 +310,9 @@ def _import(args: argparse.Namespace) -> int:
 
     tokenizer = _agree_on_tokenizer(args, transfer.parquet_tokenizer(args.file), args.file)
     with _opened(args, tokenizer=tokenizer, make=True) as pool:
-        _report(transfer.import_parquet(pool, args.file))
+        with terminal_progress().stage("importing") as stage:
+            moved = transfer.import_parquet(pool, args.file, done=stage.advance)
+        _report(moved)
     return 0
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from pydantic import ValidationError
 
-from gleanrl.cli.common import guarded
+from gleanrl.cli.common import guarded, terminal_progress
 from gleanrl.simulate.workload import OVERHEADS, PRESETS, Cluster, Overhead, Preset, Workload
 from gleanrl.utils.errors import UserError
 
@@ -140,13 +140,10 @@ def _simulate(args: argparse.Namespace) -> int:
             print(f"evaluation: every {base.evaluate_every} steps, {base.evaluation}, included in the step times")
 
     from gleanrl.simulate.simulation import simulate
-    from gleanrl.tracking.monitors import Console, Silent
 
-    console = Console()
     count = len({"sync", *presets}) + (len(list(improvements(base))) if improve else 0)
     report: dict[str, Any] = {}
-    # In a log, the lines of the table are the progress: each is printed as soon as it is known.
-    with (console if console.terminal else Silent()).stage("simulating", count) as stage:
+    with terminal_progress().stage("simulating", count) as stage:
 
         def simulated(workload: Workload, preset: Preset, on: Cluster | None = None) -> Outcome:
             outcome = simulate(workload, preset, on)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import sqlite3
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from gleanrl.experience.pool import admission, bucket_index, codec
@@ -49,11 +49,11 @@ def decode_record(
     return trajectory
 
 
-def faults(db: sqlite3.Connection, *, records: bool = True) -> Iterator[str]:
+def faults(db: sqlite3.Connection, *, records: bool = True, done: Callable[[], object] = lambda: None) -> Iterator[str]:
     """Check the whole pool, and yield a line for each fault. Call this inside a transaction.
 
     Checks SQLite's own structures, and that the tables agree with one another. If ``records`` is true, every task and
-    trajectory is decoded and checked as well.
+    trajectory is decoded and checked as well, and ``done`` is called after each trajectory.
     """
     yield from (row[0] for row in db.execute("PRAGMA integrity_check(20)") if row[0] != "ok")
 
@@ -93,10 +93,10 @@ def faults(db: sqlite3.Connection, *, records: bool = True) -> Iterator[str]:
     if loose:
         yield f"{loose} records belong to no trajectory"
     if records:
-        yield from _record_faults(db)
+        yield from _record_faults(db, done)
 
 
-def _record_faults(db: sqlite3.Connection) -> Iterator[str]:
+def _record_faults(db: sqlite3.Connection, done: Callable[[], object]) -> Iterator[str]:
     bodies = "SELECT name, CAST(data AS BLOB) FROM tasks LEFT JOIN bodies USING (id) WHERE bucket IS NOT NULL"
     for name, data in db.execute(bodies):
         try:
@@ -113,6 +113,7 @@ def _record_faults(db: sqlite3.Connection) -> Iterator[str]:
             decode_record(name, digest, data, columns, admission.Limits())
         except Unfit as error:
             yield f"trajectory {key} of task {name!r}: {error}"
+        done()
 
 
 def _bucket_name(bucket: int) -> str:

@@ -19,7 +19,7 @@ import logging
 import sqlite3
 import threading
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -469,13 +469,14 @@ class ExperiencePool:
             "marks": kept,
         }
 
-    def verify(self, *, records: bool = True) -> list[str]:
+    def verify(self, *, records: bool = True, done: Callable[[], object] = lambda: None) -> list[str]:
         """Check the whole file for damage, and return a line for each fault.
 
-        If ``records`` is true, every task and trajectory is decoded and checked as well.
+        If ``records`` is true, every task and trajectory is decoded and checked as well, and ``done`` is called after
+        each trajectory.
         """
         with self._reading() as db:
-            return list(integrity.faults(db, records=records))
+            return list(integrity.faults(db, records=records, done=done))
 
     def close(self) -> None:
         """Close the file and release the lock of the writer. No data is lost if a process ends without this call."""

@@ -187,11 +187,11 @@ def seed_from_groups(
 
 
 # --- to parquet ---------------------------------------------------------------------------------
-def export_parquet(source: Path, target: Path) -> tuple[int, list[str]]:
+def export_parquet(source: Path, target: Path, *, done: Callable[[], object] = lambda: None) -> tuple[int, list[str]]:
     """Write every trajectory of the pool at ``source`` to the parquet file ``target``.
 
-    An existing parquet file is replaced. Returns how many trajectories were written, and one line for each that could
-    not be written because it is damaged.
+    An existing parquet file is replaced. ``done`` is called after each trajectory. Returns how many trajectories were
+    written, and one line for each that could not be written because it is damaged.
 
     Raises:
         UserError: there is no pool at ``source``, ``target`` exists and is not a parquet file, the disk is full, or
@@ -213,6 +213,7 @@ def export_parquet(source: Path, target: Path) -> tuple[int, list[str]]:
         schema = _schema(arrow).with_metadata(marks)
         with atomic.file(target) as partial, parquet.ParquetWriter(partial, schema, compression="zstd") as writer:
             for found in browse.entries(db):
+                done()
                 if not isinstance(found, Entry):
                     damaged.append(f"trajectory {found[0]}: {found[1]}")
                     continue
@@ -315,19 +316,20 @@ def _table(arrow: Any, rows: Sequence[Mapping[str, Any]], schema: Any) -> Any:
 
 
 # --- from parquet -------------------------------------------------------------------------------
-def import_parquet(pool: ExperiencePool, source: Path) -> Moved:
+def import_parquet(pool: ExperiencePool, source: Path, *, done: Callable[[], object] = lambda: None) -> Moved:
     """Store the trajectory of every valid row of the parquet file ``source`` in the pool, in the order of the file.
 
     Each trajectory keeps its version, temperature and step. Its count of uses starts at 0. Tasks that were retired in
     the exported pool are not retired in this one. An invalid row, for example one with arrays of different lengths or
     with a missing log-prob, is left out, and the first few of them are logged. If a task gets more trajectories than
-    its capacity, ``select`` decides which remain.
+    its capacity, ``select`` decides which remain. ``done`` is called after each row.
 
     Raises:
         UserError: ``source`` was not written by `export_parquet`, it is damaged, or pyarrow is not installed.
     """
     with Intake(pool) as intake:
         for number, row in enumerate(_rows(source)):
+            done()
             try:
                 incoming = _from_row(row)
             except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError) as error:
