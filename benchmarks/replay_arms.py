@@ -148,5 +148,6 @@ ARMS: dict[str, Settings] = {
         **{**_BOTH, "replay.pool_batch": 16, "replay.pool_updates": 2},
         "replay.pool_from": "batch",
     },
+    "replay, adaptive share": {**_BOTH, "replay.min_task_ratio": 0.125},
     "replay, entropy under the current policy": {**_BOTH, "replay.entropy_from": "current"},
 }

@@ -9,7 +9,7 @@ import asyncio
 import math
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -399,7 +399,7 @@ class RecordingTaskStream(TaskStream):
         super().__init__(problems, group, seed=1)
         self.told: list[list[tuple[int, str, bool]]] = []
 
-    def observe(self, groups: Sequence[Group]) -> dict[str, float]:
+    def observe(self, groups: Sequence[Group], training: Mapping[str, float]) -> dict[str, float]:
         self.told.append([(group.ticket, group.spec.task.id, group.dropped) for group in groups])
         return {}
 

@@ -318,11 +318,11 @@ class Curriculum(Protocol):
         """Plan the next ``count`` groups."""
         ...
 
-    def observe(self, groups: Sequence[Group]) -> Metrics:
-        """Note the groups of a finished step, and return metrics.
+    def observe(self, groups: Sequence[Group], training: Metrics) -> Metrics:
+        """Note the groups and the metrics of a finished step, and return further metrics.
 
-        Called once per step with the groups that the step learned from and the groups that were dropped since the step
-        before.
+        Called once per step. ``groups`` are those that the step learned from and those that were dropped since the step
+        before. ``training`` holds the metrics of the step so far, such as ``loss/...`` and ``reward/...``.
         """
         ...
 

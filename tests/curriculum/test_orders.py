@@ -93,7 +93,7 @@ def test_a_resumed_curriculum_continues_with_the_next_task(
         for size in sizes:
             own = proposed(curriculum, size)
             curriculum.observe(
-                [group(t, *([1.0] * (k := outcomes[(seen + i) % 40]) + [0.0] * (4 - k))) for i, t in enumerate(own)]
+                [group(t, *([1.0] * (k := outcomes[(seen + i) % 40]) + [0.0] * (4 - k))) for i, t in enumerate(own)], {}
             )
             ids += [task.id for task in own]
             seen += size
@@ -111,7 +111,7 @@ def test_a_graded_reward_starts_the_next_level_at_the_success_threshold() -> Non
     given = TaskSettings(order="levels", options={"advance": 1.0, "window": 2})
     for threshold, level in ((0.3, 1), (0.5, 0)):
         levels = make_curriculum(given, tasks(), WEIGHTS, group=2, seed=0, greedy=False, success_threshold=threshold)
-        metrics = levels.observe([group(task, 0.3, 0.4) for task in proposed(levels, 2)])
+        metrics = levels.observe([group(task, 0.3, 0.4) for task in proposed(levels, 2)], {})
         assert metrics["tasks/level"] == level
 
 
@@ -120,28 +120,28 @@ def test_a_level_starts_when_the_previous_one_is_learned_and_is_reviewed_later()
     assert isinstance(levels, Levels)
     for task in (first := proposed(levels, 3)):
         assert source_of(task) == "words"
-        levels.observe([group(task, 1, 1, 1, 1)])
-    assert levels.observe([])["tasks/level"] == 0, "three of four groups prove nothing yet"
-    metrics = levels.observe([group(first[0], 0, 0, None, None)])
+        levels.observe([group(task, 1, 1, 1, 1)], {})
+    assert levels.observe([], {})["tasks/level"] == 0, "three of four groups prove nothing yet"
+    metrics = levels.observe([group(first[0], 0, 0, None, None)], {})
     assert (metrics["tasks/level"], metrics["tasks/level_success"]) == (1, 0.0), "3 of 4 solved is 0.75"
     own = Counter(map(source_of, proposed(levels, 40)))
     assert own == {"sums": 30, "words": 10}
-    levels.observe([group(first[0], 1, 1, 1, 1)] * 9)
-    assert levels.observe([])["tasks/level"] == 1, "a reviewed group says nothing of the level"
+    levels.observe([group(first[0], 1, 1, 1, 1)] * 9, {})
+    assert levels.observe([], {})["tasks/level"] == 1, "a reviewed group says nothing of the level"
     failing = group(Task("sums-0", kind="sums"), 0, 0)
-    levels.observe([failing] * 9 + [group(Task("sums-1", kind="sums"), None, None)] * 9)
-    assert levels.observe([])["tasks/level"] == 1
-    levels.observe([group(Task("sums-0", kind="sums"), 1, 1)] * 4)
-    assert levels.observe([])["tasks/level"] == 2
-    levels.observe([group(Task("games-0", kind="games"), 1, 1)] * 9)
-    assert levels.observe([])["tasks/level"] == 2, "there is no further one"
+    levels.observe([failing] * 9 + [group(Task("sums-1", kind="sums"), None, None)] * 9, {})
+    assert levels.observe([], {})["tasks/level"] == 1
+    levels.observe([group(Task("sums-0", kind="sums"), 1, 1)] * 4, {})
+    assert levels.observe([], {})["tasks/level"] == 2
+    levels.observe([group(Task("games-0", kind="games"), 1, 1)] * 9, {})
+    assert levels.observe([], {})["tasks/level"] == 2, "there is no further one"
 
 
 def test_half_solved_tasks_come_most_often_and_none_twice_in_a_batch() -> None:
     easy, half, hard = (Task(name, kind="x") for name in ("easy", "half", "hard"))
     rest = [Task(f"rest-{index}", kind="x") for index in range(9)]
     stream = BySolveRate([easy, half, hard, *rest], group=2, seed=0, sigma=0.2, explore=0.0)
-    stream.observe([group(easy, 1, 1), group(half, 1, 0), group(hard, 0, 0), *(group(t, 1, 1) for t in rest)])
+    stream.observe([group(easy, 1, 1), group(half, 1, 0), group(hard, 0, 0), *(group(t, 1, 1) for t in rest)], {})
     counts: Counter[str] = Counter()
     for _ in range(200):
         batch = [task.id for task in proposed(stream, 3)]
@@ -157,7 +157,7 @@ def test_half_solved_tasks_come_most_often_and_none_twice_in_a_batch() -> None:
 def test_exploration_ignores_the_solve_rate() -> None:
     pool = [Task(f"t{index}", kind="x") for index in range(10)]
     stream = BySolveRate(pool, group=2, seed=0, sigma=0.01, explore=1.0)
-    stream.observe([group(task, 1, 1) for task in pool[1:]])
+    stream.observe([group(task, 1, 1) for task in pool[1:]], {})
     counts = Counter(task.id for _ in range(500) for task in proposed(stream, 1))
     assert max(counts.values()) < 2.5 * min(counts.values())
 

@@ -62,7 +62,7 @@ class Stream:
         self.position += count
         return [GroupSpec(Task(self.names[i % len(self.names)]), self.size, greedy=self.greedy) for i in positions]
 
-    def observe(self, groups: Sequence[Group]) -> Mapping[str, float]:
+    def observe(self, groups: Sequence[Group], training: Mapping[str, float]) -> Mapping[str, float]:
         self.observed += groups
         return {"inner/seen": float(len(groups))}
 

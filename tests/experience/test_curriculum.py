@@ -124,6 +124,31 @@ def test_half_of_a_batch_is_replayed_and_placement_sets_the_number_of_fresh_memb
             assert Counter((spec.fresh, len(spec.replayed)) for spec in specs) == {(8, 0): 8, (fresh, 2): 8}
 
 
+def test_the_adaptive_share_follows_the_effective_sample_size_and_continues_after_a_resume(folder: Path) -> None:
+    replay = ReplaySettings(task_ratio=0.75, min_task_ratio=0.25, probe_fraction=0)
+
+    def replayed(curriculum: ReplayCurriculum) -> int:
+        return sum(bool(spec.replayed) for spec in propose(curriculum, 16))
+
+    curriculum = wrap(folder, replay, Stream(NAMES, 8))
+    curriculum.pool.observe([group(f"t{i}", 4, 8) for i in range(20, 40)], 0)
+    assert replayed(curriculum) == 12
+    shares = [curriculum.observe([], {"loss/replayed/ess": 0.5})["replay/task_ratio"] for _ in range(60)]
+    assert shares == sorted(shares, reverse=True)
+    assert shares[0] == pytest.approx(0.25 + 0.5 * 0.95)  # an EMA from 1 with the weight 0.1 of a new step
+    assert shares[-1] == pytest.approx(0.5, abs=2e-3)
+    assert curriculum.observe([], {})["replay/task_ratio"] == shares[-1]  # a step that replayed nothing
+    assert replayed(curriculum) == 8
+
+    state = json.loads(json.dumps(curriculum.state_dict()))
+    curriculum.load_state_dict(state)
+    assert curriculum.observe([], {})["replay/task_ratio"] == shares[-1]
+
+    (folder / "exchanged").mkdir()
+    with pytest.raises(UserError, match="min_task_ratio"):
+        wrap(folder / "exchanged", ReplaySettings(task_ratio=0.2, min_task_ratio=0.5), Stream(NAMES, 8))
+
+
 def test_placement_replace_removes_one_fresh_member_per_retrieved_trajectory(folder: Path) -> None:
     replay = ReplaySettings(per_group=3, placement="replace", task_ratio=1.0, probe_fraction=0)
     curriculum = wrap(folder, replay, Stream(NAMES, 8))
@@ -148,7 +173,7 @@ def test_displaced_tasks_come_first_in_the_next_batch(folder: Path) -> None:
     assert all(sum(bool(spec.replayed) for spec in specs) == 4 for specs in batches)
     fresh = [[spec.task.id for spec in specs if not spec.replayed] for specs in batches]
     assert fresh == [NAMES[i : i + 4] for i in range(0, 20, 4)]
-    assert curriculum.observe([])["replay/displaced"] == 4
+    assert curriculum.observe([], {})["replay/displaced"] == 4
 
 
 def test_replayed_groups_have_varying_positions_in_a_batch(folder: Path) -> None:
@@ -164,7 +189,7 @@ def test_missing_replayed_tasks_are_filled_with_fresh_tasks(folder: Path) -> Non
     specs = propose(curriculum, 8)
     assert {spec.task.id for spec in specs if spec.replayed} == {"t38", "t39"}
     assert [spec.task.id for spec in specs if not spec.replayed] == NAMES[:6]
-    metrics = curriculum.observe([])
+    metrics = curriculum.observe([], {})
     assert (metrics["replay/planned"], metrics["replay/wanting"]) == (2, 2)
 
 
@@ -183,7 +208,7 @@ def test_few_tasks_are_replayed_and_played_fresh_in_the_same_batch(
         assert len(replayed) == len(set(replayed)) == mixed
         played.update(names([spec for spec in specs if not spec.replayed]))
     assert set(played) == set(NAMES[:4])
-    assert curriculum.observe([])["replay/displaced"] <= 8
+    assert curriculum.observe([], {})["replay/displaced"] <= 8
 
 
 def test_fresh_tasks_are_not_kept_waiting_for_every_batch_that_replays_them(folder: Path) -> None:
@@ -193,7 +218,7 @@ def test_fresh_tasks_are_not_kept_waiting_for_every_batch_that_replays_them(fold
         specs = propose(curriculum, 8)
         assert Counter(names(specs)).most_common(1)[0][1] == 1
         assert {spec.task.id for spec in specs if spec.replayed} == set(NAMES[:4])
-    assert curriculum.observe([])["replay/displaced"] <= 12
+    assert curriculum.observe([], {})["replay/displaced"] <= 12
 
 
 def test_a_task_whose_trajectories_are_all_rejected_is_played_fresh(folder: Path) -> None:
@@ -326,7 +351,7 @@ def replay_began(curriculum: ReplayCurriculum, rates: list[int]) -> list[bool]:
     for solved in rates:
         propose(curriculum, 2)
         out.append(curriculum.on)
-        curriculum.observe([group(f"t{len(out)}", solved, 4)])
+        curriculum.observe([group(f"t{len(out)}", solved, 4)], {})
     return out
 
 
@@ -364,7 +389,7 @@ def test_metrics_of_each_step_say_whether_replay_is_on_and_what_started_it(
 ) -> None:
     def step(curriculum: ReplayCurriculum) -> dict[str, float]:
         propose(curriculum, 2)
-        return dict(curriculum.observe([group("t1", 2, 4)]))
+        return dict(curriculum.observe([group("t1", 2, 4)], {}))
 
     curriculum = wrap(folder, replay, Stream(NAMES, 4), 4)
     steps = [step(curriculum) for _ in range(4)]
@@ -387,7 +412,7 @@ def test_before_replay_begins_nothing_is_replayed_but_successes_are_stored(folde
     for step in range(4):
         specs = propose(curriculum, 4)
         seen.append(sum(bool(spec.replayed) for spec in specs))
-        curriculum.observe([group(spec.task.id, 2, 4, first=8 * step) for spec in specs if not spec.replayed])
+        curriculum.observe([group(spec.task.id, 2, 4, first=8 * step) for spec in specs if not spec.replayed], {})
     assert seen == [0, 0, 2, 2]
 
 
@@ -444,7 +469,7 @@ def test_without_a_valid_estimate_the_recorded_entropy_decides(folder: Path, ans
     curriculum = one_task(folder, ReplaySettings(entropy_from="current"), [-0.7, -0.1, -0.9], estimate=estimate)
     assert replayed(curriculum) == ["t39.1"]
     assert "this batch uses the recorded entropies" in caplog.text
-    assert curriculum.observe([])["replay/estimate_failed"] == 1
+    assert curriculum.observe([], {})["replay/estimate_failed"] == 1
 
 
 def test_a_trajectory_over_max_ratio_is_not_replayed_but_stays_in_the_pool(folder: Path) -> None:
@@ -455,12 +480,12 @@ def test_a_trajectory_over_max_ratio_is_not_replayed_but_stays_in_the_pool(folde
 
     curriculum = one_task(folder, ReplaySettings(max_ratio=2.0, entropy_from="current"), [-0.5] * 3, estimate=estimate)
     assert replayed(curriculum) == ["t39.0"]
-    assert curriculum.observe([])["replay/rejected"] == 2
+    assert curriculum.observe([], {})["replay/rejected"] == 2
     log_ratios["t39.0"] = 0.7
     specs = propose(curriculum, 2)
     assert not any(spec.replayed for spec in specs)
     assert len(specs) == 2
-    metrics = curriculum.observe([])
+    metrics = curriculum.observe([], {})
     assert (metrics["replay/missing"], metrics["replay/rejected"]) == (1, 3)
     assert len(curriculum.pool.stored(["t39"])["t39"]) == 3
 
@@ -478,7 +503,7 @@ def test_a_trajectory_that_fails_reverification_is_evicted_and_the_next_best_tak
     curriculum = one_task(folder, replay, [-0.7, -0.1, -0.4, -0.2], reverify=reverify)
     assert replayed(curriculum) == ["t39.0"]
     assert [s.trajectory.id for s in curriculum.pool.stored(["t39"])["t39"]] == ["t39.0", "t39.2", "t39.3"]
-    metrics = curriculum.observe([])
+    metrics = curriculum.observe([], {})
     assert (metrics["replay/reverified"], metrics["replay/reverify_failed"]) == (4, 2)
     assert metrics["pool/evicted/reverify"] == 1
 
@@ -526,7 +551,7 @@ def test_reverification_stops_when_enough_trajectories_are_found(folder: Path) -
     curriculum = one_task(folder, replay, [-0.1, -0.2, -0.3, -0.4, -0.5], reverify=reverify)
     assert replayed(curriculum) == ["t39.0", "t39.2"]
     assert asked == ["t39.0", "t39.1", "t39.2"]
-    assert curriculum.observe([])["replay/reverified"] == 3
+    assert curriculum.observe([], {})["replay/reverified"] == 3
 
 
 def test_a_task_whose_trajectories_cannot_be_read_is_replaced(folder: Path, caplog: Any) -> None:
@@ -537,7 +562,7 @@ def test_a_task_whose_trajectories_cannot_be_read_is_replaced(folder: Path, capl
     seen = [propose(curriculum, 2) for _ in range(6)]
     assert all({s.task.id for s in specs if s.replayed} == {"t30", "t32"} for specs in seen)
     assert "task t31 is not replayed in this batch" in caplog.text
-    assert curriculum.observe([])["replay/missing"] > 0
+    assert curriculum.observe([], {})["replay/missing"] > 0
 
 
 def test_all_trajectories_of_a_task_are_used_in_turn_and_lowest_entropy_uses_one(folder: Path) -> None:
@@ -559,12 +584,12 @@ def test_only_fresh_members_are_stored_and_ages_are_counted_in_versions(folder: 
     inner = Stream(NAMES, 4)
     curriculum = wrap(folder, ReplaySettings(), inner, 4)
     for _ in range(6):
-        curriculum.observe([])
+        curriculum.observe([], {})
     old = (trajectory("t1", 90, version=1), trajectory("t1", 91, version=4, logprob=-1.5))
     fresh = group("t1", 1, 4, first=10, version=5)
     mixed = Group(GroupSpec(fresh.spec.task, 4, old), (*fresh.trajectories, *old), 0)
     invalid = Group(GroupSpec(Task("t2"), 2), (trajectory("t2", 0, None), trajectory("t2", 1, None)), 1)
-    metrics = curriculum.observe([mixed, invalid])
+    metrics = curriculum.observe([mixed, invalid], {})
     assert [s.trajectory.id for s in curriculum.pool.stored(["t1"])["t1"]] == ["t1.10"]
     assert [s.step for s in curriculum.pool.stored(["t1"])["t1"]] == [6]
     assert curriculum.pool.rates(["t1", "t2"]) == {"t1": 0.25}
@@ -589,7 +614,7 @@ def test_only_fresh_members_are_stored_and_ages_are_counted_in_versions(folder: 
 def test_a_success_is_a_score_of_at_least_success_threshold(folder: Path) -> None:
     curriculum = wrap(folder, ReplaySettings(success_threshold=0.7), Stream(NAMES, 4), 4, temperature=0.6)
     members = tuple(trajectory("t1", i, score) for i, score in enumerate((0.7, 0.69, 0.0, 0.5)))
-    metrics = curriculum.observe([Group(GroupSpec(Task("t1"), 4), members, 0)])
+    metrics = curriculum.observe([Group(GroupSpec(Task("t1"), 4), members, 0)], {})
     assert metrics["replay/solve_rate"] == curriculum.solve_rate == 0.25
     [stored] = curriculum.pool.stored(["t1"])["t1"]
     assert (stored.trajectory.id, stored.temperature) == ("t1.0", 0.6)
@@ -599,7 +624,7 @@ def test_a_later_version_of_another_run_gives_age_zero(folder: Path) -> None:
     curriculum = wrap(folder, ReplaySettings(), Stream(NAMES, 4), 4)
     old = trajectory("t1", 9, version=50)
     fresh = group("t1", 1, 4)
-    metrics = curriculum.observe([Group(GroupSpec(fresh.spec.task, 4, (old,)), (*fresh.trajectories, old), 0)])
+    metrics = curriculum.observe([Group(GroupSpec(fresh.spec.task, 4, (old,)), (*fresh.trajectories, old), 0)], {})
     assert metrics["replay/age_mean"] == metrics["replay/age_max"] == 0
 
 
@@ -609,12 +634,12 @@ def test_the_age_of_a_seeded_trajectory_counts_from_its_version_in_the_pool(fold
     seeded = trajectory("t39", 9, version=50)
     assert curriculum.pool.add(Task("t39"), seeded, version=2, attempts=4, successes=2)
     for _ in range(5):
-        curriculum.observe([])
+        curriculum.observe([], {})
     [spec] = (spec for spec in propose(curriculum, 2) if spec.replayed)
     spec = serialize.from_json(serialize.to_json(spec), GroupSpec)
     assert [t.version for t in spec.replayed] == [50]  # the trajectory is unchanged
     fresh = group("t39", 1, 4, first=20, version=5)
-    metrics = curriculum.observe([Group(spec, (*fresh.trajectories, *spec.replayed), 0)])
+    metrics = curriculum.observe([Group(spec, (*fresh.trajectories, *spec.replayed), 0)], {})
     assert metrics["replay/age_mean"] == metrics["replay/age_max"] == 3
 
 
@@ -629,17 +654,17 @@ def test_replayed_trajectories_are_within_max_age_in_the_step_they_are_planned_f
     curriculum = wrap(folder, replay, Stream(NAMES[:20], 4), 4, staleness=staleness)
     for _ in range(6):
         propose(curriculum, 8)
-        curriculum.observe([])
+        curriculum.observe([], {})
     for _ in range(ahead):
         propose(curriculum, 8)
     curriculum.pool.observe([group(f"t{20 + version}", 1, 4, version=version) for version in range(8)], 5)
     versions = [t.version for spec in propose(curriculum, 8) for t in spec.replayed]
     assert sorted(versions) == list(range(due - 4, 8))
-    metrics = curriculum.observe([])
+    metrics = curriculum.observe([], {})
     assert (metrics["replay/too_old"], metrics["replay/missing"]) == (due - 4, 0)
     assert metrics["pool/evicted/age"] == 3  # they would exceed max_age in the next step, 7
     propose(curriculum, 8)
-    assert curriculum.observe([])["replay/too_old"] == max(min(due + 1, 7 + staleness) - 4 - 3, 0)
+    assert curriculum.observe([], {})["replay/too_old"] == max(min(due + 1, 7 + staleness) - 4 - 3, 0)
 
 
 def test_counts_and_times_of_planning_are_reported_per_step(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -674,12 +699,12 @@ def test_counts_and_times_of_planning_are_reported_per_step(folder: Path, monkey
     curriculum.pool.observe = slow(observe, 3.0)
     passed_over = set(NAMES[:2]) - set(names(propose(curriculum, 8)))
     expected = {"planned": 2, "wanting": 2, "retrieved": 4, "probes": 2, "retired_passed_over": len(passed_over)}
-    metrics = curriculum.observe([])
+    metrics = curriculum.observe([], {})
     assert {name: metrics[f"replay/{name}"] for name in expected} == expected
     assert metrics["time/replay_plan_s"] % 2 == 0
     assert metrics["time/replay_plan_s"] > 0
     assert (metrics["time/replay_select_s"], metrics["time/replay_store_s"]) == (5, 3)
-    metrics = curriculum.observe([])
+    metrics = curriculum.observe([], {})
     assert {metrics[f"replay/{name}"] for name in expected} == {0}
     assert (metrics["time/replay_plan_s"], metrics["time/replay_select_s"]) == (0, 0)
 
@@ -702,7 +727,7 @@ def drive(curriculum: ReplayCurriculum, steps: range) -> list[Any]:
         again = propose(curriculum, 1)
         seen.append(keys([*specs, *again]))
         curriculum.observe(
-            [group(s.task.id, (step + int(s.task.id[1:])) % 5, 4, first=9 * step, version=step) for s in specs]
+            [group(s.task.id, (step + int(s.task.id[1:])) % 5, 4, first=9 * step, version=step) for s in specs], {}
         )
     return seen
 
@@ -744,7 +769,7 @@ def test_marks_of_old_checkpoints_are_forgotten(folder: Path) -> None:
     curriculum = wrap(folder, ReplaySettings(), Stream(NAMES, 4), 4, keep_marks=2)
     states = []
     for step in range(5):
-        curriculum.observe([group(f"t{step}", 2, 4)])
+        curriculum.observe([group(f"t{step}", 2, 4)], {})
         states.append(curriculum.state_dict())
         curriculum.state_dict()  # the same step saved again keeps its first mark
     curriculum.load_state_dict(states[3])
@@ -819,21 +844,21 @@ def test_metrics_of_a_plan_are_reported_once_wherever_a_checkpoint_falls(folder:
     states.append(json.dumps(curriculum.state_dict()))
     propose(curriculum, 2)
     states.append(json.dumps(curriculum.state_dict()))
-    whole = counts(curriculum.observe([]))
+    whole = counts(curriculum.observe([], {}))
     assert (whole["pool/evicted/reverify"], whole["replay/reverified"], whole["replay/retrieved"]) == (1, 2, 1)
     for index, state in reversed(list(enumerate(states[:4]))):
         curriculum.load_state_dict(json.loads(state))
         if index < 3:
             propose(curriculum, 2)
-        assert counts(curriculum.observe([])) == whole
-    assert "pool/evicted/reverify" not in curriculum.observe([])
+        assert counts(curriculum.observe([], {})) == whole
+    assert "pool/evicted/reverify" not in curriculum.observe([], {})
 
 
 def test_the_running_solve_rate_survives_a_checkpoint(folder: Path) -> None:
     replay = ReplaySettings(start_solve_rate=0.35)
     curriculum = wrap(folder, replay, Stream(NAMES, 4), 4)
     propose(curriculum, 4)
-    curriculum.observe([group("t0", 3, 4), group("t1", 1, 4)])
+    curriculum.observe([group("t0", 3, 4), group("t1", 1, 4)], {})
     state = json.dumps(curriculum.state_dict())
     curriculum.pool.close()
     again = wrap(folder, replay, Stream(NAMES, 4), 4)
@@ -859,7 +884,7 @@ def test_the_mark_from_before_the_run_is_kept_until_the_second_checkpoint(folder
         Stream(NAMES, 4), pool, ReplaySettings(), total_batches=9, group=4, seed=3, keep_marks=2
     )
     for step in range(2):
-        curriculum.observe([group(f"t{step}", 2, 4)])
+        curriculum.observe([group(f"t{step}", 2, 4)], {})
         assert found in pool.stats()["marks"]
         curriculum.state_dict()
     assert found not in pool.stats()["marks"]
@@ -871,13 +896,13 @@ def test_replay_is_turned_on_and_off_between_two_checkpoints(folder: Path) -> No
     replay = ReplaySettings(start_progress=0.5, max_age=3, probe_fraction=0)
     curriculum = wrap(folder, replay, Stream(NAMES[:12], 4), 4, first_step=5)
     curriculum.load_state_dict(json.loads(json.dumps(plain.state_dict())))
-    curriculum.observe([group(f"t{i}", 2, 4, version=5) for i in range(4)])
+    curriculum.observe([group(f"t{i}", 2, 4, version=5) for i in range(4)], {})
     specs = propose(curriculum, 4)
     assert curriculum.on  # 5 of 10 steps were done
     assert sum(bool(spec.replayed) for spec in specs) == 2
     assert next(spec.task.id for spec in specs if not spec.replayed) in NAMES[8:12]  # the stream went on
     played = Group(specs[0], (*group(specs[0].task.id, 2, 4, version=6).trajectories, *specs[0].replayed), 0)
-    metrics = curriculum.observe([played])
+    metrics = curriculum.observe([played], {})
     assert metrics["replay/progress"] == 0.6
     assert metrics.get("replay/age_max", 1) == 1
     assert {s.step for own in curriculum.pool.stored(NAMES[:4]).values() for s in own} <= {5, 6}

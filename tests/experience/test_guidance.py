@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -71,7 +71,7 @@ class Inner(TaskStream):
 
     seen: tuple[Group, ...] = ()
 
-    def observe(self, groups: Sequence[Group]) -> dict[str, float]:
+    def observe(self, groups: Sequence[Group], training: Mapping[str, float]) -> dict[str, float]:
         self.seen += tuple(groups)
         return {"inner/groups": float(len(groups))}
 
@@ -280,7 +280,7 @@ def test_the_baseline_is_computed_from_unguided_members() -> None:
     assert gains == pytest.approx([0.75, -0.25, -0.25, -0.25, 0.75, 0.75, 0.75])
     alone = Group(GroupSpec(task, 2), tuple(members[4:]), 1)
     inner = Inner(tasks(1), 6, seed=1)
-    guide.curriculum(inner).observe([group, alone])
+    guide.curriculum(inner).observe([group, alone], {})
     [seen] = inner.seen  # the other group has no unguided member
     assert [t.id for t in seen.trajectories] == ["0", "1", "2", "3", "old"]
     assert (seen.spec.fresh, seen.spec.task.payload) == (4, {"a": 1})

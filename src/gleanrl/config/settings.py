@@ -343,6 +343,10 @@ class ReplaySettings(Settings):
     task_ratio: Fraction = 0.5
     """Fraction of a batch's groups whose tasks are drawn from the pool. While the pool has fewer tasks, fresh tasks
     take their place."""
+    min_task_ratio: Fraction | None = None
+    """Makes the fraction adaptive: it is `min_task_ratio` + ESS x (`task_ratio` - `min_task_ratio`), where ESS is the
+    running effective sample size of replayed tokens (the metric `loss/replayed/ess`), from 0 to 1. None = the fraction
+    is always `task_ratio`."""
     tasks: Literal["gaussian", "uniform", "uniform_buckets", "difficulty", "rescue"] = "gaussian"
     """How tasks are drawn from the pool, by the solve rate of their latest fresh group. gaussian: weight exp(-(rate -
     0.5)^2 / (2 sigma^2)) for each rate. uniform: each task alike. uniform_buckets: each rate alike. difficulty: only

@@ -68,7 +68,8 @@ def check_replay(replay: ReplaySettings, group: int) -> None:
     """Check the replay settings against the number of fresh members per group, ``group``.
 
     Raises:
-        UserError: no fresh member would be left in a group, or no task could ever be chosen for replay.
+        UserError: no fresh member would be left in a group, no task could ever be chosen for replay, or the lower
+            bound of an adaptive share is above the upper one.
     """
     if replay.placement == "replace" and replay.per_group >= group:
         raise UserError(
@@ -79,6 +80,11 @@ def check_replay(replay: ReplaySettings, group: int) -> None:
         raise UserError(
             f"replay.difficulty = {replay.difficulty}, but a group of schedule.group = {group} never has so many "
             "successes: nothing would be replayed; lower it"
+        )
+    if replay.min_task_ratio is not None and replay.min_task_ratio > replay.task_ratio:
+        raise UserError(
+            f"replay.min_task_ratio = {replay.min_task_ratio} is above replay.task_ratio = {replay.task_ratio}, the "
+            "largest share; lower it"
         )
 
 

@@ -170,7 +170,7 @@ class TaskStream(TaskOrder):
         behind = {n: (epochs.position + 0.5) / self.weights.get(n, 1.0) for n, epochs in self._sources.items()}
         return min(behind, key=behind.__getitem__)
 
-    def observe(self, groups: Sequence[Group]) -> Metrics:
+    def observe(self, groups: Sequence[Group], training: Metrics) -> Metrics:
         metrics = {}
         for name, epochs in self._sources.items():
             if name:
@@ -220,7 +220,7 @@ class Levels(TaskStream):
         self._level = 0
         self._recent: deque[float] = deque(maxlen=self.window)
 
-    def observe(self, groups: Sequence[Group]) -> Metrics:
+    def observe(self, groups: Sequence[Group], training: Metrics) -> Metrics:
         for group in groups:
             rate = self.solve_rate(group)
             if source_of(group.spec.task) != self._order[self._level] or rate is None:
@@ -231,7 +231,7 @@ class Levels(TaskStream):
                 self._level += 1
                 self._recent.clear()
         success = math.fsum(self._recent) / len(self._recent) if self._recent else 0.0
-        return {**super().observe(groups), "tasks/level": float(self._level), "tasks/level_success": success}
+        return {**super().observe(groups, training), "tasks/level": float(self._level), "tasks/level_success": success}
 
     def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), "level": self._level, "recent": list(self._recent)}
@@ -304,7 +304,7 @@ class BySolveRate(TaskOrder):
         draw.shuffle(chosen)
         return [GroupSpec(self.tasks[index], self.group, greedy=self.greedy) for index in chosen]
 
-    def observe(self, groups: Sequence[Group]) -> Metrics:
+    def observe(self, groups: Sequence[Group], training: Metrics) -> Metrics:
         for group in groups:
             rate = self.solve_rate(group)
             if rate is not None:

@@ -56,8 +56,10 @@ class Plan:
         """Return the number of groups dropped for ``reason`` since the last call of `observe`."""
         return sum(why == reason for why, _ in self._dropped)
 
-    def observe(self, consumed: Sequence[Group]) -> Metrics:
+    def observe(self, consumed: Sequence[Group], training: Metrics) -> Metrics:
         """Report to the curriculum the groups that a step consumed, and the groups dropped since the step before.
+
+        ``training`` holds the metrics of the step, which a curriculum may use.
 
         Returns the curriculum's metrics, and for each reason the number of groups dropped for it, as
         ``groups/<reason>``.
@@ -69,7 +71,7 @@ class Plan:
         # The order in which groups are dropped depends on timing. Sorting by ticket keeps the curriculum's state
         # reproducible.
         refused = sorted((group for _, group in dropped), key=lambda group: group.ticket)
-        metrics = self.curriculum.observe([*consumed, *refused])
+        metrics = self.curriculum.observe([*consumed, *refused], training)
         return {**{name: float(count) for name, count in counts.items()}, **metrics}
 
     def state_dict(self) -> dict[str, Any]:

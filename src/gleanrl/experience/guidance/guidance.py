@@ -324,7 +324,7 @@ class GuidedCurriculum:
             specs.append(spec)
         return specs
 
-    def observe(self, groups: Sequence[Group]) -> Metrics:
+    def observe(self, groups: Sequence[Group], training: Metrics) -> Metrics:
         """Give each group's shortest success to the retriever, and let the inner curriculum observe the groups.
 
         Returns the metrics of the inner curriculum, and ``guidance/...``.
@@ -352,7 +352,7 @@ class GuidedCurriculum:
                 spec = replace(group.spec, task=task, fresh=len(fresh))
                 unmarked.append(replace(group, spec=spec, trajectories=(*fresh, *group.spec.replayed)))
         metrics = {
-            **self.inner.observe(unmarked),
+            **self.inner.observe(unmarked, training),
             "guidance/groups": float(guided_groups),
             "guidance/members": float(len(guided)),
             "guidance/discarded": float(sum(t.info["guided"] == "discard" for t in guided)),

@@ -52,6 +52,7 @@ class _State:
     steps: int = 0  # number of calls of `observe`, which is the number of finished steps
     solved: float = 0.0  # number of solved fresh rollouts; earlier steps have less weight (`_MEMORY`)
     tried: float = 0.0  # number of all valid fresh rollouts, weighted in the same way
+    ess: float = 1.0  # running effective sample size of replayed tokens, as a share of them
     reported_empty: bool = False  # whether the run has logged that the pool had no task to replay
     planned: dict[str, int] = field(default_factory=dict)  # counts of the proposals since the last step, for metrics
 
@@ -146,6 +147,17 @@ class ReplayCurriculum:
         """Running share of valid fresh rollouts that succeed, over about ten steps; 0 before the first step."""
         return self._state.solved / self._state.tried if self._state.tried else 0.0
 
+    @property
+    def task_ratio(self) -> float:
+        """Share of a batch's groups whose tasks are replayed.
+
+        With ``min_task_ratio``, the share falls with the running effective sample size of replayed tokens.
+        """
+        settings = self.settings
+        if settings.min_task_ratio is None:
+            return settings.task_ratio
+        return settings.min_task_ratio + self._state.ess * (settings.task_ratio - settings.min_task_ratio)
+
     async def propose(self, count: int) -> list[GroupSpec]:
         """Plan ``count`` groups and return their specs.
 
@@ -162,7 +174,7 @@ class ReplayCurriculum:
         step = max(state.steps, min(state.batches - part, state.steps + self._staleness))
         taken = set(state.in_batch) if part else set()
         single = part or count == 1
-        due = count * settings.task_ratio + (state.owed if single else 0.0)
+        due = count * self.task_ratio + (state.owed if single else 0.0)
         target = whole(due) if state.on else 0
         probes_due = count * settings.probe_fraction + state.probes_owed
 
@@ -228,7 +240,7 @@ class ReplayCurriculum:
             state.on, state.began = True, "progress"
             log.info("replay begins: %.0f%% of the batches are planned", 100 * progress)
 
-    def observe(self, groups: Sequence[Group]) -> Metrics:
+    def observe(self, groups: Sequence[Group], training: Metrics) -> Metrics:
         """Update the pool and the inner curriculum with the groups of a step, dropped groups included. Returns metrics.
 
         Besides the metrics of the inner curriculum these are ``pool/...``, ``replay/...`` and ``time/replay_...``; all
@@ -239,11 +251,14 @@ class ReplayCurriculum:
         state, started = self._state, perf_counter()
         metrics = dict(self.pool.observe(groups, state.steps, temperature=self._temperature))
         metrics["time/replay_store_s"] = perf_counter() - started
-        metrics |= self.inner.observe(groups)
+        metrics |= self.inner.observe(groups, training)
 
         successes = [t.score.value >= self.settings.success_threshold for g in groups for t in g.valid_fresh]
         state.solved = _MEMORY * state.solved + sum(successes)
         state.tried = _MEMORY * state.tried + len(successes)
+        if "loss/replayed/ess" in training:
+            state.ess = _MEMORY * state.ess + (1 - _MEMORY) * training["loss/replayed/ess"]
+        metrics["replay/task_ratio"] = self.task_ratio
         metrics["replay/on"] = float(state.on)
         for start in _STARTS:
             metrics[f"replay/on_by_{start}"] = float(state.began == start)
