@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from gleanrl.buffer import TrajectoryReplayBuffer
+from gleanrl.buffer import Batch, TrajectoryReplayBuffer
 from gleanrl.utils.errors import UserError
 from tests.buffer.world import WAIT, numbers, trajectory
 
@@ -107,15 +108,17 @@ def test_a_closed_buffer_raises_that_it_is_closed(
 
 
 # --- forked processes -----------------------------------------------------------------------------
-def use_in_a_forked_process(buffer: TrajectoryReplayBuffer, pipe: Connection) -> None:
+def use_in_a_forked_process(buffer: TrajectoryReplayBuffer, stream: Iterator[Batch], pipe: Connection) -> None:
+    torch.set_num_threads(1)  # torch's OpenMP hangs in a process that is forked from one where it has worked
     refused = 0
-    for write in (
+    for use in (
+        lambda: next(stream),
         lambda: buffer.add_trajectories([trajectory(8)]),
         lambda: buffer.add_trajectories([trajectory(8)], wait=False).result(WAIT),  # type: ignore[union-attr]
         buffer.clear,
     ):
         try:
-            write()
+            use()
         except UserError:
             refused += 1
     pipe.send(refused)
@@ -129,12 +132,16 @@ def test_a_forked_process_reads_the_buffer_and_neither_writes_nor_locks_it(tmp_p
     path = tmp_path / where if where else None
     here, there = multiprocessing.Pipe()
     with filled(path, 1) as buffer:
+        stream = buffer.iterate(20)
+        next(stream)
         queued = buffer.add_trajectories([trajectory(6)], wait=False)
-        child = multiprocessing.get_context("fork").Process(target=use_in_a_forked_process, args=(buffer, there))
+        fork: Any = multiprocessing.get_context("fork").Process
+        child = fork(target=use_in_a_forked_process, args=(buffer, stream, there))
         child.start()
+        stream.close()
         try:
             assert here.poll(WAIT)
-            assert here.recv() == 3
+            assert here.recv() == 4
             assert queued.result(WAIT) == [5]  # type: ignore[union-attr]
             assert buffer.add_trajectories([trajectory(7)]) == [6]
             here.send(True)

@@ -8,6 +8,7 @@ of a table.
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 from collections.abc import Callable, Collection, Generator, Hashable, Iterator, Sequence
@@ -346,7 +347,8 @@ class Sampler:
 
         If the thread raises an error, the batches that it has finished are yielded first. A checkpoint stores the
         random state before the first batch that was not yielded yet. A resumed run therefore continues with this batch,
-        unless the buffer was sampled in another way in between.
+        unless the buffer was sampled in another way in between. A process that is forked later has no such thread, so
+        it calls this method itself.
 
         Args:
             num_chunks: number of chunk steps in a batch.
@@ -360,6 +362,7 @@ class Sampler:
         ready: queue.SimpleQueue[tuple[Ahead, Batch] | BaseException | None] = queue.SimpleQueue()
         places, stop = threading.Semaphore(max(1, prefetch)), threading.Event()
         waiting: list[Ahead] = []
+        process = os.getpid()
 
         def fill() -> None:
             made = 0
@@ -380,7 +383,13 @@ class Sampler:
         thread = threading.Thread(target=fill, name="buffer-prefetch", daemon=True)
         thread.start()
         try:
-            while (found := ready.get()) is not None:
+            while True:
+                if os.getpid() != process:  # the thread is in the process that this one was forked from
+                    raise UserError(
+                        "iterate() was called before this process was forked; call it again in this process"
+                    )
+                if (found := ready.get()) is None:
+                    return
                 places.release()
                 if isinstance(found, BaseException):
                     raise found
