@@ -77,6 +77,8 @@ def test_settings_are_shown_by_section_key_and_part_of_a_name(gleanrl: CommandLi
     section = gleanrl("settings", "warm_start").stdout
     assert {line.partition(".")[0] for line in section.splitlines() if line[0] != " "} == {"warm_start"}
     assert "loss.clip_high = " in gleanrl("settings", "clip").stdout
+    marked = {name: "--resume" in gleanrl("settings", name).stdout for name in ("run.steps", "schedule.group")}
+    assert marked == {"run.steps": True, "schedule.group": False}
     assert "seq-\n" not in gleanrl("settings", "aggregation").stdout
     assert gleanrl("settings", "schedule.lag", "--job", "embodied").stdout.startswith("schedule.lag = 1")
     unknown = gleanrl("settings", "nothing")

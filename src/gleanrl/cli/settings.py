@@ -32,7 +32,8 @@ def _settings(args: argparse.Namespace) -> int:
     from gleanrl.config.loading import JOBS, fields
     from gleanrl.config.settings import Config
 
-    found = dict(fields(JOBS[args.job] if args.job else Config))
+    job = JOBS[args.job] if args.job else Config
+    found, changeable = dict(fields(job)), set(job.changeable())
     if args.name is None:
         for name, field in found.items():
             print(f"{name} = {format_value(field.get_default(call_default_factory=True))}")
@@ -45,7 +46,9 @@ def _settings(args: argparse.Namespace) -> int:
     for name in wanted:
         field = found[name]
         default = format_value(field.get_default(call_default_factory=True))
-        print(f"{name} = {default}    ({describe_type(field.annotation, field.metadata)})")
+        kind = describe_type(field.annotation, field.metadata)
+        note = "; may change on --resume" if name in changeable else ""
+        print(f"{name} = {default}    ({kind}{note})")
         for line in textwrap.wrap(" ".join((field.description or "").split()), WIDTH - 4, break_on_hyphens=False):
             print(f"    {line}")
     return 0

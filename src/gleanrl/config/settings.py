@@ -16,6 +16,7 @@ from pydantic import Field, ValidationInfo, field_validator
 
 from gleanrl.types import SUCCESS
 from gleanrl.utils.settings import (
+    Changeable,
     CheckpointSettings,
     Fraction,
     JobConfig,
@@ -43,10 +44,10 @@ class EnvironmentSettings(Settings):
     warm_start_tasks: Positive = 100
     """Number of tasks that the expert plays to record demonstrations. Used only with `warm_start.enabled` or
     `model.init = "tiny"`."""
-    workers: NonNegative = 0
+    workers: Changeable[NonNegative] = 0
     """Number of worker processes that run the environments. 0 runs them in the process of the run; environments that
     compute without awaiting then block sampling."""
-    timeout_s: PositiveFloat = 60.0
+    timeout_s: Changeable[PositiveFloat] = 60.0
     """Time limit of one reset, step or conclude, in seconds. If a call exceeds it, its episode fails, and a worker
     process that is blocked by the call is killed and replaced. With `workers = 0`, a blocking call cannot be
     stopped."""
@@ -91,10 +92,10 @@ class ModelSettings(Settings):
     vocabulary: Positive = 512
     """Maximum number of tokens in the tiny model's vocabulary. It must at least hold every character of the
     environment's text."""
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    dtype: Changeable[Literal["auto", "float32", "bfloat16"]] = "auto"
     """Dtype of forward passes and of the sampler's weights; the trained weights are always float32. auto: float32 on a
     CPU, bfloat16 on a GPU."""
-    device: str = "auto"
+    device: Changeable[str] = "auto"
     """Device of the model: auto (the first GPU, or the CPU if there is none), cpu, cuda, or cuda:N. With
     `learner.ranks` above 1, use auto or cuda, because each rank takes a GPU of its own."""
     trust_remote_code: bool = False
@@ -125,21 +126,21 @@ class WarmStartSettings(Settings):
 
 
 class SamplerSettings(Settings):
-    name: str = "transformers"
+    name: Changeable[str] = "transformers"
     """The sampler: transformers, vllm, openai (an OpenAI-compatible server), or the import path of a `Sampler`, which
     is called as ``(model, *, max_rows, max_context, deterministic, inflight, dtype, device_lock, timeline,
     **options)``."""
-    options: dict[str, Any] = Field(default_factory=dict)
+    options: Changeable[dict[str, Any]] = Field(default_factory=dict)
     """Further keyword arguments of the sampler; for vllm they are arguments of vLLM's engine."""
-    evaluation_options: dict[str, Any] = Field(default_factory=dict)
+    evaluation_options: Changeable[dict[str, Any]] = Field(default_factory=dict)
     """Options that override `options` for the sampler of evaluations, such as the address of another server."""
     temperature: NonNegativeFloat = 1.0
     """Sampling temperature of training and of sampled evaluation attempts, above 0. The learner computes log-probs at
     this temperature too."""
-    max_rows: Positive = 256
+    max_rows: Changeable[Positive] = 256
     """Maximum number of episodes that a sampler plays at the same time; further ones wait. More raise throughput and
     memory use. The sampler of evaluations and, on Ray, each sampler actor have this many of their own."""
-    deterministic: bool | Literal["auto"] = "auto"
+    deterministic: Changeable[bool | Literal["auto"]] = "auto"
     """Begin to sample only when every open episode waits for a completion, and then sample all these completions
     together, so that results do not depend on timing. Throughput is lower. auto: true if the schedule's staleness bound
     is 0. The openai sampler ignores it."""
@@ -171,21 +172,21 @@ class ScheduleSettings(Settings):
     the middle of episodes."""
     batch: Positive = 16
     """Number of groups that each step trains on. It must be a multiple of `learner.updates_per_step`, and of `chunks`
-    if the preset uses them. It cannot change when a run is resumed."""
+    if the preset uses them."""
     group: Positive = 8
     """Number of fresh trajectories that are sampled for each task (the group of GRPO). At least 2 for estimators that
     compare the members of a group."""
-    chunks: Positive = 4
+    chunks: Changeable[Positive] = 4
     """Number of equal chunks in which the learner receives a batch; it must divide `batch`. Used by pipelined,
     pipelined_one_step_off and bounded_async. More chunks start training earlier, at the cost of more calls of the
     learner."""
-    adaptive: bool = False
+    adaptive: Changeable[bool] = False
     """Pass all chunks that are ready to the learner in one call. This saves the overhead of calls when rewards arrive
     faster than the learner trains."""
     staleness: NonNegative = 2
     """Staleness bound of `bounded_async`: maximum age, in steps, of the weights that sampled a group, at the step that
     trains on it. The bound of the other presets is fixed: 1 for those named one_step_off, otherwise 0."""
-    device_first: Literal["due", "sample", "train"] = "due"
+    device_first: Changeable[Literal["due", "sample", "train"]] = "due"
     """Which work goes first on a device that sampler and learner share. sample: sampling, so that rewards are requested
     early, but groups are older. train: training, so that groups are young, but the next rewards are requested late.
     due: sampling until all groups of this step and the next are sampled, then training."""
@@ -198,7 +199,7 @@ class ScheduleSettings(Settings):
     min_valid: Positive = 2
     """Minimum number of fresh members of a group that have a valid score; at most `group`. A group with fewer is
     dropped and another is sampled in its place."""
-    max_failed_fraction: Fraction = 0.5
+    max_failed_fraction: Changeable[Fraction] = 0.5
     """Stop the run with an error if more than this fraction of the last `batch` x `group` episodes (at least 32)
     failed. If no episode has a score for a long time, the run stops in any case."""
 
@@ -321,16 +322,16 @@ class ReplaySettings(Settings):
     has the formulas and their sources.
     """
 
-    enabled: bool = False
-    """Store successful trajectories in a pool, and replay them in later groups of the same task. It may be turned on or
-    off when a run is resumed."""
-    path: str | None = None
+    enabled: Changeable[bool] = False
+    """Store successful trajectories in a pool, and replay them in later groups of the same task. If it is turned on or
+    off when a run is resumed, the other settings of this section may change too."""
+    path: Changeable[str | None] = None
     """File of the pool; may be that of an earlier run, which is continued. None = `experience.sqlite` in the run
     folder."""
     seed_from: str | None = None
     """A pool's file or a run's folder, whose successful trajectories are copied into the pool before the first step if
     the pool is empty. Its tokenizer must be that of this run. None = start without trajectories."""
-    trust_tokenizer: bool = False
+    trust_tokenizer: Changeable[bool] = False
     """Accept a pool, or a `seed_from`, that does not name its tokenizer, as if its token ids were of this run's
     tokenizer. false refuses it."""
 
@@ -455,7 +456,7 @@ class GuidanceSettings(Settings):
     prompt_share: Fraction = 0.5
     """Maximum fraction of the model's context that the messages before the first answer may take with the experiences
     inserted. Experiences are left out, last ones first, until the rest fits."""
-    timeout_s: PositiveFloat = 10.0
+    timeout_s: Changeable[PositiveFloat] = 10.0
     """Time limit of a retrieval in seconds. If it is exceeded, the group is played without guidance."""
 
     @field_validator("template")
@@ -468,7 +469,7 @@ class GuidanceSettings(Settings):
 
 
 class LearnerSettings(Settings):
-    lr: PositiveFloat = 2e-4
+    lr: Changeable[PositiveFloat] = 2e-4
     """Learning rate of AdamW, after the warm-up. If unset: 2e-4 for the tiny model, 1e-6 for any other model, or 1e-5
     for LoRA adapters on it. A run's config.toml contains the value in use."""
     betas: tuple[float, float] = (0.9, 0.95)
@@ -490,13 +491,13 @@ class LearnerSettings(Settings):
     epochs: Positive = 1
     """Number of passes over the mini-batches of each step. More than 1 needs a schedule that trains on whole batches:
     sync or one_step_off."""
-    tokens_per_microbatch: Positive = 16384
+    tokens_per_microbatch: Changeable[Positive] = 16384
     """Maximum number of tokens, padding included, in one forward and backward pass; at most 2048 are used on a CPU. It
     changes speed and memory use, but not the update. A longer sequence has a pass of its own."""
-    activation_checkpointing: bool = False
+    activation_checkpointing: Changeable[bool] = False
     """Compute activations again in the backward pass instead of storing them. This saves memory and costs a further
     forward pass."""
-    attn_implementation: str = "auto"
+    attn_implementation: Changeable[str] = "auto"
     """Attention implementation of transformers for the learner, such as sdpa, eager or flash_attention_2. auto: flash
     attention if it is installed, the model and GPU support it, and passes compute in bfloat16; otherwise transformers'
     default. Samplers choose their own."""
@@ -513,10 +514,10 @@ class LearnerSettings(Settings):
     the weights before the step's updates, by a further forward pass. loglinear: an estimate of the latter without a
     further pass, by interpolation between the recorded log-probs and those in the update, according to the token's
     staleness."""
-    ranks: Positive = 1
+    ranks: Changeable[Positive] = 1
     """Number of processes over which the learner's model is sharded (FSDP), each with a GPU of its own or all on the
     CPU. They are started on this machine. Under torchrun leave it at 1, because torchrun starts the processes."""
-    tensor_parallel: Positive = 1
+    tensor_parallel: Changeable[Positive] = 1
     """Number of processes that compute each layer together on the same samples (tensor parallelism). It must divide the
     number of ranks; the quotient is the number of data-parallel groups."""
 
@@ -558,54 +559,54 @@ class RewardSettings(Settings):
     """Minimum score of a solved task. Success rates use it: pass@k and greedy success of evaluations, `reward/success`,
     the orders of tasks that depend on success, and the report; also replay and guidance, unless
     `replay.success_threshold` is set. Mean scores do not depend on it."""
-    isolation: Literal["thread", "process"] = "thread"
+    isolation: Changeable[Literal["thread", "process"]] = "thread"
     """Where calls of a reward that is not async run. process: in worker processes; one whose call exceeds `timeout_s`
     is killed. thread: in threads of the reward agent's process; a call that hangs cannot be stopped."""
-    workers: Positive = 16
+    workers: Changeable[Positive] = 16
     """Maximum number of concurrent calls of a reward that is not async, each in its own thread or process. Each part of
     a weighted sum has this many; math uses at most one per CPU core."""
 
-    max_concurrency: Positive = 2048
+    max_concurrency: Changeable[Positive] = 2048
     """Maximum number of training requests in flight at the same time; further ones wait."""
-    eval_concurrency: Positive = 256
+    eval_concurrency: Changeable[Positive] = 256
     """Maximum number of evaluation requests in flight at the same time, in addition to those of training."""
-    eval_share: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.25
+    eval_share: Changeable[Annotated[float, Field(gt=0.0, lt=1.0)]] = 0.25
     """Fraction of the rate limits, of `workers` and of a reward model's batches that evaluation gets while training
     needs them too. While only one of the two has requests, it gets everything."""
-    requests_per_minute: Positive | None = None
+    requests_per_minute: Changeable[Positive | None] = None
     """Maximum number of requests per minute, training and evaluation together, retries included; None = no limit."""
-    tokens_per_minute: Positive | None = None
+    tokens_per_minute: Changeable[Positive | None] = None
     """Maximum number of tokens per minute, prompts and answers of training and evaluation together, retries included;
     None = no limit."""
 
-    timeout_s: PositiveFloat = 60.0
+    timeout_s: Changeable[PositiveFloat] = 60.0
     """Time limit of one attempt in seconds. It begins when the request is sent; the wait for a slot, a thread or a
     connection does not count."""
-    attempts: Positive = 5
+    attempts: Changeable[Positive] = 5
     """Maximum number of attempts per request, including the first. Only transient errors are retried. Attempts that
     cannot connect to a service that has answered before do not count; see `down_after_s`."""
-    backoff_s: PositiveFloat = 0.5
+    backoff_s: Changeable[PositiveFloat] = 0.5
     """Upper bound in seconds of the random wait before the second attempt. The bound doubles with each attempt, up to
     `max_backoff_s`. If the service requests a longer wait, the wait is that long."""
-    max_backoff_s: PositiveFloat = 60.0
+    max_backoff_s: Changeable[PositiveFloat] = 60.0
     """Upper bound in seconds of any wait between two attempts that the service has not requested."""
-    max_failed_fraction: Fraction = 0.5
+    max_failed_fraction: Changeable[Fraction] = 0.5
     """Stop the run with an error if more than this fraction of the last `failed_window` requests failed after all their
     attempts. 1.0 turns this check off."""
-    failed_window: Annotated[int, Field(ge=32)] = 128
+    failed_window: Changeable[Annotated[int, Field(ge=32)]] = 128
     """Number of the latest requests over which `max_failed_fraction` is measured. It is measured once 32 requests have
     ended."""
-    down_after_s: PositiveFloat = 600.0
+    down_after_s: Changeable[PositiveFloat] = 600.0
     """Stop the run with an error if no attempt has succeeded for this many seconds, and attempts of at least four
     requests have failed. A request fails at once if its service demands a longer wait than this."""
-    hedge_share: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
+    hedge_share: Changeable[Annotated[float, Field(ge=0.0, lt=1.0)]] = 0.0
     """Fraction of the requests, the slowest, that are sent a second time before the first answer has come; the first
     score is used. This shortens the longest waits at the cost of more requests. 0 = off."""
 
-    cache: NonNegative = 100_000
+    cache: Changeable[NonNegative] = 100_000
     """Maximum number of scores kept in memory. A request with the same task, conversation and reward version as an
     earlier one then gets its score without being sent. 0 = none; the journal still answers repeated requests."""
-    journal: bool = True
+    journal: Changeable[bool] = True
     """Store finished scores in the run folder (rewards.sqlite), so that a resumed run does not request, and pay for,
     them again."""
 
@@ -677,21 +678,10 @@ class Config(JobConfig):
     guidance: GuidanceSettings = GuidanceSettings()
     loss: LossSettings = LossSettings()
     learner: LearnerSettings = LearnerSettings()
-    evaluation: EvaluationSettings = EvaluationSettings()
-    checkpoint: CheckpointSettings = CheckpointSettings()
-    monitor: RolloutMonitorSettings = RolloutMonitorSettings()
-    ray: RaySettings = RaySettings()
-
-    identity: ClassVar[tuple[str, ...]] = (
-        "run.seed",
-        *(f"environment.{name}" for name in ("name", "options", "train_tasks", "warm_start_tasks")),
-        *(f"model.{name}" for name in ModelSettings.model_fields if name not in ("device", "dtype")),
-        *(f"warm_start.{name}" for name in WarmStartSettings.model_fields),
-        "tasks.order",
-        "guidance.enabled",
-        "schedule.batch",
-        "learner.lora_rank",
-    )
+    evaluation: Changeable[EvaluationSettings] = EvaluationSettings()
+    checkpoint: Changeable[CheckpointSettings] = CheckpointSettings()
+    monitor: Changeable[RolloutMonitorSettings] = RolloutMonitorSettings()
+    ray: Changeable[RaySettings] = RaySettings()
 
     def plan(self) -> dict[str, str]:
         schedule, evaluation, ray = self.schedule, self.evaluation, self.ray

@@ -91,23 +91,27 @@ def check_replay(replay: ReplaySettings, group: int) -> None:
 def check_resumed(before: JobConfig, now: JobConfig) -> None:
     """Check that the configuration ``now`` can resume the run that was started with the configuration ``before``.
 
-    The settings in `JobConfig.identity`, such as those of the tasks, the model and the seed, must be equal. All others,
-    such as the number of steps or the learning rate, may differ.
+    Settings of type `Changeable`, such as the number of steps and of worker processes, may differ. If one of them turns
+    a section on or off, as ``replay.enabled`` does, the section's other settings may differ too. All others must be
+    equal.
 
     Raises:
-        UserError: the two are different kinds of job, or one of these settings differs. The message names the first
-            such setting and both values.
+        UserError: the two are different kinds of job, or another setting differs. The message names the first such
+            setting and both values.
     """
     if type(before) is not type(now):
         raise UserError(f"{before.path} holds a run of another kind; start this one with another --run.name")
-    old, new = before.model_dump(mode="json"), now.model_dump(mode="json")
-    for key in now.identity:
-        section, name = key.split(".")
-        if old[section][name] != new[section][name]:
-            raise UserError(
-                f"{before.path} was started with {key} = {old[section][name]!r}, which cannot become "
-                f"{new[section][name]!r} on --resume; start another run with --run.name"
-            )
+    old, new, changeable = before.model_dump(mode="json"), now.model_dump(mode="json"), set(now.changeable())
+    for section in (name for name in new if name != "job"):
+        values = old[section]
+        for name, value in new[section].items():
+            if values[name] != value and f"{section}.{name}" not in changeable:
+                raise UserError(
+                    f"{before.path} was started with {section}.{name} = {values[name]!r}, which cannot become "
+                    f"{value!r} on --resume; keep it, or start another run with --run.name"
+                )
+            if name == "enabled" and values[name] != value:
+                break
 
 
 def check(config: Config) -> None:

@@ -7,6 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from gleanrl.utils.settings import (
+    Changeable,
     CheckpointSettings,
     Fraction,
     JobConfig,
@@ -29,7 +30,7 @@ class EnvironmentSettings(Settings):
     chunk: Positive = 1
     """Number of actions that the policy returns at once (an action chunk). They are executed one after the other
     without a new observation. If an episode ends inside a chunk, the remaining actions are skipped."""
-    vectorization: Literal["sync", "async"] = "sync"
+    vectorization: Changeable[Literal["sync", "async"]] = "sync"
     """How the training environments are stepped. sync: one after the other, in the process of the run. async: at the
     same time, each in its own process. The results are the same."""
 
@@ -86,7 +87,7 @@ class LearnerSettings(Settings):
     layer_norm: bool = False
     """Whether the critics have layer normalisation, which keeps their values from diverging at a high
     `update_ratio`."""
-    device: str = "cpu"
+    device: Changeable[str] = "cpu"
     """Device of the updates, such as cpu or cuda. The policy that samples always runs on the CPU."""
 
 
@@ -134,7 +135,7 @@ class DemonstrationSettings(Settings):
 
 
 class EvaluationSettings(Settings):
-    every: NonNegative = 25
+    every: Changeable[NonNegative] = 25
     """Number of steps between evaluations; 0 = only before the first and after the last step. The mean action of the
     policy is evaluated, without noise."""
     episodes: Positive = 8
@@ -156,16 +157,8 @@ class EmbodiedConfig(JobConfig):
     buffer: BufferSettings = BufferSettings()
     demonstrations: DemonstrationSettings = DemonstrationSettings()
     evaluation: EvaluationSettings = EvaluationSettings()
-    checkpoint: CheckpointSettings = CheckpointSettings()
-    monitor: MonitorSettings = MonitorSettings()
-
-    identity: ClassVar[tuple[str, ...]] = (
-        "run.seed",
-        *(f"environment.{name}" for name in EnvironmentSettings.model_fields if name != "vectorization"),
-        *(f"schedule.{name}" for name in ScheduleSettings.model_fields),
-        *(f"learner.{name}" for name in ("hidden_size", "layers", "critics", "layer_norm", "initial_temperature")),
-        *(f"demonstrations.{name}" for name in ("path", "expert", "chunk_steps")),
-    )
+    checkpoint: Changeable[CheckpointSettings] = CheckpointSettings()
+    monitor: Changeable[MonitorSettings] = MonitorSettings()
 
     @property
     def rows_per_step(self) -> int:

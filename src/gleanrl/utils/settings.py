@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, TypeVar
 
@@ -21,6 +22,14 @@ NonNegativeFloat = Annotated[float, Field(ge=0.0)]
 OrNone = Annotated[T | None, BeforeValidator(lambda value: None if value == "none" else value)]
 """Type of a setting whose default is not None but that may be None. TOML has no null value, so that None is written as
 the text ``"none"`` there."""
+_CHANGEABLE = "may change on --resume"
+Changeable = Annotated[T, _CHANGEABLE]
+"""Type of a setting, or of a whole section, that may change when a run is resumed. All others must stay the same.
+
+These settings decide how long a run lasts, on which machine and how fast it runs, and what it reports. So all
+metrics of a run folder belong to one experiment. The only exceptions are ``learner.lr`` and ``replay.enabled``, which
+metrics record at each step.
+"""
 
 
 class Settings(BaseModel):
@@ -31,19 +40,31 @@ class Settings(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, use_attribute_docstrings=True)
 
+    @classmethod
+    def changeable(cls) -> Iterator[str]:
+        """Yield the dotted name, such as ``run.steps``, of each setting of type `Changeable`."""
+        for name, field in cls.model_fields.items():
+            section = field.annotation
+            if not (isinstance(section, type) and issubclass(section, Settings)):
+                if _CHANGEABLE in field.metadata:
+                    yield name
+                continue
+            inner = section.model_fields if _CHANGEABLE in field.metadata else section.changeable()
+            yield from (f"{name}.{key}" for key in inner)
+
 
 class RunSettings(Settings):
-    name: str = Field(default="run", pattern=r"^\.?[A-Za-z0-9_-][A-Za-z0-9._-]*$")
+    name: Changeable[str] = Field(default="run", pattern=r"^\.?[A-Za-z0-9_-][A-Za-z0-9._-]*$")
     """Name of the run, and of its folder. Letters, digits, dots, hyphens and underscores are allowed, but not "." or
     "..". If it is not set, the name of the preset or of the configuration file is used."""
-    folder: str = "runs"
+    folder: Changeable[str] = "runs"
     """Folder that contains the run folders. The folder of this run is `folder/name`."""
     seed: NonNegative = 0
-    """Seed of all random draws of the run. It cannot change when the run is resumed."""
-    steps: Positive = 20
+    """Seed of all random draws of the run."""
+    steps: Changeable[Positive] = 20
     """Total number of steps of the run, including those before it was resumed. It may be raised to continue a finished
-    run."""
-    threads: NonNegative = 0
+    run; a learning rate that decays to the last step then follows the longer schedule."""
+    threads: Changeable[NonNegative] = 0
     """Number of CPU threads that PyTorch uses for one operation; 0 = PyTorch's default, usually one per core."""
 
 
@@ -69,8 +90,6 @@ class JobConfig(Settings):
     kind: ClassVar[str]
     """Name of this kind of job, "language model" or "embodied". The command line selects the modules that run the job
     by it."""
-    identity: ClassVar[tuple[str, ...]] = ()
-    """Dotted names of the settings, such as ``run.seed``, that must have the same value when a run is resumed."""
 
     run: RunSettings = RunSettings()
 
