@@ -15,7 +15,9 @@ from pathlib import Path
 import pytest
 
 import gleanrl
+from gleanrl.cli.main import parse_overrides
 from gleanrl.config import settings, validate
+from gleanrl.config.aliases import OTHER_NAMES
 from gleanrl.config.loading import JOBS, fields, load, load_job, load_stored, presets
 from gleanrl.config.settings import Config, Settings
 from gleanrl.config.validate import check_resumed
@@ -91,7 +93,13 @@ def test_overrides_are_parsed_according_to_the_type_of_their_field() -> None:
 @pytest.mark.parametrize(
     ("key", "value", "words"),
     [
-        ("lerner.lr", "1", ["'lerner'", "'learner'"]),
+        ("lerner.lr", "1", ["'lerner.lr'", "'learner.lr'"]),
+        ("learner.rl", "1", ["'learner.rl'", "'learner.lr'"]),
+        ("loss.beta", "1", ["'loss.beta'", "'loss.kl_coefficient'"]),
+        ("num_generations", "8", ["--section.key", "'schedule.group'"]),
+        ("actor_rollout_ref.rollout.n", "8", ["'actor_rollout_ref.rollout.n'", "'schedule.group'"]),
+        ("schedule.ppo_epoch", "2", ["'schedule.ppo_epoch'", "'learner.epochs'"]),
+        ("sampler.top_p", "0.9", ["'sampler.top_p'", "temperature"]),
         ("learner.learning_rat", "1", ["learner.learning_rat"]),
         ("learner.lrs", "1", ["'learner.lr'"]),
         ("lr", "1", ["--section.key", "'learner.lr'"]),
@@ -106,7 +114,7 @@ def test_overrides_are_parsed_according_to_the_type_of_their_field() -> None:
         ("schedule.preset", "synch", ["schedule.preset = 'synch'", "'sync'"]),
         ("replay.exp_ratio", "0.5", ["replay.task_ratio"]),  # names of AgentEvolver
         ("replay.off_cliprange_high", "1", ["loss.replay_clip_high"]),
-        ("exp_manager.experience_replay.exp_ratio", "0.5", ["'replay'"]),
+        ("exp_manager.experience_replay.exp_ratio", "0.5", ["'replay.task_ratio'"]),
     ],
 )
 def test_the_error_for_a_wrong_key_or_value_names_it_and_suggests_a_correction(
@@ -117,6 +125,22 @@ def test_the_error_for_a_wrong_key_or_value_names_it_and_suggests_a_correction(
     for word in words:
         assert word in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_every_name_of_another_trainer_stands_for_a_setting_and_is_none_itself() -> None:
+    keys = {key for key, _ in fields(Config)}
+    assert OTHER_NAMES.keys() <= keys
+    assert keys.isdisjoint(name for names in OTHER_NAMES.values() for name in names)
+
+
+@pytest.mark.parametrize("after", [[], ["--run.steps", "3"]])
+def test_a_key_without_a_value_turns_a_boolean_on_and_is_an_error_otherwise(after: list[str]) -> None:
+    config = load("quickstart", parse_overrides(["--replay.enabled", *after]))
+    assert (config.replay.enabled, config.run.steps) == (True, 3 if after else load("quickstart").run.steps)
+    assert load("quickstart", parse_overrides(["--loss.entropy_coefficient", "-1"])).loss.entropy_coefficient == -1
+    for key in ("learner.lr", "run.name", "environment.options.goals"):
+        with pytest.raises(UserError, match=f"--{key} needs a value"):
+            load("quickstart", parse_overrides([f"--{key}", *after]))
 
 
 def test_chunks_must_divide_the_batch_and_are_rejected_with_batch_statistics() -> None:
@@ -137,6 +161,7 @@ def test_chunks_must_divide_the_batch_and_are_rejected_with_batch_statistics() -
         ("run = 3\n", ["bad.toml", "run = 3"]),
         ("job = ['x']\n", ["bad.toml", "job = ['x']"]),
         ("# f\xfcr\n", ["bad.toml", "not valid TOML", "utf-8"]),
+        ("[trainer]\n[trainer.x]\ntest_freq = 3\n", ["bad.toml", "'trainer.x.test_freq'", "'evaluation.every'"]),
     ],
 )
 def test_the_error_for_an_invalid_file_names_the_file_and_the_key(tmp_path: Path, text: str, words: list[str]) -> None:

@@ -41,6 +41,8 @@ def test_a_short_name_and_the_import_path_make_the_same_scorer() -> None:
         (f"{HERE}:Scaled", {"scalee": 2}, "has no option 'scalee'; did you mean 'scale'?"),
         (f"verl:{HERE}:compute_score", {"x": 1}, "has no option 'x'"),
         (f"trl:{HERE}:nowhere", {}, "has no 'nowhere'"),
+        (f"{HERE}:exact_match", {}, f"trl:{HERE}:exact_match"),
+        (graders.compute_score, {}, "verl(compute_score)"),
     ],
 )
 @pytest.mark.parametrize("how", [check_reward, load_reward])

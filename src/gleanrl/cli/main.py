@@ -86,12 +86,13 @@ def make_parser(verb: str | None = None) -> argparse.ArgumentParser:
     return parser
 
 
-def parse_overrides(rest: Sequence[str]) -> list[tuple[str, str]]:
+def parse_overrides(rest: Sequence[str]) -> list[tuple[str, str | None]]:
     """Parse arguments ``--section.key value`` or ``--section.key=value`` into pairs (key, value).
 
-    Raises `UserError` for any other argument.
+    The value is None if the next argument begins with ``--`` or there is none. Raises `UserError` for any other
+    argument.
     """
-    pairs: list[tuple[str, str]] = []
+    pairs: list[tuple[str, str | None]] = []
     words = list(rest)
     while words:
         word = words.pop(0)
@@ -99,9 +100,7 @@ def parse_overrides(rest: Sequence[str]) -> list[tuple[str, str]]:
             raise UserError(f"unexpected argument {word!r}; settings are written --section.key value")
         key, equals, value = word[2:].partition("=")
         if not equals:
-            if not words:
-                raise UserError(f"--{key} needs a value")
-            value = words.pop(0)
+            value = words.pop(0) if words and not words[0].startswith("--") else None
         pairs.append((key, value))
     return pairs
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,6 +24,7 @@ from gleanrl.utils.errors import UserError
 from gleanrl.utils.text import format_bytes
 
 if TYPE_CHECKING:
+    from gleanrl.config.loading import Overrides
     from gleanrl.config.settings import ReplaySettings
     from gleanrl.experience import ExperiencePool
     from gleanrl.experience.pool.transfer import Moved
@@ -106,7 +107,7 @@ def _run_path(name: str) -> Path:
     return find_run(name)
 
 
-def _settings(name: str, overrides: Sequence[tuple[str, str]]) -> ReplaySettings:
+def _settings(name: str, overrides: Overrides) -> ReplaySettings:
     """Return the settings of the pool: the run's [replay] section, in which ``overrides`` replace values.
 
     If ``name`` is a .sqlite file, or the run has no config.toml, the defaults take the place of the run's section.

@@ -47,7 +47,7 @@ def _train(args: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         complete = False
     if not complete:
-        settings = [f"--{key}={value}" for key, value in args.overrides]
+        settings = [f"--{key}" if value is None else f"--{key}={value}" for key, value in args.overrides]
         command = shlex.join(["gleanrl", "train", args.config, *settings, "--resume"])
         print(f"gleanrl: interrupted; continue with: {command}", file=sys.stderr)
         return INTERRUPTED

@@ -3,15 +3,15 @@
     config = load("quickstart", [("learner.lr", "1e-4")])
 
 Invalid input raises `UserError`. Its message is one line that names the invalid key. If the key is unknown, the message
-suggests the most similar known key.
+suggests the setting that another trainer calls so, or the most similar known key.
 """
 
 from __future__ import annotations
 
-import difflib
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from difflib import get_close_matches
 from importlib import resources
 from pathlib import Path
 from typing import Any, get_args
@@ -20,6 +20,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from gleanrl.config import validate
+from gleanrl.config.aliases import OTHER_NAMES
 from gleanrl.config.settings import Config
 from gleanrl.embodied.settings import EmbodiedConfig
 from gleanrl.utils.errors import UserError
@@ -30,24 +31,9 @@ JOBS: Mapping[str, type[JobConfig]] = {"embodied": EmbodiedConfig}
 """Value of the top-level key ``job`` -> class of the configuration. A configuration without this key trains a language
 model and has the class `Config`."""
 
-AGENT_EVOLVER: Mapping[str, str] = {
-    "exp_manager": "replay",
-    "exp_ratio": "replay.task_ratio",
-    "replay_start_ratio": "replay.start_progress",
-    "offpolicy_trajectories_per_task": "replay.per_group",
-    "max_trajectories_per_task": "replay.capacity_per_task",
-    "experience_lbound": "replay.min_rate",
-    "experience_rbound": "replay.max_rate",
-    "exp_select_mode": "replay.select",
-    "use_current_policy_entropy": "replay.entropy_from",
-    "exp_is_correct": "loss.replay_importance",
-    "off_cliprange_high": "loss.replay_clip_high",
-    "replay_difficulty": "replay.difficulty",
-}
-"""Name of a setting of AgentEvolver's replay -> the key here. docs/howto/pool.md explains the differences."""
-
-Overrides = Sequence[tuple[str, str]]
-"""Pairs of a dotted key, such as ``learner.lr``, and its value as text. They are applied in this order."""
+Overrides = Sequence[tuple[str, str | None]]
+"""Pairs of a dotted key, such as ``learner.lr``, and its value as text. They are applied in this order. The value None
+stands for a key without a value, which turns a setting of type bool on."""
 
 
 def presets() -> list[str]:
@@ -167,7 +153,7 @@ def _check(config: JobConfig) -> JobConfig:
     return config
 
 
-def _override(data: dict[str, Any], key: str, text: str, model: type[JobConfig]) -> None:
+def _override(data: dict[str, Any], key: str, text: str | None, model: type[JobConfig]) -> None:
     """Set the dotted ``key`` in the nested tables ``data`` to ``text``, which is parsed as a TOML value.
 
     Missing tables are created. If the setting is of type ``str`` or ``str | None``, or if ``text`` is not a TOML value,
@@ -175,17 +161,23 @@ def _override(data: dict[str, Any], key: str, text: str, model: type[JobConfig])
     """
     *sections, last = key.split(".")
     if not sections:
-        raise UserError(f"--{key} names no section; write --section.key value{_nearest_key(key, model)}")
+        raise UserError(f"--{key} names no section; write --section.key value{_suggestion(key, model)}")
+    field: Any = model
+    for part in key.split("."):
+        if isinstance(field, type) and issubclass(field, BaseModel):
+            if part not in field.model_fields:
+                raise UserError(f"unknown key {key!r}{_suggestion(key, model)}")
+            field = field.model_fields[part].annotation
+        else:  # the key is inside a table, such as environment.options.goals
+            field = None
+    if text is None and bool not in (field, *get_args(field)):
+        raise UserError(f"--{key} needs a value")
     for section in sections:
         data = data.setdefault(section, {})
         if not isinstance(data, dict):
             raise UserError(f"--{key}: {section} is not a table")
-    field: Any = model
-    for part in key.split("."):
-        known = isinstance(field, type) and issubclass(field, BaseModel) and part in field.model_fields
-        field = field.model_fields[part].annotation if known else None
-    data[last] = text
-    if field is not str and set(get_args(field)) != {str, type(None)}:
+    data[last] = True if text is None else text
+    if text is not None and field is not str and set(get_args(field)) != {str, type(None)}:
         with suppress(tomllib.TOMLDecodeError):
             data[last] = tomllib.loads(f"value = {text}")["value"]
 
@@ -197,26 +189,35 @@ def _explain(error: ValidationError, source: str, model: type[JobConfig]) -> str
     if first["type"] != "extra_forbidden":
         more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
         return f"{source}: {key} = {first['input']!r}: {first['msg'][0].lower()}{first['msg'][1:]}{more}"
-    section, _, last = key.rpartition(".")
-    if last in AGENT_EVOLVER:
-        return f"{source}: unknown key {key!r}, which is {AGENT_EVOLVER[last]!r} here"
-    if section:
-        siblings = [known for known, _ in fields(model) if known.rpartition(".")[0] == section]
-    else:
-        siblings = list(model.model_fields)
-    near = difflib.get_close_matches(last, [name.rpartition(".")[2] for name in siblings], 1)
-    if near:
-        return f"{source}: unknown key {key!r}; did you mean {f'{section}.{near[0]}'.lstrip('.')!r}?"
-    return f"{source}: unknown key {key!r}{_nearest_key(last, model)}"
+    value = first["input"]
+    while isinstance(value, dict) and value:  # for an unknown table, the first key in it says more
+        part, value = next(iter(value.items()))
+        key = f"{key}.{part}"
+    return f"{source}: unknown key {key!r}{_suggestion(key, model)}"
 
 
-def _nearest_key(name: str, model: type[JobConfig]) -> str:
-    """Return a hint that ends the error message about an unknown key. ``name`` is the last part of that key.
+def _suggestion(key: str, model: type[JobConfig]) -> str:
+    """Return the end of the error message about an unknown ``key``: the keys that may be meant, or all that there are.
 
-    The hint lists the keys of any section whose last part is most similar or, if none is similar, all sections.
+    These are the key that differs in a letter, or else those that have the same last part or that another trainer calls
+    so, or else those with a similar last part, in the same section if there are any.
     """
-    keys = [key for key, _ in fields(model)]
-    near = difflib.get_close_matches(name, {key.rpartition(".")[2] for key in keys}, 1)
-    if not near:
-        return f"; sections: {', '.join(model.model_fields)}"
-    return f"; did you mean {' or '.join(repr(key) for key in keys if key.rpartition('.')[2] == near[0])}?"
+    keys = [known for known, _ in fields(model)]
+    meant = get_close_matches(key, keys, 1, cutoff=0.9)
+    names = {section: [section] for section in model.model_fields}
+    for known in keys:
+        for name in (known.rpartition(".")[2], *OTHER_NAMES.get(known, ())):
+            names.setdefault(name, []).append(known)
+    section, _, last = key.rpartition(".")
+    end = key  # the longest end of the key that has a meaning, such as "rollout.n"
+    while not meant and end:
+        meant = names.get(end, [])
+        end = end.partition(".")[2]
+    if not meant:
+        near = get_close_matches(last, names, 1)
+        meant = [known for name in near for known in names[name]]
+        meant = [known for known in meant if known.startswith(f"{section}.")] or meant
+    if not meant:
+        own = [known.removeprefix(f"{section}.") for known in keys if known.startswith(f"{section}.")]
+        return f"; {section} has {', '.join(own)}" if own else f"; sections: {', '.join(model.model_fields)}"
+    return f"; did you mean {' or '.join(map(repr, meant))}?"

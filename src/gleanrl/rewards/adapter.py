@@ -11,7 +11,7 @@ import inspect
 import json
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -146,15 +146,29 @@ class _RewardSpec:
         return cls(reward, "gleanrl", options)
 
     def find(self) -> tuple[Any, str]:
-        """Return the reward object and its name for error messages. Raises `UserError` if no object has this name."""
-        if not isinstance(self.reward, str):
-            return self.reward, getattr(self.reward, "__qualname__", type(self.reward).__qualname__)
-        if ":" in self.reward:
-            return load_object(self.reward), self.reward
-        if self.reward not in BUILT_IN:
-            known = f"; there are {', '.join(BUILT_IN)}, or give `package.module:name` or `file.py:name`"
-            raise UserError(f"no reward {self.reward!r}{nearest(self.reward, BUILT_IN) or known}")
-        return load_object(BUILT_IN[self.reward]), self.reward
+        """Return the reward object and its name for error messages.
+
+        Raises:
+            UserError: no object has this name, or its signature is verl's or TRL's and its style is not set.
+        """
+        if isinstance(self.reward, str) and ":" not in self.reward:
+            if self.reward not in BUILT_IN:
+                known = f"; there are {', '.join(BUILT_IN)}, or give `package.module:name` or `file.py:name`"
+                raise UserError(f"no reward {self.reward!r}{nearest(self.reward, BUILT_IN) or known}")
+            return load_object(BUILT_IN[self.reward]), self.reward
+        if isinstance(self.reward, str):
+            found, name = load_object(self.reward), self.reward
+        else:
+            found, name = self.reward, getattr(self.reward, "__qualname__", type(self.reward).__qualname__)
+        if self.style == "gleanrl":
+            parameters: Mapping[str, Any] = {}
+            with suppress(TypeError, ValueError):  # functions written in C may have no signature
+                parameters = inspect.signature(getattr(found, "compute_score", found)).parameters
+            for style, parameter in (("trl", "completions"), ("verl", "solution_str")):
+                if parameter in parameters:
+                    mark = f"{style}:{name}" if isinstance(self.reward, str) else f"{style}({name})"
+                    raise UserError(f"reward {name} has the parameter {parameter!r} of {style} rewards; give {mark}")
+        return found, name
 
     def make(self) -> Scorer:
         found, name = self.find()
