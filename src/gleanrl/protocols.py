@@ -38,14 +38,19 @@ class EpisodeLost(Exception):
 # --- environments -----------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """What an environment returns when it is reset and after each step."""
+    """What an environment returns when it is reset and after each step.
+
+    Raises:
+        TypeError: ``messages`` is not a sequence of messages, or ``score`` is neither a `Score` nor a number.
+    """
 
     messages: tuple[Message, ...]
     """Messages that continue the conversation with the model."""
     done: bool = False
     """True once the episode has ended."""
     score: Score | None = None
-    """What the episode has earned so far. The last score that is set counts; None if the environment does not score."""
+    """What the episode has earned so far; a plain number becomes a `Score`. The last score that is set counts. None if the
+    environment does not score."""
     info: Mapping[str, Any] = field(default_factory=dict)
     """Further data for callers that step the environment themselves. Training does not read them."""
     tools: tuple[Mapping[str, Any], ...] = ()
@@ -61,6 +66,16 @@ class Observation:
     """Whether the message that is passed to `step` next has the further key ``completion``, for environments that serve
     an API with token counts: a mapping with ``prompt_tokens``, ``completion_tokens`` and ``finish_reason``, which is
     "stop", or "length" if a limit of tokens has ended the answer."""
+
+    def __post_init__(self) -> None:
+        if self.score is not None and not isinstance(self.score, Score):
+            object.__setattr__(self, "score", Score(self.score))
+        valid = isinstance(self.messages, tuple | list)
+        for message in self.messages if valid else ():
+            valid = valid and isinstance(message, Mapping) and "role" in message and "content" in message
+        if not valid:
+            example = "({'role': 'user', 'content': '...'},)"
+            raise TypeError(f"an observation takes messages such as {example}, not {self.messages!r:.80}")
 
 
 class Environment(ABC):

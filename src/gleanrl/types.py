@@ -125,6 +125,11 @@ class Score:
             raise ValueError(f"a valid score must be finite, not {value}; use Score.failed(reason)")
 
     @classmethod
+    def of(cls, score: Score | float) -> Score:
+        """Return ``score`` as a `Score`, if it is a plain number. Environments and experts may return either."""
+        return score if isinstance(score, Score) else cls(score)
+
+    @classmethod
     def failed(cls, reason: str) -> Score:
         """Return an invalid score, whose explanation is ``reason``.
 

@@ -26,7 +26,7 @@ from gleanrl.environments.pool import (
     EnvironmentTimeout,
 )
 from gleanrl.protocols import Environment, Taskset
-from gleanrl.types import Task
+from gleanrl.types import Score, StopReason, Task
 from gleanrl.utils.errors import UserError
 from gleanrl.utils.importing import load_object
 from tests.environments.troublesome import Deadly, Troublesome, Unbuildable, Unpicklable, say
@@ -77,9 +77,10 @@ def gone(pids: list[int], within_s: float = 15.0) -> bool:
 def test_an_environment_that_raises_fails_only_its_own_episode(workers: int) -> None:
     async def body(pool: EnvironmentPool) -> None:
         good, bad = await begin_episode(pool, "good"), await begin_episode(pool, "bad")
-        with pytest.raises(EnvironmentRaised, match=r"task 'bad': ValueError: no such door") as caught:
+        said = r"task 'bad': ValueError: no such door \(.*troublesome.py:\d+\)"
+        with pytest.raises(EnvironmentRaised, match=said) as caught:
             await bad.step(say("raise no such door"))
-        assert (caught.value.kind, caught.value.detail) == ("ValueError", "no such door")
+        assert caught.value.kind == "ValueError"
         assert "in obey" in caught.value.traceback_text
         with pytest.raises(EnvironmentRaised, match="SystemExit: 3"):
             await bad.step(say("leave"))
@@ -93,6 +94,58 @@ def test_an_environment_that_raises_fails_only_its_own_episode(workers: int) -> 
         assert (pool.stats.raised, pool.stats.workers_replaced) == (4, 0)
 
     with_pool(body, workers=workers)
+
+
+MISTAKEN = """
+from gleanrl.protocols import Environment, Observation, Taskset
+from gleanrl.types import Task
+
+class Mistaken(Environment):
+    def __init__(self, mistake): self.mistake = mistake
+    async def reset(self):  # nothing
+        if self.mistake == "nothing": return None
+        if self.mistake == "text":
+            return Observation("hello")  # text
+        if self.mistake == "key":
+            return Observation(({"role": "user", "text": "hello"},))  # key
+        return Observation(({"role": "user", "content": "hello"},), score=0)
+    async def step(self, message):  # mapping
+        if self.mistake == "mapping": return {"messages": [], "done": True}
+        if self.mistake == "score":
+            return Observation((), done=True, score="good")  # score
+        return self.finish({})
+    def finish(self, found):
+        return found["end"]  # deep
+    async def conclude(self, stop): return True
+
+class Plain(Mistaken):
+    def step(self, message):  # plain
+        return Observation((), done=True)
+
+class Mistakes(Taskset):
+    def tasks(self, split, count): return []
+    def environment(self, task): return (Plain if task.id == "plain" else Mistaken)(task.id)
+"""
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_mistake_in_an_environment_names_the_line_of_the_user_s_file(tmp_path: Path, workers: int) -> None:
+    file = tmp_path / "mistaken.py"
+    file.write_text(MISTAKEN)
+
+    async def run() -> None:
+        async with EnvironmentPool(load_object(f"{file}:Mistakes")(), workers=workers) as pool:
+            for mistake in ("nothing", "text", "key", "mapping", "score", "deep", "plain"):
+                line = next(n for n, line in enumerate(MISTAKEN.splitlines(), 1) if line.endswith(f"# {mistake}"))
+                with pytest.raises(EnvironmentRaised, match=rf"\({file}:{line}\)$"):
+                    await play(pool.environment(Task(mistake)))
+
+    async def play(environment: Environment) -> None:
+        assert (await environment.reset()).score == Score(0.0)
+        assert await environment.conclude(StopReason.MAX_TURNS) == Score(1.0)
+        await environment.step(say("go"))
+
+    asyncio.run(run())
 
 
 @pytest.mark.parametrize("workers", [0, 1])

@@ -123,8 +123,12 @@ def test_load_object_finds_names_attributes_and_nested_classes(mine: str) -> Non
         ("nowhere_at_all:Task", "no module 'nowhere_at_all'"),
         ("{}/missing.py:Task", "no file {}/missing.py"),
         ("{}/needy.py:Task", "needy.py imports 'not_installed_here', not installed here"),
-        ("{}/broken.py:Task", "{}/broken.py line 2: "),
-        ("{}/importing.py:Task", "{}/broken.py line 2: "),
+        ("{}/broken.py:Task", "({}/broken.py:2)"),
+        ("{}/importing.py:Task", "({}/broken.py:2)"),
+        ("{}/raising.py:Task", "ZeroDivisionError: division by zero ({}/raising.py:2)"),
+        ("raising:Task", "ZeroDivisionError: division by zero ({}/raising.py:2)"),
+        ("{}/leaving.py:Task", "SystemExit: 3 ({}/leaving.py:1)"),
+        ("{}/wide.py:Task", "{}/wide.py: source code string cannot contain null bytes; is the file saved as UTF-8?"),
     ],
 )
 def test_bad_import_paths_raise_a_one_line_error(
@@ -134,6 +138,9 @@ def test_bad_import_paths_raise_a_one_line_error(
     (tmp_path / "importing.py").write_text("import broken")
     (tmp_path / "needy.py").write_text("import not_installed_here")
     (tmp_path / "broken.py").write_text("\ndef x(:\n")
+    (tmp_path / "raising.py").write_text("\nhalf = 1 / 0\n")
+    (tmp_path / "leaving.py").write_text("raise SystemExit(3)\n")
+    (tmp_path / "wide.py").write_text("class Task: ...\n", encoding="utf-16")
     with pytest.raises(UserError) as caught:
         load_object(path.replace("{}", str(tmp_path)))
     assert told.replace("{}", str(tmp_path)) in str(caught.value)

@@ -149,13 +149,20 @@ def test_a_thread_that_cannot_be_started_loses_no_reward(monkeypatch: pytest.Mon
     asyncio.run(main())
 
 
-def test_an_exception_in_a_thread_becomes_the_explanation() -> None:
-    def reward(request: Any) -> float:
-        raise StopIteration if request.response == "stop" else ValueError("bad\nline")
+def test_an_exception_becomes_the_explanation_with_the_line_of_the_user_s_file(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "def reward(request):\n"
+        "    if request.response == 'stop':\n        raise StopIteration\n"
+        "    raise ValueError('bad\\nline')\n"
+        "async def reward_async(request):\n    return reward(request)\n"
+    )
 
     async def main() -> None:
-        async with RewardAgent(reward) as agent:
-            assert (await ask(agent, "x")).explanation == "ValueError: bad line"
+        for name, isolation in (("reward", "thread"), ("reward_async", "thread"), ("reward", "process")):
+            async with RewardAgent(f"{file}:{name}", isolation=isolation, attempts=1) as agent:
+                assert (await ask(agent, "x")).explanation == f"ValueError: bad line ({file}:4)"
+        async with RewardAgent(f"{file}:reward") as agent:
             assert "StopIteration" in ((await ask(agent, "stop")).explanation or "")
 
     asyncio.run(main())

@@ -5,6 +5,7 @@ The warm start and the demonstrations are cached by everything that they depend 
 
 from __future__ import annotations
 
+import re
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from gleanrl.config.loading import load
 from gleanrl.config.settings import Config
 from gleanrl.environments import load_taskset
 from gleanrl.runtime.evaluation import measure_baselines
-from gleanrl.runtime.prepare import demonstrate, prepare
+from gleanrl.runtime.prepare import check_parts, demonstrate, prepare
 from gleanrl.tracking.monitors import Silent
 from gleanrl.utils.errors import NoExpert, UserError
 from gleanrl.utils.importing import file_versions, load_object
@@ -143,6 +144,31 @@ def test_a_taskset_without_an_expert_or_with_too_few_tasks_is_refused(tmp_path: 
     few = small(("environment.name", f"{file}:Mine"), ("environment.options", "{most = 3}"))
     with pytest.raises(UserError, match=r"has 3 train tasks, \d+ were asked for; lower environment\.train_tasks"):
         prepare(few, Silent())
+
+
+@pytest.mark.parametrize(
+    ("returned", "said"),
+    [
+        ("(Task(f'{split}-{i}') for i in range(count))", "a generator, not a list of tasks"),
+        ("[f'{split}-{i}' for i in range(count)]", "'train-0' among the tasks, which is not a Task"),
+        ("[Task('door', payload={'n': i}) for i in range(count)]", "the id 'door' to several tasks"),
+        ("None", "a NoneType, not a list of tasks"),
+    ],
+)
+def test_anything_but_a_list_of_tasks_with_their_own_ids_is_refused(tmp_path: Path, returned: str, said: str) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "from gleanrl.protocols import Taskset\n"
+        "from gleanrl.types import Task\n"
+        "class Mine(Taskset):\n"
+        "    has_expert = True\n"
+        f"    def tasks(self, split, count):\n        return {returned}\n"
+        "    def environment(self, task):\n        return None\n"
+    )
+    config = small(("environment.name", f"{file}:Mine"), ("environment.options", "{}"))
+    for make in (prepare, check_parts):
+        with pytest.raises(UserError, match=re.escape(said) + rf".*\({file}:5\)$"):
+            make(config, Silent())
 
 
 def test_tasks_that_are_both_trained_and_evaluated_are_refused(tmp_path: Path) -> None:

@@ -24,11 +24,11 @@ Command = Callable[[argparse.Namespace], int]
 INTERRUPTED = 130  # exit status that shells use for a process ended by SIGINT (128 + 2)
 RUN_HELP = "folder of a run, or its name under runs/"
 _RUNTIMES = {
-    "language model": {"check": "config.validate", "run": "runtime.local"},
-    "embodied": {"check": "runtime.embodied", "run": "runtime.embodied"},
+    "language model": {"check": "config.validate", "parts": "runtime.prepare", "run": "runtime.local"},
+    "embodied": {"check": "runtime.embodied", "parts": "runtime.embodied", "run": "runtime.embodied"},
 }
-"""Kind of job (`JobConfig.kind`) -> names of the modules below `gleanrl` that check its configuration and that run
-it."""
+"""Kind of job (`JobConfig.kind`) -> names of the modules below `gleanrl` that check its configuration, that check the
+parts which it names by making them, and that run it."""
 
 
 def preset_names() -> list[str]:
@@ -64,11 +64,11 @@ def load_config(args: argparse.Namespace, source: str) -> Any:
     return load_job(source, args.overrides)
 
 
-def import_runtime(config: Any, what: Literal["check", "run"]) -> Any:
+def import_runtime(config: Any, what: Literal["check", "parts", "run"]) -> Any:
     """Import and return the module that checks or runs a job of the kind and with the runtime that ``config`` selects.
 
-    A module to "check" has the functions ``check`` and ``warnings``; one to "run" has ``run_training`` and
-    ``run_evaluation``.
+    A module to "check" has the functions ``check`` and ``warnings``; one for the "parts" has ``check_parts``; one to
+    "run" has ``run_training`` and ``run_evaluation``.
     """
     module = _RUNTIMES[config.kind][what]
     if module == "runtime.local" and config.ray.enabled:

@@ -17,7 +17,7 @@ from importlib import import_module
 
 from gleanrl import __version__
 from gleanrl.cli.common import INTERRUPTED
-from gleanrl.utils.errors import UserError
+from gleanrl.utils.errors import UserError, describe, raised_at
 
 VERBS: Mapping[str, str] = {
     "train": "train a preset or a TOML configuration",
@@ -38,8 +38,9 @@ _USER_CAN_FIX = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EAC
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit status.
 
-    An error that the user can fix (a wrong setting, a full disk) is reported in one line on standard error, with exit
-    status 2. Any other exception is a bug and is raised.
+    An error that the user can fix (a wrong setting, a full disk, an exception in the user's own code) is reported in
+    one line on standard error, with exit status 2. Any other exception is a bug and is raised. In Python's development
+    mode (``python -X dev``), exceptions in the user's code are raised too, because their stack trace may help.
     """
     # By default, idle OpenMP threads of torch spin. If another process needs the core, this makes training about ten
     # times slower. The variable must be set before torch is imported.
@@ -59,10 +60,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as error:
         print(f"gleanrl: {error}", file=sys.stderr)
         return 2
-    except OSError as error:
-        if error.errno not in _USER_CAN_FIX:
+    except Exception as error:
+        if isinstance(error, OSError) and error.errno in _USER_CAN_FIX:
+            line = f"{error.filename or 'writing failed'}: {error.strerror}"
+        elif raised_at(error) and not sys.flags.dev_mode:
+            line = describe(error)
+        else:
             raise
-        print(f"gleanrl: {error.filename or 'writing failed'}: {error.strerror}", file=sys.stderr)
+        print(f"gleanrl: {line}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("gleanrl: interrupted", file=sys.stderr)

@@ -16,7 +16,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     text = f"a preset ({', '.join(preset_names())}) or the path of a TOML file"
     parser.add_argument("config", metavar="PRESET_OR_TOML", help=text)
     parser.add_argument("--resume", action="store_true", help="continue the run in the run folder from its checkpoint")
-    text = "print the configuration with defaults filled in, and a summary of the run, without training"
+    text = "make a few tasks, look for the model, and print all settings and a summary of the run, without training"
     parser.add_argument("--dry-run", action="store_true", help=text)
     add_job_arguments(parser)
     parser.set_defaults(command=_train)
@@ -34,6 +34,7 @@ def _train(args: argparse.Namespace) -> int:
         for warning in rules.warnings(config):
             print(f"gleanrl: warning: {warning}", file=sys.stderr)
     if args.dry_run:
+        import_runtime(config, "parts").check_parts(config, monitors.Console())
         with quiet_pipe():
             print(config.to_toml())
             for name, text in config.plan().items():

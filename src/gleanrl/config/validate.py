@@ -125,6 +125,7 @@ def check(config: Config) -> None:
     """
     from gleanrl import environments, samplers
     from gleanrl.algorithms.loss import find, scope_of
+    from gleanrl.curriculum.orders import find_order
     from gleanrl.experience.guidance import guidance
     from gleanrl.rewards.adapter import check_reward
 
@@ -154,6 +155,7 @@ def check(config: Config) -> None:
             )
     check_reward(config.reward.name, options=config.reward.options)
     environments.check(config.environment)
+    find_order(config.tasks)
     # On Ray, samplers run on other machines, whose installed packages cannot be checked here.
     if not config.ray.enabled:
         samplers.check(sampler.name)

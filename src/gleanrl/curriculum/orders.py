@@ -13,14 +13,14 @@ import inspect
 import math
 import random
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from gleanrl.config.settings import TaskSettings
 from gleanrl.protocols import Curriculum, Metrics
 from gleanrl.types import SUCCESS, Group, GroupSpec, Task
-from gleanrl.utils.errors import UserError
+from gleanrl.utils.errors import UserError, raised_at
 from gleanrl.utils.importing import load_object
 from gleanrl.utils.seeding import derive
 from gleanrl.utils.text import nearest
@@ -59,21 +59,32 @@ def make_curriculum(
         "greedy": greedy,
         "success_threshold": success_threshold,
     }
+    try:
+        return find_order(settings)(tasks, **made, **settings.options)
+    except (ValueError, TypeError) as error:
+        why = f"{error}{raised_at(error)}"
+        raise UserError(f"tasks.order = {settings.order!r} refuses its options: {why}") from error
+
+
+def find_order(settings: TaskSettings) -> Callable[..., Curriculum]:
+    """Return the class that ``settings.order`` names.
+
+    Raises:
+        UserError: there is no such order, or it has no option of a name in ``settings.options``.
+    """
     known: Mapping[str, Any] = {"shuffled": TaskStream, "levels": Levels, "solve_rate": BySolveRate}
     order = known.get(settings.order)
     if order is None and ":" not in settings.order:
         hint = nearest(settings.order, known) or f"; there are {', '.join(known)}, or give `package.module:Class`"
         raise UserError(f"tasks.order: no order {settings.order!r}{hint}")
     order = order or load_object(settings.order)
-    takes = [n for n in inspect.signature(order).parameters if n not in {"tasks", *made}]
+    made = {"tasks", "group", "seed", "weights", "greedy", "success_threshold"}
+    takes = [n for n in inspect.signature(order).parameters if n not in made]
     for key in settings.options:
         if key not in takes:
             hint = nearest(key, takes) or f"; it takes {', '.join(takes) or 'none'}"
             raise UserError(f"tasks.options.{key}: {settings.order!r} has no such option{hint}")
-    try:
-        return order(tasks, **made, **settings.options)
-    except (ValueError, TypeError) as error:
-        raise UserError(f"tasks.order = {settings.order!r} refuses its options: {error}") from error
+    return order
 
 
 def source_of(task: Task) -> str:

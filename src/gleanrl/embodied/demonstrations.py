@@ -20,20 +20,26 @@ Expert = Callable[[Floats], Floats]  # observations [B, D] -> actions [B, C * A]
 
 
 def load(buffer: TrajectoryReplayBuffer, path: Path) -> None:
-    """Load the content of another buffer into ``buffer``.
-
-    ``path`` is the folder of that buffer, of a buffer's checkpoint, or of a run. Of a run, the buffer in its newest
-    checkpoint is loaded or, if there is none, the buffer in the run folder.
+    """Load the content of another buffer into ``buffer``; see `find_buffer` for ``path``.
 
     Raises:
         UserError: there is no such buffer or checkpoint, or it is damaged.
+    """
+    buffer.load_checkpoint(find_buffer(path))
+
+
+def find_buffer(path: Path) -> Path:
+    """Return the folder of the buffer or of its checkpoint that ``demonstrations.path`` stands for.
+
+    ``path`` is this folder or that of a run. Of a run, the result is the buffer in its newest checkpoint or, if there
+    is none, the buffer in the run folder. Raises `UserError` if ``path`` is no folder.
     """
     if not path.is_dir():
         raise UserError(f"demonstrations.path = {str(path)!r}: no such folder")
     checkpoints = [p for p in path.glob("checkpoints/step-*") if p.name[5:].isdigit()]
     newest = max(checkpoints, key=lambda p: int(p.name[5:]), default=None)
     candidates = [*([newest / "buffer" / "online"] if newest else []), path / "buffer" / "online"]
-    buffer.load_checkpoint(next((candidate for candidate in candidates if candidate.is_dir()), path))
+    return next((candidate for candidate in candidates if candidate.is_dir()), path)
 
 
 def record(buffer: TrajectoryReplayBuffer, worker: RolloutWorker, expert: Expert, chunk_steps: int) -> float:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from gleanrl.protocols import Taskset
-from gleanrl.utils.errors import UserError
+from gleanrl.utils.errors import UserError, raised_at
 from gleanrl.utils.importing import load_object
 from gleanrl.utils.text import nearest
 
@@ -58,7 +58,8 @@ def check(settings: EnvironmentSettings) -> None:
     The values of the options are not checked.
 
     Raises:
-        UserError: the name is unknown, a package is missing, or an option is unknown or missing.
+        UserError: the name is unknown, a package is missing, the class is no taskset or lacks a method, or an option is
+            unknown or missing.
     """
     _checked_options(settings.name, _factory(settings.name), settings.options, seed=0)
 
@@ -78,9 +79,6 @@ def load_taskset(settings: EnvironmentSettings, seed: int) -> Taskset:
 
     factory = _factory(settings.name)
     options = _checked_options(settings.name, factory, settings.options, seed)
-    if inspect.isabstract(factory):
-        missing = ", ".join(sorted(factory.__abstractmethods__))
-        raise UserError(f"environment {settings.name!r}: {factory.__name__} does not implement {missing}")
     try:
         taskset = factory(**options)
     except ValidationError as error:
@@ -89,7 +87,8 @@ def load_taskset(settings: EnvironmentSettings, seed: int) -> Taskset:
         where = f"environment.options.{key} = {first['input']!r}" if key else f"environment {settings.name!r}"
         raise UserError(f"{where}: {first['msg'].removeprefix('Value error, ')}") from error
     except (ValueError, TypeError) as error:
-        raise UserError(f"environment {settings.name!r} refuses its options {settings.options}: {error}") from error
+        why = f"{error}{raised_at(error)}"
+        raise UserError(f"environment {settings.name!r} refuses its options {settings.options}: {why}") from error
     if not isinstance(taskset, Taskset):
         raise UserError(
             f"environment {settings.name!r}: {type(taskset).__name__} must derive from gleanrl.protocols.Taskset"
@@ -118,10 +117,16 @@ def _checked_options(name: str, factory: Any, options: Mapping[str, Any], seed: 
     """Return ``options``, with the seed added if ``factory`` takes one.
 
     Raises:
-        UserError: ``factory`` cannot be called, does not take one of the options, or needs an option that is missing.
+        UserError: ``factory`` cannot be called, is a class that is no taskset or lacks a method, does not take one of
+            the options, or needs an option that is missing.
     """
     if not callable(factory):
         raise UserError(f"environment.name = {name!r}: a {type(factory).__name__}, not a class that can be called")
+    if inspect.isabstract(factory):
+        missing = ", ".join(sorted(factory.__abstractmethods__))
+        raise UserError(f"environment {name!r}: {factory.__name__} does not implement {missing}")
+    if isinstance(factory, type) and not issubclass(factory, Taskset):
+        raise UserError(f"environment {name!r}: {factory.__name__} must derive from gleanrl.protocols.Taskset")
     parameters = inspect.signature(factory).parameters
     anything = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
     named = [n for n, p in parameters.items() if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)]

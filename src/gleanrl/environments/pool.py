@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import copyreg
+import inspect
 import logging
 import pickle
 from collections import OrderedDict
@@ -25,7 +26,7 @@ from typing import Any, Self
 
 from gleanrl.protocols import Environment, EpisodeLost, Observation, Taskset
 from gleanrl.types import Message, Score, StopReason, Task
-from gleanrl.utils.errors import UserError
+from gleanrl.utils.errors import UserError, defined_at
 from gleanrl.utils.processes import RemoteError, Served, WorkerDied, WorkerProcess, WorkerTimeout, pack
 
 _LEAD = 16  # a task moves to the least busy worker if its worker has over this many more live episodes
@@ -218,21 +219,32 @@ class _Episodes(Served):
         self._taskset = taskset
         self._live: dict[int, Environment] = {}
 
-    def reset(self, episode: int, task: Task) -> Awaitable[Observation]:
+    async def reset(self, episode: int, task: Task) -> Observation:
         environment = self._taskset.environment(task)
         if not isinstance(environment, Environment):
             raise TypeError(
                 f"{type(self._taskset).__name__}.environment returned a {type(environment).__name__}, which does not "
-                "derive from gleanrl.protocols.Environment"
+                f"derive from gleanrl.protocols.Environment{defined_at(self._taskset.environment)}"
             )
         self._live[episode] = environment
-        return environment.reset()
+        return await self._observation(environment.reset)
 
-    def step(self, episode: int, message: Message) -> Awaitable[Observation]:
-        return self._live[episode].step(message)
+    async def step(self, episode: int, message: Message) -> Observation:
+        return await self._observation(self._live[episode].step, message)
 
-    def conclude(self, episode: int, stop: StopReason) -> Awaitable[Score | None]:
-        return self._live[episode].conclude(stop)
+    async def conclude(self, episode: int, stop: StopReason) -> Score | None:
+        score = await self._live[episode].conclude(stop)
+        return None if score is None else Score.of(score)
+
+    async def _observation(self, method: Callable[..., Awaitable[Any]], *args: Message) -> Observation:
+        """Call ``method``, the environment's ``reset`` or ``step``, and check that it returns an observation."""
+        returned, name = method(*args), method.__qualname__
+        if not inspect.isawaitable(returned):
+            raise TypeError(f"{name} must be an `async def`{defined_at(method)}")
+        observation = await returned
+        if not isinstance(observation, Observation):
+            raise TypeError(f"{name} returned {observation!r:.80}, not an Observation{defined_at(method)}")
+        return observation
 
     async def release(self, episode: int) -> None:
         environment = self._live.pop(episode, None)

@@ -61,6 +61,23 @@ def load_model(
     if settings.init == "tiny":
         tokenizer = build_tokenizer(texts, settings.vocabulary)
         return build_model(settings, tokenizer, seed).to(device).eval(), tokenizer  # type: ignore[arg-type]
+    source, tokenizer = load_tokenizer(settings)
+    model, loading = _pretrained(
+        AutoModelForCausalLM, source, settings, dtype=torch.float32, low_cpu_mem_usage=True, output_loading_info=True
+    )
+    if loading["missing_keys"]:
+        missing = sorted(loading["missing_keys"])
+        raise UserError(f"model.init = {settings.init!r}: its weights lack {missing[0]!r} ({len(missing)} missing)")
+    return model.to(device).eval(), tokenizer
+
+
+def load_tokenizer(settings: ModelSettings) -> tuple[str, PreTrainedTokenizerBase]:
+    """Return where to load the model ``settings.init`` from, a directory or a name on the hub, and its tokenizer.
+
+    Raises:
+        UserError: if the model cannot be found, is no causal language model, has a shorter context than
+            ``settings.max_context``, or has no chat template. Its weights are not read.
+    """
     source = _source(settings.init)
     config = _pretrained(AutoConfig, source, settings)
     architectures = config.architectures or []
@@ -92,13 +109,7 @@ def load_model(
             f"model.init = {settings.init!r} has no chat template: use an instruction-tuned model, "
             f"or put a chat_template.jinja next to its tokenizer"
         )
-    model, loading = _pretrained(
-        AutoModelForCausalLM, source, settings, dtype=torch.float32, low_cpu_mem_usage=True, output_loading_info=True
-    )
-    if loading["missing_keys"]:
-        missing = sorted(loading["missing_keys"])
-        raise UserError(f"model.init = {settings.init!r}: its weights lack {missing[0]!r} ({len(missing)} missing)")
-    return model.to(device).eval(), tokenizer
+    return source, tokenizer
 
 
 def resolve_device(name: str) -> torch.device:

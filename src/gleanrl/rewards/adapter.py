@@ -21,7 +21,7 @@ from gleanrl.config.settings import RewardSettings
 from gleanrl.rewards.executors import Processes, Threads
 from gleanrl.rewards.request import NotApplicable, Request, Scorer, as_score, merge_post_processed, shorten
 from gleanrl.types import Message, Score, Task
-from gleanrl.utils.errors import UserError
+from gleanrl.utils.errors import UserError, raised_at
 from gleanrl.utils.importing import load_object
 from gleanrl.utils.retry import Fatal, Retryable, cause_of, is_retryable, wait_asked_for
 from gleanrl.utils.secrets import redact, refuse_keys, with_keys
@@ -299,7 +299,7 @@ class RewardAdapter(Scorer):
             if is_retryable(error):
                 raise Retryable(text, wait_asked_for(error) or None, cause=cause_of(error)) from None
             if not isinstance(error, Fatal):
-                text = f"{type(error).__name__}: {text}"
+                text = f"{type(error).__name__}: {text}{raised_at(error)}"
             raise Fatal(text, cause=cause_of(error)) from None
 
     def call_reward(self, request: Request) -> Any:

@@ -19,6 +19,7 @@ from gleanrl.rollout.renderer import Renderer
 from gleanrl.rollout.tool_calls import ToolsUnknown
 from gleanrl.schedule.timeline import BusyClock
 from gleanrl.types import LAST_OBSERVATION, Message, Score, StopReason, Task, Trajectory
+from gleanrl.utils.errors import describe
 
 # An episode is played again if the process of its sampler or environment has died. The number of attempts is limited,
 # because the episode itself may be the cause.
@@ -131,7 +132,7 @@ class Player:
             except TimeoutError as error:
                 stop, score = StopReason.TIMEOUT, Score.failed(f"timeout: {error}")
             except Exception as error:
-                stop, score = StopReason.ERROR, Score.failed(f"{type(error).__name__}: {error}")
+                stop, score = StopReason.ERROR, Score.failed(describe(error))
         info: dict[str, Any] = {
             "turns": turns,
             "cut_turns": cut,  # number of turns that a limit of tokens ended
@@ -160,7 +161,8 @@ async def conclude_score(environment: Environment, stop: StopReason, score: Scor
     """
     if score.valid:
         return score
-    return await environment.conclude(stop) or score
+    concluded = await environment.conclude(stop)
+    return score if concluded is None else Score.of(concluded)
 
 
 async def _close(environment: Environment) -> None:

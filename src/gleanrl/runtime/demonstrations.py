@@ -33,7 +33,7 @@ from gleanrl.runtime.prepare import prepare
 from gleanrl.runtime.rewards import make_scorer, reward_source
 from gleanrl.runtime.run_folder import RunFolder
 from gleanrl.samplers.scripted import ScriptedSampler
-from gleanrl.types import IntArray, Message, Task, Trajectory
+from gleanrl.types import IntArray, Message, Score, Task, Trajectory
 from gleanrl.utils.errors import NoExpert, UserError
 from gleanrl.utils.progress import Progress
 from gleanrl.utils.seeding import derive
@@ -104,11 +104,12 @@ class _Seeding:
                     task = prepared.train[attempt % len(prepared.train)]
                     seed = derive(config.run.seed, "demonstrations for the pool", attempt)
                     try:
-                        said, score = taskset.demonstrate(task, seed=seed, noise=config.warm_start.noise)
+                        said, given = taskset.demonstrate(task, seed=seed, noise=config.warm_start.noise)
                     except NoExpert as error:
                         # In a mixture of environments, tasks of another environment may still have an expert.
                         no_expert = error
                         continue
+                    score = Score.of(given)
                     if not (score.valid and score.value > 0):
                         continue
                     answers = [message for message in said if message["role"] == "assistant"]

@@ -72,6 +72,14 @@ def check(config: EmbodiedConfig) -> None:
             raise UserError(f"{given}, {takes.format(shown)}")
 
 
+def check_parts(config: EmbodiedConfig, console: Display) -> None:
+    """Make an environment and look for the demonstrations, for a dry run. Raises `UserError` if this fails."""
+    if config.demonstrations.path is not None:
+        demonstrations.find_buffer(Path(config.demonstrations.path))
+    with console.stage("making an environment"), open_environments(config, "training", 1):
+        pass
+
+
 def warnings(config: EmbodiedConfig) -> list[str]:
     """Return warnings about unfavourable combinations of settings. The list is always empty for embodied jobs.
 

@@ -23,7 +23,7 @@ from gleanrl.rollout.player import Player
 from gleanrl.schedule.device_lock import TakeDevice
 from gleanrl.schedule.timeline import SpanRecorder
 from gleanrl.train import score_trajectory
-from gleanrl.types import SUCCESS, Message, Task, Trajectory
+from gleanrl.types import SUCCESS, Message, Score, Task, Trajectory
 from gleanrl.utils.errors import NoExpert
 from gleanrl.utils.progress import Progress
 from gleanrl.utils.seeding import derive
@@ -283,13 +283,13 @@ def measure_baselines(
             rates = []
             for task in tasks:
                 try:
-                    conversation, score = taskset.demonstrate(task, seed=derive(seed, "baseline", task.id), noise=noise)
+                    conversation, given = taskset.demonstrate(task, seed=derive(seed, "baseline", task.id), noise=noise)
                 except NoExpert:
                     # A rate over the remaining tasks would not be comparable with the policy's rate over all tasks.
                     return {}
                 played.setdefault(name, []).append(conversation)
                 actions = sum(message["role"] == "assistant" for message in conversation)
-                rates.append(float(score.reaches(success_threshold) and actions <= max_turns))
+                rates.append(float(Score.of(given).reaches(success_threshold) and actions <= max_turns))
                 stage.advance()
             if name == "expert" or played[name] != played["expert"]:
                 out |= with_interval(f"eval/baseline/{name}", mean_interval(rates))

@@ -23,18 +23,20 @@ import gleanrl
 from gleanrl.config.settings import Config, EnvironmentSettings, TaskSettings
 from gleanrl.curriculum.orders import make_curriculum
 from gleanrl.environments import load_taskset
-from gleanrl.learners.models import compute_dtype, load_model
+from gleanrl.learners.models import compute_dtype, load_model, load_tokenizer, resolve_device
 from gleanrl.learners.supervised import fine_tune
 from gleanrl.learners.tiny import texts_of
 from gleanrl.protocols import Curriculum, Split, Taskset
 from gleanrl.rollout.renderer import Renderer
-from gleanrl.types import BoolArray, IntArray, Message, Task, segment_arrays
+from gleanrl.types import BoolArray, IntArray, Message, Score, Task, segment_arrays
 from gleanrl.utils import atomic
 from gleanrl.utils.cache import cache_dir
-from gleanrl.utils.errors import NoExpert, UserError
+from gleanrl.utils.errors import NoExpert, UserError, defined_at
 from gleanrl.utils.importing import file_versions
 from gleanrl.utils.progress import Progress
 from gleanrl.utils.seeding import derive
+
+_FEW = 8  # number of tasks of each split that a dry run makes, because making all of them may take long
 
 
 @dataclass(frozen=True)
@@ -81,29 +83,13 @@ def prepare(config: Config, progress: Progress) -> Prepared:
         UserError: the environment or the model cannot be made, an option is wrong, or the splits share tasks.
     """
     torch.manual_seed(derive(config.run.seed, "torch"))
-    settings = config.environment
-    taskset = load_taskset(settings, config.run.seed)
-    if taskset.needs_reward and config.reward.name == "environment":
-        raise UserError(f"environment {settings.name!r} scores nothing itself: set reward.name (e.g. math)")
-    with progress.stage("making tasks", settings.train_tasks + settings.eval_tasks) as stage:
-        train = take_tasks(taskset, settings, "train")
-        stage.advance(settings.train_tasks)
-        # The result is not used. The call raises `UserError` for wrong options now, before the costly steps below.
-        make_curriculum(config.tasks, train, taskset.weights, group=1, seed=0, greedy=False)
-        evaluation = take_tasks(taskset, settings, "eval")
-        stage.advance(settings.eval_tasks)
-    held = set() if taskset.splits_apart else {task.id for task in evaluation}
-    if shared := [task.id for task in train if task.id in held]:
-        raise UserError(
-            f"training and evaluation share {len(shared)} of {len(held)} evaluation tasks ({shared[0]!r} is one); "
-            "`tasks` of the environment must give each split problems, and ids, of its own"
-        )
+    taskset, train, evaluation = make_tasks(config, progress)
+    # The result is not used. The call raises `UserError` for wrong options now, before the costly steps below.
+    make_curriculum(config.tasks, train, taskset.weights, group=1, seed=0, greedy=False)
     if type(taskset).prepare is not Taskset.prepare:
         with progress.stage("preparing tasks", len(train) + len(evaluation)) as stage:
             taskset.prepare([*train, *evaluation], workers=os.cpu_count() or 1, progress=lambda *_: stage.advance())
-    # Without a warm start, demonstrations are needed only for the tiny model, whose tokenizer is trained on their text.
-    needed = config.warm_start.enabled or config.model.init == "tiny"
-    demonstrations = demonstrate(config, taskset, progress) if needed else ()
+    demonstrations = demonstrate(config, taskset, progress) if needs_expert(config) else ()
     texts = [text for shown in demonstrations for text in texts_of(shown.messages, shown.tools)]
     # Demonstrations contain neither the system prompt nor some of the environment's messages, such as error messages.
     # These texts are added once per demonstration, so that they have a comparable weight in the vocabulary.
@@ -115,19 +101,66 @@ def prepare(config: Config, progress: Progress) -> Prepared:
     return Prepared(taskset, train, evaluation, demonstrations, model, tokenizer)
 
 
+def check_parts(config: Config, progress: Progress) -> None:
+    """Make what is fast to make, for a dry run: the taskset, `_FEW` tasks of each split, and the tokenizer.
+
+    Raises:
+        UserError: the environment, its tasks, the model or the source of the replay pool cannot be used.
+    """
+    counts = {f"{split}_tasks": min(getattr(config.environment, f"{split}_tasks"), _FEW) for split in ("train", "eval")}
+    few = config.environment.model_copy(update=counts)
+    make_tasks(config.model_copy(update={"environment": few}), progress)
+    resolve_device(config.model.device)
+    if config.model.init != "tiny":
+        load_tokenizer(config.model)
+    source = config.replay.seed_from if config.replay.enabled else None
+    if source is not None and not Path(source).exists():
+        raise UserError(f"replay.seed_from = {source!r}: no such file or folder")
+
+
+def needs_expert(config: Config) -> bool:
+    """Return whether the run needs demonstrations, for its warm start or for the text of the tiny model's tokenizer."""
+    return config.warm_start.enabled or config.model.init == "tiny"
+
+
+def make_tasks(config: Config, progress: Progress) -> tuple[Taskset, Sequence[Task], Sequence[Task]]:
+    """Make the taskset of a run, its training tasks and its evaluation tasks.
+
+    Raises:
+        UserError: the environment cannot be made, has no score or no expert although the run needs them, its tasks are
+            wrong, or the splits share tasks.
+    """
+    settings = config.environment
+    taskset = load_taskset(settings, config.run.seed)
+    if taskset.needs_reward and config.reward.name == "environment":
+        raise UserError(f"environment {settings.name!r} scores nothing itself: set reward.name (e.g. math)")
+    with progress.stage("making tasks", settings.train_tasks + settings.eval_tasks) as stage:
+        train = take_tasks(taskset, settings, "train")
+        stage.advance(settings.train_tasks)
+        evaluation = take_tasks(taskset, settings, "eval")
+        stage.advance(settings.eval_tasks)
+    held = set() if taskset.splits_apart else {task.id for task in evaluation}
+    if shared := [task.id for task in train if task.id in held]:
+        raise UserError(
+            f"training and evaluation share {len(shared)} of {len(held)} evaluation tasks ({shared[0]!r} is one); "
+            "`tasks` of the environment must give each split problems, and ids, of its own"
+        )
+    if needs_expert(config) and not taskset.has_expert:
+        raise UserError(
+            f"environment {settings.name!r} has no expert to demonstrate (`has_expert` is false); set "
+            "warm_start.enabled = false and model.init to a model that knows the task"
+        )
+    return taskset, train, evaluation
+
+
 def demonstrate(config: Config, taskset: Taskset, progress: Progress) -> Sequence[Demonstration]:
     """Return at most ``warm_start.demonstrations`` successful demonstrations of the tasks in the split "warm_start".
 
     The result is cached on disk.
 
     Raises:
-        UserError: the taskset has no expert, or the expert solved none of the tasks.
+        UserError: the expert solved none of the tasks.
     """
-    if not taskset.has_expert:
-        raise UserError(
-            f"environment {config.environment.name!r} has no expert to demonstrate (`has_expert` is false); set "
-            "warm_start.enabled = false and model.init to a model that knows the task"
-        )
     settings = config.warm_start
     key = fingerprint(
         "demonstrations, tools", gleanrl.__version__, config.environment.model_dump(exclude={"workers", "timeout_s"}),
@@ -150,12 +183,13 @@ def demonstrate(config: Config, taskset: Taskset, progress: Progress) -> Sequenc
             task = tasks[attempt % len(tasks)]
             seed = derive(config.run.seed, "demonstration", attempt)
             try:
-                conversation, score = taskset.demonstrate(task, seed=seed, noise=settings.noise)
+                conversation, given = taskset.demonstrate(task, seed=seed, noise=settings.noise)
             except NoExpert as error:
                 # In a mixture of environments, tasks of another environment may still have an expert.
                 no_expert = error
                 continue
             says_something = any(message["role"] == "assistant" for message in conversation)
+            score = Score.of(given)
             if score.valid and score.value > 0 and says_something:
                 kept.append(Demonstration(conversation, tuple(taskset.tools(task))))
                 stage.advance()
@@ -233,15 +267,30 @@ def save_model(folder: Path, model: Any, tokenizer: Any) -> None:
 
 
 def take_tasks(taskset: Taskset, settings: EnvironmentSettings, split: Split) -> Sequence[Task]:
-    """Return the tasks of ``split``. Raises `UserError` if there are fewer than the ``SPLIT_tasks`` of ``settings``."""
+    """Return the tasks of ``split``, as many as ``settings`` ask for.
+
+    Raises:
+        UserError: the taskset returns anything else than a sequence of tasks, has fewer of them, or gives two of them
+            the same id.
+    """
     count = getattr(settings, f"{split}_tasks")
     tasks = taskset.tasks(split, count)
+    call, place = f"{type(taskset).__name__}.tasks({split!r}, {count})", defined_at(taskset.tasks)
+    if not isinstance(tasks, Sequence):
+        raise UserError(f"{call} returned a {type(tasks).__name__}, not a list of tasks{place}")
+    ids: set[str] = set()
+    for task in () if taskset.splits_apart else tasks:
+        if not isinstance(task, Task):
+            raise UserError(f"{call} returned {task!r:.80} among the tasks, which is not a Task{place}")
+        if task.id in ids:
+            raise UserError(f"{call} gave the id {task.id!r} to several tasks, but one id means one problem{place}")
+        ids.add(task.id)
     if len(tasks) < count:
         raise UserError(
             f"environment {settings.name!r} has {len(tasks)} {split} tasks, {count} were asked for; "
             f"lower environment.{split}_tasks"
         )
-    return tasks
+    return tasks[:count]
 
 
 def tokenizer_fingerprint(tokenizer: Any) -> str:

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from gleanrl.utils.errors import UserError
+from gleanrl.utils.errors import UserError, describe
 from gleanrl.utils.text import nearest
 
 _LARGE = 64 << 20  # size in bytes; of a larger file, size and time are compared instead of the content
@@ -30,7 +30,7 @@ def load_object(path: str) -> Any:
 
     Raises:
         UserError: the path is malformed; the file, the module or a package that it imports is missing; the code is not
-            valid Python; or the module has no such name (the message suggests the nearest name).
+            valid Python or raises an error; or the module has no such name (the message suggests the nearest name).
     """
     location, colon, name = path.rpartition(":")
     if not colon or not location or not name:
@@ -49,7 +49,7 @@ def load_file(file: str, path: str | None = None) -> ModuleType:
     Error messages quote ``path``, which is the import path that the user gave; by default they quote ``file``.
 
     Raises:
-        UserError: the file or a package that it imports is missing, or the file is not valid Python.
+        UserError: the file or a package that it imports is missing, or the file is not valid Python or raises an error.
     """
     location, path = Path(file).expanduser().resolve(), path or file
     # The name holds a hash of the whole path, so that files with equal names in different folders are two modules.
@@ -68,11 +68,10 @@ def load_file(file: str, path: str | None = None) -> ModuleType:
         spec.loader.exec_module(module)
     except BaseException as error:
         del sys.modules[name]
-        if isinstance(error, SyntaxError):
-            raise UserError(f"import path {path!r}: {error.filename} line {error.lineno}: {error.msg}") from error
         if isinstance(error, ModuleNotFoundError):
             missing = f"{location.name} imports {error.name!r}, not installed here"
             raise UserError(f"import path {path!r}: {missing}") from error
+        _refuse(path, error, str(location))
         raise
     _files[name] = str(location)
     return module
@@ -177,5 +176,20 @@ def _load_module(name: str, path: str) -> ModuleType:
         if package in sys.modules:
             siblings = [m.name for m in pkgutil.iter_modules(getattr(sys.modules[package], "__path__", []))]
         raise UserError(f"import path {path!r}: no module {missing!r}{nearest(leaf, siblings)}") from error
-    except SyntaxError as error:
-        raise UserError(f"import path {path!r}: {error.filename} line {error.lineno}: {error.msg}") from error
+    except BaseException as error:
+        if name.partition(".")[0] != __name__.partition(".")[0]:  # an error of Glean RL itself is a bug
+            _refuse(path, error, name)
+        raise
+
+
+def _refuse(path: str, error: BaseException, source: str) -> None:
+    """Raise `UserError` for an error in the code that is imported. Return for an error that is passed on unchanged.
+
+    ``source`` is the file or the module that is imported.
+    """
+    if isinstance(error, SyntaxError) and error.lineno:
+        raise UserError(f"import path {path!r}: {error.msg} ({error.filename}:{error.lineno})") from error
+    if isinstance(error, SyntaxError):  # the decoder knows no line
+        raise UserError(f"import path {path!r}: {source}: {error.msg}; is the file saved as UTF-8?") from error
+    if isinstance(error, Exception | SystemExit) and not isinstance(error, UserError):
+        raise UserError(f"import path {path!r}: {describe(error)}") from error

@@ -40,7 +40,7 @@ from itertools import count
 from multiprocessing.connection import wait
 from typing import Any, Self
 
-from gleanrl.utils.errors import UserError
+from gleanrl.utils.errors import UserError, raised_at
 from gleanrl.utils.importing import loaded_files, restore_files
 
 GRACE_S = 2.0  # seconds that a worker has to close its object, or to cancel a call
@@ -82,7 +82,9 @@ class RemoteError(Exception):
 
     @classmethod
     def of(cls, error: BaseException) -> Self:
-        return cls(type(error).__name__, str(error), "".join(traceback.format_exception(error)))
+        """Return the error of the ``except`` block. ``detail`` ends with the line of the user's code that raised it."""
+        detail = f"{error}{raised_at(error)}".strip()
+        return cls(type(error).__name__, detail, "".join(traceback.format_exception(error)))
 
 
 class Served:

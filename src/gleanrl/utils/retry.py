@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, TypeVar
 
+from gleanrl.utils.errors import describe
+
 T = TypeVar("T")
 
 UNREACHABLE = "unreachable"
@@ -98,7 +100,7 @@ def cause_of(error: BaseException) -> str:
 
 def reason_of(error: BaseException) -> str:
     """Return the error's message as one line of at most 1,000 characters."""
-    text = str(error) if isinstance(error, Retryable | Fatal) else f"{type(error).__name__}: {error}"
+    text = str(error) if isinstance(error, Retryable | Fatal) else describe(error)
     return " ".join(text.split())[:1000]
 
 

@@ -146,6 +146,8 @@ class _JsonLines(Source):
     def _parse(self, line: bytes, where: str) -> Row:
         try:
             row = json.loads(line.removeprefix(b"\xef\xbb\xbf"))
+        except UnicodeDecodeError:
+            raise UserError(f"{where} is not UTF-8; save the file in this encoding") from None
         except (ValueError, RecursionError) as error:
             raise UserError(f"{where} is not JSON: {first_line(error)}") from None
         if not isinstance(row, dict):

@@ -14,6 +14,7 @@ from gleanrl.environments.pool import EnvironmentDied, EnvironmentPool, Environm
 from gleanrl.environments.service.bodies import encode
 from gleanrl.environments.service.episodes import DRAINING, Refused
 from gleanrl.protocols import Taskset
+from gleanrl.types import Score
 from gleanrl.utils.processes import RemoteError, WorkerDied, WorkerProcess, WorkerTimeout
 
 MOST = 64  # maximum number of calls under way or waiting; further calls are refused
@@ -131,6 +132,6 @@ def call_taskset(method: str, args: tuple[Any, ...], taskset: Taskset) -> Any:
         case "demonstrate":
             task, seed, noise = args
             messages, score = taskset.demonstrate(task, seed=seed, noise=noise)
-            return encode({"messages": messages, "score": score})
+            return encode({"messages": messages, "score": Score.of(score)})
         case _:
             return encode({"tools": list(taskset.tools(*args))})

@@ -283,8 +283,6 @@ class Episodes:
 
     async def _observe(self, episode: _Episode, call: Awaitable[Observation]) -> Response:
         observation = await call
-        if not isinstance(observation, Observation):
-            raise TypeError(f"the environment returned a {type(observation).__name__}, no Observation")
         answer = Answer({"id": episode.id, "step": episode.step, "observation": observation})
         episode.score, episode.answered = observation.score or episode.score, episode.step
         episode.over = "the environment said so" if observation.done else ""
