@@ -49,8 +49,8 @@ class Observation:
     done: bool = False
     """True once the episode has ended."""
     score: Score | None = None
-    """What the episode has earned so far; a plain number becomes a `Score`. The last score that is set counts. None if the
-    environment does not score."""
+    """What the episode has earned so far; a plain number becomes a `Score`. The last score that is set counts. None if
+    the environment does not score."""
     info: Mapping[str, Any] = field(default_factory=dict)
     """Further data for callers that step the environment themselves. Training does not read them."""
     tools: tuple[Mapping[str, Any], ...] = ()

@@ -7,6 +7,7 @@ import re
 import shutil
 import signal
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -290,3 +291,15 @@ def test_a_run_in_which_everything_fails_stops_with_the_reason(gleanrl: CommandL
     assert re.match(
         r"100% of the last \d+ episodes failed.*RuntimeError: the door is stuck \(.*/parity.py:\d+\)", ended.complaint
     )
+
+
+def test_a_signal_ends_a_run_whose_environment_blocks_its_process(gleanrl: CommandLine) -> None:
+    job = gleanrl.start("train", "tiny.toml", "--run.name", "run", "--environment.options.trouble={'*' = 'hang'}")
+    job.until("training:")
+    time.sleep(1)
+    began = time.monotonic()
+    job.kill(signal.SIGTERM)
+    ended = job.wait()
+    assert time.monotonic() - began < 30
+    assert ended.status == 130
+    assert re.search(r"parity.py:\d+\).*environment.workers", ended.stderr)

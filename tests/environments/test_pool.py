@@ -148,6 +148,20 @@ def test_a_mistake_in_an_environment_names_the_line_of_the_user_s_file(tmp_path:
     asyncio.run(run())
 
 
+def test_steps_that_block_this_process_let_the_loop_run_in_between_and_are_reported_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def body(pool: EnvironmentPool) -> None:
+        episodes = [await begin_episode(pool, str(number)) for number in range(8)]
+        steps = [asyncio.ensure_future(episode.step(say("block 0.3"))) for episode in episodes]
+        await asyncio.sleep(0.01)
+        assert sum(step.done() for step in steps) <= 4
+        await asyncio.gather(*steps)
+        assert [record.getMessage().count("environment.workers") for record in caplog.records] == [1]
+
+    with_pool(body, workers=0)
+
+
 @pytest.mark.parametrize("workers", [0, 1])
 def test_an_environment_that_awaits_too_long_times_out_without_affecting_others(workers: int) -> None:
     async def body(pool: EnvironmentPool) -> None:

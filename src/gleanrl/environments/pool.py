@@ -22,6 +22,7 @@ from dataclasses import dataclass, fields
 from functools import partial
 from itertools import count
 from operator import attrgetter
+from time import perf_counter
 from typing import Any, Self
 
 from gleanrl.protocols import Environment, EpisodeLost, Observation, Taskset
@@ -31,6 +32,8 @@ from gleanrl.utils.processes import RemoteError, Served, WorkerDied, WorkerProce
 
 _LEAD = 16  # a task moves to the least busy worker if its worker has over this many more live episodes
 _HOMES = 65536  # number of tasks for which the pool remembers the worker of their latest episode
+_BLOCKED_S = 0.1  # seconds for which calls in this process may keep the event loop from its next iteration
+_WARN_S = 2.0  # after this many seconds of calls that take longer each, a warning names `environment.workers`
 _log = logging.getLogger(__name__)
 
 
@@ -124,6 +127,10 @@ class EnvironmentPool:
         self._workers: list[WorkerProcess] = []
         self.load: dict[WorkerProcess, int] = {}  # number of live episodes of each worker
         self._homes: OrderedDict[str, int] = OrderedDict()  # task id -> index of its worker, in order of last use
+        # Only for calls in this process: the seconds of those that did not await, in the present iteration of the event
+        # loop, and of all of them that took longer than `_BLOCKED_S`.
+        self._iteration_s = 0.0
+        self._blocked_s = 0.0
 
     async def __aenter__(self) -> Self:
         """Start the workers and wait until each has loaded its copy of the taskset.
@@ -173,6 +180,32 @@ class EnvironmentPool:
     def live(self) -> tuple[int, ...]:
         """Number of live episodes of each worker."""
         return tuple(self.load[worker] for worker in self._workers)
+
+    @property
+    def blocked(self) -> bool:
+        """Whether calls in this process have taken so long that others wait for the event loop's next iteration."""
+        return self._iteration_s > _BLOCKED_S
+
+    def note_call(self, seconds: float, call: str) -> None:
+        """Note a call in this process that has not awaited, and so has blocked the event loop."""
+
+        def next_iteration() -> None:
+            self._iteration_s = 0.0
+
+        if not self._iteration_s:
+            asyncio.get_running_loop().call_soon(next_iteration)
+        self._iteration_s += seconds
+        if seconds < _BLOCKED_S:
+            return
+        warned, self._blocked_s = self._blocked_s >= _WARN_S, self._blocked_s + seconds
+        if self._blocked_s >= _WARN_S and not warned:
+            _log.warning(
+                "environments have blocked the run for %.1f s (%s took %.2f s without awaiting); environment.workers = "
+                "N runs them in N processes",
+                self._blocked_s,
+                call,
+                seconds,
+            )
 
     def _start(self) -> WorkerProcess:
         worker = WorkerProcess(self.packed, timeout_s=self.timeout_s, on_death=self._replace)
@@ -333,7 +366,16 @@ class _Episode(Environment):
         raise failure
 
     async def _call_here(self, method: str, *args: Any) -> Any:
-        """Call the method in this process. Raises the same errors as `WorkerProcess.call`."""
+        """Call the method in this process. Raises the same errors as `WorkerProcess.call`.
+
+        The event loop has its next iteration after `_BLOCKED_S` of calls that do not await. Otherwise all episodes
+        whose turn it is would block it one after the other, and no signal and no time limit would be noticed meanwhile.
+        """
+        while self._pool.blocked:  # noqa: ASYNC110 - unlike an event, this keeps the order of the calls
+            await asyncio.sleep(0)
+        awaited: list[bool] = []  # no longer empty once the call has let the event loop run
+        iteration = asyncio.get_running_loop().call_soon(awaited.append, True)
+        started = perf_counter()
         clock = asyncio.timeout(self._pool.timeout_s)
         try:
             async with clock:
@@ -347,3 +389,7 @@ class _Episode(Environment):
             if isinstance(error, TimeoutError) and clock.expired():
                 raise WorkerTimeout from None
             raise RemoteError.of(error) from None
+        finally:
+            iteration.cancel()
+            if not awaited:
+                self._pool.note_call(perf_counter() - started, f"{method} of task {self._task.id!r}")

@@ -6,24 +6,30 @@ import asyncio
 import fcntl
 import logging
 import os
+import select
 import signal
+import sys
 import threading
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
+import gleanrl
 from gleanrl.config.loading import load_stored
 from gleanrl.config.validate import check_resumed
 from gleanrl.runtime.checkpoints import Checkpoints
 from gleanrl.runtime.run_folder import RunFolder
 from gleanrl.utils import atomic
-from gleanrl.utils.errors import UserError
+from gleanrl.utils.errors import UserError, own_line
 from gleanrl.utils.progress import Progress
 from gleanrl.utils.settings import JobConfig
 
 STATUS_INTERRUPTED = 130  # exit status that shells use for a process ended by SIGINT (128 + 2)
 _GRACE_S = 3.0  # seconds from the second signal until the process exits in any case
+_BLOCKED_S = 5.0  # seconds for which code of `_BLOCKING` may keep the event loop from handling the first signal
+_BLOCKING = tuple(f"{Path(gleanrl.__file__).parent / room}{os.sep}" for room in ("environments", "rewards"))
 
 
 class Interruptible(Protocol):
@@ -149,27 +155,62 @@ def handle_signals(run: Interruptible, console: Progress) -> Iterator[None]:
     """Handle SIGINT (Ctrl-C) and SIGTERM while the block runs. Must be called from a task of a running event loop.
 
     The first signal makes the run end after the present step, and save a checkpoint. The second signal cancels the
-    task that entered the block; `_GRACE_S` later the process exits with status 130 if it still runs.
+    task that entered the block; `_GRACE_S` later the process exits with status 130 if it still runs. The process also
+    exits if an environment or a reward keeps the event loop from handling the first signal for `_BLOCKED_S`. The last
+    checkpoint then stands.
     """
-    loop = asyncio.get_running_loop()
-    current = asyncio.current_task()
+    loop, current = asyncio.get_running_loop(), asyncio.current_task()
 
     def stop() -> None:
         if run.interrupted and current is not None:
             current.cancel()
-            # A cancellation takes effect only at an `await`. An update of the model may run for long without one.
-            end = threading.Timer(_GRACE_S, os._exit, (STATUS_INTERRUPTED,))
-            end.daemon = True
-            end.start()
             return
         console.print("stopping: the step under way is finished and saved; press Ctrl-C again to stop at once")
         run.interrupt()
 
-    signals = (signal.SIGINT, signal.SIGTERM)
-    for number in signals:
-        loop.add_signal_handler(number, stop)
+    def watch() -> None:
+        """Let the event loop handle the signals. Runs in a thread, because an environment may block the loop."""
+        signals, received = select.poll(), 0
+        signals.register(reader, select.POLLIN)
+        while True:
+            if signals.poll(None if not received or run.interrupted else 1000 * _BLOCKED_S):
+                number = os.read(reader, 1)[0]
+                if not number:  # the block has ended
+                    return
+                if number not in handlers:
+                    continue
+                received += 1
+                loop.call_soon_threadsafe(stop)
+                if received > 1:
+                    # A cancellation takes effect only at an `await`. An update of the model may run for long without.
+                    end = threading.Timer(_GRACE_S, os._exit, (STATUS_INTERRUPTED,))
+                    end.daemon = True
+                    end.start()
+                continue
+            # The learner may need the loop for longer, and then handles the signal.
+            frames = list(traceback.walk_stack(sys._current_frames()[threading.main_thread().ident or 0]))
+            if not run.interrupted and any(frame.f_code.co_filename.startswith(_BLOCKING) for frame, _ in frames):
+                console.print(
+                    f"stopped: the run has waited {_BLOCKED_S:g} s for code that blocks it{own_line(frames)}; "
+                    "environment.workers runs environments in other processes; --resume continues from the last "
+                    "checkpoint"
+                )
+                os._exit(STATUS_INTERRUPTED)
+
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    # The handlers do nothing. Python writes the number of each signal that has a handler to ``writer``.
+    handlers = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = signal.set_wakeup_fd(writer)
+    watcher = threading.Thread(target=watch, name="signals", daemon=True)
+    watcher.start()
     try:
         yield
     finally:
-        for number in signals:
-            loop.remove_signal_handler(number)
+        signal.set_wakeup_fd(before)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        os.write(writer, b"\0")
+        watcher.join()
+        os.close(writer)
+        os.close(reader)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
-import sys
 import sysconfig
-import threading
 import traceback
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -31,12 +29,17 @@ def raised_at(error: BaseException) -> str:
     This is the innermost line in the traceback that belongs neither to Glean RL nor to Python's library nor to an
     installed package. The result is empty if there is none.
     """
-    return _own_line(reversed(list(traceback.walk_tb(error.__traceback__))))
+    return own_line(reversed(list(traceback.walk_tb(error.__traceback__))))
 
 
-def running_at(thread: threading.Thread) -> str:
-    """Return the line of the user's own code that ``thread`` is executing, in the form of `raised_at`."""
-    return _own_line(traceback.walk_stack(sys._current_frames().get(thread.ident or 0)))
+def own_line(frames: Iterable[tuple[FrameType, int]]) -> str:
+    """Return the place of the first of ``frames`` that executes the user's own code, in the form of `raised_at`."""
+    foreign = [str(Path(__file__).parents[1]), *map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib"))]
+    for frame, line in frames:
+        file = frame.f_code.co_filename
+        if not file.startswith(("<", *(f"{folder}{os.sep}" for folder in foreign))):
+            return f" ({_shown(file)}:{line})"
+    return ""
 
 
 def defined_at(function: Callable[..., Any]) -> str:
@@ -48,16 +51,6 @@ def defined_at(function: Callable[..., Any]) -> str:
 def describe(error: BaseException) -> str:
     """Return an exception as one line, such as ``KeyError: 'x' (mine.py:12)``; see `raised_at` for its end."""
     return " ".join(f"{type(error).__name__}: {error}".split()).removesuffix(":") + raised_at(error)
-
-
-def _own_line(frames: Iterable[tuple[FrameType, int]]) -> str:
-    """Return the place of the first of ``frames`` that executes the user's own code; empty if there is none."""
-    foreign = [str(Path(__file__).parents[1]), *map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib"))]
-    for frame, line in frames:
-        file = frame.f_code.co_filename
-        if not file.startswith(("<", *(f"{folder}{os.sep}" for folder in foreign))):
-            return f" ({_shown(file)}:{line})"
-    return ""
 
 
 def _shown(file: str) -> str:
