@@ -149,6 +149,11 @@ BAD_SETTINGS = {
         ["--environment.name", "mine.py:Lost"],
         r"^AttributeError: 'Lost' object has no attribute 'door'.* \(mine.py:18\)$",
     ),
+    "a monitor that lacks methods": (["--monitor.use", "['other.py:Other']"], r"Other does not implement close, log$"),
+    "an order that lacks methods": (["--tasks.order", "other.py:Other"], r"Other does not implement .*propose"),
+    "a sampler that lacks methods": (["--sampler.name", "other.py:Other"], r"Other does not implement .*session"),
+    "a retriever that lacks methods": ([*GUIDED, "other.py:Other"], r"Other does not implement add, retrieve$"),
+    "a reward that lacks its method": (["--reward.name", "other.py:Other"], r"other.py:Other .*compute_score"),
     "tasks with one id": (["--environment.name", "mine.py:Whole", "--environment.train_tasks", "1"], r"'eval' to sev"),
     "a missing data file": (
         ["--environment.name", "dataset", "--environment.options.path", "rows.jsonl", "--reward.name", "math"],

@@ -77,7 +77,7 @@ def find_order(settings: TaskSettings) -> Callable[..., Curriculum]:
     if order is None and ":" not in settings.order:
         hint = nearest(settings.order, known) or f"; there are {', '.join(known)}, or give `package.module:Class`"
         raise UserError(f"tasks.order: no order {settings.order!r}{hint}")
-    order = order or load_object(settings.order)
+    order = order or load_object(settings.order, Curriculum)
     made = {"tasks", "group", "seed", "weights", "greedy", "success_threshold"}
     takes = [n for n in inspect.signature(order).parameters if n not in made]
     for key in settings.options:

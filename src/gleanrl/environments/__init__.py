@@ -122,8 +122,7 @@ def _checked_options(name: str, factory: Any, options: Mapping[str, Any], seed: 
     """
     if not callable(factory):
         raise UserError(f"environment.name = {name!r}: a {type(factory).__name__}, not a class that can be called")
-    if inspect.isabstract(factory):
-        missing = ", ".join(sorted(factory.__abstractmethods__))
+    if missing := ", ".join(sorted(getattr(factory, "__abstractmethods__", ()))):
         raise UserError(f"environment {name!r}: {factory.__name__} does not implement {missing}")
     if isinstance(factory, type) and not issubclass(factory, Taskset):
         raise UserError(f"environment {name!r}: {factory.__name__} must derive from gleanrl.protocols.Taskset")

@@ -90,6 +90,8 @@ def check_reward(reward: Any, *, options: Mapping[str, Any] | None = None) -> No
     found, name = spec.find()
     if isinstance(found, type):
         check_options(name, found, spec.options)
+        if not hasattr(found, "compute_score") and not any("__call__" in vars(base) for base in found.__mro__):
+            raise UserError(f"reward {name} is a class without a method compute_score")
     else:
         spec.make()
     refuse_keys(spec.options, "reward.options")

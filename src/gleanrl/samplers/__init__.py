@@ -7,7 +7,7 @@ because some import torch or vLLM.
 import sys
 from importlib.util import find_spec
 
-from gleanrl.protocols import SamplingParams
+from gleanrl.protocols import Sampler, SamplingParams
 from gleanrl.types import IntArray
 from gleanrl.utils.errors import UserError
 from gleanrl.utils.importing import load_object
@@ -25,14 +25,14 @@ def check(name: str) -> None:
     """Check that ``sampler.name = name`` can be used.
 
     Raises:
-        UserError: if ``name`` is neither a built-in sampler nor the import path of an object, or vLLM is needed and not
-            installed.
+        UserError: if ``name`` is neither a built-in sampler nor the import path of an object, the class lacks a method
+            of `Sampler`, or vLLM is needed and not installed.
     """
     if name in SAMPLERS:
         if name == "vllm" and "vllm" not in sys.modules and find_spec("vllm") is None:
             raise UserError("sampler.name = 'vllm' needs vLLM: pip install 'gleanrl[vllm]'")
     elif ":" in name:
-        load_object(name)
+        load_object(name, Sampler)
     else:
         hint = nearest(name, SAMPLERS) or f"; there are {', '.join(SAMPLERS)}, or give `package.module:Class`"
         raise UserError(f"sampler.name: no sampler {name!r}{hint}")

@@ -22,15 +22,20 @@ _LARGE = 64 << 20  # size in bytes; of a larger file, size and time are compared
 _files: dict[str, str] = {}  # absolute path of each file that `load_file` has loaded, keyed by module name
 
 
-def load_object(path: str) -> Any:
+def load_object(path: str, implements: type | None = None) -> Any:
     """Return the object that ``path`` names, in the form `package.module:Name` or `file.py:Name`.
 
     `Name` may be dotted, as in `Class.method`. A relative file name is relative to the current directory. The same file
     is imported only once.
 
+    Args:
+        implements: a protocol or an abstract class. If the object is a class, it must have the methods that this
+            requires.
+
     Raises:
         UserError: the path is malformed; the file, the module or a package that it imports is missing; the code is not
-            valid Python or raises an error; or the module has no such name (the message suggests the nearest name).
+            valid Python or raises an error; the module has no such name (the message suggests the nearest name); or
+            the class lacks a method.
     """
     location, colon, name = path.rpartition(":")
     if not colon or not location or not name:
@@ -40,6 +45,14 @@ def load_object(path: str) -> Any:
         if not hasattr(found, part):
             raise UserError(f"import path {path!r}: {location} has no {part!r}{nearest(part, dir(found))}")
         found = getattr(found, part)
+    if implements is not None and isinstance(found, type):
+        abstract = getattr(found, "__abstractmethods__", ())
+        needed = implements.__abstractmethods__ or [  # type: ignore[attr-defined] - empty for a protocol
+            name for name, value in vars(implements).items() if callable(value) and not name.startswith("_")
+        ]
+        missing = [name for name in needed if name in abstract or not hasattr(found, name)]
+        if missing:
+            raise UserError(f"import path {path!r}: {found.__name__} does not implement {', '.join(sorted(missing))}")
     return found
 
 

@@ -80,7 +80,8 @@ def check(settings: GuidanceSettings) -> None:
     """Check that the retriever named in ``settings`` exists and accepts the options given there, without creating it.
 
     Raises:
-        UserError: there is no such retriever, it does not accept an option, or a required option is missing.
+        UserError: there is no such retriever, it lacks a method, it does not accept an option, or a required option is
+            missing.
     """
     make = _find_retriever(settings)
     try:
@@ -93,7 +94,7 @@ def _find_retriever(settings: GuidanceSettings) -> Any:
     known = {"bm25": Bm25Retriever, "reme": ReMeRetriever}
     if settings.retriever not in known and ":" not in settings.retriever:
         raise UserError(f"guidance.retriever = {settings.retriever!r}: use bm25, reme or an import path")
-    return known.get(settings.retriever) or load_object(settings.retriever)
+    return known.get(settings.retriever) or load_object(settings.retriever, Retriever)
 
 
 @dataclass

@@ -73,7 +73,7 @@ def check(settings: MonitorSettings) -> None:
     """Check that the monitors in ``settings.use`` exist and that their packages are installed, without making them.
 
     Raises:
-        UserError: a name is unknown, or a package is not installed.
+        UserError: a name is unknown, a package is not installed, or a class lacks a method.
     """
     for name in settings.use:
         if name != "console":
@@ -106,7 +106,7 @@ def load_monitors(settings: MonitorSettings, info: RunInfo, *, console: Console 
 def _find_class(name: str) -> Any:
     if name not in BUILT_IN:
         if ":" in name:
-            return load_object(name)
+            return load_object(name, Monitor)
         known = ("console", *BUILT_IN)
         hint = nearest(name, known) or f"; known: {', '.join(known)}, or an import path"
         raise UserError(f"unknown monitor {name!r}{hint}")
