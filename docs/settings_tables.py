@@ -23,7 +23,7 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 
 def tables(job: type[JobConfig]) -> str:
     """Return a heading and a table for each section of a configuration class."""
-    text, anchor = "", "" if job is Config else f"{job.kind}."
+    text, anchor, changeable = "", "" if job is Config else f"{job.kind}.", set(job.changeable())
     for section, found in groupby(fields(job), lambda pair: pair[0].rpartition(".")[0]):
         cls = job.model_fields[section].annotation if section else job
         text += f"\n### {section or 'Top level'} {{ #{anchor}{section or 'top-level'} }}\n\n"
@@ -33,6 +33,7 @@ def tables(job: type[JobConfig]) -> str:
             meaning = (
                 f"*{describe_type(field.annotation, field.metadata)}.* {' '.join((field.description or '').split())}"
             )
+            meaning += " May change on `--resume`." if name in changeable else ""
             cells = (f"`{name}`{{ #{anchor}{name} }}", f"`{default}`", meaning)
             text += f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |\n"
     return text

@@ -46,7 +46,7 @@ from gleanrl.types import Task
 
 class Half(Taskset):
     def tasks(self, split, count):
-        return [Task(split)]
+        return [Task(split)] * count
 
 class Whole(Half):
     has_expert = True
@@ -69,7 +69,7 @@ BAD_SETTINGS = {
         r"4096 is longer than the 128 positions",
     ),
     "unknown key": (["--learner.lrr", "1"], r"'learner.lrr'.*'learner.lr'"),
-    "unknown section": (["--lerner.lr", "1"], r"'lerner'.*'learner'"),
+    "unknown section": (["--lerner.lr", "1"], r"'lerner.lr'.*'learner.lr'"),
     "no section": (["--seed", "1"], r"--seed.*'run.seed'"),
     "no value": (["--learner.lr"], r"--learner.lr needs a value"),
     "wrong kind": (["--run.steps", "many"], r"run.steps = 'many'"),
@@ -139,22 +139,22 @@ BAD_SETTINGS = {
     "a taskset that lacks a method": (["--environment.name", "mine.py:Half"], r"Half does not implement environment$"),
     "a taskset that refuses an option": (
         ["--environment.name", "mine.py:Whole", "--environment.options.doors", "none"],
-        r"\{'doors': 'none'\}: a house has doors \(mine.py:12\)$",
+        r"\{'doors': 'none'\}: a house has doors \(mine.py:13\)$",
     ),
     "a taskset whose constructor fails": (
         ["--environment.name", "mine.py:Whole", "--environment.options.doors", "many"],
-        r"^KeyError: 'many' \(mine.py:13\)$",
+        r"^KeyError: 'many' \(mine.py:14\)$",
     ),
     "a taskset whose tasks fail": (
         ["--environment.name", "mine.py:Lost"],
-        r"^AttributeError: 'Lost' object has no attribute 'door'.* \(mine.py:18\)$",
+        r"^AttributeError: 'Lost' object has no attribute 'door'.* \(mine.py:19\)$",
     ),
     "a monitor that lacks methods": (["--monitor.use", "['other.py:Other']"], r"Other does not implement close, log$"),
     "an order that lacks methods": (["--tasks.order", "other.py:Other"], r"Other does not implement .*propose"),
     "a sampler that lacks methods": (["--sampler.name", "other.py:Other"], r"Other does not implement .*session"),
     "a retriever that lacks methods": ([*GUIDED, "other.py:Other"], r"Other does not implement add, retrieve$"),
     "a reward that lacks its method": (["--reward.name", "other.py:Other"], r"other.py:Other .*compute_score"),
-    "tasks with one id": (["--environment.name", "mine.py:Whole", "--environment.train_tasks", "1"], r"'eval' to sev"),
+    "tasks with one id": (["--environment.name", "mine.py:Whole"], r"'train' to several tasks.* \(mine.py:6\)$"),
     "a missing data file": (
         ["--environment.name", "dataset", "--environment.options.path", "rows.jsonl", "--reward.name", "math"],
         r"environment.options.path: no file rows.jsonl",
