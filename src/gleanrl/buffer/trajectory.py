@@ -146,10 +146,9 @@ class FlatTrajectory:
         """
         values: list[tuple[FieldPath, Any]] = []
         for name, whole in trajectory.by_name().items():
-            if isinstance(whole, Tensor):
-                values.append(((name,), whole))
-            elif whole is not None and name not in NOT_TENSORS:
-                values += leaves((name,), whole)
+            if whole is None or name in NOT_TENSORS:
+                continue
+            values += [((name,), whole)] if isinstance(whole, Tensor) else leaves((name,), whole)
         tensors: dict[FieldPath, Tensor] = {}
         descriptions = trajectory.task_descriptions
         for path, value in values:
