@@ -34,16 +34,16 @@ BASELINES = {"expert": 0.0, "random": 1.0}
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """The attempts of an evaluation: ``sampled[task][attempt]``, and ``greedy[task]`` at temperature 0, or empty.
-
-    Each task has the same number of sampled attempts. An attempt is solved if its score is at least
-    ``success_threshold``.
-    """
+    """The attempts of an evaluation."""
 
     tasks: Sequence[Task]
+    """The tasks that were played."""
     sampled: Sequence[Sequence[Trajectory]]
+    """``sampled[task][attempt]``: the sampled attempts, as many for each task."""
     greedy: Sequence[Trajectory] = ()
+    """``greedy[task]``: the attempts at temperature 0; empty if there are none."""
     success_threshold: float = SUCCESS
+    """Score from which an attempt is solved."""
 
     def metrics(self) -> dict[str, float]:
         """Return pass@k, the mean score and their 95 % intervals, for all tasks and, if there are several, by kind.
@@ -133,14 +133,14 @@ def mean_interval(rates: Sequence[float]) -> tuple[float, float, float]:
 
 @dataclass(frozen=True)
 class EvaluationResult:
-    """What a job's ``run_evaluation`` returns: the metrics and, for a language model, the attempts and its tokenizer.
-
-    ``metrics`` include those of the baselines.
-    """
+    """What a job's ``run_evaluation`` returns."""
 
     metrics: Metrics
+    """The metrics, those of the baselines included."""
     attempts: Evaluation | None = None
-    tokenizer: Any = None  # a transformers tokenizer
+    """The attempts; None for a job that trains no language model."""
+    tokenizer: Any = None
+    """The model's tokenizer, of transformers; None for a job that trains no language model."""
 
 
 async def evaluate(

@@ -33,14 +33,16 @@ _ROLLOUTS = re.compile(r"step-(\d+)\.jsonl\.zst")
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """The step and the folder of a checkpoint.
+    """A checkpoint of a run.
 
     The checkpoint is complete, because its folder gets this name only when all files are written. It may have been
     damaged since; `gleanrl.runtime.checkpoints.check_checkpoint` verifies it.
     """
 
     step: int
+    """Number of finished steps."""
     path: Path
+    """Folder of the checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)
