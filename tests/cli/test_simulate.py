@@ -59,6 +59,23 @@ def test_json_contains_the_workload_its_bounds_and_the_results(gleanrl: CommandL
     assert "published" not in sync
 
 
+def test_random_latencies_are_simulated_with_several_seeds_and_the_range_is_shown(gleanrl: CommandLine) -> None:
+    argv = ("--latency", "lognormal:5:1.46", "--schedules", "sync,one_step_off")
+    seeds = [simulated(gleanrl, *argv, "--seeds", "1", "--seed", str(3 + n))["schedules"] for n in range(5)]
+    rows = simulated(gleanrl, *argv, "--seed", "3")["schedules"]
+    for row, alone in zip(rows, zip(*seeds, strict=True), strict=True):
+        assert row["step_s_of_seeds"] == [one["step_s"] for one in alone]
+        assert row["step_s"] == pytest.approx(sum(row["step_s_of_seeds"]) / 5)
+        assert len(set(row["step_s_of_seeds"])) == 5
+    for more in ((), CLUSTER):
+        shown = gleanrl.here("simulate", *SMALL, *argv, *more, "--seed", "3").stdout
+        lowest, highest = re.findall(r"[\d.]+", re.search(r"^sync +[\d.]+ +([\d.]+, [\d.]+) ", shown, re.M)[1])
+        if not more:
+            found = rows[0]["step_s_of_seeds"]
+            assert (float(lowest), float(highest)) == pytest.approx((min(found), max(found)), abs=0.051)
+    assert gleanrl.here("simulate", *SMALL, "--seeds", "0").status == 2
+
+
 def test_one_schedule_is_still_compared_with_sync(gleanrl: CommandLine) -> None:
     (alone,) = simulated(gleanrl, "--schedules", "pipelined")["schedules"]
     among = {row["schedule"]: row for row in simulated(gleanrl)["schedules"]}

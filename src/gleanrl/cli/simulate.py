@@ -21,9 +21,12 @@ from gleanrl.utils.errors import UserError
 if TYPE_CHECKING:
     from gleanrl.simulate.simulation import Outcome
 
-    Simulate = Callable[..., Outcome]  # `simulate`, which also reports progress
+    Simulate = Callable[..., list[Outcome]]  # `simulate` with each seed, which also reports progress
 
 BEST: Preset = "pipelined_one_step_off"
+SEEDS = 5
+"""Default number of seeds if the latencies have a heavy tail. The range of 5 results contains the median in 94 % of all
+cases."""
 VERL: Mapping[str, Any] = {
     # In verl PR 2854, four calls of `update_actor` take 129.1 s, and a single call for the whole batch takes 117.2 s.
     # So each of the three further calls costs 4 s.
@@ -52,6 +55,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_options(parser, Workload)
     add_options(parser.add_argument_group("a cluster (docs/concepts/scale.md)"), Cluster)
+    text = (
+        "number of seeds, from --seed on. Results are means over them, and the lowest and the highest time of a step "
+        f"are shown (default 1, and {SEEDS} if the standard deviation of --latency is above its mean: a heavy tail)"
+    )
+    parser.add_argument("--seeds", metavar="N", type=int, help=text)
     text = f"schedules to simulate, separated by commas (default: all): {', '.join(PRESETS)}"
     parser.add_argument("--schedules", metavar="NAMES", help=text)
     text = "simulate the setup of verl PR 2854, and print the speed-ups published there for comparison"
@@ -124,6 +132,11 @@ def _simulate(args: argparse.Namespace) -> int:
     cluster = make_model(Cluster, of_cluster) if of_cluster else None
     if cluster is not None and (args.improve or args.published):
         raise UserError("--improve and --published are about one device: leave out the options of a cluster")
+    seeds = args.seeds
+    if seeds is None:
+        seeds = SEEDS if base.latency.heavy_tailed else 1
+    if seeds < 1:
+        raise UserError(f"--seeds is {seeds}: give a number above 0")
     names = PRESETS if args.schedules is None else [name.strip() for name in args.schedules.split(",")]
     for name in names:
         if name not in PRESETS:
@@ -138,23 +151,28 @@ def _simulate(args: argparse.Namespace) -> int:
         print(f"rewards: {base.samples} a step, {each}, {base.concurrency} at once")
         if base.evaluate_every:
             print(f"evaluation: every {base.evaluate_every} steps, {base.evaluation}, included in the step times")
+        if seeds > 1:
+            print(f"seeds: {seeds}; times are means, with the lowest and the highest of a step")
 
     from gleanrl.simulate.simulation import simulate
 
     count = len({"sync", *presets}) + (len(list(improvements(base))) if improve else 0)
     report: dict[str, Any] = {}
-    with terminal_progress().stage("simulating", count) as stage:
+    with terminal_progress().stage("simulating", count * seeds) as stage:
 
-        def simulated(workload: Workload, preset: Preset, on: Cluster | None = None) -> Outcome:
-            outcome = simulate(workload, preset, on)
-            stage.advance()
-            return outcome
+        def simulated(workload: Workload, preset: Preset, on: Cluster | None = None) -> list[Outcome]:
+            outcomes = []
+            for number in range(seeds):
+                seeded = workload.model_copy(update={"seed": workload.seed + number})
+                outcomes.append(simulate(seeded, preset, on))
+                stage.advance()
+            return outcomes
 
         if args.json:
             report = _report(simulated, base, presets, args.published, improve, cluster)
         else:
-            lines = _table(simulated, base, presets, args.published, improve)
-            for line in lines if cluster is None else _cluster_table(simulated, base, presets, cluster):
+            lines = _table(simulated, base, presets, args.published, improve, seeds)
+            for line in lines if cluster is None else _cluster_table(simulated, base, presets, cluster, seeds):
                 print(line, flush=True)
     if args.json:
         print(json.dumps(report, indent=1))
@@ -186,34 +204,47 @@ def _report(
     return report
 
 
-def _row(outcome: Outcome, sync: Outcome, bound_s: float) -> dict[str, Any]:
-    """Convert an outcome to JSON values, and add its difference to ``sync`` and to the lower bound in percent."""
+def _row(outcomes: Sequence[Outcome], sync: Sequence[Outcome], bound_s: float) -> dict[str, Any]:
+    """Convert outcomes to JSON values, and add their difference to ``sync`` and to the lower bound in percent."""
+    from gleanrl.simulate.simulation import average
+
+    outcome = average(outcomes)
     row = asdict(outcome)
+    row["step_s_of_seeds"] = [one.step_s for one in outcomes]
     of = outcome.cluster
     if of is None:
         del row["cluster"]
     elif math.isfinite(of.headroom):
         row["cluster"] |= {"first": of.first, "headroom": of.headroom}
-    row["change_percent"] = 100 * (outcome.step_s / sync.step_s - 1)
+    row["change_percent"] = 100 * (outcome.step_s / average(sync).step_s - 1)
     row["bound_s"] = bound_s
     row["above_bound_percent"] = 100 * (outcome.step_s / bound_s - 1)
     return row
 
 
 def _table(
-    simulate: Simulate, base: Workload, presets: Sequence[Preset], published: bool, improve: bool
+    simulate: Simulate, base: Workload, presets: Sequence[Preset], published: bool, improve: bool, seeds: int
 ) -> Iterator[str]:
-    def line(name: str, outcome: Outcome, workload: Workload) -> str:
+    from gleanrl.simulate.simulation import average
+
+    def line(name: str, outcomes: Sequence[Outcome], workload: Workload) -> str:
+        outcome = average(outcomes)
         above = 100 * (outcome.step_s / workload.bound_s - 1)
-        change = 100 * (outcome.step_s / sync.step_s - 1)
+        # With one seed, both schedules draw from the same stream of latencies, so the change is computed for each seed.
+        changes = [100 * (one.step_s / of_sync.step_s - 1) for one, of_sync in zip(outcomes, sync, strict=True)]
+        change = f"{100 * (outcome.step_s / average(sync).step_s - 1):>+8.1f}%"
         ages = f"{outcome.staleness_mean:.2f} / {outcome.staleness_max:.0f}"
+        if seeds > 1:
+            change = f"{_range([one.step_s for one in outcomes], '.1f')}{change}{_range(changes, '+.1f')}"
         return (
-            f"{name:<32}{outcome.step_s:>8.1f}{change:>+8.1f}%{above:>+9.1f}%"
+            f"{name:<32}{outcome.step_s:>8.1f}{change}{above:>+9.1f}%"
             f"{100 * outcome.idle_share:>6.1f}%{outcome.reward_wait_s:>11.1f}{ages:>12}"
         )
 
     yield f"bound: {base.bound_s:.1f} s a step (device {base.device_s:.1f}, rewards {base.service_s:.1f})\n"
-    head = f"{'schedule':<32}{'step s':>8}{'vs sync':>9}{'vs bound':>10}{'idle':>7}{'waiting s':>11}{'staleness':>12}"
+    between = f"{'lowest, highest':>18}" if seeds > 1 else ""
+    head = f"{'schedule':<32}{'step s':>8}{between}{'vs sync':>9}{between}{'vs bound':>10}"
+    head += f"{'idle':>7}{'waiting s':>11}{'staleness':>12}"
     yield head + (f"{'published':>11}" if published else "")
     sync = simulate(base, "sync")
     for preset in presets:
@@ -225,7 +256,15 @@ def _table(
             yield line(f"  {name}", simulate(better, BEST), better)
 
 
-def _cluster_table(simulate: Simulate, base: Workload, presets: Sequence[Preset], cluster: Cluster) -> Iterator[str]:
+def _range(values: Sequence[float], form: str) -> str:
+    return f"{f'{min(values):{form}}, {max(values):{form}}':>18}"
+
+
+def _cluster_table(
+    simulate: Simulate, base: Workload, presets: Sequence[Preset], cluster: Cluster, seeds: int
+) -> Iterator[str]:
+    from gleanrl.simulate.simulation import average
+
     where = "on the learners' devices" if cluster.placement == "colocated" else "on devices of their own"
     yield f"cluster: {cluster.samplers} samplers {where}, {cluster.learners} learners"
     demand = ", ".join(f"{name} {seconds:.3g}" for name, seconds in cluster.demand(base).items())
@@ -235,10 +274,12 @@ def _cluster_table(simulate: Simulate, base: Workload, presets: Sequence[Preset]
     shares = "".join(f"{name:>9}" for name in ("learner", "sampler", "rewards", "drain"))
     at_work = "".join(f"{name:>9}" for name in parts)
     groups = f"{'idle or waiting, share of the time':^36}{'at work, share of the time':^{len(at_work)}}"
-    yield f"\n{'':<43}{groups}".rstrip()
-    yield f"{'schedule':<24}{'step s':>8}{'tokens/s':>11}{shares}{at_work}  saturates first"
+    between = f"{'lowest, highest':>18}" if seeds > 1 else ""
+    yield f"\n{'':<{43 + len(between)}}{groups}".rstrip()
+    yield f"{'schedule':<24}{'step s':>8}{between}{'tokens/s':>11}{shares}{at_work}  saturates first"
     for preset in presets:
-        outcome = simulate(base, preset, cluster)
+        outcomes = simulate(base, preset, cluster)
+        outcome = average(outcomes)
         of = outcome.cluster
         assert of is not None
         rate = f"{of.tokens_per_s:,.0f}" if of.tokens_per_s else f"{of.groups_per_s:.2f} gr"
@@ -246,7 +287,8 @@ def _cluster_table(simulate: Simulate, base: Workload, presets: Sequence[Preset]
         shares = "".join(f"{100 * share:>8.1f}%" for share in idle)
         at_work = "".join(f"{100 * of.at_work[name]:>8.2f}%" for name in parts)
         first = f"{of.first} at {of.headroom:.3g}x" if math.isfinite(of.headroom) else "-"
-        yield f"{preset:<24}{outcome.step_s:>8.1f}{rate:>11}{shares}{at_work}  {first}"
+        lowest = _range([one.step_s for one in outcomes], ".1f") if between else ""
+        yield f"{preset:<24}{outcome.step_s:>8.1f}{lowest}{rate:>11}{shares}{at_work}  {first}"
 
 
 def _flag(name: str) -> str:

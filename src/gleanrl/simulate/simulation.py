@@ -13,7 +13,7 @@ import asyncio
 import gc
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, cast
 
 from gleanrl.config.settings import ScheduleSettings
@@ -85,6 +85,24 @@ def simulate(workload: Workload, preset: Preset, cluster: Cluster | None = None)
     finally:
         if collecting:
             gc.enable()
+
+
+def average(outcomes: Sequence[Outcome]) -> Outcome:
+    """Return the means over the outcomes of one schedule with several seeds, and the largest of their maximum ages."""
+    averaged = _mean(outcomes)
+    return replace(averaged, staleness_max=max(outcome.staleness_max for outcome in outcomes))
+
+
+def _mean(values: Sequence[Any]) -> Any:
+    first = values[0]
+    if isinstance(first, int | float):
+        return sum(values) / len(values)
+    if isinstance(first, Mapping):
+        return {name: _mean([value[name] for value in values]) for name in first}
+    if is_dataclass(first):
+        names = [field.name for field in fields(first)]
+        return type(first)(**{name: _mean([getattr(value, name) for value in values]) for name in names})
+    return first
 
 
 async def _simulate(workload: Workload, preset: Preset, cluster: Cluster | None) -> Outcome:

@@ -11,6 +11,7 @@ import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean, pstdev
 from typing import Annotated, Literal, Self, get_args
 
 from pydantic import BeforeValidator, Field, InstanceOf, PlainSerializer, model_validator
@@ -30,6 +31,9 @@ class Latency:
     name: str  # the text from which the distribution was read
     mean: float
     draw: Callable[[random.Random], float]  # draws a time with the given generator
+    # Whether the standard deviation is above the mean. Rare long times then decide the result of a simulation, so that
+    # results with different seeds differ much.
+    heavy_tailed: bool = False
 
     @classmethod
     def parse(cls, text: str) -> Latency:
@@ -55,7 +59,8 @@ class Latency:
                     return cls(text, mean, lambda r: r.expovariate(1 / mean) if mean else 0.0)
                 case "lognormal", [median, sigma]:
                     mean = median * math.exp(sigma**2 / 2)
-                    return cls(text, mean, lambda r: median * math.exp(sigma * r.gauss(0.0, 1.0)))
+                    heavy = sigma**2 > math.log(2)
+                    return cls(text, mean, lambda r: median * math.exp(sigma * r.gauss(0.0, 1.0)), heavy)
         if not Path(text).is_file():
             raise UserError(f"--latency is {text!r}: it must be {FORMS}")
         measured: list[float] = []
@@ -71,7 +76,8 @@ class Latency:
             measured.append(seconds)
         if not measured:
             raise UserError(f"{text} holds no latency: it must hold seconds, one a line")
-        return cls(text, sum(measured) / len(measured), lambda r: r.choice(measured))
+        mean = fmean(measured)
+        return cls(text, mean, lambda r: r.choice(measured), pstdev(measured) > mean)
 
 
 # The text in each annotation is the placeholder of the option's value in the command's help.
