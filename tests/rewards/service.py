@@ -49,6 +49,9 @@ class Plan:
     answer: Callable[[str, Mapping[str, Any]], tuple[int, Any]] | None = None
     # (n, seconds): at the n-th request the service closes for so many seconds and refuses connections
     outage: tuple[int, float] | None = None
+    again_after_s: float | None = None  # each complete answer is sent a second time after so many seconds
+    echoes: bool = False  # answers repeat the header Idempotency-Key of their request
+    redirect: str | None = None  # every request is redirected to this address
 
 
 class Service:
@@ -171,7 +174,20 @@ class Service:
             return await _send(writer, 200, None, text=json.dumps(answer)[: -len(json.dumps(answer)) // 3])
         if status == 200 and fault is None:
             self.scored.append(headers.get("idempotency-key", ""))
-        return await _send(writer, status, answer, half=fault == "half")
+        extra = {"Idempotency-Key": headers["idempotency-key"]} if self.plan.echoes else {}
+        if self.plan.redirect is not None:
+            return await _send(writer, 307, {}, {"Location": self.plan.redirect})
+        if self.plan.again_after_s is not None:
+            again = asyncio.create_task(self._send_again(self.plan.again_after_s, writer, status, answer, extra))
+            self._handlers.add(again)
+            again.add_done_callback(self._handlers.discard)
+        return await _send(writer, status, answer, extra, half=fault == "half")
+
+    async def _send_again(self, seconds: float, writer: asyncio.StreamWriter, *answer: Any) -> None:
+        await asyncio.sleep(seconds)
+        if not writer.is_closing():
+            with contextlib.suppress(ConnectionError):
+                await _send(writer, *answer)
 
     def _fault(self, content: str, draw: float) -> str | None:
         self.asked[content] += 1

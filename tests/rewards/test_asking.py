@@ -65,6 +65,35 @@ def test_an_outage_of_half_a_minute_loses_no_reward(error: Exception) -> None:
     run(service, use, max_concurrency=400)
 
 
+@pytest.mark.parametrize("cause", ["rate_limit", "unavailable"])
+def test_a_service_that_refuses_everything_for_a_while_loses_no_reward(cause: str) -> None:
+    """It refuses from the start, as one that loads a model, and again later."""
+    service = Leaving((0.0, 12.0), (40.5, 60.5), error=Retryable("come back later", cause=cause))
+
+    async def use(agent: RewardAgent) -> None:
+        scores = await one_after_another(agent, 800, 0.1)
+        assert [score.value for score in scores] == list(range(800))
+
+    run(service, use, max_concurrency=800)
+
+
+def test_refusals_of_single_requests_count_as_attempts() -> None:
+    """A request may be refused because it breaks the service: it must not hold its group for ten minutes."""
+
+    async def reward(request: Request) -> float:
+        await asyncio.sleep(1.0)
+        if int(request.response) % 10 == 3:
+            raise Retryable("out of memory", cause="unavailable")
+        return 1.0
+
+    async def use(agent: RewardAgent) -> float:
+        scores = await one_after_another(agent, 100, 1.0)
+        assert [n for n, score in enumerate(scores) if not score.valid] == list(range(3, 100, 10))
+        return now()
+
+    assert run(reward, use) < 100 + 30
+
+
 def test_after_an_outage_no_request_waits_longer_than_the_outage_lasted() -> None:
     service = Leaving((10.5, 13.5))
 

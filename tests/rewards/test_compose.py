@@ -20,12 +20,13 @@ from gleanrl.config.settings import RewardSettings
 from gleanrl.rewards import NotApplicable, RewardAgent
 from gleanrl.rewards.adapter import load_reward
 from gleanrl.rewards.compose import ATTEMPTS, Weighted
+from gleanrl.rewards.http import HttpReward
 from gleanrl.rewards.request import Request
 from gleanrl.simulate import virtual_time
 from gleanrl.types import Score, Task
 from gleanrl.utils.errors import UserError
 from gleanrl.utils.retry import Fatal, Retryable
-from tests.rewards.service import group_scored
+from tests.rewards.service import Plan, Service, group_scored
 from tests.rewards.worlds import count_rows, make_task, make_trajectory
 
 REQUEST = Request(Task("t"), ({"role": "assistant", "content": "abc"},), "r", Score(0.25))
@@ -421,7 +422,7 @@ def test_a_part_that_was_loaded_before_keeps_its_own_number_of_threads() -> None
     mine = load_reward(lambda request: 1.0, settings=RewardSettings(workers=5))
     weighted = Weighted({"mine": mine, "other": lambda request: 1.0})
     RewardAgent(weighted, workers=2)
-    assert [part.scorer.slots for part in weighted._parts] == [5, 2]
+    assert [part.scorer.lane_slots for part in weighted._parts] == [5, 2]
 
 
 def test_evaluation_does_not_delay_training_although_a_part_has_one_thread() -> None:
@@ -445,17 +446,20 @@ def test_evaluation_does_not_delay_training_although_a_part_has_one_thread() -> 
     assert asyncio.run(main()) < 12
 
 
-# --- unreachable parts ------------------------------------------------------------------------------------
-class Away:
-    """A reward that refuses connections between two times in seconds, and scores 1 otherwise."""
+# --- parts whose service is away ------------------------------------------------------------------------
+REFUSED, BUSY = ConnectionRefusedError("nobody is there"), Retryable("busy", 4.0, cause="unavailable")
 
-    def __init__(self, start: float, end: float) -> None:
-        self.start, self.end = start, end
+
+class Away:
+    """A reward that raises ``error`` between two times in seconds, and scores 1 otherwise."""
+
+    def __init__(self, start: float, end: float, error: Exception = REFUSED) -> None:
+        self.start, self.end, self.error = start, end, error
 
     async def __call__(self, request: Request) -> float:
         await asyncio.sleep(0.0)
         if self.start <= asyncio.get_running_loop().time() < self.end:
-            raise ConnectionRefusedError("nobody is there")
+            raise self.error
         return 1.0
 
 
@@ -467,13 +471,14 @@ async def one_a_second(agent: RewardAgent, count: int) -> list[Score]:
     return list(await asyncio.gather(*tasks))
 
 
+@pytest.mark.parametrize("error", [REFUSED, BUSY])
 @pytest.mark.parametrize("on_failure", ["fail", "renormalise"])
-def test_an_outage_of_half_a_minute_loses_no_part(on_failure: Any) -> None:
+def test_an_outage_of_half_a_minute_loses_no_part(on_failure: Any, error: Exception) -> None:
     async def main() -> list[Score]:
-        weighted = Weighted({"a": constant(0.5), "b": Away(10.0, 40.0)}, on_failure=on_failure)
+        weighted = Weighted({"a": constant(0.5), "b": Away(10.0, 40.0, error)}, on_failure=on_failure)
         async with RewardAgent(weighted) as agent:
             scores = await one_a_second(agent, 60)
-            assert agent.metrics()["service/unreachable"] > 0
+            assert (agent.metrics()["service/unreachable"] > 0) == (error is REFUSED)
             return scores
 
     assert [score.parts for score in virtual_time.run(main())] == [{"a": 0.5, "b": 1.0}] * 60
@@ -533,6 +538,27 @@ def test_a_resumed_run_computes_only_the_missing_parts(tmp_path: Path) -> None:
     assert score is not None
     assert score.value == 2.5
     assert (len(calls), spent) == (1, 0.0)
+
+
+def test_two_parts_with_the_same_path_on_different_hosts_do_not_share_scores(tmp_path: Path) -> None:
+    def late(random: Any) -> float:
+        return 0.3
+
+    async def main(status: int) -> Score:
+        ones, twos = (
+            Plan(answer=lambda *_: (200, {"score": 1})),
+            Plan(answer=lambda *_: (status, {"score": 2}), latency=late),
+        )
+        async with Service(ones) as one, Service(twos) as two:
+            parts = {"one": HttpReward(f"{one.url}/score"), "two": HttpReward(f"{two.url}/score")}
+            async with RewardAgent(Weighted(parts), journal=tmp_path / "rewards.sqlite") as agent:
+                score = await agent.score(Task("t"), "abc")
+            if status == 200:
+                assert (len(one.bodies), len(two.bodies)) == (0, 1)
+            return score
+
+    assert not asyncio.run(main(400)).valid
+    assert asyncio.run(main(200)).parts == {"one": 1.0, "two": 2.0}
 
 
 def test_a_scored_part_is_not_computed_again_after_another_part_failed(tmp_path: Path) -> None:

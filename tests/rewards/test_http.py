@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Awaitable, Callable
 from email.utils import formatdate
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -66,7 +67,7 @@ def test_a_trajectory_is_sent_as_json_and_its_score_is_returned() -> None:
     [
         ("429", "rate_limit", "no luck: 429"),
         ("500", "server", "no luck: 500"),
-        ("503", "server", "no luck: 503"),
+        ("503", "unavailable", "no luck: 503"),
         ("hang", "timeout", "did not answer within 0.3 s"),
         ("half", "connection", "http:"),
         ("garbage", "answer", "no JSON"),
@@ -102,7 +103,6 @@ def test_a_refused_connection_raises_retryable_with_cause_unreachable() -> None:
         (400, {"error": {"message": "too long"}}, "status 400: too long"),
         (401, {"error": "who?"}, "who\\?; no key was sent: set api_key_env"),
         (404, {"detail": "nothing here"}, "status 404: nothing here"),
-        (302, {}, "status 302"),
         (429, {"error": {"message": "pay first", "code": "insufficient_quota"}}, "pay first"),
         (200, {"value": 3}, "has no score"),
         (200, [3], "has no score"),
@@ -162,6 +162,8 @@ def test_retry_after_headers_are_read_as_seconds(fields: dict[str, str], seconds
     [
         ({"url": "localhost:8000"}, "give an address"),
         ({"url": "http://"}, "give an address"),
+        ({"url": "http://localhost:99999"}, "65535"),
+        ({"url": "http://[::1"}, "give an address"),
         ({"score": "a..b"}, "give the path"),
         ({"timeout_s": 0}, "must be positive"),
         ({"connections": 0}, "must be positive"),
@@ -180,14 +182,69 @@ def test_the_version_depends_on_the_settings_that_change_a_score() -> None:
         HttpReward(**options).version  # type: ignore[arg-type]
         for options in (
             {"url": "http://a"},
-            {"url": "http://b"},
+            {"url": "http://a/b"},
+            {"url": "http://a?b=1"},
             {"url": "http://a", "version": "2"},
             {"url": "http://a", "score": "x"},
             {"url": "http://a", "fields": {"rubric": "strict"}},
         )
     }
-    assert len(versions) == 5
-    assert HttpReward("http://a").version == HttpReward("http://a", timeout_s=3).version
+    assert len(versions) == 6
+    assert HttpReward("http://a").version == HttpReward("http://b:8000/", timeout_s=3).version
+
+
+def test_a_service_that_moved_to_another_port_is_not_asked_for_scores_in_the_journal(tmp_path: Path) -> None:
+    items = [(TASK, f"worth {n}") for n in range(20)]
+
+    async def once() -> Service:
+        async with Service() as service:
+            reward = HttpReward(f"{service.url}/score")
+            async with RewardAgent(reward, journal=tmp_path / "journal.sqlite") as agent:
+                assert [score.value for score in await group_scored(agent, items)] == list(range(20))
+            return service
+
+    first, moved = asyncio.run(once()), asyncio.run(once())
+    assert first.url != moved.url
+    assert (len(first.bodies), len(moved.bodies)) == (20, 0)
+
+
+@pytest.mark.parametrize(
+    ("again_after_s", "pause_s", "echoes"), [(0.0, 0.0, False), (0.01, 0.05, False), (0.01, 0.0, True)]
+)
+def test_a_second_answer_to_a_request_is_not_taken_for_the_answer_to_the_next(
+    again_after_s: float, pause_s: float, echoes: bool
+) -> None:
+    """The second answer comes with the first, while no request uses the connection, or during the next request."""
+
+    async def use(service: Service, reward: HttpReward) -> None:
+        async with RewardAgent(reward, backoff_s=0.01) as agent:
+            for n in range(12):
+                assert (await agent.score(TASK, f"worth {n}")).value == n
+                await asyncio.sleep(pause_s)
+
+    plan = Plan(again_after_s=again_after_s, echoes=echoes, latency=lambda random: 0.03 if echoes else 0.0)
+    assert served(plan, use).connections > 1
+
+
+def test_an_error_names_the_target_of_a_redirect() -> None:
+    async def use(service: Service, reward: HttpReward) -> None:
+        with pytest.raises(Fatal, match=r"redirects to https://grader\.example/v2"):
+            await reward(asked("worth 3"))
+
+    served(Plan(redirect="https://grader.example/v2"), use)
+
+
+def test_an_answer_that_has_a_key_twice_gives_no_score() -> None:
+    async def use(service: Service, reward: HttpReward) -> None:
+        with pytest.raises(Retryable, match="'score' twice") as error:
+            await reward(asked("worth 3"))
+        assert error.value.cause == "answer"
+
+    class Twice(dict[str, Any]):
+        def items(self) -> Any:
+            return [("score", 0), ("score", 1)]
+
+    served(Plan(answer=lambda path, body: (200, Twice(score=0))), use)
 
 
 def test_a_thousand_concurrent_requests_reuse_their_connections() -> None:

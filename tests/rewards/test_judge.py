@@ -208,6 +208,16 @@ def test_a_truncated_answer_raises_an_error_that_names_max_tokens(parse: str, te
     judged(writes(text, finish_reason="length"), use, parse=parse)
 
 
+def test_an_answer_that_gives_two_scores_gives_none() -> None:
+    """A response may bring a judge to write a second score after the first."""
+
+    async def use(judge: Judge) -> None:
+        with pytest.raises(Retryable, match="twice"):
+            await judge(asked())
+
+    judged(writes('{"score": 2, "reasoning": "no", "score": 10}'), use)
+
+
 @pytest.mark.parametrize(
     "choice", [{"finish_reason": "content_filter"}, {"message": {"content": None, "refusal": "no"}}]
 )

@@ -57,6 +57,7 @@ def test_a_secret_does_not_hold_its_value() -> None:
         base64.b64encode(KEY.encode()).decode(),
         "sk-proj-****************9Zq+",
         "sk-proj-...",
+        f"{KEY[:15]}...",
     ],
 )
 def test_redact_removes_the_key_in_every_encoding(form: str) -> None:
@@ -100,13 +101,49 @@ def test_headers_that_carry_keys_must_name_an_environment_variable() -> None:
 
 
 @pytest.mark.parametrize(
-    "url", ["https://me:pass1@host/v1", "https://host/v1?api_key=pass1", "https://host?a=1&token=pass1"]
+    "url",
+    [
+        "https://me:pass1@host/v1",
+        "https://host/v1?api_key=pass1",
+        "https://host?a=1&token=pass1",
+        "https://host/hooks/T0/pass1AbCdEfGhIjKlMnOpQr",
+        "https://host/v1?k=pass1AbCdEfGhIjKlMnOpQr",
+    ],
 )
 def test_a_url_that_contains_a_key_is_refused_and_not_repeated(url: str) -> None:
     with pytest.raises(UserError, match="holds a key") as error:
         refuse_key_in_url(url, "url")
     assert "pass1" not in str(error.value)
-    refuse_key_in_url("https://host/v1?api-version=3", "url")
+    for url in (
+        "https://host/v1?api-version=2024-10-21-preview",
+        "https://host/models/Qwen2.5-72B-Instruct-GPTQ-Int4/v1",
+        "https://host/client/v4/accounts/0123456789abcdef0123456789abcdef/ai/v1",
+    ):
+        refuse_key_in_url(url, "url")
+
+
+def test_an_address_from_the_environment_is_used_and_shown_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The service repeats the path with the key, as the error page of a web framework does."""
+
+    def answer(path: str, body: Any) -> tuple[int, Any]:
+        return (200, {"score": 5}) if body["task_id"] == "t" else (404, {"detail": f"nothing at {path}"})
+
+    async def main() -> list[str]:
+        async with Service(Plan(answer=answer)) as service:
+            monkeypatch.setenv("GRADER_URL", f"{service.url}/hooks/pass1AbCdEfGhIjKlMnOpQr?code=pass1")
+            check_reward("http", options={"url": "env:GRADER_URL"})
+            reward = HttpReward("env:GRADER_URL")
+            assert (await reward(REQUEST)).value == 5
+            with pytest.raises(Fatal) as refused:
+                await reward(Request(Task("other"), ()))
+        with pytest.raises(Retryable) as gone:
+            await reward(REQUEST)
+        await reward.aclose()
+        return [str(refused.value), str(gone.value), reward.version, repr(vars(reward))]
+
+    said = asyncio.run(main())
+    assert all("GRADER_URL" in text for text in said[:2])
+    assert "pass1" not in "".join(said)
 
 
 def _echoing(path: str, body: Any) -> tuple[int, Any]:
@@ -117,13 +154,13 @@ def _echoing(path: str, body: Any) -> tuple[int, Any]:
     if path == "/classify":
         return 200, {"data": [{"probs": f"{'x' * 290} you sent {KEY}"}]}
     if path == "/score":
-        return 200, {"score": 5, "explanation": f"you sent {KEY}"}
+        return 200, {"score": 5, "explanation": f"you sent {KEY}", "parts": {f"of {KEY}": 1.0}}
     return 400, {"error": {"message": "x" * 290 + f" you sent {KEY}"}}  # at the place where errors are truncated
 
 
 @pytest.mark.parametrize("kind", ["judge", "http"])
 def test_a_key_that_the_service_echoes_is_redacted_in_the_explanation(kind: str) -> None:
-    async def main() -> str | None:
+    async def main() -> str:
         async with Service(Plan(answer=_echoing)) as service:
             scorer = (
                 Judge(f"{service.url}/v1", "m", api_key_env="JUDGE_KEY")
@@ -133,10 +170,10 @@ def test_a_key_that_the_service_echoes_is_redacted_in_the_explanation(kind: str)
             score = await scorer(REQUEST)
             await scorer.aclose()
             assert service.headers[0]["authorization"] == f"Bearer {KEY}"
-            return score.explanation
+            assert score.explanation is not None
+            return score.explanation + repr(score.parts)
 
     said = asyncio.run(main())
-    assert said is not None
     assert "[JUDGE_KEY]" in said
     assert KEY not in said
     assert json.dumps(KEY)[1:-1] not in said
@@ -237,7 +274,8 @@ class Client:
         assert self.options == {"api_key": KEY, "deep": {"keys": [KEY]}}
         if request.response == "raise":
             raise ValueError(f"who is {self.options['api_key']}?")
-        return {"score": 1.0, "explanation": f"by {self.options['api_key']}"}
+        key = self.options["api_key"]
+        return {"score": 1.0, f"of {key}": 1.0, "explanation": f"by {key}"}
 
 
 @pytest.mark.parametrize(("name", "options"), CASES)
@@ -274,7 +312,7 @@ def test_a_users_reward_receives_the_key_which_is_redacted_in_its_results(tmp_pa
         settings = RewardSettings(name="tests.rewards.test_secrets:Client", options=options)
         async with RewardAgent(settings=settings, journal=tmp_path / "journal.sqlite") as agent:
             scores = [await agent.score(REQUEST.task, says) for says in ("4", "raise")]
-            return [*(score.explanation for score in scores), settings.model_dump_json()]
+            return [*(score.explanation for score in scores), settings.model_dump_json(), scores[0].parts]
 
     said = asyncio.run(main())
     assert said[0] == "by [JUDGE_KEY]"

@@ -170,6 +170,10 @@ def _no_logprobs(body: dict[str, Any], choice: dict[str, Any]) -> None:
     choice["logprobs"] = None
 
 
+def _other_prompt(body: dict[str, Any], choice: dict[str, Any]) -> None:
+    choice["prompt_token_ids"] = [*body["prompt"][:-1], body["prompt"][-1] + 1]
+
+
 def _no_stop_token(body: dict[str, Any], choice: dict[str, Any]) -> None:
     if choice["finish_reason"] == "stop":
         choice["token_ids"] = choice["token_ids"][:-1] or [9]
@@ -194,6 +198,7 @@ def _more_logprobs_than_tokens(body: dict[str, Any], choice: dict[str, Any]) -> 
     [
         (_no_ids, "returns no token ids"),
         (_no_logprobs, "returns no log-probs"),
+        (_other_prompt, "of another prompt"),
         (_no_stop_token, "no stop token, or does not return it"),
         (_logprobs_of_temperature_1, "log-probs of temperature 1, not of the sampling temperature"),
         (_more_logprobs_than_tokens, "returned 1 tokens and 2 log-probs"),

@@ -72,8 +72,8 @@ def test_a_wait_that_the_service_asks_for_is_kept_or_raises_if_over_the_outage_l
         timed(RetryPolicy(outage_s=600.0), Retryable("busy", 700.0))
 
 
-def time_of_success_after_outage(policy: RetryPolicy, seconds: float, *, answered_before: bool) -> float:
-    """Return the time at which a call succeeds if the service is unreachable for the first ``seconds``."""
+def time_of_success_after_outage(policy: RetryPolicy, seconds: float, *, outage: bool) -> float:
+    """Return the time at which a call succeeds if all attempts of the first ``seconds`` fail."""
 
     async def main() -> float:
         loop = asyncio.get_running_loop()
@@ -82,20 +82,19 @@ def time_of_success_after_outage(policy: RetryPolicy, seconds: float, *, answere
             try:
                 raise Retryable("refused", cause=UNREACHABLE)
             except Retryable as error:
-                await asyncio.sleep(retries.next_wait(error, answered_before=answered_before))
+                await asyncio.sleep(retries.next_wait(error, outage=outage))
         return loop.time() - started
 
     return virtual_time.run(main())
 
 
-def test_an_unreachable_service_is_retried_for_outage_s_if_it_answered_before() -> None:
+def test_attempts_in_an_outage_are_repeated_for_outage_s_and_others_up_to_their_number() -> None:
     policy = RetryPolicy(attempts=2, backoff_s=0.5, outage_s=100.0)
-    assert 30.0 <= time_of_success_after_outage(policy, 30.0, answered_before=True) <= 60.0
+    assert 30.0 <= time_of_success_after_outage(policy, 30.0, outage=True) <= 60.0
     with pytest.raises(Retryable):
-        time_of_success_after_outage(policy, 1000.0, answered_before=True)
-    # A service that never answered is probably a wrong address, so that the call fails after its attempts.
+        time_of_success_after_outage(policy, 1000.0, outage=True)
     with pytest.raises(Retryable):
-        time_of_success_after_outage(policy, 30.0, answered_before=False)
+        time_of_success_after_outage(policy, 30.0, outage=False)
 
 
 def test_with_attempts_none_retries_are_limited_by_outage_s_only() -> None:

@@ -477,7 +477,8 @@ class RewardAgent:
         if cause_of(error) in NOT_DELIVERED:
             counts["unreachable"] += 1
         self._budget.attempt_failed(job.number, error, now)
-        seconds, asked_s = retries.next_wait(error, answered_before=self._budget.answered), wait_asked_for(error)
+        seconds = retries.next_wait(error, outage=self._budget.outage.explains(error))
+        asked_s = wait_asked_for(error)
         counts["retries"] += 1
         if cause_of(error) == "timeout":
             counts["timeouts"] += 1

@@ -16,9 +16,10 @@ from gleanrl.rewards.http import version_of
 from gleanrl.rewards.journal import Journal
 from gleanrl.rewards.limits import CURRENT_PERMIT, Permit, RateLimiter, time_limit
 from gleanrl.rewards.request import NotApplicable, Request, Scorer, own_score
+from gleanrl.rewards.statistics import OutageDetector
 from gleanrl.types import Score, Task
 from gleanrl.utils.errors import UserError
-from gleanrl.utils.retry import NOT_DELIVERED, Fatal, Retryable, cause_of, is_retryable, wait_asked_for
+from gleanrl.utils.retry import Fatal, Retryable, cause_of, is_retryable, wait_asked_for
 from gleanrl.utils.text import nearest
 
 FailurePolicy = Literal["fail", "renormalise"]
@@ -138,7 +139,8 @@ class Weighted(Scorer):
         """
         journal_key = None
         if self._journal is not None and key is not None and not part.is_environment:
-            journal_key = hashlib.blake2b(f"{key} {part.scorer.version}".encode(), digest_size=16).hexdigest()
+            text = f"{key} {part.name} {part.scorer.version}"
+            journal_key = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
             if (found := self._journal.get(journal_key)) is not None:
                 unfinished.scores[part.name] = found
                 return
@@ -151,12 +153,12 @@ class Weighted(Scorer):
                 unfinished.add_cost(error.cost)
             retries = is_retryable(error)
             if retries and part.optional:
-                if part.weight and part.unreachable_since is not None:
-                    # While a service is unreachable, the agent does not count attempts but retries the request for up
-                    # to `down_after_s` seconds. The part is left out after half of this time, before the agent gives up
+                since = part.outage.since
+                if part.weight and since is not None and part.outage.explains(error):
+                    # During an outage, the agent does not count attempts but retries the request for up to
+                    # `down_after_s` seconds. The part is left out after half of this time, before the agent gives up
                     # the whole request.
-                    unreachable_s = asyncio.get_running_loop().time() - part.unreachable_since
-                    retries = unreachable_s < self._outage_s / 2
+                    retries = asyncio.get_running_loop().time() - since < self._outage_s / 2
                 elif wait_asked_for(error) > self._outage_s:
                     retries = False
                 else:
@@ -249,8 +251,7 @@ class Part:
         clip: lowest and highest value, to which the part's value is clipped before it is weighted; None = not clipped.
         optional: whether the part is left out of the sum if it fails. If False, the whole request fails.
         timeout_s: time limit of one call in seconds; None = the part sets no limit, because its reward does.
-        unreachable_since: event loop time since which the part's service has been unreachable; None if it is reachable
-            or has never answered.
+        outage: detects that the part's service answers no request.
     """
 
     def __init__(
@@ -265,8 +266,7 @@ class Part:
         self.name, self.weight, self.clip, self.optional = name, weight, clip, optional
         self.scorer = load_reward(reward, options=options)
         self.is_environment = reward is own_score or reward in ("environment", BUILT_IN["environment"])
-        self.unreachable_since: float | None = None
-        self._answered = False
+        self.outage = OutageDetector()
         self.set_limits(None, RewardSettings().eval_share)
 
     def set_limits(self, timeout_s: float | None, eval_share: float) -> None:
@@ -288,15 +288,13 @@ class Part:
             async with time_limit(self.timeout_s):
                 score = await self.scorer(request)
         except Exception as error:
-            if cause_of(error) not in NOT_DELIVERED:
-                self.unreachable_since = None
-            elif self._answered and self.unreachable_since is None:
-                self.unreachable_since = asyncio.get_running_loop().time()
+            if not isinstance(error, NotApplicable):
+                self.outage.failed(id(request), asyncio.get_running_loop().time())
             raise
         finally:
             if self._limiter is not None and lane is not None:
                 self._limiter.release(lane)
-        self._answered, self.unreachable_since = True, None
+        self.outage.succeeded()
         if not score.valid and not score.applicable:
             raise NotApplicable(score.explanation or "the reward does not apply")
         if not score.valid:

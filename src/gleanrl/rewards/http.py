@@ -10,6 +10,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from typing import Any, Unpack
+from urllib.parse import urlsplit
 
 from gleanrl.rewards.request import HEDGED, Request, Scorer, finite, shorten
 from gleanrl.types import Score
@@ -45,10 +46,11 @@ class HttpReward(ServiceScorer):
     are logged) and ``"usage"`` (the token counts ``prompt_tokens`` and ``completion_tokens``).
 
     Args:
-        url: address of the service.
+        url: address of the service; ``"env:NAME"`` is read from the environment variable NAME.
         score: path of the score in the answer, such as ``score``, ``result.value`` or ``data.0.score``.
-        version: a label of the way in which the service scores. Change it when the service scores differently, so that
-            old scores in caches and journals are not used.
+        version: a label of the way in which the service scores. Change it when the service scores differently, or if
+            another one takes its place, so that old scores in caches and journals are not used. The host and the port
+            of ``url`` are no part of this: a service that moves to another machine still gives the same scores.
         fields: additional fields of each request's body. A text ``"env:NAME"`` is replaced by the value of the
             environment variable NAME.
         connection: ``api_key_env``, ``headers``, ``timeout_s``, ``connections`` of `gleanrl.utils.http.HttpClient`.
@@ -70,7 +72,9 @@ class HttpReward(ServiceScorer):
             raise UserError(f"score = {score!r}: give the path of the score in the answer, e.g. result.score")
         super().__init__(HttpClient(url, **connection))
         self._path, self._fields = score, self._client.hide_keys(fields or {})
-        self.version = version_of([url, score, version, dict(fields or {})])
+        place = urlsplit(url)
+        where = url if url.startswith("env:") else f"{place.path.rstrip('/')}?{place.query}"
+        self.version = version_of([where, score, version, dict(fields or {})])
 
     async def __call__(self, request: Request) -> Score:
         """Return the score that the service gives. Raises `Retryable` or `Fatal` if it gives none."""
@@ -104,7 +108,7 @@ class HttpReward(ServiceScorer):
             given = answer.get("parts")
             for name, part in given.items() if isinstance(given, dict) else ():
                 if name not in parts and (part_value := finite(part)) is not None:
-                    parts[name] = part_value
+                    parts[self._client.redact(name)] = part_value
             if isinstance(answer.get("explanation"), str):
                 explanation = shorten(self._client.redact(answer["explanation"]), EXPLANATION)
         return Score(value, parts=parts, explanation=explanation)

@@ -20,7 +20,7 @@ from gleanrl.rewards.http import EXPLANATION, ServiceScorer, idempotency_key, re
 from gleanrl.rewards.request import Request, finite, shorten
 from gleanrl.types import Score
 from gleanrl.utils.errors import UserError
-from gleanrl.utils.http import ConnectionOptions, HttpClient
+from gleanrl.utils.http import ConnectionOptions, HttpClient, decode_json
 from gleanrl.utils.importing import load_object
 from gleanrl.utils.retry import Fatal, Retryable
 from gleanrl.utils.text import nearest
@@ -60,7 +60,8 @@ class Judge(ServiceScorer):
     """A reward that a language model gives. The reward agent limits, retries and caches the requests.
 
     Args:
-        base_url: address of the API, e.g. ``https://api.openai.com/v1`` or ``http://localhost:8000/v1``.
+        base_url: address of the API, e.g. ``https://api.openai.com/v1`` or ``http://localhost:8000/v1``; ``"env:NAME"``
+            is read from the environment variable NAME.
         model: the name under which the API serves the judge.
         template: the user message. It may contain the fields ``{task}`` (the task's prompt), ``{conversation}`` (the
             whole conversation), ``{response}`` (the last assistant message), ``{low}`` and ``{high}`` (the scale), and
@@ -291,5 +292,5 @@ def _parse_json(text: str) -> float | None:
     text = text.strip()
     # Some servers do not enforce `response_format`, so the model may put its JSON into a Markdown code block.
     fenced = _FENCED.match(text)
-    answer = json.loads(fenced[1] if fenced else text)
+    answer = decode_json(fenced[1] if fenced else text)
     return answer.get("score") if isinstance(answer, dict) else None

@@ -276,7 +276,8 @@ class PoolingServer(ServiceScorer):
     Both endpoints accept a conversation and apply the model's own chat template to it.
 
     Args:
-        base_url: address of the server, without ``/v1``, e.g. ``http://localhost:8000``.
+        base_url: address of the server, without ``/v1``, e.g. ``http://localhost:8000``; ``"env:NAME"`` is read from
+            the environment variable NAME.
         model: the model's name on the server.
         endpoint: ``classify`` for classification models with one label, ``pooling`` for other models that return one
             number.

@@ -11,6 +11,7 @@ import numpy as np
 
 from gleanrl.protocols import Metrics
 from gleanrl.utils.errors import UserError
+from gleanrl.utils.retry import NOT_DELIVERED, REFUSED, cause_of
 
 # Names of the token counts in `Score.parts`.
 PROMPT_TOKENS, COMPLETION_TOKENS = "cost/prompt_tokens", "cost/completion_tokens"
@@ -116,6 +117,45 @@ class Statistics:
         }
 
 
+class OutageDetector:
+    """Detects that a service answers no request, from the results of all calls.
+
+    Attributes:
+        answered: whether any call has returned a score.
+        since: event loop time of the first failure after the last score; None if no call has failed since.
+    """
+
+    def __init__(self) -> None:
+        self.answered = False
+        self.since: float | None = None
+        self._failing: set[int] = set()
+
+    def succeeded(self) -> None:
+        """Record that a call has returned a score, even an invalid one."""
+        self.answered, self.since = True, None
+        self._failing.clear()
+
+    def failed(self, request: int, now: float) -> None:
+        """Record that a call failed at the event loop time ``now``. ``request`` identifies the request."""
+        self.since = now if self.since is None else self.since
+        if len(self._failing) < _DOWN_REQUESTS:
+            self._failing.add(request)
+
+    @property
+    def only_failures(self) -> bool:
+        """Whether calls of several requests have failed since the last score."""
+        return len(self._failing) >= _DOWN_REQUESTS
+
+    def explains(self, error: BaseException) -> bool:
+        """Return whether an outage of the service is the reason of ``error``, so that it says nothing of the request.
+
+        A service that cannot be reached is one only if it has answered before; else its address is probably wrong. A
+        refusal is one if the service refuses all requests. A refusal of single requests may lie in these requests.
+        """
+        cause = cause_of(error)
+        return (cause in NOT_DELIVERED and self.answered) or (cause in REFUSED and self.only_failures)
+
+
 class ErrorBudget:
     """Decides when a service counts as down.
 
@@ -130,28 +170,23 @@ class ErrorBudget:
         self._limit, self._down_after_s = max_failed_fraction, down_after_s
         self._last: deque[bool] = deque(maxlen=max(32, window))
         self._failed = 0
-        self._failing_since: float | None = None
-        self._failing: set[int] = set()
         self._warned = False
-        self.answered = False  # whether any call has returned a score since the agent was created
+        self.outage = OutageDetector()
 
     def succeeded(self) -> None:
         """Record that a call has returned a score, even an invalid one."""
-        self.answered, self._warned = True, False
-        self._failing_since = None
-        self._failing.clear()
+        self._warned = False
+        self.outage.succeeded()
 
     def attempt_failed(self, request: int, error: BaseException, now: float) -> None:
         """Record that a call of the request with number ``request`` failed at the event loop time ``now``.
 
         Raises `UserError` if the service counts as down.
         """
-        since = self._failing_since = now if self._failing_since is None else self._failing_since
-        if len(self._failing) < _DOWN_REQUESTS:
-            self._failing.add(request)
-        if len(self._failing) < _DOWN_REQUESTS:
+        self.outage.failed(request, now)
+        if self.outage.since is None or not self.outage.only_failures:
             return
-        seconds = now - since
+        seconds = now - self.outage.since
         if seconds >= self._down_after_s:
             raise UserError(
                 f"the reward has only failed for {seconds:.0f} s (reward.down_after_s = {self._down_after_s:g}); "

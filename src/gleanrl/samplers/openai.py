@@ -120,6 +120,8 @@ class OpenAISampler:
         from gleanrl.samplers.canary import Canary
 
         self._client = HttpClient(base_url, setting="sampler.options.base_url", **connection)
+        if update == "vllm" and base_url.startswith("env:"):
+            raise UserError("sampler.options.base_url: update = 'vllm' needs the address itself, not env:NAME")
         root = base_url.rstrip("/").removesuffix("/v1")
         self._admin = HttpClient(root, setting="sampler.options.base_url", **connection)
         self._body = {"model": served_model, "logprobs": 1, "return_token_ids": True, **WHOLE, **EXACT, **(extra or {})}
@@ -200,6 +202,8 @@ class OpenAISampler:
                 tokens = [int(text.removeprefix("token_id:")) for text in given["tokens"]]
         except (KeyError, IndexError, TypeError, AttributeError, ValueError):
             choice, tokens, logprobs, finish = {}, None, None, None
+        if choice.get("prompt_token_ids") not in (None, body["prompt"]):
+            raise UserError(f"{url} answered with the completion of another prompt")
         if not tokens or not logprobs:
             missing = "token ids" if not tokens else "log-probs"
             raise UserError(

@@ -17,6 +17,7 @@ import asyncio
 import contextlib
 import importlib.util
 import json
+import logging
 import math
 import time
 from collections.abc import Mapping
@@ -26,22 +27,33 @@ from typing import TYPE_CHECKING, Any, TypedDict
 from urllib.parse import urlsplit
 
 from gleanrl.utils.errors import UserError
-from gleanrl.utils.retry import UNREACHABLE, Fatal, Retryable, Timeout
+from gleanrl.utils.retry import RATE_LIMIT, UNAVAILABLE, UNREACHABLE, Fatal, Retryable, Timeout
 from gleanrl.utils.secrets import Secret, parse_header, redact, refuse_key_in_url, with_secrets
 
 if TYPE_CHECKING:
     import aiohttp
+
+log = logging.getLogger(__name__)
 
 RETRYABLE_STATUSES = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
 """HTTP statuses after which the same request may succeed later.
 
 They report timeouts, conflicts, rate limits, overload, and errors inside the server.
 """
+UNAVAILABLE_STATUSES = frozenset({502, 503, 529})
+"""HTTP statuses by which a service, or the proxy before it, says that it cannot work now.
+
+504 is not one of them, because a proxy also sends it if a single request takes too long.
+"""
 MAX_ANSWER_BYTES = 8 << 20
 MAX_QUOTED = 300
 """Largest number of characters of a service's answer that an error message quotes."""
 OTHER_FILES = 512
 """Number of files that the process can still open when all connections of a client are open."""
+_UNASKED = (
+    "%s sent data that no request asked for, so its connection is closed; if the service answers requests twice, "
+    "earlier answers may belong to other requests, unless it repeats the header Idempotency-Key in them"
+)
 
 
 class ConnectionOptions(TypedDict, total=False):
@@ -69,8 +81,14 @@ class HttpClient:
     that environment variables such as ``HTTPS_PROXY`` name are used, except for a service on this machine. Redirects
     are not followed. A client can be pickled; its connections are not pickled with it.
 
+    A service that answers one request twice shifts all later answers of the connection by one. So a connection on which
+    data arrived while no request used it is closed. Data that arrives later, during the next request, cannot be told
+    from its answer, unless the service repeats the header ``Idempotency-Key`` in its answers: an answer with the key of
+    another request raises `Retryable`, and its connection is closed.
+
     Args:
-        url: address of the service, including the part of the path that is the same for all requests.
+        url: address of the service, including the part of the path that is the same for all requests. ``"env:NAME"``
+            stands for the value of the environment variable NAME, for an address that contains a key.
         api_key_env: name of the environment variable that holds the API key. The key is sent as a bearer token.
         headers: headers that are sent with every request. The value ``"env:NAME"`` stands for the value of the
             environment variable NAME.
@@ -94,24 +112,35 @@ class HttpClient:
         connections: int = 4096,
         setting: str = "url",
     ) -> None:
-        if not isinstance(url, str) or not url.startswith(("http://", "https://")) or not urlsplit(url).hostname:
-            raise UserError(f"{setting}: give an address, e.g. http://localhost:8000")
-        refuse_key_in_url(url, setting)
+        self._secret_url: Secret | None = None
+        if isinstance(url, str) and url.startswith("env:"):
+            self._secret_url = Secret(url.removeprefix("env:"), setting)
+        address = url if self._secret_url is None else self._secret_url.reveal()
+        try:
+            parts = urlsplit(address)
+            valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        except (ValueError, AttributeError):  # urlsplit refuses invalid ports and hosts
+            valid = False
+        if not valid:
+            raise UserError(f"{setting}: give an address, e.g. http://localhost:8000, with a port of at most 65535")
+        if self._secret_url is None:
+            refuse_key_in_url(url, setting)
         if not timeout_s > 0 or connections < 1:
             raise UserError("timeout_s and connections must be positive")
         if importlib.util.find_spec("aiohttp") is None:
             raise UserError(f"{setting}: requests over HTTP need aiohttp: pip install 'gleanrl[rewards]'")
         self.url = url.rstrip("/")
+        """The address as messages show it: an address from an environment variable stays ``env:NAME``."""
         self.timeout_s = timeout_s
         self.connections = connections
         self._headers = {name: parse_header(name, value) for name, value in (headers or {}).items()}
         self._bearer = Secret(api_key_env) if api_key_env is not None else None
         self.secrets = [value for value in self._headers.values() if isinstance(value, Secret)]
-        if self._bearer is not None:
-            self.secrets.append(self._bearer)
+        self.secrets += [secret for secret in (self._bearer, self._secret_url) if secret is not None]
         self._session: aiohttp.ClientSession | None = None
         self._session_loop: asyncio.AbstractEventLoop | None = None
         self._free_connections = asyncio.Semaphore()
+        self._warned = False  # whether data that no request asked for was logged
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_session": None, "_session_loop": None, "_free_connections": asyncio.Semaphore()}
@@ -139,12 +168,13 @@ class HttpClient:
         said = " ".join(self.redact(said).split())
         return said if len(said) <= MAX_QUOTED else f"{said[:MAX_QUOTED]} ..."
 
-    def address(self, path: str = "") -> str:
-        """Return the full address of ``path``.
+    def address(self, path: str = "", *, shown: bool = False) -> str:
+        """Return the full address of ``path``, or if ``shown``, the address as messages show it, without keys.
 
         If the client's ``url`` has a query, such as Azure's ``?api-version=...``, the query is moved behind ``path``.
         """
-        base, mark, query = self.url.partition("?")
+        url = self.url if shown or self._secret_url is None else self._secret_url.reveal()
+        base, mark, query = url.partition("?")
         return f"{base.rstrip('/')}{path}{mark}{query}"
 
     async def request(
@@ -156,7 +186,8 @@ class HttpClient:
         sent a second time.
 
         Raises:
-            Retryable: the service is busy, broken, unreachable or too slow, or its answer is not JSON.
+            Retryable: the service is busy, broken, unreachable or too slow, or its answer is not JSON or belongs to
+                another request.
             Fatal: the service refuses the request, for example because the key is wrong; ``body`` cannot be written as
                 JSON; or `send` raises the error.
         """
@@ -166,10 +197,11 @@ class HttpClient:
         if not 200 <= response.status < 300:
             raise self.error_of(path, response)
         try:
-            return json.loads(response.body)
-        except ValueError:
-            said = self.quote(response.body)
-            raise Retryable(f"{self.address(path)} answered with no JSON: {said}", cause="answer") from None
+            return decode_json(response.body)
+        except ValueError as error:
+            why, said = self.quote(str(error)), self.quote(response.body)
+            where = self.address(path, shown=True)
+            raise Retryable(f"{where} answered with no JSON ({why}): {said}", cause="answer") from None
 
     async def send(
         self, method: str, path: str = "", content: bytes | None = None, headers: Mapping[str, str] | None = None
@@ -179,14 +211,16 @@ class HttpClient:
         ``headers`` are sent in addition to those of the client.
 
         Raises:
-            Retryable: the service is unreachable, closed the connection, or did not answer in time.
+            Retryable: the service is unreachable, closed the connection, did not answer in time, or sent the answer to
+                a request with another ``Idempotency-Key``.
             Fatal: the address is invalid, the answer is larger than `MAX_ANSWER_BYTES`, or the service's TLS
                 certificate cannot be verified.
         """
         import aiohttp
 
-        address = self.address(path)
+        address, shown = self.address(path), self.address(path, shown=True)
         all_headers = self.headers(headers)
+        key = all_headers.get("Idempotency-Key")
         if content is not None:
             all_headers["Content-Type"] = "application/json"
         session = self.session()
@@ -196,23 +230,26 @@ class HttpClient:
                 Timeout(self.timeout_s),
                 session.request(method, address, data=content, headers=all_headers, allow_redirects=False) as response,
             ):
+                if key is not None and response.headers.get("Idempotency-Key", key) != key:
+                    response.close_connection()  # pyright: ignore[reportAttributeAccessIssue] (see `session`)
+                    raise Retryable(f"{shown} sent the answer to another request", cause="answer")
                 body = bytearray()
                 async for chunk in response.content.iter_any():
                     body += chunk
                     if len(body) > MAX_ANSWER_BYTES:
-                        raise Fatal(f"{address} answered with more than {MAX_ANSWER_BYTES} bytes", cause="answer")
+                        raise Fatal(f"{shown} answered with more than {MAX_ANSWER_BYTES} bytes", cause="answer")
                 return Response(response.status, response.headers, bytes(body))
         except TimeoutError:
-            raise Retryable(f"{address} did not answer within {self.timeout_s:g} s", cause="timeout") from None
+            raise Retryable(f"{shown} did not answer within {self.timeout_s:g} s", cause="timeout") from None
         except aiohttp.ClientConnectorCertificateError as error:
-            raise Fatal(f"{address}: {self.quote(str(error))}", cause="request") from None
+            raise Fatal(f"{shown}: {self.quote(str(error))}", cause="request") from None
         except aiohttp.ClientConnectorError as error:
-            raise Retryable(f"{address}: {self.quote(str(error))}", cause=UNREACHABLE) from None
+            raise Retryable(f"{shown}: {self.quote(str(error))}", cause=UNREACHABLE) from None
         except (aiohttp.InvalidURL, ValueError) as error:
-            raise Fatal(f"{address}: {self.quote(str(error))}", cause="request") from None
+            raise Fatal(f"{shown}: {self.quote(str(error))}", cause="request") from None
         except (aiohttp.ClientError, OSError) as error:
             why = self.quote(str(error) or type(error).__name__)
-            raise Retryable(f"{address}: {why}", cause="connection") from None
+            raise Retryable(f"{shown}: {why}", cause="connection") from None
 
     def headers(self, more: Mapping[str, str] | None = None) -> dict[str, str]:
         """Return the client's headers, updated with ``more``.
@@ -237,11 +274,32 @@ class HttpClient:
         loop = asyncio.get_running_loop()
         if self._session is None or self._session_loop is not loop:
             self._abandon_session()
+            client = self
+
+            class Connector(aiohttp.TCPConnector):
+                async def connect(self, *args: Any, **kwargs: Any) -> Any:
+                    # aiohttp checks a connection for data that no request reads when the connection becomes idle, but
+                    # not when the next request takes it.
+                    take: Any = super().connect
+                    while (connection := await take(*args, **kwargs)).protocol.should_close:
+                        connection.close()
+                        if not client._warned:
+                            client._warned = True
+                            log.warning(_UNASKED, client.url)
+                    return connection
+
+            class Answer(aiohttp.ClientResponse):
+                async def start(self, connection: Any) -> Any:
+                    # The response gives up its connection with the last byte, which may be before the caller sees it.
+                    self.close_connection = connection.protocol.close
+                    return await super().start(connection)
+
             self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=60.0),
+                connector=Connector(limit=0, keepalive_timeout=60.0),
+                response_class=Answer,
                 timeout=aiohttp.ClientTimeout(total=None),
                 cookie_jar=aiohttp.DummyCookieJar(),
-                trust_env=not is_local(self.url),
+                trust_env=not is_local(self.address()),
             )
             self._session_loop = loop
             self._free_connections = asyncio.Semaphore(connection_limit(self.connections))
@@ -284,11 +342,15 @@ class HttpClient:
                 said = str(error)
         except ValueError:
             pass
-        message = f"{self.address(path)} answered with status {status}: {self.quote(said)}"
+        message = f"{self.address(path, shown=True)} answered with status {status}: {self.quote(said)}"
+        if 300 <= status < 400:
+            target = self.quote(response.headers.get("Location", "another address"))
+            message += f"; it redirects to {target}, and redirects are not followed: give that address"
         if code == "insufficient_quota":
             return Fatal(message, cause="quota")
         if status in RETRYABLE_STATUSES:
-            return Retryable(message, retry_after(response.headers), cause="rate_limit" if status == 429 else "server")
+            cause = RATE_LIMIT if status == 429 else UNAVAILABLE if status in UNAVAILABLE_STATUSES else "server"
+            return Retryable(message, retry_after(response.headers), cause=cause)
         if status in (401, 403) and self.secrets:
             names = " or ".join(secret.name for secret in self.secrets)
             message += f"; the key comes from the environment variable {names}"
@@ -311,6 +373,19 @@ def encode_json(body: Any) -> bytes:
         return json.dumps(body, default=default, allow_nan=False).encode()
     except (TypeError, ValueError) as error:
         raise Fatal(f"cannot be sent as JSON: {error}", cause="request") from None
+
+
+def decode_json(text: str | bytes) -> Any:
+    """Decode JSON. Raises `ValueError` if ``text`` is not JSON, or if an object in it has the same key twice."""
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            names = [name for name, _ in pairs]
+            raise ValueError(f"it has the key {max(names, key=names.count)!r} twice")
+        return found
+
+    return json.loads(text, object_pairs_hook=unique)
 
 
 def to_jsonable(value: Any) -> Any:

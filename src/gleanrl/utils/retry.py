@@ -26,6 +26,9 @@ NO_THREAD = "hung"
 """Cause of a failure: this process has no free thread in which to make the call."""
 NOT_DELIVERED = frozenset({UNREACHABLE, NO_THREAD})
 """Causes of failures in which the call never reached the service."""
+RATE_LIMIT, UNAVAILABLE = "rate_limit", "unavailable"
+REFUSED = frozenset({RATE_LIMIT, UNAVAILABLE})
+"""Causes of failures in which the service declines to work now, whatever the request: HTTP's 429, and 502, 503, 529."""
 
 _STALL_S = 0.05
 """If a timer fires more than this many seconds late, the event loop was blocked."""
@@ -123,10 +126,11 @@ class RetryPolicy:
         backoff_s: upper bound of the first wait, in seconds.
         max_backoff_s: upper bound of every wait that the policy chooses, in seconds.
         outage_s: longest time, in seconds, for which a call is repeated during an outage. An outage is a time in which
-            a service that has answered before accepts no connections. Attempts in an outage do not count towards
-            ``attempts``, because otherwise a restart of the service would use up all attempts of all calls within
-            seconds. During an outage the upper bound of a wait is the time that the outage has lasted so far, but at
-            least ``backoff_s``. A call fails at once if the service asks for a wait that is longer than ``outage_s``.
+            a service answers no call, for example because it restarts; the caller decides what is one. Attempts in an
+            outage do not count towards ``attempts``, because otherwise a restart would use up all attempts of all calls
+            within seconds. During an outage the upper bound of a wait is the time that the outage has lasted so far,
+            but at least ``backoff_s``. A call fails at once if the service asks for a wait that is longer than
+            ``outage_s``.
     """
 
     attempts: int | None = 5
@@ -161,15 +165,14 @@ class Retries:
         self._counted = 0
         self._outage_since: float | None = None
 
-    def next_wait(self, error: Exception, *, answered_before: bool = False) -> float:
+    def next_wait(self, error: Exception, *, outage: bool = False) -> float:
         """Count a failed attempt and return the number of seconds to wait before the next one.
 
         Must be called inside the ``except`` block of the attempt.
 
         Args:
             error: the error of the attempt.
-            answered_before: whether the service has answered any call before. If it has, an attempt that does not reach
-                it is taken as a sign of an outage.
+            outage: whether the attempt failed because of an outage of the service, so that it does not count.
 
         Raises:
             Exception: ``error`` itself, if it is not retryable or the policy allows no further attempt.
@@ -185,7 +188,7 @@ class Retries:
                 cause=cause_of(error),
             ) from error
         now = asyncio.get_running_loop().time()
-        if policy.attempts is None or (answered_before and cause_of(error) in NOT_DELIVERED):
+        if policy.attempts is None or outage:
             if self._outage_since is None:
                 self._outage_since = now
             outage_s = now - self._outage_since

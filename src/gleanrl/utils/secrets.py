@@ -14,7 +14,7 @@ import os
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any
-from urllib.parse import quote
+from urllib.parse import quote, urlsplit
 
 from gleanrl.utils.errors import UserError
 
@@ -38,6 +38,9 @@ _KNOWN_KEY = re.compile(
     r"|\bAIza[\w-]{20,}|\bxox[abp]-[\w-]{10,}|\beyJ[\w-]{8,}\.[\w-]{8,}|\bBearer\s+[\w+/=.~-]{8,}"
 )
 """Pattern of keys that can be recognised by the prefix that their issuer gives them, such as ``sk-`` and ``hf_``."""
+_KEY_IN_URL = re.compile(r"(?=[A-Za-z]*[0-9])(?=[a-z0-9]*[A-Z])(?=[A-Z0-9]*[a-z])[A-Za-z0-9]{20,}")
+"""Pattern of keys in the path or the query of a URL: digits, capital and small letters in one word. Names of models and
+resources do not look like that."""
 _SIGNED_QUERY = frozenset({"code", "sig", "signature"})
 """Names of query fields that hold a key in the URLs of well-known cloud services, such as Azure Functions."""
 _SHORTEST = 4
@@ -87,18 +90,23 @@ class Secret:
     def redact(self, text: str) -> str:
         """Return ``text`` with ``[NAME]``, the name of the variable, in place of the key.
 
-        Other forms of the key are replaced too: the URL-quoted, JSON-escaped and base64-encoded key, and a key that the
-        service has shortened to its first characters followed by asterisks or dots (``sk-...abcd``). A key of fewer
-        than 4 characters is not replaced.
+        Other forms of the key are replaced too: the URL-quoted, JSON-escaped and base64-encoded key, and a key that was
+        shortened to its first characters followed by asterisks or dots (``sk-...abcd``). If the variable holds an
+        address, its path and its query are replaced too. A key of fewer than 4 characters is not replaced.
         """
         value = os.environ.get(self.name, "").strip()
         if len(value) < _SHORTEST:
             return text
         encoded = base64.b64encode(value.encode()).decode().rstrip("=")
         forms = {value, quote(value, safe=""), json.dumps(value)[1:-1], repr(value)[1:-1], encoded}
+        head = value[:3]
+        if value.startswith(("http://", "https://")):
+            address = urlsplit(value)
+            forms |= {part for part in (address.path.rstrip("/"), address.query) if len(part) >= _SHORTEST}
+            head = f"{address.scheme}://{address.netloc}{address.path[:_SHORTEST]}"
         for form in sorted(forms, key=len, reverse=True):
             text = text.replace(form, f"[{self.name}]")
-        shortened = rf"{re.escape(value[:3])}[\w-]*(?:\*{{2,}}|\.{{3}}|…)[\w-]*"
+        shortened = rf"{re.escape(head)}\S{{0,{len(value)}}}?(?:\*{{2,}}|\.{{3}}|…)[\w+/=~-]*"
         return re.sub(shortened, f"[{self.name}]", text)
 
     def __repr__(self) -> str:
@@ -126,15 +134,19 @@ def parse_header(name: str, value: str, setting: str = "headers") -> str | Secre
 
 
 def refuse_key_in_url(url: str, setting: str) -> None:
-    """Raise `UserError` if ``url`` contains a user name, a password or a key.
+    """Raise `UserError` if ``url`` contains a user name or a password, or if its path or query seem to contain a key.
 
     ``setting`` is the name of the setting that holds the URL, for the message.
     """
     place, _, query = url.partition("?")
     fields = [field.partition("=")[0] for field in re.split("[&#]", query)]
     sensitive = any(_SENSITIVE_HEADER.search(field) or field.lower() in _SIGNED_QUERY for field in fields)
-    if sensitive or "@" in place.partition("//")[2].partition("/")[0] or _KNOWN_KEY.search(url):
-        raise UserError(f"{setting}: the address holds a key; name an environment variable with api_key_env instead")
+    host, _, path = place.partition("//")[2].partition("/")
+    if sensitive or "@" in host or _KNOWN_KEY.search(url) or _KEY_IN_URL.search(f"{path}?{query}"):
+        raise UserError(
+            f'{setting}: the address holds a key; write "env:NAME", and put the whole address into the environment '
+            "variable NAME, or name the variable of a bearer token with api_key_env"
+        )
 
 
 def refuse_keys(options: Mapping[str, Any], setting: str) -> None:

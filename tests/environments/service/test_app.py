@@ -55,6 +55,16 @@ def run_with_client(body: Callable[[ServiceClient], Awaitable[None]], taskset: A
     asyncio.run(main())
 
 
+def test_an_answer_repeats_the_idempotency_key_of_its_request() -> None:
+    async def body(ask: ServiceClient) -> None:
+        for key in ("first", "again"):  # the second request gets the stored answer to the first
+            headers = {"Idempotency-Key": key}
+            answer = await ask.client.post(f"{ask.url}/create", json={"id": ID, "task": {"id": "t"}}, headers=headers)
+            assert (answer.status_code, answer.headers.get_list("idempotency-key")) == (200, [key])
+
+    run_with_client(body)
+
+
 def test_an_episode_can_be_created_stepped_evaluated_and_released() -> None:
     async def body(ask: ServiceClient) -> None:
         _, tasks = await ask.post("/tasks", split="train", count=3)

@@ -410,8 +410,6 @@ def fetch_description(url: str, token_env: str | None, path: str) -> Mapping[str
         client = _make_client(url, token_env)
         try:
             response = await client.send("GET", path)
-            if target := response.headers.get("Location"):
-                raise Fatal(f"it redirects to {target}: give that url")
             if response.status != 200:
                 raise client.error_of(path, response)
             return json.loads(response.body)

@@ -203,9 +203,9 @@ class Service:
     async def __call__(self, scope: MutableMapping[str, Any], receive: Any, send: Any) -> None:
         """Answer one request. Host, token, and the type and size of the body are checked before the body is parsed."""
         response: Any
+        headers: dict[bytes, bytes] = {}
         try:
             takes_body, path = False, scope.get("path", "")
-            headers: dict[bytes, bytes] = {}
             if scope["type"] == "http":
                 headers = dict(scope["headers"])
                 host = headers.get(b"host", b"").decode("latin-1")
@@ -226,7 +226,15 @@ class Service:
                 response = self._api
         except Exception as error:
             response = await answer_error(None, error)
-        await response(scope, receive, send)
+        key = headers.get(b"idempotency-key")
+
+        async def send_with_key(message: MutableMapping[str, Any]) -> None:
+            # The client compares the key with that of its request, so that it never takes another episode's answer.
+            if key is not None and message["type"] == "http.response.start":
+                message["headers"] = [*message["headers"], (b"idempotency-key", key)]
+            await send(message)
+
+        await response(scope, receive, send_with_key)
 
     async def close(self, finish_s: float = 0.0) -> None:
         """End all episodes. Requests under way get ``finish_s`` seconds to finish first."""

@@ -77,6 +77,7 @@ class ServiceClient(HttpClient):
         """
         method, content = ("GET", None) if body is None else ("POST", encode(body))
         patience = self._patience_s if patience_s is None else patience_s
+        headers = {"Idempotency-Key": uuid.uuid4().hex}
         retries: Retries | None = None
         loop = asyncio.get_running_loop()
         if self._closing is None or self._closing.done() or self._closing.get_loop() is not loop:
@@ -84,7 +85,7 @@ class ServiceClient(HttpClient):
         while True:
             error: Exception
             try:
-                response = await self.send(method, path, content)
+                response = await self.send(method, path, content, headers)
             except (Retryable, Fatal) as failed:
                 error = failed
             else:

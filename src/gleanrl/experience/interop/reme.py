@@ -158,7 +158,7 @@ async def _post(client: HttpClient, path: str, body: Mapping[str, Any]) -> dict[
     except (Retryable, Fatal) as error:
         raise ServiceError(str(error)) from error
     if not isinstance(answer, dict) or answer.get("success") is False:
-        raise ServiceError(f"{client.address(path)} answered with no success: {client.quote(str(answer))}")
+        raise ServiceError(f"{client.address(path, shown=True)} answered with no success: {client.quote(str(answer))}")
     return answer
 
 
