@@ -19,7 +19,7 @@ import pytest
 from gleanrl.config.settings import ScheduleSettings
 from gleanrl.curriculum.orders import TaskStream
 from gleanrl.curriculum.plan import Plan
-from gleanrl.rewards import NotApplicable, Request, RewardAgent
+from gleanrl.rewards import Fatal, NotApplicable, Request, RewardAgent
 from gleanrl.runtime.checkpoints import restore
 from gleanrl.schedule.controller import Ticket
 from gleanrl.schedule.timeline import Timeline, read_timeline
@@ -119,6 +119,41 @@ def test_a_group_with_invalid_members_is_trained_on_its_valid_members(tmp_path: 
         assert metrics["reward/valid"] == 0.75
         trained = sum(t.sampled_tokens for g in groups for t in g.valid_fresh)
         assert metrics["tokens/trained"] == trained
+
+
+def test_post_processing_may_replace_a_missing_reward_but_not_the_score_of_a_failed_episode(tmp_path: Path) -> None:
+    sizes: dict[str, list[int]] = {}
+
+    class Filling:
+        async def compute_score(self, request: Request) -> float:
+            sizes.setdefault(request.info["group_uid"], []).append(request.info["group_size"])
+            if request.trajectory_id.endswith(".0"):
+                raise Fatal("unreadable")
+            return 1.0
+
+        def post_process_scores(self, scores: list[Score]) -> list[Score]:
+            return [score if score.valid else Score(0.5) for score in scores]
+
+    async def main() -> Run:
+        run = make_run(tmp_path, ScheduleSettings(batch=2, group=4, min_valid=1), steps=2)
+        make, count = run.player.environment, iter(range(1000))
+
+        def sometimes_broken(task: Task):
+            payload = {**task.payload, "broken": "step"} if next(count) % 4 == 3 else task.payload
+            return make(Task(task.id, payload=payload))
+
+        object.__setattr__(run.player, "environment", sometimes_broken)
+        async with RewardAgent(Filling(), cache=0) as run.rewards:
+            await train(run)
+        return run
+
+    run = asyncio.run(asyncio.wait_for(main(), 60))
+    members = [t for _, groups, _ in run.observer.steps for group in groups for t in group.trajectories]
+    assert [t.score.valid for t in members] == [t.stop is not StopReason.ERROR for t in members]
+    assert sum(not t.score.valid for t in members) == 4
+    assert {t.score.value for t in members if t.score.valid and t.id.endswith(".0")} == {0.5}
+    assert all(found == [4] * 3 for found in sizes.values())  # the fourth member failed and was not scored
+    assert not any("group_uid" in t.info for t in members)
 
 
 def test_a_run_whose_episodes_all_fail_stops_with_the_reason(tmp_path: Path) -> None:

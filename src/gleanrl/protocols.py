@@ -201,7 +201,7 @@ class Reward(Protocol):
         """Post-process the scores of a complete group, for example replace them by the members' ranks.
 
         ``scores`` are those of all fresh members, followed by that of the greedy attempt if the group has one. Returns
-        as many scores in the same order. An invalid score must stay invalid.
+        as many scores in the same order. A valid score in place of an invalid one is used, unless the episode failed.
         """
         ...
 

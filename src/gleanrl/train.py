@@ -42,9 +42,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -57,7 +57,18 @@ from gleanrl.schedule.controller import STALE, GroupQueue, StalenessController, 
 from gleanrl.schedule.group_check import RESAMPLED, GroupCheck
 from gleanrl.schedule.step_metrics import StepMetrics
 from gleanrl.schedule.timeline import Timeline
-from gleanrl.types import ENVIRONMENT_SCORE, SUCCESS, UNPROCESSED_SCORE, Group, GroupSpec, StopReason, Task, Trajectory
+from gleanrl.types import (
+    ENVIRONMENT_SCORE,
+    GROUP_SIZE,
+    GROUP_UID,
+    SUCCESS,
+    UNPROCESSED_SCORE,
+    Group,
+    GroupSpec,
+    StopReason,
+    Task,
+    Trajectory,
+)
 from gleanrl.utils.errors import UserError
 from gleanrl.utils.interruption import Interruption
 from gleanrl.utils.seeding import derive
@@ -68,6 +79,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 INSTANT_S = 1e-3  # seconds; a reward that takes less time, such as one from the cache, gets no span in the timeline
+FAILED = frozenset({StopReason.ERROR, StopReason.TIMEOUT})  # of an episode whose environment failed
 
 
 class StepState(Enum):
@@ -123,32 +135,38 @@ class Run:
 
 
 # --- producing groups -----------------------------------------------------------------------------
-async def score_trajectory(reward: Reward, task: Task, trajectory: Trajectory) -> Trajectory:
+async def score_trajectory(
+    reward: Reward, task: Task, trajectory: Trajectory, group: Mapping[str, Any] | None = None
+) -> Trajectory:
     """Return the trajectory with the score that the reward gives it.
+
+    ``group`` are entries that describe the trajectory's group. The reward sees them in ``info``; they are not kept.
 
     If the environment failed, the trajectory is not sent to the reward and keeps the invalid score (`Score.failed`)
     that the player has set. If the reward replaces a score of the environment, ``info`` keeps the value of that score.
     """
-    if trajectory.stop in (StopReason.ERROR, StopReason.TIMEOUT):
+    if trajectory.stop in FAILED:
         return trajectory
-    return trajectory.rescored(await reward.score(task, trajectory), ENVIRONMENT_SCORE)
+    seen = trajectory if group is None else replace(trajectory, info={**trajectory.info, **group})
+    return trajectory.rescored(await reward.score(task, seen), ENVIRONMENT_SCORE)
 
 
 async def make_group(run: Run, ticket: Ticket, spec: GroupSpec) -> Group:
     """Sample and score the fresh members of a group concurrently, and add the replayed ones."""
     temperatures = [None] * spec.fresh + [0.0] * spec.greedy  # None = the run's temperature
     to_be_played = len(temperatures)
+    uid = f"{ticket.number:06d}.{ticket.attempt}"
 
     async def play_member(index: int, temperature: float | None) -> Trajectory:
         nonlocal to_be_played
         seed = derive(run.seed, "rollout", ticket.number, ticket.attempt, index)
-        name = f"{ticket.number:06d}.{ticket.attempt}.{index}"
-        played = await run.player.play(spec.task, trajectory_id=name, seed=seed, temperature=temperature)
+        played = await run.player.play(spec.task, trajectory_id=f"{uid}.{index}", seed=seed, temperature=temperature)
         to_be_played -= 1
         if to_be_played == 0:  # the group needs the device no longer, so the schedule may now prefer other work
             run.controller.sampled(ticket)
+        group = {GROUP_UID: uid, GROUP_SIZE: spec.fresh} if index < spec.fresh else None  # None = the greedy attempt
         with run.timeline.span("score", least_s=INSTANT_S, ticket=ticket.number, member=index):
-            return await score_trajectory(run.rewards, spec.task, played)
+            return await score_trajectory(run.rewards, spec.task, played, group)
 
     async with asyncio.TaskGroup() as members:
         tasks = [members.create_task(play_member(index, t)) for index, t in enumerate(temperatures)]
@@ -156,7 +174,9 @@ async def make_group(run: Run, ticket: Ticket, spec: GroupSpec) -> Group:
 
     with run.timeline.span("score", least_s=INSTANT_S, ticket=ticket.number, what="finish"):
         scores = await run.rewards.finish(spec.task, [trajectory.score for trajectory in played])
-    played = [t.rescored(score, UNPROCESSED_SCORE) for t, score in zip(played, scores, strict=True)]
+    played = [
+        t if t.stop in FAILED else t.rescored(score, UNPROCESSED_SCORE) for t, score in zip(played, scores, strict=True)
+    ]
     greedy = played[spec.fresh] if spec.greedy else None
     return Group(spec, (*played[: spec.fresh], *spec.replayed), ticket.number, greedy)
 

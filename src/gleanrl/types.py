@@ -186,6 +186,10 @@ LAST_OBSERVATION = "last_observation"
 The model did not see them. The key is missing if there were none.
 """
 
+GROUP_UID, GROUP_SIZE = "group_uid", "group_size"
+"""Keys of a trajectory's ``info``, as a reward sees it, that hold the id of its group and the number of its fresh
+members."""
+
 Segment = tuple[Turn, ...]
 """Consecutive turns of one context of the model. The concatenation of their tokens is exactly what the model was
 given."""

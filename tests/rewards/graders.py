@@ -40,15 +40,16 @@ class Scaled:
 
 
 class RewardAgent:
-    """A reward class in the form of verl."""
+    """A reward class in the form of verl, which replaces a missing score by the mean of the group."""
 
     def compute_score(
         self, data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any]
     ) -> tuple[float, str, str]:
-        return float(solution_str == ground_truth), solution_str, f"{data_source}, {extra_info['index']}"
+        return float(solution_str == ground_truth), f"Is it {solution_str}?", f"{data_source}, {extra_info['index']}"
 
-    def post_process_scores(self, scores: list[float]) -> list[float]:
-        return [score + 10 for score in scores]
+    def post_process_scores(self, scores: list[float | None]) -> list[float]:
+        known = [score for score in scores if score is not None]
+        return [10 + (sum(known) / len(known) if score is None else score) for score in scores]
 
 
 def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> Any:
@@ -62,6 +63,13 @@ def exact_match(prompts: Any, completions: Any, answer: list[str], **columns: An
     assert prompts[0][-1]["role"] == "user"
     texts = [completion[-1]["content"] for completion in completions]
     return [None if a is None else float(t == a) for t, a in zip(texts, answer, strict=True)]
+
+
+def longest(prompts: Any, completions: Any, word: list[str], **columns: Any) -> list[float | None]:
+    """A reward function in the form of TRL that compares the completions. None for one that is empty."""
+    sizes = [len(completion[-1]["content"]) for completion in completions]
+    assert len(prompts) == len(word) == len(sizes)
+    return [float(size == max(sizes)) if size else None for size in sizes]
 
 
 async def exact_match_async(prompts: Any, completions: Any, completion_ids: Any, **columns: Any) -> list[float]:

@@ -1,5 +1,4 @@
-"""Tests of docs/howto/rewards.md: its code prints the output that the page shows, its excerpts equal the files in
-examples/, and the metrics that it names exist."""
+"""Tests of docs/howto/rewards.md: its code runs and prints what it should, and the metrics that it names exist."""
 
 from __future__ import annotations
 
@@ -19,18 +18,13 @@ def test_the_code_of_the_page_prints_the_shown_output(
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {}
     for block in re.findall(r"```python.*?\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL):
-        exec(block, names)
+        exec(compile(block, str(PAGE), "exec", dont_inherit=True), names)  # without the __future__ import of this file
+    names["scorer"].close()
     lines = capsys.readouterr().out.splitlines()
     assert sorted(lines[:3]) == ["sum-0 [0.0, 0.0, 0.0]", "sum-1 [0.99, 0.0, 0.0]", "sum-2 [0.0, 0.97, 0.0]"]
     assert lines[3] == "[0.99, 0.97] 0.0"
-    assert [line.split()[1] for line in lines[4:]] == ["0.0", "1.0"]
-
-
-def test_the_excerpts_of_the_page_equal_the_example_files() -> None:
-    blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
-    for example, begins in (("trl_rewards.py", "def reward_function"), ("verl_rewards.py", "async def compute_score")):
-        (excerpt,) = [block for block in blocks if block.startswith(begins)]
-        assert excerpt in (ROOT / "examples" / example).read_text(encoding="utf-8")
+    assert lines[4:6] == ["[0.0]", "True"]
+    assert [line.split()[1] for line in lines[6:]] == ["0.0", "1.0"]
 
 
 def test_every_metric_of_the_page_exists() -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections import Counter
+from dataclasses import replace
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -150,17 +152,57 @@ def test_a_verl_reward_function_gives_its_score_and_parts(source: str) -> None:
         assert got.parts == ({"acc": 1.0} if source == "dict" else {})
 
 
-def test_a_verl_reward_class_post_processes_only_valid_scores() -> None:
+def test_a_verl_reward_class_may_replace_a_failed_score_by_the_mean_of_the_group() -> None:
     asked = request("five", **VERL)
-    assert score(f"verl:{HERE}:RewardAgent", asked) == Score(0.0, explanation="float, 3")
+    said = score(f"verl:{HERE}:RewardAgent", asked).explanation or ""
+    assert said.startswith("float, 3")
+    assert said.endswith("Is it five?")
 
     async def finish() -> list[Score]:
-        scorer: Any = load_reward(f"verl:{HERE}:RewardAgent")
-        return await scorer.finish(asked.task, [Score(0.0), Score.failed("no"), Score(1.0)])
+        async with RewardAgent(f"verl:{HERE}:RewardAgent") as agent:
+            return await agent.finish(asked.task, [Score(0.0), Score.failed("no"), Score(1.0)])
 
-    got = virtual_time.run(finish())
-    assert [s.value for s in got if s.valid] == [10.0, 11.0]
-    assert got[1].explanation == "no"
+    assert [(s.value, s.valid, s.explanation) for s in asyncio.run(finish())] == [
+        (10.0, True, None),
+        (10.5, True, "no"),
+        (11.0, True, None),
+    ]
+
+
+def test_a_number_for_a_failed_score_is_ignored_unless_the_reward_returns_a_score() -> None:
+    class Reward:
+        async def compute_score(self, request: Request) -> float:
+            return 1.0
+
+        def post_process_scores(self, scores: list[Score]) -> list[Any]:
+            return [0.0, 0.0, Score(0.5)]
+
+    async def finish() -> list[Score]:
+        async with RewardAgent(Reward()) as agent:
+            return await agent.finish(Task("t"), [Score(1.0), Score.failed("no"), Score.failed("no")])
+
+    first, failed, replaced = asyncio.run(finish())
+    assert (first, replaced) == (Score(0.0), Score(0.5))
+    assert (failed.valid, failed.explanation) == (False, "no")
+
+
+def test_a_verl_reward_gets_the_id_and_the_size_of_the_group() -> None:
+    seen: list[dict[str, Any]] = []
+
+    def reward(data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any]) -> float:
+        seen.append(extra_info)
+        return 1.0
+
+    async def main() -> None:
+        task = Task("t", payload=VERL)
+        async with RewardAgent(verl(reward), cache=0) as agent:
+            async for _ in agent.score_groups([[(task, "a"), (task, "b"), (task, "c")], [(task, "a"), (task, "b")]]):
+                pass
+
+    asyncio.run(main())
+    assert all(info["index"] == 3 for info in seen)
+    groups = Counter((info["group_uid"], info["group_size"]) for info in seen)
+    assert sorted((size, count) for (_, size), count in groups.items()) == [(2, 2), (3, 3)]
 
 
 def test_the_solution_str_of_verl_holds_all_messages_after_the_prompt() -> None:
@@ -196,10 +238,54 @@ def test_none_from_a_trl_reward_is_not_applicable_and_spends_no_error_budget() -
     virtual_time.run(main())
 
 
+@pytest.mark.parametrize("isolation", ["thread", "process"])
+def test_a_trl_reward_scores_the_members_of_a_group_in_one_call(tmp_path: Path, isolation: Any) -> None:
+    async def main() -> dict[str, float]:
+        task = make_task(word="four")
+        journal, path = tmp_path / "rewards.sqlite", f"trl:{HERE}:longest"
+        async with RewardAgent(path, journal=journal, isolation=isolation, workers=1) as agent:
+            group = [(task, answer) for answer in ("ab", "abc", "")]
+            async for _, scores in agent.score_groups([group]):
+                assert [score.value for score in scores[:2]] == [0.0, 1.0]
+                assert (scores[2].valid, scores[2].applicable) == (False, False)
+            # in a run, the members are scored one by one, and then the group is finished
+            played = [make_trajectory(task, answer, identity=str(n)) for n, (_, answer) in enumerate(group)]
+            members = [replace(one, info={"group_uid": "7", "group_size": 3}) for one in played]
+            scores = [await agent.lane("train").score(task, one) for one in members]
+            assert not any(score.valid for score in scores)
+            assert [s.value for s in await agent.finish(task, scores)][:2] == [0.0, 1.0]
+            # a trajectory without a group, such as one of an evaluation, is scored alone
+            assert (await agent.lane("eval").score(task, played[0])).value == 1.0
+            return dict(agent.metrics())
+
+    metrics = asyncio.run(main())
+    assert metrics["service/scored"] == 2
+    assert metrics["service/cache_hits"] == 1  # the second group has the same members
+
+
+def test_a_failed_call_of_a_trl_reward_fails_its_group_and_one_bad_number_its_member() -> None:
+    def reward(completions: Any, **columns: Any) -> list[float]:
+        if len(completions) == 2:
+            raise ValueError("two are too few")
+        return [math.nan, 0.5, 1.0]
+
+    async def main() -> dict[int, list[Score]]:
+        task = make_task()
+        async with RewardAgent(trl(reward)) as agent:
+            groups = [[(task, str(n)) for n in range(size)] for size in (2, 3)]
+            return {index: scores async for index, scores in agent.score_groups(groups)}
+
+    scores = asyncio.run(main())
+    assert all("two are too few" in (score.explanation or "") for score in scores[0])
+    assert [score.valid for score in scores[1]] == [False, True, True]
+    assert [score.value for score in scores[1][1:]] == [0.5, 1.0]
+
+
 @pytest.mark.parametrize("value", [1.0, [], [1.0, 2.0], None])
 def test_a_trl_reward_that_returns_no_list_of_length_one_fails(value: Any) -> None:
-    with pytest.raises(Fatal, match="list of one"):
+    with pytest.raises(Fatal) as caught:
         score(trl(lambda **columns: value))
+    assert caught.value.cause == "not_a_number"
 
 
 def test_a_file_path_with_a_colon_is_not_read_as_a_framework_prefix(
@@ -208,7 +294,7 @@ def test_a_file_path_with_a_colon_is_not_read_as_a_framework_prefix(
     (tmp_path / "mine.py").write_text("def fn(request):\n    return 7\ndef columns(**columns):\n    return 7\n")
     monkeypatch.chdir(tmp_path)
     assert score("mine.py:fn").value == 7
-    with pytest.raises(Fatal, match="list of one"):
+    with pytest.raises(Fatal, match="is not a list"):
         score("trl:mine.py:columns")
 
 

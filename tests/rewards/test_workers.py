@@ -68,6 +68,42 @@ def test_a_sync_reward_runs_in_as_many_threads_as_the_workers_setting() -> None:
     assert most == 4
 
 
+def test_slow_calls_of_evaluation_do_not_delay_the_training_rewards_of_a_sync_reward() -> None:
+    release = threading.Event()
+
+    def reward(request: Any) -> float:
+        if request.response.startswith("slow"):
+            release.wait(30)
+        return 1.0
+
+    async def main() -> None:
+        async with RewardAgent(reward, workers=2) as agent:
+            evaluation = agent.lane("eval")
+            slow = [asyncio.create_task(evaluation.score(make_task(), f"slow {n}")) for n in range(6)]
+            await asyncio.sleep(0.1)
+            async with asyncio.timeout(10):
+                assert all(score.valid for score in await asyncio.gather(*(ask(agent, str(n)) for n in range(20))))
+            assert not any(task.done() for task in slow)
+            release.set()
+            assert all(score.valid for score in await asyncio.gather(*slow))
+
+    asyncio.run(main())
+
+
+def test_long_waits_for_a_thread_are_logged_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("gleanrl.rewards.agent.LONG_QUEUE_S", 0.05)
+
+    async def main(workers: int) -> int:
+        async with RewardAgent(lambda request: time.sleep(0.1) or 1.0, workers=workers) as agent:
+            await asyncio.gather(*(ask(agent, str(n)) for n in range(8)))
+        return sum("reward.workers" in record.getMessage() for record in caplog.records)
+
+    assert asyncio.run(main(8)) == 0
+    assert asyncio.run(main(2)) == 1
+
+
 def test_threads_that_hang_are_replaced_with_one_warning(caplog: pytest.LogCaptureFixture) -> None:
     release = threading.Event()
 

@@ -563,16 +563,17 @@ class RewardSettings(Settings):
     """Where calls of a reward that is not async run. process: in worker processes; one whose call exceeds `timeout_s`
     is killed. thread: in threads of the reward agent's process; a call that hangs cannot be stopped."""
     workers: Changeable[Positive] = 16
-    """Maximum number of concurrent calls of a reward that is not async, each in its own thread or process. Each part of
-    a weighted sum has this many; math uses at most one per CPU core."""
+    """Maximum number of concurrent calls of a reward that is not async, each in its own thread or process, whatever
+    `max_concurrency` is. Evaluation has as many again, and each part of a weighted sum has its own; math uses at most
+    one per CPU core, for both together."""
 
     max_concurrency: Changeable[Positive] = 2048
     """Maximum number of training requests in flight at the same time; further ones wait."""
     eval_concurrency: Changeable[Positive] = 256
     """Maximum number of evaluation requests in flight at the same time, in addition to those of training."""
     eval_share: Changeable[Annotated[float, Field(gt=0.0, lt=1.0)]] = 0.25
-    """Fraction of the rate limits, of `workers` and of a reward model's batches that evaluation gets while training
-    needs them too. While only one of the two has requests, it gets everything."""
+    """Fraction of the rate limits and of a reward model's batches that evaluation gets while training needs them too.
+    While only one of the two has requests, it gets everything."""
     requests_per_minute: Changeable[Positive | None] = None
     """Maximum number of requests per minute, training and evaluation together, retries included; None = no limit."""
     tokens_per_minute: Changeable[Positive | None] = None
@@ -583,8 +584,9 @@ class RewardSettings(Settings):
     """Time limit of one attempt in seconds. It begins when the request is sent; the wait for a slot, a thread or a
     connection does not count."""
     attempts: Changeable[Positive] = 5
-    """Maximum number of attempts per request, including the first. Only transient errors are retried. Attempts that
-    cannot connect to a service that has answered before do not count; see `down_after_s`."""
+    """Maximum number of attempts per request, including the first. Only transient errors are retried. Attempts in an
+    outage do not count; see `down_after_s`. An outage is a time in which a service that has answered before accepts no
+    connections, or in which it refuses all requests (HTTP status 429, 502, 503 or 529)."""
     backoff_s: Changeable[PositiveFloat] = 0.5
     """Upper bound in seconds of the random wait before the second attempt. The bound doubles with each attempt, up to
     `max_backoff_s`. If the service requests a longer wait, the wait is that long."""

@@ -10,6 +10,7 @@ import hashlib
 import inspect
 import json
 import logging
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -19,8 +20,8 @@ from typing import Any, Literal, Unpack, get_args, get_origin, get_type_hints
 
 from gleanrl.config.settings import RewardSettings
 from gleanrl.rewards.executors import Processes, Threads
-from gleanrl.rewards.request import NotApplicable, Request, Scorer, as_score, merge_post_processed, shorten
-from gleanrl.types import Message, Score, Task
+from gleanrl.rewards.request import NotApplicable, Request, Scorer, as_score, finite, merge_post_processed, shorten
+from gleanrl.types import GROUP_SIZE, GROUP_UID, Message, Score, Task
 from gleanrl.utils.errors import UserError, raised_at
 from gleanrl.utils.importing import load_object
 from gleanrl.utils.retry import Fatal, Retryable, cause_of, is_retryable, wait_asked_for
@@ -197,6 +198,9 @@ class RewardAdapter(Scorer):
     finishers: tuple[str, ...] = ("post_process_scores", "finish")
     """Names of methods that post-process the scores of a group. The first method that the reward has is called."""
 
+    replaces_failures = False
+    """Whether a number that post-processing returns for a failed member becomes its score (`merge_post_processed`)."""
+
     def __init__(self, found: Any, name: str, spec: _RewardSpec) -> None:
         options = spec.options
         keys, self._secrets = with_keys(options)
@@ -235,7 +239,7 @@ class RewardAdapter(Scorer):
         slots = getattr(found, "slots", None)
         self.slots = slots if isinstance(slots, int) else None
         if not self._is_async:
-            self.slots = RewardSettings().workers
+            self.slots, self.lane_slots = None, RewardSettings().workers
         self._configured = False
         self._threads: Threads | None = None
         self._processes: Processes | None = None
@@ -250,21 +254,25 @@ class RewardAdapter(Scorer):
                     "reward %s is async and stays on the event loop; isolation = 'process' is for others", self._name
                 )
             return
-        self.slots = settings.workers
+        self.lane_slots = settings.workers
         if settings.isolation == "process":
-            self._processes = Processes(self._spec.make, settings.workers, settings.timeout_s)
+            # Twice the number, because evaluation has workers of its own. A process is started when a call needs it.
+            self._processes = Processes(self._spec.make, 2 * settings.workers, settings.timeout_s)
             self.own_timeout = True
         else:
             self._threads = Threads()
 
     async def __call__(self, request: Request) -> Score:
-        score: Score = await self._execute(self.read, self.call_reward, request)
-        if self._secrets and score.explanation is not None:
-            score = replace(score, explanation=redact(score.explanation, self._secrets))
+        score: Score = await self._execute(partial(self.read, request), self.call_reward, request)
+        if self._secrets:
+            parts = {redact(name, self._secrets): value for name, value in score.parts.items()}
+            explanation = None if score.explanation is None else redact(score.explanation, self._secrets)
+            score = replace(score, parts=parts, explanation=explanation)
         return score
 
     async def finish(self, task: Task, scores: Sequence[Score]) -> Sequence[Score]:
-        return await self._execute(partial(merge_post_processed, scores), self.post_process, task, scores)
+        merge = partial(merge_post_processed, scores, replaces_failures=self.replaces_failures)
+        return await self._execute(merge, self.post_process, task, scores)
 
     async def aclose(self) -> None:
         if self._threads is not None:
@@ -308,7 +316,7 @@ class RewardAdapter(Scorer):
         """Call the reward with a request. Returns the reward's result unchanged, or an awaitable of it."""
         return self._call(request)
 
-    def read(self, returned: Any) -> Score:
+    def read(self, request: Request, returned: Any) -> Score:
         """Convert the reward's result to a `Score`. Raises `Fatal` if the result contains no score."""
         return as_score(returned)
 
@@ -325,15 +333,19 @@ class RewardAdapter(Scorer):
 class VerlAdapter(RewardAdapter):
     """Calls a reward with verl's signature ``compute_score(data_source, solution_str, ground_truth, extra_info)``.
 
-    The reward returns a number, a mapping with the key ``score``, or a tuple ``(score, prompt, explanation)``. It may
-    also have a method ``post_process_scores(list[float]) -> list[float]``.
+    The reward returns a number, a mapping with the key ``score``, or a tuple ``(score, prompt, explanation)``, whose
+    ``prompt`` is appended to the explanation. It may also have a method
+    ``post_process_scores(list[float | None]) -> list[float | None]``. The list holds the scores of the whole group;
+    None stands for a member that has none. A number that is returned in place of None becomes the member's score.
 
     The payload of each task is a row of a dataset in verl's format: ``data_source``, ``reward_model.ground_truth`` and
-    optionally ``extra_info``. ``solution_str`` is the text of all messages from the first assistant message on.
+    optionally ``extra_info``, to which ``group_uid`` and ``group_size`` are added. ``solution_str`` is the text of all
+    messages from the first assistant message on.
     """
 
     arguments = 4
     finishers = ("post_process_scores",)
+    replaces_failures = True
 
     def call_reward(self, request: Request) -> Any:
         row = request.task.payload
@@ -347,55 +359,72 @@ class VerlAdapter(RewardAdapter):
         _, played = split_at_first_answer(request.messages)
         text = "\n".join(message["content"] or "" for message in played)
         extra = dict(row.get("extra_info") or {})
+        extra |= {name: request.info[name] for name in (GROUP_UID, GROUP_SIZE) if name in request.info}
         return self._call(data_source=source, solution_str=text, ground_truth=truth, extra_info=extra)
 
-    def read(self, returned: Any) -> Score:
+    def read(self, request: Request, returned: Any) -> Score:
         if not isinstance(returned, tuple):
             return as_score(returned)
         if len(returned) != 3:
             raise Fatal(f"a tuple of {len(returned)}, not (score, prompt, explanation)", cause="not_a_number")
-        score, _, explanation = returned
-        return replace(as_score(score), explanation=None if explanation is None else shorten(str(explanation)))
+        score, prompt, explanation = returned
+        said = [] if explanation is None else [str(explanation)]
+        if prompt:
+            said.append(f"The prompt of the judge:\n{prompt}")
+        return replace(as_score(score), explanation=shorten("\n\n".join(said)) if said else None)
 
     def post_process(self, task: Task, scores: Sequence[Score]) -> Any:
-        return self.reward.post_process_scores([score.value for score in scores])
-
-    async def finish(self, task: Task, scores: Sequence[Score]) -> Sequence[Score]:
-        """Post-process only the valid scores, because a list of floats, as verl passes it, cannot mark invalid ones."""
-        finished = iter(await super().finish(task, [score for score in scores if score.valid]))
-        return [next(finished) if score.valid else score for score in scores]
+        return self.reward.post_process_scores([score.value if score.valid else None for score in scores])
 
 
 class TrlAdapter(RewardAdapter):
     """Calls a reward function with TRL's signature.
 
-    The signature is ``fn(prompts, completions, completion_ids, **columns) -> list[float | None]``. Each call scores a
-    batch of one row, so ``prompts``, ``completions`` and the columns are lists with one item. The columns are the
-    entries of the task's payload. ``completion_ids`` is None. If the payload has a text ``prompt``, the prompt and the
-    completion are texts (TRL's standard format). Otherwise they are lists of messages (TRL's conversational format). If
-    the function returns None as a score, the reward does not apply to the trajectory.
+    The signature is ``fn(prompts, completions, completion_ids, **columns) -> list[float | None]``. The members of a
+    group are scored in one call, with one row for each member. Each other trajectory is scored in a call of its own,
+    with one row: those of an evaluation, and those that are scored by a part of a weighted sum. The columns are the
+    entries of the task's payload. ``completion_ids`` is None. If the payload has a text ``prompt``, the prompts and the
+    completions are texts (TRL's standard format). Otherwise they are lists of messages (TRL's conversational format).
+    If the function returns None as a score, the reward does not apply to the trajectory.
     """
 
     # The columns depend on the tasks. -1 therefore means that missing arguments cannot be found before the first call.
     arguments = -1
     finishers = ()
+    scores_groups = True
 
     def call_reward(self, request: Request) -> Any:
         payload = request.task.payload
-        columns = {name: [value] for name, value in payload.items() if name not in _TRL_ARGUMENTS}
-        prompt, completion = split_at_first_answer(request.messages)
-        if isinstance(payload.get("prompt"), str):
-            prompt, completion = payload["prompt"], request.response
-        return self._call(prompts=[prompt], completions=[completion], completion_ids=None, **columns)
+        rows = request.group or (request,)
+        prompts: list[Any] = []
+        completions: list[Any] = []
+        for row in rows:
+            prompt, completion = split_at_first_answer(row.messages)
+            text = payload.get("prompt")
+            prompts.append(text if isinstance(text, str) else prompt)
+            completions.append(row.response if isinstance(text, str) else completion)
+        columns = {name: [value] * len(rows) for name, value in payload.items() if name not in _TRL_ARGUMENTS}
+        return self._call(prompts=prompts, completions=completions, completion_ids=None, **columns)
 
-    def read(self, returned: Any) -> Score:
+    def read(self, request: Request, returned: Any) -> Score:
+        rows = len(request.group) or 1
         try:
-            (value,) = returned
-        except (TypeError, ValueError):
-            raise Fatal(f"{shorten(repr(returned), 80)} is not a list of one score", cause="not_a_number") from None
-        if value is None:
-            raise NotApplicable
-        return as_score(value)
+            values = list(returned)
+        except TypeError:
+            values = []
+        if len(values) != rows:
+            said = shorten(repr(returned), 80)
+            raise Fatal(f"{said} is not a list of {rows} scores, one for each completion", cause="not_a_number")
+        if not request.group:
+            if values[0] is None:
+                raise NotApplicable
+            return as_score(values[0])
+        parts = {}
+        for index, value in enumerate(values):
+            if value is not None:
+                read = finite(value)
+                parts[str(index)] = math.nan if read is None else read
+        return Score(0.0, parts=parts)
 
 
 _TRL_ARGUMENTS = frozenset({"prompt", "prompts", "completion", "completions", "completion_ids"})

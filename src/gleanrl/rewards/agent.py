@@ -25,6 +25,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import logging
+import math
 import uuid
 from collections import OrderedDict
 from collections.abc import AsyncIterable, AsyncIterator, Iterable, Mapping, Sequence
@@ -40,9 +41,9 @@ from gleanrl.protocols import Metrics
 from gleanrl.rewards.adapter import load_reward
 from gleanrl.rewards.journal import Journal
 from gleanrl.rewards.limits import CURRENT_PERMIT, Permit, RateLimiter, time_limit
-from gleanrl.rewards.request import HEDGED, Answer, Item, NotApplicable, Request, Scorer
+from gleanrl.rewards.request import HEDGED, Answer, DeferredScore, Item, NotApplicable, Request, Scorer
 from gleanrl.rewards.statistics import COMPLETION_TOKENS, ErrorBudget, RecentQuantile, Statistics
-from gleanrl.types import Score, Task
+from gleanrl.types import GROUP_SIZE, GROUP_UID, Score, Task
 from gleanrl.utils.errors import UserError
 from gleanrl.utils.retry import (
     NOT_DELIVERED,
@@ -61,6 +62,8 @@ LaneName = Literal["train", "eval"]
 
 _CHARACTERS_PER_TOKEN = 4
 """Average number of characters per token, by which the tokens of a request are estimated before it is sent."""
+LONG_QUEUE_S = 10.0
+"""If a request waits for a worker for this many seconds, a warning is logged once."""
 _LONG_WAIT_S = 60.0
 """If a service asks for a wait of at least this many seconds, a warning is logged."""
 
@@ -148,11 +151,13 @@ class RewardAgent:
         self.settings = settings
         name = settings.name if reward is None else reward
         self._scorer: Scorer = load_reward(name, options=settings.options, settings=settings)
+        self._max_concurrency = {"train": settings.max_concurrency, "eval": settings.eval_concurrency}
+        lanes = {}
+        for lane, share in (("train", 1.0 - settings.eval_share), ("eval", settings.eval_share)):
+            limit = self._max_concurrency[lane]
+            lanes[lane] = (min(limit, self._scorer.lane_slots or limit), share)
         self._limiter = RateLimiter(
-            {
-                "train": (settings.max_concurrency, 1.0 - settings.eval_share),
-                "eval": (settings.eval_concurrency, settings.eval_share),
-            },
+            lanes,
             slots=self._scorer.slots,
             requests_per_minute=settings.requests_per_minute,
             tokens_per_minute=settings.tokens_per_minute,
@@ -165,6 +170,7 @@ class RewardAgent:
         self._budget = ErrorBudget(settings.max_failed_fraction, settings.failed_window, settings.down_after_s)
         self._recent_times = RecentQuantile(1.0 - settings.hedge_share) if settings.hedge_share else None
         self._mean_completion_tokens = 0.0
+        self._warned = False  # whether the long wait for a worker was logged
         self._wait_logged_until = float("-inf")  # event loop time until which no further long wait is logged
         self._journal_path = Path(journal) if journal is not None else None
         self._journal: Journal | None = None
@@ -213,8 +219,11 @@ class RewardAgent:
     async def finish(self, task: Task, scores: Sequence[Score]) -> list[Score]:
         """Return the scores of a complete group after the reward's post-processing.
 
-        If the post-processing fails, all scores of the group become invalid.
+        A reward that looks at the whole group (`Scorer.scores_groups`) is called here. If the post-processing fails,
+        all scores of the group become invalid.
         """
+        if self._scorer.scores_groups:
+            scores = await self._score_group(task, scores)
         if not self._scorer.post_processes:
             return list(scores)
         try:
@@ -226,6 +235,28 @@ class RewardAgent:
         except Exception as error:
             reason = f"post-processing the group: {reason_of(error)}"
             return [self._fail("finish", reason) if score.valid else score for score in scores]
+
+    async def _score_group(self, task: Task, scores: Sequence[Score]) -> list[Score]:
+        """Score all members whose score is a `DeferredScore` with one request, and return all scores in order."""
+        scores = list(scores)
+        deferred = {index: score for index, score in enumerate(scores) if isinstance(score, DeferredScore)}
+        requests = [score.request for score in deferred.values() if score.request is not None]
+        if not requests:
+            return scores
+        messages = tuple(message for request in requests for message in request.messages)
+        whole = Request(task, messages, group=tuple(requests))
+        outcome = await self._submit(whole, next(iter(deferred.values())).lane)
+        for member, index in enumerate(deferred):
+            value = outcome.parts.get(str(member))
+            if not outcome.valid:
+                scores[index] = outcome
+            elif value is None:
+                scores[index] = replace(Score.failed("the reward does not apply"), applicable=False)
+            elif math.isfinite(value):
+                scores[index] = Score(value)
+            else:
+                scores[index] = Score.failed(f"the reward is {value}, not a finite number")
+        return scores
 
     def lane(self, name: LaneName) -> RewardLane:
         """Return the lane ``name`` (see `RewardLane`). All lanes share the reward, cache, journal and rate limits."""
@@ -240,12 +271,12 @@ class RewardAgent:
         conversation, or a `Trajectory`. ``index`` is the position of the group in ``groups``.
 
         ``groups`` may be endless: the next group is taken from it only while the unfinished groups have fewer members
-        than twice the number of the lane's slots. The first error that ``groups`` or the scoring of a group raises ends
-        the iteration and cancels all other requests of this call.
+        than twice the ``max_concurrency`` of the lane. The first error that ``groups`` or the scoring of a group raises
+        ends the iteration and cancels all other requests of this call.
         """
         loop = asyncio.get_running_loop()
-        # Twice the number of slots, so that no slot is idle while the next group is taken.
-        room = 2 * self._limiter.lanes[lane].slots
+        # Twice the number of requests in flight, so that no slot is idle while the next group is taken.
+        room = 2 * self._max_concurrency[lane]
         results: asyncio.Queue[tuple[int, list[Score]] | Exception | None] = asyncio.Queue()  # None = no more groups
         sizes: dict[int, int] = {}  # number of members of each group that is taken but not yet yielded, by index
         members = 0  # sum of ``sizes``
@@ -254,7 +285,9 @@ class RewardAgent:
 
         async def score_group(index: int, group: Sequence[Item]) -> None:
             try:
+                identity = {GROUP_UID: uuid.uuid4().hex, GROUP_SIZE: len(group)}
                 requests = [Request.of(task, answer) for task, answer in group]
+                requests = [replace(request, info={**request.info, **identity}) for request in requests]
                 scores = await asyncio.gather(*(self._submit(request, lane) for request in requests))
                 if requests:
                     scores = await self.finish(requests[0].task, scores)
@@ -318,6 +351,10 @@ class RewardAgent:
             raise UserError(self._stopped)
         loop = asyncio.get_running_loop()
         waiter: asyncio.Future[Score] = loop.create_future()
+        if self._scorer.scores_groups and GROUP_UID in request.info:
+            reason = "it is scored when its group is complete"
+            waiter.set_result(DeferredScore(math.nan, False, explanation=reason, request=request, lane=lane))
+            return waiter
         key: str | None = None
         if not request.nonce and (self.settings.cache or self._journal is not None):
             try:
@@ -406,7 +443,15 @@ class RewardAgent:
         if limiter.counts_tokens:
             characters = sum(len(message["content"] or "") for message in job.request.messages)
             tokens = characters / _CHARACTERS_PER_TOKEN + self._mean_completion_tokens
+        queued = loop.time()
         lane = await limiter.acquire(job, tokens)
+        if self._scorer.lane_slots == lane.slots and not self._warned and loop.time() - queued > LONG_QUEUE_S:
+            self._warned = True
+            log.warning(
+                "requests wait for %.0f s, because the reward is not async and %d of its calls run at once; write it "
+                "as an async function, or raise reward.workers",
+                *(loop.time() - queued, lane.slots),
+            )
         try:
             statistics = self._statistics
             statistics.most_queued = max(statistics.most_queued, limiter.queued)

@@ -271,9 +271,10 @@ class Part:
 
     def set_limits(self, timeout_s: float | None, eval_share: float) -> None:
         self.timeout_s, slots = timeout_s, self.scorer.slots
+        of_lane = self.scorer.lane_slots or slots
         self._limiter: RateLimiter | None = None
-        if slots is not None:
-            lanes = {"train": (slots, 1.0 - eval_share), "eval": (slots, eval_share)}
+        if of_lane is not None:
+            lanes = {"train": (of_lane, 1.0 - eval_share), "eval": (of_lane, eval_share)}
             self._limiter = RateLimiter(lanes, slots=slots)
 
     async def score(self, request: Request) -> Score:

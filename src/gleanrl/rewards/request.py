@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from gleanrl.rollout.conversation import conversation
 from gleanrl.types import IntArray, Message, Score, Task, Trajectory, as_float
@@ -53,11 +53,13 @@ class Request:
         messages: the conversation as it was played, including the task's prompt.
         trajectory_id: id of the trajectory; empty if a response or a list of messages is scored instead.
         own: the score that the environment gave; invalid if it gave none.
-        info: the ``info`` of the trajectory.
+        info: the ``info`` of the trajectory. If the trajectory is scored as a member of a group, it also contains the
+            group's id as ``group_uid`` and the number of its members as ``group_size``.
         sampled: token ids, int32[n], of each turn that the model sampled; None if a response or a list of messages is
             scored instead. They are not a part of the key.
         nonce: empty, or a unique text that becomes a part of the key, so that the request cannot be answered from the
             cache or the journal.
+        group: empty, or the requests of all members of a group that are scored in one call (`Scorer.scores_groups`).
     """
 
     task: Task
@@ -67,6 +69,7 @@ class Request:
     info: Mapping[str, Any] = field(default_factory=dict)
     sampled: tuple[IntArray, ...] | None = field(default=None, compare=False, repr=False)
     nonce: str = ""
+    group: tuple[Request, ...] = ()
 
     @classmethod
     def of(cls, task: Task, answer: Answer) -> Request:
@@ -105,6 +108,19 @@ class Request:
         return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
 
+@dataclass(frozen=True, slots=True)
+class DeferredScore(Score):
+    """An invalid score that stands for a member of a group until `RewardAgent.finish` scores the whole group.
+
+    Attributes:
+        request: the request of the member.
+        lane: the lane of the agent in which the request was made.
+    """
+
+    request: Request | None = None
+    lane: Literal["train", "eval"] = "train"
+
+
 class Scorer:
     """The interface of a reward to the agent. `gleanrl.rewards.adapter.load_reward` adapts ordinary rewards to it.
 
@@ -116,14 +132,22 @@ class Scorer:
         version: a label of the way in which the reward scores. It is a part of the keys in cache and journal, so scores
             that were stored under another version are not used.
         slots: maximum number of concurrent calls; None = no limit.
+        lane_slots: maximum number of concurrent calls for training, and the same number again for evaluation; None = no
+            limit.
         own_timeout: True if the scorer limits the duration of its calls itself. The agent then sets no time limit.
         post_processes: True if `finish` may change scores. If False, the agent does not call it.
+        scores_groups: True if the score of a member of a group may depend on the other members. The agent then scores
+            all members in one call, with a request whose ``group`` holds their requests. `Score.parts` of the result
+            holds each member's score under its index, such as ``"0"``. NaN stands for a failure, and a missing index
+            for a member to which the reward does not apply. Requests of other trajectories are made one by one.
     """
 
     version: str = ""
     slots: int | None = None
+    lane_slots: int | None = None
     own_timeout: bool = False
     post_processes: bool = False
+    scores_groups: bool = False
 
     async def __call__(self, request: Request) -> Score:
         """Return the score of a request.
@@ -211,10 +235,11 @@ def finite(value: Any) -> float | None:
     return read if read is not None and math.isfinite(read) else None
 
 
-def merge_post_processed(scores: Sequence[Score], returned: Any) -> list[Score]:
+def merge_post_processed(scores: Sequence[Score], returned: Any, *, replaces_failures: bool = False) -> list[Score]:
     """Return the group's ``scores`` with the values that its post-processing ``returned``.
 
-    An invalid score stays invalid. A valid score becomes invalid if the returned value is not a finite number. Raises
+    A valid score becomes invalid if the returned value is not a finite number. An invalid score becomes valid only if a
+    valid `Score` or, with ``replaces_failures``, a finite number was returned for it; its explanation remains. Raises
     `Fatal` if ``returned`` is not a list or has another length than ``scores``.
     """
     if not isinstance(returned, Sequence | tuple) and not hasattr(returned, "tolist"):
@@ -224,9 +249,11 @@ def merge_post_processed(scores: Sequence[Score], returned: Any) -> list[Score]:
         raise Fatal(f"post-processing returned {len(values)} scores for {len(scores)}", cause="finish")
     merged = []
     for score, value in zip(scores, values, strict=True):
-        if score.valid:
+        if isinstance(value, Score):
+            score = as_score(value) if score.valid or value.valid else score
+        elif score.valid or (replaces_failures and finite(value) is not None):
             try:
-                score = as_score(value) if isinstance(value, Score) else replace(score, value=number(value))
+                score = replace(score, value=number(value), valid=True, applicable=True)
             except Fatal as error:
                 score = Score.failed(f"after post-processing, {error}")
         merged.append(score)
