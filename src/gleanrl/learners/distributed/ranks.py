@@ -12,6 +12,7 @@ import logging
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -30,7 +31,7 @@ log = logging.getLogger(__name__)
 # sample and wait for rewards meanwhile.
 IDLE = timedelta(days=365)
 WORK = timedelta(minutes=30)  # timeout of a collective inside a command; a process that takes longer is taken to hang
-REASON = timedelta(seconds=2)  # how long to wait for the reason of a failure to appear in the store
+REASON_S = 5.0  # seconds to wait for the reason of a failure to appear in the store
 # Seconds that a failed process waits for the other processes to report failures too. Then it exits, which ends their
 # collectives.
 GRACE_S = 5.0
@@ -204,10 +205,15 @@ class Ranks:
         return UserError(self.broken)
 
     def _reason(self) -> str | None:
+        end = time.monotonic() + REASON_S
         try:
-            self._store.wait([_FAILURE], REASON)
+            # `Store.wait` would hold the store's lock, and the thread that stores the reason could not do so meanwhile.
+            while not self._store.check([_FAILURE]):
+                if time.monotonic() > end:
+                    return None
+                time.sleep(0.02)
             return self._store.get(_FAILURE).decode()
-        except RuntimeError:  # no reason is stored, or the process that holds the store has ended too
+        except RuntimeError:  # the process that holds the store has ended too
             return None
 
 
