@@ -6,6 +6,7 @@ Also tests of forked processes, which have a copy of the buffer and none of its 
 from __future__ import annotations
 
 import multiprocessing
+import pickle
 import threading
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
@@ -185,3 +186,24 @@ def test_forked_workers_of_a_data_loader_draw_different_batches_that_repeat() ->
     found = drawn()
     assert len(set(found)) == len(found) == 9
     assert drawn() == found
+
+
+def test_a_pickled_buffer_reads_the_folder_with_a_random_stream_of_its_own(tmp_path: Path) -> None:
+    """A `DataLoader` that spawns its workers pickles the buffer once for each of them."""
+    with TrajectoryReplayBuffer(tmp_path / "buffer", seed=3, sample_window_size=2, priority_exponent=1.0) as buffer:
+        buffer.add_trajectories([trajectory(number) for number in range(3)])
+        first, second = pickle.dumps(buffer), pickle.dumps(buffer)
+        drawn = []
+        for content in (first, first, second):
+            with pickle.loads(content) as copy:
+                drawn.append(copy.sample(16)["actions"])
+                copy.sample_prioritized(4)
+        assert torch.equal(drawn[0], drawn[1])
+        assert not torch.equal(drawn[0], drawn[2])
+        with pickle.loads(first) as copy:
+            buffer.add_trajectories([trajectory(3)])
+            assert numbers(copy.sample(36)) == {2, 3}
+            with pytest.raises(UserError, match="read_only"):
+                copy.add_trajectories([trajectory(4)])
+    with TrajectoryReplayBuffer() as buffer, pytest.raises(UserError, match="memory"):
+        pickle.dumps(buffer)

@@ -44,7 +44,7 @@ class TrajectoryReplayBuffer(Sampler):
     """A replay buffer of trajectories. One process writes a folder, and others may read it at the same time.
 
     The methods that draw and read batches are inherited from `Sampler`. In a process that is forked while the buffer is
-    open, the buffer is read-only, and draws from a random stream of its own.
+    open, or to which the buffer is pickled, it is read-only and draws from a random stream of its own.
 
     Args:
         path: folder of the buffer, which is created if it is missing. A trajectory survives a crash once
@@ -320,9 +320,28 @@ class TrajectoryReplayBuffer(Sampler):
         self.write_queue, self.windows = WriteQueue(self._add), Windows()
         if self.priorities is not None:
             self.priorities.lock = threading.Lock()
-        state = base64.b64encode(self.generator.get_state().numpy().tobytes()).decode()
-        self.generator.manual_seed(derive(self.seed, "buffer", "fork", self._forks, state))
+        self.generator.manual_seed(self._copy_seed())
         self.stream = RandomStream(self.generator)
+
+    def _copy_seed(self) -> int:
+        """Return the seed of the random stream of the copy in the newest other process."""
+        state = base64.b64encode(self.generator.get_state().numpy().tobytes()).decode()
+        return derive(self.seed, "buffer", "fork", self._forks, state)
+
+    def __reduce__(self) -> tuple[Callable[..., TrajectoryReplayBuffer], tuple[Any, ...]]:
+        """Pickle the buffer for another process, in which it is read-only and has a random stream of its own.
+
+        Raises `UserError` if the buffer is in memory.
+        """
+        if (folder := self.storage.folder) is None:
+            raise UserError("a buffer in memory belongs to one process; give it a path to read it in another one")
+        self._forks += 1
+        how: dict[str, Any] = {"seed": self.seed, "rank": self.rank, "sample_window_size": self.window}
+        if self.priorities is not None:
+            how["priority_exponent"] = self.priorities.exponent
+        if isinstance(self.storage, rlinf.RLinfReader):
+            how |= {"cache_size": self.storage.open_files, "pickles": self.storage.pickles}
+        return _opened_copy, (folder, how, self._copy_seed())
 
     def clear_cache(self) -> None:
         """Do nothing, because rows are read from mapped files without a cache. RLinf's buffer has this method."""
@@ -342,6 +361,12 @@ class TrajectoryReplayBuffer(Sampler):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _opened_copy(folder: Path, how: dict[str, Any], seed: int) -> TrajectoryReplayBuffer:
+    buffer = TrajectoryReplayBuffer(folder, read_only=True, **how)
+    buffer.generator.manual_seed(seed)
+    return buffer
 
 
 _buffers: weakref.WeakSet[TrajectoryReplayBuffer] = weakref.WeakSet()

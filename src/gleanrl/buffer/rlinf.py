@@ -317,12 +317,12 @@ class RLinfReader(Reader):
         if open_files < 1:
             raise UserError(f"cache_size = {open_files}: at least one file is open at a time")
         self.folder = self._path = folder
-        self._pickles, self._open_files = pickles, open_files
+        self.pickles, self.open_files = pickles, open_files
         self._closed, self.lock = False, threading.RLock()
         self._load(Directory(folder, pickles=pickles), epoch=0)
 
     def _load(self, directory: Directory, epoch: Hashable) -> None:
-        table, counts = MappedTable(directory, self._open_files), np.array(directory.counts, np.int64)
+        table, counts = MappedTable(directory, self.open_files), np.array(directory.counts, np.int64)
         records = np.zeros(len(counts), RECORD)
         records["id"], records["row"] = np.arange(len(counts)), np.cumsum(counts) - counts
         records["steps"], records["batch"] = directory.shapes()
@@ -348,7 +348,7 @@ class RLinfReader(Reader):
             before = self._table.directory
             if _stamp(before.index) == before.stamp:
                 return False
-            directory = Directory(self._path, pickles=self._pickles)
+            directory = Directory(self._path, pickles=self.pickles)
             continues = directory.entries[: len(before.entries)] == before.entries
             self._load(directory, self.snapshot.epoch if continues else directory.stamp)
             return True
