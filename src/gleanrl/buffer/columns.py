@@ -304,28 +304,22 @@ class Columns:
         Raises:
             UserError: the segment of a row is lost.
         """
-        if self.lost:
-            self._check_not_lost(rows)
-        # the modulo also keeps a row number that is read from a damaged file inside the range of addresses
-        slots = rows % (self.slots * self.capacity)
-        for i in which:
-            if self._in_memory[i]:
-                continue
-            # a disk is fastest with many requests at once, so all rows are requested before the first is waited for
-            space, width = self._spaces[i], self._widths[i]
-            probes = slots[:: max(1, len(slots) // PROBES)].tolist()
-            self._in_memory[i] = all(space.resident(slot * width, width) for slot in probes)
-            if not self._in_memory[i]:
-                begins = np.sort(slots.numpy()) * width
-                gaps = np.flatnonzero(begins[1:] > begins[:-1] + width + PAGE)
-                first, last = [0, *(gaps + 1).tolist()], [*gaps.tolist(), len(begins) - 1]
-                for begin, end in zip(begins[first].tolist(), begins[last].tolist(), strict=True):
-                    space.prefetch(begin, end + width - begin)
-        found = [torch.index_select(self._views[i], 0, slots) for i in which]
-        if (faults := resource.getrusage(resource.RUSAGE_SELF).ru_majflt) != self._faults:
-            # a thread of this process waited for the disk, so the next gather checks again whether its rows are cached
-            self._faults = faults
-            self._in_memory = [self._files.folder is None] * len(self._widths)
+        slots = self._request(rows, which)
+        try:
+            found = [torch.index_select(self._views[i], 0, slots) for i in which]
+        except IndexError:  # the number of a row is read from a file where it refers to a next observation
+            raise UserError(f"{self._files.where(self._name.format('*'))}: damaged (it refers to no row)") from None
+        self._notice_faults()
+        return found
+
+    def gather_bytes(self, rows: Tensor, which: int) -> np.ndarray[Any, Any]:
+        """Return rows of a column as a new array ``[n]``, whose elements are the bytes of a row.
+
+        For rows of few bytes, this takes a third of the time of `gather`. Its arguments and errors are the same.
+        """
+        slots = self._request(rows, [which])
+        found = self._views[which].numpy().view(f"V{self._widths[which]}").reshape(-1).take(slots.numpy())
+        self._notice_faults()
         return found
 
     def slice(self, which: int, first: int, count: int) -> list[Tensor]:
@@ -356,6 +350,38 @@ class Columns:
         self._dropped.clear()
 
     # --- inside ----------------------------------------------------------------------------------
+    def _request(self, rows: Tensor, which: Sequence[int]) -> Tensor:
+        """Return the indices of rows in the arrays of the columns. Rows that are on disk are requested from it.
+
+        A disk is fastest with many requests at once, so all rows are requested before the first is waited for.
+        """
+        if self.lost:
+            self._check_not_lost(rows)
+        slots = rows
+        if self.rows > self.slots * self.capacity:  # some segments are mapped into the slots of dropped ones
+            slots = rows % (self.slots * self.capacity)
+        for i in which:
+            if self._in_memory[i]:
+                continue
+            space, width = self._spaces[i], self._widths[i]
+            probes = slots[:: max(1, len(slots) // PROBES)].tolist()
+            self._in_memory[i] = all(space.resident(slot * width, width) for slot in probes)
+            if not self._in_memory[i]:
+                begins = np.sort(slots.numpy()) * width
+                gaps = np.flatnonzero(begins[1:] > begins[:-1] + width + PAGE)
+                first, last = [0, *(gaps + 1).tolist()], [*gaps.tolist(), len(begins) - 1]
+                for begin, end in zip(begins[first].tolist(), begins[last].tolist(), strict=True):
+                    space.prefetch(begin, end + width - begin)
+        return slots
+
+    def _notice_faults(self) -> None:
+        """Make the next gather check whether its rows are cached if a thread of this process waited for the disk."""
+        if self._files.folder is None:
+            return
+        if (faults := resource.getrusage(resource.RUSAGE_SELF).ru_majflt) != self._faults:
+            self._faults = faults
+            self._in_memory = [False] * len(self._widths)
+
     def _check_not_lost(self, rows: Tensor) -> None:
         for segment in (rows // self.capacity).unique().tolist():
             if segment in self.lost:

@@ -181,7 +181,8 @@ class _DataSet:
                 if key in self._cameras:
                     channels = np.moveaxis(part, 1 + self._cameras[key].index("channels"), 1)
                     wide = channels.reshape(len(part), 3, -1) / 255.0
-                lowest, highest = wide.min(axis=(0, 2)), wide.max(axis=(0, 2))
+                lowest: np.ndarray = wide.min(axis=(0, 2))
+                highest: np.ndarray = wide.max(axis=(0, 2))
                 self._lowest[key] = np.minimum(self._lowest.get(key, lowest), lowest)
                 self._highest[key] = np.maximum(self._highest.get(key, highest), highest)
                 self._sums[key] = self._sums.get(key, 0.0) + wide.mean(axis=2).sum(axis=0)

@@ -11,6 +11,8 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from gleanrl.buffer.reader import Reader, Snapshot
 from gleanrl.utils.errors import UserError
@@ -23,23 +25,24 @@ LEAST, MOST = 1e-100, 1e100  # limits of priority ** exponent; sums of larger we
 class SumTree:
     """A tree of weights, from which positions are drawn with probabilities in proportion to their weights.
 
-    A node has 32 children, and the highest level has up to 4096 nodes, so the tree is low. All operations are
-    vectorised: they process many positions together, one level after the other. This suits NumPy, where a call costs a
-    microsecond whatever it does, better than a binary tree with many levels. Sums are float64. With 2^30 positions,
-    rounding shifts the limits between positions by about 1e-7 of a weight.
+    A node has 32 children, and the highest level has up to 8192 nodes, so the tree has few levels. All operations are
+    vectorised: they process many positions together, one level after the other. Each such call takes microseconds
+    whatever it does, so a binary tree would be slower. Sums are float64. With 2^30 positions, rounding shifts the
+    limits between positions by about 1e-7 of a weight.
     """
 
     CHILDREN_BITS = 5
     CHILDREN = 1 << CHILDREN_BITS
-    HIGHEST = 4096
+    HIGHEST = 8192
 
     def __init__(self, capacity: int = 1024) -> None:
         # the weights of the positions, then for each level the sums of `CHILDREN` consecutive values of the one below
-        self._levels: list[Floats] = []
+        self._levels: list[Tensor] = []
         while not self._levels or capacity > self.HIGHEST:
-            capacity = -(-capacity // self.CHILDREN) if self._levels else capacity
-            self._levels.append(np.zeros(-(-max(1, capacity) // self.CHILDREN) * self.CHILDREN))
-        self.capacity = len(self._levels[0])
+            capacity = -(-capacity // self.CHILDREN) if self._levels else max(1, capacity)
+            self._levels.append(torch.zeros(-(-capacity // self.CHILDREN) * self.CHILDREN, dtype=torch.float64))
+        self._weights: Floats = self._levels[0].numpy()
+        self.capacity = len(self._weights)
 
     @property
     def total(self) -> float:
@@ -52,30 +55,33 @@ class SumTree:
 
     def at(self, positions: Ints) -> Floats:
         """Return the weights of ``positions``."""
-        return self._levels[0][positions]
+        return self._weights[positions]
 
     def set(self, positions: Ints, weights: Floats | float) -> None:
         """Set the weights of ``positions``. If a position occurs twice, the last weight is used."""
-        self._levels[0][positions] = weights
+        self._weights[positions] = weights
         for below, level in pairwise(self._levels):
             positions = positions >> self.CHILDREN_BITS
-            if len(positions) > self.CHILDREN:  # consecutive positions, as of new rows, have few different parents
+            if len(positions) > self.HIGHEST:  # consecutive positions, as of many new rows, have few different parents
                 positions = positions[np.flatnonzero(np.diff(positions, prepend=-1))]
-            level[positions] = below.reshape(-1, self.CHILDREN)[positions].sum(axis=1)
+            nodes = torch.from_numpy(positions)
+            level.index_copy_(0, nodes, below.view(-1, self.CHILDREN).index_select(0, nodes).sum(dim=1))
 
     def find(self, sums: Floats) -> Ints:
         """Return for each of ``sums``, in [0, total), the first position at which the cumulative weight exceeds it."""
-        ends = self._levels[-1].cumsum()
+        ends = self._levels[-1].cumsum(0).numpy()
         # without the minimum, rounding errors could lead behind the last position that has a weight
         left = np.minimum(sums, np.nextafter(ends[-1], 0.0))
         nodes = np.searchsorted(ends, left, side="right")
-        left = left - np.where(nodes, ends[nodes - 1], 0.0)
+        left -= np.where(nodes, ends[nodes - 1], 0.0)
         every = np.arange(len(nodes))
         for level in self._levels[-2::-1]:
-            ends = level.reshape(-1, self.CHILDREN)[nodes].cumsum(axis=1)
+            # torch has a faster cumulative sum of rows than NumPy, and a binary search in each row
+            cumulative = torch.from_numpy(level.numpy().reshape(-1, self.CHILDREN).take(nodes, axis=0)).cumsum(1)
+            ends = cumulative.numpy()
             left = np.minimum(left, np.nextafter(ends[:, -1], 0.0))
-            child = (ends <= left[:, None]).sum(axis=1)
-            left = left - np.where(child, ends[every, child - 1], 0.0)
+            child = torch.searchsorted(cumulative, torch.from_numpy(left[:, None]), right=True).numpy()[:, 0]
+            left -= np.where(child, ends[every, child - 1], 0.0)
             nodes = (nodes << self.CHILDREN_BITS) + child
         return nodes
 
@@ -128,12 +134,12 @@ class Priorities:
         self._epoch: Hashable = None
         self.lock = threading.Lock()
 
-    def draw(self, reader: Reader, drawn: Floats) -> tuple[Snapshot, Ints, Ints, Floats]:
+    def draw(self, reader: Reader, drawn: Floats) -> tuple[Snapshot, list[tuple[int, Ints, Ints]], Floats]:
         """Draw a row for each of the uniform random numbers ``drawn``, ``[n]`` in [0, 1), with replacement.
 
         Returns:
-            The snapshot from which the rows were drawn, and three arrays ``[n]``: the number of the table, the row in
-            this table, and the probability with which the row was drawn.
+            The snapshot from which the rows were drawn; for each table from which there are any, its number, the places
+            of its rows in the draw, and the rows; and the probabilities ``[n]`` with which the rows were drawn.
 
         Raises:
             UserError: there are no rows.
@@ -141,17 +147,19 @@ class Priorities:
         with self.lock:
             now = self._cover(reader)
             totals = np.array([own.tree.total for own in self._own])
-            if not totals.sum():
+            ends = np.cumsum(totals)
+            if not len(ends) or not ends[-1]:
                 raise UserError("the buffer is empty")
-            ends, sums = np.cumsum(totals), drawn * totals.sum()
+            sums, probabilities = drawn * ends[-1], np.empty(len(drawn))
             tables = np.minimum(np.searchsorted(ends, sums, side="right"), np.flatnonzero(totals)[-1])
-            rows, weights = np.empty(len(sums), np.int64), np.empty(len(sums))
-            for number in np.flatnonzero(totals):
+            found = []
+            for number, own in enumerate(self._own):
                 [places] = np.nonzero(tables == number)
-                own = self._own[number]
-                positions = own.tree.find(sums[places] - (ends - totals)[number])
-                rows[places], weights[places] = positions + own.base, own.tree.at(positions)
-            return now, tables, rows, weights / totals.sum()
+                if len(places):
+                    positions = own.tree.find(sums[places] - (ends - totals)[number])
+                    probabilities[places] = own.tree.at(positions) / ends[-1]
+                    found.append((number, places, positions + own.base))
+            return now, found, probabilities
 
     def update(self, reader: Reader, tables: Ints, rows: Ints, priorities: Floats) -> None:
         """Set the priorities of rows. Rows that were dropped are ignored.

@@ -11,8 +11,8 @@ from __future__ import annotations
 import os
 import queue
 import threading
-from collections.abc import Callable, Collection, Generator, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Generator, Hashable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -32,7 +32,8 @@ from gleanrl.utils.errors import UserError
 Batch = dict[str, Any]
 """Tensors [n, ...] by field name. Observations are nested dicts, ``task_descriptions`` is a list of n texts."""
 RowFilter = Callable[[int, Tensor], Tensor]  # (number of a table, rows int64 [n]) -> bool [n], which may be drawn
-Pieces = list[tuple[int, Tensor, Tensor]]  # for each table: its number, places in the batch [n], rows of the table [n]
+# for each table: its number, places in the batch [n] (a slice if it is the only table), rows of the table [n]
+Pieces = list[tuple[int, Tensor | slice, Tensor]]
 TABLE_BIT = 48  # an entry of ``indices`` is (number of the table << TABLE_BIT) + row
 ROUNDS = 8  # rounds of rejection sampling; if they yield too few rows, all rows are examined
 SCANNED = 1 << 16  # number of rows that are examined at once
@@ -113,12 +114,10 @@ class Sampler:
         self.windows = Windows()
         self.priorities = None if priority_exponent is None else Priorities(priority_exponent)
 
-    @contextmanager
-    def _held(self) -> Iterator[Snapshot]:
-        """Yield the newest snapshot. All reads of one sample must use it, so that the sample is consistent."""
+    def _held(self) -> AbstractContextManager[Snapshot]:
+        """Return a context of the newest snapshot, which all reads of one sample must use to be consistent."""
         self.storage.refresh()
-        with self.storage.held() as now:
-            yield now
+        return self.storage.held()
 
     @property
     def window_samples(self) -> int:
@@ -165,9 +164,7 @@ class Sampler:
             found = pieces(positions, ranges)
             batch = _read(now, found, len(positions), fields, [own.table for own in ranges])
             if indices:
-                batch["indices"] = torch.empty(len(positions), dtype=torch.int64)
-                for table, places, rows in found:
-                    batch["indices"][places] = rows + (table << TABLE_BIT)
+                batch["indices"] = _indices(found, len(positions))
             return batch
 
     def sample_slices(
@@ -197,8 +194,9 @@ class Sampler:
             found: Pieces = []
             for table, places, rows in pieces(draw(num_slices, ranges, accept, self.generator), ranges):
                 runs = _runs(now, table, rows, torch.full_like(rows, length))
-                each = places[:, None] * length + torch.arange(length)
-                found.append((table, each.reshape(-1), runs.reshape(-1)))
+                if isinstance(places, Tensor):
+                    places = (places[:, None] * length + torch.arange(length)).reshape(-1)
+                found.append((table, places, runs.reshape(-1)))
             batch = _read(now, found, num_slices * length, fields, [own.table for own in ranges])
             texts = batch.pop(INSTRUCTIONS, None)
             batch = _map_tensors(batch, lambda tensor: tensor.reshape(num_slices, length, *tensor.shape[1:]))
@@ -280,15 +278,14 @@ class Sampler:
         _check_positive("num_chunks", num_chunks)
         with self._held():
             drawn = torch.rand(num_chunks, generator=self.generator, dtype=torch.float64).numpy()
-            now, tables, rows, probabilities = self._priorities().draw(self.storage, drawn)
-            found: Pieces = []
-            for number in np.unique(tables):
-                [places] = np.nonzero(tables == number)
-                found.append((int(number), torch.from_numpy(places), torch.from_numpy(rows[places])))
+            now, drawn_rows, probabilities = self._priorities().draw(self.storage, drawn)
+            found: Pieces = [
+                (number, torch.from_numpy(places), torch.from_numpy(rows)) for number, places, rows in drawn_rows
+            ]
             kept = [number for number, (first, end) in enumerate(now.spans) if first < end]
             batch = _read(now, found, num_chunks, fields, kept)
             weights = (now.count_rows() * probabilities) ** -beta
-            batch["indices"] = torch.from_numpy(rows + (tables << TABLE_BIT))
+            batch["indices"] = _indices(found, num_chunks)
             batch["weights"] = torch.from_numpy(weights / weights.max()).float()
             return batch
 
@@ -320,6 +317,7 @@ class Sampler:
         """
         with self._held() as now:
             found: Pieces = []
+            count = 0
             if not now.tables:
                 raise UserError("the buffer is empty")
             if not len(indices):  # an empty piece, which gives the batch its fields
@@ -329,7 +327,8 @@ class Sampler:
                 rows = indices[places] & ((1 << TABLE_BIT) - 1)
                 if len(rows) and int(rows.min()) >= first and int(rows.max()) < end:
                     found.append((table.number, places, rows))
-            if sum(len(places) for _, places, _ in found) != len(indices):
+                    count += len(rows)
+            if count != len(indices):
                 raise UserError("an index points to a chunk step that was evicted or never was")
             return _read(now, found, len(indices), fields, [table for table, _, _ in found])
 
@@ -475,7 +474,7 @@ def pieces(positions: Tensor, ranges: Sequence[RowRanges]) -> Pieces:
     A position is a number of a row of the window, counted over all tables (see the module docstring).
     """
     if len(ranges) == 1:
-        return [(ranges[0].table, torch.arange(len(positions)), ranges[0].at(positions))]
+        return [(ranges[0].table, slice(None), ranges[0].at(positions))]
     found, before = [], 0
     for own in ranges:
         [places] = torch.where((positions >= before) & (positions < before + own.total))
@@ -533,6 +532,14 @@ def draw(
             begin, length = begin + length, min(2 * length, max(SCANNED, 4 * count))
         count = min(count, there)
     return found[:count]
+
+
+def _indices(found: Pieces, count: int) -> Tensor:
+    """Return the entries of ``indices`` (int64 ``[count]``) of the drawn rows."""
+    indices = torch.empty(count, dtype=torch.int64)
+    for table, places, rows in found:
+        indices[places] = rows + (table << TABLE_BIT)
+    return indices
 
 
 def _runs(now: Snapshot, table: int, rows: Tensor, left: Tensor) -> Tensor:

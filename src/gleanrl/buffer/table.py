@@ -79,12 +79,15 @@ class Schema:
         self.record_nbytes = -(-offset // 16) * 16
         self.row_nbytes = self.record_nbytes + sum(field.nbytes for field in large)
 
-        # path of a packed field -> dtype, shape, strides and offset in elements, for `torch.as_strided_copy`
-        self._strided: dict[FieldPath, tuple[torch.dtype, tuple[int, ...], tuple[int, ...], int]] = {}
+        # path of a packed field -> field, dtype of its elements in NumPy, index of the first one, and of that behind it
+        self._elements: dict[FieldPath, tuple[Field, np.dtype[Any], int, int]] = {}
         for path, (field, offset) in self.packed.items():
-            inside = [math.prod(field.shape[i + 1 :]) for i in range(len(field.shape))]
-            strides = (self.record_nbytes // field.dtype.itemsize, *inside)
-            self._strided[path] = field.dtype, field.shape, strides, offset // field.dtype.itemsize
+            size = field.dtype.itemsize
+            try:
+                elements = torch.empty(0, dtype=field.dtype).numpy().dtype
+            except TypeError:  # NumPy lacks the dtype, so its elements are copied as integers
+                elements = np.dtype(f"u{size}")
+            self._elements[path] = field, elements, offset // size, (offset + field.nbytes) // size
 
     @staticmethod
     def of(columns: Mapping[FieldPath, Tensor]) -> Schema:
@@ -107,14 +110,18 @@ class Schema:
         parts.append(torch.zeros(count, self.record_nbytes - nbytes, dtype=torch.uint8))
         return torch.cat(parts, dim=1)
 
-    def unpack(self, record: Tensor, paths: Iterable[FieldPath]) -> dict[FieldPath, Tensor]:
-        """Return the fields ``paths`` of records (uint8 ``[n, record_nbytes]``) as contiguous tensors ``[n, ...]``."""
-        found, views, count = {}, dict[torch.dtype, Tensor](), record.shape[0]
+    def unpack(self, records: np.ndarray[Any, Any], paths: Iterable[FieldPath]) -> dict[FieldPath, Tensor]:
+        """Return the fields ``paths`` of n records, each an element of ``records``, as new tensors ``[n, ...]``."""
+        # NumPy and not torch, because its calls take less time, and most records are small
+        found, views, count = {}, dict[np.dtype[Any], np.ndarray[Any, Any]](), len(records)
         for path in paths:
-            dtype, shape, strides, at = self._strided[path]
-            if dtype not in views:
-                views[dtype] = record.view(dtype)
-            found[path] = torch.as_strided_copy(views[dtype], (count, *shape), strides, at)
+            field, elements, first, end = self._elements[path]
+            if elements not in views:
+                views[elements] = records.view(elements).reshape(count, self.record_nbytes // elements.itemsize)
+            column = torch.from_numpy(views[elements][:, first:end].copy())
+            if column.dtype is not field.dtype:
+                column = column.view(field.dtype)
+            found[path] = column if len(field.shape) == 1 else column.view(count, *field.shape)
         return found
 
 
@@ -366,8 +373,7 @@ class Table:
         large = [path for path in paths if path in self._large]
         found: dict[FieldPath, Tensor] = {}
         if small:
-            [record] = self.columns.gather(rows, [0])
-            found = self.schema.unpack(record, small)
+            found = self.schema.unpack(self.columns.gather_bytes(rows, 0), small)
         if large:
             found |= zip(large, self.columns.gather(rows, [self._large[path] for path in large]), strict=True)
         if deduplicated:
