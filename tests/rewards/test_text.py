@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from gleanrl.rewards import Request
 from gleanrl.rewards.adapter import check_reward, load_reward
+from gleanrl.rewards.adapter import trl as as_trl
 from gleanrl.types import Message, Score, StopReason, Task, Trajectory, Turn
 from gleanrl.utils.errors import UserError
 
@@ -31,7 +32,7 @@ def played(*answers: list[int], text: str = "") -> Trajectory:
     return Trajectory("0", TASK.id, (tuple(turns),), Score(0.0), StopReason.DONE)
 
 
-def score(name: str, scored: Trajectory | str, **options: Any) -> float:
+def score(name: Any, scored: Trajectory | str, **options: Any) -> float:
     return asyncio.run(load_reward(name, options=options)(Request.of(TASK, scored))).value
 
 
@@ -41,10 +42,10 @@ def test_overlong_and_repetition_equal_trls_functions_for_one_turn(
 ) -> None:
     trl = pytest.importorskip("trl.rewards")
     cache = min(cache, limit)
-    (expected,) = trl.get_soft_overlong_punishment(limit, cache)([ids])
-    assert score("overlong", played(ids), limit=limit, cache=cache) == pytest.approx(expected)
-    (expected,) = trl.get_repetition_penalty_reward(n, -1.0)([ids])
-    assert score("repetition", played(ids), n=n) == pytest.approx(expected)
+    theirs = trl.get_soft_overlong_punishment(limit, cache)
+    assert score("overlong", played(ids), limit=limit, cache=cache) == pytest.approx(score(as_trl(theirs), played(ids)))
+    theirs = trl.get_repetition_penalty_reward(n, -1.0)
+    assert score("repetition", played(ids), n=n) == pytest.approx(score(as_trl(theirs), played(ids)))
 
 
 def test_lengths_are_summed_over_the_turns_and_repetitions_are_counted_inside_a_turn() -> None:

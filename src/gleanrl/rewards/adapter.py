@@ -383,9 +383,10 @@ class TrlAdapter(RewardAdapter):
     The signature is ``fn(prompts, completions, completion_ids, **columns) -> list[float | None]``. The members of a
     group are scored in one call, with one row for each member. Each other trajectory is scored in a call of its own,
     with one row: those of an evaluation, and those that are scored by a part of a weighted sum. The columns are the
-    entries of the task's payload. ``completion_ids`` is None. If the payload has a text ``prompt``, the prompts and the
-    completions are texts (TRL's standard format). Otherwise they are lists of messages (TRL's conversational format).
-    If the function returns None as a score, the reward does not apply to the trajectory.
+    entries of the task's payload. ``completion_ids`` are the sampled token ids of all turns, or None if a text is
+    scored. If the payload has a text ``prompt``, the prompts and the completions are texts (TRL's standard format).
+    Otherwise they are lists of messages (TRL's conversational format). If the function returns None as a score, the
+    reward does not apply to the trajectory.
     """
 
     # The columns depend on the tasks. -1 therefore means that missing arguments cannot be found before the first call.
@@ -404,7 +405,10 @@ class TrlAdapter(RewardAdapter):
             prompts.append(text if isinstance(text, str) else prompt)
             completions.append(row.response if isinstance(text, str) else completion)
         columns = {name: [value] * len(rows) for name, value in payload.items() if name not in _TRL_ARGUMENTS}
-        return self._call(prompts=prompts, completions=completions, completion_ids=None, **columns)
+        sampled = [row.sampled for row in rows if row.sampled is not None]
+        ids = [[token for turn in turns for token in turn.tolist()] for turns in sampled]
+        given = ids if len(ids) == len(rows) else None
+        return self._call(prompts=prompts, completions=completions, completion_ids=given, **columns)
 
     def read(self, request: Request, returned: Any) -> Score:
         rows = len(request.group) or 1
