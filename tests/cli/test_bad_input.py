@@ -205,6 +205,8 @@ def test_a_reward_is_constructed_once_and_before_tasks_are_made(gleanrl: Command
 def test_bad_configuration_files_and_arguments_are_one_line(gleanrl: CommandLine) -> None:
     (gleanrl.folder / "broken.toml").write_text("[run\nsteps = 3")
     (gleanrl.folder / "typo.toml").write_text("[learner]\nlearning_rte = 1\n")
+    (gleanrl.folder / "model").mkdir()
+    (gleanrl.folder / "model" / "config.json").write_text("{}")
     for argv, expected in {
         ("train", "broken.toml"): r"broken.toml is not valid TOML: .*line 1",
         ("train", "typo.toml"): r"typo.toml: unknown key 'learner.learning_rte'",
@@ -214,6 +216,7 @@ def test_bad_configuration_files_and_arguments_are_one_line(gleanrl: CommandLine
         ("train", "tiny.toml", "extra"): r"unexpected argument 'extra'",
         ("evaluate", "nowhere.toml"): r"cannot read nowhere.toml",
         ("evaluate", str(gleanrl.folder)): r"is not a run folder",
+        ("evaluate", "model"): r"gleanrl evaluate PRESET_OR_TOML --model.init model",
         ("report", "nowhere"): r"no run folder at nowhere",
         ("report", "n" * 300): r"n{300}: File name too long",
         ("doctor", "--what", "3"): r"unknown option --what",

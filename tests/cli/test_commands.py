@@ -196,7 +196,15 @@ def test_an_evaluation_leaves_every_score_and_the_reasons_for_it(gleanrl: Comman
     document = opened(folder.report_path, tmp_path / "profile")
     assert_drawn(document)
     assert re.findall(r"<h2>(.*?)</h2>", document)[:3] == ["Evaluation on held-out tasks", "Tasks", "Trajectories"]
-    assert f"door {door + 2}" in document
+    page = tmp_path / "clicked.html"
+    click = """<script>
+    document.querySelector("section a").click();
+    document.documentElement.dataset.task = document.querySelector(".viewer .facts b").textContent;
+    </script>"""
+    page.write_text(folder.report_path.read_text().replace("</body>", click + "</body>"))
+    lowest = re.search(r'<a href="#">(.*?)</a>', document)
+    assert lowest is not None
+    assert f'data-task="{lowest[1]}"' in opened(page, tmp_path / "profile")
     twice = gleanrl("evaluate", *arguments)
     assert (twice.status, twice.stdout) == (2, "")
 
