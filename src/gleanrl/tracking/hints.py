@@ -6,6 +6,8 @@ from gleanrl.protocols import Metrics
 
 MANY = 0.75
 """Minimum share of groups without variance for which there is advice."""
+ENOUGH = 8
+"""Minimum number of groups for which there is advice."""
 
 
 def equal_scores(counts: Metrics) -> str | None:
@@ -15,7 +17,7 @@ def equal_scores(counts: Metrics) -> str | None:
     groups have no advantage over one another, so without replayed members their policy gradient is 0.
     """
     consumed, equal = counts.get("groups/consumed", 0.0), counts.get("groups/zero_variance", 0.0)
-    if not consumed or equal < MANY * consumed:
+    if consumed < ENOUGH or equal < MANY * consumed:
         return None
     text = f"{equal:.0f} of {consumed:.0f} groups have fresh members with equal scores and thus no advantage: "
     if counts.get("groups/all_solved", 0.0) > counts.get("groups/none_solved", 0.0):

@@ -125,10 +125,10 @@ def test_rich_markup_in_a_stage_name_is_printed_literally() -> None:
 
 def test_groups_without_variance_are_reported_once() -> None:
     console, out, _ = log_console()
-    for step in (1, 2):
-        console.log(step, {"groups/consumed": 4.0, "groups/zero_variance": 4.0, "groups/none_solved": 4.0})
+    for step, equal in enumerate((4.0, 1.0, 4.0, 4.0, 3.0), start=1):
+        console.log(step, {"groups/consumed": 4.0, "groups/zero_variance": equal, "groups/none_solved": equal})
     [line] = out.getvalue().splitlines()
-    assert line.startswith("step 1: 4 of 4 groups")
+    assert line.startswith("step 3: in the last 3 steps, 9 of 12 groups")
 
 
 def test_the_mean_held_out_score_is_printed_if_it_is_not_the_success_rate() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -32,6 +33,7 @@ SHOWN = {
 """The metrics that the console shows, if a step has them: name of the metric -> name on the console."""
 
 MANY_CUT = 0.5  # if more than this share of a step's turns are cut off, a warning is printed, once in a run
+RECENT = 5  # number of steps whose groups are looked at for equal scores
 MORE_ROOM = "by context.max_tokens_per_turn or a full context (model.max_context)"
 
 
@@ -56,6 +58,7 @@ class Console:
         self.bars: RichProgress | None = None  # None in a log, and while no stage is open
         self._stages: list[_Stage] = []
         self._warned_of_cuts = self._warned_of_equal_scores = False
+        self._groups: deque[Metrics] = deque(maxlen=RECENT)  # metrics of the latest steps
 
     @property
     def terminal(self) -> bool:
@@ -98,14 +101,21 @@ class Console:
         self._end(stage, "in")
 
     def log(self, step: int, metrics: Metrics) -> None:
-        """Show the metrics of a step that are in `SHOWN`, and warn once if most turns are cut off."""
+        """Show the metrics of a step that are in `SHOWN`.
+
+        Warn once if most turns are cut off, and once if most groups have equal scores.
+        """
         cut = metrics.get("episode/cut_turns", 0.0)
         if cut > MANY_CUT and not self._warned_of_cuts:
             self._warned_of_cuts = True
             self.print(f"step {step}: {100 * cut:.0f} % of the turns were cut off, {MORE_ROOM}")
-        if not self._warned_of_equal_scores and (advice := equal_scores(metrics)):
-            self._warned_of_equal_scores = True
-            self.print(f"step {step}: {advice}")
+        if "groups/consumed" in metrics and not self._warned_of_equal_scores:
+            self._groups.append(metrics)
+            names = [name for name in metrics if name.startswith("groups/")]
+            if advice := equal_scores({name: sum(row.get(name, 0.0) for row in self._groups) for name in names}):
+                self._warned_of_equal_scores = True
+                steps = f"in the last {len(self._groups)} steps, " if len(self._groups) > 1 else ""
+                self.print(f"step {step}: {steps}{advice}")
         fields = {label: metrics[name] for name, label in SHOWN.items() if name in metrics}
         if abs(fields.get("held-out score", 0.0) - fields.get("held-out", 0.0)) < 1e-9:  # every score is 0 or 1
             fields.pop("held-out score", None)
