@@ -82,9 +82,9 @@ class HttpClient:
     are not followed. A client can be pickled; its connections are not pickled with it.
 
     A service that answers one request twice shifts all later answers of the connection by one. So a connection on which
-    data arrived while no request used it is closed. Data that arrives later, during the next request, cannot be told
-    from its answer, unless the service repeats the header ``Idempotency-Key`` in its answers: an answer with the key of
-    another request raises `Retryable`, and its connection is closed.
+    data arrived while no request used it is closed. Data that arrives later, during the next request, is taken for its
+    answer, unless the service repeats the header ``Idempotency-Key`` in its answers: an answer with the key of another
+    request raises `Retryable`, and its connection is closed.
 
     Args:
         url: address of the service, including the part of the path that is the same for all requests. ``"env:NAME"``
