@@ -101,7 +101,7 @@ BAD_SETTINGS = {
     "no such reward": (["--reward.name", "juge"], r"no reward 'juge'; did you mean 'judge'\?"),
     "no such reward at all": (
         ["--reward.name", "x"],
-        r"no reward 'x'; there are environment, http, judge, .*or give",
+        r"no reward 'x'; there are environment, .*judge, .*or give",
     ),
     "no such option of a reward": (
         ["--reward.name", "http", "--reward.options.url", "http://localhost:1", "--reward.options.time_out_s", "3"],

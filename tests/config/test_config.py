@@ -200,6 +200,15 @@ def test_a_resumed_run_may_change_exactly_the_settings_that_the_page_lists(job: 
             with pytest.raises(UserError, match=f"started with {re.escape(key)} = "):
                 check_resumed(before, now)
     assert refused > 20
+    assert [pattern for pattern in patterns if not any(fnmatchcase(key, pattern) for key, _ in fields(job))] == []
+
+
+def test_a_resume_that_turns_replay_on_may_set_it_up_too() -> None:
+    before = load("quickstart")
+    check_resumed(before, load("quickstart", [("replay.enabled", "true"), ("replay.per_group", "2")]))
+    for section in ("guidance", "warm_start"):
+        with pytest.raises(UserError, match=f"{section}.enabled"):
+            check_resumed(before, load("quickstart", [(f"{section}.enabled", str(section == "guidance").lower())]))
 
 
 def test_a_stored_configuration_is_equal_to_the_one_that_resumes_it(tmp_path: Path) -> None:
