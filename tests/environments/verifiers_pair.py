@@ -60,7 +60,7 @@ class Twice(Program):
 class Several(Program):
     async def go_on(self, http, endpoint, prompt, answer):
         more = [{"role": "user", "content": prompt}, answer, {"role": "user", "content": "More."}]
-        await self.ask(http, endpoint, more, n=2)
+        await self.ask(http, endpoint, more, stop=["."])
 
 
 class Streaming(Program):

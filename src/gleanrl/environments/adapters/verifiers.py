@@ -34,7 +34,6 @@ _STOPS = {StopReason.MAX_TURNS: "max_turns", StopReason.CONTEXT_FULL: "max_total
 # Parameters of a model call that change what an answer is, with the values that ask for nothing special. Parameters of
 # the distribution, such as the temperature, are not among them: the run sets these, for training and for evaluation.
 _PLAIN: Mapping[str, tuple[Any, ...]] = {
-    "n": (1,),
     "stop": ([], ""),
     "logprobs": (False,),
     "response_format": ({"type": "text"},),
