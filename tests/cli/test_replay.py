@@ -123,7 +123,8 @@ def test_runs_that_use_a_pool_in_turn_continue_its_ages_and_find_it_from_any_dir
 ) -> None:
     shared = (*REPLAY, "--replay.path", "shared.sqlite", "--replay.start_progress", "0.3")
     assert gleanrl.train("first", *shared, "--run.steps", str(STEPS)).status == 0
-    ended = gleanrl.train("second", *shared, "--run.steps", "3", "--replay.start_progress", "0")
+    second = ("--run.steps", "3", "--replay.start_progress", "0", "--replay.per_group", "8")
+    ended = gleanrl.train("second", *shared, *second)
     assert ended.status == 0, ended.stderr
     oldest = [metrics["replay/age_max"] for metrics in rows(gleanrl, "second") if "replay/age_max" in metrics]
     assert max(oldest) >= STEPS - 1  # the first run's trajectories are older than any of the second can be

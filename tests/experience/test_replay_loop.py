@@ -196,7 +196,7 @@ def check_plan(
 
 def test_displaced_tasks_come_back_in_the_order_of_the_stream(tmp_path: Path) -> None:
     run, curriculum = make_replay_run(tmp_path, ScheduleSettings(batch=8, group=4), REPLAY, steps=8, problems=tasks(40))
-    fill(curriculum, 40)
+    curriculum.pool.observe([group(f"old-{i}", 4, 8, first=1) for i in range(40)], 0)
     run_to_end(run)
     fresh = [g.spec.task.id for groups in groups_of(run) for g in groups if not g.spec.replayed]
     stream = asyncio.run(TaskStream(tasks(40), 4, seed=1).propose(32))

@@ -19,7 +19,6 @@ from gleanrl.config.settings import Config
 from gleanrl.experience import ExperiencePool
 from gleanrl.runtime import experience
 from gleanrl.runtime.experience import check_policy, open_pool
-from gleanrl.runtime.prepare import tokenizer_fingerprint
 from gleanrl.runtime.run_folder import RunFolder
 from gleanrl.types import Task
 from gleanrl.utils.errors import UserError
@@ -46,7 +45,7 @@ def earlier(tmp_path: Path) -> Path:
         assert pool is not None
         for step in range(3):
             pool.mark()
-            pool.observe([solved(f"t{step}", 2, 4, first=10 * step)], step)
+            pool.observe([solved(f"t{step}", 2, 4, first=10 * step)], 0)
     return path
 
 
@@ -73,9 +72,10 @@ def test_a_new_run_uses_a_shared_pool_with_the_changes_of_a_killed_run(tmp_path:
     """Only a resume of the killed run undoes its changes; a new run of the same name uses the pool as it is."""
     config, folder = configured(path=str(earlier)), RunFolder(tmp_path / "run")
     started(config, folder, resume=False)
-    after = contents(earlier)
-    with open_pool(config, folder, Tokenizer(), resume=False):
-        assert contents(earlier) == after
+    with open_pool(config, folder, Tokenizer(), resume=False) as pool:
+        assert pool is not None
+        assert pool.rates(["new", "t0"]) == {"new": 0.25, "t0": 0.5}
+        assert pool.stats()["trajectories"] == 7
     own = configured()
     started(own, folder, resume=False)
     with open_pool(own, folder, Tokenizer(), resume=False) as pool:
@@ -84,13 +84,11 @@ def test_a_new_run_uses_a_shared_pool_with_the_changes_of_a_killed_run(tmp_path:
 
 
 def test_a_resumed_run_with_a_checkpoint_keeps_its_pool_and_is_not_seeded_again(tmp_path: Path) -> None:
-    config, folder = configured(seed_from="nowhere"), RunFolder(tmp_path)
+    folder = RunFolder(tmp_path)
+    started(configured(), folder, resume=False)
     folder.checkpoint_path(2).mkdir(parents=True)
-    with ExperiencePool(folder.experience_path, tokenizer=tokenizer_fingerprint(Tokenizer())) as pool:
-        pool.mark()
-        pool.observe([solved("x", 2, 4)], 0)
     before = contents(folder.experience_path)
-    with open_pool(config, folder, Tokenizer(), resume=True):
+    with open_pool(configured(seed_from="nowhere"), folder, Tokenizer(), resume=True):
         assert contents(folder.experience_path) == before
 
 
