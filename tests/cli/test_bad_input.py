@@ -301,8 +301,18 @@ def test_a_run_in_which_everything_fails_stops_with_the_reason(gleanrl: CommandL
     )
 
 
-def test_a_signal_ends_a_run_whose_environment_blocks_its_process(gleanrl: CommandLine) -> None:
-    job = gleanrl.start("train", "tiny.toml", "--run.name", "run", "--environment.options.trouble={'*' = 'hang'}")
+@pytest.mark.parametrize(
+    ("setting", "named"),
+    [
+        ("--environment.options.trouble={'*' = 'hang'}", r"parity.py:\d+\).*environment.workers"),
+        ("--reward.name=sleepy.py:sleepy", r"sleepy.py:3\).*async def"),
+    ],
+)
+def test_a_signal_ends_a_run_whose_environment_or_reward_blocks_its_process(
+    gleanrl: CommandLine, setting: str, named: str
+) -> None:
+    (gleanrl.folder / "sleepy.py").write_text("import time\nasync def sleepy(request):\n    time.sleep(600)\n")
+    job = gleanrl.start("train", "tiny.toml", "--run.name", "run", setting)
     job.until("training:")
     time.sleep(1)
     began = time.monotonic()
@@ -310,4 +320,4 @@ def test_a_signal_ends_a_run_whose_environment_blocks_its_process(gleanrl: Comma
     ended = job.wait()
     assert time.monotonic() - began < 30
     assert ended.status == 130
-    assert re.search(r"parity.py:\d+\).*environment.workers", ended.stderr)
+    assert re.search(named, ended.stderr)

@@ -28,8 +28,12 @@ from gleanrl.utils.settings import JobConfig
 
 STATUS_INTERRUPTED = 130  # exit status that shells use for a process ended by SIGINT (128 + 2)
 _GRACE_S = 3.0  # seconds from the second signal until the process exits in any case
-_BLOCKED_S = 5.0  # seconds for which code of `_BLOCKING` may keep the event loop from handling the first signal
-_BLOCKING = tuple(f"{Path(gleanrl.__file__).parent / room}{os.sep}" for room in ("environments", "rewards"))
+_BLOCKED_S = 5.0  # seconds for which code of the user may keep the event loop from handling the first signal
+_CURES = {
+    "environments": "environment.workers runs environments in other processes",
+    "rewards": "a reward that is a plain function, not an `async def`, runs in a thread",
+}
+"""Subpackage of Glean RL that calls the user's code on the event loop -> what to do if this code blocks the loop."""
 
 
 class Interruptible(Protocol):
@@ -189,13 +193,12 @@ def handle_signals(run: Interruptible, console: Progress) -> Iterator[None]:
                 continue
             # The learner may need the loop for longer, and then handles the signal.
             frames = list(traceback.walk_stack(sys._current_frames()[threading.main_thread().ident or 0]))
-            if not run.interrupted and any(frame.f_code.co_filename.startswith(_BLOCKING) for frame, _ in frames):
-                console.print(
-                    f"stopped: the run has waited {_BLOCKED_S:g} s for code that blocks it{own_line(frames)}; "
-                    "environment.workers runs environments in other processes; --resume continues from the last "
-                    "checkpoint"
-                )
-                os._exit(STATUS_INTERRUPTED)
+            for room, cure in _CURES.items():
+                folder = f"{Path(gleanrl.__file__).parent / room}{os.sep}"
+                if not run.interrupted and any(frame.f_code.co_filename.startswith(folder) for frame, _ in frames):
+                    blocked = f"the run has waited {_BLOCKED_S:g} s for code that blocks it{own_line(frames)}"
+                    console.print(f"stopped: {blocked}; {cure}; --resume continues from the last checkpoint")
+                    os._exit(STATUS_INTERRUPTED)
 
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
