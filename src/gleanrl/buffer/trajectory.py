@@ -186,8 +186,9 @@ class FlatTrajectory:
             raise UserError(f"a trajectory of {steps} steps in {batch} environments holds nothing")
         columns, bootstrap, epochs = dict[FieldPath, Tensor](), dict[FieldPath, Tensor](), 0
         for path, tensor in tensors.items():
-            extra = tensor.shape[0] - steps
-            if tensor.shape[1] != batch or extra < 0 or (extra and path[0] not in MAY_BOOTSTRAP):
+            given, own_batch, *element = tensor.shape
+            extra = given - steps
+            if own_batch != batch or extra < 0 or (extra and path[0] not in MAY_BOOTSTRAP):
                 shape = f"its shape is {list(tensor.shape)}, but the trajectory has T, B = {steps}, {batch}"
                 raise UserError(f"{'.'.join(path)}: {shape}")
             if extra:
@@ -201,7 +202,7 @@ class FlatTrajectory:
                     entries, by_epoch = by_epoch[:, -1], by_epoch[:, :-1]
                 tensor = by_epoch.reshape(-1, *tensor.shape[1:])
                 bootstrap[path] = entries.contiguous()
-            columns[path] = tensor.contiguous().flatten(0, 1)
+            columns[path] = tensor.contiguous().view(steps * batch, *element)
         if copy:
             for flat in (columns, bootstrap):
                 for path, tensor in flat.items():
