@@ -156,7 +156,8 @@ class Priorities:
             for number, own in enumerate(self._own):
                 [places] = np.nonzero(tables == number)
                 if len(places):
-                    positions = own.tree.find(sums[places] - (ends - totals)[number])
+                    # rounding must not lead below 0, where the first position may have no weight
+                    positions = own.tree.find(np.maximum(sums[places] - (ends - totals)[number], 0.0))
                     probabilities[places] = own.tree.at(positions) / ends[-1]
                     found.append((number, places, positions + own.base))
             return now, found, probabilities

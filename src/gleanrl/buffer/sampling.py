@@ -536,6 +536,9 @@ def draw(
 
 def _indices(found: Pieces, count: int) -> Tensor:
     """Return the entries of ``indices`` (int64 ``[count]``) of the drawn rows."""
+    if len(found) == 1:
+        [(table, _, rows)] = found
+        return rows + (table << TABLE_BIT)
     indices = torch.empty(count, dtype=torch.int64)
     for table, places, rows in found:
         indices[places] = rows + (table << TABLE_BIT)
