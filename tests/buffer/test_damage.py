@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from gleanrl.buffer import TensorTrajectory, TrajectoryReplayBuffer, transfer
 from gleanrl.utils import atomic
@@ -218,12 +219,16 @@ def test_verify_names_the_trajectory_in_which_a_bit_flipped(folder: Path, column
         table = store.snapshot.tables[0]
         width = table.schema.record_nbytes if column == "packed" else 2080  # type: ignore[attr-defined]
         begin = 0 if column == "packed" else table.capacity[0] * table.schema.record_nbytes  # type: ignore[attr-defined]
-        place = begin + (int(record["row"]) % table.capacity[0] + 2) * width + 5  # type: ignore[attr-defined]
+        row = int(record["row"]) + 2
+        place = begin + row % table.capacity[0] * width + 5  # type: ignore[attr-defined]
     flip(path, place)
     with opened(folder) as buffer:
         assert buffer.verify() == ["trajectory 5: its rows are not what was written (checksum)"]
         if column == "large":
             assert buffer.trajectory(5).task_descriptions == ("lift 5",) * 3
+        else:  # the flipped bit is in the number of the row that has the next observation
+            with pytest.raises(UserError, match="damaged"):
+                buffer.read(torch.tensor([row]))
         with pytest.raises(UserError, match="trajectory 5: "):
             buffer.trajectory(5, verify=True)
         assert_same(buffer.trajectory(6), example(6))

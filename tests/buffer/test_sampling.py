@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -224,3 +225,19 @@ def test_a_checkpoint_continues_with_the_first_prefetched_batch_that_was_not_ret
         resumed.load_checkpoint(tmp_path / "after")
         assert same(resumed.sample(8), wanted[0])
         stream.close()
+
+
+@pytest.mark.parametrize("rows", [40, 20_000, 300_000])
+def test_rows_are_drawn_in_proportion_to_their_priorities_however_many_there_are(rows: int) -> None:
+    with TrajectoryReplayBuffer(seed=0, priority_exponent=1.0) as buffer:
+        buffer.add_trajectories([{"rewards": torch.arange(rows).reshape(-1, 20, 1)}])
+        chosen = {0: 1.0, 19: 2.0, rows // 2: 3.0, rows - 9: 4.0, rows - 1: 5.0}
+        buffer.update_priorities(torch.arange(rows), torch.full((rows,), 1e-12))
+        buffer.update_priorities(torch.tensor([*chosen]), torch.tensor([*chosen.values()]))
+        drawn = Counter(buffer.sample_prioritized(6000)["rewards"].reshape(-1).tolist())
+        assert drawn.keys() == chosen.keys()
+        for row, priority in chosen.items():
+            wanted = 6000 * priority / 15
+            assert abs(drawn[row] - wanted) < 5 * wanted**0.5
+        buffer.update_priorities(torch.tensor([*chosen]), torch.full((5,), 1e-12))
+        assert len(set(buffer.sample_prioritized(40)["indices"].tolist())) > 20
