@@ -12,7 +12,7 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 from gleanrl.types import FloatArray, Group, GroupSpec, IntArray, Message, Score, StopReason, Task, Trajectory
 from gleanrl.utils.errors import NoExpert
@@ -411,4 +411,13 @@ class Monitor(Protocol):
 
     def close(self) -> None:
         """Write what is buffered and release all resources."""
+        ...
+
+
+@runtime_checkable
+class TextMonitor(Monitor, Protocol):
+    """A monitor that also receives texts."""
+
+    def log_texts(self, step: int, texts: Mapping[str, str]) -> None:
+        """Write the attempts that an evaluation at ``step`` shows: id of the task -> conversation as text."""
         ...

@@ -260,7 +260,9 @@ def test_a_name_is_tried_as_a_path_before_it_is_a_run_under_runs(say: Shell, poo
     assert say("odd.sqlite").startswith("odd.sqlite/experience.sqlite: 6 trajectories")
     status, _, err = say.tried("a", "list")
     assert status == 2
-    assert "no experience pool at runs/a/experience.sqlite; the run was made without replay.enabled = true" in err
+    assert err.endswith("no experience pool at runs/a/experience.sqlite\n")
+    (say.folder / "runs" / "a" / "config.toml").write_text("[replay]\nenabled = false\n")
+    assert "the run was made without replay.enabled = true" in say.tried("a", "list")[2]
     assert say.tried("b.sqlite", "list")[2].endswith("there is no experience pool at b.sqlite\n")
     (say.folder / "a").mkdir()
     (say.folder / "a" / "config.toml").write_text(f'[replay]\npath = "{run}/experience.sqlite"\n')

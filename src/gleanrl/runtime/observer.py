@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from time import perf_counter
 
 from gleanrl.algorithms.batch import Batch
-from gleanrl.protocols import Metrics, Monitor
+from gleanrl.protocols import Metrics, Monitor, TextMonitor
 from gleanrl.rollout.conversation import transcript
 from gleanrl.runtime.evaluation import Evaluation
 from gleanrl.runtime.records import RolloutRecord, group_records, write_rollouts
@@ -90,13 +90,15 @@ class RunObserver:
             self._monitors.log(step, metrics)
 
     def evaluated(self, step: int, evaluation: Evaluation) -> None:
-        """Log the metrics of an evaluation, and write the first attempt at a few of its tasks to ``samples/``."""
+        """Log the metrics of an evaluation, and the first attempt at a few of its tasks as text."""
         self.log(step, evaluation.metrics())
-        shown = list(zip(evaluation.tasks, evaluation.sampled, strict=True))[:TRANSCRIPTS]
-        text = "\n\n".join(transcript(attempts[0], task) for task, attempts in shown)
-        # Texts of environments may hold lone surrogates, which UTF-8 cannot encode. They are written as ``\udcff``.
-        data = text.encode("utf-8", "backslashreplace")
-        atomic.write_bytes(self._folder.path / "samples" / f"step-{step:06d}.txt", data)
+        texts = {}
+        for task, attempts in list(zip(evaluation.tasks, evaluation.sampled, strict=True))[:TRANSCRIPTS]:
+            # Texts of environments may hold lone surrogates, which UTF-8 cannot encode. They are written as ``\udcff``.
+            texts[task.id] = transcript(attempts[0], task).encode("utf-8", "backslashreplace").decode()
+        atomic.write_text(self._folder.path / "samples" / f"step-{step:06d}.txt", "\n\n".join(texts.values()))
+        if isinstance(self._monitors, TextMonitor):
+            self._monitors.log_texts(step, texts)
 
     def _measure_times(self, now: float, environment_s: float) -> dict[str, float]:
         """Split the time since the last step, up to ``now``, among the activities of the run, in seconds.

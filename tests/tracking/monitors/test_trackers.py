@@ -24,6 +24,7 @@ def run_and_resume(tracker: str, tmp_path: Path, caplog: pytest.LogCaptureFixtur
         monitors = load_monitors(MonitorSettings(use=(tracker,)), about)
         for step in steps:
             monitors.log(step, {"reward/mean": value, "eval/sampled/pass@1": 0.5})
+        monitors.log_texts(steps[-1], {"task-7": "user: where?\n\nassistant: in the drawer"})
         monitors.close()
     assert not [r for r in caplog.records if r.levelno >= logging.WARNING and r.name.startswith("gleanrl")]
     return folder
@@ -38,6 +39,8 @@ def test_tensorboard_has_one_value_per_step_after_a_resume(tmp_path: Path, caplo
     events.Reload()
     assert [(e.step, e.value) for e in events.Scalars("reward/mean")] == [(1, 0.25), (2, 0.25), (3, 0.75)]
     assert "eval/sampled/pass@1" in events.Tags()["scalars"]
+    text = events.Tensors("samples/0")[-1]
+    assert b"in the drawer" in text.tensor_proto.string_val[0]
 
 
 def test_mlflow_continues_the_same_run_after_a_resume(
@@ -58,6 +61,8 @@ def test_mlflow_continues_the_same_run_after_a_resume(
     assert run.data.params["schedule.batch"] == "16"
     assert [m.value for m in client.get_metric_history(run.info.run_id, "reward/mean")] == [0.25, 0.25, 0.25, 0.75]
     assert run.data.metrics["eval/sampled/pass_1"] == 0.5
+    [text] = (tmp_path / "mlruns").rglob("step-000003-0.txt")
+    assert "in the drawer" in text.read_text()
     assert (folder.path / "trackers" / "mlflow.id").read_text().strip() == run.info.run_id
 
 
@@ -74,6 +79,9 @@ def test_wandb_continues_the_same_run_id_after_a_resume(
     # If both start in the same second, there is only one folder.
     assert len(written) in (1, 2)
     assert b"reward/mean" in b"".join(path.read_bytes() for path in written)
+    tables = list((folder.path / "wandb").rglob("samples*.table.json"))
+    assert tables
+    assert "in the drawer" in tables[0].read_text()
 
 
 def test_trackio_continues_the_same_run_after_a_resume(
@@ -84,5 +92,7 @@ def test_trackio_continues_the_same_run_after_a_resume(
     folder = run_and_resume("trackio", tmp_path, caplog)
     name = "a-run-" + (folder.path / "trackers" / "trackio.id").read_text().strip()
     assert storage.get_runs("gleanrl-tests") == [name]
-    values = [row["reward/mean"] for row in storage.get_logs("gleanrl-tests", name)]
+    rows = storage.get_logs("gleanrl-tests", name)
+    assert "in the drawer" in repr([row["samples"] for row in rows if "samples" in row])
+    values = [row["reward/mean"] for row in rows if "reward/mean" in row]
     assert values == [0.25, 0.25, 0.25, 0.75]

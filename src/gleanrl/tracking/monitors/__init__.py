@@ -6,12 +6,12 @@ Each implements the protocol `gleanrl.protocols.Monitor`. `load_monitors` makes 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
 
-from gleanrl.protocols import Metrics, Monitor
+from gleanrl.protocols import Metrics, Monitor, TextMonitor
 from gleanrl.runtime.run_folder import RunInfo
 from gleanrl.tracking.monitors.console import Console
 from gleanrl.utils.errors import UserError
@@ -51,6 +51,13 @@ class Monitors:
         for index, monitor in enumerate(self._monitors):
             with self._guard(index):
                 monitor.log(step, metrics)
+
+    def log_texts(self, step: int, texts: Mapping[str, str]) -> None:
+        """Pass texts to each monitor that can show them."""
+        for index, monitor in enumerate(self._monitors):
+            if isinstance(monitor, TextMonitor):
+                with self._guard(index):
+                    monitor.log_texts(step, texts)
 
     def close(self) -> None:
         """Close each monitor."""

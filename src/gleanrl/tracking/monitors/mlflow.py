@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from collections.abc import Mapping
 
 from mlflow.entities import Metric  # pyright: ignore[reportMissingImports]
 from mlflow.tracking import MlflowClient  # pyright: ignore[reportMissingImports]
@@ -39,6 +40,10 @@ class MlflowMonitor:
         now = int(time.time() * 1000)
         values = [Metric(_NOT_ALLOWED.sub("_", name), float(value), now, step) for name, value in metrics.items()]
         self._client.log_batch(self._run_id, metrics=values)
+
+    def log_texts(self, step: int, texts: Mapping[str, str]) -> None:
+        for number, text in enumerate(texts.values()):
+            self._client.log_text(self._run_id, text, f"samples/step-{step:06d}-{number}.txt")
 
     def close(self) -> None:
         self._client.set_terminated(self._run_id)

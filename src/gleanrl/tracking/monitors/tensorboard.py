@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # pyright: ignore[reportAttributeAccessIssue]
 from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
+from tensorboard.plugins.text.summary_v2 import text_pb
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 from gleanrl.protocols import Metrics
@@ -28,6 +30,14 @@ class TensorboardMonitor:
     def log(self, step: int, metrics: Metrics) -> None:
         values = [Summary.Value(tag=name, simple_value=float(value)) for name, value in metrics.items()]
         self._writer.add_event(Event(wall_time=time.time(), step=step, summary=Summary(value=values)))
+        self._writer.flush()
+
+    def log_texts(self, step: int, texts: Mapping[str, str]) -> None:
+        for number, text in enumerate(texts.values()):
+            # TensorBoard reads texts as Markdown, in which indented lines keep their spaces and line breaks.
+            shown = "\n".join(f"    {line}" for line in text.splitlines())
+            summary = Summary.FromString(text_pb(f"samples/{number}", shown).SerializeToString())
+            self._writer.add_event(Event(wall_time=time.time(), step=step, summary=summary))
         self._writer.flush()
 
     def close(self) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import trackio  # pyright: ignore[reportMissingImports]
 
 from gleanrl.protocols import Metrics
@@ -20,6 +22,10 @@ class TrackioMonitor:
 
     def log(self, step: int, metrics: Metrics) -> None:
         self._run.log({name: float(value) for name, value in metrics.items()}, step=step)
+
+    def log_texts(self, step: int, texts: Mapping[str, str]) -> None:
+        table = trackio.Table(columns=["task", "attempt"], data=[list(item) for item in texts.items()])
+        self._run.log({"samples": table}, step=step)
 
     def close(self) -> None:
         self._run.finish()

@@ -5,6 +5,8 @@ With the environment variable ``WANDB_MODE=offline``, all data stay in the run f
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import wandb  # pyright: ignore[reportMissingImports]
 
 from gleanrl.protocols import Metrics
@@ -33,6 +35,10 @@ class WandbMonitor:
 
     def log(self, step: int, metrics: Metrics) -> None:
         self._run.log({"step": step, **{name: float(value) for name, value in metrics.items()}})
+
+    def log_texts(self, step: int, texts: Mapping[str, str]) -> None:
+        table = wandb.Table(columns=["task", "attempt"], data=[list(item) for item in texts.items()])
+        self._run.log({"step": step, "samples": table})
 
     def close(self) -> None:
         self._run.finish()
