@@ -349,7 +349,10 @@ def test_texts_with_braces_are_inserted_verbatim() -> None:
 
 def test_a_retriever_is_loaded_by_name_or_path_and_invalid_ones_raise_a_user_error(tmp_path: Path) -> None:
     assert isinstance(load_retriever(GuidanceSettings(), tmp_path), Bm25Retriever)
-    (tmp_path / "mine.py").write_text("class Mine:\n    def __init__(self, depth): self.depth = depth\n")
+    (tmp_path / "mine.py").write_text(
+        "class Mine:\n    def __init__(self, depth): self.depth = depth\n"
+        "    def add(self, task, trajectory): ...\n    async def retrieve(self, task, k): ...\n"
+    )
     mine = GuidanceSettings(retriever=f"{tmp_path}/mine.py:Mine", options={"depth": 3})
     assert vars(load_retriever(mine, None)) == {"depth": 3}
     for settings_, said in [

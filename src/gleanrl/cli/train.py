@@ -34,7 +34,7 @@ def _train(args: argparse.Namespace) -> int:
         for warning in rules.warnings(config):
             print(f"gleanrl: warning: {warning}", file=sys.stderr)
     if args.dry_run:
-        import_runtime(config, "parts").check_parts(config, monitors.Console())
+        import_runtime(config, "parts").check_parts(config, monitors.Silent())
         with quiet_pipe():
             print(config.to_toml())
             for name, text in config.plan().items():
