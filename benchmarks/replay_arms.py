@@ -103,11 +103,9 @@ DOMAINS |= {
 }
 
 _SELECTION: Settings = {"replay.enabled": True, "replay.per_group": 0, "replay.pool_updates": 0}
-# All runs in `results/replay_gain.jsonl` replayed the trajectories with the lowest recorded entropy.
-_LOWEST: Settings = {"replay.select": "lowest_entropy"}
-_IN_GROUPS: Settings = {"replay.enabled": True, "replay.pool_updates": 0, **_LOWEST}
-_BOTH: Settings = {"replay.enabled": True, **_LOWEST}
-_POOL_STEP: Settings = {"replay.enabled": True, "replay.per_group": 0, **_LOWEST}
+_IN_GROUPS: Settings = {"replay.enabled": True, "replay.pool_updates": 0}
+_BOTH: Settings = {"replay.enabled": True}
+_POOL_STEP: Settings = {"replay.enabled": True, "replay.per_group": 0}
 
 HEADLINE = ["on-policy", "selection", "replay in groups", "replay", "replay, two pool steps of 16"]
 
@@ -115,8 +113,8 @@ ARMS: dict[str, Settings] = {
     "on-policy": {},
     "selection": _SELECTION,  # the pool selects half of the tasks, but no stored trajectories are replayed
     "replay in groups": _IN_GROUPS,
-    "replay": _BOTH,  # replay in groups, and one pool update on 8 stored successes per step
-    "replay, least used": {"replay.enabled": True},  # the default settings: as "replay", but the least used ones
+    "replay": _BOTH,  # the default settings: replay in groups, and one pool update on 8 stored successes per step
+    "replay, least used": {**_BOTH, "replay.select": "least_used"},
     # variants of "replay in groups", without pool updates
     "own groups": {**_IN_GROUPS, "replay.grouping": "own"},
     "group baseline": {**_IN_GROUPS, "replay.baseline": "group"},

@@ -565,10 +565,10 @@ def test_a_task_whose_trajectories_cannot_be_read_is_replaced(folder: Path, capl
     assert curriculum.observe([], {})["replay/missing"] > 0
 
 
-def test_all_trajectories_of_a_task_are_used_in_turn_and_lowest_entropy_uses_one(folder: Path) -> None:
+def test_least_used_replays_all_trajectories_of_a_task_in_turn_and_lowest_entropy_one(folder: Path) -> None:
     """The recorded entropies never change, so a choice by them alone is always the same."""
     logprobs = [-0.7, -0.1, -0.4]
-    curriculum = one_task(folder, ReplaySettings(), logprobs)
+    curriculum = one_task(folder, ReplaySettings(select="least_used"), logprobs)
     assert [replayed(curriculum) for _ in range(6)] == [["t39.1"], ["t39.2"], ["t39.0"]] * 2
     assert [s.uses for s in curriculum.pool.stored(["t39"])["t39"]] == [2, 2, 2]
     curriculum.pool.observe([group("t39", 1, 2, first=50)], 0)  # a new success

@@ -365,7 +365,7 @@ class ReplaySettings(Settings):
     placement: Literal["add", "replace"] = "add"
     """Whether stored trajectories join `schedule.group` fresh ones (add) or each take the place of a fresh one
     (replace). replace saves sampling; `per_group` must then be below `schedule.group`."""
-    select: Literal["least_used", "lowest_entropy", "highest_entropy", "random", "newest"] = "least_used"
+    select: Literal["lowest_entropy", "least_used", "highest_entropy", "random", "newest"] = "lowest_entropy"
     """Which trajectories of a task are replayed, and which remain in the pool when the task has more than
     `capacity_per_task`. least_used: those replayed least often, of these the ones with the lowest entropy; the lowest
     entropies remain. Low entropy means that the policy was sure of its tokens."""
