@@ -14,7 +14,6 @@ import base64
 import os
 import threading
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
@@ -190,7 +189,7 @@ class BufferReader(Reader):
         # `held` blocks while `_exclusive` is True, and raises `RuntimeError` once `_closed` is True
         self._exclusive = self._closed = False
         # value of `_drops` -> number of threads that entered `held` when `_drops` had this value and are still inside
-        self._holders = Counter[int]()
+        self._holders = dict[int, int]()
         self._drops = 0  # number of times that segments were dropped
         self._changed = threading.Condition()
         self.unmap_pending = False  # whether a dropped segment stays mapped because a thread may be reading it
@@ -258,17 +257,17 @@ class BufferReader(Reader):
                 self._changed.wait()
             self._check_open()
             since, now = self._drops, self.snapshot
-            self._holders[since] += 1
+            self._holders[since] = self._holders.get(since, 0) + 1
         try:
             yield now
         finally:
             with self._changed:
-                self._holders[since] -= 1
-                if self._holders[since] <= 0:  # negative in a process that was forked inside this context
-                    del self._holders[since]
+                left = self._holders.pop(since, 0) - 1
+                if left > 0:  # negative in a process that was forked inside this context
+                    self._holders[since] = left
                 if self.unmap_pending:
                     self._unmap()
-                if not self._holders:
+                if self._exclusive and not self._holders:
                     self._changed.notify_all()
 
     @contextmanager
