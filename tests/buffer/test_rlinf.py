@@ -444,4 +444,6 @@ def test_arguments_have_rlinf_s_names(tmp_path: Path) -> None:
         buffer.add_trajectories(trajectories=[trajectory(0), trajectory(1)])
         buffer.save_checkpoint(save_path=str(tmp_path / "checkpoint"))
         buffer.load_checkpoint(load_path=str(tmp_path / "checkpoint"), is_distributed=True, local_rank=1, world_size=2)
-        assert len(buffer) == 1
+        # ids count from 0 in each part
+        assert (buffer.size, buffer.trajectory_counter, buffer.total_samples) == (1, 1, 18)
+        assert len(buffer.sample_chunks(num_chunks=4)["actions"]) == 4
