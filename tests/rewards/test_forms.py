@@ -263,6 +263,33 @@ def test_a_trl_reward_scores_the_members_of_a_group_in_one_call(tmp_path: Path, 
     assert metrics["service/cache_hits"] == 1  # the second group has the same members
 
 
+def test_the_members_of_a_trl_group_may_have_different_tasks() -> None:
+    async def main() -> list[Score]:
+        async with RewardAgent(f"trl:{HERE}:exact_match") as agent:
+            group = [(make_task(name, answer=name), name) for name in ("a", "b", "c")]
+            return [
+                score async for _, scores in agent.score_groups([[*group, (make_task("d"), "d")]]) for score in scores
+            ]
+
+    scores = asyncio.run(main())
+    assert [score.value for score in scores[:3]] == [1.0, 1.0, 1.0]
+    assert not scores[3].applicable  # its payload has no answer
+
+
+@pytest.mark.parametrize("group_first", [True, False])
+def test_a_trl_group_of_one_and_the_same_answer_alone_have_the_same_score(group_first: bool) -> None:
+    async def main() -> None:
+        async with RewardAgent(f"trl:{HERE}:exact_match") as agent:
+            for in_group in (group_first, not group_first):
+                member = (make_task(answer="four"), "four")
+                if in_group:
+                    assert [scores[0].value async for _, scores in agent.score_groups([[member]])] == [1.0]
+                else:
+                    assert (await agent.score(*member)).value == 1.0
+
+    asyncio.run(main())
+
+
 def test_a_failed_call_of_a_trl_reward_fails_its_group_and_one_bad_number_its_member() -> None:
     def reward(completions: Any, **columns: Any) -> list[float]:
         if len(completions) == 2:

@@ -383,10 +383,10 @@ class TrlAdapter(RewardAdapter):
     The signature is ``fn(prompts, completions, completion_ids, **columns) -> list[float | None]``. The members of a
     group are scored in one call, with one row for each member. Each other trajectory is scored in a call of its own,
     with one row: those of an evaluation, and those that are scored by a part of a weighted sum. The columns are the
-    entries of the task's payload. ``completion_ids`` are the sampled token ids of all turns, or None if a text is
-    scored. If the payload has a text ``prompt``, the prompts and the completions are texts (TRL's standard format).
-    Otherwise they are lists of messages (TRL's conversational format). If the function returns None as a score, the
-    reward does not apply to the trajectory.
+    entries of the payloads, with None for a row whose payload has no such entry. ``completion_ids`` are the sampled
+    token ids of all turns, or None if a text is scored. If a payload has a text ``prompt``, the row's prompt and
+    completion are texts (TRL's standard format). Otherwise they are lists of messages (TRL's conversational format). If
+    the function returns None as a score, the reward does not apply to the trajectory.
     """
 
     # The columns depend on the tasks. -1 therefore means that missing arguments cannot be found before the first call.
@@ -395,16 +395,16 @@ class TrlAdapter(RewardAdapter):
     scores_groups = True
 
     def call_reward(self, request: Request) -> Any:
-        payload = request.task.payload
         rows = request.group or (request,)
         prompts: list[Any] = []
         completions: list[Any] = []
         for row in rows:
             prompt, completion = split_at_first_answer(row.messages)
-            text = payload.get("prompt")
+            text = row.task.payload.get("prompt")
             prompts.append(text if isinstance(text, str) else prompt)
             completions.append(row.response if isinstance(text, str) else completion)
-        columns = {name: [value] * len(rows) for name, value in payload.items() if name not in _TRL_ARGUMENTS}
+        names = dict.fromkeys(name for row in rows for name in row.task.payload if name not in _TRL_ARGUMENTS)
+        columns = {name: [row.task.payload.get(name) for row in rows] for name in names}
         sampled = [row.sampled for row in rows if row.sampled is not None]
         ids = [[token for turn in turns for token in turn.tolist()] for turns in sampled]
         given = ids if len(ids) == len(rows) else None

@@ -97,13 +97,16 @@ class Request:
     def key(self, version: str) -> str:
         """Return a hash of this request and of the reward's ``version``, as 32 hex digits.
 
-        Equal requests have the same key in every process. The hash covers the task's id and payload, the messages and
-        the score that the environment gave. Raises `TypeError` if the payload is not JSON-serialisable.
+        Equal requests have the same key in every process. The hash covers the task's id and payload, the messages, the
+        score that the environment gave, and the members of a group that is scored in one call. Raises `TypeError` if
+        the payload is not JSON-serialisable.
         """
         own = self.own.value if self.own.valid else None
         hashed = [version, self.task.id, self.task.payload, self.messages, own]
         if self.nonce:
             hashed.append(self.nonce)
+        if self.group:  # its stored score has one part for each member, unlike that of a single trajectory
+            hashed.append([[row.task.id, row.task.payload, row.messages] for row in self.group])
         text = _CANONICAL.encode(hashed)
         return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
