@@ -149,6 +149,20 @@ def test_the_adaptive_share_follows_the_effective_sample_size_and_continues_afte
         wrap(folder / "exchanged", ReplaySettings(task_ratio=0.2, min_task_ratio=0.5), Stream(NAMES, 8))
 
 
+@pytest.mark.parametrize(("batch", "low"), [(2, 0.25), (4, 0.0), (4, 0.1)])
+def test_an_adaptive_share_below_one_group_does_not_end_replay(folder: Path, batch: int, low: float) -> None:
+    """The effective sample size is known only for steps that replay something."""
+    replay = ReplaySettings(task_ratio=0.5, min_task_ratio=low, probe_fraction=0)
+    curriculum = wrap(folder, replay, Stream(NAMES, 8))
+    curriculum.pool.observe([group(f"t{i}", 4, 8) for i in range(20, 40)], 0)
+    replayed: list[int] = []
+    for ess in [0.2] * 30 + [1.0] * 120:
+        replayed.append(sum(bool(spec.replayed) for spec in propose(curriculum, batch)))
+        curriculum.observe([], {"loss/replayed/ess": ess} if replayed[-1] else {})
+    assert 0 < sum(replayed[20:30]) < 10 * batch * 0.5
+    assert sum(replayed[-20:]) == pytest.approx(20 * batch * 0.5, rel=0.1)
+
+
 def test_placement_replace_removes_one_fresh_member_per_retrieved_trajectory(folder: Path) -> None:
     replay = ReplaySettings(per_group=3, placement="replace", task_ratio=1.0, probe_fraction=0)
     curriculum = wrap(folder, replay, Stream(NAMES, 8))

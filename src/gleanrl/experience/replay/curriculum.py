@@ -70,9 +70,9 @@ class ReplayCurriculum:
     retired tasks again (probes), and except if no other task is left.
 
     A proposal smaller than a batch replaces groups that were dropped. It counts as a part of the latest batch and
-    repeats no task of that batch. In such proposals, and in batches of one group, the part of ``count * task_ratio``
-    after the decimal point is carried over to the next one. So with ``task_ratio`` 0.5, every second proposal of one
-    group has a replayed task.
+    repeats no task of that batch. In such proposals, in batches of one group, and with ``min_task_ratio``, the part of
+    ``count * task_ratio`` after the decimal point is carried over to the next one. So with ``task_ratio`` 0.5, every
+    second proposal of one group has a replayed task.
 
     Replay begins once the fraction ``start_progress`` of ``total_batches`` is planned. If ``start_solve_rate`` is set,
     replay begins when the running success rate of fresh rollouts (over about ten steps) reaches it, or at
@@ -173,8 +173,10 @@ class ReplayCurriculum:
         # than that of the step. Therefore limit the step to what the staleness bound allows.
         step = max(state.steps, min(state.batches - part, state.steps + self._staleness))
         taken = set(state.in_batch) if part else set()
-        single = part or count == 1
-        due = count * self.task_ratio + (state.owed if single else 0.0)
+        # With an adaptive share, too. Else a share below one group would end replay: the effective sample size, which
+        # sets the share, would never be measured again.
+        carries = part or count == 1 or settings.min_task_ratio is not None
+        due = count * self.task_ratio + (state.owed if carries else 0.0)
         target = whole(due) if state.on else 0
         probes_due = count * settings.probe_fraction + state.probes_owed
 
@@ -212,7 +214,7 @@ class ReplayCurriculum:
         state.batches += not part
         state.batch = max(state.batch, count)
         state.in_batch = [*(state.in_batch if part else ()), *(spec.task.id for spec in specs)]
-        if single:
+        if carries:
             state.owed = due - whole(due) if state.on else 0.0
         # At most 1, so that a long time without retired tasks is not followed by many probes at once.
         state.probes_owed = min(max(probes_due - len(probes), 0.0), 1.0)
