@@ -156,6 +156,18 @@ def test_a_round_trip_gives_back_every_group_in_any_order_of_rows(seed: int, ten
     assert all(np.array_equal(again[key], value) and again[key].dtype == value.dtype for key, value in batch.items())
 
 
+def test_a_replayed_trajectory_with_a_segment_without_sampled_tokens_survives_a_round_trip() -> None:
+    """No token of such a segment could say that it is replayed."""
+    sampled = Turn({}, np.array([3, 4], np.int32), np.array([-1, -2], np.float32), 1)
+    context = Turn({}, np.array([1, 2], np.int32))
+    segments = ((context,), (context, sampled), (context,))
+    old = Trajectory("old", TASK.id, segments, Score(1.0), StopReason.DONE)
+    batch = to_verl([Group(GroupSpec(TASK, 0, (old,)), (old,), 0)], pad_token=PAD, keep_all=True)
+    [back] = from_verl(batch, [TASK], ids=["old"] * 3)
+    assert back.fresh == ()
+    assert identical(back.trajectories[0], old)
+
+
 @settings(max_examples=examples(60))
 @given(st.integers(0, 2**32 - 1))
 def test_prompts_are_padded_left_and_responses_right_without_nan(seed: int) -> None:

@@ -325,10 +325,13 @@ def from_verl(
     replayed: dict[int, list[Trajectory]] = {}
     for number, same in groupby(order, key=lambda row: int(numbers[row])):
         rows = list(same)
-        head = heads[rows[0]]
+        # A row without a sampled token has no token on which exp_mask could say that it is replayed.
+        sampled = [row for row in rows if table.has_sampled(row)] or rows
+        head = heads[sampled[0]]
+        expected = [head if row in sampled else head._replace(replayed=False) for row in rows]
         if len({int(parts[row]) for row in rows}) < len(rows):
             raise UserError(f"rows {rows} are the same segment of trajectory {number}; drop rows that are there twice")
-        if any(heads[row] != head for row in rows):
+        if [heads[row] for row in rows] != expected:
             raise UserError(f"rows {rows} share trajectory_ids {number}, but not their group_ids, exp_mask or score")
         known = head.group in tasks if isinstance(tasks, Mapping) else head.group < len(tasks)
         if head.group < 0 or not known:
@@ -417,6 +420,9 @@ class _Table:
             if name in self.given:
                 return self.given[name]
         raise UserError(f"the batch has no {' or '.join(names)}; it is needed to rebuild trajectories")
+
+    def has_sampled(self, row: int) -> bool:
+        return bool(self._trained[row].any())
 
     def read_head(self, row: int) -> _Head:
         off_policy = (self._off_policy & self._real)[row]
