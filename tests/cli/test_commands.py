@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -231,7 +232,16 @@ def test_runs_are_listed_compared_and_deleted(whole: Whole) -> None:
     with locked(gleanrl.run("short")):
         assert gleanrl("runs", "delete", "short", "--yes").complaint == "runs/short is in use by another process"
     assert gleanrl.run("short").report_path.exists()
-    assert gleanrl("runs", "delete", "short", "--yes").status == 0
+    shutil.copytree(gleanrl.run("short").path, gleanrl.folder / "other" / "short")
+    (gleanrl.folder / "other" / "damaged").mkdir()
+    (gleanrl.folder / "other" / "damaged" / "config.toml").write_text("steps = [")
+    elsewhere = gleanrl.here("runs", "--folder", "other", "list")
+    assert [line.split()[0] for line in elsewhere.stdout.splitlines()[1:]] == ["short"], "a damaged run hides no other"
+    assert gleanrl("runs", "--folder", "other", "delete", "whole", "--yes").status == 2, "it is in another folder"
+    assert gleanrl("runs", "--folder", "other", "delete", "short", "--yes").status == 0
+    assert not (gleanrl.folder / "other" / "short").exists()
+    assert gleanrl.run("short").report_path.exists()
+    assert gleanrl("runs", "delete", "short", "short", "--yes").status == 0
     assert not gleanrl.run("short").path.exists()
     assert gleanrl.run("whole").path.exists()
 

@@ -16,13 +16,15 @@ from gleanrl.utils.text import format_bytes
 if TYPE_CHECKING:
     from gleanrl.runtime.run_folder import RunFolder
 
+FOLDER = Path("runs")
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--folder", type=Path, default=Path("runs"), help="folder that contains the runs (default runs)"
-    )
+    parser.add_argument("--folder", type=Path, default=FOLDER, help=f"folder that contains the runs (default {FOLDER})")
     parser.set_defaults(command=guarded(_list))
     actions = parser.add_subparsers(metavar="ACTION", description="what to do (default: list the runs)")
+    text = "print a table of the runs"
+    actions.add_parser("list", help=text, description=text)
     text = "print the settings and the results in which runs differ; `gleanrl report RUN RUN` draws their curves"
     compared = actions.add_parser("compare", help=text, description=text)
     compared.add_argument("runs", metavar="RUN", nargs="+", help=RUN_HELP)
@@ -46,7 +48,11 @@ def _list(args: argparse.Namespace) -> int:
         folder = RunFolder(path)
         if not (folder.config_path.exists() or folder.metrics_path.exists()):
             continue
-        found = facts(folder.read_metrics(), folder.read_config())
+        try:
+            found = facts(folder.read_metrics(), folder.read_config())
+        except UserError as error:  # a damaged run does not hide the others
+            print(f"gleanrl: warning: {error}", file=sys.stderr)
+            continue
         planned = found["planned_steps"]
         state = "running" if in_use(folder) else "finished" if found["steps"] == planned else "stopped"
         changed = folder.metrics_path if folder.metrics_path.exists() else folder.config_path
@@ -74,7 +80,7 @@ def _compare(args: argparse.Namespace) -> int:
     from gleanrl.tracking.report.comparison import differing_settings, run_names
     from gleanrl.tracking.report.facts import facts
 
-    runs = _find(args.runs)
+    runs = _find(args)
     if len(runs) < 2:
         raise UserError("give at least two runs to compare")
     names = run_names(runs)
@@ -101,7 +107,7 @@ def _compare(args: argparse.Namespace) -> int:
 def _delete(args: argparse.Namespace) -> int:
     from gleanrl.runtime.process import locked
 
-    runs = _find(args.runs)
+    runs = _find(args)
     for run in runs:
         if run.path.is_symlink() or not run.lock_path.exists():
             raise UserError(f"{run.path} is not a folder that `gleanrl train` made; delete it yourself")
@@ -121,7 +127,9 @@ def _delete(args: argparse.Namespace) -> int:
     return 0
 
 
-def _find(names: list[str]) -> list[RunFolder]:
+def _find(args: argparse.Namespace) -> list[RunFolder]:
+    """Return the runs that the arguments name, each once. With another --folder than the default, all lie in it."""
     from gleanrl.runtime.run_folder import RunFolder, find_run
 
-    return [RunFolder.existing(find_run(name)) for name in names]
+    paths = [find_run(name) if args.folder == FOLDER else args.folder / name for name in args.runs]
+    return [RunFolder.existing(path) for path in {path.resolve(): path for path in paths}.values()]
