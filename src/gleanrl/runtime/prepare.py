@@ -271,7 +271,7 @@ def take_tasks(taskset: Taskset, settings: EnvironmentSettings, split: Split) ->
 
     Raises:
         UserError: the taskset returns anything else than a sequence of tasks, has fewer of them, or gives two of them
-            the same id.
+            the same id, or one of them an id that is no text or a prompt that is not a sequence of messages.
     """
     count = getattr(settings, f"{split}_tasks")
     tasks = taskset.tasks(split, count)
@@ -282,6 +282,11 @@ def take_tasks(taskset: Taskset, settings: EnvironmentSettings, split: Split) ->
     for task in () if taskset.splits_apart else tasks:
         if not isinstance(task, Task):
             raise UserError(f"{call} returned {task!r:.80} among the tasks, which is not a Task{place}")
+        if not isinstance(task.id, str):
+            raise UserError(f"{call} gave the id {task.id!r:.80}, but ids are texts{place}")
+        if isinstance(task.prompt, str) or not all(isinstance(message, Mapping) for message in task.prompt):
+            example = "({'role': 'user', 'content': '...'},)"
+            raise UserError(f"{call} gave a task the prompt {task.prompt!r:.80}, not messages such as {example}{place}")
         if task.id in ids:
             raise UserError(f"{call} gave the id {task.id!r} to several tasks, but one id means one problem{place}")
         ids.add(task.id)
