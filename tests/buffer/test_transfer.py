@@ -204,6 +204,15 @@ def test_two_fields_that_would_get_the_same_exported_name_are_refused(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(("form", "name"), [("lerobot", "timestamp"), ("safetensors", "__metadata__")])
+def test_a_field_with_a_name_that_the_format_uses_is_refused(form: str, name: str, tmp_path: Path) -> None:
+    with TrajectoryReplayBuffer(tmp_path / "in") as buffer:
+        buffer.add_trajectories([{"actions": torch.zeros(2, 1, 1), name: torch.ones(2, 1, 1)}])
+    with pytest.raises(UserError, match=name):
+        transfer.export(form, [tmp_path / "in"], tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 EXACT = (torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.int8, torch.float16, torch.bool)
 NARROW = (torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
 

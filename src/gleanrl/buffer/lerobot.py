@@ -80,7 +80,7 @@ def export(trajectories: Iterable[FlatTrajectory], out: Path, fields: Sequence[F
 
     Raises:
         UserError: pyarrow or Pillow is missing, there are no trajectories, a trajectory lacks a field, two fields would
-            have the same name, the dtype of a field cannot be stored, or the disk is full.
+            have the same name or one of `OWN_FEATURES`, the dtype of a field cannot be stored, or the disk is full.
     """
     features: dict[str, Field] = {}
     for field in fields:
@@ -88,6 +88,10 @@ def export(trajectories: Iterable[FlatTrajectory], out: Path, fields: Sequence[F
             continue
         path = ("observation", *field.path[1:]) if field.path[0] == "curr_obs" else field.path
         name = NAMES.get(field.path, ".".join(path)).replace("/", "_")
+        if name in OWN_FEATURES:
+            raise UserError(
+                f"{quoted(field.path)}: a data set has a column {name} of its own; give the field another name"
+            )
         other = features.setdefault(name, field)
         if other is not field:
             both = f"{quoted(other.path)} and {quoted(field.path)}"

@@ -182,7 +182,8 @@ def _export_safetensors(found: Iterable[FlatTrajectory], out: Path) -> int:
     """Write a safetensors file for each trajectory, and an ``index.json``. Returns the number of trajectories.
 
     Raises:
-        UserError: two tensors of a trajectory would have the same name, or the disk is full.
+        UserError: two tensors of a trajectory would have the same name, or the name is one that safetensors uses
+            itself, or the disk is full.
     """
     from safetensors.torch import save_file
 
@@ -196,6 +197,8 @@ def _export_safetensors(found: Iterable[FlatTrajectory], out: Path) -> int:
                 if not isinstance(tensor, Tensor):
                     continue
                 dotted = ".".join(path)
+                if dotted == "__metadata__":
+                    raise UserError(f"{dotted}: safetensors uses this name itself; give the field another one")
                 if dotted in tensors:
                     raise UserError(f"{quoted(path)}: another tensor is also called {dotted}")
                 tensors[dotted] = tensor.contiguous().clone()
