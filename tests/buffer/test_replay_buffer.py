@@ -49,11 +49,10 @@ def test_fields_of_the_user_s_own_are_stored_and_sampled(buffer: TrajectoryRepla
     image = torch.arange(18.0).reshape(6, 3, 1) + torch.arange(600)
     force = torch.rand(6, 3, 2, dtype=torch.float64)
     given = vars(trajectory(0))
-    buffer.add_trajectories([{**given, "image": image, "sensors": {"force": force}}])
+    sensors = {"force": force, "task_descriptions": force + 1}
+    buffer.add_trajectories([{**given, "image": image, "sensors": sensors}])
     buffer.add_trajectories([WithImages(**given, image=image), SimpleNamespace(**given, image=image)])
-    for number, wanted in enumerate(
-        [{"image": image, "sensors": {"force": force}}, {"image": image}, {"image": image}]
-    ):
+    for number, wanted in enumerate([{"image": image, "sensors": sensors}, {"image": image}, {"image": image}]):
         assert same(buffer.trajectory(number).extra_fields, wanted)
     sample = buffer.sample(54)
     step, environment = sample["actions"][:, 0].int() % 1000 // 20, sample["actions"][:, 0].int() % 20
@@ -63,6 +62,24 @@ def test_fields_of_the_user_s_own_are_stored_and_sampled(buffer: TrajectoryRepla
         buffer.save_checkpoint(tmp_path / form)
         with TrajectoryReplayBuffer(tmp_path / form, read_only=True) as saved:
             assert_same(saved.trajectory(0), buffer.trajectory(0))
+
+
+def test_a_field_that_is_given_twice_is_refused(buffer: TrajectoryReplayBuffer) -> None:
+    twice = {**vars(trajectory(0)), "extra_fields": {"image": torch.zeros(6, 3)}, "image": torch.ones(6, 3)}
+    with pytest.raises(UserError, match="image"):
+        buffer.add_trajectories([twice])
+    assert len(buffer) == 0
+
+
+def test_a_first_argument_that_is_a_seed_is_refused() -> None:
+    with pytest.raises(UserError, match="seed=1234"):
+        TrajectoryReplayBuffer(1234)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("exponent", [-0.5, float("nan"), float("inf")])
+def test_an_exponent_that_makes_no_priorities_is_refused(exponent: float) -> None:
+    with pytest.raises(UserError, match="priority_exponent"):
+        TrajectoryReplayBuffer(priority_exponent=exponent)
 
 
 def test_views_that_conjugate_or_negate_and_numbers_as_outcomes_are_stored(buffer: TrajectoryReplayBuffer) -> None:

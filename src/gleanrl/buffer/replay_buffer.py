@@ -14,6 +14,7 @@ into memory, so rows that the operating system has cached are read as fast as te
 from __future__ import annotations
 
 import base64
+import math
 import os
 import shutil
 import threading
@@ -104,6 +105,10 @@ class TrajectoryReplayBuffer(Sampler):
         for name, limit in (("max_rows", max_rows), ("max_bytes", max_bytes), ("max_age", max_age)):
             if limit is not None and not limit > 0:
                 raise UserError(f"{name} = {limit}: more than 0, or None for no limit")
+        if priority_exponent is not None and not 0 <= priority_exponent < math.inf:
+            raise UserError(f"priority_exponent = {priority_exponent}: 0 or more, or None for no priorities")
+        if isinstance(path, int):  # as RLinf's first argument
+            raise UserError(f"path = {path}: the folder of the buffer; a seed is given by name, seed={path}")
         folder = path or auto_save_path or None
         self.path = Path(folder) if folder is not None else None
         if rank is None:

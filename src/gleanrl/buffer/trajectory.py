@@ -84,7 +84,8 @@ class TensorTrajectory:
     def of(cls, trajectory: Any) -> TensorTrajectory:
         """Convert a mapping, a dataclass such as RLinf's ``Trajectory``, or another object with attributes.
 
-        Fields, keys or attributes that this class does not have become ``extra_fields``.
+        Fields, keys or attributes that this class does not have become ``extra_fields``. Raises `UserError` if one of
+        them is in ``extra_fields`` too.
         """
         if type(trajectory) is cls:
             return trajectory
@@ -97,6 +98,8 @@ class TensorTrajectory:
             given = {name: getattr(trajectory, name, None) for name in (*cls.__dataclass_fields__, *names)}
         own = {name: given[name] for name in cls.__dataclass_fields__ if given.get(name) is not None}
         if extra := {name: value for name, value in given.items() if name not in cls.__dataclass_fields__}:
+            for name in extra.keys() & own.get("extra_fields", {}).keys():
+                raise UserError(f"{name}: given twice, as a field and in extra_fields")
             own["extra_fields"] = {**extra, **own.get("extra_fields", {})}
         return cls(**own)
 
@@ -152,7 +155,7 @@ class FlatTrajectory:
         tensors: dict[FieldPath, Tensor] = {}
         descriptions = trajectory.task_descriptions
         for path, value in values:
-            if path[-1] == INSTRUCTIONS:
+            if path[-1] == INSTRUCTIONS and not isinstance(value, Tensor):
                 if path[0] == "curr_obs" and descriptions is None:
                     descriptions = value
                 continue
