@@ -185,6 +185,19 @@ def test_task_descriptions_of_evicted_trajectories_are_freed(tmp_path: Path) -> 
             assert source.verify() == []
 
 
+def test_checkpoints_of_several_ranks_are_loaded_up_to_max_bytes(tmp_path: Path) -> None:
+    for rank in range(2):
+        with TrajectoryReplayBuffer(tmp_path / f"work-{rank}") as buffer:
+            buffer.add_trajectories([trajectory(10 * rank + number, steps=30) for number in range(10)])
+            buffer.save_checkpoint(tmp_path / f"ranks/rank_{rank}")
+    with TrajectoryReplayBuffer(tmp_path / "loaded", max_bytes=1 << 20) as buffer:
+        buffer.load_checkpoint(tmp_path / "ranks")
+        assert 1 <= len(buffer) < 20
+        assert buffer.get_stats()["bytes"] <= 1 << 20
+        newest = buffer.trajectory(buffer.trajectory_counter - 1, verify=True)
+        assert_same(newest, trajectory(19, steps=30))
+
+
 @pytest.mark.parametrize("limit", ["max_rows", "max_bytes", "max_age"])
 @pytest.mark.parametrize("value", [0, -1, float("nan")])
 def test_a_limit_that_keeps_nothing_is_refused(tmp_path: Path, limit: str, value: float) -> None:

@@ -163,15 +163,19 @@ def load(
 
 
 def add_all(writer: BufferWriter, trajectories: Iterable[FlatTrajectory]) -> None:
-    """Add trajectories to a buffer in commits of about `COMMIT_NBYTES`, so that only one commit is held in memory."""
+    """Add trajectories to a buffer in commits of up to `COMMIT_NBYTES`, so that only one commit is held in memory.
+
+    A commit has at most a quarter of the buffer's ``max_bytes``, unless a single trajectory is larger.
+    """
+    most = min(COMMIT_NBYTES, (writer.limits.nbytes or 4 * COMMIT_NBYTES) // 4)
     batch: list[FlatTrajectory] = []
     nbytes = 0
     for trajectory in trajectories:
-        batch.append(trajectory)
-        nbytes += trajectory.nbytes
-        if nbytes > COMMIT_NBYTES:
+        if batch and nbytes + trajectory.nbytes > most:
             writer.add(batch)
             batch, nbytes = [], 0
+        batch.append(trajectory)
+        nbytes += trajectory.nbytes
     if batch:
         writer.add(batch)
 
