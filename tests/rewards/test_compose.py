@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from gleanrl.config.settings import RewardSettings
 from gleanrl.rewards import NotApplicable, RewardAgent
-from gleanrl.rewards.adapter import load_reward
+from gleanrl.rewards.adapter import load_reward, verl
 from gleanrl.rewards.compose import ATTEMPTS, Weighted
 from gleanrl.rewards.http import HttpReward
 from gleanrl.rewards.request import Request
@@ -584,3 +584,24 @@ def test_a_scored_part_is_not_computed_again_after_another_part_failed(tmp_path:
 
 def test_a_payload_that_is_not_json_can_be_scored() -> None:
     assert scored(Weighted({"a": constant(1.0)}), Request(Task("t", (), {"x": object()}), ())).value == 1.0
+
+
+def test_a_part_that_post_processing_replaces_is_not_counted_as_left_out() -> None:
+    class MeanForNone:
+        async def compute_score(self, data_source: str, solution_str: str, ground_truth: str, extra_info: Any) -> float:
+            if solution_str == "bad":
+                raise Fatal("no")
+            return 1.0
+
+        def post_process_scores(self, scores: list[float | None]) -> list[float]:
+            return [0.5 if score is None else score for score in scores]
+
+    async def main() -> list[Score]:
+        task = Task("t", (), {"data_source": "d", "reward_model": {"ground_truth": "x"}})
+        parts = {"verl": verl(MeanForNone()), "other": constant(1.0)}
+        async with RewardAgent(Weighted(parts, on_failure="renormalise")) as agent:
+            return await group_scored(agent, [(task, "good"), (task, "bad")])
+
+    good, bad = virtual_time.run(main())
+    assert (good.value, dict(good.parts)) == (2.0, {"verl": 1.0, "other": 1.0})
+    assert (bad.value, dict(bad.parts)) == (1.5, {"verl": 0.5, "other": 1.0})

@@ -236,7 +236,9 @@ class Weighted(Scorer):
                     if required is not None:
                         raise Fatal(_reason(required, by_name[required.name].explanation))
                     summed = self._sum(by_name, {})
-                    score = replace(score, value=summed.value, parts={**score.parts, **summed.parts})
+                    # A part that was left out may have a value now.
+                    before = {name: value for name, value in score.parts.items() if name != "left_out"}
+                    score = replace(score, value=summed.value, parts={**before, **summed.parts})
                 except Fatal as error:
                     score = Score.failed(str(error))
             sums.append(score)
