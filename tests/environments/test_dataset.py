@@ -271,6 +271,15 @@ def test_a_file_that_is_not_parquet_raises_a_user_error(tmp_path: Path) -> None:
         loaded(str(tmp_path / "rows.parquet"))
 
 
+def test_a_file_of_another_format_is_not_taken_for_the_id_of_a_data_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("rows.csv").write_text("prompt,answer\n1 + 1?,2\n")
+    with pytest.raises(UserError, match=r"rows.csv is none of \.jsonl, \.json, \.parquet"):
+        loaded("rows.csv")
+
+
 def test_a_damaged_row_of_a_parquet_file_or_a_deeply_nested_one_raises_a_user_error(tmp_path: Path) -> None:
     arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     path = tmp_path / "rows.parquet"

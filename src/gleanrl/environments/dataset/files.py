@@ -220,11 +220,13 @@ class _Several(Source):
 
 @lru_cache(maxsize=8)
 def _load_hugging_face(path: str, split: str, subset: str | None, load: str) -> Source:
+    folder = Path(path).expanduser()
+    if folder.is_file():
+        raise UserError(f"environment.options.path: {path} is none of {', '.join(FILES)}; convert it to one of them")
     try:
         import datasets
     except ImportError:
         raise UserError(f"{path}: Hugging Face data sets need the extra: pip install 'gleanrl[datasets]'") from None
-    folder = Path(path).expanduser()
     if not folder.exists() and not _HUB.match(path):
         raise UserError(f"environment.options.path: no file or folder {path}")
     verbosity = datasets.utils.logging.get_verbosity()
