@@ -281,9 +281,9 @@ def test_replayed_members_of_dropped_groups_are_not_counted_in_the_metrics(tmp_p
     run, curriculum = make_replay_run(tmp_path, schedule, REPLAY, steps=8, problems=tasks(14))
     observe, dropped = curriculum.observe, []
 
-    def watched(groups: Sequence[Group]) -> Mapping[str, float]:
+    def watched(groups: Sequence[Group], training: Mapping[str, float]) -> Mapping[str, float]:
         dropped.extend(group for group in groups if group.dropped)
-        return observe(groups)
+        return observe(groups, training)
 
     curriculum.observe = watched
     run_to_end(run)

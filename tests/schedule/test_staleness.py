@@ -159,9 +159,9 @@ def test_groups_sampled_by_too_old_weights_are_dropped_and_in_no_histogram(
     stale = Counter[int]()
     observe = TaskStream.observe
 
-    def count_stale(stream: TaskStream, groups: Sequence[Group]) -> Metrics:
+    def count_stale(stream: TaskStream, groups: Sequence[Group], training: Metrics) -> Metrics:
         stale.update(g.version for g in groups if g.dropped and g.version >= 0 and len(g.valid_fresh) >= 1)
-        return observe(stream, groups)
+        return observe(stream, groups, training)
 
     monkeypatch.setattr(TaskStream, "observe", count_stale)
     run = play(tmp_path, "bounded_async", bound=1, lag=0.3)
