@@ -115,7 +115,7 @@ class DatasetTaskset(Taskset):
             if not found and split == "warm_start":
                 advice = (
                     ": set environment.options.warm_start_share, and set environment.options.solution to the column "
-                    "that holds the answer; or set warm_start.enabled = false"
+                    "that holds the answer; or set warm_start.enabled = false and model.init to a model of yours"
                 )
             elif not found:
                 advice = ": raise environment.options.eval_share" if split == "eval" and not own_eval else ""
@@ -195,7 +195,8 @@ class DatasetTaskset(Taskset):
         if solution is None:
             raise NoExpert(
                 f"data set {self.path}: task {task.id} has no {' or '.join(map(repr, self._solutions))} to "
-                "demonstrate; name its column in environment.options.solution, or set warm_start.enabled = false"
+                "demonstrate; name its column in environment.options.solution, or set warm_start.enabled = false "
+                "and model.init to a model of yours"
             )
         answer: Message = {"role": "assistant", "content": self.solution_format.replace("{solution}", solution)}
         return (*task.prompt, answer), Score(1.0)
