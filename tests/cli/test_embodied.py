@@ -213,7 +213,7 @@ def test_a_dry_run_prints_the_configuration_and_the_plan(embodied: CommandLine) 
     ("arguments", "words"),
     [
         (["--learner.crtic_lr", "1"], ["'learner.crtic_lr'", "did you mean 'learner.critic_lr'"]),
-        (["--lerner.batch", "1"], ["did you mean 'learner'"]),
+        (["--lerner.batch", "1"], ["did you mean 'learner.batch'"]),
         (["--environment.id", "Nothing-v0"], ["Nothing"]),
         (["--environment.id", "CartPole-v1"], ["CartPole-v1", "bounded Box"]),
         (["--environment.options", "{wider = 1}"], ["wider"]),
