@@ -157,6 +157,19 @@ def test_replay_is_turned_on_and_off_with_groups_that_were_planned_before(gleanr
     assert sum(metrics.get("replay/trajectories", 0) for metrics in steps) > 0
 
 
+def test_a_run_with_replay_turned_on_again_draws_its_own_tasks_from_a_pool_that_another_run_used(
+    gleanrl: CommandLine,
+) -> None:
+    replay = (*REPLAY, "--replay.path", "shared.sqlite")
+    plain = (*PLAIN, "--replay.enabled", "false")
+    assert gleanrl.train("run", *replay, *PLAIN, at=(STEP, 4, "SIGKILL")).status == -9
+    assert gleanrl.train("run", *plain, "--resume", at=(STEP, 3, "SIGKILL")).status == -9
+    assert gleanrl.train("other", *replay, "--environment.train_tasks", "2", "--run.steps", "2").status == 0
+    ended = gleanrl.train("run", *replay, *PLAIN, "--resume")
+    assert ended.status == 0, ended.stderr
+    assert rows(gleanrl, "run")[-1]["pool/outside"] == 0
+
+
 def test_a_start_with_replay_that_is_killed_before_its_first_checkpoint_leaves_no_trace(
     make_gleanrl: Callable[[], CommandLine],
 ) -> None:

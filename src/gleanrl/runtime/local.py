@@ -262,6 +262,9 @@ class Builder:
             controller = StalenessController(schedule, config.run.steps)
             if resume:
                 controller = restore(checkpoints, learner, plan, schedule, config.run.steps)
+                if experience is not None:
+                    # Another run may have used the pool while this one had replay turned off, and set its own tasks.
+                    experience.set_tasks(self.prepared.train)
                 self.console.print(f"resuming {folder.path} at step {controller.version} of {config.run.steps}")
             device_lock.order = make_order(config.schedule.device_first, lambda: controller.ahead)
             await sampler.publish(learner.weights(), controller.version)
