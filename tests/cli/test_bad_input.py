@@ -159,6 +159,10 @@ BAD_SETTINGS = {
         ["--environment.name", "dataset", "--environment.options.path", "rows.jsonl", "--reward.name", "math"],
         r"environment.options.path: no file rows.jsonl",
     ),
+    "rows without demonstrations": (
+        ["--environment.name", "dataset", "--environment.options.path", "questions.jsonl", "--reward.name", "math"],
+        r"questions.jsonl has 0 rows for 'warm_start'.* environment.options.warm_start_share",
+    ),
     "no such order of tasks": (["--tasks.order", "level"], r"no order 'level'; did you mean 'levels'\?"),
     "no such device": (["--model.device", "gpu"], r"model.device = 'gpu' is no device"),
     "a folder that is a file": (["--run.folder", "tiny.toml"], r"cannot make the run folder tiny.toml/run"),
@@ -177,6 +181,8 @@ def test_a_bad_setting_is_one_line_and_leaves_no_run_and_a_dry_run_refuses_it_to
     (gleanrl.folder / "empty").mkdir()
     (gleanrl.folder / "other.py").write_text(OTHER)
     (gleanrl.folder / "mine.py").write_text(MINE)
+    questions = "".join(f'{{"prompt": "{i} + 1?", "answer": "{i + 1}"}}\n' for i in range(100))
+    (gleanrl.folder / "questions.jsonl").write_text(questions)
     shutil.copytree(model, gleanrl.folder / "model")
     shutil.copytree(model, gleanrl.folder / "damaged")
     os.truncate(gleanrl.folder / "damaged" / "model.safetensors", 1000)

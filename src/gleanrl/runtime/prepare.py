@@ -107,9 +107,11 @@ def check_parts(config: Config, progress: Progress) -> None:
     Raises:
         UserError: the environment, its tasks, the model or the source of the replay pool cannot be used.
     """
-    counts = {f"{split}_tasks": min(getattr(config.environment, f"{split}_tasks"), _FEW) for split in ("train", "eval")}
-    few = config.environment.model_copy(update=counts)
-    make_tasks(config.model_copy(update={"environment": few}), progress)
+    counts = [f"{split}_tasks" for split in ("train", "eval", "warm_start")]
+    few = config.environment.model_copy(update={name: min(getattr(config.environment, name), _FEW) for name in counts})
+    taskset, _, _ = make_tasks(config.model_copy(update={"environment": few}), progress)
+    if needs_expert(config):
+        take_tasks(taskset, few, "warm_start")
     resolve_device(config.model.device)
     if config.model.init != "tiny":
         load_tokenizer(config.model)
