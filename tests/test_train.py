@@ -100,8 +100,9 @@ def test_groups_of_broken_environments_are_dropped_and_the_run_continues(tmp_pat
     assert sum(metrics.get("groups/dropped_invalid", 0) for _, _, metrics in run.observer.steps) >= 2
 
 
-def test_a_group_with_invalid_members_is_trained_on_its_valid_members(tmp_path: Path) -> None:
-    run = make_run(tmp_path, ScheduleSettings(batch=2, group=4, min_valid=1), steps=2)
+def make_run_with_failures(folder: Path) -> Run:
+    """Make a run of two steps in which every fourth episode fails."""
+    run = make_run(folder, ScheduleSettings(batch=2, group=4, min_valid=1), steps=2)
     play, count = run.player.environment, iter(range(1000))
 
     def sometimes_broken(task: Task):
@@ -109,6 +110,11 @@ def test_a_group_with_invalid_members_is_trained_on_its_valid_members(tmp_path: 
         return play(Task(task.id, payload=payload))
 
     object.__setattr__(run.player, "environment", sometimes_broken)
+    return run
+
+
+def test_a_group_with_invalid_members_is_trained_on_its_valid_members(tmp_path: Path) -> None:
+    run = make_run_with_failures(tmp_path)
     run_to_end(run)
     for _, groups, metrics in run.observer.steps:
         for group in groups:
@@ -135,14 +141,7 @@ def test_post_processing_may_replace_a_missing_reward_but_not_the_score_of_a_fai
             return [score if score.valid else Score(0.5) for score in scores]
 
     async def main() -> Run:
-        run = make_run(tmp_path, ScheduleSettings(batch=2, group=4, min_valid=1), steps=2)
-        make, count = run.player.environment, iter(range(1000))
-
-        def sometimes_broken(task: Task):
-            payload = {**task.payload, "broken": "step"} if next(count) % 4 == 3 else task.payload
-            return make(Task(task.id, payload=payload))
-
-        object.__setattr__(run.player, "environment", sometimes_broken)
+        run = make_run_with_failures(tmp_path)
         async with RewardAgent(Filling(), cache=0) as run.rewards:
             await train(run)
         return run

@@ -14,7 +14,7 @@ import math
 import random
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
 from gleanrl.config.settings import TaskSettings
@@ -78,8 +78,8 @@ def find_order(settings: TaskSettings) -> Callable[..., Curriculum]:
         hint = nearest(settings.order, known) or f"; there are {', '.join(known)}, or give `package.module:Class`"
         raise UserError(f"tasks.order: no order {settings.order!r}{hint}")
     order = order or load_object(settings.order, Curriculum)
-    made = {"tasks", "group", "seed", "weights", "greedy", "success_threshold"}
-    takes = [n for n in inspect.signature(order).parameters if n not in made]
+    common = {option.name for option in fields(TaskOrder)}
+    takes = [n for n in inspect.signature(order).parameters if n not in common]
     for key in settings.options:
         if key not in takes:
             hint = nearest(key, takes) or f"; it takes {', '.join(takes) or 'none'}"

@@ -73,9 +73,8 @@ def open_pool(
     # the newest checkpoint at that time, which does not refer to the pool; -1 = the run had no checkpoint.
     note_path = folder.pool_start_path
     step = newest_checkpoint(folder, resume=resume)
-    path = Path(settings.path or folder.experience_path)
     note = {"run": f"{config.run.name} {uuid.uuid4().hex[:12]}", "pool": settings.path, "mark": None, "step": step}
-    note["file"] = str(path.resolve()) if settings.path else None
+    note["file"] = str(Path(settings.path).resolve()) if settings.path else None
     # An existing file belongs to this run if the run is resumed. It also applies to a new run in the same folder if the
     # pool lies in this folder too, because the pool then still contains what the failed earlier run wrote.
     if (resume or settings.path is None) and note_path.exists():
@@ -86,10 +85,8 @@ def open_pool(
     # another run has set a later mark. A run that is resumed with another `replay.path` uses a copy of its pool. Other
     # runs do not use this copy, so the check is switched off with None.
     owner = note["run"] if note["pool"] == settings.path else None
-    if not path.exists() and settings.path and note["pool"] == settings.path:
-        path = Path(note["file"])
     takes = {"tokenizer": tokenizer_fingerprint(tokenizer), "vocabulary": len(tokenizer), "max_context": max_context}
-    with ExperiencePool(path, settings, run=owner, **takes) as pool:
+    with ExperiencePool(folder.locate_pool(settings.path), settings, run=owner, **takes) as pool:
         if step <= note["step"]:
             if note["mark"] is not None and note["mark"] in pool.stats()["marks"]:
                 # undo everything that an earlier start of this run wrote before it was killed, seeding included

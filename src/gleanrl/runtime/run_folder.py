@@ -169,7 +169,10 @@ class RunFolder:
         If a relative ``replay.path`` does not exist, it counts from the directory in which the run was started. The
         file may not exist.
         """
-        named = self.read_config().get("replay", {}).get("path")
+        return self.locate_pool(self.read_config().get("replay", {}).get("path"))
+
+    def locate_pool(self, named: str | None) -> Path:
+        """Return the path of the experience pool if ``replay.path`` is ``named``; see `pool_path`."""
         path = Path(named or self.experience_path)
         if not path.exists() and self.pool_start_path.exists():
             start = json.loads(self.pool_start_path.read_text(encoding="utf-8"))
