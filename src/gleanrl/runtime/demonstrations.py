@@ -118,7 +118,7 @@ class _Seeding:
                     if isinstance(played, str):
                         left_out[played] += 1
                         continue
-                    if not (played.score.valid and played.score.value >= self.pool.settings.success_threshold):
+                    if not played.score.reaches(self.pool.settings.success_threshold):
                         left_out["no success"] += 1
                         continue
                     good += 1

@@ -337,7 +337,7 @@ class GuidedCurriculum:
         guided_groups = 0
         for group in groups:
             task = unmark(group.spec.task)
-            solved = [t for t in group.valid_fresh if t.score.value >= guide.success_threshold]
+            solved = [t for t in group.valid_fresh if t.score.reaches(guide.success_threshold)]
             if solved:
                 try:
                     guide.retriever.add(task, min(solved, key=lambda t: t.sampled_tokens))
@@ -362,7 +362,7 @@ class GuidedCurriculum:
             metrics[f"guidance/{name}"] = float(guide.counts[name])
         for name, members in (("guided", guided), ("unguided", unguided)):
             if members:
-                rate = np.mean([t.score.value >= guide.success_threshold for t in members])
+                rate = np.mean([t.score.reaches(guide.success_threshold) for t in members])
                 metrics[f"guidance/solve_rate_{name}"] = float(rate)
         for name, value in guide.retriever.metrics().items():
             metrics[f"guidance/{name}"] = value

@@ -174,7 +174,7 @@ class ExperiencePool:
                 valid = group.valid_fresh
                 if not valid:
                     continue
-                successes = [t for t in valid if t.score.value >= settings.success_threshold]
+                successes = [t for t in valid if t.score.reaches(settings.success_threshold)]
                 row, same = self._find_or_add(group.spec.task, step)
                 if not same:
                     self._replace(row, group.spec.task)
@@ -588,7 +588,7 @@ class ExperiencePool:
         the same id is replaced if it has neither trajectories nor attempts; otherwise the trajectory is not stored.
         """
         trajectory, temperature, score = incoming.trajectory, float(incoming.temperature), incoming.trajectory.score
-        succeeded = score.valid and score.value >= self.settings.success_threshold
+        succeeded = score.reaches(self.settings.success_threshold)
         if not succeeded or admission.refusal(trajectory, temperature, self._limits):
             return False
         row, same = self._find_or_add(incoming.task, int(incoming.step))

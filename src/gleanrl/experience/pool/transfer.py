@@ -64,7 +64,7 @@ class Intake:
     def take(self, incoming: Incoming) -> None:
         """Accept one trajectory for storing. A trajectory whose score is not a success is counted and left out."""
         trajectory = incoming.trajectory
-        if not trajectory.score.valid or trajectory.score.value < self._pool.settings.success_threshold:
+        if not trajectory.score.reaches(self._pool.settings.success_threshold):
             self.moved.left_out["no success"] += 1
             return
         self._waiting.append(incoming)
@@ -171,11 +171,11 @@ def seed_from_groups(
     for group in read() if whole else ():
         valid = [t for t in group if t.score.valid]
         if valid:
-            rates[valid[0].task_id] = (sum(t.score.value >= threshold for t in valid), len(valid))
+            rates[valid[0].task_id] = (sum(t.score.reaches(threshold) for t in valid), len(valid))
     with Intake(pool) as intake:
         for group in read():
             for trajectory in group:
-                if not trajectory.score.valid or trajectory.score.value < threshold:
+                if not trajectory.score.reaches(threshold):
                     continue
                 task = tasks.get(trajectory.task_id)
                 if task is None:

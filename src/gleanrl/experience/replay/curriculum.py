@@ -255,7 +255,7 @@ class ReplayCurriculum:
         metrics["time/replay_store_s"] = perf_counter() - started
         metrics |= self.inner.observe(groups, training)
 
-        successes = [t.score.value >= self.settings.success_threshold for g in groups for t in g.valid_fresh]
+        successes = [t.score.reaches(self.settings.success_threshold) for g in groups for t in g.valid_fresh]
         state.solved = _MEMORY * state.solved + sum(successes)
         state.tried = _MEMORY * state.tried + len(successes)
         if "loss/replayed/ess" in training:

@@ -206,7 +206,7 @@ class ReplayUpdateLearner:
         candidates: list[_Success] = []
         for group in self._groups:
             valid = group.valid_fresh
-            successes = [t for t in valid if t.score.value >= self._config.replay.success_threshold]
+            successes = [t for t in valid if t.score.reaches(self._config.replay.success_threshold)]
             if successes and len(successes) < len(valid):
                 pick = successes[int(random.integers(len(successes)))]
                 weight = 1 - len(successes) / len(valid)
