@@ -102,7 +102,10 @@ def test_overrides_are_parsed_according_to_the_type_of_their_field() -> None:
         ("reward_weights", "[1]", ["'reward.options'"]),
         ("actor_rollout_ref.rollout.n", "8", ["'actor_rollout_ref.rollout.n'", "'schedule.group'"]),
         ("schedule.ppo_epoch", "2", ["'schedule.ppo_epoch'", "'learner.epochs'"]),
-        ("sampler.top_p", "0.9", ["'sampler.top_p'", "temperature"]),
+        ("sampler.min_p", "0.9", ["'sampler.min_p'", "'sampler.temperature'"]),
+        ("trainer.resume_mode", "auto", ["'--resume'"]),
+        ("actor_rollout_ref.rollout.mode", "async", ["'schedule.preset'"]),
+        ("trainer.balance_batch", "true", ["'trainer.balance_batch'", "; sections: run"]),
         ("learner.learning_rat", "1", ["learner.learning_rat"]),
         ("learner.lrs", "1", ["'learner.lr'"]),
         ("lr", "1", ["--section.key", "'learner.lr'"]),
@@ -132,7 +135,7 @@ def test_the_error_for_a_wrong_key_or_value_names_it_and_suggests_a_correction(
 
 def test_every_name_of_another_trainer_stands_for_a_setting_and_is_none_itself() -> None:
     keys = {key for key, _ in fields(Config)}
-    assert OTHER_NAMES.keys() <= keys
+    assert OTHER_NAMES.keys() <= keys | {"--resume"}
     assert keys.isdisjoint(name for names in OTHER_NAMES.values() for name in names)
 
 

@@ -1,7 +1,8 @@
 """Names that TRL's `GRPOConfig`, verl and the replay of AgentEvolver have for settings of Glean RL.
 
 They are no settings. The error message about an unknown key looks the key up here, because most users come from one of
-these trainers. A name such as ``rollout.n`` also stands for longer keys that end in it.
+these trainers. A name such as ``rollout.n`` also stands for longer keys that end in it. An option of the command line
+may take the place of a setting.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 OTHER_NAMES: Mapping[str, tuple[str, ...]] = {
+    "--resume": ("resume", "resume_from_checkpoint", "resume_mode", "resume_from_path"),
     "run.name": ("run_name", "experiment_name"),
     "run.folder": ("output_dir", "default_local_dir"),
     "run.steps": ("max_steps", "num_train_epochs", "total_epochs", "total_training_steps"),
@@ -17,14 +19,22 @@ OTHER_NAMES: Mapping[str, tuple[str, ...]] = {
     "tasks.order": ("shuffle_dataset", "data.shuffle"),
     "model.init": ("model_name_or_path", "model.path"),
     "model.max_context": ("max_prompt_length", "max_model_len", "vllm_max_model_length"),
-    "model.dtype": ("bf16", "fp16"),
+    "model.dtype": ("bf16", "fp16", "torch_dtype"),
     "sampler.name": ("use_vllm", "vllm_mode", "rollout.name"),
+    "sampler.temperature": ("top_p", "top_k", "min_p", "repetition_penalty", "generation_kwargs"),
     "sampler.options": ("gpu_memory_utilization", "vllm_gpu_memory_utilization", "vllm_server_base_url"),
     "context.max_turns": ("max_assistant_turns", "max_tool_calling_iterations"),
     "context.max_tokens_per_turn": ("max_completion_length", "max_response_length", "max_new_tokens"),
-    "reward.name": ("reward_funcs", "custom_reward_function", "custom_reward_function.path", "reward_manager"),
+    "reward.name": (
+        "reward_funcs",
+        "custom_reward_function",
+        "custom_reward_function.path",
+        "reward_manager",
+        "reward_model.enable",
+    ),
     "reward.options": ("reward_weights",),
     "schedule.batch": ("train_batch_size", "per_device_train_batch_size", "generation_batch_size"),
+    "schedule.preset": ("rollout.mode",),
     "schedule.group": ("num_generations", "rollout.n", "rollout_n"),
     "schedule.dynamic_sampling": ("filter_groups", "filter_groups.enable"),
     "schedule.max_resample": ("max_num_gen_batches",),
@@ -73,7 +83,7 @@ OTHER_NAMES: Mapping[str, tuple[str, ...]] = {
     "learner.activation_checkpointing": ("gradient_checkpointing", "enable_gradient_checkpointing"),
     "learner.lora_rank": ("lora_r", "peft_config", "use_peft"),
     "learner.lora_targets": ("lora_target_modules", "target_modules"),
-    "learner.ranks": ("n_gpus_per_node", "fsdp_size", "num_processes"),
+    "learner.ranks": ("n_gpus_per_node", "nnodes", "actor.strategy", "fsdp_size", "num_processes"),
     "learner.tensor_parallel": ("tensor_model_parallel_size", "vllm_tensor_parallel_size"),
     "evaluation.every": ("eval_steps", "eval_strategy", "test_freq"),
     "evaluation.samples": ("num_generations_eval", "val_kwargs.n"),

@@ -205,7 +205,7 @@ def _suggestion(key: str, model: type[JobConfig]) -> str:
     keys = [known for known, _ in fields(model)]
     meant = get_close_matches(key, keys, 1, cutoff=0.9)
     names = {section: [section] for section in model.model_fields}
-    for known in keys:
+    for known in (*keys, "--resume"):
         for name in (known.rpartition(".")[2], *OTHER_NAMES.get(known, ())):
             names.setdefault(name, []).append(known)
     section, _, last = key.rpartition(".")
@@ -214,7 +214,8 @@ def _suggestion(key: str, model: type[JobConfig]) -> str:
         meant = names.get(end, [])
         end = end.partition(".")[2]
     if not meant:
-        near = get_close_matches(last, names, 1)
+        # Only mistyped names. With the usual cutoff of 0.6, ``min_p`` would be close to ``min_rate``.
+        near = get_close_matches(last, names, 1, cutoff=0.75)
         meant = [known for name in near for known in names[name]]
         meant = [known for known in meant if known.startswith(f"{section}.")] or meant
     if not meant:
