@@ -10,6 +10,7 @@ import re
 import tomllib
 from datetime import date
 from fnmatch import fnmatchcase
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -192,7 +193,7 @@ def test_a_resumed_run_may_change_exactly_the_settings_that_the_page_lists(job: 
     page = (Path(__file__).parents[2] / "docs" / "concepts" / "run-folder.md").read_text()
     patterns = dict(re.findall(r'^```text title="([^"]+)"\n(.+?)```', page, re.DOTALL | re.MULTILINE))[job.kind].split()
     others = {int: 7, float: 0.375, str: "other", tuple: ("other",), dict: {"other": 1}, type(None): 7}
-    before, refused = job(), 0
+    before, refused = job.model_validate({"replay": {"enabled": True}} if job is Config else {}), 0
     for key in (key for key, _ in fields(job) if "." in key):
         section, _, name = key.partition(".")
         settings = getattr(before, section)
@@ -209,9 +210,15 @@ def test_a_resumed_run_may_change_exactly_the_settings_that_the_page_lists(job: 
     assert [pattern for pattern in patterns if not any(fnmatchcase(key, pattern) for key, _ in fields(job))] == []
 
 
-def test_a_resume_that_turns_replay_on_may_set_it_up_too() -> None:
-    before = load("quickstart")
-    check_resumed(before, load("quickstart", [("replay.enabled", "true"), ("replay.per_group", "2")]))
+def test_settings_of_replay_are_compared_on_a_resume_only_if_it_is_on_before_and_now() -> None:
+    before, on, changed = load("quickstart"), ("replay.enabled", "true"), ("replay.per_group", "2")
+    states = [load("quickstart", given) for given in ([], [changed], [on], [on, changed])]
+    for old, new in product(states, states):
+        if old.replay.enabled and new.replay.enabled and old != new:
+            with pytest.raises(UserError, match=r"replay\.per_group"):
+                check_resumed(old, new)
+        else:
+            check_resumed(old, new)
     for section in ("guidance", "warm_start"):
         with pytest.raises(UserError, match=f"{section}.enabled"):
             check_resumed(before, load("quickstart", [(f"{section}.enabled", str(section == "guidance").lower())]))

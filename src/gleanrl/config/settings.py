@@ -323,8 +323,8 @@ class ReplaySettings(Settings):
     """
 
     enabled: Changeable[bool] = False
-    """Store successful trajectories in a pool, and replay them in later groups of the same task. If it is turned on or
-    off when a run is resumed, the other settings of this section may change too."""
+    """Store successful trajectories in a pool, and replay them in later groups of the same task. When a run is resumed,
+    the other settings of this section must stay the same only if replay was on before and still is."""
     path: Changeable[str | None] = None
     """File of the pool; may be that of an earlier run, which is continued. None = `experience.sqlite` in the run
     folder."""

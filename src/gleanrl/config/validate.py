@@ -92,8 +92,9 @@ def check_resumed(before: JobConfig, now: JobConfig) -> None:
     """Check that the configuration ``now`` can resume the run that was started with the configuration ``before``.
 
     Settings of type `Changeable`, such as the number of steps and of worker processes, may differ. If one of them turns
-    a section on or off, as ``replay.enabled`` does, the section's other settings may differ too. All others must be
-    equal.
+    a section on or off, as ``replay.enabled`` does, the section's other settings must be equal only if it is on before
+    and now. Otherwise nothing compares with them, and a value that was set while the section was off would refuse
+    every later resume without it. All other settings must be equal.
 
     Raises:
         UserError: the two are different kinds of job, or another setting differs. The message names the first such
@@ -104,14 +105,14 @@ def check_resumed(before: JobConfig, now: JobConfig) -> None:
     old, new, changeable = before.model_dump(mode="json"), now.model_dump(mode="json"), set(now.changeable())
     for section in (name for name in new if name != "job"):
         values = old[section]
+        if f"{section}.enabled" in changeable and not (values["enabled"] and new[section]["enabled"]):
+            continue
         for name, value in new[section].items():
             if values[name] != value and f"{section}.{name}" not in changeable:
                 raise UserError(
                     f"{before.path} was started with {section}.{name} = {values[name]!r}, which cannot become "
                     f"{value!r} on --resume; keep it, or start another run with --run.name"
                 )
-            if name == "enabled" and values[name] != value:
-                break
 
 
 def check(config: Config) -> None:
