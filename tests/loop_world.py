@@ -152,7 +152,9 @@ def make_run(
     plan = Plan(TaskStream(problems or tasks(12), settings.group, seed=1), schedule.batch)
     checkpoints = Checkpoints(folder / "checkpoints", keep=2)
     controller = (
-        restore(checkpoints, learner, plan, schedule, steps) if resume else StalenessController(schedule, steps)
+        restore(checkpoints.latest(), learner, plan, schedule, steps)
+        if resume
+        else StalenessController(schedule, steps)
     )
     sampler._version = controller.version
     return Run(

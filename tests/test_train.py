@@ -446,7 +446,9 @@ def dropping_run(folder: Path, *, resume: bool = False) -> tuple[Run, RecordingT
     told = RecordingTaskStream(problems, settings.group)
     run.plan = Plan(told, settings.batch)
     if resume:
-        run.controller = restore(run.checkpoints, run.learner, run.plan, run.controller.schedule, run.total_steps)
+        run.controller = restore(
+            run.checkpoints.latest(), run.learner, run.plan, run.controller.schedule, run.total_steps
+        )
         run.player.sampler._version = run.controller.version
     return run, told
 

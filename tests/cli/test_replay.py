@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -164,7 +165,10 @@ def test_a_run_with_replay_turned_on_again_draws_its_own_tasks_from_a_pool_that_
     plain = (*PLAIN, "--replay.enabled", "false")
     assert gleanrl.train("run", *replay, *PLAIN, at=(STEP, 4, "SIGKILL")).status == -9
     assert gleanrl.train("run", *plain, "--resume", at=(STEP, 3, "SIGKILL")).status == -9
-    assert gleanrl.train("other", *replay, "--environment.train_tasks", "2", "--run.steps", "2").status == 0
+    other = ("other", *replay, "--environment.train_tasks", "2", "--run.steps", "2")
+    assert gleanrl.train(*other, at=(STEP, 1, "SIGKILL")).status == -9
+    assert gleanrl.train(*other, "--resume").status == 0
+    assert gleanrl.run("other").log_path.read_text().count("are not training tasks of this run") == 2  # once a start
     ended = gleanrl.train("run", *replay, *PLAIN, "--resume")
     assert ended.status == 0, ended.stderr
     assert rows(gleanrl, "run")[-1]["pool/outside"] == 0
@@ -173,10 +177,12 @@ def test_a_run_with_replay_turned_on_again_draws_its_own_tasks_from_a_pool_that_
 def test_a_start_with_replay_that_is_killed_before_its_first_checkpoint_leaves_no_trace(
     make_gleanrl: Callable[[], CommandLine],
 ) -> None:
-    """The run was started without replay."""
+    """The run was started without replay. Its newest checkpoint is damaged in one folder, and gone in the other."""
     whole, killed = make_gleanrl(), make_gleanrl()
     for each in (whole, killed):
-        assert each.train("run", *PLAIN, at=(STEP, 3, "SIGKILL")).status == -9
+        assert each.train("run", *PLAIN, at=(STEP, 5, "SIGKILL")).status == -9
+    shutil.rmtree(whole.run("run").checkpoint_path(4))
+    (killed.run("run").checkpoint_path(4) / "state.json").write_text("{}")
     assert killed.train("run", *REPLAY, *PLAIN, "--resume", at=(STEP, 3, "SIGKILL")).status == -9
     for each in (whole, killed):
         ended = each.train("run", *REPLAY, *PLAIN, "--resume")

@@ -120,6 +120,6 @@ def make_replay_run(
     )
     run.plan = Plan(curriculum, run.controller.schedule.batch)
     if resume:
-        run.controller = restore(run.checkpoints, run.learner, run.plan, run.controller.schedule, steps)
+        run.controller = restore(run.checkpoints.latest(), run.learner, run.plan, run.controller.schedule, steps)
         sampler._version = run.controller.version
     return run, curriculum

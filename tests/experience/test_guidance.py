@@ -98,7 +98,7 @@ def guided_run(
     if context is not None:
         run.player = replace(run.player, context=context)
     if resume:
-        run.controller = restore(run.checkpoints, run.learner, run.plan, run.controller.schedule, steps)
+        run.controller = restore(run.checkpoints.latest(), run.learner, run.plan, run.controller.schedule, steps)
         run.player.sampler._version = run.controller.version  # type: ignore[attr-defined]
     batches: list[tuple[tuple[Group, ...], Batch]] = []
 

@@ -49,9 +49,9 @@ def earlier(tmp_path: Path) -> Path:
     return path
 
 
-def started(config: Config, folder: RunFolder, *, resume: bool, step: int = 9) -> None:
+def started(config: Config, folder: RunFolder, *, resume: bool, newest: int = -1, step: int = 9) -> None:
     """Start a run that reaches a step and ends before its first checkpoint."""
-    with open_pool(config, folder, Tokenizer(), resume=resume) as pool:
+    with open_pool(config, folder, Tokenizer(), resume=resume, newest=newest) as pool:
         assert pool is not None
         pool.mark()
         pool.observe([solved("new", 1, 4, first=10 * step)], step)
@@ -86,9 +86,8 @@ def test_a_new_run_uses_a_shared_pool_with_the_changes_of_a_killed_run(tmp_path:
 def test_a_resumed_run_with_a_checkpoint_keeps_its_pool_and_is_not_seeded_again(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     started(configured(), folder, resume=False)
-    folder.checkpoint_path(2).mkdir(parents=True)
     before = contents(folder.experience_path)
-    with open_pool(configured(seed_from="nowhere"), folder, Tokenizer(), resume=True):
+    with open_pool(configured(seed_from="nowhere"), folder, Tokenizer(), resume=True, newest=2):
         assert contents(folder.experience_path) == before
 
 
@@ -120,8 +119,9 @@ def test_only_training_tasks_whose_prompt_has_not_changed_are_drawn(
     tmp_path: Path, earlier: Path, how: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     config, tasks = configured(**{how: str(earlier)}), [asks("t0", "in French"), task("t1")]
-    with open_pool(config, RunFolder(tmp_path / "run"), Tokenizer(), resume=False, tasks=tasks) as pool:
+    with open_pool(config, RunFolder(tmp_path / "run"), Tokenizer(), resume=False) as pool:
         assert pool is not None
+        pool.set_tasks(tasks)
         assert {name: len(own) for name, own in pool.stored(["t0", "t1", "t2"]).items()} == {"t0": 0, "t1": 2, "t2": 2}
         assert [drawn.task.id for drawn in pool.draw((2, 4), 9, np.random.default_rng(0))] == ["t1"]
         assert sum("t0 is the first) differ" in line for line in caplog.messages) == 1
@@ -159,13 +159,13 @@ def test_trajectories_longer_than_the_model_s_context_are_evicted(tmp_path: Path
 def test_a_resumed_run_refuses_to_undo_later_changes_of_another_run(tmp_path: Path, earlier: Path) -> None:
     def opened(name: str, path: Path, *, resume: bool) -> Any:
         config = Config.model_validate({"run": {"name": name}, "replay": {"enabled": True, "path": str(path)}})
-        return open_pool(config, RunFolder(tmp_path / name), Tokenizer(), resume=resume)
+        newest = 2 if resume and name == "a" else -1
+        return open_pool(config, RunFolder(tmp_path / name), Tokenizer(), resume=resume, newest=newest)
 
     with opened("a", earlier, resume=False) as pool:
         pool.observe([solved("mine", 2, 4)], 3)
         mark = pool.mark()
         pool.observe([solved("later", 2, 4)], 4)
-    RunFolder(tmp_path / "a").checkpoint_path(2).mkdir(parents=True)
     with opened("a", earlier, resume=True) as pool:
         pool.mark()
         pool.rewind(mark)  # only the run's own changes came after the mark
@@ -201,24 +201,23 @@ def test_a_killed_start_is_not_undone_after_another_run_used_the_pool(tmp_path: 
 def test_a_pool_that_a_resumed_run_uses_first_is_prepared_as_at_the_start_of_a_run(
     tmp_path: Path, earlier: Path
 ) -> None:
-    """Replay is turned on at step 4, by a start that is killed before it saves a checkpoint."""
+    """Replay is turned on at step 4, by starts that are killed. Then the checkpoint of step 4 is found damaged."""
     config, folder, before = configured(path=str(earlier)), RunFolder(tmp_path / "run"), contents(earlier)
-    folder.checkpoint_path(4).mkdir(parents=True)
-    only = [task("t1")]
-    with open_pool(config, folder, Tokenizer(), resume=True, tasks=only) as pool:
-        assert pool is not None
-        assert pool.stats()["outside"] == 2
-        restricted = contents(earlier)
-        pool.mark()
-        pool.observe([solved("t1", 1, 4, first=90)], 5)
-    assert before != contents(earlier) != restricted
-    with open_pool(config, folder, Tokenizer(), resume=True, tasks=only):
-        assert contents(earlier) == restricted
-    started(config, folder, resume=True)
-    folder.checkpoint_path(6).mkdir()
+    prepared = {}
+    for step in (4, 4, 2, 2):
+        with open_pool(config, folder, Tokenizer(), resume=True, newest=step) as pool:
+            assert pool is not None
+            assert {own[-1].version for own in pool.stored(["t0", "t1", "t2"]).values()} == {step}
+            assert prepared.setdefault(step, contents(earlier)) == contents(earlier) != before
+            mark = pool.mark()
+            pool.observe([solved("t1", 1, 4, first=90)], 5)
+            kept = pool.mark()
     after = contents(earlier)
-    with open_pool(config, folder, Tokenizer(), resume=True, tasks=only):
+    with open_pool(config, folder, Tokenizer(), resume=True, newest=4) as pool:
+        assert pool is not None
         assert contents(earlier) == after
+        pool.rewind(kept)
+        pool.rewind(mark)
 
 
 @pytest.mark.parametrize(("log_ratio", "warned"), [(-2.0, True), (-0.3, False), (1.0, False)])
@@ -232,6 +231,21 @@ def test_a_pool_whose_trajectories_are_improbable_under_the_model_is_reported(
     with ExperiencePool(earlier) as pool:
         asyncio.run(check_policy(pool, estimate))
     assert any(str(earlier) in line and "0.14" in line for line in caplog.messages) == warned
+
+
+def test_the_check_of_a_pool_s_policy_reads_a_limited_number_of_tokens(tmp_path: Path) -> None:
+    asked: list[int] = []
+
+    async def estimate(trajectories: Any) -> list[tuple[float, float]]:
+        asked.append(sum(each.total_tokens for each in trajectories))
+        return [(1.0, 0.0) for _ in trajectories]
+
+    for length in (30_000, 100_000):
+        with ExperiencePool(tmp_path / f"{length}.sqlite") as pool:
+            for name in ("a", "b", "c"):
+                pool.add(task(name), episode(name, tokens=[7] * length))
+            asyncio.run(check_policy(pool, estimate))
+    assert asked == [2 * 30_003, 100_003]
 
 
 def test_no_pool_is_opened_where_replay_is_off(tmp_path: Path) -> None:

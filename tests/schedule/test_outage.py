@@ -61,7 +61,9 @@ def make(
     run.learner = cast(Any, learner)
     run.rewards = Outage(end)
     if resume:
-        run.controller = restore(run.checkpoints, run.learner, run.plan, run.controller.schedule, run.total_steps)
+        run.controller = restore(
+            run.checkpoints.latest(), run.learner, run.plan, run.controller.schedule, run.total_steps
+        )
         cast(Any, run.player.sampler)._version = run.controller.version
     return run, learner
 

@@ -100,16 +100,13 @@ class Checkpoints:
 
 
 def restore(
-    checkpoints: Checkpoints, learner: Learner, plan: Plan, schedule: Schedule, total_steps: int
+    found: tuple[Path, dict[str, Any]] | None, learner: Learner, plan: Plan, schedule: Schedule, total_steps: int
 ) -> StalenessController:
-    """Load the newest undamaged checkpoint into ``learner`` and ``plan``, and return its staleness controller.
+    """Load a checkpoint into ``learner`` and ``plan``, and return its staleness controller.
 
-    If there is no checkpoint, ``learner`` and ``plan`` stay unchanged and the returned controller starts at step 0.
-
-    Raises:
-        UserError: every checkpoint is damaged.
+    ``found`` is what `Checkpoints.latest` returned. If it is None, ``learner`` and ``plan`` stay unchanged and the
+    returned controller starts at step 0.
     """
-    found = checkpoints.latest()
     if found is None:
         return StalenessController(schedule, total_steps)
     folder, state = found

@@ -10,7 +10,7 @@ import json
 import logging
 import math
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import groupby
 from pathlib import Path
@@ -27,13 +27,15 @@ from gleanrl.experience.pool.transfer import Moved
 from gleanrl.experience.replay.recall import EstimatePolicy
 from gleanrl.runtime.prepare import tokenizer_fingerprint
 from gleanrl.runtime.run_folder import RunFolder
-from gleanrl.types import Task, Trajectory
+from gleanrl.types import Trajectory
 from gleanrl.utils import atomic
 from gleanrl.utils.errors import UserError
 
 log = logging.getLogger(__name__)
 
-_EXAMINED = 32  # number of stored trajectories that `check_policy` examines
+# Number of stored trajectories that `check_policy` examines at most, and of their tokens, which a single longer
+# trajectory may exceed. A model of 7 B parameters needs about 1e15 operations for that many tokens.
+_EXAMINED, _EXAMINED_TOKENS = 32, 65_536
 _IMPROBABLE = 0.5  # geometric-mean ratio of current to recorded probability below which `check_policy` warns
 
 
@@ -44,19 +46,20 @@ def open_pool(
     tokenizer: Any,
     *,
     resume: bool,
+    newest: int = -1,
     max_context: int | None = None,
-    tasks: Iterable[Task] | None = None,
 ) -> Iterator[ExperiencePool | None]:
     """Yield the run's experience pool, open for writing, or None if replay is disabled.
 
-    A run that uses the pool for the first time, from step 0 or because it is resumed with replay turned on, restricts
-    the pool to ``tasks`` (`ExperiencePool.set_tasks`). If it is resumed again and has saved no checkpoint since then,
-    the pool is first rewound to its state before the run used it.
+    A run uses the pool for the first time from step 0 or because it is resumed with replay turned on. Steps and
+    versions in the pool are then shifted, so that ages count on (`ExperiencePool.start_run`). If the run is resumed
+    again and has no undamaged checkpoint since then, the pool is first rewound to its state before the run used it.
 
     Args:
         tokenizer: the run's tokenizer. Its fingerprint is stored in a new pool and compared with that of an old one.
+        resume: whether the run is resumed, with or without a checkpoint.
+        newest: step of the checkpoint from which the run is resumed; -1 = the run starts from step 0.
         max_context: the largest number of tokens that the run can train on; None = no limit.
-        tasks: the run's training tasks.
 
     Raises:
         UserError: the pool's tokenizer differs or is not known, or the pool cannot be rewound to its state before the
@@ -70,10 +73,9 @@ def open_pool(
     # absolute path, because a command may be given in another directory later. A mark is a recorded state of the pool,
     # to which it can be rewound. ``run`` is the name under which the run sets marks, and ``mark`` is the number of the
     # mark that it set before it wrote anything to the pool. Older marks in the pool belong to other runs. ``step`` is
-    # the newest checkpoint at that time, which does not refer to the pool; -1 = the run had no checkpoint.
+    # the checkpoint from which the run was resumed at that time, which does not refer to the pool; -1 = none.
     note_path = folder.pool_start_path
-    step = newest_checkpoint(folder, resume=resume)
-    note = {"run": f"{config.run.name} {uuid.uuid4().hex[:12]}", "pool": settings.path, "mark": None, "step": step}
+    note = {"run": f"{config.run.name} {uuid.uuid4().hex[:12]}", "pool": settings.path, "mark": None, "step": newest}
     note["file"] = str(Path(settings.path).resolve()) if settings.path else None
     # An existing file belongs to this run if the run is resumed. It also applies to a new run in the same folder if the
     # pool lies in this folder too, because the pool then still contains what the failed earlier run wrote.
@@ -87,38 +89,37 @@ def open_pool(
     owner = note["run"] if note["pool"] == settings.path else None
     takes = {"tokenizer": tokenizer_fingerprint(tokenizer), "vocabulary": len(tokenizer), "max_context": max_context}
     with ExperiencePool(folder.locate_pool(settings.path), settings, run=owner, **takes) as pool:
-        if step <= note["step"]:
+        if newest <= note["step"]:
             if note["mark"] is not None and note["mark"] in pool.stats()["marks"]:
                 # undo everything that an earlier start of this run wrote before it was killed, seeding included
                 pool.rewind(note["mark"])
             else:
-                atomic.write_text(note_path, json.dumps({**note, "mark": pool.mark()}))
-            pool.start_run(max(step, 0))
+                note["mark"] = pool.mark()
+            # ``newest`` is below the noted step if that step's checkpoint is damaged by now.
+            atomic.write_text(note_path, json.dumps({**note, "step": newest}))
+            pool.start_run(max(newest, 0))
             if settings.seed_from and not pool.stats()["trajectories"]:
-                seed_pool(pool, settings.seed_from, step=max(step, 0), trust=settings.trust_tokenizer)
-            if tasks is not None and pool.stats()["tasks"]:
-                pool.set_tasks(tasks)
+                seed_pool(pool, settings.seed_from, step=max(newest, 0), trust=settings.trust_tokenizer)
         yield pool
-
-
-def newest_checkpoint(folder: RunFolder, *, resume: bool) -> int:
-    """Return the step of the newest checkpoint from which a run is resumed; -1 = the run starts from step 0.
-
-    The checkpoint is not verified here, so it may be damaged.
-    """
-    saved = folder.checkpoints() if resume else []
-    return saved[-1].step if saved else -1
 
 
 async def check_policy(pool: ExperiencePool, estimate: EstimatePolicy) -> None:
     """Log a warning if trajectories of the pool are improbable under the run's policy, as those of another model are.
 
-    Looks at the newest trajectory of up to `_EXAMINED` tasks, in one forward pass.
+    Looks at the newest trajectory of up to `_EXAMINED` tasks, in one forward pass over at most `_EXAMINED_TOKENS`
+    tokens or a single trajectory.
     """
     random, names = np.random.default_rng(0), list[str]()
     for bucket in pool.buckets():
         names += [drawn.task.id for drawn in pool.draw(bucket, _EXAMINED - len(names), random)]
-    trajectories = [own[-1].trajectory for own in pool.stored(names).values() if own]
+    trajectories: list[Trajectory] = []
+    tokens = 0
+    for name in names:
+        own = pool.stored([name])[name]
+        tokens += own[-1].trajectory.total_tokens if own else 0
+        if trajectories and tokens > _EXAMINED_TOKENS:
+            break
+        trajectories += [stored.trajectory for stored in own[-1:]]
     if not trajectories:
         return
     ratio = math.exp(np.mean([log_ratio for _, log_ratio in await estimate(trajectories)]))

@@ -44,7 +44,7 @@ from gleanrl.runtime.evaluation import (
     evaluate,
     measure_baselines,
 )
-from gleanrl.runtime.experience import check_policy, newest_checkpoint, open_pool
+from gleanrl.runtime.experience import check_policy, open_pool
 from gleanrl.runtime.observer import RunObserver
 from gleanrl.runtime.prepare import Prepared, prepare
 from gleanrl.runtime.process import handle_signals, open_run
@@ -52,7 +52,6 @@ from gleanrl.runtime.rewards import RewardSource, make_scorer, reward_source
 from gleanrl.runtime.run_folder import Checkpoint, OpenMonitors, RunFolder, RunInfo
 from gleanrl.runtime.sharded import learner_ranks
 from gleanrl.samplers import SAMPLERS
-from gleanrl.schedule.controller import StalenessController
 from gleanrl.schedule.device_lock import DeviceLock, TakeDevice, make_order
 from gleanrl.schedule.schedule import Schedule
 from gleanrl.schedule.timeline import Timeline
@@ -172,6 +171,9 @@ class Builder:
         """
         config, folder, tokenizer = self.config, self.folder, self.prepared.tokenizer
         schedule = Schedule.from_settings(config.schedule)
+        checkpoints = Checkpoints(folder.checkpoints_path, config.checkpoint.keep)
+        found = checkpoints.latest() if resume else None
+        newest = -1 if found is None else found[1]["step"]
         async with AsyncExitStack() as stack:
             timeline = stack.enter_context(Timeline(folder.timeline_path))
             device_lock = DeviceLock(timeline=timeline)
@@ -202,16 +204,8 @@ class Builder:
             # adds updates on replayed successes to each step.
             updated: Learner = learner
             estimate = make_policy_estimator(learner, self.max_context)
-            newest = newest_checkpoint(folder, resume=resume)
             experience = stack.enter_context(
-                open_pool(
-                    config,
-                    folder,
-                    tokenizer,
-                    resume=resume,
-                    max_context=self.max_context,
-                    tasks=self.prepared.train,
-                )
+                open_pool(config, folder, tokenizer, resume=resume, newest=newest, max_context=self.max_context)
             )
             if experience is not None:
                 reverify = None
@@ -258,13 +252,12 @@ class Builder:
                 curriculum = guide.curriculum(curriculum)
 
             plan = Plan(curriculum, schedule.batch)
-            checkpoints = Checkpoints(folder.checkpoints_path, config.checkpoint.keep)
-            controller = StalenessController(schedule, config.run.steps)
+            controller = restore(found, learner, plan, schedule, config.run.steps)
+            if experience is not None:
+                # Also if the pool was rewound to a checkpoint: another run may have used it while this one had replay
+                # turned off, and set its own tasks.
+                experience.set_tasks(self.prepared.train)
             if resume:
-                controller = restore(checkpoints, learner, plan, schedule, config.run.steps)
-                if experience is not None:
-                    # Another run may have used the pool while this one had replay turned off, and set its own tasks.
-                    experience.set_tasks(self.prepared.train)
                 self.console.print(f"resuming {folder.path} at step {controller.version} of {config.run.steps}")
             device_lock.order = make_order(config.schedule.device_first, lambda: controller.ahead)
             await sampler.publish(learner.weights(), controller.version)
