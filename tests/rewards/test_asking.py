@@ -94,6 +94,28 @@ def test_refusals_of_single_requests_count_as_attempts() -> None:
     assert run(reward, use) < 100 + 30
 
 
+def test_requests_that_are_refused_alone_hold_up_a_run_once_at_most() -> None:
+    """With one request in flight, a service that refuses it looks like one that refuses everything."""
+
+    async def reward(request: Request) -> float:
+        await asyncio.sleep(1.0)
+        if int(request.response) % 10 == 3:
+            raise Retryable("out of memory", cause="unavailable")
+        return 1.0
+
+    async def use(agent: RewardAgent) -> list[float]:
+        seconds = []
+        for n in range(30):
+            begun = now()
+            assert (await ask(agent, n)).valid == (n % 10 != 3)
+            seconds.append(now() - begun)
+        return seconds
+
+    seconds = run(reward, use, down_after_s=300.0)
+    assert 300 <= seconds[3] < 300 + 60
+    assert max(seconds[4:]) < 30
+
+
 def test_after_an_outage_no_request_waits_longer_than_the_outage_lasted() -> None:
     service = Leaving((10.5, 13.5))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
+import time
 from collections.abc import Awaitable, Callable
 from email.utils import formatdate
 from pathlib import Path
@@ -84,6 +85,27 @@ def test_a_transient_fault_raises_retryable_and_the_next_call_succeeds(fault: st
 
     service = served(Plan(faults={fault: 1.0}, retry_after="7.5"), use, timeout_s=0.3 if fault == "hang" else 30.0)
     assert dict(service.met) == {fault: 1}
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+@pytest.mark.parametrize("status", [429, 503])
+def test_a_service_that_refuses_a_few_requests_for_a_while_loses_none(count: int, status: int) -> None:
+    async def main() -> list[Score]:
+        ends_at = time.monotonic() + 1.0
+
+        def answer(path: str, body: Any) -> tuple[int, Any]:
+            if time.monotonic() < ends_at:
+                return status, {"error": "not now"}
+            return 200, {"score": float(body["response"])}
+
+        async with Service(Plan(answer=answer)) as service:
+            reward = HttpReward(f"{service.url}/score")
+            async with RewardAgent(reward, attempts=2, backoff_s=0.02) as agent:
+                scores = await group_scored(agent, [(TASK, str(n)) for n in range(count)])
+            assert len(service.bodies) > 2 * count
+            return scores
+
+    assert [score.value for score in asyncio.run(main())] == list(range(count))
 
 
 def test_a_refused_connection_raises_retryable_with_cause_unreachable() -> None:

@@ -55,9 +55,9 @@ def test_an_outage_needs_failures_of_several_requests_for_down_after_s() -> None
     for now in range(100):
         budget.attempt_failed(now % 3, ValueError("x"), float(now))  # three requests are too few for an outage
     for request in range(9):
-        budget.succeeded()
+        budget.succeeded(1000.0 + request)
         budget.attempt_failed(request, ValueError("x"), 1000.0 + request)
-    budget.succeeded()
+    budget.succeeded(1900.0)
     for request in range(9):
         budget.attempt_failed(request, ValueError("x"), 2000.0)
     with pytest.raises(UserError, match="only failed for 60 s"):

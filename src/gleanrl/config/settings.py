@@ -586,7 +586,7 @@ class RewardSettings(Settings):
     attempts: Changeable[Positive] = 5
     """Maximum number of attempts per request, including the first. Only transient errors are retried. Attempts in an
     outage do not count; see `down_after_s`. An outage is a time in which a service that has answered before accepts no
-    connections, or in which it refuses all requests (HTTP status 429, 502, 503 or 529)."""
+    connections, or in which it refuses all requests (HTTP status 429, 502, 503 or 529), however few there are."""
     backoff_s: Changeable[PositiveFloat] = 0.5
     """Upper bound in seconds of the random wait before the second attempt. The bound doubles with each attempt, up to
     `max_backoff_s`. If the service requests a longer wait, the wait is that long."""
@@ -600,7 +600,8 @@ class RewardSettings(Settings):
     ended."""
     down_after_s: Changeable[PositiveFloat] = 600.0
     """Stop the run with an error if no attempt has succeeded for this many seconds, and attempts of at least four
-    requests have failed. A request fails at once if its service demands a longer wait than this."""
+    requests have failed. With fewer, each request fails after this time. A request fails at once if its service demands
+    a longer wait than this."""
     hedge_share: Changeable[Annotated[float, Field(ge=0.0, lt=1.0)]] = 0.0
     """Fraction of the requests, the slowest, that are sent a second time before the first answer has come; the first
     score is used. This shortens the longest waits at the cost of more requests. 0 = off."""

@@ -47,11 +47,13 @@ from gleanrl.types import GROUP_SIZE, GROUP_UID, Score, Task
 from gleanrl.utils.errors import UserError
 from gleanrl.utils.retry import (
     NOT_DELIVERED,
+    REFUSED,
     Fatal,
     Retries,
     Retryable,
     RetryPolicy,
     cause_of,
+    is_retryable,
     reason_of,
     wait_asked_for,
 )
@@ -71,13 +73,14 @@ _LONG_WAIT_S = 60.0
 class _Job(Permit):
     """A request in flight, with the futures of all callers that wait for its score."""
 
-    __slots__ = ("key", "number", "request", "task", "waiters")
+    __slots__ = ("key", "number", "refused_at", "request", "task", "waiters")
 
     def __init__(self, request: Request, lane: LaneName, key: str | None, number: int) -> None:
         super().__init__(lane)
         self.request, self.key, self.number = request, key, number
         self.waiters: set[asyncio.Future[Score]] = set()
         self.task: asyncio.Task[None] | None = None
+        self.refused_at: float | None = None  # event loop time at which the service first refused the request
 
     def settle(self, outcome: Score | Exception) -> None:
         for waiter in self.waiters:
@@ -401,7 +404,6 @@ class RewardAgent:
                         score = await (self._attempt(job) if self._recent_times is None else self._hedge(job))
                     except Exception as error:
                         await asyncio.sleep(self._wait_before_retry(job, retries, error))
-                budget.succeeded()
                 self._statistics.counts["scored"] += 1
                 self._statistics.total.add(loop.time() - started)
                 budget.ended(not score.valid and score.applicable, score.explanation or "no reason given")
@@ -466,6 +468,7 @@ class RewardAgent:
             raise
         finally:
             limiter.release(lane)
+        self._budget.succeeded(started)
         self._statistics.answer.add(loop.time() - started)
         if score.parts and self._charge(score.parts, tokens):
             completion = score.parts.get(COMPLETION_TOKENS, 0.0)
@@ -521,8 +524,16 @@ class RewardAgent:
         counts, now = self._statistics.counts, asyncio.get_running_loop().time()
         if cause_of(error) in NOT_DELIVERED:
             counts["unreachable"] += 1
+        if job.refused_at is None and cause_of(error) in REFUSED:
+            job.refused_at = now
         self._budget.attempt_failed(job.number, error, now)
-        seconds = retries.next_wait(error, outage=self._budget.outage.explains(error))
+        outage = self._budget.outage.explains(error, job.refused_at)
+        try:
+            seconds = retries.next_wait(error, outage=outage)
+        except Exception as raised:
+            if outage and raised is error and is_retryable(error) and cause_of(error) in REFUSED:
+                self._budget.outage.given_up()
+            raise
         asked_s = wait_asked_for(error)
         counts["retries"] += 1
         if cause_of(error) == "timeout":

@@ -19,7 +19,7 @@ from gleanrl.rewards.request import NotApplicable, Request, Scorer, own_score
 from gleanrl.rewards.statistics import OutageDetector
 from gleanrl.types import Score, Task
 from gleanrl.utils.errors import UserError
-from gleanrl.utils.retry import Fatal, Retryable, cause_of, is_retryable, wait_asked_for
+from gleanrl.utils.retry import REFUSED, Fatal, Retryable, cause_of, is_retryable, wait_asked_for
 from gleanrl.utils.text import nearest
 
 FailurePolicy = Literal["fail", "renormalise"]
@@ -153,14 +153,19 @@ class Weighted(Scorer):
                 unfinished.add_cost(error.cost)
             retries = is_retryable(error)
             if retries and part.optional:
-                since = part.outage.since
-                if part.weight and since is not None and part.outage.explains(error):
+                now, since = asyncio.get_running_loop().time(), part.outage.since
+                if cause_of(error) in REFUSED:
+                    unfinished.refused_at.setdefault(part.name, now)
+                explained = part.outage.explains(error, unfinished.refused_at.get(part.name))
+                if wait_asked_for(error) > self._outage_s:
+                    retries = False
+                elif part.weight and since is not None and explained:
                     # During an outage, the agent does not count attempts but retries the request for up to
                     # `down_after_s` seconds. The part is left out after half of this time, before the agent gives up
                     # the whole request.
-                    retries = asyncio.get_running_loop().time() - since < self._outage_s / 2
-                elif wait_asked_for(error) > self._outage_s:
-                    retries = False
+                    retries = now - since < self._outage_s / 2
+                    if not retries and cause_of(error) in REFUSED:
+                        part.outage.given_up()
                 else:
                     unfinished.failures[part.name] += 1
                     retries = unfinished.failures[part.name] < ATTEMPTS
@@ -288,6 +293,7 @@ class Part:
         try:
             if self._limiter is not None:
                 lane = await self._limiter.acquire(CURRENT_PERMIT.get() or Permit("train"))
+            began = asyncio.get_running_loop().time()
             async with time_limit(self.timeout_s):
                 score = await self.scorer(request)
         except Exception as error:
@@ -297,7 +303,7 @@ class Part:
         finally:
             if self._limiter is not None and lane is not None:
                 self._limiter.release(lane)
-        self.outage.succeeded()
+        self.outage.succeeded(began)
         if not score.valid and not score.applicable:
             raise NotApplicable(score.explanation or "the reward does not apply")
         if not score.valid:
@@ -311,6 +317,8 @@ class _Unfinished:
 
     scores: dict[str, Score] = field(default_factory=dict)  # by the part's name; invalid if the part is left out
     failures: Counter[str] = field(default_factory=Counter)  # number of failed attempts of optional parts, by name
+    # Event loop time at which each optional part was first refused, by name.
+    refused_at: dict[str, float] = field(default_factory=dict)
     retryable: list[Retryable] = field(default_factory=list)  # retryable errors of the current attempt
     unreported_cost: dict[str, float] = field(default_factory=dict)  # token counts that the agent has not received yet
 

@@ -129,11 +129,14 @@ class OutageDetector:
         self.answered = False
         self.since: float | None = None
         self._failing: set[int] = set()
+        self._scored_at = float("-inf")  # event loop time at which the latest of the calls that were scored began
+        self._refuses_single = False  # whether a refused request has used up the time that an outage may last
 
-    def succeeded(self) -> None:
-        """Record that a call has returned a score, even an invalid one."""
+    def succeeded(self, began: float) -> None:
+        """Record that a call has returned a score, even an invalid one. It ``began`` at this event loop time."""
         self.answered, self.since = True, None
         self._failing.clear()
+        self._scored_at = max(self._scored_at, began)
 
     def failed(self, request: int, now: float) -> None:
         """Record that a call failed at the event loop time ``now``. ``request`` identifies the request."""
@@ -141,19 +144,35 @@ class OutageDetector:
         if len(self._failing) < _DOWN_REQUESTS:
             self._failing.add(request)
 
+    def given_up(self) -> None:
+        """Record that a request has failed because the outage that was to explain its failures lasted too long.
+
+        If at least four requests fail, this says nothing. Otherwise the service probably refuses single requests, so
+        that later refusals of fewer than four requests are no outage.
+        """
+        self._refuses_single = self._refuses_single or not self.only_failures
+
     @property
     def only_failures(self) -> bool:
         """Whether calls of several requests have failed since the last score."""
         return len(self._failing) >= _DOWN_REQUESTS
 
-    def explains(self, error: BaseException) -> bool:
+    def explains(self, error: BaseException, refused_at: float | None) -> bool:
         """Return whether an outage of the service is the reason of ``error``, so that it says nothing of the request.
 
         A service that cannot be reached is one only if it has answered before; else its address is probably wrong. A
-        refusal is one if the service refuses all requests. A refusal of single requests may lie in these requests.
+        refusal is one if calls of at least four requests have failed since the last score. With fewer requests it is
+        one as long as no call that began after this request was first refused has been scored: a service that answers
+        others meanwhile refuses this request.
+
+        ``refused_at`` is the event loop time at which the request was first refused; None if it was not refused.
         """
         cause = cause_of(error)
-        return (cause in NOT_DELIVERED and self.answered) or (cause in REFUSED and self.only_failures)
+        if cause in NOT_DELIVERED:
+            return self.answered
+        if cause not in REFUSED or refused_at is None:
+            return False
+        return self.only_failures or not (self._refuses_single or self._scored_at >= refused_at)
 
 
 class ErrorBudget:
@@ -173,10 +192,10 @@ class ErrorBudget:
         self._warned = False
         self.outage = OutageDetector()
 
-    def succeeded(self) -> None:
-        """Record that a call has returned a score, even an invalid one."""
+    def succeeded(self, began: float) -> None:
+        """Record that a call has returned a score, even an invalid one. It ``began`` at this event loop time."""
         self._warned = False
-        self.outage.succeeded()
+        self.outage.succeeded(began)
 
     def attempt_failed(self, request: int, error: BaseException, now: float) -> None:
         """Record that a call of the request with number ``request`` failed at the event loop time ``now``.
@@ -184,10 +203,8 @@ class ErrorBudget:
         Raises `UserError` if the service counts as down.
         """
         self.outage.failed(request, now)
-        if self.outage.since is None or not self.outage.only_failures:
-            return
-        seconds = now - self.outage.since
-        if seconds >= self._down_after_s:
+        seconds = now - (now if self.outage.since is None else self.outage.since)
+        if seconds >= self._down_after_s and self.outage.only_failures:
             raise UserError(
                 f"the reward has only failed for {seconds:.0f} s (reward.down_after_s = {self._down_after_s:g}); "
                 f"the last error: {error}; resume the run once it answers"
