@@ -195,3 +195,9 @@ def test_view_shows_numbers_of_every_dtype(say: Shell, dtype: torch.dtype) -> No
     assert nothing == ["[2,", "1,", "0]", "float32", "versions"]
     assert say("typed", "verify") == ["typed: sound; 1 trajectories with 2 rows read"]
     assert say("typed", "stats")[0].startswith("typed: 1 trajectories, 2 rows")
+
+
+def test_verify_shows_its_progress_on_a_terminal(say: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")  # makes rich treat any stream as a terminal
+    _, _, err = say.tried("ranks", "verify")
+    assert "verifying: 8/8 in " in err

@@ -125,8 +125,12 @@ def test_on_a_terminal_long_actions_show_their_progress_on_standard_error(
 ) -> None:
     pytest.importorskip("pyarrow")
     monkeypatch.setenv("FORCE_COLOR", "1")  # makes rich treat any stream as a terminal
-    for action, name in (("verify",), "verifying"), (("export", "a.parquet"), "exporting"):
-        status, out, err = say.tried("a", *action)
+    for pool, *action, name in (
+        ("a", "verify", "verifying"),
+        ("a", "export", "a.parquet", "exporting"),
+        ("b.sqlite", "seed", "--pool", "a", "seeding"),
+    ):
+        status, out, err = say.tried(pool, *action)
         assert (status, len(out.splitlines())) == (0, 1)
         assert re.search(rf"{name}: 6(/6)? in ", err), err
 

@@ -14,7 +14,7 @@ import base64
 import os
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -147,11 +147,12 @@ class Reader(ABC):
                 raise found
             yield found
 
-    def damage(self) -> Iterator[str]:
-        """Yield an error message for each damaged trajectory."""
+    def damage(self, done: Callable[[], object] = lambda: None) -> Iterator[str]:
+        """Yield an error message for each damaged trajectory. ``done`` is called after each trajectory."""
         for found in self.checked():
             if isinstance(found, UserError):
                 yield str(found)
+            done()
 
 
 @dataclass
@@ -325,8 +326,8 @@ class BufferReader(Reader):
         if salvage and damage is not None and damage.good:
             yield UserError(f"{log.path}: {damage}")
 
-    def damage(self) -> Iterator[str]:
-        yield from super().damage()
+    def damage(self, done: Callable[[], object] = lambda: None) -> Iterator[str]:
+        yield from super().damage(done)
         log = self._opened.log
         if log.damage is not None:
             yield f"{log.path}: {log.damage}"

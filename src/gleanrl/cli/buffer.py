@@ -10,7 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gleanrl.cli.common import Command, guarded, natural, positive_float, safe, spread, table
+from gleanrl.cli.common import Command, guarded, natural, positive_float, safe, spread, table, terminal_progress
 from gleanrl.utils.errors import UserError
 from gleanrl.utils.text import format_bytes
 
@@ -112,11 +112,13 @@ def _verify(args: argparse.Namespace) -> int:
     faults = trajectories = rows = 0
     with _opened(args) as stores:
         for store in stores:
-            for line in store.damage():
-                print(f"{store.folder}: {safe(line)}")
-                faults += 1
             now = store.snapshot
             trajectories, rows = trajectories + now.next_id - now.first_id, rows + now.count_rows()
+        with terminal_progress().stage("verifying", trajectories) as stage:
+            for store in stores:
+                for line in store.damage(stage.advance):
+                    print(f"{store.folder}: {safe(line)}")
+                    faults += 1
     if not faults:
         print(f"{args.path}: sound; {trajectories} trajectories with {rows} rows read")
     return 1 if faults else 0

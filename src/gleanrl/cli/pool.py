@@ -338,9 +338,15 @@ def _seed(args: argparse.Namespace) -> int:
         with browse.reading(pool.path) as db:
             now = browse.newest_step(db)
         if isinstance(source, Path):
-            _report(transfer.seed_from_pool(pool, source, step=now, trust=args.trust_tokenizer))
+            with browse.reading(source) as db:
+                total = browse.values(db, "uses").size
+            with terminal_progress().stage("seeding", total) as stage:
+                moved = transfer.seed_from_pool(pool, source, step=now, trust=args.trust_tokenizer, done=stage.advance)
+            _report(moved)
         elif count is None:
-            _report(experience.seed_from_rollouts(pool, source, step=now, trust=args.trust_tokenizer))
+            progress = terminal_progress()
+            moved = experience.seed_from_rollouts(pool, source, step=now, trust=args.trust_tokenizer, progress=progress)
+            _report(moved)
         else:
             moved, policy = demonstrations.seed_from_demonstrations(pool, source, count, step=now, console=Console())
             _report(moved)

@@ -30,6 +30,7 @@ from gleanrl.runtime.run_folder import RunFolder
 from gleanrl.types import Trajectory
 from gleanrl.utils import atomic
 from gleanrl.utils.errors import UserError
+from gleanrl.utils.progress import Progress, Silent
 
 log = logging.getLogger(__name__)
 
@@ -153,7 +154,9 @@ def seed_pool(pool: ExperiencePool, source: Path | str, *, step: int = 0, trust:
     return transfer.seed_from_pool(pool, path, step=step, trust=trust).stored
 
 
-def seed_from_rollouts(pool: ExperiencePool, folder: RunFolder, *, step: int = 0, trust: bool = False) -> Moved:
+def seed_from_rollouts(
+    pool: ExperiencePool, folder: RunFolder, *, step: int = 0, trust: bool = False, progress: Progress | None = None
+) -> Moved:
     """Store the successful fresh trajectories from the rollout files of the run ``folder`` in ``pool``.
 
     The success rate of a task is taken from its newest group in these files. Rollout files contain only the ids of
@@ -163,6 +166,7 @@ def seed_from_rollouts(pool: ExperiencePool, folder: RunFolder, *, step: int = 0
         step: step that is stored with the trajectories, from which the pool counts their age. `gleanrl pool seed`
             passes the newest step that the pool contains.
         trust: see `seed_pool`.
+        progress: where the number of rollout files that were read is shown; None = nowhere.
 
     Raises:
         UserError: the run has no rollout files, or its tokenizer differs or is not known.
@@ -179,12 +183,15 @@ def seed_from_rollouts(pool: ExperiencePool, folder: RunFolder, *, step: int = 0
         for step in folder.rollout_steps():
             for _, records in groupby(folder.read_rollouts(step), key=lambda record: record.ticket):
                 yield [record.trajectory for record in records if not record.replayed]
+            stage.advance()
 
     # With a limit on rollouts per step, the files may lack members of a group. `seed_from_groups` then computes no
     # success rates, because they would be wrong.
     whole = config.monitor.rollouts_per_step == -1
     sampled = {"temperature": config.sampler.temperature, "whole": whole}
-    return transfer.seed_from_groups(pool, read_groups, tasks, step=step, **sampled)
+    files = len(folder.rollout_steps()) * (2 if whole else 1)  # with success rates, each file is read twice
+    with (progress or Silent()).stage("reading rollouts", files) as stage:
+        return transfer.seed_from_groups(pool, read_groups, tasks, step=step, **sampled)
 
 
 def saved_tokenizer(folder: RunFolder) -> str | None:

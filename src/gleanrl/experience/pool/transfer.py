@@ -122,7 +122,14 @@ def check_tokenizers(pool: Path, source: str | None, of: object, *, trust: bool)
 
 
 # --- from another pool or run -------------------------------------------------------------------
-def seed_from_pool(pool: ExperiencePool, source: Path, *, step: int = 0, trust: bool = False) -> Moved:
+def seed_from_pool(
+    pool: ExperiencePool,
+    source: Path,
+    *,
+    step: int = 0,
+    trust: bool = False,
+    done: Callable[[], object] = lambda: None,
+) -> Moved:
     """Copy every trajectory of the pool at ``source`` into ``pool``, with the latest solve rate of its task there.
 
     Args:
@@ -130,6 +137,7 @@ def seed_from_pool(pool: ExperiencePool, source: Path, *, step: int = 0, trust: 
         source: path of the pool to copy from.
         step: step of this run from which the age of the trajectories counts.
         trust: if only one of the pools has the fingerprint of its tokenizer, assume that both have the same tokenizer.
+        done: called after each trajectory of ``source``.
 
     Raises:
         UserError: there is no pool at ``source``, or its tokens are (or may be) from another tokenizer.
@@ -137,12 +145,13 @@ def seed_from_pool(pool: ExperiencePool, source: Path, *, step: int = 0, trust: 
     with browse.reading(source) as db, Intake(pool) as intake:
         check_tokenizers(pool.path, browse.tokenizer(db), source, trust=trust)
         for found in browse.entries(db):
-            if not isinstance(found, Entry):
+            if isinstance(found, Entry):
+                line = found.line
+                known = (line.attempts, line.successes)
+                intake.take(Incoming(found.task, found.stored.trajectory, step, line.temperature, step, *known))
+            else:
                 intake.moved.left_out["damaged"] += 1
-                continue
-            line = found.line
-            known = (line.attempts, line.successes)
-            intake.take(Incoming(found.task, found.stored.trajectory, step, line.temperature, step, *known))
+            done()
     return intake.moved
 
 
