@@ -119,7 +119,8 @@ def _start_ranks(count: int, threads: int, *, cuda: bool) -> Iterator[Ranks]:
         except Empty:
             raise UserError(f"not all {count} ranks of the learner began within {STARTING_S:g} s") from None
         if isinstance(first, str):
-            raise UserError(f"{first} before it began; what it said is above")
+            above = "" if "signal" in first else "; what it said is above"  # a process that is killed says nothing
+            raise UserError(f"{first} before it began{above}")
         if isinstance(first, Exception):
             raise first
         ranks = first
