@@ -143,8 +143,11 @@ def test_evaluate_report_and_resume_of_a_complete_run(whole: Whole) -> None:
     again, model = evaluated(gleanrl, "runs/whole/checkpoints/step-6"), evaluated(gleanrl, "runs/whole/model")
     for other in (again, model):
         assert other.read_metrics()[0].metrics == row.metrics
-    folders = {other.path.relative_to(folder.path / "evaluations").name for other in (newest, older, again, model)}
-    assert folders == {"step-6", "step-4", "step-6-2", "model"}
+    own = evaluated(gleanrl, "runs/whole/config.toml")
+    assert own.read_metrics()[0].metrics == row.metrics
+    evaluations = (newest, older, again, model, own)
+    folders = {other.path.relative_to(folder.path / "evaluations").name for other in evaluations}
+    assert folders == {"step-6", "step-4", "step-6-2", "model", "step-6-3"}
     none = gleanrl("evaluate", "runs/whole/checkpoints")
     assert none.complaint.startswith("runs/whole/checkpoints is not a run folder")
 
@@ -153,9 +156,11 @@ def test_evaluate_report_and_resume_of_a_complete_run(whole: Whole) -> None:
     assert (ended.status, ended.stdout) == (0, "runs/whole/report.html\n")
     assert folder.report_path.read_text().lstrip().lower().startswith("<!doctype html>")
 
-    nowhere = gleanrl("evaluate", "runs/nowhere")
-    assert (nowhere.status, nowhere.stdout) == (2, "")
-    assert nowhere.complaint.startswith("no run folder at runs/nowhere; ")
+    for missing in ("runs/whale", "whale"):
+        nowhere = gleanrl("evaluate", missing)
+        assert (nowhere.status, nowhere.stdout) == (2, "")
+        assert f"no run, checkpoint, model or preset '{missing}'" in nowhere.complaint
+        assert "'whole'" in nowhere.complaint
 
     again = gleanrl.train("whole", "--resume")
     assert again.status == 0, again.stderr
@@ -214,10 +219,13 @@ def test_runs_are_listed_compared_and_deleted(whole: Whole) -> None:
     gleanrl, _ = whole
     options = ("--run.steps", "2", "--evaluation.every", "0", "--learner.lr", "1e-3")
     assert gleanrl.train("short", *options).status == 0
+    assert evaluated(gleanrl, "short", "--out", "runs/judged").path == gleanrl.folder / "runs" / "judged"
+    assert gleanrl("evaluate", "judged").status == 2
     listed = gleanrl.here("runs").stdout.splitlines()
     rows = {line.split()[0]: line.split() for line in listed[1:]}
     assert rows["whole"][1:3] == ["finished", "6/6"]
     assert rows["short"][1:3] == ["finished", "2/2"]
+    assert "judged" not in rows
     compared = gleanrl.here("runs", "compare", "whole", "short").stdout.splitlines()
     assert ["learner.lr", "0.0005", "0.001"] in [line.split() for line in compared]
     assert ["steps", "6", "2"] in [line.split() for line in compared]

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from gleanrl.cli.common import RUN_HELP, add_job_arguments, import_runtime, load_config, preset_names, quiet_pipe
 from gleanrl.utils.errors import UserError
+from gleanrl.utils.text import nearest
 
 if TYPE_CHECKING:
     from gleanrl.runtime.run_folder import Checkpoint
@@ -44,6 +45,7 @@ class Source:
     config: str
     folder: Path  # where the evaluation's folder is written, unless --out is given
     name: str  # name of the evaluation's folder
+    evaluated: str  # what is evaluated, for people to read
     step: int = 0  # number of steps that the policy was trained for
     checkpoint: Checkpoint | None = None
     model: Path | None = None
@@ -59,15 +61,24 @@ def find_source(name: str) -> Source:
     from gleanrl.runtime.run_folder import Checkpoint, RunFolder, find_run
 
     path = find_run(name)
-    if not path.is_dir() or name in preset_names():
+    own = RunFolder(path.parent)
+    if path == own.config_path and (own.lock_path.exists() or own.evaluation_path.exists()):
+        path = own.path  # the configuration that a run has written into its folder stands for the run
+    elif not path.is_dir() or name in preset_names():
         if path.is_dir():
             print(f"gleanrl: warning: this evaluates the preset {name}, untrained; the run is {path}", file=sys.stderr)
-        elif Path(name).name != name and not name.endswith(".toml"):
+        elif not name.endswith(".toml") and name not in preset_names():
+            runs = path.parent if path.name != name else Path("runs")
+            known = [folder.name for folder in runs.iterdir()] if runs.is_dir() else []
+            hint = nearest(path.name, [*known, *preset_names()])
             raise UserError(
-                f"no run folder at {name}; give the folder that `gleanrl train` wrote, a preset or a .toml file"
+                f"there is no run, checkpoint, model or preset {name!r}{hint or '; `gleanrl runs` lists the runs'} "
+                f"(presets: {', '.join(preset_names())}; the name of a configuration file ends in .toml)"
             )
-        return Source(name, UNTRAINED, Path(name).stem)
+        return Source(name, UNTRAINED, Path(name).stem, f"{name} (the model before training)")
 
+    if RunFolder(path).evaluation_path.exists():
+        raise UserError(f"{path} is an evaluation; give the run, the checkpoint or the model to evaluate")
     if path.resolve().parent.name == "checkpoints":
         check_checkpoint(path)
         run = RunFolder(path.resolve().parent.parent)
@@ -80,15 +91,16 @@ def find_source(name: str) -> Source:
                 f"gleanrl evaluate PRESET_OR_TOML --model.init {path} --warm_start.enabled false"
             )
         rows = run.read_metrics()
-        return Source(str(run.config_path), run.evaluations_path, path.name, rows[-1].step if rows else 0, model=path)
+        step = rows[-1].step if rows else 0
+        return Source(str(run.config_path), run.evaluations_path, path.name, name, step, model=path)
     else:
         run = RunFolder.existing(path)
         found = Checkpoints(run.checkpoints_path, keep=1).latest()
         if found is None:
             raise UserError(f"{path} has no checkpoint yet; it is written every checkpoint.every steps and at the end")
         checkpoint = Checkpoint(found[1]["step"], found[0])
-    name = f"step-{checkpoint.step}"
-    return Source(str(run.config_path), run.evaluations_path, name, checkpoint.step, checkpoint)
+    folder = f"step-{checkpoint.step}"
+    return Source(str(run.config_path), run.evaluations_path, folder, name, checkpoint.step, checkpoint)
 
 
 def _evaluate(args: argparse.Namespace) -> int:
@@ -111,7 +123,7 @@ def _evaluate(args: argparse.Namespace) -> int:
     result = import_runtime(config, "run").run_evaluation(config, source.checkpoint, Console())
     names = (source.name if number == 1 else f"{source.name}-{number}" for number in count(1))
     folder = args.out or next(path for name in names if not (path := source.folder / name).exists())
-    write_evaluation(folder, config, args.source, source.step, result)
+    write_evaluation(folder, config, source.evaluated, source.step, result)
     page = report.build(folder)
     with quiet_pipe(), suppress(SystemExit):  # rich raises SystemExit if standard output is a closed pipe
         report.show(folder)

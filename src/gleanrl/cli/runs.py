@@ -46,7 +46,7 @@ def _list(args: argparse.Namespace) -> int:
     rows = []
     for path in sorted(args.folder.iterdir()):
         folder = RunFolder(path)
-        if not (folder.config_path.exists() or folder.metrics_path.exists()):
+        if folder.evaluation_path.exists() or not (folder.config_path.exists() or folder.metrics_path.exists()):
             continue
         try:
             found = facts(folder.read_metrics(), folder.read_config())
