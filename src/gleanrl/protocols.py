@@ -14,7 +14,20 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
-from gleanrl.types import FloatArray, Group, GroupSpec, IntArray, Message, Score, StopReason, Task, Trajectory
+import numpy as np
+
+from gleanrl.types import (
+    FloatArray,
+    Group,
+    GroupSpec,
+    IntArray,
+    Message,
+    Score,
+    StopReason,
+    Task,
+    Trajectory,
+    check_messages,
+)
 from gleanrl.utils.errors import NoExpert
 
 if TYPE_CHECKING:
@@ -41,7 +54,8 @@ class Observation:
     """What an environment returns when it is reset and after each step.
 
     Raises:
-        TypeError: ``messages`` is not a sequence of messages, or ``score`` is neither a `Score` nor a number.
+        TypeError: a field has a value of another type, such as a content that is not a text.
+        ValueError: the content of a message has a lone surrogate, which tokenizers cannot encode.
     """
 
     messages: tuple[Message, ...]
@@ -70,12 +84,20 @@ class Observation:
     def __post_init__(self) -> None:
         if self.score is not None and not isinstance(self.score, Score):
             object.__setattr__(self, "score", Score(self.score))
-        valid = isinstance(self.messages, tuple | list)
-        for message in self.messages if valid else ():
-            valid = valid and isinstance(message, Mapping) and "role" in message and "content" in message
-        if not valid:
-            example = "({'role': 'user', 'content': '...'},)"
-            raise TypeError(f"an observation takes messages such as {example}, not {self.messages!r:.80}")
+        check_messages(self.messages)
+        for name in ("done", "count_tokens"):
+            value = getattr(self, name)
+            if not isinstance(value, bool | np.bool_):
+                raise TypeError(f"{name} of an observation is True or False, not {value!r:.80}")
+            object.__setattr__(self, name, bool(value))
+        if not isinstance(self.info, Mapping):
+            raise TypeError(f"info of an observation is a mapping, not {self.info!r:.80}")
+        if not isinstance(self.tools, tuple | list) or not all(isinstance(tool, Mapping) for tool in self.tools):
+            raise TypeError(f"tools of an observation are OpenAI function schemas in a tuple, not {self.tools!r:.80}")
+        limit = self.max_tokens
+        if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int | np.integer) or limit < 1):
+            raise TypeError(f"max_tokens of an observation is a whole number of at least 1 or None, not {limit!r:.80}")
+        object.__setattr__(self, "max_tokens", limit if limit is None else int(limit))
 
 
 class Environment(ABC):

@@ -324,6 +324,31 @@ class Group:
         return min((version for t in self.valid_fresh if (version := t.version) >= 0), default=-1)
 
 
+def check_messages(messages: Any) -> None:
+    """Check that ``messages`` is a list or a tuple of messages whose contents are texts.
+
+    Raises:
+        TypeError: it is not. The content of the assistant's messages may also be None.
+        ValueError: a content has a lone surrogate, which tokenizers cannot encode.
+    """
+    valid = isinstance(messages, tuple | list)
+    for message in messages if valid else ():
+        valid = valid and isinstance(message, Mapping) and "content" in message and isinstance(message.get("role"), str)
+        if not valid or isinstance(message["content"], str):
+            continue
+        valid = message["content"] is None and message["role"] == "assistant"  # such a message only calls tools
+    if not valid:
+        raise TypeError(f"messages are written ({{'role': 'user', 'content': 'text'}}, ...), not {messages!r:.80}")
+    for message in messages:
+        try:
+            (message["content"] or "").encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(
+                f"the content of a message has a lone surrogate ({error.object[error.start]!a} at character "
+                f"{error.start}), which tokenizers cannot encode; decode bytes with errors='replace'"
+            ) from None
+
+
 def as_float(value: Any) -> float | None:
     """Return a bool, an int, a float, or an array or tensor with one element as a float, and None for anything else."""
     if hasattr(value, "item"):

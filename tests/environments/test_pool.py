@@ -96,9 +96,21 @@ def test_an_environment_that_raises_fails_only_its_own_episode(workers: int) -> 
     with_pool(body, workers=workers)
 
 
-MISTAKEN = """
+MISTAKEN = r"""
 from gleanrl.protocols import Environment, Observation, Taskset
 from gleanrl.types import Task
+
+HELLO = {"role": "user", "content": "hello"}
+FIELDS = {
+    "content": {"messages": ({"role": "user", "content": 5},)},
+    "parts": {"messages": ({"role": "user", "content": [{"type": "text", "text": "hello"}]},)},
+    "surrogate": {"messages": (HELLO, {"role": "user", "content": "h\ud800llo"})},
+    "role": {"messages": ({"role": 1, "content": "hello"},)},
+    "done": {"messages": (HELLO,), "done": "no"},
+    "info": {"messages": (HELLO,), "info": ["moves"]},
+    "tools": {"messages": (HELLO,), "tools": "search"},
+    "max_tokens": {"messages": (HELLO,), "max_tokens": 0},
+}
 
 class Mistaken(Environment):
     def __init__(self, mistake): self.mistake = mistake
@@ -106,6 +118,7 @@ class Mistaken(Environment):
         if self.mistake == "nothing": return None
         if self.mistake == "text":
             return Observation("hello")  # text
+        if self.mistake in FIELDS: return Observation(**FIELDS[self.mistake])  # field
         if self.mistake == "key":
             return Observation(({"role": "user", "text": "hello"},))  # key
         return Observation(({"role": "user", "content": "hello"},), score=0)
@@ -116,7 +129,8 @@ class Mistaken(Environment):
         return self.finish({})
     def finish(self, found):
         return found["end"]  # deep
-    async def conclude(self, stop): return True
+    async def conclude(self, stop):  # conclude
+        return "well" if self.mistake == "conclude" else True
 
 class Plain(Mistaken):
     def step(self, message):  # plain
@@ -135,8 +149,10 @@ def test_a_mistake_in_an_environment_names_the_line_of_the_user_s_file(tmp_path:
 
     async def run() -> None:
         async with EnvironmentPool(load_object(f"{file}:Mistakes")(), workers=workers) as pool:
-            for mistake in ("nothing", "text", "key", "mapping", "score", "deep", "plain"):
-                line = next(n for n, line in enumerate(MISTAKEN.splitlines(), 1) if line.endswith(f"# {mistake}"))
+            fields = ("content", "parts", "surrogate", "role", "done", "info", "tools", "max_tokens")
+            for mistake in ("nothing", "text", "key", "mapping", "score", "deep", "plain", "conclude", *fields):
+                marked = "field" if mistake in fields else mistake
+                line = next(n for n, line in enumerate(MISTAKEN.splitlines(), 1) if line.endswith(f"# {marked}"))
                 with pytest.raises(EnvironmentRaised, match=rf"\({file}:{line}\)$"):
                     await play(pool.environment(Task(mistake)))
 

@@ -153,8 +153,12 @@ def test_a_taskset_without_an_expert_or_with_too_few_tasks_is_refused(tmp_path: 
         ("[f'{split}-{i}' for i in range(count)]", "'train-0' among the tasks, which is not a Task"),
         ("[Task('door', payload={'n': i}) for i in range(count)]", "the id 'door' to several tasks"),
         ("[Task(i) for i in range(count)]", "the id 0, but ids are texts"),
-        ("[Task(f'{split}-{i}', 'Go!') for i in range(count)]", "the prompt 'Go!', not messages"),
-        ("[Task(f'{split}-{i}', ('Go!',)) for i in range(count)]", "the prompt ('Go!',), not messages"),
+        ("[Task(f'{split}-{i}', 'Go!') for i in range(count)]", "the prompt of task 'train-0'"),
+        ("[Task(f'{split}-{i}', ('Go!',)) for i in range(count)]", "the prompt of task 'train-0'"),
+        (
+            "[Task(f'{split}-{i}', ({'role': 'user', 'content': '\\ud800'},)) for i in range(count)]",
+            "the prompt of task 'train-0'",
+        ),
         ("None", "a NoneType, not a list of tasks"),
     ],
 )

@@ -266,18 +266,28 @@ class _Episodes(Served):
         return await self._observation(self._live[episode].step, message)
 
     async def conclude(self, episode: int, stop: StopReason) -> Score | None:
-        score = await self._live[episode].conclude(stop)
-        return None if score is None else Score.of(score)
+        method = self._live[episode].conclude
+        score = await self._awaited(method, stop)
+        try:
+            return None if score is None else Score.of(score)
+        except (TypeError, ValueError) as error:
+            raise TypeError(f"{method.__qualname__} returned {score!r:.80}: {error}{defined_at(method)}") from None
 
     async def _observation(self, method: Callable[..., Awaitable[Any]], *args: Message) -> Observation:
         """Call ``method``, the environment's ``reset`` or ``step``, and check that it returns an observation."""
-        returned, name = method(*args), method.__qualname__
-        if not inspect.isawaitable(returned):
-            raise TypeError(f"{name} must be an `async def`{defined_at(method)}")
-        observation = await returned
+        observation = await self._awaited(method, *args)
         if not isinstance(observation, Observation):
-            raise TypeError(f"{name} returned {observation!r:.80}, not an Observation{defined_at(method)}")
+            raise TypeError(
+                f"{method.__qualname__} returned {observation!r:.80}, not an Observation{defined_at(method)}"
+            )
         return observation
+
+    async def _awaited(self, method: Callable[..., Awaitable[Any]], *args: Any) -> Any:
+        """Return what ``method`` of an environment returns, after a check that it is asynchronous."""
+        returned = method(*args)
+        if not inspect.isawaitable(returned):
+            raise TypeError(f"{method.__qualname__} must be an `async def`{defined_at(method)}")
+        return await returned
 
     async def release(self, episode: int) -> None:
         environment = self._live.pop(episode, None)

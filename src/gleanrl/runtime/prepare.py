@@ -28,7 +28,7 @@ from gleanrl.learners.supervised import fine_tune
 from gleanrl.learners.tiny import texts_of
 from gleanrl.protocols import Curriculum, Split, Taskset
 from gleanrl.rollout.renderer import Renderer
-from gleanrl.types import BoolArray, IntArray, Message, Score, Task, segment_arrays
+from gleanrl.types import BoolArray, IntArray, Message, Score, Task, check_messages, segment_arrays
 from gleanrl.utils import atomic
 from gleanrl.utils.cache import cache_dir
 from gleanrl.utils.errors import NoExpert, UserError, defined_at
@@ -273,7 +273,7 @@ def take_tasks(taskset: Taskset, settings: EnvironmentSettings, split: Split) ->
 
     Raises:
         UserError: the taskset returns anything else than a sequence of tasks, has fewer of them, or gives two of them
-            the same id, or one of them an id that is no text or a prompt that is not a sequence of messages.
+            the same id, or one of them an id that is no text or a prompt whose messages are no texts.
     """
     count = getattr(settings, f"{split}_tasks")
     tasks = taskset.tasks(split, count)
@@ -286,9 +286,10 @@ def take_tasks(taskset: Taskset, settings: EnvironmentSettings, split: Split) ->
             raise UserError(f"{call} returned {task!r:.80} among the tasks, which is not a Task{place}")
         if not isinstance(task.id, str):
             raise UserError(f"{call} gave the id {task.id!r:.80}, but ids are texts{place}")
-        if isinstance(task.prompt, str) or not all(isinstance(message, Mapping) for message in task.prompt):
-            example = "({'role': 'user', 'content': '...'},)"
-            raise UserError(f"{call} gave a task the prompt {task.prompt!r:.80}, not messages such as {example}{place}")
+        try:
+            check_messages(task.prompt)
+        except (TypeError, ValueError) as error:
+            raise UserError(f"{call} gave the prompt of task {task.id!r}: {error}{place}") from None
         if task.id in ids:
             raise UserError(f"{call} gave the id {task.id!r} to several tasks, but one id means one problem{place}")
         ids.add(task.id)
