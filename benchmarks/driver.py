@@ -111,7 +111,7 @@ class Idle:
     def on_batch(self, groups: Sequence[Group], batch: Batch) -> None:
         pass
 
-    def on_step(self, step: int, groups: Sequence[Group], metrics: Metrics) -> None:
+    def on_step(self, step: int, groups: Sequence[Group], metrics: Metrics, dropped: Sequence[Group] = ()) -> None:
         self.readings.append(time.process_time())
 
 

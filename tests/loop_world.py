@@ -101,7 +101,7 @@ class RecordingObserver:
     def on_batch(self, groups: Sequence[Group], batch: Batch) -> None:
         assert batch.groups == len(groups)
 
-    def on_step(self, step: int, groups: Sequence[Group], metrics: Any) -> None:
+    def on_step(self, step: int, groups: Sequence[Group], metrics: Any, dropped: Sequence[Group] = ()) -> None:
         self.steps.append((step, tuple(groups), dict(metrics)))
 
 

@@ -419,8 +419,11 @@ class Observer(Protocol):
         """Note a batch that the learner is about to learn from, and the groups from which it was made."""
         ...
 
-    def on_step(self, step: int, groups: Sequence[Group], metrics: Metrics) -> None:
-        """Record a finished step. Called once the step's weights are published."""
+    def on_step(self, step: int, groups: Sequence[Group], metrics: Metrics, dropped: Sequence[Group] = ()) -> None:
+        """Record a finished step. Called once the step's weights are published.
+
+        ``groups`` are those that the step learned from, ``dropped`` those that were dropped since the step before.
+        """
         ...
 
 

@@ -282,7 +282,7 @@ async def run_step(run: Run, queue: GroupQueue) -> bool:
         weights = await asyncio.to_thread(run.learner.weights)
         await run.player.sampler.publish(weights, run.step + 1)
     run.controller.published(run.step + 1)
-    run.observer.on_step(run.step, consumed, {**metrics, "time/step_s": run.clock() - started})
+    run.observer.on_step(run.step, consumed, {**metrics, "time/step_s": run.clock() - started}, run.plan.refused)
     run.step_state = StepState.BOUNDARY
     return True
 

@@ -294,6 +294,12 @@ def test_a_failing_environment_loses_only_its_episodes(gleanrl: CommandLine, tro
     rows = gleanrl.run("run").read_metrics()
     assert [row.step for row in rows] == [0, 1, 2, 3, 4, 5, 6]
     assert sum(row.metrics.get("groups/dropped_invalid", 0) for row in rows) >= 1
+    failed, episodes = (sum(row.metrics.get(f"episode/{name}", 0) for row in rows) for name in ("failed", "ended"))
+    assert 0 < failed < episodes
+    reason = r"\(.*/parity.py:\d+\)" if trouble == "raise" else ""
+    line = rf"{failed:.0f} of {episodes:.0f} training episodes .* reason: .*{reason}"
+    for shown in (ended.stdout, gleanrl.run("run").log_path.read_text(), gleanrl.run("run").report_path.read_text()):
+        assert re.search(line, shown.replace("\n", " "))
     played = {record["trajectory"]["task_id"] for record in outcome(gleanrl.run("run"))["rollouts"]}
     assert len(played) > 5
     assert "train-3" not in played

@@ -34,6 +34,8 @@ class Plan:
         self._resumed: dict[int, GroupSpec] = {}  # the groups of the loaded checkpoint, by ticket number
         self._started: dict[int, GroupSpec] = {}  # the groups of tickets that have started, by ticket number
         self._dropped: list[tuple[str, Group]] = []  # (reason, group) of the groups dropped since the last step
+        self.refused: Sequence[Group] = ()
+        """The dropped groups that the latest call of `observe` reported to the curriculum."""
 
     async def next(self, ticket: Ticket) -> GroupSpec:
         spec = self._resumed.pop(ticket.number, None)
@@ -61,8 +63,8 @@ class Plan:
 
         ``training`` holds the metrics of the step, which a curriculum may use.
 
-        Returns the curriculum's metrics, and for each reason the number of groups dropped for it, as
-        ``groups/<reason>``.
+        Returns the curriculum's metrics, for each reason the number of groups dropped for it, as ``groups/<reason>``,
+        and the number of fresh episodes in all these groups, with the number of those whose score failed.
         """
         for group in consumed:
             del self._started[group.ticket]
@@ -70,8 +72,11 @@ class Plan:
         counts = Counter(f"groups/{reason}" for reason, _ in dropped)
         # The order in which groups are dropped depends on timing. Sorting by ticket keeps the curriculum's state
         # reproducible.
-        refused = sorted((group for _, group in dropped), key=lambda group: group.ticket)
-        metrics = self.curriculum.observe([*consumed, *refused], training)
+        self.refused = sorted((group for _, group in dropped), key=lambda group: group.ticket)
+        fresh = [trajectory for group in (*consumed, *self.refused) for trajectory in group.fresh]
+        counts["episode/ended"] = len(fresh)
+        counts["episode/failed"] = sum(t.score.applicable and not t.score.valid for t in fresh)
+        metrics = self.curriculum.observe([*consumed, *self.refused], training)
         return {**{name: float(count) for name, count in counts.items()}, **metrics}
 
     def state_dict(self) -> dict[str, Any]:

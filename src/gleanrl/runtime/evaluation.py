@@ -48,10 +48,14 @@ class Evaluation:
     def metrics(self) -> dict[str, float]:
         """Return pass@k, the mean score and their 95 % intervals, for all tasks and, if there are several, by kind.
 
-        Attempts whose scoring failed are left out; ``eval/sampled/valid`` is the share of the others. A metric is
-        missing if no task has enough valid attempts for it.
+        Attempts whose scoring failed are left out; ``eval/sampled/valid`` is the share of the others, and
+        ``eval/failed`` of ``eval/attempts`` is their number. A metric is missing if no task has enough valid attempts
+        for it.
         """
         out = self._describe("eval/sampled", self.sampled)
+        made = self.attempts()
+        out["eval/attempts"] = float(len(made))
+        out["eval/failed"] = float(sum(t.score.applicable and not t.score.valid for t in made))
         greedy = [[trajectory] for trajectory in self.greedy]
         if greedy:
             for name, value in self._describe("eval/greedy", greedy).items():
@@ -68,6 +72,10 @@ class Evaluation:
                     if (value := source.get(f"/{measure}{end}")) is not None:
                         out[f"{prefix}/{name}{end}"] = value
         return out
+
+    def attempts(self) -> list[Trajectory]:
+        """Return all attempts: the sampled ones, then the greedy ones."""
+        return [*(trajectory for row in self.sampled for trajectory in row), *self.greedy]
 
     def _describe(self, prefix: str, attempts: Sequence[Sequence[Trajectory]]) -> dict[str, float]:
         """Return the metrics of ``attempts[task][attempt]``, under names that begin with ``prefix``."""

@@ -8,6 +8,7 @@ from its configuration. `gleanrl.runtime.ray` derives its own builder from it an
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -45,6 +46,7 @@ from gleanrl.runtime.evaluation import (
     measure_baselines,
 )
 from gleanrl.runtime.experience import check_policy, open_pool
+from gleanrl.runtime.failures import describe_failures
 from gleanrl.runtime.observer import RunObserver
 from gleanrl.runtime.prepare import Prepared, prepare
 from gleanrl.runtime.process import handle_signals, open_run
@@ -61,6 +63,8 @@ from gleanrl.utils import atomic
 from gleanrl.utils.importing import load_object
 from gleanrl.utils.progress import Progress
 from gleanrl.utils.seeding import derive
+
+log = logging.getLogger(__name__)
 
 
 def run_training(config: Config, *, resume: bool, console: Progress, monitors: OpenMonitors) -> bool:
@@ -148,6 +152,8 @@ async def train_with(builder: Builder, monitors: OpenMonitors, *, resume: bool) 
                 raise
         if not run.interruption.interrupted:
             run.learner.export(builder.folder.path / "model")
+            if failures := describe_failures(builder.folder, builder.folder.read_metrics()):
+                log.warning(failures)
         return not run.interruption.interrupted
 
 

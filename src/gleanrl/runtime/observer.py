@@ -10,6 +10,7 @@ from gleanrl.algorithms.batch import Batch
 from gleanrl.protocols import Metrics, Monitor, TextMonitor
 from gleanrl.rollout.conversation import transcript
 from gleanrl.runtime.evaluation import Evaluation
+from gleanrl.runtime.failures import record_failures
 from gleanrl.runtime.records import RolloutRecord, group_records, write_rollouts
 from gleanrl.runtime.run_folder import RunFolder
 from gleanrl.schedule.timeline import DEVICE_WORK, Timeline
@@ -61,8 +62,11 @@ class RunObserver:
         for sample in batch.samples:
             self._advantages[valid[sample.trajectory]] = float(sample.advantages[sample.mask].mean())
 
-    def on_step(self, step: int, groups: Sequence[Group], metrics: Metrics) -> None:
-        """Log the metrics of a finished step and write its rollouts. ``step`` counts finished steps, from 1."""
+    def on_step(self, step: int, groups: Sequence[Group], metrics: Metrics, dropped: Sequence[Group] = ()) -> None:
+        """Log the metrics of a finished step, and write its rollouts and the reasons of failed episodes.
+
+        ``step`` counts finished steps, from 1. ``dropped`` are the groups that were dropped since the step before.
+        """
         now = perf_counter()
         after = dict(self._counters())
         grown = {name: value - self._before.get(name, 0.0) for name, value in after.items()}
@@ -75,6 +79,7 @@ class RunObserver:
         self._monitors.log(step, {**metrics, **self._gauges(), **self._measure_times(now, environment_s), **sampler})
         self._since = now
 
+        record_failures(self._folder, step, [t for group in (*groups, *dropped) for t in group.fresh])
         known, self._advantages = self._advantages, {}
         records: list[RolloutRecord] = []
         for group in groups:
@@ -92,6 +97,7 @@ class RunObserver:
     def evaluated(self, step: int, evaluation: Evaluation) -> None:
         """Log the metrics of an evaluation, and the first attempt at a few of its tasks as text."""
         self.log(step, evaluation.metrics())
+        record_failures(self._folder, step, evaluation.attempts())
         texts = {}
         for task, attempts in list(zip(evaluation.tasks, evaluation.sampled, strict=True))[:TRANSCRIPTS]:
             # Texts of environments may hold lone surrogates, which UTF-8 cannot encode. They are written as ``\udcff``.

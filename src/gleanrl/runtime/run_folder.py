@@ -80,6 +80,7 @@ class RunFolder:
         self.pool_start_path = path / "experience.start"  # see `gleanrl.runtime.experience.open_pool`
         self.report_path = path / "report.html"
         self.log_path = path / "run.log"
+        self.failures_path = path / "failures.jsonl"  # see `gleanrl.runtime.failures`
         self.evaluations_path = path / "evaluations"  # one folder for each `gleanrl evaluate`
         self.evaluation_path = path / "evaluation.json"  # only in the folder of an evaluation
 

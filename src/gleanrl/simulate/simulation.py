@@ -182,7 +182,7 @@ class _Observer:
     def on_batch(self, groups: Sequence[Group], batch: Any) -> None:
         pass
 
-    def on_step(self, step: int, groups: Sequence[Group], metrics: Metrics) -> None:
+    def on_step(self, step: int, groups: Sequence[Group], metrics: Metrics, dropped: Sequence[Group] = ()) -> None:
         busy_s, reward_wait_s = self._device.read_times()
         self._readings.append(
             {

@@ -13,6 +13,7 @@ from typing import Any
 
 import gleanrl
 from gleanrl.rollout.conversation import readable_payload
+from gleanrl.runtime.failures import describe_failures
 from gleanrl.runtime.run_folder import RunFolder
 from gleanrl.tracking.report.comparison import differing_settings, run_names
 from gleanrl.tracking.report.curves import curves
@@ -51,6 +52,9 @@ def build(run: RunFolder | Path | str) -> Path:
     """
     folder = RunFolder.existing(run.path if isinstance(run, RunFolder) else run)
     rows, config, evaluation = folder.read_metrics(), folder.read_config(), folder.read_evaluation()
+    shown = facts(rows, config)
+    if failures := describe_failures(folder, rows):
+        shown["hints"] = [failures, *shown["hints"]]
     groups = GROUPS_PER_STEP
     if evaluation is not None:
         groups = len(evaluation["tasks"])
@@ -58,7 +62,7 @@ def build(run: RunFolder | Path | str) -> Path:
             task["payload"] = readable_payload(Task(task["id"], payload=task["payload"]))
     data = {
         "name": folder.name,
-        "facts": facts(rows, config),
+        "facts": shown,
         "curves": curves(rows),
         "experience": experience(folder, rows, config),
         "staleness": staleness(rows, config),

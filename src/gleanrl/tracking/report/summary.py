@@ -11,6 +11,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from gleanrl.runtime.failures import describe_failures
 from gleanrl.runtime.run_folder import RunFolder
 from gleanrl.tracking.monitors.console import duration
 from gleanrl.tracking.report.facts import facts
@@ -26,7 +27,8 @@ def show(run: RunFolder | Path | str, console: rich.console.Console | None = Non
         UserError: there is no such run, or its config.toml cannot be read.
     """
     folder = RunFolder.existing(run.path if isinstance(run, RunFolder) else run)
-    found, evaluation = facts(folder.read_metrics(), folder.read_config()), folder.read_evaluation()
+    rows = folder.read_metrics()
+    found, evaluation = facts(rows, folder.read_config()), folder.read_evaluation()
     if evaluation is not None:
         tasks = f", {len(evaluation['tasks'])} held-out tasks" if evaluation["tasks"] else ""
         lines: list[Any] = [Text(f"{evaluation['evaluated']}{tasks}", style="bold")]
@@ -52,6 +54,8 @@ def show(run: RunFolder | Path | str, console: rich.console.Console | None = Non
         if total is not None:
             speed = f" at {rate:,.0f}/s" if rate is not None else ""
             lines.append(Text(f"tokens {what}: {total:,.0f}{speed}"))
+    if failures := describe_failures(folder, rows):
+        lines.append(Text(failures))
     lines += [Text(hint, style="dim") for hint in found["hints"]]
     out = console or rich.console.Console(highlight=False)
     out.print(Group(*lines))
