@@ -49,6 +49,7 @@ def test_a_pool_can_be_read_by_every_form_of_its_name_while_another_process_writ
     assert re.search(r"3/4 +1 +1 +0 +3\n", shown[0].stdout)
     assert re.search(r"4/4 +1 +0 +1 +2\n", shown[0].stdout)
     assert "age in versions at step 9: 0 to 8" in shown[0].stdout
+    assert "sources: own 6\n" in shown[0].stdout
     assert [line.split()[0] for line in listed.stdout.splitlines()] == ["key", "3", "2"]
     assert refused.status == 2
     assert "is being written by another process" in refused.complaint
@@ -100,6 +101,10 @@ def test_an_exported_pool_can_be_imported_under_the_same_tokenizer_only(gleanrl:
     assert gleanrl("pool", "a", "export", "a.parquet").stdout == "a.parquet: 6 trajectories\n"
     assert gleanrl("pool", "b.sqlite", "import", "a.parquet").stdout == "stored 6 trajectories\n"
     assert contents(gleanrl.folder / "b.sqlite")["blobs"] == contents(pool)["blobs"]
+    assert "own and earlier" in gleanrl("pool", "d.sqlite", "import", "a.parquet", "--source", "own").stderr
+    assert gleanrl("pool", "d.sqlite", "import", "a.parquet", "--source", "teacher").status == 0
+    assert "teacher" in gleanrl("pool", "d.sqlite", "list", "--limit", "1").stdout.splitlines()[1].split()
+    assert "(source 6), 0 left" in gleanrl("pool", "d.sqlite", "prune", "--source", "teacher").stdout
     ExperiencePool(gleanrl.folder / "c.sqlite", tokenizer="two").close()
     assert "another tokenizer" in gleanrl("pool", "c.sqlite", "import", "a.parquet").complaint
 

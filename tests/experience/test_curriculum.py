@@ -113,6 +113,53 @@ def test_every_plan_has_the_right_counts_for_any_pool_and_settings(world: dict[s
         pool.close()
 
 
+@settings(max_examples=examples(60), suppress_health_check=[HealthCheck.too_slow])
+@given(
+    held=st.lists(st.lists(st.sampled_from(["own", "seed", "import"]), min_size=1, max_size=4), max_size=14),
+    limits=st.dictionaries(st.sampled_from(["own", "seed", "import"]), st.sampled_from([0.0, 0.1, 0.3, 0.5, 1.0])),
+    per_group=st.integers(1, 3),
+    batch=st.integers(1, 9),
+)
+def test_no_source_exceeds_its_limit_and_limits_leave_no_place_empty_that_another_source_could_fill(
+    held: list[list[str]], limits: dict[str, float], per_group: int, batch: int
+) -> None:
+    """``held`` holds the sources of the trajectories of each task."""
+    replay = ReplaySettings(task_ratio=1.0, per_group=per_group, source_limits=limits, tasks="uniform")
+    with TemporaryDirectory() as folder:
+        curriculum = wrap(Path(folder), replay, Stream(NAMES, 8))
+        source_of: dict[str, str] = {}
+        for name, sources in zip(NAMES, held, strict=False):
+            for number, source in enumerate(sources):
+                each = trajectory(name, number)
+                source_of[each.id] = source
+                assert curriculum.pool.add(Task(name), each, attempts=8, successes=4, source=source)
+        free = sum(any(limits.get(source, 1.0) == 1.0 for source in sources) for sources in held)
+        for _ in range(3):
+            specs = propose(curriculum, batch)
+            used = Counter(source_of[each.id] for spec in specs for each in spec.replayed)
+            for source, count in used.items():
+                assert count <= np.ceil(limits.get(source, 1.0) * batch * per_group - 1e-9), source
+            assert sum(bool(spec.replayed) for spec in specs) >= min(batch, free)
+        metrics = curriculum.observe([], {})
+        assert all(metrics[f"replay/source/{name}"] >= count for name, count in used.items())
+        curriculum.pool.close()
+
+
+@pytest.mark.parametrize(("limit", "seeded"), [(0.0, 0), (0.25, 1), (0.5, 2)])
+def test_the_rest_of_a_batch_is_replayed_from_few_tasks_of_other_sources(
+    folder: Path, limit: float, seeded: int
+) -> None:
+    replay = ReplaySettings(source_limits={"seed": limit})
+    curriculum = wrap(folder, replay, Stream(NAMES, 8))
+    curriculum.pool.observe([group(name, 4, 8) for name in NAMES[:4]], 0)
+    for number in range(300):
+        name = f"seeded {number}"
+        curriculum.pool.add(Task(name), trajectory(name, 0), attempts=8, successes=4, source="seed")
+    for _ in range(3):
+        replayed = [spec.task.id for spec in propose(curriculum, 8) if spec.replayed]
+        assert Counter(name.split()[0] == "seeded" for name in replayed) == Counter({True: seeded, False: 4 - seeded})
+
+
 def test_half_of_a_batch_is_replayed_and_placement_sets_the_number_of_fresh_members(folder: Path) -> None:
     for placement, fresh in (("replace", 6), ("add", 8)):
         (folder / placement).mkdir()

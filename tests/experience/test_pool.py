@@ -868,7 +868,7 @@ def test_a_damaged_record_is_evicted_and_never_returned(
         ("UPDATE bodies SET data = x'00' WHERE id = 0", "task 't': it is cut off"),
         (
             "UPDATE trajectories SET temperature = 'warm'",
-            "trajectory 1 of task 't': its entropy, version, temperature, step or uses is no valid number",
+            "trajectory 1 of task 't': its entropy, version, temperature, step, uses or source is no valid value",
         ),
         (f"UPDATE blobs SET data = x'{_blob_of('t', 5.0).hex()}' WHERE id = 1", "a log-prob of it is above 0"),
         ("UPDATE tasks SET live = 7 WHERE name = 't'", "counts 7 trajectories"),

@@ -141,6 +141,18 @@ def test_trajectories_are_ranked_by_entropy_and_ties_go_to_the_newer(entropies: 
     assert sorted(order("random")) == list(indices)
 
 
+def test_the_places_of_a_source_have_the_limit_as_their_mean_and_draw_nothing_without_limits() -> None:
+    random = np.random.default_rng(0)
+    drawn = [selection.source_places({"a": 0.1, "b": 0.0, "c": 0.3, "d": 1.0}, 10, random) for _ in range(50)]
+    assert all(places == {"a": 1, "b": 0, "c": 3, "d": 10} for places in drawn)
+    drawn = [selection.source_places({"a": 0.1}, 4, random)["a"] for _ in range(2000)]
+    assert set(drawn) == {0, 1}
+    assert np.mean(drawn) == pytest.approx(0.4, abs=0.04)
+    state = random.bit_generator.state
+    assert selection.source_places({}, 4, random) == {}
+    assert random.bit_generator.state == state
+
+
 def test_whole_is_not_one_too_small_because_of_rounding_errors() -> None:
     assert int(100 * 0.29) == 28
     assert selection.whole(100 * 0.29) == 29

@@ -88,6 +88,27 @@ def test_an_exported_pool_is_imported_bit_for_bit(
     assert held(folder / "b.sqlite") == held(folder / "a.sqlite")
 
 
+@pytest.mark.parametrize("how", ["import", "seed"])
+def test_a_copied_trajectory_keeps_the_name_of_its_source_unless_a_run_sampled_it(tmp_path: Path, how: str) -> None:
+    pytest.importorskip("pyarrow")
+    with ExperiencePool(tmp_path / "a.sqlite", ROOMY) as pool:
+        pool.observe([solved("t", 2, 4)], 0)
+        pool.start_run()
+        pool.observe([solved("u", 1, 4)], 1)
+        pool.add(task("t"), episode("t", tokens=(70, 5)), source="teacher")
+        assert pool.sources() == {"earlier": 2, "own": 1, "teacher": 1}
+    transfer.export_parquet(tmp_path / "a.sqlite", tmp_path / "a.parquet")
+    for label, sources in ((None, {how: 3, "teacher": 1}), ("expert", {"expert": 4})):
+        with ExperiencePool(tmp_path / f"{label}.sqlite", ROOMY) as pool:
+            if how == "import":
+                transfer.import_parquet(pool, tmp_path / "a.parquet", label=label)
+            else:
+                transfer.seed_from_pool(pool, tmp_path / "a.sqlite", label=label)
+            assert pool.sources() == sources
+            pool.start_run()
+            assert pool.sources() == sources
+
+
 def test_faulty_rows_are_left_out_of_an_import(tmp_path: Path) -> None:
     arrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
@@ -113,6 +134,7 @@ def test_faulty_rows_are_left_out_of_an_import(tmp_path: Path) -> None:
         "turn_version": [-1, None],
         "successes": 5,
         "attempts": 2**62,
+        "source": "two words",
     }
     for how, value in spoilt.items():
         column = how.partition(" ")[0]

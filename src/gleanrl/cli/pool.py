@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from gleanrl.cli.common import (
     RUN_HELP,
@@ -63,6 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--keep", type=natural, metavar="N", help="of each task, all but the N that replay.select ranks first"
     )
     pruned.add_argument("--retired", action="store_true", help="the trajectories of retired tasks")
+    pruned.add_argument("--source", metavar="NAME", help="the trajectories from this source")
     exported = action("export", _export, "write all trajectories to a parquet file, without loss")
     exported.add_argument("file", type=Path, metavar="FILE.parquet")
     imported = action("import", _import, "store the trajectories of an exported parquet file in the pool", writes=True)
@@ -75,11 +76,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     text = "store N expert demonstrations of the run's training tasks; docs/howto/pool.md explains their log-probs"
     source.add_argument("--demonstrations", type=positive, metavar="N", help=text)
     for taking in (imported, seeded):
+        text = "source to record for the trajectories, for replay.source_limits (default: import, seed, demonstrations)"
+        taking.add_argument("--source", type=source_name, metavar="NAME", help=text)
         taking.add_argument(
             "--trust-tokenizer",
             action="store_true",
             help="if the tokenizer of the pool or of the source is not known, assume that it is the other's",
         )
+
+
+def source_name(text: str) -> str:
+    """Return ``text`` if trajectories that are copied into a pool may have it as their source."""
+    from gleanrl.experience.pool import admission
+
+    if text in (admission.OWN, admission.EARLIER) or not admission.SOURCE_NAME.fullmatch(text):
+        rule = "a letter, then up to 31 letters, digits, - or _; own and earlier are those of runs"
+        raise argparse.ArgumentTypeError(f"{text!r} cannot be a source: {rule}")
+    return text
 
 
 # --- opening ------------------------------------------------------------------------------------
@@ -165,7 +178,7 @@ def _stats(args: argparse.Namespace) -> int:
 
     path = _existing(args)
     with ExperiencePool(path, read_only=True) as pool:
-        known = pool.stats()
+        known, sources = pool.stats(), pool.sources()
     with browse.reading(path) as db:
         difficulties, now, tokenizer = browse.difficulties(db), browse.newest_step(db), browse.tokenizer(db)
         entropy, version, uses = (browse.values(db, column) for column in ("entropy", "version", "uses"))
@@ -178,6 +191,8 @@ def _stats(args: argparse.Namespace) -> int:
     table(("solved", "tasks", "replayable", "retired", "trajectories"), rows)
     if known["outside"]:
         print(f"{known['outside']} of the tasks are not training tasks of the last run, which did not draw them")
+    if sources:
+        print(f"sources: {', '.join(f'{safe(name)} {count}' for name, count in sources.items())}")
     if entropy.size:
         print(f"entropy as recorded, nats a token: {spread(entropy, '.3f')}")
         print(f"age in versions at step {now}: {spread(now - version, '.0f')}")
@@ -196,11 +211,13 @@ def _list(args: argparse.Namespace) -> int:
         for line in browse.lines(db, args.task, args.limit or -1):
             sampled = (line.key, line.version, line.step, line.uses, f"{line.entropy:.3f}", f"{line.temperature:g}")
             solved = f"{line.successes}/{line.attempts}{' retired' if line.retired else ''}"
-            rows.append((*sampled, line.bytes, solved, safe(line.task)))
+            rows.append((*sampled, line.bytes, safe(line.source), solved, safe(line.task)))
     if args.task is not None and not rows:
         print(f"no trajectory of task {safe(args.task)}")
         return 0
-    table(("key", "version", "step", "uses", "entropy", "temperature", "bytes", "solved", "task"), rows, left=2)
+    table(
+        ("key", "version", "step", "uses", "entropy", "temperature", "bytes", "source", "solved", "task"), rows, left=3
+    )
     return 0
 
 
@@ -221,7 +238,7 @@ def _show(args: argparse.Namespace) -> int:
     print(f"score {trajectory.score.value:g}{parts}; ended by {trajectory.stop.value}")
     print(f"{trajectory.sampled_tokens} of {trajectory.total_tokens} tokens sampled, entropy {line.entropy:.4f}")
     sampled = f"version {line.version} at temperature {line.temperature:g}"
-    print(f"sampled by {sampled}, stored in step {line.step}, used {line.uses} times")
+    print(f"source {safe(line.source)}, sampled by {sampled}, stored in step {line.step}, used {line.uses} times")
     if trajectory.score.explanation:
         print(f"explanation: {safe(trajectory.score.explanation)}")
     for name, value in trajectory.info.items():
@@ -277,12 +294,17 @@ def _verify(args: argparse.Namespace) -> int:
 def _prune(args: argparse.Namespace) -> int:
     from gleanrl.experience.pool import browse
 
-    if args.max_age is None and args.keep is None and not args.retired:
-        raise UserError("say what to evict: --max-age N, --keep N, --retired, or several of them")
+    if args.max_age is None and args.keep is None and not args.retired and args.source is None:
+        raise UserError("say what to evict: --max-age N, --keep N, --retired, --source NAME, or several of them")
     with _opened(args) as pool:
         with browse.reading(pool.path) as db:
             chosen = browse.prunable(
-                db, max_age=args.max_age, keep=args.keep, retired=args.retired, settings=pool.settings
+                db,
+                max_age=args.max_age,
+                keep=args.keep,
+                retired=args.retired,
+                settings=pool.settings,
+                source=args.source,
             )
         for cause, keys in chosen.items():
             pool.evict(keys, cause)
@@ -312,7 +334,7 @@ def _import(args: argparse.Namespace) -> int:
     tokenizer = _agree_on_tokenizer(args, transfer.parquet_tokenizer(args.file), args.file)
     with _opened(args, tokenizer=tokenizer, make=True) as pool:
         with terminal_progress().stage("importing") as stage:
-            moved = transfer.import_parquet(pool, args.file, done=stage.advance)
+            moved = transfer.import_parquet(pool, args.file, label=args.source, done=stage.advance)
         _report(moved)
     return 0
 
@@ -324,6 +346,7 @@ def _seed(args: argparse.Namespace) -> int:
     from gleanrl.tracking.monitors import Console
 
     count: int | None = args.demonstrations
+    label: str | None = args.source
     if args.pool is not None:
         source = find_pool(args.pool)
         with browse.reading(source) as db:
@@ -337,18 +360,18 @@ def _seed(args: argparse.Namespace) -> int:
     with _opened(args, tokenizer=tokenizer, make=count is None) as pool:
         with browse.reading(pool.path) as db:
             now = browse.newest_step(db)
+        copied: dict[str, Any] = {"step": now, "trust": args.trust_tokenizer, "label": label}
         if isinstance(source, Path):
             with browse.reading(source) as db:
                 total = browse.values(db, "uses").size
             with terminal_progress().stage("seeding", total) as stage:
-                moved = transfer.seed_from_pool(pool, source, step=now, trust=args.trust_tokenizer, done=stage.advance)
-            _report(moved)
+                _report(transfer.seed_from_pool(pool, source, **copied, done=stage.advance))
         elif count is None:
-            progress = terminal_progress()
-            moved = experience.seed_from_rollouts(pool, source, step=now, trust=args.trust_tokenizer, progress=progress)
-            _report(moved)
+            _report(experience.seed_from_rollouts(pool, source, **copied, progress=terminal_progress()))
         else:
-            moved, policy = demonstrations.seed_from_demonstrations(pool, source, count, step=now, console=Console())
+            moved, policy = demonstrations.seed_from_demonstrations(
+                pool, source, count, step=now, console=Console(), label=label
+            )
             _report(moved)
             print(
                 f"The expert's log-probs are unknown, so those of the policy at step {policy} were stored instead. The "

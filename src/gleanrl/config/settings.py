@@ -403,6 +403,10 @@ class ReplaySettings(Settings):
     """A trajectory is not replayed in a batch, but stays in the pool, if the geometric mean of p / r over its tokens is
     outside [1 / max_ratio, max_ratio]. r is the recorded probability of a token, and p that under the learner's weights
     when the batch is planned, which costs a forward pass. None = no such check."""
+    source_limits: dict[str, Fraction] = Field(default_factory=dict)
+    """Maximum fraction of the replayed trajectories of a batch, or of an extra update, by source; 0 = never used.
+    Sources are own (sampled by this run), earlier (sampled by earlier runs with the pool's file), seed, demonstrations,
+    import, and names given with `gleanrl pool RUN import --source`. A source that is not named has no limit."""
     reverify: bool = False
     """Score a stored trajectory again each time before it is replayed, and evict it if the score differs. For rewards
     or environments that may have changed since."""

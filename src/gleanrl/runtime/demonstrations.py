@@ -44,13 +44,14 @@ _AT_ONCE = 64  # number of demonstrations for which the policy computes log-prob
 
 
 def seed_from_demonstrations(
-    pool: ExperiencePool, folder: RunFolder, count: int, *, step: int = 0, console: Progress
+    pool: ExperiencePool, folder: RunFolder, count: int, *, step: int = 0, console: Progress, label: str | None = None
 ) -> tuple[Moved, int]:
     """Record up to ``count`` successful demonstrations of the training tasks of the run ``folder`` in ``pool``.
 
     The environment's expert acts, with the noise of the warm start (``warm_start.noise``). The episodes are played and
     scored as the run's own episodes are. ``step`` is the step that is stored with the demonstrations, from which the
     pool counts their age. `gleanrl pool seed` passes the newest step that the pool contains.
+    ``label`` is the source that is recorded for them; None = ``demonstrations``.
 
     Returns:
         The numbers of trajectories stored and left out, and the step of the checkpoint whose policy computed the
@@ -74,7 +75,7 @@ def seed_from_demonstrations(
     learner = builder.learner(None, None, trains=False)
     checkpoint, state = found
     learner.load(checkpoint)
-    seeding = _Seeding(builder, learner, pool, int(state["step"]), step)
+    seeding = _Seeding(builder, learner, pool, int(state["step"]), step, label or "demonstrations")
     return asyncio.run(seeding.run(count, console)), seeding.policy
 
 
@@ -85,6 +86,7 @@ class _Seeding:
     pool: ExperiencePool
     policy: int  # step of the checkpoint whose policy computes the log-probs
     step: int  # step that is stored with the demonstrations, from which the pool counts their age
+    source: str  # source that is recorded for the demonstrations
 
     async def run(self, count: int, console: Progress) -> Moved:
         config, prepared = self.builder.config, self.builder.prepared
@@ -97,7 +99,7 @@ class _Seeding:
             reward_source(config.reward, None, self.builder.scorer) as reward,
         ):
             player = self.builder.player(environments, _make_speaker(()))
-            with Intake(self.pool) as intake, console.stage("demonstrations", count) as stage:
+            with Intake(self.pool, self.source) as intake, console.stage("demonstrations", count) as stage:
                 for attempt in range(_TRIES * count):
                     if good == count:
                         break
@@ -169,7 +171,7 @@ class _Seeding:
             }
             recorded = replace(trajectory, segments=tuple(segments), info=info)
             temperature = self.builder.config.sampler.temperature
-            intake.take(Incoming(task, recorded, self.step, temperature, self.step))
+            intake.take(Incoming(task, recorded, self.step, temperature, self.step, source=self.source))
 
 
 async def _play(

@@ -22,7 +22,7 @@ from gleanrl.config import loading as configuration
 from gleanrl.config.settings import Config
 from gleanrl.environments import load_taskset
 from gleanrl.experience import ExperiencePool
-from gleanrl.experience.pool import transfer
+from gleanrl.experience.pool import admission, transfer
 from gleanrl.experience.pool.transfer import Moved
 from gleanrl.experience.replay.recall import EstimatePolicy
 from gleanrl.runtime.prepare import tokenizer_fingerprint
@@ -101,6 +101,10 @@ def open_pool(
             pool.start_run(max(newest, 0))
             if settings.seed_from and not pool.stats()["trajectories"]:
                 seed_pool(pool, settings.seed_from, step=max(newest, 0), trust=settings.trust_tokenizer)
+        if settings.source_limits:
+            missing = settings.source_limits.keys() - {admission.OWN, admission.EARLIER, *pool.sources()}
+            for name in sorted(missing):
+                log.warning("%s: replay.source_limits names %s, but no trajectory has this source", pool.path, name)
         yield pool
 
 
@@ -155,7 +159,13 @@ def seed_pool(pool: ExperiencePool, source: Path | str, *, step: int = 0, trust:
 
 
 def seed_from_rollouts(
-    pool: ExperiencePool, folder: RunFolder, *, step: int = 0, trust: bool = False, progress: Progress | None = None
+    pool: ExperiencePool,
+    folder: RunFolder,
+    *,
+    step: int = 0,
+    trust: bool = False,
+    label: str | None = None,
+    progress: Progress | None = None,
 ) -> Moved:
     """Store the successful fresh trajectories from the rollout files of the run ``folder`` in ``pool``.
 
@@ -166,6 +176,7 @@ def seed_from_rollouts(
         step: step that is stored with the trajectories, from which the pool counts their age. `gleanrl pool seed`
             passes the newest step that the pool contains.
         trust: see `seed_pool`.
+        label: source that is recorded for the trajectories; None = ``seed``.
         progress: where the number of rollout files that were read is shown; None = nowhere.
 
     Raises:
@@ -188,7 +199,7 @@ def seed_from_rollouts(
     # With a limit on rollouts per step, the files may lack members of a group. `seed_from_groups` then computes no
     # success rates, because they would be wrong.
     whole = config.monitor.rollouts_per_step == -1
-    sampled = {"temperature": config.sampler.temperature, "whole": whole}
+    sampled = {"temperature": config.sampler.temperature, "whole": whole, "label": label}
     files = len(folder.rollout_steps()) * (2 if whole else 1)  # with success rates, each file is read twice
     with (progress or Silent()).stage("reading rollouts", files) as stage:
         return transfer.seed_from_groups(pool, read_groups, tasks, step=step, **sampled)

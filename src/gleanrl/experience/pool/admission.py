@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -12,6 +13,15 @@ from gleanrl.types import Trajectory
 
 # Log-probs up to this value are accepted, because float32 rounding in an inference engine can give values above 0.
 ROUNDING = 1e-3
+
+OWN, EARLIER = "own", "earlier"
+"""Sources of trajectories that a run sampled itself: the present run of the pool's file, and runs before it.
+
+Trajectories that were copied into the pool have other sources: by default ``seed``, ``demonstrations`` or ``import``.
+"""
+
+SOURCE_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,31}")
+"""The whole name of a source matches this."""
 
 DEFECTS = {
     "nothing_sampled": "nothing of it was sampled",

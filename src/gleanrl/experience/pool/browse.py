@@ -26,7 +26,8 @@ from gleanrl.types import Task
 
 _LINE = (
     "SELECT t.id, k.name, k.attempts, k.successes, k.retired, CAST(t.entropy AS REAL), CAST(t.version AS INTEGER), "
-    "CAST(t.temperature AS REAL), CAST(t.step AS INTEGER), CAST(t.uses AS INTEGER), CAST(t.bytes AS INTEGER) "
+    "CAST(t.temperature AS REAL), CAST(t.step AS INTEGER), CAST(t.uses AS INTEGER), CAST(t.bytes AS INTEGER), "
+    "CAST(t.source AS TEXT) "
     "FROM trajectories t JOIN tasks k ON k.id = t.task "
 )
 _RECORD = (
@@ -51,6 +52,7 @@ class Line:
     step: int  # step after which it was stored
     uses: int  # how often it was replayed
     bytes: int  # size of its encoded form in the file
+    source: str  # where it came from (`admission.OWN`)
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,26 +165,35 @@ def entries(db: sqlite3.Connection) -> Iterator[Entry | tuple[int, codec.Damaged
 
 
 def prunable(
-    db: sqlite3.Connection, *, max_age: int | None, keep: int | None, retired: bool, settings: ReplaySettings
+    db: sqlite3.Connection,
+    *,
+    max_age: int | None,
+    keep: int | None,
+    retired: bool,
+    settings: ReplaySettings,
+    source: str | None = None,
 ) -> dict[str, list[int]]:
     """Return the keys of the trajectories that `gleanrl pool prune` evicts, by cause. Causes without any are left out.
 
     The cause ``age`` applies to a trajectory whose version is more than ``max_age`` below the newest step (None =
-    never), and ``retired`` to the trajectories of retired tasks if ``retired`` is true. The cause ``capacity`` applies
-    to those that a task still has in excess of ``keep`` (None = never); `ReplaySettings.select` chooses them.
+    never), ``retired`` to the trajectories of retired tasks if ``retired`` is true, and ``source`` to those from the
+    source with this name (None = none). The cause ``capacity`` applies to those that a task still has in excess of
+    ``keep`` (None = never); `ReplaySettings.select` chooses them.
     """
-    chosen: dict[str, list[int]] = {"age": [], "retired": [], "capacity": []}
+    chosen: dict[str, list[int]] = {"age": [], "retired": [], "source": [], "capacity": []}
     oldest = None if max_age is None else newest_step(db) - max_age
     left: dict[int, list[admission.Candidate]] = {}
     query = (
-        "SELECT t.id, t.task, k.retired, t.version, t.entropy, t.digest FROM trajectories t "
+        "SELECT t.id, t.task, k.retired, t.version, t.entropy, t.digest, t.source FROM trajectories t "
         "JOIN tasks k ON k.id = t.task ORDER BY t.id"
     )
-    for key, task, is_retired, version, entropy, digest in db.execute(query):
+    for key, task, is_retired, version, entropy, digest, its_source in db.execute(query):
         if oldest is not None and version < oldest:
             chosen["age"].append(key)
         elif retired and is_retired:
             chosen["retired"].append(key)
+        elif its_source == source:
+            chosen["source"].append(key)
         elif keep is not None:
             left.setdefault(task, []).append(admission.Candidate(key, entropy, digest))
     if keep is not None:
@@ -198,5 +209,5 @@ def _entry(db: sqlite3.Connection, line: Line) -> Entry:
     same = trajectory.task_id == task.id == line.task and codec.token_digest(trajectory) == digest
     if not same or not trajectory.score.valid:
         raise codec.Damaged("it is not the one that was stored here")
-    noted = (line.entropy, line.version, line.temperature, line.step, line.uses)
+    noted = (line.entropy, line.version, line.temperature, line.step, line.uses, line.source)
     return Entry(line, Stored(line.key, trajectory, *noted), task)

@@ -15,7 +15,7 @@ SQL index finds the task at a position.
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -99,21 +99,40 @@ def save(db: sqlite3.Connection, row: TaskRow) -> None:
     )
 
 
-def sizes(db: sqlite3.Connection) -> dict[int, int]:
-    """Return the number of tasks in each bucket, by the bucket's id."""
-    return dict(db.execute("SELECT id, size FROM buckets ORDER BY id"))
+def sizes(db: sqlite3.Connection, without: Collection[str] = ()) -> dict[int, int]:
+    """Return the number of tasks in each bucket, by the bucket's id.
+
+    With ``without``, the names of sources, only tasks with a trajectory from another source are counted, and retired
+    tasks are left out. This takes time in proportion to the number of tasks, unlike all else in this module.
+    """
+    if not without:
+        return dict(db.execute("SELECT id, size FROM buckets ORDER BY id"))
+    query = f"SELECT bucket, count(*) FROM tasks WHERE bucket >= 0 AND {_has_other(without)} GROUP BY bucket"
+    return dict(db.execute(f"{query} ORDER BY bucket", tuple(without)))
 
 
 def draw(
-    db: sqlite3.Connection, bucket: int, count: int, random: np.random.Generator, exclude: Iterable[str]
+    db: sqlite3.Connection,
+    bucket: int,
+    count: int,
+    random: np.random.Generator,
+    exclude: Iterable[str],
+    without: Collection[str] = (),
 ) -> list[TaskRow]:
-    """Draw up to ``count`` tasks of a bucket uniformly without replacement. Task ids in ``exclude`` are not drawn."""
+    """Draw up to ``count`` tasks of a bucket uniformly without replacement. Task ids in ``exclude`` are not drawn.
+
+    With ``without``, only tasks that `sizes` counts with it are drawn.
+    """
     excluded: list[int] = []
     for name in set(exclude):
         found = db.execute("SELECT position FROM tasks WHERE name = ? AND bucket = ?", (name, bucket)).fetchone()
         if found is not None:
             excluded.append(found[0])
     excluded.sort()
+    if without:
+        query = f"SELECT position FROM tasks WHERE bucket = ? AND {_has_other(without)}"
+        others = {row[0] for row in db.execute(query, (bucket, *without))}
+        excluded = sorted({*excluded, *range(_size(db, bucket))} - (others - set(excluded)))
     free = _size(db, bucket) - len(excluded)
     if count < 1 or free < 1:
         return []
@@ -123,6 +142,12 @@ def draw(
     chosen += np.searchsorted(np.array(excluded, np.int64) - np.arange(len(excluded)), chosen, side="right")
     query = f"SELECT {COLUMNS} FROM tasks WHERE bucket = ? AND position = ?"
     return [TaskRow(*db.execute(query, (bucket, position)).fetchone()) for position in chosen.tolist()]
+
+
+def _has_other(sources: Collection[str]) -> str:
+    """Return an SQL condition on a row of ``tasks``: it has a trajectory from none of the sources, which are bound."""
+    names = ", ".join("?" * len(sources))
+    return f"EXISTS (SELECT 1 FROM trajectories WHERE task = tasks.id AND source NOT IN ({names}))"
 
 
 def _size(db: sqlite3.Connection, bucket: int) -> int:

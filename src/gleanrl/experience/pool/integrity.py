@@ -32,7 +32,8 @@ def decode_record(
     """Decode the stored trajectory ``data`` and check that it is intact and can be trained on. Raises `Unfit` if not.
 
     The trajectory must belong to the task with the id ``name`` and have the token digest ``digest``. ``columns`` holds
-    its entropy, version, temperature, step and uses. Their types are checked, because SQLite does not enforce them.
+    its entropy, version, temperature, step, uses and source. Their types are checked, because SQLite does not enforce
+    them.
     """
     try:
         trajectory = codec.decode_trajectory(data or b"")
@@ -43,9 +44,9 @@ def decode_record(
     cause = admission.find_defect(trajectory, limits)
     if cause:
         raise Unfit(cause, admission.DEFECTS[cause])
-    typed = [type(value) for value in columns] == [float, int, float, int, int]
+    typed = [type(value) for value in columns] == [float, int, float, int, int, str]
     if not (typed and math.isfinite(columns[0]) and 0 < columns[2] < math.inf):
-        raise Unfit("damaged", "its entropy, version, temperature, step or uses is no valid number")
+        raise Unfit("damaged", "its entropy, version, temperature, step, uses or source is no valid value")
     return trajectory
 
 
@@ -105,7 +106,8 @@ def _record_faults(db: sqlite3.Connection, done: Callable[[], object]) -> Iterat
         except codec.Damaged as error:
             yield f"task {name!r}: {error}"
     query = (
-        "SELECT t.id, k.name, t.digest, CAST(b.data AS BLOB), t.entropy, t.version, t.temperature, t.step, t.uses "
+        "SELECT t.id, k.name, t.digest, CAST(b.data AS BLOB), t.entropy, t.version, t.temperature, t.step, t.uses, "
+        "t.source "
         "FROM trajectories t JOIN tasks k ON k.id = t.task JOIN blobs b ON b.id = t.id"
     )
     for key, name, digest, data, *columns in db.execute(query):

@@ -59,6 +59,8 @@ class Stored:
     """Step after which it was stored."""
     uses: int
     """How often it was replayed."""
+    source: str
+    """Where it came from: ``own``, ``earlier``, or the name that was given when it was copied into the pool."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +102,8 @@ class Incoming:
     """Valid members of the task's latest group elsewhere. Used only if this pool has no attempts of the task."""
     successes: int = 0
     """Successes among these ``attempts``."""
+    source: str = "import"
+    """Name of where it comes from, by which ``replay.source_limits`` limits its use."""
 
 
 class ExperiencePool:
@@ -188,7 +192,7 @@ class ExperiencePool:
                 seen["newly_retired"] += row.retired > was_retired
                 seen["unretired"] += row.retired < was_retired
                 if settings.min_rate < len(successes) / len(valid) < settings.max_rate:
-                    seen += self._admit(row, successes, step, float(temperature), None)
+                    seen += self._admit(row, successes, step, float(temperature), None, admission.OWN)
                 bucket_index.save(db, row)
             self._log_replaced()
 
@@ -229,6 +233,7 @@ class ExperiencePool:
         version: int | None = None,
         attempts: int = 0,
         successes: int = 0,
+        source: str = "import",
     ) -> bool:
         """Store a successful trajectory from another source, such as a demonstration or another run.
 
@@ -246,17 +251,20 @@ class ExperiencePool:
             attempts: number of members of the task's latest group elsewhere; used if this pool has no attempts of the
                 task.
             successes: number of these members that succeeded.
+            source: name of where the trajectory comes from, by which ``replay.source_limits`` limits its use.
 
         Raises:
-            ValueError: the trajectory belongs to another task.
+            ValueError: the trajectory belongs to another task, or ``source`` is no valid name.
         """
-        return self.add_all([Incoming(task, trajectory, step, temperature, version, attempts, successes)])[0]
+        return self.add_all([Incoming(task, trajectory, step, temperature, version, attempts, successes, source)])[0]
 
     def add_all(self, incoming: Sequence[Incoming]) -> list[bool]:
         """Store each item as `add` does, but all in one transaction. Returns for each whether it was stored."""
         for each in incoming:
             if (theirs := each.trajectory.task_id) != each.task.id:
                 raise ValueError(f"a trajectory of task {theirs!r} is not one of task {each.task.id!r}")
+            if not admission.SOURCE_NAME.fullmatch(each.source):
+                raise ValueError(f"{each.source!r} is no name of a source: up to 32 letters, digits, - and _")
         with self._writing():
             return [self._add(each) for each in incoming]
 
@@ -299,7 +307,8 @@ class ExperiencePool:
         """Shift steps and versions so that a run that starts at ``step`` counts ages on from those of earlier runs.
 
         The newest of what the pool contains then has the version ``step`` and so the age 0, and all others have lower
-        versions. A run calls this once, before it writes to the pool for the first time.
+        versions. What earlier runs have sampled gets the source ``earlier``. A run calls this once, before it writes to
+        the pool for the first time.
         """
         with self._writing() as db:
             newest = "SELECT max(version) FROM trajectories UNION ALL SELECT max(step) FROM tasks"
@@ -307,6 +316,8 @@ class ExperiencePool:
             if shift:
                 db.execute("UPDATE trajectories SET version = version - ?, step = step - ?", (shift, shift))
                 db.execute("UPDATE tasks SET step = step - ?", (shift,))
+            relabel = "UPDATE trajectories SET source = ? WHERE source = ?"
+            db.execute(relabel, (admission.EARLIER, admission.OWN))
 
     def used(self, keys: Sequence[int]) -> None:
         """Add 1 to the count of uses of each trajectory. Keys that are no longer in the pool are ignored."""
@@ -319,30 +330,39 @@ class ExperiencePool:
             self._evict(keys, cause)
 
     # --- methods that read tasks and trajectories -----------------------------------------------
-    def buckets(self) -> dict[tuple[int, int], int]:
+    def buckets(self, without: Collection[str] = ()) -> dict[tuple[int, int], int]:
         """Return the number of tasks in each bucket: tasks with a stored trajectory that are not retired.
 
         A bucket (successes, attempts) contains the tasks whose latest fresh group had these numbers. Tasks that
         `set_tasks` has excluded are not counted. Empty buckets are left out.
+
+        With ``without``, the names of sources, only tasks with a trajectory from another source are counted. This takes
+        time in proportion to the number of tasks.
         """
         with self._reading() as db:
-            sizes = bucket_index.sizes(db)
+            sizes = bucket_index.sizes(db, without)
         sizes.pop(bucket_index.RETIRED, None)
         return {bucket_index.bucket_of(bucket): size for bucket, size in sizes.items() if size}
 
     def draw(
-        self, bucket: tuple[int, int] | None, count: int, random: np.random.Generator, exclude: Collection[str] = ()
+        self,
+        bucket: tuple[int, int] | None,
+        count: int,
+        random: np.random.Generator,
+        exclude: Collection[str] = (),
+        without: Collection[str] = (),
     ) -> list[PoolTask]:
         """Draw up to ``count`` tasks of a bucket uniformly without replacement. Task ids in ``exclude`` are not drawn.
 
-        If ``bucket`` is None, retired tasks are drawn. A task whose data is damaged is logged and left out of the
-        result; unless the pool is read-only, its trajectories are evicted too.
+        With ``without``, only tasks that `buckets` counts with it are drawn. If ``bucket`` is None, retired tasks are
+        drawn. A task whose data is damaged is logged and left out of the result; unless the pool is read-only, its
+        trajectories are evicted too.
         """
         number = bucket_index.RETIRED if bucket is None else bucket_index.bucket_id(bucket)
         drawn: list[PoolTask] = []
         damaged: list[int] = []
         with self._reading() as db:
-            for row in bucket_index.draw(db, number, count, random, exclude):
+            for row in bucket_index.draw(db, number, count, random, exclude, without):
                 found = db.execute("SELECT CAST(data AS BLOB) FROM bodies WHERE id = ?", (row.id,)).fetchone()
                 try:
                     task = codec.decode_task(found[0] if found else b"")
@@ -373,8 +393,8 @@ class ExperiencePool:
         found: dict[str, list[Stored]] = {name: [] for name in task_ids}
         faulty: dict[int, str] = {}
         query = (
-            "SELECT t.id, t.entropy, t.version, t.temperature, t.step, t.uses, t.digest, CAST(b.data AS BLOB) "
-            "FROM trajectories t LEFT JOIN blobs b USING (id) "
+            "SELECT t.id, t.entropy, t.version, t.temperature, t.step, t.uses, t.source, t.digest, "
+            "CAST(b.data AS BLOB) FROM trajectories t LEFT JOIN blobs b USING (id) "
             "WHERE t.task = (SELECT id FROM tasks WHERE name = ?) ORDER BY t.id"
         )
         with self._reading() as db:
@@ -391,6 +411,11 @@ class ExperiencePool:
                 for key, cause in faulty.items():
                     self._evict([key], cause)
         return found
+
+    def sources(self) -> dict[str, int]:
+        """Return the number of stored trajectories from each source, by its name. Reads the row of every trajectory."""
+        with self._reading() as db:
+            return dict(db.execute("SELECT source, count(*) FROM trajectories GROUP BY source ORDER BY source"))
 
     def retired(self, task_ids: Sequence[str]) -> set[str]:
         """Return the ids in ``task_ids`` whose tasks are retired."""
@@ -598,7 +623,7 @@ class ExperiencePool:
             self._replace(row, incoming.task)
         if row.attempts == 0:
             row.attempts, row.successes = incoming.attempts, incoming.successes
-        seen = self._admit(row, [trajectory], int(incoming.step), temperature, incoming.version)
+        seen = self._admit(row, [trajectory], int(incoming.step), temperature, incoming.version, incoming.source)
         bucket_index.save(self._db, row)
         return bool(seen["admitted"])
 
@@ -609,6 +634,7 @@ class ExperiencePool:
         step: int,
         temperature: float,
         version: int | None,
+        source: str,
     ) -> Counter[str]:
         """Store those of the trajectories that are admitted, and evict the trajectories above the task's capacity.
 
@@ -641,8 +667,8 @@ class ExperiencePool:
             data = codec.encode_trajectory(trajectory)
             self._counts.update(next_key=1, trajectories=1, bytes=len(data))
             key, since = self._counts["next_key"], int(trajectory.version if version is None else version)
-            columns = (key, row.id, candidate.digest, candidate.entropy, since, temperature, step, 0, len(data))
-            self._db.execute("INSERT INTO trajectories VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", columns)
+            columns = (key, row.id, candidate.digest, candidate.entropy, since, temperature, step, 0, len(data), source)
+            self._db.execute("INSERT INTO trajectories VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", columns)
             self._db.execute("INSERT INTO blobs VALUES (?, ?)", (key, data))
             row.live += 1
             seen["admitted"] += 1

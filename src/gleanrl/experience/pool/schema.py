@@ -29,7 +29,7 @@ _NOT_TEXT = "Could not decode to UTF-8"
 _SCHEMA = "SELECT name, coalesce(sql, '') FROM sqlite_schema WHERE name NOT LIKE 'sqlite_stat%'"
 
 APPLICATION = 0x474C5250  # "GLRP"
-VERSION = 3
+VERSION = 4
 
 TABLES = {
     # The state of each task. ``bucket`` and ``position`` (see bucket_index.py) are NULL if the task cannot be drawn.
@@ -57,6 +57,7 @@ TABLES = {
         "step INTEGER NOT NULL",
         "uses INTEGER NOT NULL",
         "bytes INTEGER NOT NULL",
+        "source TEXT NOT NULL",  # where it came from (`admission.OWN`)
     ),
     # Each trajectory, encoded by `codec`. The table is separate so that an update of ``uses`` does not copy the blob.
     "blobs": ("id INTEGER PRIMARY KEY", "data BLOB NOT NULL"),

@@ -16,7 +16,7 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ from gleanrl.utils.errors import UserError
 
 log = logging.getLogger(__name__)
 
-FORMAT = b"1"
+FORMAT = b"2"
 ROWS = 256  # number of rows in a row group of a written file, and number of rows read at a time
 BATCH = 1_000  # largest number of trajectories stored in one transaction
 BATCH_TOKENS = 4_000_000  # a smaller batch is stored once it has this many tokens, to limit the memory that it takes
@@ -51,13 +51,16 @@ class Moved:
 class Intake:
     """Stores trajectories in a pool, up to `BATCH` in one transaction. ``moved`` counts those stored and left out.
 
-    Used as ``with Intake(pool) as intake``. The exit of the block stores the last batch, even if the block raises. If
-    the process is killed, the last batch is lost, and the earlier ones are in the pool.
+    A trajectory keeps its source, unless that is ``own`` or ``earlier``, which only the runs of this pool's file are:
+    then it is ``default``. If ``label`` is given, it is the source of all.
+
+    Used as ``with Intake(pool, "seed") as intake``. The exit of the block stores the last batch, even if the block
+    raises. If the process is killed, the last batch is lost, and the earlier ones are in the pool.
     """
 
-    def __init__(self, pool: ExperiencePool) -> None:
+    def __init__(self, pool: ExperiencePool, default: str, label: str | None = None) -> None:
         self.moved = Moved()
-        self._pool = pool
+        self._pool, self._default, self._label = pool, default, label
         self._waiting: list[Incoming] = []
         self._tokens = 0  # number of tokens in the waiting trajectories
 
@@ -67,7 +70,8 @@ class Intake:
         if not trajectory.score.reaches(self._pool.settings.success_threshold):
             self.moved.left_out["no success"] += 1
             return
-        self._waiting.append(incoming)
+        kept = self._default if incoming.source in (admission.OWN, admission.EARLIER) else incoming.source
+        self._waiting.append(replace(incoming, source=self._label or kept))
         self._tokens += trajectory.total_tokens
         if len(self._waiting) >= BATCH or self._tokens >= BATCH_TOKENS:
             self._store()
@@ -128,6 +132,7 @@ def seed_from_pool(
     *,
     step: int = 0,
     trust: bool = False,
+    label: str | None = None,
     done: Callable[[], object] = lambda: None,
 ) -> Moved:
     """Copy every trajectory of the pool at ``source`` into ``pool``, with the latest solve rate of its task there.
@@ -137,18 +142,19 @@ def seed_from_pool(
         source: path of the pool to copy from.
         step: step of this run from which the age of the trajectories counts.
         trust: if only one of the pools has the fingerprint of its tokenizer, assume that both have the same tokenizer.
+        label: source that is recorded for them; None = as `Intake` says, with ``seed`` for those of runs.
         done: called after each trajectory of ``source``.
 
     Raises:
         UserError: there is no pool at ``source``, or its tokens are (or may be) from another tokenizer.
     """
-    with browse.reading(source) as db, Intake(pool) as intake:
+    with browse.reading(source) as db, Intake(pool, "seed", label) as intake:
         check_tokenizers(pool.path, browse.tokenizer(db), source, trust=trust)
         for found in browse.entries(db):
             if isinstance(found, Entry):
                 line = found.line
-                known = (line.attempts, line.successes)
-                intake.take(Incoming(found.task, found.stored.trajectory, step, line.temperature, step, *known))
+                given = (found.task, found.stored.trajectory, step, line.temperature, step)
+                intake.take(Incoming(*given, line.attempts, line.successes, line.source))
             else:
                 intake.moved.left_out["damaged"] += 1
             done()
@@ -163,6 +169,7 @@ def seed_from_groups(
     temperature: float,
     whole: bool,
     step: int = 0,
+    label: str | None = None,
 ) -> Moved:
     """Store every success in groups of fresh trajectories, with the solve rate of the latest group of its task.
 
@@ -174,6 +181,7 @@ def seed_from_groups(
         whole: whether each group contains all of its members. If not, solve rates cannot be computed, and the tasks are
             stored without attempts.
         step: step of this run from which the age of the trajectories counts.
+        label: source that is recorded for them; None = ``seed``.
     """
     threshold = pool.settings.success_threshold
     rates: dict[str, tuple[int, int]] = {}
@@ -181,7 +189,7 @@ def seed_from_groups(
         valid = [t for t in group if t.score.valid]
         if valid:
             rates[valid[0].task_id] = (sum(t.score.reaches(threshold) for t in valid), len(valid))
-    with Intake(pool) as intake:
+    with Intake(pool, "seed", label) as intake:
         for group in read():
             for trajectory in group:
                 if not trajectory.score.reaches(threshold):
@@ -191,7 +199,7 @@ def seed_from_groups(
                     intake.moved.left_out["its task is not one of its run's"] += 1
                     continue
                 successes, attempts = rates.get(task.id, (0, 0))
-                intake.take(Incoming(task, trajectory, step, temperature, step, attempts, successes))
+                intake.take(Incoming(task, trajectory, step, temperature, step, attempts, successes, "seed"))
     return intake.moved
 
 
@@ -268,6 +276,7 @@ def _schema(arrow: Any) -> Any:
             ("temperature", real),
             ("step", whole),
             ("uses", whole),
+            ("source", text),
         ]
     )
 
@@ -301,7 +310,7 @@ def _to_row(entry: Entry) -> dict[str, Any]:
         "explanation": trajectory.score.explanation,
         "stop": trajectory.stop.value,
         "info": _json(dict(trajectory.info)),
-        **{name: getattr(line, name) for name in ("entropy", "version", "temperature", "step", "uses")},
+        **{name: getattr(line, name) for name in ("entropy", "version", "temperature", "step", "uses", "source")},
     }
 
 
@@ -325,18 +334,21 @@ def _table(arrow: Any, rows: Sequence[Mapping[str, Any]], schema: Any) -> Any:
 
 
 # --- from parquet -------------------------------------------------------------------------------
-def import_parquet(pool: ExperiencePool, source: Path, *, done: Callable[[], object] = lambda: None) -> Moved:
+def import_parquet(
+    pool: ExperiencePool, source: Path, *, label: str | None = None, done: Callable[[], object] = lambda: None
+) -> Moved:
     """Store the trajectory of every valid row of the parquet file ``source`` in the pool, in the order of the file.
 
     Each trajectory keeps its version, temperature and step. Its count of uses starts at 0. Tasks that were retired in
     the exported pool are not retired in this one. An invalid row, for example one with arrays of different lengths or
     with a missing log-prob, is left out, and the first few of them are logged. If a task gets more trajectories than
-    its capacity, ``select`` decides which remain. ``done`` is called after each row.
+    its capacity, ``select`` decides which remain. Their source is ``label`` or, if it is None, as `Intake` says, with
+    ``import`` for those of runs. ``done`` is called after each row.
 
     Raises:
         UserError: ``source`` was not written by `export_parquet`, it is damaged, or pyarrow is not installed.
     """
-    with Intake(pool) as intake:
+    with Intake(pool, "import", label) as intake:
         for number, row in enumerate(_rows(source)):
             done()
             try:
@@ -442,7 +454,9 @@ def _from_row(row: Mapping[str, Any]) -> Incoming:
     temperature = float(row["temperature"])
     if not (0 < temperature < math.inf and 0 <= successes <= attempts < bucket_index.ATTEMPTS):
         raise ValueError("temperature, attempts or successes make no sense")
-    return Incoming(task, trajectory, step, temperature, version, attempts, successes)
+    if not admission.SOURCE_NAME.fullmatch(row["source"]):
+        raise ValueError("its source is no valid name")
+    return Incoming(task, trajectory, step, temperature, version, attempts, successes, row["source"])
 
 
 def _pyarrow() -> tuple[Any, Any]:

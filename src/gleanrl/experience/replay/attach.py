@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from gleanrl.experience.pool.pool import ExperiencePool
-from gleanrl.experience.replay.selection import ranked
+from gleanrl.experience.replay.selection import ranked, source_places, within_limits
 from gleanrl.types import Group, GroupSpec
 from gleanrl.utils.errors import UserError
 
@@ -20,10 +20,11 @@ def attach_replayed(groups: Sequence[Group], pool: ExperiencePool, *, seed: int 
     `ReplayCurriculum` adds stored successes and also chooses tasks from the pool.
 
     Each group gets up to ``per_group`` successes. If its task has more, those that the pool's setting ``select`` ranks
-    first are added. Settings about planning, such as ``task_ratio`` and ``placement``, have no effect here. The pool
-    counts each added success as used. A group is returned unchanged if its task is retired, if the pool contains no
-    success on it, or if no fresh member has a valid score, because the advantage of a replayed member is computed
-    relative to the fresh ones.
+    first are added. ``source_limits`` limits the share of a source, of ``per_group`` successes for each group. Settings
+    about planning, such as ``task_ratio`` and ``placement``, have no effect here. The pool counts each added success as
+    used. A group is returned unchanged if its task is retired, if the pool contains no success on it that the limits
+    allow, or if no fresh member has a valid score, because the advantage of a replayed member is computed relative to
+    the fresh ones.
 
     Call this function before `ExperiencePool.observe`, which stores the successes of the groups. In the opposite order
     a group would get its own successes again.
@@ -55,10 +56,12 @@ def attach_replayed(groups: Sequence[Group], pool: ExperiencePool, *, seed: int 
             raise ValueError(f"the group of task {group.spec.task.id!r} already holds replayed members")
     random = np.random.default_rng(seed)
     retired, found = pool.retired(names), pool.stored(names)
+    left = source_places(settings.source_limits, len(groups) * settings.per_group, random)
     keys: list[int] = []
     mixed: list[Group] = []
     for group, name in zip(groups, names, strict=True):
         stored = found[name] if name not in retired and group.valid_fresh else []
+        stored = within_limits(stored, left, settings.per_group)
         order = ranked([s.entropy for s in stored], [s.uses for s in stored], settings.select, random)
         chosen = [stored[index] for index in order[: settings.per_group]]
         keys += [each.key for each in chosen]

@@ -224,6 +224,7 @@ class ReplayCurriculum:
         planned = Counter(state.planned)
         planned.update(planned=len(replayed), wanting=target - len(replayed), probes=len(probes))
         planned.update(retrieved=sum(len(found.stored) for found in replayed), retired_passed_over=picks.passed_over)
+        planned.update(f"source/{stored.source}" for found in replayed for stored in found.stored)
         planned.update(self._recall.counts)
         state.planned = dict(planned)
         self._recall.counts.clear()
@@ -284,6 +285,8 @@ class ReplayCurriculum:
 
         for name in _COUNTED:
             metrics[f"replay/{name}"] = float(state.planned.get(name, 0))
+        for name in sorted(name for name in state.planned if name.startswith("source/")):
+            metrics[f"replay/{name}"] = float(state.planned[name])
         metrics["replay/displaced"] = float(len(self._waiting))
         metrics["time/replay_plan_s"] = self._plan_seconds
         metrics["time/replay_select_s"] = self._recall.seconds

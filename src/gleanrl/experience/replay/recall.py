@@ -100,21 +100,30 @@ class Recall:
         All tasks drawn are added to ``taken``, including those that are not returned.
 
         ``step`` is the number of the step that will learn from the trajectories; a trajectory older than ``max_age``
-        versions at that step is not used. If all trajectories of a task are unreadable or too old, another task is
-        drawn in its place. If all are rejected for their ratio or their new score, the task is left out without
+        versions at that step is not used. No source has more of the ``count * per_group`` trajectories than
+        ``source_limits`` allows. If all trajectories of a task are unreadable, too old or beyond these limits, another
+        task is drawn in its place. If all are rejected for their ratio or their new score, the task is left out without
         replacement.
         """
         settings = self._settings
+        limits = settings.source_limits
         if not settings.per_group:
-            return [Recalled(task, ()) for task in self._draw(count, random, taken)]
+            never = [source for source, limit in limits.items() if limit == 0]
+            return [Recalled(task, ()) for task in self._draw(count, random, taken, never)]
+        left = selection.source_places(limits, count * settings.per_group, random)
         found: list[tuple[Task, Sequence[Stored]]] = []
         for _ in range(_ROUNDS):
-            drawn = self._draw(count - len(found), random, taken)
+            used_up = [source for source, number in left.items() if number == 0]
+            drawn = self._draw(count - len(found), random, taken, used_up)
+            if limits:
+                # Tasks are drawn bucket by bucket. In that order the first buckets would get all places of a source.
+                drawn = [drawn[index] for index in random.permutation(len(drawn))]
             readable = self._pool.stored([task.id for task in drawn])
             for task in drawn:
                 own = [s for s in readable[task.id] if settings.max_age is None or step - s.version <= settings.max_age]
                 if own:
-                    found.append((task, own))
+                    if allowed := selection.within_limits(own, left, settings.per_group):
+                        found.append((task, allowed))
                 elif readable[task.id]:
                     self.counts["too_old"] += 1
                 else:
@@ -145,15 +154,18 @@ class Recall:
             self._pool.evict(self._disproved, "reverify")
             self._disproved = []
 
-    def _draw(self, count: int, random: np.random.Generator, taken: set[str]) -> list[Task]:
-        sizes = self._pool.buckets()
+    def _draw(
+        self, count: int, random: np.random.Generator, taken: set[str], without: Sequence[str] = ()
+    ) -> list[Task]:
+        """Draw up to ``count`` tasks with a trajectory from another source than those in ``without``."""
+        sizes = self._pool.buckets(without)
         drawn: list[Task] = []
         while len(drawn) < count:
             wanted = selection.tasks_by_bucket(sizes, count - len(drawn), self._group, self._settings, random)
             if not wanted:
                 break
             for bucket, number in wanted.items():
-                tasks = [found.task for found in self._pool.draw(bucket, number, random, exclude=taken)]
+                tasks = [found.task for found in self._pool.draw(bucket, number, random, taken, without)]
                 drawn += tasks
                 taken.update(task.id for task in tasks)
                 # If nothing was drawn, ``taken`` contains all tasks of the bucket. Size 0 excludes it from now on.

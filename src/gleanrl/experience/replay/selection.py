@@ -9,13 +9,14 @@ level together correspond to one bucket in ExGRPO (arXiv 2510.02245), and their 
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from gleanrl.config.settings import ReplaySettings
+from gleanrl.experience.pool.pool import Stored
 
 Bucket = tuple[int, int]
 """The pair (successes, attempts) of a task's latest fresh group."""
@@ -102,6 +103,35 @@ def tasks_by_bucket(
         parts = random.multivariate_hypergeometric([buckets[b] for b in members], int(count), method="marginals")
         drawn |= {bucket: int(part) for bucket, part in zip(members, parts, strict=True) if part}
     return drawn
+
+
+def source_places(limits: Mapping[str, float], places: int, random: np.random.Generator) -> dict[str, int]:
+    """Return how many of ``places`` replayed trajectories may come from each source in ``limits``.
+
+    The number is ``limit * places``, rounded up or down at random such that its mean is exact. So a source with a low
+    limit is used now and then also in small batches. Nothing is drawn from ``random`` if ``limits`` is empty.
+    """
+    numbers: dict[str, int] = {}
+    for source, limit in limits.items():
+        low = whole(limit * places)
+        numbers[source] = low + int(random.random() < limit * places - low)
+    return numbers
+
+
+def within_limits(stored: Sequence[Stored], left: dict[str, int], per_group: int) -> list[Stored]:
+    """Return those of a task's trajectories whose sources have places left, and take these places from ``left``.
+
+    ``left`` maps each limited source to its number of places; other sources are not limited. A source gives as many
+    places to the task as the task could use, which is ``per_group`` or the number of its trajectories from that source.
+    If it has fewer left, none of its trajectories is returned.
+    """
+    taken: dict[str, bool] = {}
+    for source, number in Counter(each.source for each in stored).items():
+        needed = min(number, per_group)
+        taken[source] = source not in left or needed <= left[source]
+        if source in left and taken[source]:
+            left[source] -= needed
+    return [each for each in stored if taken[each.source]]
 
 
 def ranked(entropies: Sequence[float], uses: Sequence[int], select: str, random: np.random.Generator) -> list[int]:
