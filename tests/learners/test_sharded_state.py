@@ -104,10 +104,12 @@ def export(ranks: Ranks, folder: Path) -> dict[str, torch.Tensor]:
     learner = make(ranks, LossSettings(), torch.float32, lr=0.01, lora_rank=2)
     asyncio.run(learner.update(batch_of(0, LossSettings())))
     learner.export(folder)
+    learner.export_adapters(folder.with_name("adapters"), "the base")
     return {name: tensor.clone() for name, tensor in learner.weights().items()}
 
 
-def test_an_export_contains_the_whole_model(tmp_path: Path) -> None:
+def test_an_export_contains_the_whole_model_or_the_whole_adapters(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
     weights = led(2, export, tmp_path / "model")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     loaded = dict(model.named_parameters())
@@ -116,6 +118,9 @@ def test_an_export_contains_the_whole_model(tmp_path: Path) -> None:
         assert torch.equal(loaded[name], tensor), name
     assert not torch.equal(weights["model.norm.weight"], torch.zeros(()))
     assert any(not torch.equal(t, tiny_model().get_parameter(n)) for n, t in weights.items())
+    adapted = peft.PeftModel.from_pretrained(tiny_model(), tmp_path / "adapters")
+    tokens = torch.arange(1, 12)[None]
+    torch.testing.assert_close(adapted(tokens).logits, model(tokens).logits, rtol=1e-5, atol=1e-5)
 
 
 # --- memory and precision -----------------------------------------------------------------------

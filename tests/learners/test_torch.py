@@ -487,6 +487,8 @@ def test_only_adapters_are_trained_and_published_weights_are_merged() -> None:
     published = tiny_model(9)
     published.load_state_dict(merged, strict=False)
     torch.testing.assert_close(published(tokens).logits, peft_model(tokens).logits, rtol=1e-5, atol=1e-5)
+    with pytest.raises(UserError, match="no adapters"):
+        make_learner().export_adapters(Path("adapters"), "base")
     with pytest.raises(UserError, match=r"learner\.lora_targets = 'nonsense'"):
         make_learner(lora_rank=4, lora_targets="nonsense")
 

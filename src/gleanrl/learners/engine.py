@@ -31,9 +31,11 @@ from gleanrl.learners.critic import Critic, CriticStatistics, capture
 from gleanrl.learners.logprobs import can_share_rows, trained_logprobs
 from gleanrl.learners.models import (
     AUTO,
+    adapter_weights,
     add_adapters,
     attention_kernel,
     export,
+    export_adapters,
     merged_weights,
     use_attention_kernel,
     without_dropout,
@@ -130,6 +132,10 @@ class Engine(Protocol):
         """Return the policy's tensors by Hugging Face parameter name, unsharded and with adapters merged."""
         ...
 
+    def adapters(self) -> Mapping[str, Tensor]:
+        """Return the LoRA adapters by peft's names, unsharded; see `gleanrl.learners.models.adapter_weights`."""
+        ...
+
     def save(self, folder: Path) -> None:
         """Write weights, optimizer states and random state into ``folder``, which exists."""
         ...
@@ -139,6 +145,7 @@ class Engine(Protocol):
         ...
 
     def export(self, folder: Path, tokenizer: Any = None) -> None: ...
+    def export_adapters(self, folder: Path, base: str) -> None: ...
     def usage(self, tokens: int, seconds: float) -> dict[str, float]:
         """Return metrics of the device since the last call, such as the peak memory; an empty dict on a CPU.
 
@@ -463,6 +470,9 @@ class LocalEngine:
     def weights(self) -> Mapping[str, Tensor]:
         return merged_weights(self.model, self.placement.whole)
 
+    def adapters(self) -> Mapping[str, Tensor]:
+        return adapter_weights(self.model, self.placement.whole)
+
     def save(self, folder: Path) -> None:
         checkpoint.write(folder, *self._state())
 
@@ -488,6 +498,9 @@ class LocalEngine:
 
     def export(self, folder: Path, tokenizer: Any = None) -> None:
         export(folder, self.model, self.weights(), tokenizer)
+
+    def export_adapters(self, folder: Path, base: str) -> None:
+        export_adapters(folder, self.model, self.adapters(), base)
 
     def usage(self, tokens: int, seconds: float) -> dict[str, float]:
         if self.device.type != "cuda":

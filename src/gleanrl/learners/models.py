@@ -2,18 +2,21 @@
 
 `load_model` loads the model and the tokenizer of a run, and raises `UserError` if a run could not work with them.
 `LocalEngine` uses the functions that set the attention implementation, turn dropout off, add LoRA adapters (by peft),
-merge adapters into the weights for the samplers, and write model directories that transformers and vLLM can load.
+merge adapters into the weights for the samplers, and write directories that transformers, peft and vLLM can load.
 """
 
 from __future__ import annotations
 
+import copy
 import os
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import (
     AutoConfig,
@@ -271,7 +274,9 @@ def add_adapters(model: nn.Module, settings: LearnerSettings, seed: int) -> Any:
         target_modules=targets if targets == "all-linear" else [name.strip() for name in targets.split(",")],
         task_type="CAUSAL_LM",
     )
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(), warnings.catch_warnings():
+        # peft reads an attribute that newer versions of transformers rename.
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated")
         torch.manual_seed(seed)
         try:
             return peft.get_peft_model(model, config)  # type: ignore[arg-type]
@@ -301,6 +306,39 @@ def merged_weights(model: Any, whole: Callable[[Tensor], Tensor] = lambda tensor
         if hasattr(module, "get_delta_weight"):
             weights[f"{name}.weight"] = whole(module.get_base_layer().weight + module.get_delta_weight(_ADAPTER))
     return weights
+
+
+def adapter_weights(model: Any, whole: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> dict[str, Tensor]:
+    """Return the LoRA adapters of ``model``, without the base model, by the names that peft gives them in its files.
+
+    An example is ``base_model.model.model.layers.0.mlp.up_proj.lora_A.weight``. vLLM uses the same names. The tensors
+    are not copies. ``whole`` gathers a tensor as in `merged_weights`; only the adapters are gathered.
+
+    Raises:
+        UserError: if the model has no adapters.
+    """
+    if not hasattr(model, "peft_config"):
+        raise UserError("there are no adapters: learner.lora_rank = 0 trains all weights; export the model instead")
+    from peft import get_peft_model_state_dict
+
+    trained = {name: whole(p.detach()) for name, p in model.named_parameters() if p.requires_grad}
+    return get_peft_model_state_dict(model, trained, _ADAPTER, save_embedding_layers=False)
+
+
+def export_adapters(folder: Path, model: Any, adapters: Mapping[str, Tensor], base: str) -> None:
+    """Write an adapter directory of peft: the config of the adapters of ``model``, and the tensors ``adapters``.
+
+    ``adapters`` is the result of `adapter_weights`. ``base`` is the directory or the name on the Hugging Face hub from
+    which users load the base model. ``folder`` appears only once it is complete, as with `export`.
+    """
+    config = copy.copy(model.peft_config[_ADAPTER])
+    config.base_model_name_or_path, config.inference_mode = base, True
+    config.target_modules = sorted(config.target_modules)  # peft keeps a set, whose order differs between processes
+    needed = sum(tensor.numel() * tensor.element_size() for tensor in adapters.values())
+    with atomic.directory(folder, needed=needed) as partial:
+        tensors = {name: tensor.cpu().contiguous() for name, tensor in adapters.items()}
+        save_file(tensors, partial / "adapter_model.safetensors", metadata={"format": "pt"})
+        config.save_pretrained(str(partial))
 
 
 def export(folder: Path, model: Any, weights: Mapping[str, Tensor], tokenizer: Any = None) -> None:

@@ -314,6 +314,14 @@ class TorchLearner:
         """Write a Hugging Face model directory: the weights with adapters merged, the config and the tokenizer."""
         self.engine.export(folder, self._tokenizer)
 
+    def export_adapters(self, folder: Path, base: str) -> None:
+        """Write the LoRA adapters, not merged, as a directory that peft and vLLM load on top of the base model.
+
+        ``base`` is the directory or the name on the Hugging Face hub from which they load the base model. Raises
+        `UserError` if the learner trains all weights.
+        """
+        self.engine.export_adapters(folder, base)
+
     def _consume(
         self, parts: Sequence[GroupSamples], step: int, completes: bool, meter: Meter, device: DeviceSlice
     ) -> None:

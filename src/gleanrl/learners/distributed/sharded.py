@@ -23,7 +23,7 @@ from gleanrl.config.settings import LearnerSettings
 from gleanrl.learners.distributed.fsdp import Fsdp
 from gleanrl.learners.distributed.ranks import Ranks
 from gleanrl.learners.engine import LocalEngine, Pass, TokenScores
-from gleanrl.learners.models import export
+from gleanrl.learners.models import export, export_adapters
 from gleanrl.types import FloatArray
 from gleanrl.utils.errors import UserError
 
@@ -75,6 +75,7 @@ class ShardedEngine:
         self.score: Callable[..., list[TokenScores]] = partial(self._everywhere, "score")
         self.values: Callable[..., list[FloatArray]] = partial(self._everywhere, "values")
         self.weights: Callable[[], Mapping[str, Tensor]] = partial(self._everywhere, "weights")  # gathered on rank 0
+        self.adapters: Callable[[], Mapping[str, Tensor]] = partial(self._everywhere, "adapters")
         self.usage = self.local.usage
         self.between: Callable[[], None] = lambda: None
 
@@ -92,6 +93,9 @@ class ShardedEngine:
 
     def export(self, folder: Path, tokenizer: Any = None) -> None:
         export(folder, self.local.model, self.weights(), tokenizer)
+
+    def export_adapters(self, folder: Path, base: str) -> None:
+        export_adapters(folder, self.local.model, self.adapters(), base)
 
     def _everywhere(self, name: str, *args: Any, **options: Any) -> Any:
         """Call the method ``name`` of each process's part, and return rank 0's result.
