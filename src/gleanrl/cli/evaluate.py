@@ -6,7 +6,6 @@ It prints a table and leaves a folder with the metrics, every attempt and an HTM
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 from contextlib import suppress
@@ -57,8 +56,8 @@ def find_source(name: str) -> Source:
     Raises:
         UserError: there is no such run, preset or file, the run has no checkpoint yet, or the checkpoint is damaged.
     """
-    from gleanrl.runtime.checkpoints import Checkpoints, check_checkpoint
-    from gleanrl.runtime.run_folder import Checkpoint, RunFolder, find_run
+    from gleanrl.runtime.checkpoints import find_checkpoint
+    from gleanrl.runtime.run_folder import RunFolder, find_run
 
     path = find_run(name)
     own = RunFolder(path.parent)
@@ -79,11 +78,7 @@ def find_source(name: str) -> Source:
 
     if RunFolder(path).evaluation_path.exists():
         raise UserError(f"{path} is an evaluation; give the run, the checkpoint or the model to evaluate")
-    if path.resolve().parent.name == "checkpoints":
-        check_checkpoint(path)
-        run = RunFolder(path.resolve().parent.parent)
-        checkpoint = Checkpoint(json.loads((path / "state.json").read_text())["step"], path)
-    elif (path / "config.json").exists():  # a Hugging Face model directory
+    if (path / "config.json").exists():  # a Hugging Face model directory
         run = RunFolder(path.resolve().parent)
         if not run.config_path.exists():
             raise UserError(
@@ -93,12 +88,7 @@ def find_source(name: str) -> Source:
         rows = run.read_metrics()
         step = rows[-1].step if rows else 0
         return Source(str(run.config_path), run.evaluations_path, path.name, name, step, model=path)
-    else:
-        run = RunFolder.existing(path)
-        found = Checkpoints(run.checkpoints_path, keep=1).latest()
-        if found is None:
-            raise UserError(f"{path} has no checkpoint yet; it is written every checkpoint.every steps and at the end")
-        checkpoint = Checkpoint(found[1]["step"], found[0])
+    run, checkpoint = find_checkpoint(path)
     folder = f"step-{checkpoint.step}"
     return Source(str(run.config_path), run.evaluations_path, folder, name, checkpoint.step, checkpoint)
 

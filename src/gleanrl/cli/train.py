@@ -53,10 +53,16 @@ def _train(args: argparse.Namespace) -> int:
         print(f"gleanrl: interrupted; continue with: {command}", file=sys.stderr)
         return INTERRUPTED
 
+    from gleanrl.config.settings import Config
     from gleanrl.runtime.run_folder import RunFolder
     from gleanrl.tracking import report
+    from gleanrl.tracking.model_card import model_card, read_licence
+    from gleanrl.utils import atomic
 
     folder = RunFolder(config.path)
+    if isinstance(config, Config):
+        card = model_card(config, folder.read_metrics(), config.run.steps, adapters=False, licence=read_licence(config))
+        atomic.write_text(folder.model_path / "README.md", card)
     path = report.build(folder)
     with quiet_pipe(), suppress(SystemExit):  # rich raises SystemExit if standard output is a closed pipe
         report.show(folder)

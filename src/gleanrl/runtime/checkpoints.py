@@ -16,6 +16,7 @@ from typing import Any
 
 from gleanrl.curriculum.plan import Plan
 from gleanrl.protocols import Learner
+from gleanrl.runtime.run_folder import Checkpoint, RunFolder
 from gleanrl.schedule.controller import StalenessController
 from gleanrl.schedule.schedule import Schedule
 from gleanrl.utils import atomic
@@ -115,11 +116,25 @@ def restore(
     return StalenessController.resume(schedule, total_steps, state["controller"])
 
 
-def check_checkpoint(folder: Path) -> None:
-    """Raise `UserError` if ``folder`` is not a checkpoint or is damaged."""
-    fault = _find_fault(folder)
-    if fault is not None:
-        raise UserError(f"checkpoint {folder} is damaged ({fault})")
+def find_checkpoint(path: Path) -> tuple[RunFolder, Checkpoint]:
+    """Return the checkpoint at ``path``, or the newest undamaged one if ``path`` is a run folder, and its run.
+
+    Raises:
+        UserError: there is no run at ``path``, it has no checkpoint yet, or the checkpoint is damaged.
+    """
+    if path.resolve().parent.name == "checkpoints":
+        if not path.is_dir():
+            raise UserError(f"no checkpoint at {path}")
+        fault = _find_fault(path)
+        if fault is not None:
+            raise UserError(f"checkpoint {path} is damaged ({fault})")
+        step = json.loads((path / "state.json").read_text())["step"]
+        return RunFolder(path.resolve().parent.parent), Checkpoint(step, path)
+    run = RunFolder.existing(path)
+    found = Checkpoints(run.checkpoints_path, keep=1).latest()
+    if found is None:
+        raise UserError(f"{path} has no checkpoint yet; it is written every checkpoint.every steps and at the end")
+    return run, Checkpoint(found[1]["step"], found[0])
 
 
 def _find_fault(folder: Path) -> str | None:

@@ -151,7 +151,7 @@ async def train_with(builder: Builder, monitors: OpenMonitors, *, resume: bool) 
             if not run.interruption.interrupted:
                 raise
         if not run.interruption.interrupted:
-            run.learner.export(builder.folder.path / "model")
+            run.learner.export(builder.folder.model_path)
             if failures := describe_failures(builder.folder, builder.folder.read_metrics()):
                 log.warning(failures)
         return not run.interruption.interrupted

@@ -36,7 +36,7 @@ class Checkpoint:
     """A checkpoint of a run.
 
     The checkpoint is complete, because its folder gets this name only when all files are written. It may have been
-    damaged since; `gleanrl.runtime.checkpoints.check_checkpoint` verifies it.
+    damaged since; `gleanrl.runtime.checkpoints.find_checkpoint` verifies it.
     """
 
     step: int
@@ -82,6 +82,8 @@ class RunFolder:
         self.log_path = path / "run.log"
         self.failures_path = path / "failures.jsonl"  # see `gleanrl.runtime.failures`
         self.evaluations_path = path / "evaluations"  # one folder for each `gleanrl evaluate`
+        self.model_path = path / "model"  # the model after the last step
+        self.exports_path = path / "exports"  # the folders that `gleanrl export` writes
         self.evaluation_path = path / "evaluation.json"  # only in the folder of an evaluation
 
     @classmethod

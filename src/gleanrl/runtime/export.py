@@ -1,0 +1,54 @@
+"""Writes the policy of a checkpoint as a directory that transformers, peft and vLLM load, for `gleanrl export`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from gleanrl.config.settings import Config
+from gleanrl.learners.engine import LocalEngine
+from gleanrl.learners.models import AUTO, load_model
+from gleanrl.runtime.local import set_up_libraries
+from gleanrl.runtime.prepare import needs_expert, prepare, save_model
+from gleanrl.runtime.run_folder import Checkpoint
+from gleanrl.utils import atomic
+from gleanrl.utils.errors import UserError
+from gleanrl.utils.progress import Progress
+
+
+def run_export(config: Config, checkpoint: Checkpoint, folder: Path, console: Progress, *, adapters: bool) -> None:
+    """Write the policy of ``checkpoint`` to ``folder``, which appears only once it is complete.
+
+    This process reads the checkpoint of any number of ranks, and holds the base model whole on ``model.device``.
+
+    Args:
+        adapters: write the LoRA adapters and their config without merging them. Otherwise the whole model is written,
+            with adapters merged. If the base model of the adapters exists nowhere else, because it is the tiny model or
+            has had a warm start, it is written too, to the subfolder ``base``.
+
+    Raises:
+        UserError: the run has no adapters to write, the model cannot be loaded, or the disk is full.
+    """
+    if adapters and not config.learner.lora_rank:
+        raise UserError(
+            "--adapters: the run trained all weights (learner.lora_rank = 0) and has no adapters; leave out --adapters"
+        )
+    set_up_libraries(config)
+    own_base = needs_expert(config)  # the model before training is not the one that `model.init` names
+    if own_base:
+        prepared = prepare(config, console)
+        model, tokenizer = prepared.model, prepared.tokenizer
+    else:
+        model, tokenizer = load_model(config.model)
+    # The model computes nothing here, so an attention implementation that needs a GPU must not be an error.
+    settings = config.learner.model_copy(update={"attn_implementation": AUTO})
+    engine = LocalEngine(model, settings, config.loss, pad_token=0, temperature=1.0, trains=False)
+    engine.load(checkpoint.path)
+    with atomic.directory(folder) as partial:
+        if not adapters:
+            engine.export(partial, tokenizer)
+        elif own_base:
+            engine.export_adapters(partial, str(folder.absolute() / "base"))
+            save_model(partial / "base", engine.model.unload(), tokenizer)
+        else:
+            local = Path(config.model.init).expanduser()
+            engine.export_adapters(partial, str(local.absolute()) if local.is_dir() else config.model.init)

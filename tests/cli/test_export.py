@@ -1,0 +1,147 @@
+"""Tests of `gleanrl export`: the model, adapters as peft loads them, the model card, and the upload to a hub."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from huggingface_hub import ModelCard
+from transformers import AutoModelForCausalLM
+
+from tests.cli.conftest import ENVIRONMENT, CommandLine, Ended, Server
+from tests.cli.hub import Hub
+
+Whole = tuple[CommandLine, Ended]
+TOKEN = "hf_of_the_test"
+LORA = ("--learner.lora_rank", "4", "--learner.lr", "1e-2", "--run.steps", "4")
+
+
+def logits(model: torch.nn.Module) -> torch.Tensor:
+    with torch.no_grad():
+        return model.eval()(torch.arange(1, 30)[None]).logits
+
+
+def adapted(folder: Path, base: Path | str) -> torch.Tensor:
+    """Return the logits of the adapters in ``folder`` on top of the model at ``base``, as peft loads them."""
+    peft = pytest.importorskip("peft")
+    return logits(peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), folder))
+
+
+def test_adapters_on_their_base_are_the_merged_model(gleanrl: CommandLine) -> None:
+    """The base has had a warm start, so it is written next to the adapters."""
+    pytest.importorskip("peft")
+    assert gleanrl.train("run", *LORA).status == 0
+    for source in ("run", "runs/run/checkpoints/step-2"):
+        for option in ((), ("--adapters",)):
+            ended = gleanrl("export", source, *option)
+            assert ended.status == 0, ended.stderr
+            assert Path(gleanrl.folder / ended.stdout.split(": ")[1].strip()).is_dir()
+    folder = gleanrl.run("run").path
+    seen = []
+    for step in (4, 2):
+        adapters = folder / "exports" / f"step-{step}-adapters"
+        settings = json.loads((adapters / "adapter_config.json").read_text())
+        assert (settings["r"], settings["lora_alpha"]) == (4, 32.0)
+        base = settings["base_model_name_or_path"]
+        merged = logits(AutoModelForCausalLM.from_pretrained(folder / "exports" / f"step-{step}"))
+        torch.testing.assert_close(adapted(adapters, base), merged, rtol=1e-5, atol=1e-5)
+        assert not torch.allclose(logits(AutoModelForCausalLM.from_pretrained(base)), merged, rtol=1e-3, atol=1e-3)
+        seen.append(merged)
+    assert torch.equal(seen[0], logits(AutoModelForCausalLM.from_pretrained(folder / "model")))
+    assert not torch.equal(*seen)
+
+
+def test_what_cannot_be_exported_is_refused_in_one_line(whole: Whole) -> None:
+    gleanrl, _ = whole
+    for argv in (
+        ("whole", "--adapters"),  # no adapters
+        ("runs/whole/model",),
+        ("whole", "--out", "runs"),
+        ("whole", "--private"),
+        ("whole", "--push-to-hub", "not/a/name"),
+        ("whole", "--push-to-hub", "me/agent"),  # HF_HUB_OFFLINE is set
+        ("tiny.toml",),
+        ("runs/whole/checkpoints/step-5",),
+    ):
+        ended = gleanrl("export", *argv)
+        assert (ended.status, ended.stdout) == (2, "")
+        assert ended.complaint
+    assert not (gleanrl.run("whole").exports_path).exists()
+
+
+def test_the_card_of_a_model_tells_what_the_run_measured(whole: Whole, tmp_path: Path) -> None:
+    gleanrl, _ = whole
+    out = tmp_path / "earlier"
+    assert gleanrl("export", "runs/whole/checkpoints/step-4", "--out", str(out)).status == 0
+    rows = {row.step: row.metrics.get("eval/sampled/pass@1", 0.0) for row in gleanrl.run("whole").read_metrics()}
+    for folder, last in ((gleanrl.run("whole").model_path, 6), (out, 3)):
+        card = ModelCard.load(folder / "README.md")
+        assert card.data.library_name == "transformers"
+        assert "reinforcement-learning" in (card.data.tags or [])
+        [line] = [line for line in card.text.splitlines() if line.startswith("| success, sampled")]
+        for step, cell in zip((0, last), line.split("|")[2:], strict=False):
+            assert cell.strip().startswith(f"{100 * rows[step]:.1f} %")
+        assert "/parity.py" not in card.text  # folders of this machine are left out
+        (tmp_path / "again.toml").write_text(card.text.partition("```toml\n")[2].partition("```")[0])
+        again = ("--environment.name", f"{ENVIRONMENT}:Parity", "--dry-run")
+        assert gleanrl("train", str(tmp_path / "again.toml"), *again).status == 0
+
+
+@pytest.fixture
+def hub() -> Iterator[Hub]:
+    with Hub(TOKEN).serving() as hub:
+        yield hub
+
+
+@pytest.mark.slow
+def test_a_folder_is_uploaded_with_its_card(
+    hub: Hub, whole: Whole, environment: dict[str, str], tmp_path: Path
+) -> None:
+    """The base model of the run comes from the same hub, so the adapters can be loaded by those who download them."""
+    pytest.importorskip("peft")
+    start = whole[0].run("whole").model_path
+    hub.repositories["they/base"] = {path.name: path.read_bytes() for path in start.iterdir()}
+    hub.cards["they/base"] = {"license": "apache-2.0"}
+    online = {"HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path / "hf"), "HF_TOKEN": TOKEN}
+    environment = {**environment, **online}
+    server = Server(environment)
+    gleanrl = CommandLine(tmp_path, server, environment)
+    (tmp_path / "tiny.toml").write_text((whole[0].folder / "tiny.toml").read_text())
+    try:
+        cold = ("--model.init", "they/base", "--warm_start.enabled", "false")
+        ended = gleanrl.train("run", *LORA, *cold)
+        assert ended.status == 0, ended.stderr
+        # The environment is not needed, and may be a service that does not run.
+        gone = ("--environment.name", "gone.py:Gone")
+        ended = gleanrl("export", "run", "--adapters", "--push-to-hub", "me/adapters", "--private", *gone)
+        assert ended.status == 0, ended.stderr
+        assert f"{hub.url}/me/adapters" in ended.stdout
+        assert gleanrl("export", "run", "--push-to-hub", "me/agent").status == 0
+        assert hub.private == {"me/adapters"}
+        for name, folder in (("me/adapters", "step-4-adapters"), ("me/agent", "step-4")):
+            local = gleanrl.run("run").exports_path / folder
+            assert hub.repositories[name] == {path.name: path.read_bytes() for path in local.iterdir()}
+            data = ModelCard.load(local / "README.md").data
+            assert (data.base_model, data.license) == ("they/base", "apache-2.0")
+        adapters = gleanrl.run("run").exports_path / "step-4-adapters"
+        assert json.loads((adapters / "adapter_config.json").read_text())["base_model_name_or_path"] == "they/base"
+        merged = logits(AutoModelForCausalLM.from_pretrained(gleanrl.run("run").model_path))
+        torch.testing.assert_close(adapted(adapters, start), merged, rtol=1e-5, atol=1e-5)
+
+        gleanrl.extra["HF_TOKEN"] = "hf_of_another"
+        assert "token" in gleanrl("export", "run", "--push-to-hub", "me/third").complaint
+        assert "me/third" not in hub.repositories
+        gleanrl.extra["HF_TOKEN"] = ""
+        assert "HF_TOKEN" in gleanrl("export", "run", "--push-to-hub", "me/third").complaint
+        # No one else could load the base of these adapters.
+        gleanrl.extra["HF_TOKEN"] = TOKEN
+        local = ("--model.init", str(start))
+        assert "base model" in gleanrl("export", "run", "--adapters", "--push-to-hub", "me/third", *local).complaint
+        hub.http.shutdown()
+        hub.http.server_close()
+        assert "me/third" in gleanrl("export", "run", "--push-to-hub", "me/third").complaint
+    finally:
+        server.close()
