@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from gleanrl.buffer import TrajectoryReplayBuffer
-from gleanrl.buffer.columns import PAGE, AddressSpace, Columns, Field
+from gleanrl.buffer.columns import PAGE, AddressSpace, Columns, Field, octets
 from gleanrl.buffer.files import Files
 from gleanrl.buffer.log import Manifest
 from tests.buffer.world import same, trajectory
@@ -21,7 +21,7 @@ WIDTH = 1536  # bytes of a row, less than a page, so that rows share pages
 def columns(tmp_path: Path) -> Columns:
     """1,024 rows in two files; every value of a row is the row's number."""
     own = Columns(Files(tmp_path, writable=True), "rows-{}", [Field(("x",), torch.int64, (WIDTH // 8,))], 512)
-    own.write([torch.arange(1024)[:, None].expand(-1, WIDTH // 8).contiguous()])
+    own.write([octets(torch.arange(1024)[:, None].expand(-1, WIDTH // 8).contiguous())], 1024)
     return own
 
 

@@ -54,7 +54,7 @@ def test_slices_and_n_step_returns_end_with_the_rollout_epoch(tmp_path: Path, in
 
 def test_cuts_mark_where_an_episode_or_a_rollout_epoch_ends() -> None:
     rows = TrajectoryBlock([FlatTrajectory.flatten(trajectory(0, 6, 2, ends={(1, 0): "terminations"}))])
-    assert torch.equal(rows.cuts, rows.ends)
+    assert (rows.cuts == rows.ends).all()
     cuts = TrajectoryBlock([FlatTrajectory.flatten(in_epochs(0, 3))]).cuts
     assert cuts.reshape(-1).tolist() == [False, True, False, True, False, True]
 

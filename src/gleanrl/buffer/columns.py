@@ -158,19 +158,20 @@ class Columns:
         self._faults = resource.getrusage(resource.RUSAGE_SELF).ru_majflt
 
     # --- writing ---------------------------------------------------------------------------------
-    def write(self, columns: Sequence[Tensor]) -> set[int]:
+    def write(self, columns: Sequence[memoryview], count: int) -> set[int]:
         """Write rows after the last written row, and return the descriptors of files that the caller must sync.
 
         The rows can be read after `publish`. The caller makes sure that there is address space for them (`fits`).
 
         Args:
-            columns: for each field, a contiguous tensor ``[n, ...]``.
+            columns: for each field, the bytes of the rows (see `octets`).
+            count: number of rows.
 
         Raises:
             OSError: the disk is full or fails.
         """
         touched = set[int]()
-        first, count = self.end, len(columns[0])
+        first = self.end
         for segment, begin, end in self._pieces(first, count):
             if segment not in self._open:
                 name = self._name.format(segment)
@@ -191,7 +192,7 @@ class Columns:
             for column, width, offset in zip(columns, self._widths, self._offsets, strict=True):
                 if needed > reserved:
                     self._files.reserve(file, offset + reserved * width, (needed - reserved) * width)
-                write_all(file, octets(column[begin:end]), offset + row * width)
+                write_all(file, column[begin * width : end * width], offset + row * width)
         self.end = first + count
         return touched
 
@@ -444,10 +445,21 @@ class Columns:
         self._views = [space.rows(field.dtype, field.shape) for space, field in zip(spaces, self._fields, strict=True)]
 
 
-def octets(tensor: Tensor) -> memoryview:
-    """Return the bytes of a contiguous CPU tensor as a `memoryview`, without a copy."""
-    array: Any = tensor.reshape(-1).view(torch.uint8).numpy() if tensor.numel() else b""
-    return memoryview(array)
+def as_array(tensor: Tensor) -> np.ndarray[Any, Any]:
+    """Return a CPU tensor as an array, without a copy. Elements of a dtype that NumPy lacks appear as integers."""
+    try:
+        return tensor.numpy()
+    except TypeError:
+        return tensor.view(_INTEGERS[tensor.dtype.itemsize]).numpy()
+
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def octets(data: Tensor | np.ndarray[Any, Any]) -> memoryview:
+    """Return the bytes of a contiguous CPU tensor or array as a `memoryview`, without a copy."""
+    array: Any = data if isinstance(data, np.ndarray) else as_array(data)
+    return memoryview(array.reshape(-1).view(np.uint8))
 
 
 def _mmap(address: int | None, nbytes: int, protection: int, flags: int, file: int, offset: int) -> int:

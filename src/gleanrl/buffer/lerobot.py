@@ -121,7 +121,7 @@ def _episodes(trajectory: FlatTrajectory, features: dict[str, Field]) -> Iterato
         columns[name] = to_numpy(column)
     ends = TrajectoryBlock([trajectory]).cuts[0]
     for b in range(trajectory.batch):
-        stops = sorted({*(ends[:, b].nonzero().reshape(-1) + 1).tolist(), trajectory.steps})
+        stops = sorted({*(np.flatnonzero(ends[:, b]) + 1).tolist(), trajectory.steps})
         for begin, end in zip([0, *stops], stops, strict=False):
             rows = (torch.arange(begin, end) * trajectory.batch + b).numpy()
             tasks = [trajectory.instructions[i] for i in rows] if trajectory.instructions else [""] * len(rows)

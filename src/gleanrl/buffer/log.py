@@ -215,11 +215,10 @@ class Log:
         return self._all[np.flatnonzero(self._intact(0, there))]
 
     def append(self, records: np.ndarray[Any, Any]) -> None:
-        """Append records to the file, sync it to disk, and then add them to ``records``. Their checksums are filled in.
+        """Fill in the checksums of ``records``, append them to the file, and sync it to disk.
 
         After an error the log is unchanged, but ``exposed`` is True if other processes may have read the new records.
         """
-        records = records.copy()
         lines: Any = records.view(np.uint8)
         records["crc"] = _checksums(lines)
         at = self.count * RECORD.itemsize

@@ -31,6 +31,8 @@ from gleanrl.buffer.table import INSTRUCTION, RowSource, Table
 from gleanrl.buffer.trajectory import FlatTrajectory
 from gleanrl.utils.errors import UserError
 
+ENDS = ["row", "steps", "batch", "final", "finals"]  # fields of a record that tell which rows come after its own
+
 
 class Instructions(Protocol):
     """Returns task descriptions by their numbers."""
@@ -165,6 +167,7 @@ class OpenFiles:
     texts: Texts
     tables: list[Table] = field(default_factory=list)
     seen: int = 0  # number of log records whose rows are published in `tables`
+    dropped: Manifest | None = None  # the manifest according to which segments were dropped last
 
     def close(self) -> None:
         for table in self.tables:
@@ -485,9 +488,8 @@ class BufferReader(Reader):
         count = opened.log.count
         fresh = opened.log.records[opened.seen : count]
         with self._changed:  # no thread may enter `held` before the tables and the snapshot are both updated
-            self._publish_rows(fresh, skip_unreadable=skip_unreadable)
-            for table in opened.tables:
-                table.index.append(fresh, np.flatnonzero(fresh["schema"] == table.number))
+            for table, own in self._publish_rows(fresh, skip_unreadable=skip_unreadable):
+                table.index.append(fresh, own)
             opened.texts.instructed = opened.texts.instructed or bool((fresh["flags"] & INSTRUCTED).any())
             opened.seen = count
             self._publish_snapshot()
@@ -506,22 +508,30 @@ class BufferReader(Reader):
             epoch, manifest.first, next_id, tuple(opened.tables), tuple(spans), records, opened.texts
         )
 
-    def _publish_rows(self, records: np.ndarray[Any, Any], *, skip_unreadable: bool) -> None:
-        """Publish the rows of these log records, and open their tables if needed. For errors see `Columns.publish`."""
+    def _publish_rows(
+        self, records: np.ndarray[Any, Any], *, skip_unreadable: bool
+    ) -> list[tuple[Table, np.ndarray[Any, Any]]]:
+        """Publish the rows of these log records, and open their tables if needed. For errors see `Columns.publish`.
+
+        Returns the tables that have any of the records, each with the indices of its records.
+        """
         opened = self._opened
         known = max(int((records["schema"] + 1).max(initial=0)), len(opened.manifest.rows))
         for number in range(len(opened.tables), known):
             opened.tables.append(Table.open(opened.files, number))
-        self._drop_segments()
+        if opened.dropped is not opened.manifest:
+            self._drop_segments()
+        found = []
         for table in opened.tables:
             own = np.flatnonzero(records["schema"] == table.number)
             if len(own):
-                last = records[own[-1]]
-                rows = int(last["row"]) + int(last["steps"]) * int(last["batch"])
-                finals = int(last["final"]) + int(last["finals"])
-                self._make_fit(table, (rows, finals))
-                for part, end in zip(table.parts, (rows, finals), strict=True):
+                found.append((table, own))
+                row, steps, batch, final, finals = records[ENDS][own[-1]].item()
+                ends = row + steps * batch, final + finals
+                self._make_fit(table, ends)
+                for part, end in zip(table.parts, ends, strict=True):
                     part.publish(end, skip_unreadable=skip_unreadable)
+        return found
 
     def _drop_segments(self) -> None:
         """Drop the segments that have no trajectory kept by the manifest, and unmap them once no thread reads them."""
@@ -534,6 +544,7 @@ class BufferReader(Reader):
             if dropped:
                 self._drops = number
                 self._unmap()
+            self._opened.dropped = self.manifest
 
     def _unmap(self) -> None:
         """Unmap the dropped segments that no thread can be reading.

@@ -288,7 +288,7 @@ class MappedTable:
                 if column is None:
                     field = fields[path]
                     if path == LEFT:
-                        column = steps_left(TrajectoryBlock([mapped.trajectory]).cuts).reshape(-1)
+                        column = torch.from_numpy(steps_left(TrajectoryBlock([mapped.trajectory]).cuts)).reshape(-1)
                     else:
                         column = mapped.instructions if path == INSTRUCTION else mapped.trajectory.columns.get(path)
                     if column is None or Field.of(path, column) != field:

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gleanrl.buffer.columns import PAGE, Columns, Field, octets
+from gleanrl.buffer.columns import PAGE, Columns, Field, as_array, octets
 from gleanrl.buffer.files import CheckedJson, Files, crc32
 from gleanrl.buffer.trajectory import FieldPath, TrajectoryBlock, steps_left
 from gleanrl.utils.errors import UserError
@@ -53,8 +53,9 @@ class Schema:
         row_nbytes: bytes of a row in all columns, without its final observation.
     """
 
-    def __init__(self, fields: tuple[Field, ...]) -> None:
-        self.fields, self._hash = fields, hash(fields)
+    def __init__(self, fields: Iterable[Field]) -> None:
+        self.fields = fields = tuple(fields)
+        self._hash = hash(fields)
         self.paths = tuple(field.path for field in fields)
         by_path = {field.path: field for field in fields}
         small = [Field(LEFT, torch.int32, ()), Field(INSTRUCTION, torch.int64, ())]
@@ -79,20 +80,27 @@ class Schema:
         self.record_nbytes = -(-offset // 16) * 16
         self.row_nbytes = self.record_nbytes + sum(field.nbytes for field in large)
 
+        # a record as a NumPy dtype, whose elements are the bytes of a field each, and are named by the field's number
+        places = {str(i): own for i, own in enumerate(self.packed.values()) if own[0].nbytes}
+        self._record = np.dtype(
+            {
+                "names": list(places),
+                "formats": [f"V{field.nbytes}" for field, _ in places.values()],
+                "offsets": [offset for _, offset in places.values()],
+                "itemsize": self.record_nbytes,
+            }
+        )
+        self._parts = [(name, field.path, self._record[name]) for name, (field, _) in places.items()]
         # path of a packed field -> field, dtype of its elements in NumPy, index of the first one, and of that behind it
         self._elements: dict[FieldPath, tuple[Field, np.dtype[Any], int, int]] = {}
         for path, (field, offset) in self.packed.items():
-            size = field.dtype.itemsize
-            try:
-                elements = torch.empty(0, dtype=field.dtype).numpy().dtype
-            except TypeError:  # NumPy lacks the dtype, so its elements are copied as integers
-                elements = np.dtype(f"u{size}")
+            size, elements = field.dtype.itemsize, as_array(torch.empty(0, dtype=field.dtype)).dtype
             self._elements[path] = field, elements, offset // size, (offset + field.nbytes) // size
 
     @staticmethod
     def of(columns: Mapping[FieldPath, Tensor]) -> Schema:
         """Return the schema of a trajectory's columns ``[n, ...]``."""
-        return _schema(tuple(Field.of(path, columns[path]) for path in sorted(columns)))
+        return _schema(tuple([(path, column.dtype, column.shape[1:]) for path, column in sorted(columns.items())]))
 
     def __eq__(self, other: object) -> bool:
         return self is other or (isinstance(other, Schema) and self.fields == other.fields)
@@ -100,15 +108,19 @@ class Schema:
     def __hash__(self) -> int:
         return self._hash
 
-    def pack(self, columns: Mapping[FieldPath, Tensor], count: int) -> Tensor:
-        """Pack the small fields of ``count`` rows into records, uint8 ``[count, record_nbytes]``."""
-        parts, nbytes = list[Tensor](), 0
-        for path, (field, _) in self.packed.items():
-            if field.nbytes:
-                parts.append(columns[path].reshape(count, -1).view(torch.uint8))
-                nbytes += field.nbytes
-        parts.append(torch.zeros(count, self.record_nbytes - nbytes, dtype=torch.uint8))
-        return torch.cat(parts, dim=1)
+    def pack(self, columns: Mapping[FieldPath, Tensor], added: Mapping[FieldPath, Any], count: int) -> memoryview:
+        """Pack the small fields of ``count`` rows into records, and return the bytes of these.
+
+        Args:
+            columns: the fields of the trajectories, contiguous tensors ``[count, ...]``.
+            added: the fields that the buffer adds, contiguous arrays ``[count]``.
+            count: number of rows.
+        """
+        records = np.zeros(count, self._record)
+        for name, path, part in self._parts:
+            column = added[path] if path in added else as_array(columns[path])
+            records[name] = column.reshape(-1).view(part)
+        return octets(records)
 
     def unpack(self, records: np.ndarray[Any, Any], paths: Iterable[FieldPath]) -> dict[FieldPath, Tensor]:
         """Return the fields ``paths`` of n records, each an element of ``records``, as new tensors ``[n, ...]``."""
@@ -125,7 +137,9 @@ class Schema:
         return found
 
 
-_schema = lru_cache(maxsize=256)(Schema)
+@lru_cache(maxsize=256)
+def _schema(fields: tuple[tuple[FieldPath, torch.dtype, tuple[int, ...]], ...]) -> Schema:
+    return Schema(Field(path, dtype, tuple(shape)) for path, dtype, shape in fields)
 
 
 def segment_rows(target_nbytes: int, widths: Iterable[int]) -> int:
@@ -201,14 +215,16 @@ class Index:
 
     def append(self, records: np.ndarray[Any, Any], where: np.ndarray[Any, Any]) -> None:
         """Append the trajectories whose log records are ``records[where]``."""
-        count = self._count + len(where)
+        records, count = records[where], self._count + len(where)
         if count > self._all.shape[1]:
             grown = np.zeros((3, max(count, 2 * self._count)), np.int64)
             grown[:, : self._count] = self._all[:, : self._count]
             self._all = grown
-        rows = records["steps"][where].astype(np.int64) * records["batch"][where]
+        rows = np.multiply(records["steps"], records["batch"], dtype=np.int64)
         ends = self._rows + np.cumsum(rows)
-        self._all[:, self._count : count] = records["id"][where], records["row"][where], ends - rows
+        self._all[0, self._count : count] = records["id"]
+        self._all[1, self._count : count] = records["row"]
+        self._all[2, self._count : count] = ends - rows
         self._count, self._rows = count, int(ends[-1]) if len(ends) else self._rows
 
     @property
@@ -320,40 +336,42 @@ class Table:
         except (msgspec.DecodeError, ValueError, TypeError, ArithmeticError) as error:
             raise UserError(f"{files.where(name)}: damaged ({error})") from None
 
-    def write(self, block: TrajectoryBlock, instructions: Tensor, touched: set[int]) -> dict[str, Any]:
+    def write(self, block: TrajectoryBlock, instructions: np.ndarray[Any, Any], touched: set[int]) -> dict[str, Any]:
         """Append the rows of trajectories to ``columns`` and ``final_columns``.
 
         The rows can be read after `Columns.publish` was called for both.
 
         Args:
             block: the trajectories.
-            instructions: int64 ``[n * T * B]``, for each row the number of its task description, or -1.
+            instructions: int64 ``[n, T * B]``, for each row the number of its task description, or -1.
             touched: set to which the descriptors of the written files are added, because the caller must sync them.
 
         Returns:
             The fields of `log.RECORD` that state where the trajectories are stored, and the checksums of their rows.
         """
         row, final, n = self.columns.end, self.final_columns.end, len(block.members)
-        packed = {**block.columns, LEFT: steps_left(block.cuts).reshape(-1), INSTRUCTION: instructions}
-        finals, counts = list[Tensor](), np.zeros(n, np.int64)
+        added = {LEFT: steps_left(block.cuts), INSTRUCTION: instructions}
+        finals, counts = list[memoryview](), np.zeros(n, np.int64)
         if self._deduplicated:
             last = ~followed(block.columns, block.shape, self.schema.deduplicated).reshape(-1)
             counts = last.reshape(n, -1).sum(dim=1).numpy()
             next_rows = row + block.batch + torch.arange(block.count)
             next_rows[last] = -1 - (final + torch.arange(int(counts.sum())))
-            packed[NEXT] = next_rows
-            finals = [block.columns[path][last].contiguous() for path in self._deduplicated]
-        columns = [self.schema.pack(packed, block.count), *(block.columns[path] for path in self._large)]
-        touched |= self.columns.write(columns)
-        if counts.any():
-            touched |= self.final_columns.write(finals)
-        checksums = [0] * n
-        for part, sizes in ((columns, np.full(n, block.rows_each)), (finals, counts)):
-            for column in part:
-                data, width, begin = octets(column), column[:1].nbytes, 0
-                for i, size in enumerate(sizes.tolist()):
+            added[NEXT] = next_rows.numpy()
+            finals = [octets(block.columns[path][last].contiguous()) for path in self._deduplicated]
+        columns = [self.schema.pack(block.columns, added, block.count)]
+        columns += [octets(block.columns[path]) for path in self._large]
+        touched |= self.columns.write(columns, block.count)
+        checksums, parts = [0] * n, [(columns, [block.rows_each] * n)]
+        if count := int(counts.sum()):
+            touched |= self.final_columns.write(finals, count)
+            parts.append((finals, counts.tolist()))
+        for columns, sizes in parts:
+            for column in columns:
+                width, begin = len(column) // sum(sizes), 0
+                for i, size in enumerate(sizes):
                     end = begin + size * width
-                    checksums[i] = crc32(data[begin:end], checksums[i])
+                    checksums[i] = crc32(column[begin:end], checksums[i])
                     begin = end
         return {
             "row": row + block.rows_each * np.arange(n),

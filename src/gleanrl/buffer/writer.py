@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from msgspec.structs import replace
 
 from gleanrl.buffer.files import Files
@@ -149,15 +148,15 @@ class BufferWriter(BufferReader):
 
             own = records[done : done + len(block.members)]
             done += len(own)
-            instructions = torch.full((len(own), block.rows_each), -1, dtype=torch.int64)
+            instructions = np.full((len(own), block.rows_each), -1)
             for i, member in enumerate(block.members):
                 text = text_of(member)
                 place, numbers = texts.add(text, member.instructions)
                 own["text_begin"][i], own["text"][i], own["text_nbytes"][i] = place
                 own["text_crc"][i] = text_checksum(text, member.instructions)
                 if numbers:
-                    instructions[i] = torch.tensor(numbers)
-            stored = table.write(block, instructions.reshape(-1), touched)
+                    instructions[i] = numbers
+            stored = table.write(block, instructions, touched)
             for name, value in (stored | block_statistics(block)).items():
                 own[name] = value
         self._opened.files.sync(touched)
@@ -314,7 +313,7 @@ class BufferWriter(BufferReader):
         with self._replacing_files(fresh):
             texts.copy(fresh.texts, begin)
             with closing(Log(self._opened.files, fresh.log, writable=True)) as log:
-                log.append(kept)
+                log.append(kept.copy())
         return True
 
     # --- replacing everything --------------------------------------------------------------------
@@ -457,7 +456,7 @@ def block_statistics(block: TrajectoryBlock) -> dict[str, Any]:
         "steps": steps,
         "batch": batch,
         "epochs": [member.epochs for member in block.members],
-        "episodes": block.ends.reshape(n, -1).sum(dim=1).numpy(),
+        "episodes": block.ends.reshape(n, -1).sum(axis=1),
     }
     intervened = block.columns.get(("intervene_flags",))
     if intervened is not None:
@@ -468,5 +467,5 @@ def block_statistics(block: TrajectoryBlock) -> dict[str, Any]:
         found["version_low"], found["version_high"] = lowest.numpy(), highest.numpy()
     rewards = block.columns.get(("rewards",))
     if rewards is not None:
-        found["reward"] = rewards.reshape(n, -1).double().sum(dim=1).numpy()
+        found["reward"] = rewards.double().numpy().reshape(n, -1).sum(axis=1)
     return found

@@ -152,7 +152,7 @@ def _view(args: argparse.Namespace) -> int:
             total = ""
             if rewards is not None:
                 total = f"{float(rewards.reshape(rows.steps, rows.batch, -1)[:, b].double().sum()):.6g}"
-            stops = [-1, *ends[:, b].nonzero().reshape(-1).tolist()]
+            stops = [-1, *ends[:, b].nonzero()[0].tolist()]
             lengths = [str(end - begin) for begin, end in pairwise(stops)]
             if stops[-1] < rows.steps - 1:
                 lengths.append(f"{rows.steps - 1 - stops[-1]} unfinished")
