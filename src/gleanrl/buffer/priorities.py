@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Hashable, Sequence
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -25,6 +24,8 @@ LEAST, MOST = 1e-100, 1e100  # limits of priority ** exponent; sums of larger we
 class SumTree:
     """A tree of weights, from which positions are drawn with probabilities in proportion to their weights.
 
+    A node has the sum of the weights below it, and the highest of them.
+
     A node has 32 children, and the highest level has up to 8192 nodes, so the tree has few levels. All operations are
     vectorised: they process many positions together, one level after the other. Each such call takes microseconds
     whatever it does, so a binary tree would be slower. Sums are float64. With 2^30 positions, rounding shifts the
@@ -37,21 +38,23 @@ class SumTree:
 
     def __init__(self, capacity: int = 1024) -> None:
         # the weights of the positions, then for each level the sums of `CHILDREN` consecutive values of the one below
-        self._levels: list[Tensor] = []
-        while not self._levels or capacity > self.HIGHEST:
-            capacity = -(-capacity // self.CHILDREN) if self._levels else max(1, capacity)
-            self._levels.append(torch.zeros(-(-capacity // self.CHILDREN) * self.CHILDREN, dtype=torch.float64))
-        self._weights: Floats = self._levels[0].numpy()
+        self._sums: list[Tensor] = []
+        while not self._sums or capacity > self.HIGHEST:
+            capacity = -(-capacity // self.CHILDREN) if self._sums else max(1, capacity)
+            self._sums.append(torch.zeros(-(-capacity // self.CHILDREN) * self.CHILDREN, dtype=torch.float64))
+        # the same weights, then for each level the highest of `CHILDREN` consecutive values of the one below
+        self._maxima = [self._sums[0], *(torch.zeros_like(level) for level in self._sums[1:])]
+        self._weights: Floats = self._sums[0].numpy()
         self.capacity = len(self._weights)
 
     @property
     def total(self) -> float:
-        return float(self._levels[-1].sum())
+        return float(self._sums[-1].sum())
 
     @property
     def highest(self) -> float:
-        """The highest weight. It is searched among all positions."""
-        return float(self._levels[0].max())
+        """The highest weight."""
+        return float(self._maxima[-1].max())
 
     def at(self, positions: Ints) -> Floats:
         """Return the weights of ``positions``."""
@@ -60,28 +63,32 @@ class SumTree:
     def set(self, positions: Ints, weights: Floats | float) -> None:
         """Set the weights of ``positions``. If a position occurs twice, the last weight is used."""
         self._weights[positions] = weights
-        for below, level in pairwise(self._levels):
+        for i in range(1, len(self._sums)):
             positions = positions >> self.CHILDREN_BITS
             if len(positions) > self.HIGHEST:  # consecutive positions, as of many new rows, have few different parents
                 positions = positions[np.flatnonzero(np.diff(positions, prepend=-1))]
             nodes = torch.from_numpy(positions)
-            level.index_copy_(0, nodes, below.view(-1, self.CHILDREN).index_select(0, nodes).sum(dim=1))
+            below = self._sums[i - 1].view(-1, self.CHILDREN).index_select(0, nodes)
+            self._sums[i].index_copy_(0, nodes, below.sum(dim=1))
+            if i > 1:
+                below = self._maxima[i - 1].view(-1, self.CHILDREN).index_select(0, nodes)
+            self._maxima[i].index_copy_(0, nodes, below.amax(dim=1))
 
     def find(self, sums: Floats) -> Ints:
         """Return for each of ``sums``, in [0, total), the first position at which the cumulative weight exceeds it."""
-        ends = self._levels[-1].cumsum(0).numpy()
+        ends = self._sums[-1].cumsum(0).numpy()
         # without the minimum, rounding errors could lead behind the last position that has a weight
         left = np.minimum(sums, np.nextafter(ends[-1], 0.0))
-        nodes = np.searchsorted(ends, left, side="right")
-        left -= np.where(nodes, ends[nodes - 1], 0.0)
-        every = np.arange(len(nodes))
-        for level in self._levels[-2::-1]:
+        nodes = ends.searchsorted(left, side="right")
+        before = np.where(nodes, ends[nodes - 1], 0.0)
+        for level in self._sums[-2::-1]:
             # torch has a faster cumulative sum of rows than NumPy, and a binary search in each row
             cumulative = torch.from_numpy(level.numpy().reshape(-1, self.CHILDREN).take(nodes, axis=0)).cumsum(1)
             ends = cumulative.numpy()
-            left = np.minimum(left, np.nextafter(ends[:, -1], 0.0))
+            left = np.minimum(left - before, np.nextafter(ends[:, -1], 0.0))
             child = torch.searchsorted(cumulative, torch.from_numpy(left[:, None]), right=True).numpy()[:, 0]
-            left -= np.where(child, ends[every, child - 1], 0.0)
+            if level is not self._sums[0]:
+                before = np.where(child, ends[np.arange(len(nodes)), child - 1], 0.0)
             nodes = (nodes << self.CHILDREN_BITS) + child
         return nodes
 
@@ -134,32 +141,35 @@ class Priorities:
         self._epoch: Hashable = None
         self.lock = threading.Lock()
 
-    def draw(self, reader: Reader, drawn: Floats) -> tuple[Snapshot, list[tuple[int, Ints, Ints]], Floats]:
+    def draw(self, reader: Reader, drawn: Floats) -> tuple[Snapshot, list[tuple[int, Ints | slice, Ints]], Floats]:
         """Draw a row for each of the uniform random numbers ``drawn``, ``[n]`` in [0, 1), with replacement.
 
         Returns:
             The snapshot from which the rows were drawn; for each table from which there are any, its number, the places
-            of its rows in the draw, and the rows; and the probabilities ``[n]`` with which the rows were drawn.
+            of its rows in the draw (a slice if these are all), and the rows; and the probabilities ``[n]`` with which
+            the rows were drawn.
 
         Raises:
             UserError: there are no rows.
         """
         with self.lock:
             now = self._cover(reader)
-            totals = np.array([own.tree.total for own in self._own])
-            ends = np.cumsum(totals)
-            if not len(ends) or not ends[-1]:
+            totals = [own.tree.total for own in self._own]
+            whole = sum(totals)
+            if not whole:
                 raise UserError("the buffer is empty")
-            sums, probabilities = drawn * ends[-1], np.empty(len(drawn))
-            tables = np.minimum(np.searchsorted(ends, sums, side="right"), np.flatnonzero(totals)[-1])
-            found = []
-            for number, own in enumerate(self._own):
-                [places] = np.nonzero(tables == number)
-                if len(places):
-                    # rounding must not lead below 0, where the first position may have no weight
-                    positions = own.tree.find(np.maximum(sums[places] - (ends - totals)[number], 0.0))
-                    probabilities[places] = own.tree.at(positions) / ends[-1]
+            sums, probabilities, before = drawn * whole, np.empty(len(drawn)), 0.0
+            found = list[tuple[int, Ints | slice, Ints]]()
+            for number, (own, total) in enumerate(zip(self._own, totals, strict=True)):
+                places: Ints | slice = slice(None)
+                if total < whole:
+                    end = before + total if any(totals[number + 1 :]) else np.inf
+                    places = np.flatnonzero((sums >= before) & (sums < end))
+                if total and (isinstance(places, slice) or len(places)):
+                    positions = own.tree.find(sums[places] - before)
+                    probabilities[places] = own.tree.at(positions) / whole
                     found.append((number, places, positions + own.base))
+                before += total
             return now, found, probabilities
 
     def update(self, reader: Reader, tables: Ints, rows: Ints, priorities: Floats) -> None:
@@ -175,9 +185,10 @@ class Priorities:
         """
         with np.errstate(all="ignore"):
             weights = priorities**self.exponent
-        if len(wrong := priorities[~((priorities > 0) & (weights >= LEAST) & (weights <= MOST))]):
+        right = (priorities > 0) & (weights >= LEAST) & (weights <= MOST)
+        if not right.all():
             allowed = f"a positive number whose power {self.exponent:g} is from {LEAST:g} to {MOST:g}"
-            raise UserError(f"the priority {wrong[0]:g}: a priority is {allowed}")
+            raise UserError(f"the priority {priorities[~right][0]:g}: a priority is {allowed}")
         with self.lock:
             self._cover(reader)
             for number, own in enumerate(self._own):

@@ -279,9 +279,10 @@ class Sampler:
         with self._held():
             drawn = torch.rand(num_chunks, generator=self.generator, dtype=torch.float64).numpy()
             now, drawn_rows, probabilities = self._priorities().draw(self.storage, drawn)
-            found: Pieces = [
-                (number, torch.from_numpy(places), torch.from_numpy(rows)) for number, places, rows in drawn_rows
-            ]
+            found: Pieces = []
+            for number, places, rows in drawn_rows:
+                all_places = places if isinstance(places, slice) else torch.from_numpy(places)
+                found.append((number, all_places, torch.from_numpy(rows)))
             kept = [number for number, (first, end) in enumerate(now.spans) if first < end]
             batch = _read(now, found, num_chunks, fields, kept)
             weights = (now.count_rows() * probabilities) ** -beta
