@@ -198,6 +198,24 @@ def test_checkpoints_of_several_ranks_are_loaded_up_to_max_bytes(tmp_path: Path)
         assert_same(newest, trajectory(19, steps=30))
 
 
+@pytest.mark.parametrize("quota", [None, 1 << 20])
+def test_max_bytes_holds_after_a_checkpoint_is_loaded(tmp_path: Path, quota: int | None) -> None:
+    with TrajectoryReplayBuffer(tmp_path / "work", max_bytes=quota) as buffer:
+        for number in range(5):
+            buffer.add_trajectories([plain(number)])
+        buffer.save_checkpoint(tmp_path / "checkpoint")
+        for number in range(5, 12):  # rows in a file that the checkpoint shares
+            buffer.add_trajectories([plain(number)])
+    for part, limit in (("small", 1 << 19), ("enough", 1 << 20)):
+        with TrajectoryReplayBuffer(tmp_path / part, max_bytes=limit) as loaded:
+            loaded.load_checkpoint(tmp_path / "checkpoint")
+            for number in range(5, 25):
+                assert 0 < disk_usage(tmp_path / part) <= limit + SLACK
+                assert_same(loaded.trajectory(loaded.trajectory_counter - 1, verify=True), plain(number - 1))
+                loaded.add_trajectories([plain(number)])
+            assert len(loaded) >= 1
+
+
 @pytest.mark.parametrize("limit", ["max_rows", "max_bytes", "max_age"])
 @pytest.mark.parametrize("value", [0, -1, float("nan")])
 def test_a_limit_that_keeps_nothing_is_refused(tmp_path: Path, limit: str, value: float) -> None:

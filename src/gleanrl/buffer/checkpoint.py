@@ -140,10 +140,12 @@ def load(
     ranks: int,
     pickles: bool = False,
     before_commit: Callable[[], object] = bool,
-) -> None:
+) -> bool:
     """Replace the content of a buffer by the trajectories that rank ``rank`` of ``ranks`` loads from checkpoints.
 
-    The content is replaced completely or not at all, even if the process crashes.
+    The content is replaced completely or not at all, even if the process crashes. A single native checkpoint that fits
+    into the buffer's limit of bytes is loaded by its files. Otherwise its trajectories are added one after the other,
+    and get new ids and row numbers. Returns whether ids and row numbers are those of the checkpoint.
 
     Args:
         writer: the buffer.
@@ -155,11 +157,13 @@ def load(
     """
     if len(paths) == 1 and ranks == 1 and (paths[0] / Manifest.NAME).is_file():
         with closing(BufferReader(paths[0])) as source:
-            writer.adopt(source, before_commit)
-        return
+            if writer.can_adopt(source):
+                writer.adopt(source, before_commit)
+                return True
     with writer.replacing():
         add_all(writer, trajectories_of_rank(paths, rank=rank, ranks=ranks, pickles=pickles))
         before_commit()
+    return False
 
 
 def add_all(writer: BufferWriter, trajectories: Iterable[FlatTrajectory]) -> None:

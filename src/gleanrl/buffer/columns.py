@@ -289,10 +289,21 @@ class Columns:
         for space in old:
             space.close()
 
-    def kept_files(self) -> dict[str, bool]:
-        """Return a dict with the file name of each kept segment, and whether rows will still be added to the file."""
-        kept = [segment for segment in sorted(self._mapped.values()) if segment >= self._first]
-        return {self._name.format(segment): (segment + 1) * self.capacity > self.rows for segment in kept}
+    def kept_files(self) -> dict[str, list[tuple[int, int]]]:
+        """Return a dict with the file name of each kept segment.
+
+        The value is empty for a full segment. Else it is the parts of the file that have published rows, as begin and
+        end for each column. The other parts may have rows that the writer adds later, also to a file which a
+        checkpoint shares with it.
+        """
+        found = dict[str, list[tuple[int, int]]]()
+        for segment in sorted(self._mapped.values()):
+            if segment >= self._first:
+                count, parts = self.rows - segment * self.capacity, list[tuple[int, int]]()
+                if count < self.capacity:
+                    parts = [(at, at + count * width) for at, width in zip(self._offsets, self._widths, strict=True)]
+                found[self._name.format(segment)] = parts
+        return found
 
     # --- reading ---------------------------------------------------------------------------------
     def gather(self, rows: Tensor, which: Sequence[int]) -> list[Tensor]:

@@ -142,13 +142,17 @@ class Files:
             for file in files:
                 os.fdatasync(file) if hasattr(os, "fdatasync") else os.fsync(file)
 
-    def take(self, source: Files, name: str, nbytes: int | None = None) -> None:
+    def take(
+        self, source: Files, name: str, nbytes: int | None = None, *, parts: Iterable[tuple[int, int]] = ()
+    ) -> None:
         """Add the file ``name`` of ``source`` under the same name, as a hard link if possible and else as a copy.
 
-        With ``nbytes``, the new file is always a copy, of the first ``nbytes``. A hard link survives a power cut only
-        after the caller has synced this folder. Raises `FileExistsError` if a file of this name exists.
+        With ``nbytes``, the new file is always a copy, of the first ``nbytes``. With ``parts``, it is always a copy of
+        the same size. It has only the bytes from ``begin`` to ``end`` - 1 for each part ``(begin, end)``, and zeros
+        elsewhere, which occupy no disk space. A hard link survives a power cut only after the caller has synced this
+        folder. Raises `FileExistsError` if a file of this name exists.
         """
-        if nbytes is None and self.folder is not None and source.folder is not None:
+        if nbytes is None and not parts and self.folder is not None and source.folder is not None:
             try:
                 os.link(source.where(name), self.where(name))
                 return
@@ -159,16 +163,16 @@ class Files:
         try:
             size = os.fstat(file).st_size if nbytes is None else nbytes
             os.ftruncate(target, size)
-            at = 0
-            while at < size:
-                try:
-                    # holes of a sparse file are skipped, because a new segment consists mostly of one hole
-                    at = os.lseek(file, at, os.SEEK_DATA)
-                except OSError:  # there are no data behind `at`
-                    break
-                end = min(size, os.lseek(file, at, os.SEEK_HOLE))
-                while at < end and (data := os.pread(file, min(1 << 22, end - at), at)):
-                    at += os.pwrite(target, data, at)
+            for at, part_end in parts or [(0, size)]:
+                while at < part_end:
+                    try:
+                        # holes of a sparse file are skipped, because a new segment consists mostly of one hole
+                        at = os.lseek(file, at, os.SEEK_DATA)
+                    except OSError:  # there are no data behind `at`
+                        break
+                    end = min(part_end, os.lseek(file, at, os.SEEK_HOLE))
+                    while at < end and (data := os.pread(file, min(1 << 22, end - at), at)):
+                        at += os.pwrite(target, data, at)
             self.sync([target])
         finally:
             os.close(file)

@@ -230,6 +230,9 @@ class TrajectoryReplayBuffer(Sampler):
         The random stream of this rank continues if the checkpoint was saved by the same number of ranks and this rank
         loads the part that it saved. Otherwise the rank gets a new stream.
 
+        If the checkpoint exceeds ``max_bytes``, or has larger files than this buffer would write, its newest
+        trajectories are copied. They get new ids, and their priorities are reset.
+
         Args:
             load_path: a checkpoint in the native format, a directory of RLinf, a LeRobot data set, or a folder with one
                 of these for each rank.
@@ -248,8 +251,8 @@ class TrajectoryReplayBuffer(Sampler):
         rank, ranks = (local_rank, world_size) if is_distributed else (0, 1)
         paths = checkpoint.shards(Path(load_path))
         state = checkpoint.read_sampler_state(paths, seed=self.seed, stream=self.rank, rank=rank, ranks=ranks)
-        checkpoint.load(writer, paths, rank=rank, ranks=ranks, pickles=pickles, before_commit=before_commit)
-        if self.priorities is not None and state.priorities is not None:
+        same = checkpoint.load(writer, paths, rank=rank, ranks=ranks, pickles=pickles, before_commit=before_commit)
+        if same and self.priorities is not None and state.priorities is not None:
             self.priorities.restore(writer, state.priorities)
         self.stream.restore(state.generator)
         self.seed = state.seed

@@ -97,6 +97,13 @@ class Schema:
             size, elements = field.dtype.itemsize, as_array(torch.empty(0, dtype=field.dtype)).dtype
             self._elements[path] = field, elements, offset // size, (offset + field.nbytes) // size
 
+    def capacity(self, segment_nbytes: int) -> tuple[int, int]:
+        """Return the capacity of a `Table` whose segments have about ``segment_nbytes``."""
+        rows = segment_rows(segment_nbytes, [self.record_nbytes, *(field.nbytes for field in self.large)])
+        if not self.deduplicated:
+            return rows, 1
+        return rows, segment_rows(segment_nbytes // 8, [field.nbytes for field in self.deduplicated])
+
     @staticmethod
     def of(columns: Mapping[FieldPath, Tensor]) -> Schema:
         """Return the schema of a trajectory's columns ``[n, ...]``."""
@@ -303,13 +310,9 @@ class Table:
         self._deduplicated = {field.path: i for i, field in enumerate(schema.deduplicated)}
 
     @classmethod
-    def create(cls, files: Files, number: int, schema: Schema, segment_nbytes: int) -> Table:
+    def create(cls, files: Files, number: int, schema: Schema, capacity: tuple[int, int]) -> Table:
         """Create an empty table and write its schema file. Raises `OSError` if the file cannot be written."""
-        rows = segment_rows(segment_nbytes, [schema.record_nbytes, *(field.nbytes for field in schema.large)])
-        finals = 1
-        if schema.deduplicated:
-            finals = segment_rows(segment_nbytes // 8, [field.nbytes for field in schema.deduplicated])
-        table = cls(files, number, schema, (rows, finals))
+        table = cls(files, number, schema, capacity)
         fields = [(own.path, str(own.dtype).removeprefix("torch."), own.shape) for own in schema.fields]
         description = Description(fields=fields, capacity=table.capacity)
         files.write_text(table.schema_file, description.encode().decode())
@@ -432,8 +435,8 @@ class Table:
         """Disk space that the table's segments occupy, in bytes."""
         return sum(part.nbytes(part.rows) for part in self.parts)
 
-    def kept_files(self) -> dict[str, bool]:
-        """Return a dict with the file name of each kept segment, and whether rows will still be added to the file."""
+    def kept_files(self) -> dict[str, list[tuple[int, int]]]:
+        """Return the files of the kept segments (see `Columns.kept_files`)."""
         return self.columns.kept_files() | self.final_columns.kept_files()
 
     def close(self) -> None:

@@ -171,15 +171,19 @@ class BufferWriter(BufferReader):
         for table in reversed(tables):
             if table.schema == schema:
                 return table
+        table = Table.create(self._opened.files, len(tables), schema, self._capacity(schema))
+        tables.append(table)
+        return table
+
+    def _capacity(self, schema: Schema) -> tuple[int, int]:
+        """Return the capacity of the tables that this writer creates."""
         # segments are smaller than requested if the limits allow fewer than `PARTS` of that size
         nbytes, limits = self._segment_nbytes, self.limits
         if limits.rows is not None:
             nbytes = min(nbytes, limits.rows // PARTS * schema.row_nbytes)
         if limits.nbytes is not None:
             nbytes = min(nbytes, limits.nbytes // PARTS)
-        table = Table.create(self._opened.files, len(tables), schema, nbytes)
-        tables.append(table)
-        return table
+        return schema.capacity(nbytes)
 
     def _write_known(self) -> None:
         """Write the id after the last record to the manifest, so that the loss of log records is detected as damage."""
@@ -317,12 +321,23 @@ class BufferWriter(BufferReader):
         return True
 
     # --- replacing everything --------------------------------------------------------------------
+    def can_adopt(self, source: BufferReader) -> bool:
+        """Return whether the files of ``source`` fit into ``limits.nbytes``, and its segments are small enough for it.
+
+        Larger segments than this writer creates could not be dropped one after the other to make room.
+        """
+        if self.limits.nbytes is None:
+            return True
+        small = all(own.capacity[0] <= self._capacity(own.schema)[0] for own in source._opened.tables)
+        return small and source.nbytes <= self.limits.nbytes
+
     def adopt(self, source: BufferReader, before_commit: Callable[[], object] = bool) -> None:
         """Replace the content by that of another buffer or checkpoint, completely or not at all, even after a crash.
 
         The files of ``source`` are added to this folder under the names of a new epoch. Files to which data may still
-        be appended are copied, and all others are hard links. ``before_commit`` is called after all files are added and
-        before they replace the old content. If it raises an error, the buffer keeps its old content.
+        be appended are copied without what is not part of ``source``, and all others are hard links. ``before_commit``
+        is called after all files are added and before they replace the old content. If it raises an error, the buffer
+        keeps its old content.
         """
         with self.lock:
             self._check_writable()
@@ -333,13 +348,11 @@ class BufferWriter(BufferReader):
             target = self._all.with_prefix(fresh.prefix)
             with self._replacing_files(fresh):
                 target.take(opened.files, opened.log.name, (next_id - source.manifest.base) * RECORD.itemsize)
-                name = opened.texts.name
-                target.take(opened.files, name, Path(opened.files.where(name)).stat().st_size)
+                target.take(opened.files, opened.texts.name, opened.texts.nbytes)
                 for table in opened.tables:
                     target.take(opened.files, table.schema_file)
-                    for name, grows in table.kept_files().items():
-                        nbytes = Path(opened.files.where(name)).stat().st_size if grows else None
-                        target.take(opened.files, name, nbytes)
+                    for name, parts in table.kept_files().items():
+                        target.take(opened.files, name, parts=parts)
                 if self.folder is not None:
                     atomic.sync(self.folder)
                 before_commit()
