@@ -27,6 +27,7 @@ import asyncio
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
@@ -45,19 +46,36 @@ STOPS = tuple(range(1, VOCABULARY, 4))
 PAD = 0
 
 
+@dataclass(frozen=True)
 class Work:
-    """The random tokens of the environment: an opening for each group, and an observation for each turn."""
+    """What the environment says: an opening and an observation after each turn for each episode, and the stop tokens.
 
-    def __init__(self, episodes: int, turns: int, seed: int = 0) -> None:
-        random = np.random.default_rng(seed)
-        openings = [self._text(random, 30, 41) for _ in range(-(-episodes // GROUP))]
-        self.openings = [openings[i // GROUP] for i in range(episodes)]
-        self.observations = [[self._text(random, 4, 21) for _ in range(turns)] for _ in range(episodes)]
-        self.episodes, self.turns = episodes, turns
+    Each completion has at most `LONGEST` tokens.
+    """
 
-    @staticmethod
-    def _text(random: np.random.Generator, low: int, high: int) -> IntArray:
+    openings: list[IntArray]
+    observations: list[list[IntArray]]
+    stops: tuple[int, ...] = STOPS
+
+    @property
+    def episodes(self) -> int:
+        return len(self.openings)
+
+    @property
+    def turns(self) -> int:
+        return len(self.observations[0])
+
+
+def random_work(episodes: int, turns: int, seed: int = 0) -> Work:
+    """Draw random tokens: an opening for each group, and an observation for each turn."""
+    random = np.random.default_rng(seed)
+
+    def text(low: int, high: int) -> IntArray:
         return random.integers(2, VOCABULARY, int(random.integers(low, high))).astype(np.int32)
+
+    openings = [text(30, 41) for _ in range(-(-episodes // GROUP))]
+    observations = [[text(4, 21) for _ in range(turns)] for _ in range(episodes)]
+    return Work([openings[i // GROUP] for i in range(episodes)], observations)
 
 
 def make_model() -> Any:
@@ -93,7 +111,7 @@ def by_vllm(sampler: Sampler, model: Any, work: Work) -> int:
 
 async def played(sampler: Sampler, work: Work) -> int:
     """Play all episodes concurrently and return the number of sampled tokens."""
-    params = SamplingParams(LONGEST, STOPS)
+    params = SamplingParams(LONGEST, work.stops)
 
     async def episode(i: int) -> int:
         prompt, sampled = work.openings[i], 0
@@ -116,7 +134,7 @@ def by_generate(model: Any, work: Work) -> int:
         mask = torch.tensor(np.stack([np.arange(longest) >= longest - p.size for p in prompts])).long()
         answers = model.generate(ids, attention_mask=mask, max_new_tokens=LONGEST, do_sample=True, top_k=0)
         for i, answer in enumerate(answers[:, longest:].numpy().astype(np.int32)):
-            answer = answer[: _length(answer)]
+            answer = answer[: _length(answer, work.stops)]
             sampled += answer.size
             prompts[i] = np.concatenate([prompts[i], answer, work.observations[i][turn]])
     return sampled
@@ -133,7 +151,7 @@ def by_generate_with_cache(model: Any, work: Work) -> int:
             ids, attention_mask=mask, past_key_values=cache, max_new_tokens=LONGEST, do_sample=True, top_k=0
         )
         new = answers[:, ids.shape[1] :].numpy()
-        lengths = np.array([_length(answer) for answer in new])
+        lengths = np.array([_length(answer, work.stops) for answer in new])
         sampled += int(lengths.sum())
         said = [observations[turn] for observations in work.observations]
         longest = max(s.size for s in said)
@@ -144,9 +162,9 @@ def by_generate_with_cache(model: Any, work: Work) -> int:
     return sampled
 
 
-def _length(answer: np.ndarray) -> int:
-    stops = np.flatnonzero(np.isin(answer, STOPS))
-    return int(stops[0]) + 1 if stops.size else answer.size
+def _length(answer: np.ndarray, stops: tuple[int, ...]) -> int:
+    ends = np.flatnonzero(np.isin(answer, stops))
+    return int(ends[0]) + 1 if ends.size else answer.size
 
 
 def main() -> None:
@@ -157,7 +175,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     logging.set_verbosity_error()
-    model, work = make_model(), Work(arguments.episodes, arguments.turns)
+    model, work = make_model(), random_work(arguments.episodes, arguments.turns)
     ways: dict[str, Callable[[], int]] = {
         "generate": lambda: by_generate(model, work),
         "generate + cache": lambda: by_generate_with_cache(model, work),
@@ -171,7 +189,7 @@ def main() -> None:
         ways["vllm"] = lambda: by_vllm(engine, model, work)
     ways = {way: play for way, play in ways.items() if way in (arguments.only or ways)}
     measured: dict[str, list[tuple[float, float, int]]] = {way: [] for way in ways}
-    warm_up = Work(8, 2)
+    warm_up = random_work(8, 2)
     by_generate(model, warm_up), by_generate_with_cache(model, warm_up), by_sampler(model, warm_up)
     for run in range(arguments.runs):
         for way, play in ways.items():
