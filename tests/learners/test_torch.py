@@ -567,6 +567,21 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
         make_learner().load(tmp_path / "nowhere")
 
 
+@pytest.mark.parametrize("trains", [True, False])
+def test_adapters_of_another_base_model_are_refused_and_nothing_is_loaded(tmp_path: Path, trains: bool) -> None:
+    learner = make_learner(lora_rank=2, lr=0.01)
+    update(learner, make_batch(0))
+    learner.save(tmp_path)
+    base = tiny_model(0)
+    with torch.no_grad():
+        next(base.parameters())[3, 3] += 1e-4
+    other = make_learner(model=base, lora_rank=2, trains=trains)
+    before = values(other)
+    with pytest.raises(UserError, match="another base model"):
+        other.load(tmp_path)
+    close(values(other), before, 0)
+
+
 @pytest.mark.parametrize("options", [{}, {"lora_rank": 2}], ids=["full", "lora"])
 def test_an_export_loads_in_transformers_unchanged(tmp_path: Path, options: dict[str, Any]) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer

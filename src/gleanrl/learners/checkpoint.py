@@ -27,7 +27,8 @@ from gleanrl.utils.errors import UserError
 
 COUNTERS = "learner.json"
 TENSORS = "tensors"  # name of the folder of tensors inside the learner's folder
-FORMAT = 3  # version of the format; other versions are not read
+BASE = "base"  # name of the hashes of the model that adapters were added to
+FORMAT = 4  # version of the format; other versions are not read
 Optimizers = Mapping[str, tuple[nn.Module, Optimizer]]
 """Name of an optimizer -> the module whose parameters it updates, and the optimizer."""
 
@@ -84,17 +85,18 @@ def read(folder: Path, tensors: Mapping[str, Tensor], optimizers: Optimizers, *,
     """Load a checkpoint into ``tensors``, the optimizers and torch's random generators.
 
     The number of processes may differ from the number that wrote it with `write`. With ``weights_only`` only the
-    model's weights are read, and ``tensors`` contains no others.
+    model's weights are read, and ``tensors`` contains no others. The hashes under `BASE` are not loaded but compared.
 
     Raises:
-        UserError: if a file is missing or damaged, or the checkpoint is of another model. Nothing is changed then.
+        UserError: if a file is missing or damaged, the checkpoint is of another model, or its adapters belong to
+            another base model. Nothing is changed then.
     """
     path = folder / TENSORS
     try:
         metadata = dcp.FileSystemReader(path).read_metadata()
     except Exception as error:  # unpickling a damaged file may raise any exception
         raise _damaged(path / ".metadata") from error
-    needed = "weights/" if weights_only else ""
+    needed = ("weights/", BASE) if weights_only else ""
     saved: dict[str, tuple[int, ...]] = {}
     for name, info in metadata.state_dict_metadata.items():
         if name.startswith(needed) and not name.startswith(("optimizer/", "random/")):
@@ -132,9 +134,15 @@ def read(folder: Path, tensors: Mapping[str, Tensor], optimizers: Optimizers, *,
     except Exception as error:  # reading a truncated file may raise any exception
         raise _damaged(path) from error
 
+    if BASE in tensors and not torch.equal(found.pop(BASE), tensors[BASE]):
+        raise UserError(
+            f"{path}: its adapters were trained on another base model than the one that this run starts from now: "
+            "model.init has changed, or the warm start was repeated with another version of torch or on another "
+            "machine (then copy the folder warm-start of the cache from there)"
+        )
     with torch.no_grad():
-        for name, target in tensors.items():
-            target.copy_(found[name])
+        for name in tensors.keys() - {BASE}:
+            tensors[name].copy_(found[name])
     for part, (module, optimizer) in optimizers.items():
         # The checkpoint has no parameter groups, so that the optimizer settings are those of this run.
         optimizer_state: Any = get_optimizer_state_dict(module, optimizer)

@@ -288,6 +288,10 @@ class LocalEngine:
         place = placement.place
         # The critic is made before adapters are added, because its copy of the model must not contain them.
         self.critic = None if critic is None else Critic(model, critic, place)
+        # A checkpoint of adapters does not contain the model that they are added to, only one hash of each parameter.
+        self.base: Tensor | None = None
+        if settings.lora_rank:
+            self.base = torch.stack([torch.hash_tensor(p.detach()) for p in model.parameters()]).view(torch.int64).cpu()
         self.model: Any = add_adapters(model, settings, seed) if settings.lora_rank else model
         self.reference: Any = reference.requires_grad_(False).eval() if reference is not None else None
         without_dropout(self.model)
@@ -482,10 +486,12 @@ class LocalEngine:
     def _state(self) -> tuple[dict[str, Tensor], checkpoint.Optimizers]:
         """Return what a checkpoint contains: named tensors, and the optimizers.
 
-        The tensors are the trained weights and, if the engine trains and has a reference or a critic, the weights of
-        these.
+        The tensors are the trained weights, the hashes of the base model if these are adapters, and, if the engine
+        trains and has a reference or a critic, the weights of these.
         """
         tensors = {f"weights/{name}": p.detach() for name, p in self.model.named_parameters() if p.requires_grad}
+        if self.base is not None:
+            tensors[checkpoint.BASE] = self.base
         optimizers: dict[str, tuple[nn.Module, torch.optim.Optimizer]] = {}
         if self.trains:
             optimizers["policy"] = self.model, self.optimizer
