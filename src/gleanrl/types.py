@@ -36,7 +36,9 @@ class OpenAIMessage(TypedDict, total=False):
     role: Required[str]
     """Author of the message: "system", "user", "assistant" or "tool"."""
     content: Required[str]
-    """Text of the message."""
+    """Text of the message, without the thought of a message that the model has sampled."""
+    reasoning_content: str
+    """In a message of the assistant, the thought before the answer, without its tags."""
     tool_calls: list[dict[str, Any]]
     """Calls of tools in a message of the assistant: ``{"id", "type": "function", "function": {"name", "arguments"}}``,
     where ``arguments`` is JSON text."""

@@ -18,8 +18,8 @@ from gleanrl.environments.textworld.taskset import command_of
 from gleanrl.environments.tools.environment import same_answer
 from gleanrl.learners.tiny import build_tokenizer
 from gleanrl.rollout.renderer import Renderer
-from gleanrl.rollout.thinking import CLOSE, OPEN, answer_of, opening_of, split_thought
-from gleanrl.rollout.tool_calls import AfterThought, Call, JsonCalls
+from gleanrl.rollout.thinking import CLOSE, OPEN, ThoughtTags, answer_of, written
+from gleanrl.rollout.tool_calls import AnswerReader, Call, JsonCalls
 from gleanrl.types import Message
 
 HERMES = JsonCalls("<tool_call>", "</tool_call>", "name", "arguments")
@@ -47,12 +47,16 @@ def test_the_answer_is_the_text_after_the_last_closed_thought(text: str, answer:
 
 
 @given(st.lists(st.sampled_from([OPEN, CLOSE, "a", " ", "\n", CALL]), max_size=8), st.booleans())
-def test_split_thought_keeps_all_text_and_the_rest_begins_with_no_thought(pieces: list[str], opened: bool) -> None:
+def test_a_split_text_is_whole_again_and_its_rest_begins_with_no_thought(pieces: list[str], opened: bool) -> None:
     text = "".join(pieces)
-    thought, said = split_thought(text, opened)
-    assert thought + said == text
+    thought, said = ThoughtTags().split(text, opened)
     assert not said.lstrip().startswith(OPEN)
-    assert not opened or not said or CLOSE in thought
+    assert (thought is None) == (not opened and not text.lstrip().startswith(OPEN))
+    if thought is None:
+        assert said == text
+    else:
+        inside = text.lstrip().removeprefix(OPEN) if text.lstrip().startswith(OPEN) else text
+        assert inside in (thought + CLOSE + said, thought)
 
 
 @pytest.mark.parametrize(
@@ -74,11 +78,15 @@ def test_split_thought_keeps_all_text_and_the_rest_begins_with_no_thought(pieces
     ],
 )
 def test_a_call_inside_a_thought_is_not_read_as_a_call(text: str, opened: bool, calls: list[Call]) -> None:
-    around, found = AfterThought(HERMES, opened).read(text)
-    assert found == calls
-    assert around == text or found
-    if found and "why" in text:
-        assert "why</think>" in around
+    answer = AnswerReader(ThoughtTags(), opened, HERMES).read(text)
+    assert answer.calls == calls
+    assert (answer.reasoning == "why") == ("why" in text)
+    whole = (
+        answer.content
+        if answer.reasoning is None
+        else written(Message(role="assistant", content=answer.content, reasoning_content=answer.reasoning))
+    )
+    assert calls or whole.removeprefix(OPEN * opened) == text
 
 
 @lru_cache
@@ -105,13 +113,18 @@ def said(template: str, text: str, *, tools: bool = False) -> Message:
 @pytest.mark.parametrize(
     ("template", "opens"), [("qwen3_5_think", True), ("deepseek_r1_distill", True), ("qwen3", False)]
 )
-def test_a_truncated_thought_is_marked_as_thought_if_the_template_opened_it(template: str, opens: bool) -> None:
-    cut, closed, plain = (said(template, text)["content"] for text in ("maybe no", "maybe no</think>4", "<think>no"))
-    assert closed == "maybe no</think>4"  # a closed thought stays as it was sampled
-    assert answer_of(closed) == "4"
-    assert answer_of(plain) == ""
-    assert (cut == "maybe no") is not opens
-    assert answer_of(cut) == ("" if opens else "maybe no")
+def test_the_thought_of_a_turn_is_a_field_of_its_message(template: str, opens: bool) -> None:
+    cut, closed, plain = (said(template, text) for text in ("maybe no", "maybe no</think>4", "<think>no"))
+    assert plain == {"role": "assistant", "content": "", "reasoning_content": plain["reasoning_content"]}
+    assert plain["reasoning_content"].endswith("no")
+    if opens:
+        assert cut == {"role": "assistant", "content": "", "reasoning_content": "maybe no"}
+        assert closed == {"role": "assistant", "content": "4", "reasoning_content": "maybe no"}
+    else:  # such text is no thought, but rewards and environments leave out what precedes a closing tag
+        assert cut == {"role": "assistant", "content": "maybe no"}
+        assert closed == {"role": "assistant", "content": "maybe no</think>4"}
+    assert answer_of(written(closed)) == "4"
+    assert answer_of(written(cut)) == ("" if opens else "maybe no")
 
 
 @pytest.mark.parametrize("template", ["qwen3_5_think", "deepseek_r1_distill", "qwen3"])
@@ -120,7 +133,8 @@ def test_a_demonstration_is_read_as_answer_even_if_the_template_opens_a_thought(
     for text in ("why", "<think>maybe no</think>why", "<think>\nmaybe no\n</think>\n\nwhy", "maybe no</think>why"):
         asked = Message(role="user", content="Q")
         turns = r.demonstration([asked, Message(role="assistant", content=text)] * 2)
-        assert [answer_of(r.parse(turn.tokens)["content"]).strip() for turn in turns if turn.sampled] == ["why", "why"]
+        read = [r.parse(turn.tokens) for turn in turns if turn.sampled]
+        assert [answer_of(written(message)).strip() for message in read] == ["why", "why"]
         whole = r.tokenizer.decode(np.concatenate([turn.tokens for turn in turns]))
         assert whole.count(OPEN) <= whole.count(CLOSE), whole
     assert r.tokenizer.decode(r.spoken("why")[:-1]) == ("why" if template == "qwen3" else "\n</think>\n\nwhy")
@@ -132,24 +146,26 @@ def test_a_demonstrated_call_is_read_as_call_even_if_the_template_opens_a_though
     for content in ("", "so"):
         read = r.parse(r.spoken(Message(role="assistant", content=content, tool_calls=[call])))
         assert read.get("tool_calls") == [call]
-        assert answer_of(read["content"]).strip() == content
+        assert read["content"] == content
 
 
 def test_calls_are_read_only_after_the_thought_that_the_template_opened() -> None:
-    assert said("qwen3_5_think", "why</think>4", tools=True) == {"role": "assistant", "content": "why</think>4"}
+    thought = {"role": "assistant", "reasoning_content": "why"}
+    assert said("qwen3_5_think", "why</think>4", tools=True) == {**thought, "content": "4"}
     call = "<tool_call>\n<function=rm>\n</function>\n</tool_call>"
     called = said("qwen3_5_think", f"why</think>\n\n{call}", tools=True)
-    assert [entry["function"]["name"] for entry in called.get("tool_calls", ())] == ["rm"]
-    assert called["content"] == "why</think>"
+    assert [entry["function"]["name"] for entry in called.pop("tool_calls", ())] == ["rm"]
+    assert called == {**thought, "content": ""}
     for thought in (f"maybe {call} no</think>4", f"maybe {call}"):
         assert "tool_calls" not in said("qwen3_5_think", thought, tools=True)
 
 
-def test_opening_of_finds_an_open_thought_only_at_the_end_of_a_prompt() -> None:
-    assert opening_of("<|im_start|>assistant\n<think>\n") == "<think>\n"
-    assert opening_of("<|Assistant|><think>") == "<think>"
+def test_an_open_thought_is_found_only_at_the_end_of_a_prompt() -> None:
+    opening = ThoughtTags().opening
+    assert opening("<|im_start|>assistant\n<think>\n") == "<think>\n"
+    assert opening("<|Assistant|><think>") == "<think>"
     for prompt in ("<|im_start|>assistant\n", "<think>\n\n</think>\n\n", "Think in <think> tags.\nassistant\n", ""):
-        assert opening_of(prompt) == ""
+        assert opening(prompt) == ""
 
 
 def test_environments_ignore_the_thought_in_an_answer() -> None:

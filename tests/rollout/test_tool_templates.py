@@ -85,10 +85,23 @@ WHOLE = (  # raises for a conversation that ends with a result and has no genera
     "{{ {'name': c.function.name, 'arguments': c.function.arguments} | tojson }}</tool_call>{% endfor %}<|im_end|>\n"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+SMOLLM3 = (  # in short: calls of messages are left out, and results are messages of the user
+    "<|im_start|>system\n{% if tools %}<tools>\n{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}</tools>\n"
+    "For each function call, return a json object with function name and arguments within <tool_call></tool_call> XML "
+    "tags.{% endif %}<|im_end|>\n{% for m in messages %}{% if m.role == 'assistant' %}"
+    "{{ '<|im_start|>assistant\n' + m.content.lstrip('\n') + '<|im_end|>\n' }}{% else %}"
+    "{{ '<|im_start|>user\n' + m.content + '<|im_end|>\n' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
 OWN = {"own": None, "mistral": MISTRAL, "strict": STRICT, "whole": WHOLE}
 REAL = ("qwen2_5", "qwen3", "qwen3_instruct_2507", "qwen3_vl", "qwen3_5_nothink", "llama3_1", "llama3_2")
 THINKING = ("qwen3_5_think", "qwen3_6", "qwen3_8")  # their generation prompts open a thought
-_MARKS = re.compile(r"<\|\w+\|>|\[/?[A-Z_]+\]|</?tool_\w+>|</?think>")
+GEMMA = ("gemma4", "gemma4_v3", "gemma4_v4", "gemma4_v5", "diffusion_gemma")
+_MARKS = re.compile(r'<\|\w+\|>|<\|\w+>|<\w+\|>|<\|"\|>|\[/?[A-Z_]+\]|</?tool_\w+>|</?think>')
+
+
+# Characters that the tokenizer has to know.
+FURTHER = "True or False, I think; the quick brown fox jumps over lazy dogs; <f=x></f_y> {[2.5, 'x\"]}+"
 
 
 def real_template(name: str) -> str:
@@ -103,8 +116,10 @@ def real_template(name: str) -> str:
 
 @lru_cache
 def tokenizer(template: str) -> Any:
-    made = build_tokenizer([*texts_of(CONVERSATION, TOOLS), "add: 3, 4", "Error: argument b is missing"] * 5, 512)
-    text = OWN[template] if template in OWN else real_template(template)
+    texts = [*texts_of(CONVERSATION, TOOLS), "add: 3, 4", "Error: argument b is missing", FURTHER]
+    made = build_tokenizer(texts * 5, 512)
+    known = {**OWN, "smollm3": SMOLLM3}
+    text = known[template] if template in known else real_template(template)
     if text is not None:
         found = sorted(set(_MARKS.findall(text)))
         special = [mark for mark in found if mark.startswith(("<|", "["))]
@@ -128,6 +143,142 @@ def shown(template: str, messages: list[Message], *, tools: Any = TOOLS, generat
 def completion(ids: list[int], version: int = 0) -> Completion:
     rng = np.random.default_rng(len(ids))
     return Completion(np.array(ids, np.int32), -rng.random(len(ids)).astype(np.float32), version, "stop")
+
+
+JSON = '{"name": "add", "arguments": {"a": 3, "b": 4}}'
+TAGS = "<function=add>\n<parameter=a>\n3\n</parameter>\n<parameter=b>\n4\n</parameter>\n</function>"
+PAIRS = "<arg_key>a</arg_key>\n<arg_value>3</arg_value>\n<arg_key>b</arg_key>\n<arg_value>4</arg_value>"
+HARMONY = "<|end|><|start|>assistant"
+# What the models sample: the beginning and the end of a thought, a call of `add`, its last token, that of an answer.
+SAMPLED = {
+    "qwen3": ("<think>\n", "\n</think>\n\n", f"<tool_call>\n{JSON}\n</tool_call>", "<|im_end|>", "<|im_end|>"),
+    **dict.fromkeys(THINKING, ("", "\n</think>\n\n", f"<tool_call>\n{TAGS}\n</tool_call>", "<|im_end|>", "<|im_end|>")),
+    "glm4moe": ("\n<think>", "</think>\n", f"<tool_call>add\n{PAIRS}\n</tool_call>", "<|observation|>", "<|user|>"),
+    "gptoss": (
+        "<|channel|>analysis<|message|>",
+        HARMONY,
+        ' to=functions.add<|channel|>commentary json<|message|>{"a": 3, "b": 4}',
+        "<|call|>",
+        "<|return|>",
+    ),
+    **dict.fromkeys(
+        GEMMA,
+        (
+            "<|channel>thought\n",
+            "\n<channel|>",
+            "<|tool_call>call:add{a:3,b:4}<tool_call|>",
+            "<|tool_response>",
+            "<turn|>",
+        ),
+    ),
+    "smollm3": ("<think>\n", "\n</think>\n", f"<tool_call>\n{JSON}\n</tool_call>", "<|im_end|>", "<|im_end|>"),
+}
+FINAL = {"gptoss": "<|channel|>final<|message|>"}
+
+
+@pytest.mark.parametrize("template", SAMPLED)
+def test_a_reasoning_model_calls_a_tool_and_answers(template: str) -> None:
+    """The thought is a field of the message. The prompts equal those of transformers while the template shows the
+    thought, every prompt extends the tokens sampled so far, and all stop tokens are known."""
+    begin, close, call, end_of_call, end = SAMPLED[template]
+    made, final = tokenizer(template), FINAL.get(template, "")
+    context = make_context(Renderer(made), ContextSettings())
+    context.observe((USER,), TOOLS)
+    assert context.prompt().tolist() == shown(template, [USER])
+    calling = {**CONVERSATION[1], "reasoning_content": "so", "thinking": "so"}
+    texts = (
+        (f"{begin}so{close}{call}", end_of_call, CONVERSATION[1], result("7")),
+        (f"{begin}so{close}{final}7", end, ANSWER, USER),
+        (f"{begin}so, {call}{close}{final}7", end, ANSWER, USER),  # a call in a thought
+        (f"{begin}so, {call}", end, {**ANSWER, "content": ""}, USER),  # a call in a thought that is not closed
+    )
+    for number, (text, stop, message, following) in enumerate(texts):
+        sampled = made(text + stop, add_special_tokens=False)["input_ids"]
+        assert sampled[-1] in context.stop_tokens
+        before = context.prompt().tolist()
+        said = context.act(completion(sampled))
+        assert said.pop("reasoning_content").strip("\n").startswith("so")
+        assert {**said, "content": said["content"].strip("\n")} == message
+        context.observe((following,))
+        assert context.prompt().tolist()[: len(before) + len(sampled)] == before + sampled
+        if not number and template != "smollm3":
+            assert context.prompt().tolist() == shown(template, [USER, calling, result("7")])
+    (segment,) = context.segments()
+    tokens, mask, _ = segment_arrays(segment)
+    assert made.decode(tokens[mask].tolist()) == "".join(text + stop for text, stop, *_ in texts)
+
+
+TYPED: Any = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "Add two numbers.",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "a": {"type": "integer"}, "b": {"type": "string"}, "c": {"type": "number"}, "d": {"type": "boolean"},
+                "e": {"type": "array"}, "f": {"type": "object"},
+            },
+            "required": [],
+        },
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("template", [*SAMPLED, *REAL, "gemma4_v2"])
+def test_arguments_of_calls_keep_their_types(template: str) -> None:
+    r = Renderer(tokenizer(template), (TYPED,))
+    given = {"a": 3, "b": "4", "c": 2.5, "d": True, "e": [1, "x: {2}, 3"], "f": {"a": [{"b": "3"}], "b": False}}
+    for thought in ({}, {"reasoning_content": "so"}):
+        said = r.parse(r.spoken({**asks(given), **thought}))
+        assert said.pop("reasoning_content", "so").strip("\n") == "so" or not thought
+        assert said == asks(given)
+
+
+def test_gpt_oss_names_the_recipient_before_or_after_the_channel() -> None:
+    """A text to the user between thoughts is content; a call that is cut off is answered like any other mistake."""
+    r = renderer("gptoss")
+    for header in (
+        " to=functions.add<|channel|>commentary json",
+        "<|channel|>commentary to=functions.add <|constrain|>json",
+    ):
+        for body, arguments in (('{"a": 3}', {"a": 3}), ('{"a": 3', '{"a": 3')):
+            text = (
+                f"<|channel|>commentary<|message|>I add.{HARMONY}<|channel|>analysis<|message|>so{HARMONY}"
+                f"{header}<|message|>{body}"
+            )
+            ids = r.tokenizer(text, add_special_tokens=False)["input_ids"]
+            right = {**asks(arguments, content="I add."), "reasoning_content": "so"}
+            assert r.parse(np.array([*ids, r.end_of_calls], np.int32)) == right
+    without = Renderer(tokenizer("gptoss"))
+    assert without.parse(without.spoken("7")) == ANSWER
+    ids = without.tokenizer("<|channel|>analysis<|message|>so", add_special_tokens=False)["input_ids"]
+    assert without.parse(np.array(ids, np.int32)) == {"role": "assistant", "content": "", "reasoning_content": "so"}
+
+
+def test_llama_may_end_a_call_with_a_token_that_its_template_does_not_write() -> None:
+    made = copy.deepcopy(tokenizer("llama3_1"))
+    made.add_special_tokens({"extra_special_tokens": [*made.extra_special_tokens, "<|eom_id|>"]})
+    context = make_context(Renderer(made), ContextSettings())
+    context.observe((USER,), TOOLS)
+    text = '<|python_tag|>{"name": "add", "parameters": {"a": 3, "b": 4}}<|eom_id|>'
+    sampled = made(text, add_special_tokens=False)["input_ids"]
+    assert sampled[-1] in context.stop_tokens
+    assert context.act(completion(sampled)) == CONVERSATION[1]
+    context.observe((result("7"),))
+    assert made.decode(context.prompt().tolist()).count("<|eot_id|>") == 3  # of the system, the user and the result
+
+
+@pytest.mark.parametrize("template", ["gptoss", "gemma4_v5"])
+def test_channels_of_thoughts_are_stripped_from_later_prompts(template: str) -> None:
+    begin, close, _, _, end = SAMPLED[template]
+    made, final = tokenizer(template), FINAL.get(template, "")
+    context = make_context(Renderer(made), ContextSettings(policy="strip_thinking"))
+    context.observe((USER,))
+    context.act(completion(made(f"{begin}so{close}{final}7{end}", add_special_tokens=False)["input_ids"]))
+    context.observe((USER,))
+    expected = made.decode(shown(template, [USER, ANSWER, USER], tools=()))
+    assert made.decode(context.prompt().tolist()) == expected.replace("7<|end|>", "7<|return|>")
 
 
 @pytest.mark.parametrize("template", [*OWN, *REAL])
@@ -193,8 +344,10 @@ def read(r: Renderer, text: str) -> Message:
 def test_a_response_template_changes_neither_thoughts_nor_types_of_arguments(template: str, own: bool) -> None:
     r = Renderer(with_response_template(template) if own else tokenizer(template), TOOLS)
     call = "<tool_call>\n<function=add>\n<parameter=a>\n9\n</parameter>\n</function>\n</tool_call>"
-    for thought in ("so\n</think>", "<think>so</think>"):
-        assert read(r, f"{thought}\n\n{call}") == asks({"a": 9}, content=thought)
+    for thought in ("so</think>", "<think>so</think>"):
+        begins = template in THINKING or thought.startswith("<think>")
+        right = {**asks({"a": 9}), "reasoning_content": "so"} if begins else asks({"a": 9}, content=thought)
+        assert read(r, f"{thought}\n\n{call}") == right
     cut = f"maybe {call}" if template in THINKING else f"<think>maybe {call}"
     for thought in (f"maybe {call} no</think>7", cut):
         assert "tool_calls" not in read(r, thought)
@@ -207,7 +360,7 @@ def test_a_response_template_reads_calls_in_a_format_that_no_reader_knows() -> N
     r = Renderer(with_response_template("lfm2_2_5"), TOOLS)
     call = "<|tool_call_start|>[add(a=3, b=4)]<|tool_call_end|>"
     assert read(r, call) == CONVERSATION[1]
-    assert read(r, f"<think>so</think>{call}") == asks({"a": 3, "b": 4}, content="<think>so</think>")
+    assert read(r, f"<think>so</think>{call}") == {**CONVERSATION[1], "reasoning_content": "so"}
     assert read(r, "7") == ANSWER
     for thought in (f"<think>maybe {call}</think>7", f"<think>maybe {call}"):
         assert "tool_calls" not in read(r, thought)
@@ -342,7 +495,7 @@ def test_without_tools_the_text_of_a_call_stays_content() -> None:
         ),
         (
             "{{ tools | tojson if tools }}{% for m in messages %}<|user|>{{ m.content }}"
-            "{{ m.tool_calls[0].function | tojson + '<|pad|>' if m.tool_calls else '<|end|>' }}{% endfor %}",
+            "{{ m.tool_calls[0].function | tojson + '!' if m.tool_calls else '<|end|>' }}{% endfor %}",
             "ends a turn with a call otherwise",
         ),
         (
@@ -367,7 +520,7 @@ def test_thinking_is_stripped_from_a_message_with_calls() -> None:
     text = '<think>why</think>\n<tool_call>\n{"name": "add", "arguments": {"a": 3, "b": 4}}\n</tool_call>'
     ids = [*renderer().tokenizer(text, add_special_tokens=False)["input_ids"], renderer().end_of_turn]
     said = context.act(completion(ids))
-    assert said["content"] == "<think>why</think>"
+    assert said == {**asks({"a": 3, "b": 4}), "reasoning_content": "why"}
     context.observe((result("7"),))
     kept = context.segments()[-1][1 + (context.segments()[-1][0].message["role"] == "system")].message
     assert kept == asks({"a": 3, "b": 4})

@@ -149,7 +149,7 @@ class SamplerSettings(Settings):
 class ContextSettings(Settings):
     policy: Literal["linear", "strip_thinking", "window"] = "linear"
     """What the model sees of earlier turns. linear: everything. strip_thinking: earlier answers without their
-    ``<think>`` parts. window: the opening and the last `window_turns` exchanges. Training uses the same contexts."""
+    thoughts. window: the opening and the last `window_turns` exchanges. Training uses the same contexts."""
     window_turns: Positive = 8
     """Number of exchanges (an answer and the observation that follows it) that the `window` policy shows after the
     opening."""

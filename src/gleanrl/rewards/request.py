@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from gleanrl.rollout.conversation import conversation
+from gleanrl.rollout.thinking import written
 from gleanrl.types import IntArray, Message, Score, Task, Trajectory, as_float
 from gleanrl.utils.http import to_jsonable
 from gleanrl.utils.retry import Fatal
@@ -88,10 +89,10 @@ class Request:
 
     @property
     def response(self) -> str:
-        """Content of the last assistant message; empty if there is none."""
+        """Text of the last assistant message, with its thought in ``<think>`` tags; empty if there is none."""
         for message in reversed(self.messages):
             if message["role"] == "assistant":
-                return message["content"] or ""
+                return written(message)
         return ""
 
     def key(self, version: str) -> str:

@@ -16,7 +16,7 @@ from gleanrl.types import IntArray
 from gleanrl.utils.errors import UserError
 
 THINK_THEN_ANSWER = r"\s*(<think>)?((?!</?think>).)*</think>\s*<answer>((?!</?answer>).)*</answer>\s*"
-"""A thought, then an answer, each in its tags. If the chat template writes ``<think>``, the message lacks this tag."""
+"""A thought, then an answer, each in its tags. A thought that the chat template has opened begins with its tag too."""
 
 
 class _Checked:

@@ -11,15 +11,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import numpy as np
 
 from gleanrl.config.settings import ContextSettings
 from gleanrl.protocols import Completion, Tools
 from gleanrl.rollout.renderer import Renderer
-from gleanrl.rollout.thinking import CLOSE, answer_of
+from gleanrl.rollout.thinking import Thoughts, ThoughtTags, answer_of
 from gleanrl.types import IntArray, Message, Segment, Turn
 
+_TAGS = ThoughtTags()
 View = Callable[[Sequence[Turn]], list[Turn]]
 
 
@@ -89,8 +91,7 @@ class Context:
         message = self._renderer.parse(completion.tokens, self._calls)
         self._calls += len(message.get("tool_calls", ()))
         turn = Turn(message, completion.tokens, completion.logprobs, completion.version)
-        ends = (self._renderer.end_of_turn, self._renderer.end_of_calls)
-        self._closed = completion.tokens.size > 0 and int(completion.tokens[-1]) in ends
+        self._closed = completion.tokens.size > 0 and int(completion.tokens[-1]) in self._renderer.ends
         self._history.append(turn)
         self._segment.append(turn)
         return message
@@ -103,7 +104,11 @@ def make_context(renderer: Renderer, settings: ContextSettings) -> Context:
     views: dict[str, View] = {
         "linear": list,
         "strip_thinking": partial(
-            strip_thinking, decode=renderer.tokenizer.decode, known={}, opened=renderer.opened_thought
+            strip_thinking,
+            decode=renderer.tokenizer.decode,
+            known={},
+            opened=renderer.opened_thought,
+            thoughts=renderer.thoughts,
         ),
         "window": partial(window, keep=settings.window_turns),
     }
@@ -126,8 +131,9 @@ def strip_thinking(
     decode: Callable[..., str],
     known: dict[int, tuple[Turn, Turn]] | None = None,
     opened: IntArray | Sequence[int] = (),
+    thoughts: Thoughts = _TAGS,
 ) -> list[Turn]:
-    """Return the turns without ``<think>...</think>``, because reasoning models expect earlier answers without it.
+    """Return the turns without their thoughts, because reasoning models expect earlier answers without them.
 
     Args:
         history: all turns of the episode.
@@ -135,26 +141,24 @@ def strip_thinking(
         known: a cache, ``id(turn)`` -> (turn, the turn without its thought). If the caller keeps it during an episode,
             each turn is decoded only once.
         opened: the tokens with which the generation prompt opens a thought. They are removed too.
+        thoughts: the format of the thoughts.
     """
     known = {} if known is None else known
     for turn in history:
         if not turn.sampled or id(turn) in known:
             continue
         stripped, ids = turn, turn.tokens.tolist()
-        if CLOSE in decode(ids):
+        if thoughts.ends_in(decode(ids)):
             # Binary search for the shortest prefix that contains the whole closing tag. Token ids are cut and not text,
             # so that the remaining tokens stay exactly as they were sampled.
             low, high = 1, len(ids)
             while low < high:
                 middle = (low + high) // 2
-                low, high = (low, middle) if CLOSE in decode(ids[:middle]) else (middle + 1, high)
-            rest = turn.tokens[low:]
-            text = decode(rest.tolist(), skip_special_tokens=True).lstrip("\n")
-            # ``text`` also contains the tool calls. The content of the message does not, because the message holds
-            # its calls separately.
-            if "tool_calls" in turn.message:
-                text = answer_of(turn.message["content"]).lstrip("\n")
-            stripped = Turn({**turn.message, "content": text}, rest)
+                low, high = (low, middle) if thoughts.ends_in(decode(ids[:middle])) else (middle + 1, high)
+            content = answer_of(turn.message["content"]).lstrip("\n")
+            message: Any = {**turn.message, "content": content}
+            message.pop("reasoning_content", None)
+            stripped = Turn(message, turn.tokens[low:])
         # Keep a reference to the turn: if it were garbage-collected, another object could get its id.
         known[id(turn)] = (turn, stripped)
     shown = [known[id(turn)][1] if turn.sampled else turn for turn in history]

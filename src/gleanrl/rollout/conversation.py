@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from gleanrl.rollout.thinking import written
 from gleanrl.rollout.tool_calls import read_calls
 from gleanrl.types import LAST_OBSERVATION, Message, Segment, Task, Trajectory
 
@@ -31,8 +32,8 @@ def conversation(trajectory: Trajectory) -> list[Message]:
 
 
 def readable(message: Message) -> str:
-    """Return a message as plain text: its content, then one line per tool call, such as ``name({"a": 1})``."""
-    lines = [message["content"]] if message.get("content") else []
+    """Return a message as plain text: its thought in tags, its content, and a line as ``name({"a": 1})`` per call."""
+    lines = [text] if (text := written(message)) else []
     for call in read_calls(message):
         given = call.arguments if isinstance(call.arguments, str) else json.dumps(call.arguments, ensure_ascii=False)
         lines.append(f"{call.name or '?'}({given})")

@@ -23,8 +23,16 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 
 from gleanrl.protocols import Tools
-from gleanrl.rollout.thinking import CLOSE, continue_thought, opening_of
-from gleanrl.rollout.tool_calls import CallTemplate, call_message, common_length, for_template
+from gleanrl.rollout.thinking import Harmony, continue_thought, thoughts_of
+from gleanrl.rollout.tool_calls import (
+    Answer,
+    AnswerReader,
+    CallTemplate,
+    HarmonyCalls,
+    call_message,
+    common_length,
+    for_template,
+)
 from gleanrl.types import IntArray, Message, Segment, Turn
 from gleanrl.utils.errors import UserError
 from gleanrl.utils.text import first_line
@@ -32,6 +40,7 @@ from gleanrl.utils.text import first_line
 T = TypeVar("T")
 
 _MARK = "gleanmark"  # placeholder for an answer's text, by which the text around the answer is found
+_THOUGHT = "gleanthought"  # placeholder for its thought
 _PROBE = "Go, 12 times:\n\n  café → <|unk|>\t{'x': [1]}  "  # text with which `Encoder` compares tokenizer and backend
 # Renderings are kept in two caches: one for messages with at most this many characters in all, one for longer messages.
 _SHORT = 1000
@@ -84,10 +93,20 @@ class Renderer:
                 f"the chat template does not render messages whose content is text{reason}; templates of some "
                 "vision-language models take lists of parts only: take a text model or another chat template"
             )
+        self.thoughts = thoughts_of(tokenizer.chat_template)
+        """Format of the model's thoughts."""
         prompt = self._template([_user(".")], generate=True)
-        self._thought = opening_of(prompt)
-        self.opened_thought = self._encoder.pieces(prompt, [len(prompt) - len(self._thought)])[1]
+        opening = self.thoughts.opening(prompt)
+        self.opened_thought = self._encoder.pieces(prompt, [len(prompt) - len(opening)])[1]
         """The tokens with which the generation prompt opens a thought, int32[n]; empty if it opens none."""
+        channels = HarmonyCalls() if isinstance(self.thoughts, Harmony) else None
+        self._reader = self._text_reader = AnswerReader(self.thoughts, bool(opening), channels)
+        tag = self._encoder.ids(self.thoughts.open)
+        # Whether decoding without special tokens would remove the tags of thoughts too.
+        self._marks_are_special = self.thoughts.open in tokenizer.decode(tag) and (
+            self.thoughts.open not in tokenizer.decode(tag, skip_special_tokens=True)
+        )
+        self._header, *self._around_thought = self._find_frame(prompt)
         closing = self._text_after_answer([], generate=False)
         self.end_of_turn = self.end_of_calls = self._find_end(closing, _user("."))
         # Renderings are cached because observations such as "Nothing happens." occur thousands of times, and because
@@ -96,11 +115,17 @@ class Renderer:
         self._with_tools = lru_cache(maxsize=64)(lambda key: Renderer(self.tokenizer, json.loads(key)))
         if tools:
             own = getattr(tokenizer, "response_template", None) and getattr(tokenizer, "parse_response", None)
-            self._calls = CallTemplate(self._template, closing, self.tools, own, thinking=bool(self._thought))
-            self.end_of_calls = self._find_end(closing, Message(role="tool", content=".", tool_call_id="call00000"))
+            self._calls = CallTemplate(self._template, closing, self.tools, self.thoughts, self._special_at_end_of, own)
+            self._reader = AnswerReader(self.thoughts, bool(opening), self._calls.reader)
+            result = Message(role="tool", content=".", tool_call_id="call00000")
+            self.end_of_calls = self._find_end(self._calls.closing, result)
+        # Llama 3.1 may end a call with this token, as its template writes "Environment: ipython" if it shows tools.
+        other = self._encoder.ids("<|eom_id|>").tolist() if tools else []
+        self.ends = (self.end_of_turn, self.end_of_calls, *(other if len(other) == 1 else ()))
+        """The ids of the tokens with which a complete turn of the model ends."""
         eos = getattr(tokenizer, "eos_token_id", None)
         eos = [] if eos is None else list(eos) if isinstance(eos, list | tuple) else [eos]
-        self.stop_tokens: tuple[int, ...] = tuple(dict.fromkeys([self.end_of_turn, self.end_of_calls, *eos]))
+        self.stop_tokens: tuple[int, ...] = tuple(dict.fromkeys([*self.ends, *eos]))
 
     def with_tools(self, tools: Tools) -> Renderer:
         """Return a renderer for the same tokenizer and these tools. Renderers are cached.
@@ -121,52 +146,62 @@ class Renderer:
 
         The last turn ends with the generation prompt.
 
-        ``closed``: whether the assistant turn ends with `end_of_turn` or `end_of_calls`. If it does not, because the
-        answer was cut off, the first turn returned begins with this token.
+        ``closed``: whether the assistant turn ends with one of `ends`. If it does not, because the answer was cut off,
+        the first turn returned begins with such a token.
         """
         return [Turn(message, ids) for message, ids in zip(messages, self._extension(messages, closed), strict=True)]
 
     def parse(self, tokens: IntArray, calls: int = 0) -> Message:
         """Return the message of a turn that consists of the sampled ``tokens``.
 
+        A thought at the beginning of the turn is the message's ``reasoning_content``, without its tags. If the thought
+        was cut off, the content is empty.
+
         If the renderer has tools, calls of tools are extracted from the text: the message has them as ``tool_calls``,
         and its content is the rest of the text. The ids of the calls are numbered from ``calls``. If a call cannot be
         parsed, its arguments are the sampled text. Calls within a thought are ignored.
-
-        If the generation prompt opened a thought and the turn was cut off within it, the content begins with
-        ``<think>``.
         """
         ids = tokens.tolist()
         while ids and ids[-1] in self.stop_tokens:
             ids.pop()
         # The array is decoded and not the list `ids`, because the tokenizer checks each item of a list, which is slow.
-        plain = self.tokenizer.decode(tokens, skip_special_tokens=True)
-        whole = self.tokenizer.decode(ids, skip_special_tokens=False) if self._calls or self._thought else plain
-        if self._thought and CLOSE not in whole:
-            plain = self._thought + plain
-        around, found = self._calls.reader.read(whole) if self._calls else ("", [])
-        if not found:
-            return Message(role="assistant", content=plain)
-        for special in getattr(self.tokenizer, "all_special_tokens", ()):
-            around = around.replace(special, "")
-        entries = [call_message(call, calls + i) for i, call in enumerate(found)]
-        return Message(role="assistant", content=around.strip(), tool_calls=entries)
+        answer = self._text_reader.read(self.tokenizer.decode(tokens, skip_special_tokens=True))
+        if self._calls or self._marks_are_special:
+            marked = self._reader.read(self.tokenizer.decode(ids, skip_special_tokens=False))
+            if marked.calls or self._marks_are_special:
+                answer = Answer(self._plain(marked.reasoning), self._plain(marked.content), marked.calls)
+        message = Message(role="assistant", content=answer.content)
+        if answer.reasoning is not None:
+            message["reasoning_content"] = answer.reasoning
+        if answer.calls and self._calls:
+            message["content"] = answer.content.strip()
+            message["tool_calls"] = [call_message(call, calls + i) for i, call in enumerate(answer.calls)]
+        return message
 
     def spoken(self, said: str | Message) -> IntArray:
         """Return the tokens, int32[n], that a model would sample to answer with a text or with a message with calls.
 
-        The last token is `end_of_turn`, or `end_of_calls` if the message has calls. If the generation prompt opens a
-        thought and the text contains none, the tokens begin with the end of the thought.
+        The last token is `end_of_turn`, or `end_of_calls` if the message has calls. The thought of a message comes
+        first, in the form of the chat template. If the generation prompt opens a thought and the message has none, the
+        tokens begin with the end of the thought.
 
         Raises:
             UserError: the message has both text and calls and the template renders only the calls, or the message has
                 calls and the renderer has no tools.
         """
         message = Message(role="assistant", content=said) if isinstance(said, str) else said
-        if self._calls is None and message.get("tool_calls"):
-            raise UserError("a demonstration calls tools, but its taskset declares none in `Taskset.tools`")
-        text = self._calls.spoken(message) if self._calls else message["content"]
-        ids = self._encoder.ids(continue_thought(text) if self._thought else text)
+        if message.get("tool_calls"):
+            if self._calls is None:
+                raise UserError("a demonstration calls tools, but its taskset declares none in `Taskset.tools`")
+            text = self._calls.spoken(message)
+        else:
+            text = self._header + message["content"]
+        if thought := message.get("reasoning_content"):
+            before, after = self._around_thought
+            text = before + thought.strip("\n") + after + text.lstrip("\n")
+        elif self.opened_thought.size:
+            text = continue_thought(text)
+        ids = self._encoder.ids(text)
         return np.append(ids, np.int32(self.end_of_calls if message.get("tool_calls") else self.end_of_turn))
 
     def demonstration(self, messages: Sequence[Message]) -> Segment:
@@ -216,6 +251,41 @@ class Renderer:
         before = [_user("."), Message(role="assistant", content=_MARK)]
         text = self._template([*before, *messages], generate=generate)
         return text[text.rindex(_MARK) + len(_MARK) :]
+
+    def _find_frame(self, prompt: str) -> tuple[str, str, str]:
+        """Return what the template writes before an answer, before a thought, and between a thought and an answer.
+
+        ``prompt`` is the text of `_user(".")` with the generation prompt. The first two texts come after it.
+        """
+
+        def shown(**thought: str) -> str:
+            answer: Any = {"role": "assistant", "content": _MARK, **thought}
+            return self._template([_user("."), answer], generate=False)
+
+        opened, header = bool(self.opened_thought.size), ""
+        if isinstance(self.thoughts, Harmony):
+            # gpt-oss has a header before an answer, which names its channel. In other templates such text is an empty
+            # thought, which models that think do not write.
+            header = shown().removeprefix(prompt).partition(_MARK)[0]
+        before, _, rest = shown(reasoning_content=_THOUGHT).partition(_THOUGHT)
+        after, answered, _ = rest.partition(_MARK)
+        if not answered or not before.startswith(prompt):
+            # The template leaves thoughts out, or its generation prompt has closed the thought already.
+            before, after = self.thoughts.frame
+            return header, "" if opened else before, after
+        return header, before.removeprefix(prompt), after.removesuffix(header)
+
+    def _plain(self, text: Any) -> Any:
+        """Return ``text`` without special tokens."""
+        for special in getattr(self.tokenizer, "all_special_tokens", ()) if text else ():
+            text = text.replace(special, "")
+        return text
+
+    def _special_at_end_of(self, text: str) -> str:
+        last = self._encoder.ids(text)[-1:]
+        shown = self.tokenizer.decode(last)
+        special = text.endswith(shown) and not self.tokenizer.decode(last, skip_special_tokens=True)
+        return shown if special else ""
 
     def _find_end(self, closing: str, following: Message) -> int:
         """Return the token with which a model ends an answer that ``following`` follows.

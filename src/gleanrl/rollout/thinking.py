@@ -1,12 +1,21 @@
 """Separates a model's thoughts from its answer.
 
-A thought is the text between ``<think>`` and ``</think>``. Some chat templates write ``<think>`` in the generation
-prompt, so that the model samples only ``</think>``. If such a thought is cut off, its text has neither of the tags and
-would look like an answer. `Renderer.parse` therefore adds ``<think>`` at its beginning, so that `answer_of` can
-separate thought and answer in the content of every message.
+A chat template decides how a model marks its thoughts: with ``<think>`` and ``</think>`` (most models), with a channel
+between two tokens (Gemma 4), or as messages of the channel ``analysis`` (gpt-oss). `thoughts_of` finds the format of a
+template. `Renderer.parse` uses it to put the thought of a sampled turn into the message's field ``reasoning_content``,
+so that ``content`` is the answer. Some generation prompts open a thought themselves; then the sampled text begins
+within it.
+
+`answer_of` is for text of any origin, such as a demonstration that has its thought in its content.
 """
 
 from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from gleanrl.types import Message
 
 OPEN, CLOSE = "<think>", "</think>"
 
@@ -19,21 +28,98 @@ def answer_of(text: str) -> str:
     return text.rpartition(CLOSE)[2].partition(OPEN)[0]
 
 
-def split_thought(text: str, opened: bool = False) -> tuple[str, str]:
-    """Split ``text`` into the thoughts at its beginning, including their tags, and the rest.
+def written(message: Message) -> str:
+    """Return the content of a message, with its thought in ``<think>`` and ``</think>`` before it if it has one.
 
-    If a thought is not closed, the rest is empty. ``opened`` is true if the generation prompt has opened the first
-    thought, so that the text begins within it.
+    The text is the sampled one for models with these tags. If the thought is all there is, because the turn was cut
+    off, ``</think>`` is missing.
     """
-    begin = 0 if opened else len(text) - len(text.lstrip()) + len(OPEN)
-    if not opened and not text[:begin].endswith(OPEN):
-        return "", text
-    end = text.find(CLOSE, begin)
-    if end < 0:
-        return text, ""
-    end += len(CLOSE)
-    further, rest = split_thought(text[end:])
-    return text[:end] + further, rest
+    content = message.get("content") or ""
+    if "reasoning_content" not in message:
+        return content
+    closed = CLOSE if content or message.get("tool_calls") else ""
+    return f"{OPEN}{message['reasoning_content']}{closed}{content}"
+
+
+@dataclass(frozen=True, slots=True)
+class ThoughtTags:
+    """Thoughts at the beginning of a turn, each of them between two tags."""
+
+    open: str = OPEN
+    close: str = CLOSE
+    gap: str = "\n\n"  # text between a thought and an answer
+
+    @property
+    def frame(self) -> tuple[str, str]:
+        """What a model writes before and after a thought; for demonstrations where the chat template writes none."""
+        return f"{self.open}\n", f"\n{self.close}{self.gap}"
+
+    def opening(self, prompt: str) -> str:
+        """Return the end of a generation prompt that opens a thought: the tag and the whitespace after it.
+
+        Returns an empty string if the prompt does not open a thought.
+        """
+        at = len(prompt.rstrip()) - len(self.open)
+        return prompt[at:] if prompt.rstrip().endswith(self.open) else ""
+
+    def split(self, text: str, opened: bool = False) -> tuple[str | None, str]:
+        """Return the thought without its tags, and the rest of ``text``.
+
+        The thought is None if ``text`` begins with none. Several thoughts in a row count as one. If the last one is not
+        closed, the rest is empty. ``opened``: whether ``text`` begins within a thought that the prompt has opened;
+        models repeat the tag at times.
+        """
+        start = begin = 0
+        if text.lstrip().startswith(self.open):
+            start = begin = len(text) - len(text.lstrip()) + len(self.open)
+        elif not opened:
+            return None, text
+        while (end := text.find(self.close, begin)) >= 0:
+            rest = text[end + len(self.close) :]
+            if not rest.lstrip().startswith(self.open):
+                return text[start:end], rest
+            begin = len(text) - len(rest.lstrip()) + len(self.open)
+        return text[start:], ""
+
+    def ends_in(self, text: str) -> bool:
+        """Return whether a thought ends in ``text``, the beginning of a turn."""
+        return self.close in text
+
+
+@dataclass(frozen=True, slots=True)
+class Harmony:
+    """Thoughts of gpt-oss: messages of the channel ``analysis``, next to those that are answers or calls."""
+
+    open: str = "<|channel|>analysis<|message|>"
+    close: str = ""  # a tag that ends a thought wherever it stands; here there is none
+    frame: tuple[str, str] = (open, "<|end|><|start|>assistant")
+    """As `ThoughtTags.frame`."""
+
+    def opening(self, prompt: str) -> str:
+        """As `ThoughtTags.opening`."""
+        return self.open if prompt.endswith(self.open) else ""
+
+    def split(self, text: str, opened: bool = False) -> tuple[str | None, str]:
+        """As `ThoughtTags.split`, but the thoughts may stand between other messages."""
+        parts = (self.open * opened + text).split("<|start|>assistant")
+        thoughts = [part.removeprefix(self.open) for part in parts if part.startswith(self.open)]
+        rest = "<|start|>assistant".join([part for part in parts if not part.startswith(self.open)])
+        return ("\n".join(part.removesuffix("<|end|>") for part in thoughts), rest) if thoughts else (None, rest)
+
+    def ends_in(self, text: str) -> bool:
+        """As `ThoughtTags.ends_in`."""
+        return text.startswith(self.open) and self.frame[1] in text
+
+
+Thoughts = ThoughtTags | Harmony
+
+
+def thoughts_of(chat_template: Any) -> Thoughts:
+    """Return the format of thoughts that the models of a chat template use. ``<think>`` is the default."""
+    source = str(chat_template)
+    if re.search(r"<\|channel\|>\s*analysis", source):
+        return Harmony()
+    return ThoughtTags("<|channel>thought", "<channel|>", "") if "<|channel>" in source else ThoughtTags()
 
 
 def continue_thought(text: str) -> str:
@@ -46,12 +132,3 @@ def continue_thought(text: str) -> str:
     if stripped.startswith(OPEN):
         return stripped.removeprefix(OPEN).lstrip("\n")
     return text if CLOSE in text else f"\n{CLOSE}\n\n{text}"
-
-
-def opening_of(prompt: str) -> str:
-    """Return the end of a generation prompt that opens a thought: ``<think>`` and the whitespace after it.
-
-    Returns an empty string if the prompt does not open a thought.
-    """
-    at = len(prompt.rstrip()) - len(OPEN)
-    return prompt[at:] if prompt.rstrip().endswith(OPEN) else ""

@@ -9,8 +9,8 @@ A call that cannot be parsed raises no error. It becomes a `Call` whose ``argume
 environment decides how to answer it.
 
 The module has three parts: functions for messages with calls (`call_message`, `read_calls`, `for_template`), readers
-(`JsonCalls`, `NamedCalls`, `TaggedCalls`, `AfterThought`, `ResponseTemplate`; `find_reader` selects one), and
-`CallTemplate`, which `Renderer` uses.
+(`JsonCalls`, `NamedCalls`, `TaggedCalls`, `GemmaCalls`, `HarmonyCalls`, `ResponseTemplate`; `find_reader` selects one,
+`AnswerReader` applies it after the model's thoughts), and `CallTemplate`, which `Renderer` uses.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from gleanrl.protocols import Tools
-from gleanrl.rollout.thinking import CLOSE, opening_of, split_thought
+from gleanrl.rollout.thinking import Thoughts
 from gleanrl.types import Message
 from gleanrl.utils.errors import UserError
 from gleanrl.utils.text import first_line
@@ -123,8 +123,11 @@ def for_template(message: Message) -> dict[str, Any]:
     """Return the message in the form that chat templates expect.
 
     The content is a text and not None. Arguments of calls are mappings if they can be parsed, and every call has an id.
+    A thought also has the name that the template of gpt-oss reads.
     """
     plain: dict[str, Any] = {**message, "content": message.get("content") or ""}
+    if "reasoning_content" in message:
+        plain["thinking"] = message["reasoning_content"]
     if calls := read_calls(message):
         plain["tool_calls"] = []
         for number, (call, entry) in enumerate(zip(calls, message.get("tool_calls") or (), strict=True)):
@@ -174,6 +177,8 @@ def find_reader(say: Callable[[Sequence[Call]], str], tools: Tools = ()) -> Call
             if opening and middle:
                 readers.append(NamedCalls(opening, middle, text[end:].strip()))
     readers += [TaggedCalls(*tags, (*tools, PROBE_TOOL)) for tags in _TAGS]
+    # The general form `NamedCalls` would fit what the templates of these models write, but not what the models write.
+    readers = [HarmonyCalls(), GemmaCalls(), *readers]
     return next((reader for reader in readers if _reads_probe(reader, text)), None)
 
 
@@ -330,27 +335,92 @@ _TAGS = (
 
 
 @dataclass(frozen=True, slots=True)
-class AfterThought:
-    """Applies ``reader`` only to the text after a model's thoughts, so that calls within a thought are ignored.
+class GemmaCalls:
+    """Parses calls of the form ``<|tool_call>call:name{key:value}<tool_call|>``, as Gemma 4 writes them.
 
-    ``opened``: whether the generation prompt opens the first thought.
+    A value is JSON, except that keys have no quotes and texts stand between two tokens ``<|"|>``.
     """
 
-    reader: CallReader
-    opened: bool = False
+    def read(self, text: str) -> tuple[str, list[Call]]:
+        return _between(text, "<|tool_call>", "<tool_call|>", self._call)
+
+    def _call(self, body: str) -> tuple[list[Call], int]:
+        written, end = "", 0
+        for piece in re.split(r'(<\|"\|>.*?<\|"\|>)', body, flags=re.DOTALL):
+            if piece.startswith('<|"|>') and len(piece) > len('<|"|>'):
+                written, end = written + json.dumps(piece[5:-5]), end + len(piece)
+                continue
+            inside, closing, _ = piece.partition("<tool_call|>")
+            written += re.sub(r'([{,]\s*)([^\s{}\[\],:"][^{}\[\],:"]*?)\s*:', r'\1"\2":', inside)
+            end += len(inside)
+            if closing:
+                break
+        head, brace, rest = written.partition("{")
+        name = head.strip().removeprefix("call:").strip()
+        try:
+            arguments = json.loads(brace + rest)
+        except (ValueError, RecursionError):
+            return [Call(name if brace else "", body[:end].partition("{")[2] if brace else body[:end].strip())], end
+        return [Call(name, _arguments(arguments))], end
+
+
+@dataclass(frozen=True, slots=True)
+class HarmonyCalls:
+    """Parses calls of gpt-oss: messages to ``functions.name`` with JSON as their text.
+
+    The text around the calls is that of all other messages, without their headers.
+    """
 
     def read(self, text: str) -> tuple[str, list[Call]]:
-        thought, said = split_thought(text, self.opened)
-        if not thought and CLOSE in text:
+        around, calls = [], []
+        for part in text.split("<|start|>assistant"):
+            header, mark, body = part.partition("<|message|>")
+            body = re.split(r"<\|(?:end|call|return)\|>", body if mark else header)[0]
+            # The recipient stands before or after the channel. Models write both.
+            recipient = re.search(r"\bto=functions\.([^\s<]+)", header) if mark else None
+            if recipient:
+                calls.append(Call(recipient[1], _arguments(body)))
+            else:
+                around.append(body)
+        return "\n".join(filter(None, around)), calls
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A parsed turn of a model: its thought without tags or None, the text around the calls, and the calls."""
+
+    reasoning: str | None
+    content: str
+    calls: list[Call]
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerReader:
+    """Parses a turn of a model. Calls within a thought are ignored."""
+
+    thoughts: Thoughts
+    """Format of the model's thoughts."""
+    opened: bool = False
+    """Whether the generation prompt opens the first thought."""
+    calls: CallReader | None = None
+    """Parses the text after the thoughts; None = calls are text like any other."""
+
+    def read(self, text: str) -> Answer:
+        """Return the parts of the turn with the sampled ``text``. Raises no error."""
+        reasoning, said = self.thoughts.split(text, self.opened)
+        close = self.thoughts.close
+        if self.calls is None or not said:
+            return Answer(reasoning, said, [])
+        around, calls = self.calls.read(said)
+        if reasoning is None and close and close in said:
             # The closing tag either ends a thought that begins later in the text, or it is part of a call's arguments.
             # It is part of the arguments if all calls in the text can be parsed and no tag remains outside of them.
-            around, calls = self.reader.read(text)
-            if calls and CLOSE not in around and not any(isinstance(call.arguments, str) for call in calls):
-                return around, calls
-            head, mark, said = text.rpartition(CLOSE)
-            thought = head + mark
-        around, calls = self.reader.read(said) if said else ("", [])
-        return (thought + around, calls) if calls else (text, [])
+            if calls and close not in around and not any(isinstance(call.arguments, str) for call in calls):
+                return Answer(None, around, calls)
+            head, mark, said = said.rpartition(close)
+            around, calls = self.calls.read(said)
+            around = head + mark + around
+        return Answer(reasoning, around, calls)
 
 
 @dataclass(frozen=True, slots=True)
@@ -429,32 +499,49 @@ class CallTemplate:
         template: the chat template.
         closing: the text that the template writes after an answer.
         tools: function schemas of the tools that the model may call.
+        thoughts: format of the model's thoughts.
+        last_special: returns the special token with which a text ends, as text; empty if it ends with none.
         parse: the tokenizer's ``parse_response`` if the tokenizer has a response template, else None.
-        thinking: whether the generation prompt opens a thought.
 
     Raises:
         ToolsUnknown: the template cannot render tools, calls or results, or no reader can parse its calls.
     """
 
     def __init__(
-        self, template: Template, closing: str, tools: Tools, parse: Any = None, *, thinking: bool = False
+        self,
+        template: Template,
+        closing: str,
+        tools: Tools,
+        thoughts: Thoughts,
+        last_special: Callable[[str], str],
+        parse: Any = None,
     ) -> None:
-        self._template, self._closing = template, closing.rstrip()
+        self._template, self._thoughts = template, thoughts
+        self._in_content = False
         try:
-            if PROBE_NAME not in template(_OPENING, generate=True, tools=[PROBE_TOOL]):
+            shown = template(_OPENING, generate=True, tools=[PROBE_TOOL])
+            if PROBE_NAME not in shown:
                 raise ToolsUnknown("shows no tools")
+            probe = [Call(PROBE_NAME, dict(PROBE_ARGUMENTS))]
+            # SmolLM 3 is asked for calls as in Hermes, but its template leaves the calls of a message out.
+            self._in_content = "<tool_call>" in shown and PROBE_NAME not in self._turn(probe)
+            turn = self._turn(probe)
+            self.closing = closing.rstrip() if turn.endswith(closing.rstrip()) else last_special(turn)
+            """The text with which the template ends a turn with calls. It may differ from that of other turns."""
+            if not turn.endswith(self.closing or closing.rstrip()):
+                raise ToolsUnknown("ends a turn with a call otherwise than one with text, and not with a special token")
             reader = find_reader(self._said, tools)
             if reader is None and parse is not None:
-                # `AfterThought` removes thoughts before this parses the text, so the prompt must not open one.
+                # `AnswerReader` removes thoughts before this parses the text, so the prompt must not open one.
                 prompt, known = template(_OPENING, generate=True), [*tools, PROBE_TOOL]
-                prompt = prompt.removesuffix(opening_of(prompt))
+                prompt = prompt.removesuffix(thoughts.opening(prompt))
                 reader = ResponseTemplate(lambda text: parse(text, prefix=prompt, tools=known))
                 plain = reader.read(_MARK) == (_MARK, [])
-                if not (plain and _reads_probe(reader, self._said([Call(PROBE_NAME, dict(PROBE_ARGUMENTS))]))):
+                if not (plain and _reads_probe(reader, self._said(probe))):
                     reader = None
             if reader is None:
                 raise ToolsUnknown("writes tool calls in a way that cannot be read back")
-            self.reader: CallReader = AfterThought(reader, thinking)
+            self.reader: CallReader = reader
             self.results_need_calls = not self._shows_result(after_call=False)
             if self.results_need_calls and not self._shows_result(after_call=True):
                 raise ToolsUnknown("shows no results of tools")
@@ -472,8 +559,6 @@ class CallTemplate:
             UserError: the message has both content and calls, and the template does not render content before calls.
         """
         calls, content = read_calls(message), message.get("content") or ""
-        if not calls:
-            return content
         if not content:
             return self._said(calls)
         marked = self._said(calls, _MARK)
@@ -490,10 +575,12 @@ class CallTemplate:
         for result in messages:
             if result["role"] == "tool":
                 call = _probe_call(len(calls))
+                # Some templates write the name of the called tool next to its result.
+                call["function"]["name"] = result.get("name") or "unknown"
                 calls.append({**call, "id": result.get("tool_call_id", call["id"])})
         before = [*_OPENING, Message(role="assistant", content="", tool_calls=calls)]
         alone = self._template(before, generate=False)
-        tail = alone[alone.rindex(list(PROBE_ARGUMENTS.values())[-1]) : alone.rindex(self._closing)]
+        tail = alone[alone.rindex(list(PROBE_ARGUMENTS.values())[-1]) : alone.rindex(self.closing)]
         text = self._template([*before, *messages], generate=generate)
         return text[text.rindex(tail) + len(tail) :]
 
@@ -509,16 +596,23 @@ class CallTemplate:
             return False
 
     def _said(self, calls: Sequence[Call], content: str = "") -> str:
-        """Return the text of an assistant turn with these calls, as the template renders it."""
+        """Return the text of an assistant turn with these calls, as the template renders it, without its closing."""
+        turn = self._turn(calls, content)
+        return turn[: len(turn) - len(self.closing)]
+
+    def _turn(self, calls: Sequence[Call], content: str = "") -> str:
+        """Return what the template writes for an assistant turn with these calls, after the generation prompt."""
         entries = [call_message(call, number) for number, call in enumerate(calls)]
         answer = Message(role="assistant", content=content, tool_calls=entries)
-        whole = self._template([*_OPENING, answer], generate=False)
-        prompt = self._template(_OPENING, generate=True)
-        text = whole[common_length(whole, prompt) :].rstrip()
-        if not text.endswith(self._closing):
-            raise ToolsUnknown("ends a turn with a call otherwise than one with text")
-        text = text[: len(text) - len(self._closing)]
-        return text.rpartition(CLOSE)[2].lstrip("\n")  # some templates write an empty thought before each answer
+        if self._in_content:
+            texts = [json.dumps({"name": call.name, "arguments": call.arguments}) for call in calls]
+            lines = [f"<tool_call>\n{text}\n</tool_call>" for text in texts]
+            answer = Message(role="assistant", content="\n".join([content, *lines] if content else lines))
+        whole, prompt = self._template([*_OPENING, answer], generate=False), self._template(_OPENING, generate=True)
+        common = common_length(whole, prompt)
+        opened = bool(self._thoughts.opening(prompt[:common]))
+        # Some templates write an empty thought before each answer.
+        return self._thoughts.split(whole[common:], opened)[1].strip("\n").rstrip()
 
 
 def _probe_call(number: int) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from pydantic import Field
 from gleanrl.environments.adapters.verifiers_serving import Host, Refused, import_v1, resolve_config
 from gleanrl.environments.splits import fingerprint, select, split_of
 from gleanrl.protocols import Environment, Observation, Split, Taskset
-from gleanrl.rollout.thinking import CLOSE, OPEN
+from gleanrl.rollout.thinking import CLOSE, OPEN, written
 from gleanrl.types import Message, Score, StopReason, Task
 from gleanrl.utils.errors import UserError
 
@@ -292,7 +292,7 @@ def _to_wire(message: Message, position: int) -> Message:
     The thinking is in the field ``reasoning_content``, the arguments of tool calls are JSON text, and each tool call
     has an id. ``position`` is the message's index in the conversation, which makes the ids unique.
     """
-    content = message["content"]
+    content = written(message)
     thinking, closed, answer = content.rpartition(CLOSE)
     if not closed and content.startswith(OPEN):  # the message was cut off in its thought
         thinking, closed, answer = content, CLOSE, ""
