@@ -236,6 +236,11 @@ def join_tokens(parts: Sequence[Tokens]) -> Tokens:
 HERE = Placement()
 
 
+def _hashes(model: nn.Module) -> Tensor:
+    """Return one hash of each parameter's bits, int64[parameters], on the CPU."""
+    return torch.stack([torch.hash_tensor(p.detach()) for p in model.parameters()]).view(torch.int64).cpu()
+
+
 class LocalEngine:
     """The engine for a causal language model of transformers, on one device or sharded over processes.
 
@@ -291,7 +296,7 @@ class LocalEngine:
         # A checkpoint of adapters does not contain the model that they are added to, only one hash of each parameter.
         self.base: Tensor | None = None
         if settings.lora_rank:
-            self.base = torch.stack([torch.hash_tensor(p.detach()) for p in model.parameters()]).view(torch.int64).cpu()
+            self.base = placement.agree(lambda: _hashes(model))
         self.model: Any = add_adapters(model, settings, seed) if settings.lora_rank else model
         self.reference: Any = reference.requires_grad_(False).eval() if reference is not None else None
         without_dropout(self.model)
