@@ -432,9 +432,15 @@ def test_replay_begins_at_start_solve_rate_and_does_not_end_again(folder: Path) 
     assert expected[5:7] == [False, True]
 
 
-def test_with_two_start_conditions_replay_begins_at_the_first_one_met(folder: Path) -> None:
+def test_with_two_start_conditions_replay_begins_at_the_first_one_met(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     both = ReplaySettings(start_solve_rate=0.9, start_progress=0.3)
-    assert replay_began(wrap(folder, both, Stream(NAMES, 4), 4), [0] * 5) == [False] * 3 + [True] * 2
+    with caplog.at_level("INFO", "gleanrl"):
+        assert replay_began(wrap(folder, both, Stream(NAMES, 4), 4), [0] * 5) == [False] * 3 + [True] * 2
+    waits = [line.getMessage() for line in caplog.records if "waits" in line.getMessage()]
+    assert len(waits) == 1
+    assert all(share in waits[0] for share in ("90%", "30%"))
 
 
 @pytest.mark.parametrize(

@@ -242,6 +242,11 @@ class ReplayCurriculum:
         elif (rate is None or settings.start_progress > 0) and progress >= settings.start_progress:
             state.on, state.began = True, "progress"
             log.info("replay begins: %.0f%% of the batches are planned", 100 * progress)
+        elif not state.proposals:
+            conditions = [] if rate is None else [f"fresh rollouts solve {rate:.0%} of late"]
+            if rate is None or settings.start_progress > 0:
+                conditions.append(f"{settings.start_progress:.0%} of the batches are planned")
+            log.info("replay waits until %s", " or ".join(conditions))
 
     def observe(self, groups: Sequence[Group], training: Metrics) -> Metrics:
         """Update the pool and the inner curriculum with the groups of a step, dropped groups included. Returns metrics.
