@@ -13,10 +13,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gleanrl.config.settings import ContextSettings
 from gleanrl.environments.adapters.openenv import to_action
 from gleanrl.environments.textworld.taskset import command_of
 from gleanrl.environments.tools.environment import same_answer
 from gleanrl.learners.tiny import build_tokenizer
+from gleanrl.protocols import Completion
+from gleanrl.rollout.context import make_context
 from gleanrl.rollout.renderer import Renderer
 from gleanrl.rollout.thinking import CLOSE, OPEN, ThoughtTags, answer_of, written
 from gleanrl.rollout.tool_calls import AnswerReader, Call, JsonCalls
@@ -78,7 +81,7 @@ def test_a_split_text_is_whole_again_and_its_rest_begins_with_no_thought(pieces:
     ],
 )
 def test_a_call_inside_a_thought_is_not_read_as_a_call(text: str, opened: bool, calls: list[Call]) -> None:
-    answer = AnswerReader(ThoughtTags(), opened, HERMES).read(text)
+    answer = AnswerReader(ThoughtTags(), HERMES).read(text, opened)
     assert answer.calls == calls
     assert (answer.reasoning == "why") == ("why" in text)
     whole = (
@@ -158,6 +161,24 @@ def test_calls_are_read_only_after_the_thought_that_the_template_opened() -> Non
     assert called == {**thought, "content": ""}
     for thought in (f"maybe {call} no</think>4", f"maybe {call}"):
         assert "tool_calls" not in said("qwen3_5_think", thought, tools=True)
+
+
+def test_whether_a_thought_is_open_depends_on_the_prompt_of_the_turn() -> None:
+    """As in templates with a switch in the system prompt, and in that of Gemma 4 after a result."""
+    made: Any = build_tokenizer(["maybe no", "The answer is 4", "be quick", "why"] * 5, 512)
+    made.add_tokens([OPEN, CLOSE])
+    made.chat_template = (
+        "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content + '<|end|>' }}{% endfor %}{% if "
+        "add_generation_prompt %}<|assistant|>{% if messages[-1].content != 'be quick' %}<think>{% endif %}{% endif %}"
+    )
+    context = make_context(Renderer(made), ContextSettings())
+    for asked, text, right in (
+        ("why", "maybe no", {"content": "", "reasoning_content": "maybe no"}),
+        ("be quick", "4", {"content": "4"}),
+    ):
+        context.observe((Message(role="user", content=asked),))
+        ids = np.array(made(f"{text}<|end|>", add_special_tokens=False)["input_ids"], np.int32)
+        assert context.act(Completion(ids, np.zeros(ids.size, np.float32), 0, "stop")) == {"role": "assistant", **right}
 
 
 def test_an_open_thought_is_found_only_at_the_end_of_a_prompt() -> None:

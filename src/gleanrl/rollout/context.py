@@ -88,7 +88,9 @@ class Context:
 
     def act(self, completion: Completion) -> Message:
         """Add the turn that the model has sampled, and return it as a message."""
-        message = self._renderer.parse(completion.tokens, self._calls)
+        # After a sampled turn, which was cut off, the tokens before this one do not end with a generation prompt.
+        before = None if self._segment[-1].sampled else self._segment[-1].tokens
+        message = self._renderer.parse(completion.tokens, self._calls, before)
         self._calls += len(message.get("tool_calls", ()))
         turn = Turn(message, completion.tokens, completion.logprobs, completion.version)
         self._closed = completion.tokens.size > 0 and int(completion.tokens[-1]) in self._renderer.ends

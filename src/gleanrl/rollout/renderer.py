@@ -100,8 +100,10 @@ class Renderer:
         self.opened_thought = self._encoder.pieces(prompt, [len(prompt) - len(opening)])[1]
         """The tokens with which the generation prompt opens a thought, int32[n]; empty if it opens none."""
         channels = HarmonyCalls() if isinstance(self.thoughts, Harmony) else None
-        self._reader = self._text_reader = AnswerReader(self.thoughts, bool(opening), channels)
+        self._reader = self._text_reader = AnswerReader(self.thoughts, channels)
         tag = self._encoder.ids(self.thoughts.open)
+        # Number of tokens at the end of a prompt that show whether it opens a thought; 0 if no prompt ever does.
+        self._opening_reach = tag.size + 4 if self.thoughts.open in str(tokenizer.chat_template) else 0
         # Whether decoding without special tokens would remove the tags of thoughts too.
         self._marks_are_special = self.thoughts.open in tokenizer.decode(tag) and (
             self.thoughts.open not in tokenizer.decode(tag, skip_special_tokens=True)
@@ -116,7 +118,7 @@ class Renderer:
         if tools:
             own = getattr(tokenizer, "response_template", None) and getattr(tokenizer, "parse_response", None)
             self._calls = CallTemplate(self._template, closing, self.tools, self.thoughts, self._special_at_end_of, own)
-            self._reader = AnswerReader(self.thoughts, bool(opening), self._calls.reader)
+            self._reader = AnswerReader(self.thoughts, self._calls.reader)
             result = Message(role="tool", content=".", tool_call_id="call00000")
             self.end_of_calls = self._find_end(self._calls.closing, result)
         # Llama 3.1 may end a call with this token, as its template writes "Environment: ipython" if it shows tools.
@@ -151,8 +153,11 @@ class Renderer:
         """
         return [Turn(message, ids) for message, ids in zip(messages, self._extension(messages, closed), strict=True)]
 
-    def parse(self, tokens: IntArray, calls: int = 0) -> Message:
+    def parse(self, tokens: IntArray, calls: int = 0, prompt: IntArray | None = None) -> Message:
         """Return the message of a turn that consists of the sampled ``tokens``.
+
+        ``prompt``: the tokens before them, or those of the context turn before them, which show whether the generation
+        prompt has opened a thought. None stands for the prompt after a message of the user.
 
         A thought at the beginning of the turn is the message's ``reasoning_content``, without its tags. If the thought
         was cut off, the content is empty.
@@ -165,9 +170,13 @@ class Renderer:
         while ids and ids[-1] in self.stop_tokens:
             ids.pop()
         # The array is decoded and not the list `ids`, because the tokenizer checks each item of a list, which is slow.
-        answer = self._text_reader.read(self.tokenizer.decode(tokens, skip_special_tokens=True))
+        opened = bool(self.opened_thought.size)
+        if prompt is not None and self._opening_reach:
+            # In some templates this depends on the conversation: on a switch in the system prompt, or on a result.
+            opened = bool(self.thoughts.opening(self.tokenizer.decode(prompt[-self._opening_reach :])))
+        answer = self._text_reader.read(self.tokenizer.decode(tokens, skip_special_tokens=True), opened)
         if self._calls or self._marks_are_special:
-            marked = self._reader.read(self.tokenizer.decode(ids, skip_special_tokens=False))
+            marked = self._reader.read(self.tokenizer.decode(ids, skip_special_tokens=False), opened)
             if marked.calls or self._marks_are_special:
                 answer = Answer(self._plain(marked.reasoning), self._plain(marked.content), marked.calls)
         message = Message(role="assistant", content=answer.content)

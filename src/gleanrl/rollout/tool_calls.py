@@ -400,14 +400,15 @@ class AnswerReader:
 
     thoughts: Thoughts
     """Format of the model's thoughts."""
-    opened: bool = False
-    """Whether the generation prompt opens the first thought."""
     calls: CallReader | None = None
     """Parses the text after the thoughts; None = calls are text like any other."""
 
-    def read(self, text: str) -> Answer:
-        """Return the parts of the turn with the sampled ``text``. Raises no error."""
-        reasoning, said = self.thoughts.split(text, self.opened)
+    def read(self, text: str, opened: bool = False) -> Answer:
+        """Return the parts of the turn with the sampled ``text``. Raises no error.
+
+        ``opened``: whether the generation prompt has opened the first thought.
+        """
+        reasoning, said = self.thoughts.split(text, opened)
         close = self.thoughts.close
         if self.calls is None or not said:
             return Answer(reasoning, said, [])

@@ -80,9 +80,12 @@ async def replay_actions(environment: Environment, renderer: Renderer, trajector
     renderer = renderer.with_tools(trajectory.info.get("tools", ()))
     actions: list[Message] = []
     calls = 0  # number of tool calls in the messages so far, from which `Renderer.parse` numbers the next calls
-    for turn in trajectory.sampled_turns():
-        actions.append(renderer.parse(turn.tokens, calls))
-        calls += len(actions[-1].get("tool_calls", ()))
+    for segment in trajectory.segments:
+        for position, turn in enumerate(segment):
+            if turn.sampled:
+                before = segment[position - 1].tokens if position and not segment[position - 1].sampled else None
+                actions.append(renderer.parse(turn.tokens, calls, before))
+                calls += len(actions[-1].get("tool_calls", ()))
     try:
         observation = await environment.reset()
         score = observation.score
