@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -68,6 +69,7 @@ BAD_SETTINGS = {
         ["--model.init", "model", "--model.max_context", "4096"],
         r"4096 is longer than the 128 positions",
     ),
+    "too little memory": (["--model.init", "huge"], r"'huge' needs .* TiB of memory .* are available"),
     "unknown key": (["--learner.lrr", "1"], r"'learner.lrr'.*'learner.lr'"),
     "unknown section": (["--lerner.lr", "1"], r"'lerner.lr'.*'learner.lr'"),
     "no section": (["--seed", "1"], r"--seed.*'run.seed'"),
@@ -186,6 +188,10 @@ def test_a_bad_setting_is_one_line_and_leaves_no_run_and_a_dry_run_refuses_it_to
     shutil.copytree(model, gleanrl.folder / "model")
     shutil.copytree(model, gleanrl.folder / "damaged")
     os.truncate(gleanrl.folder / "damaged" / "model.safetensors", 1000)
+    shutil.copytree(model, gleanrl.folder / "huge", ignore=shutil.ignore_patterns("model.safetensors"))
+    sizes = {"hidden_size": 32768, "intermediate_size": 131072, "num_hidden_layers": 100, "num_attention_heads": 128}
+    huge = {**json.loads((model / "config.json").read_text()), **sizes, "num_key_value_heads": 128}
+    (gleanrl.folder / "huge" / "config.json").write_text(json.dumps(huge))
     ended = gleanrl.here("train", "tiny.toml", "--run.name", "run", *settings, *["--dry-run"][: int(dry)])
     assert (ended.status, ended.stdout) == (2, ""), ended.stderr
     assert re.search(expected, ended.complaint)

@@ -91,6 +91,11 @@ def test_help_names_every_preset(gleanrl: CommandLine) -> None:
     assert all(name in gleanrl("train", "--help").stdout for name in presets())
 
 
+def test_a_preset_says_what_it_does_and_how_long_that_takes_before_it_starts(gleanrl: CommandLine) -> None:
+    ended = gleanrl.here("train", "smollm2", "--run.folder", "tiny.toml")  # ends where the run folder would be made
+    assert "half an hour" in ended.stderr.splitlines()[1]
+
+
 def test_doubtful_settings_are_one_line_of_warning_at_the_start(gleanrl: CommandLine) -> None:
     stale = ("--schedule.preset", "one_step_off", "--learner.old_logprobs", "recompute")
     ended = gleanrl.train("run", *stale, "--dry-run")

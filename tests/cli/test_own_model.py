@@ -9,10 +9,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from gleanrl.config.loading import fields
 from gleanrl.config.settings import Config
 from tests.cli.conftest import CommandLine, Ended
+from tests.gguf_files import write_gguf
 
 DOCS = Path(__file__).parents[2] / "docs"
 OWN = (DOCS / "howto" / "own_model.md").read_text()
@@ -37,6 +39,24 @@ def test_the_page_s_configuration_trains_a_given_model(gleanrl: CommandLine, who
     assert ended.status == 0, ended.stderr
     assert (gleanrl.run("mine").path / "model" / "config.json").exists()
     assert "lr = 1e-05" in gleanrl.run("mine").config_path.read_text()
+
+
+def test_a_gguf_file_is_trained_resumed_evaluated_and_exported(gleanrl: CommandLine) -> None:
+    pytest.importorskip("gguf", reason="needs gguf: pip install 'gleanrl[gguf]'")
+    write_gguf(gleanrl.folder / "model.gguf", quantized=True)
+    settings = ("--model.init", "model.gguf", "--learner.lr", "1e-3", "--warm_start.steps", "2")
+    for steps, resume in (("1", ()), ("2", ("--resume",))):
+        ended = gleanrl.train("gguf", *settings, "--run.steps", steps, *resume)
+        assert ended.status == 0, ended.stderr
+    assert [row.step for row in gleanrl.run("gguf").read_metrics() if "loss/policy" in row.metrics] == [1, 2]
+    model = gleanrl.run("gguf").path / "model"
+    assert gleanrl("evaluate", str(model)).status == 0
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    assert tokenizer.eos_token == "<|im_end|>"
+    exported = AutoModelForCausalLM.from_pretrained(model).state_dict()
+    original = write_gguf(gleanrl.folder / "again.gguf", quantized=True).state_dict()
+    assert exported.keys() == original.keys()
+    assert not any(exported[name].equal(tensor) for name, tensor in original.items())
 
 
 def test_all_settings_and_metrics_that_both_pages_name_exist() -> None:

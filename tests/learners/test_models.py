@@ -90,8 +90,7 @@ def test_the_chat_template_adds_one_token_per_role_and_one_per_end(tokenizer, tm
 
 
 def test_a_saved_tiny_model_is_loaded_with_its_own_tokenizer(tokenizer, tmp_path: Path) -> None:
-    model, _ = load_model(TINY, texts=TEXTS)
-    model.save_pretrained(tmp_path)
+    build_model(TINY, tokenizer, seed=0).save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     again = load_model(ModelSettings(init=str(tmp_path), max_context=TINY.max_context, device="cpu"))[1]
     for text in TEXTS:

@@ -66,6 +66,16 @@ def test_the_cached_model_depends_on_seed_warm_start_and_architecture(change: tu
     assert any(x.shape != y.shape or not torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
+def test_the_cached_model_depends_on_the_weights_that_a_directory_holds(tmp_path: Path) -> None:
+    given, trained = prepare(small(), Silent()), []
+    for _ in range(2):
+        given.model.save_pretrained(tmp_path / "model")
+        given.tokenizer.save_pretrained(tmp_path / "model")
+        trained.append(prepare(small(("model.init", str(tmp_path / "model"))), Silent()).model)
+        torch.nn.init.normal_(given.model.get_input_embeddings().weight)
+    assert not torch.equal(*(model.get_input_embeddings().weight for model in trained))
+
+
 def test_a_damaged_cache_entry_is_made_again(cache: Path) -> None:
     first = prepare(small(), Silent())
     (damaged,) = (cache / "warm-start").glob("*/model.safetensors")

@@ -27,6 +27,7 @@ def _train(args: argparse.Namespace) -> int:
     rules = import_runtime(config, "check")
     rules.check(config)
 
+    from gleanrl.config.loading import describe
     from gleanrl.tracking import monitors
 
     monitors.check(config.monitor)
@@ -42,6 +43,8 @@ def _train(args: argparse.Namespace) -> int:
         return 0
 
     runtime, console = import_runtime(config, "run"), monitors.Console()
+    if (about := describe(args.config)) and not args.resume and os.environ.get("RANK", "0") == "0":
+        print(about, file=sys.stderr)
     load_monitors = partial(monitors.load_monitors, config.monitor, console=console)
     try:
         complete = runtime.run_training(config, resume=args.resume, console=console, monitors=load_monitors)

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from difflib import get_close_matches
 from importlib import resources
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, get_args
 
@@ -40,6 +41,17 @@ def presets() -> list[str]:
     """Return the names of the presets that are installed with the package, sorted."""
     folder = resources.files("gleanrl.config") / "presets"
     return sorted(p.name.removesuffix(".toml") for p in folder.iterdir() if p.name.endswith(".toml"))
+
+
+def describe(source: str) -> str:
+    """Return the comment at the top of the preset ``source``: what it trains, and how long that takes.
+
+    The result is empty for the path of a file.
+    """
+    if source not in presets():
+        return ""
+    lines = (resources.files("gleanrl.config") / "presets" / f"{source}.toml").read_text().splitlines()
+    return "\n".join(line.removeprefix("# ") for line in takewhile(lambda line: line.startswith("#"), lines))
 
 
 def load(source: str, overrides: Overrides = ()) -> Config:

@@ -72,9 +72,9 @@ class TaskSettings(Settings):
 
 class ModelSettings(Settings):
     init: str = "tiny"
-    """The initial policy: the directory or id of a Hugging Face causal language model with a chat template. "tiny"
-    builds a small, randomly initialised Llama model, and a tokenizer from the text of the environment's
-    demonstrations."""
+    """The initial policy, a causal language model with a chat template: a Hugging Face directory or id; a GGUF file,
+    which is dequantized once; or `package:file`, either of these in an installed package. "tiny" builds a small,
+    randomly initialised Llama model, and a tokenizer from the text of the environment's demonstrations."""
     hidden_size: Positive = 128
     """Size of the tiny model's hidden states; an even multiple of `heads`. Like the next four settings, it is ignored
     for any other model."""

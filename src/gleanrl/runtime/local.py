@@ -100,7 +100,7 @@ def run_evaluation(config: Config, checkpoint: Checkpoint | None, console: Progr
     """
     set_up_libraries(config)
     scorer = make_scorer(config.reward)
-    builder = Builder(config, RunFolder(config.path), prepare(config, console), console, scorer)
+    builder = Builder(config, RunFolder(config.path), prepare(config, console, trains=False), console, scorer)
     return asyncio.run(evaluate_with(builder, checkpoint))
 
 

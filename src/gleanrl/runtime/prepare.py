@@ -28,6 +28,7 @@ from gleanrl.learners.supervised import fine_tune
 from gleanrl.learners.tiny import texts_of
 from gleanrl.protocols import Curriculum, Split, Taskset
 from gleanrl.rollout.renderer import Renderer
+from gleanrl.runtime.memory import check_memory
 from gleanrl.types import BoolArray, IntArray, Message, Score, Task, check_messages, segment_arrays
 from gleanrl.utils import atomic
 from gleanrl.utils.cache import cache_dir
@@ -76,13 +77,20 @@ class Prepared:
         )
 
 
-def prepare(config: Config, progress: Progress) -> Prepared:
+def prepare(config: Config, progress: Progress, *, trains: bool = True) -> Prepared:
     """Make the tasks, the demonstrations and the model of a run, or load them from the cache.
 
+    Args:
+        trains: whether the run trains, which needs more memory than an evaluation.
+
     Raises:
-        UserError: the environment or the model cannot be made, an option is wrong, or the splits share tasks.
+        UserError: the environment or the model cannot be made, an option is wrong, the splits share tasks, or the model
+            needs more memory than there is.
     """
     torch.manual_seed(derive(config.run.seed, "torch"))
+    if config.model.init != "tiny":
+        load_tokenizer(config.model)  # an unsuitable model is reported before the costly steps below
+        check_memory(config, progress, trains=trains)
     taskset, train, evaluation = make_tasks(config, progress)
     # The result is not used. The call raises `UserError` for wrong options now, before the costly steps below.
     make_curriculum(config.tasks, train, taskset.weights, group=1, seed=0, greedy=False)
@@ -105,7 +113,8 @@ def check_parts(config: Config, progress: Progress) -> None:
     """Make what is fast to make, for a dry run: the taskset, `_FEW` tasks of each split, and the tokenizer.
 
     Raises:
-        UserError: the environment, its tasks, the model or the source of the replay pool cannot be used.
+        UserError: the environment, its tasks, the model or the source of the replay pool cannot be used, or the model
+            needs more memory than there is.
     """
     counts = [f"{split}_tasks" for split in ("train", "eval", "warm_start")]
     few = config.environment.model_copy(update={name: min(getattr(config.environment, name), _FEW) for name in counts})
@@ -115,6 +124,7 @@ def check_parts(config: Config, progress: Progress) -> None:
     resolve_device(config.model.device)
     if config.model.init != "tiny":
         load_tokenizer(config.model)
+        check_memory(config, progress)
     source = config.replay.seed_from if config.replay.enabled else None
     if source is not None and not Path(source).exists():
         raise UserError(f"replay.seed_from = {source!r}: no such file or folder")
@@ -209,9 +219,13 @@ def warm_start(
 
     The returned object may be another one than ``model``, if it is loaded from the cache.
     """
-    settings = config.warm_start
+    settings, weights = config.warm_start, hashlib.blake2b(digest_size=16)
+    # A path or a name does not determine the weights, because a directory may be written again.
+    for parameter in model.parameters():
+        weights.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy())
     key = fingerprint(
-        "warm start, spoken", gleanrl.__version__, torch.__version__, config.model.model_dump(exclude={"device"}),
+        "warm start, spoken", weights.hexdigest(), gleanrl.__version__, torch.__version__,
+        config.model.model_dump(exclude={"device"}),
         model.config.to_dict(), tokenizer.backend_tokenizer.to_str(), tokenizer.chat_template,
         settings.model_dump(), config.run.seed, config.context.system_prompt,
         [(shown.messages, shown.tools) for shown in demonstrations],

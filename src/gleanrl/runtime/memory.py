@@ -1,0 +1,120 @@
+"""Estimates the memory that a run's model needs, so that a run that cannot fit ends before anything slow starts."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+
+from gleanrl.config.settings import Config
+from gleanrl.learners.engine import CPU_TOKENS_PER_MICROBATCH
+from gleanrl.learners.models import compute_dtype, empty_model, resolve_device
+from gleanrl.utils.errors import UserError
+from gleanrl.utils.progress import Progress
+from gleanrl.utils.text import format_bytes
+
+FLOAT = 4  # bytes of a float32; trained weights, gradients and Adam's two moments are float32
+
+
+def check_memory(config: Config, progress: Progress, *, trains: bool = True) -> None:
+    """Print an estimate of the memory of a run with a given model, and check it against what is available.
+
+    Nothing is checked for the tiny model, on Ray, or with several ranks, whose parts are on other machines or devices.
+
+    Args:
+        trains: whether the run trains, rather than only evaluate.
+
+    Raises:
+        UserError: weights, gradients, optimizer and the samplers' copies alone need more than there is.
+    """
+    if config.model.init == "tiny" or config.ray.enabled or config.learner.ranks > 1:
+        return
+    device = resolve_device(config.model.device)
+    available = available_memory(device)
+    if available is None:
+        return
+    fixed, growing = estimate(config, device, trains=trains)
+    least, most = sum(fixed.values()), sum(fixed.values()) + sum(growing.values())
+    parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in fixed.items() if size)
+    if least > available:
+        raise UserError(
+            f"model.init = {config.model.init!r} needs {format_bytes(least)} of memory ({parts}), but "
+            f"{format_bytes(available)} are available; use a smaller model"
+            + (", or learner.lora_rank" if trains and not config.learner.lora_rank else "")
+        )
+    more = ", ".join(f"{name} up to {format_bytes(size)}" for name, size in growing.items() if size)
+    progress.print(f"memory: {parts}; {more}; {format_bytes(available)} are available")
+    if most > available:
+        progress.print(
+            "this may not fit if episodes fill their contexts; lower model.max_context, sampler.max_rows or "
+            "learner.tokens_per_microbatch, or set learner.activation_checkpointing"
+        )
+
+
+def estimate(config: Config, device: torch.device, *, trains: bool) -> tuple[dict[str, int], dict[str, int]]:
+    """Return the bytes of what a run always has in memory, and of what grows with the length of its episodes.
+
+    Both are by name. Of what grows, the sizes are those of contexts that are full.
+    """
+    learner, model = config.learner, empty_model(config.model)
+    width = compute_dtype(config.model, device).itemsize
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    trained = parameters
+    if learner.lora_rank:
+        names = [name.strip() for name in learner.lora_targets.split(",")]
+        adapted = [
+            module
+            for name, module in model.named_modules()
+            if isinstance(module, torch.nn.Linear)
+            and (name.rpartition(".")[2] in names or (learner.lora_targets == "all-linear" and "lm_head" not in name))
+        ]
+        trained = learner.lora_rank * sum(module.in_features + module.out_features for module in adapted)
+    copies = (1 + trains) if config.sampler.name == "transformers" else 0
+    whole = {
+        "weights": FLOAT * parameters,
+        "gradients": FLOAT * trained * trains,
+        "optimizer": 2 * FLOAT * trained * trains,
+        "samplers": width * parameters * copies,
+        "reference": FLOAT * parameters * (trains and bool(config.loss.kl_coefficient) and not learner.lora_rank),
+    }
+    if config.warm_start.enabled:  # it trains all weights, before the samplers exist
+        supervised = {"weights": 1, "gradients": 1, "optimizer of the warm start": 2}
+        supervised = {name: FLOAT * parameters * count for name, count in supervised.items()}
+        whole = max(whole, supervised, key=lambda parts: sum(parts.values()))
+
+    text = model.config.get_text_config()
+    layers, hidden = text.num_hidden_layers, text.hidden_size
+    inner = getattr(text, "intermediate_size", None) or 4 * hidden
+    heads = text.num_attention_heads
+    keys = (getattr(text, "head_dim", None) or hidden // heads) * (getattr(text, "num_key_value_heads", None) or heads)
+    # What a Llama layer keeps for the backward pass: the inputs of its norms and matrix products, queries, keys and
+    # values before and after rotation, and four tensors of the MLP's width.
+    per_token = layers * (hidden if learner.activation_checkpointing else 8 * hidden + 4 * inner + 4 * keys)
+    tokens = max(config.model.max_context, min(learner.tokens_per_microbatch, CPU_TOKENS_PER_MICROBATCH))
+    if device.type != "cpu":
+        tokens = max(config.model.max_context, learner.tokens_per_microbatch)
+    evaluated = config.environment.eval_tasks * max(1, config.evaluation.samples)
+    rows = min(config.sampler.max_rows, evaluated)
+    if trains:
+        rows += min(config.sampler.max_rows, config.schedule.batch * config.schedule.group)
+    caches = 2 * layers * keys * width * config.model.max_context * rows * (copies > 0)
+    return whole, {"activations": per_token * width * tokens * trains, "keys and values": caches}
+
+
+def available_memory(device: torch.device) -> int | None:
+    """Return the bytes of memory that are free on ``device``, or None if this is not known.
+
+    On a CPU this is what the system can free for a new process, or what the limit of the container leaves.
+    """
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    free = None
+    with suppress(OSError, ValueError, StopIteration):
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        free = 1024 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
+        group = Path("/sys/fs/cgroup")
+        counted = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        used = int((group / "memory.current").read_text()) - int(counted["inactive_file"])
+        free = min(free, int((group / "memory.max").read_text()) - used)  # a ValueError if there is no limit: "max"
+    return free
