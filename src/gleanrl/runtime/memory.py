@@ -10,6 +10,7 @@ import torch
 from gleanrl.config.settings import Config
 from gleanrl.learners.engine import CPU_TOKENS_PER_MICROBATCH
 from gleanrl.learners.models import compute_dtype, empty_model, resolve_device
+from gleanrl.learners.supervised import TOKENS_PER_MICROBATCH
 from gleanrl.utils.errors import UserError
 from gleanrl.utils.progress import Progress
 from gleanrl.utils.text import format_bytes
@@ -20,7 +21,8 @@ FLOAT = 4  # bytes of a float32; trained weights, gradients and Adam's two momen
 def check_memory(config: Config, progress: Progress, *, trains: bool = True) -> None:
     """Print an estimate of the memory of a run with a given model, and check it against what is available.
 
-    Nothing is checked for the tiny model, on Ray, or with several ranks, whose parts are on other machines or devices.
+    Nothing is checked for the tiny model, for a model with code of its own, whose layers are not known, and on Ray or
+    with several ranks, whose parts are on other machines or devices.
 
     Args:
         trains: whether the run trains, rather than only evaluate.
@@ -28,7 +30,7 @@ def check_memory(config: Config, progress: Progress, *, trains: bool = True) -> 
     Raises:
         UserError: weights, gradients, optimizer and the samplers' copies alone need more than there is.
     """
-    if config.model.init == "tiny" or config.ray.enabled or config.learner.ranks > 1:
+    if config.model.init == "tiny" or config.ray.enabled or config.learner.ranks > 1 or config.model.trust_remote_code:
         return
     device = resolve_device(config.model.device)
     available = available_memory(device)
@@ -53,9 +55,9 @@ def check_memory(config: Config, progress: Progress, *, trains: bool = True) -> 
 
 
 def estimate(config: Config, device: torch.device, *, trains: bool) -> tuple[dict[str, int], dict[str, int]]:
-    """Return the bytes of what a run always has in memory, and of what grows with the length of its episodes.
+    """Return the bytes of what a run always has in memory, and of what it needs for a time or for long episodes.
 
-    Both are by name. Of what grows, the sizes are those of contexts that are full.
+    Both are by name. The sizes of the latter are those for contexts that are full.
     """
     learner, model = config.learner, empty_model(config.model)
     width = compute_dtype(config.model, device).itemsize
@@ -78,28 +80,29 @@ def estimate(config: Config, device: torch.device, *, trains: bool) -> tuple[dic
         "samplers": width * parameters * copies,
         "reference": FLOAT * parameters * (trains and bool(config.loss.kl_coefficient) and not learner.lora_rank),
     }
-    if config.warm_start.enabled:  # it trains all weights, before the samplers exist
-        supervised = {"weights": 1, "gradients": 1, "optimizer of the warm start": 2}
-        supervised = {name: FLOAT * parameters * count for name, count in supervised.items()}
-        whole = max(whole, supervised, key=lambda parts: sum(parts.values()))
-
     text = model.config.get_text_config()
-    layers, hidden = text.num_hidden_layers, text.hidden_size
+    layers, hidden = getattr(text, "num_hidden_layers", 0), getattr(text, "hidden_size", 0)
     inner = getattr(text, "intermediate_size", None) or 4 * hidden
-    heads = text.num_attention_heads
+    heads = getattr(text, "num_attention_heads", 1)
     keys = (getattr(text, "head_dim", None) or hidden // heads) * (getattr(text, "num_key_value_heads", None) or heads)
     # What a Llama layer keeps for the backward pass: the inputs of its norms and matrix products, queries, keys and
     # values before and after rotation, and four tensors of the MLP's width.
     per_token = layers * (hidden if learner.activation_checkpointing else 8 * hidden + 4 * inner + 4 * keys)
-    tokens = max(config.model.max_context, min(learner.tokens_per_microbatch, CPU_TOKENS_PER_MICROBATCH))
-    if device.type != "cpu":
-        tokens = max(config.model.max_context, learner.tokens_per_microbatch)
+    # Tokens of the largest micro-batch of the learner or of the warm start; a longer sequence has one of its own.
+    tokens = supervised = 0
+    if trains:
+        most = CPU_TOKENS_PER_MICROBATCH if device.type == "cpu" else learner.tokens_per_microbatch
+        tokens = max(config.model.max_context, min(learner.tokens_per_microbatch, most))
+    if config.warm_start.enabled:  # it trains all weights, before the samplers exist, unless it is cached
+        supervised = max(0, 4 * FLOAT * parameters - sum(whole.values()))
+        tokens = max(tokens, min(TOKENS_PER_MICROBATCH, config.warm_start.batch * config.model.max_context))
     evaluated = config.environment.eval_tasks * max(1, config.evaluation.samples)
     rows = min(config.sampler.max_rows, evaluated)
     if trains:
         rows += min(config.sampler.max_rows, config.schedule.batch * config.schedule.group)
     caches = 2 * layers * keys * width * config.model.max_context * rows * (copies > 0)
-    return whole, {"activations": per_token * width * tokens * trains, "keys and values": caches}
+    growing = {"activations": per_token * width * tokens, "keys and values": caches, "warm start": supervised}
+    return whole, growing
 
 
 def available_memory(device: torch.device) -> int | None:
