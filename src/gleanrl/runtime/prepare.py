@@ -222,7 +222,7 @@ def warm_start(
     settings, weights = config.warm_start, hashlib.blake2b(digest_size=16)
     # A path or a name does not determine the weights, because a directory may be written again.
     for parameter in model.parameters():
-        weights.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy())
+        weights.update(parameter.detach().cpu().reshape(-1).view(torch.uint8).numpy())
     key = fingerprint(
         "warm start, spoken", weights.hexdigest(), gleanrl.__version__, torch.__version__,
         config.model.model_dump(exclude={"device"}),
