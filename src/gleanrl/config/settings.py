@@ -10,6 +10,7 @@ that depend on other sections.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
@@ -100,6 +101,12 @@ class ModelSettings(Settings):
     `learner.ranks` above 1, use auto or cuda, because each rank takes a GPU of its own."""
     trust_remote_code: bool = False
     """Allow code from the model's repository to run. Needed only for models whose code is not part of transformers."""
+
+    @property
+    def hub_id(self) -> str | None:
+        """The name of `init` on the Hugging Face hub; None for the tiny model and for directories and files."""
+        local = self.init == "tiny" or ":" in self.init or Path(self.init).expanduser().exists()
+        return None if local else self.init
 
 
 class WarmStartSettings(Settings):

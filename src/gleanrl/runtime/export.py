@@ -22,8 +22,8 @@ def run_export(config: Config, checkpoint: Checkpoint, folder: Path, console: Pr
 
     Args:
         adapters: write the LoRA adapters and their config without merging them. Otherwise the whole model is written,
-            with adapters merged. If the base model of the adapters exists nowhere else, because it is the tiny model or
-            has had a warm start, it is written too, to the subfolder ``base``.
+            with adapters merged. If the base model of the adapters exists nowhere else, because it is the tiny model, a
+            GGUF file, or has had a warm start, it is written too, to the subfolder ``base``.
 
     Raises:
         UserError: the run has no adapters to write, the model cannot be loaded, or the disk is full.
@@ -33,9 +33,11 @@ def run_export(config: Config, checkpoint: Checkpoint, folder: Path, console: Pr
             "--adapters: the run trained all weights (learner.lora_rank = 0) and has no adapters; leave out --adapters"
         )
     set_up_libraries(config)
-    own_base = needs_expert(config)  # the model before training is not the one that `model.init` names
-    if own_base:
-        prepared = prepare(config, console)
+    local = Path(config.model.init).expanduser()
+    # Whether PEFT cannot load the model before training under the name that `model.init` gives.
+    own_base = needs_expert(config) or not (local.is_dir() or config.model.hub_id)
+    if needs_expert(config):
+        prepared = prepare(config, console, trains=False)
         model, tokenizer = prepared.model, prepared.tokenizer
     else:
         model, tokenizer = load_model(config.model)
@@ -50,5 +52,4 @@ def run_export(config: Config, checkpoint: Checkpoint, folder: Path, console: Pr
             engine.export_adapters(partial, str(folder.absolute() / "base"))
             save_model(partial / "base", engine.model.unload(), tokenizer)
         else:
-            local = Path(config.model.init).expanduser()
             engine.export_adapters(partial, str(local.absolute()) if local.is_dir() else config.model.init)

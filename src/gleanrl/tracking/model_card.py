@@ -25,12 +25,6 @@ _OTHER_SECTIONS = ("checkpoint", "monitor", "ray")
 _OTHER_RUN_SETTINGS = ("name", "folder", "threads")
 
 
-def hub_base(config: Config) -> str | None:
-    """Return the name on the hub of the model that the run starts from; None for a directory and the tiny model."""
-    init = config.model.init
-    return None if init == "tiny" or Path(init).expanduser().is_dir() else init
-
-
 def read_licence(config: Config, *, ask_hub: bool = False) -> dict[str, str]:
     """Return the licence of the base model as metadata, from the README.md in its directory.
 
@@ -43,7 +37,7 @@ def read_licence(config: Config, *, ask_hub: bool = False) -> dict[str, str]:
     try:
         if readme.is_file():
             data = ModelCard.load(readme, ignore_metadata_errors=True).data
-        elif ask_hub and (name := hub_base(config)):
+        elif ask_hub and (name := config.model.hub_id):
             data = HfApi().model_info(name).card_data
     except Exception:  # damaged metadata, no access or no network: the card is complete without a licence
         return {}
@@ -62,7 +56,7 @@ def model_card(
     """
     from huggingface_hub import ModelCardData
 
-    lora, base = config.learner.lora_rank, hub_base(config)
+    lora, base = config.learner.lora_rank, config.model.hub_id
     found = facts([row for row in rows if row.step <= step], tomllib.loads(config.to_toml()))
     metadata: dict[str, Any] = {
         **(licence or {}),
