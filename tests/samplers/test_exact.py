@@ -10,6 +10,7 @@ import asyncio
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import BloomConfig, BloomForCausalLM, MistralConfig, MistralForCausalLM, Qwen2ForCausalLM
@@ -107,6 +108,37 @@ def test_the_fused_engine_computes_the_same_logits_as_the_models_modules(name: s
         torch.testing.assert_close(answers[0], answers[1], atol=2e-5, rtol=1e-5)
         for row, piece in zip(rows, pieces, strict=True):
             lengths[row] += piece.size
+
+
+def test_attention_is_the_same_however_the_rows_of_a_feed_are_split_into_grids() -> None:
+    random = np.random.default_rng(0)
+    sizes = []
+    for _ in range(20):
+        rows = sorted(random.choice(12, 6, replace=False).tolist())
+        starts = random.integers(0, 40, 6).tolist()
+        tokens = [np.zeros(int(random.choice([1, 1, 5, 9])), np.int32) for _ in rows]
+        feed = Feed(rows, starts, tokens, torch.device("cpu"))
+        store = KeyValueStore()
+        store.reserve(12, feed.extent)
+        buffers = store.append(0, feed, *torch.zeros(2, feed.tokens.shape[0], 2, 4))
+        for buffer in buffers:
+            buffer.normal_()
+        queries = torch.randn(feed.tokens.shape[0], 2, 4)
+        for last, asked in ((False, queries), (True, queries[feed.last])):
+            results = []
+            for grids in ([feed.grid], *(feed.grids(waste, last=last) for waste in (0, 60, 10**9))):
+                result = torch.full_like(queries, torch.nan)
+                for grid in grids:
+                    keys, values = map(grid.select, buffers)
+                    some = queries if grids[0] is feed.grid else asked
+                    arranged = grid.arrange(some[grid.tokens]).transpose(1, 2)
+                    attended = F.scaled_dot_product_attention(arranged, keys, values, attn_mask=grid.mask[:, None])
+                    result[grid.tokens] = grid.pack(attended.transpose(1, 2))
+                results.append(result[feed.last] if last and grids[0] is feed.grid else result[: asked.shape[0]])
+                sizes.append(len(grids))
+            for result in results[1:]:
+                torch.testing.assert_close(result, results[0])
+    assert len(set(sizes)) > 2
 
 
 def test_a_prompt_shared_by_several_sessions_is_prefilled_once_and_stays_exact() -> None:

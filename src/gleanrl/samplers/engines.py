@@ -32,6 +32,9 @@ _FIXED_ROPE = ("default", "linear", "llama3", "yarn")
 _PROBE = ((2, 3), (2, 1), (1, 1))
 # Largest error of the logits that `probe` accepts, as a share of their standard deviation, by the engine's dtype.
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.2, torch.float16: 0.05}
+_HEAD_BLOCK = 1024  # number of tokens whose rows of the head `FusedEngine` multiplies at once
+# FLOP of attention that take as long as one more call of it, on a CPU and on a GPU.
+_CALL_FLOP = (2_000_000, 300_000_000)
 
 
 class CannotServe(Exception):
@@ -42,12 +45,15 @@ class Engine(Protocol):
     """Computes logits with its own copy of a model's weights. Keys and values are kept in a `KeyValueStore`."""
 
     @property
-    def targets(self) -> Mapping[str, torch.Tensor]:
-        """The engine's weights by Hugging Face parameter name. New weights are copied into these tensors or views."""
-        ...
-
-    @property
     def device(self) -> torch.device: ...
+
+    def load(self, weights: Mapping[str, Any]) -> None:
+        """Copy ``weights``, by Hugging Face parameter name; convert their dtype and device.
+
+        Raises:
+            ValueError: if a weight is missing or has another shape. Nothing is copied then.
+        """
+        ...
 
     def logits(self, feed: Feed, store: KeyValueStore) -> torch.Tensor:
         """Compute the tokens of ``feed``, append their keys and values to ``store``, and return next-token logits.
@@ -139,7 +145,7 @@ def probe(engine: Engine, model: PreTrainedModel, dtype: torch.dtype) -> None:
 # --- the Llama family -------------------------------------------------------------------------------
 @dataclass(slots=True)
 class _Layer:
-    """Weights of one decoder layer. ``qkv`` and ``gate_up`` are the weights of several projections, concatenated.
+    """Weights of one decoder layer. ``qkv`` is the weights of three projections, concatenated.
 
     A weight is None if the model does not have it.
     """
@@ -152,17 +158,19 @@ class _Layer:
     output: torch.Tensor
     output_bias: torch.Tensor | None
     mlp_norm: torch.Tensor
-    gate_up: torch.Tensor
+    gate: torch.Tensor
+    up: torch.Tensor
     down: torch.Tensor
 
 
 class FusedEngine:
     """Computes models of the Llama family without calling their modules.
 
-    It is fast for four reasons. Tokens are packed, so that no padding is computed except in attention. Projections with
-    the same input are one matrix product. With grouped-query attention, the query heads of a group become further
-    queries of one head, so that keys and values are not repeated. The last layer computes only the last token of each
-    row, because no other logits are needed.
+    It is fast for five reasons. Tokens are packed, and rows of different lengths share a call of attention only where
+    this costs less padding than another call. The queries, keys and values are one matrix product. With grouped-query
+    attention, the query heads of a group become further queries of one head, so that keys and values are not repeated.
+    The last layer computes only the last token of each row, because no other logits are needed. On a CPU, float32
+    weights have the layout by which products are fastest; for the head this takes a second copy of it.
 
     Raises:
         CannotServe: if the model is of another family, or has a weight or a setting that this class does not support.
@@ -179,6 +187,7 @@ class FusedEngine:
         self._heads, self._kv_heads = config.num_attention_heads, config.num_key_value_heads
         self._dim = getattr(config, "head_dim", None) or config.hidden_size // self._heads
         self._eps = config.rms_norm_eps
+        self._waste = _CALL_FLOP[self.device.type != "cpu"] // (4 * self._heads * self._dim)
         positions = torch.arange(max(max_context, 16), device=self.device)
         angles = torch.outer(positions, rope.inv_freq.float())
         if 2 * angles.shape[1] != self._dim:
@@ -189,9 +198,14 @@ class FusedEngine:
         weights = dict(model.named_parameters())
         targets: dict[str, torch.Tensor] = {}  # for each parameter, the view of its part of a concatenated weight
 
-        def fused(*names: str) -> torch.Tensor:
+        # On a CPU, products of few rows are a tenth faster if float32 weights lie in memory as [inputs, outputs].
+        by_inputs = self.device.type == "cpu" and dtype == torch.float32
+
+        def fused(*names: str, multiplied: bool = False) -> torch.Tensor:
             sizes = [weights[name].shape[0] for name in names]
-            whole = torch.empty(sum(sizes), *weights[names[0]].shape[1:], dtype=dtype, device=self.device)
+            shape = (sum(sizes), *weights[names[0]].shape[1:])
+            whole = torch.empty(shape[::-1] if multiplied and by_inputs else shape, dtype=dtype, device=self.device)
+            whole = whole.t() if multiplied and by_inputs else whole
             targets.update(zip(names, whole.split(sizes), strict=True))
             return whole
 
@@ -205,15 +219,16 @@ class FusedEngine:
             attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
             layer = _Layer(
                 input_norm=fused(f"{prefix}.input_layernorm.weight"),
-                qkv=fused(*(f"{attention}.{part}_proj.weight" for part in "qkv")),
+                qkv=fused(*(f"{attention}.{part}_proj.weight" for part in "qkv"), multiplied=True),
                 qkv_bias=optional(*(f"{attention}.{part}_proj.bias" for part in "qkv")),
                 query_norm=optional(f"{attention}.q_norm.weight"),
                 key_norm=optional(f"{attention}.k_norm.weight"),
-                output=fused(f"{attention}.o_proj.weight"),
+                output=fused(f"{attention}.o_proj.weight", multiplied=True),
                 output_bias=optional(f"{attention}.o_proj.bias"),
                 mlp_norm=fused(f"{prefix}.post_attention_layernorm.weight"),
-                gate_up=fused(f"{mlp}.gate_proj.weight", f"{mlp}.up_proj.weight"),
-                down=fused(f"{mlp}.down_proj.weight"),
+                gate=fused(f"{mlp}.gate_proj.weight", multiplied=True),
+                up=fused(f"{mlp}.up_proj.weight", multiplied=True),
+                down=fused(f"{mlp}.down_proj.weight", multiplied=True),
             )
             self._layers.append(layer)
         self._norm = fused("model.norm.weight")
@@ -223,15 +238,26 @@ class FusedEngine:
         if unknown := sorted(set(weights) - set(targets)):
             raise CannotServe(f"weight {unknown[0]} is not fused")
         self.targets: Mapping[str, torch.Tensor] = targets
-        copy_weights(targets, weights)
+        # A copy of the head as [inputs, outputs], in blocks, because a product by the whole head in this layout is
+        # slow: its rows lie too far apart.
+        self._head_blocks: list[torch.Tensor] = []
+        if by_inputs:
+            self._head_blocks = [torch.empty(rows.shape[::-1]) for rows in self._head.split(_HEAD_BLOCK)]
+        self.load(weights)
+
+    def load(self, weights: Mapping[str, Any]) -> None:
+        copy_weights(self.targets, weights)
+        if self._head_blocks:
+            for block, rows in zip(self._head_blocks, self._head.split(_HEAD_BLOCK), strict=True):
+                block.copy_(rows.t())
 
     def logits(self, feed: Feed, store: KeyValueStore) -> torch.Tensor:
-        """See `Engine.logits`. Letters in shapes are those of `Feed`; "hidden" is the width of the model."""
+        """See `Engine.logits`. Letters in shapes are those of `Feed` and `Grid`; "hidden" is the width of the model."""
         heads, kv_heads, dim = self._heads, self._kv_heads, self._dim
         x = F.embedding(feed.tokens, self._embedding)  # [N, hidden]
         cos, sin = self._cos[feed.positions], self._sin[feed.positions]
-        # [B, 1, T * (heads / kv_heads), E], because the query heads of a group become further queries
-        mask = feed.mask.to(x.dtype)[:, None].repeat_interleave(heads // kv_heads, 2)
+        # The query heads of a group become further queries of one head: [L, 1, T * (heads / kv_heads), E].
+        grids = [(grid, self._grouped(grid.mask)) for grid in feed.grids(self._waste)]
         for index, layer in enumerate(self._layers):
             projected = F.linear(self._rms(x, layer.input_norm), layer.qkv, layer.qkv_bias).view(x.shape[0], -1, dim)
             rotated, values = projected.split([heads + kv_heads, kv_heads], 1)
@@ -239,25 +265,43 @@ class FusedEngine:
                 queries, keys = rotated.split([heads, kv_heads], 1)
                 rotated = torch.cat([self._rms(queries, layer.query_norm), self._rms(keys, layer.key_norm)], 1)
             left, right = rotated.chunk(2, -1)
-            rotated = torch.cat([left * cos - right * sin, right * cos + left * sin], -1)
+            rotated = torch.empty_like(rotated)
+            new_left, new_right = rotated.chunk(2, -1)
+            torch.mul(left, cos, out=new_left).addcmul_(right, sin, value=-1)
+            torch.mul(right, cos, out=new_right).addcmul_(left, sin)
             queries, keys = rotated.split([heads, kv_heads], 1)  # [N, heads, dim], [N, kv_heads, dim]
-            keys, values = store.append(index, feed, keys, values)  # [B, kv_heads, E, dim]
+            keys, values = store.append(index, feed, keys, values)
             if index == len(self._layers) - 1:  # in the last layer, only the last token of each row is needed
-                x = x[feed.last]
-                stacked = queries[feed.last].view(feed.size, kv_heads, -1, dim)
-                last = mask[:, :, -stacked.shape[2] :]
-                attended = F.scaled_dot_product_attention(stacked, keys, values, attn_mask=last)
-                attended = attended.reshape(feed.size, -1)
-            else:
-                grid = feed.to_grid(queries).view(feed.size, feed.columns, kv_heads, -1, dim)
-                stacked = grid.transpose(1, 2).reshape(feed.size, kv_heads, -1, dim)
-                attended = F.scaled_dot_product_attention(stacked, keys, values, attn_mask=mask)
-                attended = attended.view(feed.size, kv_heads, feed.columns, -1, dim).transpose(1, 2)
-                attended = feed.from_grid(attended.reshape(feed.size, feed.columns, -1))
-            x = x + F.linear(attended, layer.output, layer.output_bias)
-            gate, up = F.linear(self._rms(x, layer.mlp_norm), layer.gate_up).chunk(2, -1)
-            x = x + F.linear(F.silu(gate) * up, layer.down)
-        return F.linear(self._rms(x, self._norm), self._head).float()
+                x, queries = x[feed.last], queries[feed.last]
+                if feed.tokens.shape[0] > feed.size:
+                    grids = [(grid, self._grouped(grid.mask)) for grid in feed.grids(self._waste, last=True)]
+            attended = torch.empty_like(queries)
+            for grid, mask in grids:
+                arranged = grid.arrange(queries[grid.tokens]).view(grid.size, grid.columns, kv_heads, -1, dim)
+                result = F.scaled_dot_product_attention(
+                    arranged.transpose(1, 2).reshape(grid.size, kv_heads, -1, dim),
+                    grid.select(keys),
+                    grid.select(values),
+                    attn_mask=mask,
+                )
+                result = result.view(grid.size, kv_heads, grid.columns, -1, dim).transpose(1, 2)
+                attended[grid.tokens] = grid.pack(result.reshape(grid.size, grid.columns, heads, dim))
+            attended = attended.view(x.shape[0], -1)
+            x += F.linear(attended, layer.output, layer.output_bias)
+            normed = self._rms(x, layer.mlp_norm)
+            gate = F.silu(F.linear(normed, layer.gate), inplace=True)
+            x += F.linear(gate.mul_(F.linear(normed, layer.up)), layer.down)
+        x = self._rms(x, self._norm)
+        if not self._head_blocks:
+            return F.linear(x, self._head).float()
+        logits = x.new_empty(feed.size, self._head.shape[0])
+        for block, out in zip(self._head_blocks, logits.split(_HEAD_BLOCK, 1), strict=True):
+            torch.mm(x, block, out=out)
+        return logits
+
+    def _grouped(self, mask: torch.Tensor) -> torch.Tensor:
+        mask = mask.to(self._embedding.dtype)[:, None]
+        return mask.repeat_interleave(self._heads // self._kv_heads, 2)
 
     def _rms(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return F.rms_norm(x, (x.shape[-1],), weight, self._eps)
@@ -289,12 +333,15 @@ class ModuleEngine:
         self.targets: Mapping[str, torch.Tensor] = dict(self._model.named_parameters())
         self.device = model.device
 
+    def load(self, weights: Mapping[str, Any]) -> None:
+        copy_weights(self.targets, weights)
+
     def logits(self, feed: Feed, store: KeyValueStore) -> torch.Tensor:
         cache = Cache(layers=[_RaggedLayer(layer, feed, store) for layer in range(self._layers)])
         output = self._model(
-            input_ids=feed.to_grid(feed.tokens),
-            position_ids=feed.grid_positions,
-            attention_mask=feed.mask[:, None].to(self._model.dtype),
+            input_ids=feed.grid.arrange(feed.tokens),
+            position_ids=feed.grid.positions,
+            attention_mask=feed.grid.mask[:, None].to(self._model.dtype),
             past_key_values=cache,
             use_cache=True,
             **self._last_only,
@@ -316,8 +363,10 @@ class _RaggedLayer(CacheLayerMixin):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        keys, values = (self._feed.from_grid(new.transpose(1, 2)) for new in (key_states, value_states))
-        return self._store.append(self._layer, self._feed, keys, values)
+        grid = self._feed.grid
+        keys, values = (grid.pack(new.transpose(1, 2)) for new in (key_states, value_states))
+        keys, values = self._store.append(self._layer, self._feed, keys, values)
+        return grid.select(keys), grid.select(values)
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None: ...
 
@@ -325,7 +374,7 @@ class _RaggedLayer(CacheLayerMixin):
         return self._feed.extent, 0
 
     def get_seq_length(self) -> int:
-        return self._feed.extent - self._feed.columns
+        return self._feed.extent - self._feed.grid.columns
 
     def get_max_length(self) -> int:
         return -1

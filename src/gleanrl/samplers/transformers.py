@@ -13,12 +13,14 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from gleanrl.samplers.engines import Engine, choose_engine, copy_weights
+from gleanrl.samplers.engines import Engine, choose_engine
 from gleanrl.samplers.kv_cache import Feed, KeyValueStore
 from gleanrl.samplers.sessions import Request, Row, SessionSampler, Worker
 from gleanrl.schedule.device_lock import TakeDevice
 from gleanrl.schedule.timeline import SpanRecorder
 from gleanrl.types import IntArray
+
+_DRAWN_AT_ONCE = 1 << 18  # number of probabilities that `draw` computes at once on a CPU
 
 
 class TransformersSampler(SessionSampler):
@@ -135,7 +137,7 @@ class Decoder(Worker):
         return decoding
 
     def load(self, weights: Mapping[str, Any]) -> None:
-        copy_weights(self.engine.targets, weights)
+        self.engine.load(weights)
 
     def _prefill(self, requests: Sequence[Request]) -> None:
         """Feed the tokens of ``requests`` that are not cached yet, and sample the first token of each completion.
@@ -208,11 +210,20 @@ def draw(logits: torch.Tensor, temperature: torch.Tensor, uniforms: torch.Tensor
         The tokens, int64 ``[B]``, and their log-probs, float32 ``[B]``, under the distribution that they were sampled
         from.
     """
-    greedy = temperature == 0
-    logprobs = (logits / torch.where(greedy, 1.0, temperature)[:, None]).log_softmax(-1)
-    # The sum is float64 and the uniform is scaled by its last entry, so that rounding neither selects a token of
-    # probability 0 nor an index beyond the last token.
-    cumulative = logprobs.exp().cumsum(-1, dtype=torch.float64)
-    drawn = torch.searchsorted(cumulative, uniforms[:, None] * cumulative[:, -1:], right=True)[:, 0]
-    tokens = torch.where(greedy, logits.argmax(-1), drawn)
-    return tokens, logprobs.gather(-1, tokens[:, None])[:, 0]
+    # On a CPU, few rows at a time: their probabilities then stay in the processor's cache.
+    rows = max(1, _DRAWN_AT_ONCE // logits.shape[-1]) if logits.device.type == "cpu" else logits.shape[0]
+    tokens, logprobs = [], []
+    for part, heat, uniform in zip(logits.split(rows), temperature.split(rows), uniforms.split(rows), strict=True):
+        greedy = (heat == 0)[:, None]
+        scaled = part / torch.where(greedy, 1.0, heat[:, None])
+        highest = scaled.amax(-1, keepdim=True)
+        # The sum is float64 and the uniform is scaled by its last entry, so that rounding neither selects a token of
+        # probability 0 nor an index beyond the last token.
+        cumulative = (scaled - highest).exp_().cumsum(-1, dtype=torch.float64)
+        total = cumulative[:, -1:]
+        token = torch.searchsorted(cumulative, uniform[:, None] * total, right=True)
+        if greedy.any():
+            token = torch.where(greedy, scaled.argmax(-1, keepdim=True), token)
+        tokens.append(token[:, 0])
+        logprobs.append((scaled.gather(-1, token) - highest - total.log().float())[:, 0])
+    return torch.cat(tokens), torch.cat(logprobs)
