@@ -3,8 +3,6 @@ micro-batches that hold every trained token of the valid members exactly once.""
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import torch
@@ -188,51 +186,6 @@ def test_micro_batches_hold_every_trained_token_at_the_position_that_predicts_it
                 assert tensor[start:stop].tolist() == array[positions].tolist()
             assert (micro.off_policy[start:stop] == sample.off_policy).all()
             assert (micro.sequence[start:stop] == sample.trajectory).all()
-            start = stop
-        assert start == micro.targets.numel()
-    assert sorted(seen) == list(range(len(samples)))
-
-
-def group_with_prompt(index: int, random: np.random.Generator) -> Group:
-    """Return a group whose members begin with one of two prompts; some also share the first action."""
-    prompts = [random.integers(1, 9, int(random.integers(1, 30))) for _ in range(2)]
-    group = make_group(index, [Member(float(m % 2), turns=(3, 2)) for m in range(int(random.integers(1, 7)))], random)
-    members = []
-    for trajectory in group.trajectories:
-        (segment,) = trajectory.segments
-        prompt = replace(segment[0], tokens=prompts[int(random.integers(2))])
-        action = replace(segment[1], tokens=random.integers(1, 3, 3))
-        members.append(replace(trajectory, segments=((prompt, action, *segment[2:]),)))
-    return replace(group, trajectories=tuple(members))
-
-
-@settings(max_examples=examples(60))
-@given(seed=SEEDS, budget=st.integers(1, 300))
-def test_a_token_in_a_shared_row_attends_to_the_same_tokens_as_alone(seed: int, budget: int) -> None:
-    random = np.random.default_rng(seed)
-    groups = [group_with_prompt(index, random) for index in range(3)] + random_groups(random, 2)
-    samples = build_default(groups).samples
-    seen: list[int] = []
-    for micro in micro_batches(samples, budget, pad_token=0, share=True):
-        length = micro.tokens.shape[1]
-        start = 0
-        assert micro.computed <= micro.real
-        assert len(micro.samples) == 1 or micro.tokens.numel() <= budget
-        for row in micro.samples:
-            sample = samples[row]
-            seen.append(row)
-            positions = sample.mask.nonzero()[0]
-            stop = start + positions.size
-            assert micro.targets[start:stop].tolist() == sample.tokens[positions].tolist()
-            for position, flat in zip(positions.tolist(), micro.index[start:stop].tolist(), strict=True):
-                line, at = divmod(flat, length)
-                visible, places = torch.arange(length) <= at, torch.arange(length)
-                if micro.owners is not None and micro.places is not None:
-                    owner = micro.owners[line]
-                    visible &= (owner == 0) | (owner == owner[at])
-                    places = micro.places[line]
-                assert micro.tokens[line][visible].tolist() == sample.tokens[:position].tolist()
-                assert places[visible].tolist() == list(range(position))
             start = stop
         assert start == micro.targets.numel()
     assert sorted(seen) == list(range(len(samples)))

@@ -1,5 +1,4 @@
-"""Tests of `gleanrl.algorithms.microbatch.lay_out`, which puts samples with a common prefix into one row: rows hold
-every sample once, a prefix is common to its samples, and a row is shared only where that saves computation."""
+"""Tests of packed rows: they hold each sample and each common prefix once, and show a token its own sample only."""
 
 from __future__ import annotations
 
@@ -8,50 +7,80 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from gleanrl.algorithms.microbatch import LONGEST_SHARED_ROW, Row, lay_out
+from gleanrl.algorithms.batch import Sample, unscored_sample
+from gleanrl.algorithms.microbatch import Packing, micro_batches
 
-SEQUENCES = st.lists(st.tuples(st.integers(0, 2), st.lists(st.integers(0, 2), min_size=1, max_size=12)), max_size=12)
+
+def visible(packing: Packing) -> np.ndarray:
+    """Return which places of the row each place attends to, bool [L, L]. Fails if one attends to a place twice."""
+    length = packing.positions.shape[1]
+    seen = np.zeros((length, length), np.int64)
+    places = np.arange(length)
+    causal = [places[part] for part in packing.parts]
+    for batch in packing.batches:
+        causal += [row[real].numpy() for row, real in zip(batch.index, batch.real, strict=True)]
+    for part in causal:
+        seen[np.ix_(part, part)] += np.tri(part.size, dtype=np.int64)
+    for later, part in packing.shared:
+        seen[later, part] += 1
+    assert seen.max() == 1
+    return seen > 0
 
 
-def arrays(lists: list[list[int]]) -> list[np.ndarray]:
-    return [np.array(tokens, np.int32) for tokens in lists]
+def sample(tokens: list[int], random: np.random.Generator) -> Sample:
+    mask = random.random(len(tokens)) < 0.5
+    mask[0], mask[-1] = False, True
+    return unscored_sample(np.array(tokens, np.int32), mask)
+
+
+# Lengths of a sample's sections. Samples of a draw have the same sections, except that each begins to differ from the
+# others after some of them, so prefixes of several lengths are common to different samples.
+SECTIONS = st.lists(st.integers(1, 150), min_size=1, max_size=4)
 
 
 @hypothesis_settings(deadline=None)
-@given(samples=SEQUENCES, longest=st.integers(1, 60))
-def test_rows_hold_every_sample_once_and_their_prefix_is_common_to_their_samples(
-    samples: list[tuple[int, list[int]]], longest: int
+@given(
+    sections=SECTIONS,
+    leaves=st.lists(st.tuples(st.integers(0, 4), st.integers(0, 2)), min_size=1, max_size=8),
+    budget=st.integers(1, 1200),
+    seed=st.integers(0, 1000),
+)
+def test_a_packed_row_shows_each_token_the_earlier_tokens_of_its_sample(
+    sections: list[int], leaves: list[tuple[int, int]], budget: int, seed: int
 ) -> None:
-    inputs, groups = arrays([tokens for _, tokens in samples]), [group for group, _ in samples]
-    rows = lay_out(inputs, groups, longest)
-    assert sorted(i for row in rows for i in row.samples) == list(range(len(samples)))
-    assert sum(row.length for row in rows) <= sum(tokens.size for tokens in inputs)
-    for row in rows:
-        assert row.length == row.prefix + sum(inputs[i].size - row.prefix for i in row.samples)
-        assert len({groups[i] for i in row.samples}) == 1
-        assert len({inputs[i][: row.prefix].tobytes() for i in row.samples}) == 1
-        assert all(inputs[i].size >= row.prefix for i in row.samples)
-        assert len(row.samples) == 1 or row.length <= longest
+    random = np.random.default_rng(seed)
+    common = [random.integers(0, 9, size).tolist() for size in sections]
+    samples = []
+    for level, kind in leaves:
+        own = np.random.default_rng(kind).integers(0, 9, 40 * kind + 2).tolist()
+        samples.append(sample([token for section in common[:level] for token in section] + own, random))
+    micros = micro_batches(samples, budget, share=True)
+    assert sorted(index for micro in micros for index in micro.samples) == list(range(len(samples)))
+    for micro in micros:
+        assert micro.packing is not None
+        assert micro.tokens.shape == micro.packing.positions.shape == (1, micro.computed)
+        assert micro.computed <= budget or len(micro.samples) == 1
+        assert micro.computed <= micro.real == sum(samples[index].tokens.size - 1 for index in micro.samples)
+        seen, start = visible(micro.packing), 0
+        for one in (samples[index] for index in micro.samples):
+            stop = start + int(one.mask.sum())
+            for target, place in zip(one.mask.nonzero()[0], micro.index[start:stop].tolist(), strict=True):
+                context = seen[place].nonzero()[0]
+                order = micro.packing.positions[0, context].argsort()
+                np.testing.assert_array_equal(micro.tokens[0, context][order].numpy(), one.tokens[:target])
+                np.testing.assert_array_equal(micro.packing.positions[0, context][order].numpy(), np.arange(target))
+            np.testing.assert_array_equal(micro.targets[start:stop].numpy(), one.tokens[one.mask])
+            start = stop
+        assert start == micro.targets.numel()
 
 
-def test_a_long_common_prompt_is_shared_and_a_short_one_before_long_remainders_is_not() -> None:
+def test_common_prefixes_are_computed_once_at_every_level() -> None:
+    """Four samples share a prompt; two of them also share the first turns after it."""
     random = np.random.default_rng(0)
-
-    def members(prompt: int, rest: int) -> list[np.ndarray]:
-        start = random.integers(1, 500, prompt)
-        return [np.concatenate([start, [500 + m], random.integers(1, 500, rest)]).astype(np.int32) for m in range(8)]
-
-    assert lay_out(members(30, 9), [0] * 8) == [Row(tuple(range(8)), 30, 30 + 8 * 10)]
-    inputs = members(20, 400)
-    assert sorted(lay_out(inputs, [0] * 8), key=lambda row: row.samples) == [Row((i,), 0, 421) for i in range(8)]
-    # samples of different groups share no row
-    assert all(len(row.samples) == 1 for row in lay_out(members(30, 9), list(range(8))))
-    assert max(row.length for row in lay_out(members(400, 300), [0] * 8)) <= LONGEST_SHARED_ROW
-
-
-def test_members_with_the_same_prompt_share_a_row() -> None:
-    """The group has two prompts, whose members alternate; each prompt gets a row."""
-    inputs = arrays([[1] * 20 + [5], [2] * 20 + [5], [1] * 20 + [6], [2] * 20 + [6]])
-    rows = lay_out(inputs, [0] * 4)
-    assert {row.samples for row in rows} == {(0, 2), (1, 3)}
-    assert [row.prefix for row in rows] == [20, 20]
+    prompt, turns = random.integers(0, 500, 60).tolist(), random.integers(0, 500, 40).tolist()
+    ends = [[500 + number, *random.integers(0, 500, 9).tolist()] for number in range(4)]
+    samples = [sample(prompt + (turns if number < 2 else []) + end, random) for number, end in enumerate(ends)]
+    (micro,) = micro_batches(samples, 1000, share=True)
+    assert micro.computed == 60 + 40 + 4 * 9
+    (unrelated,) = micro_batches([sample(end * 4, random) for end in ends], 1000, share=True)
+    assert unrelated.computed == unrelated.real

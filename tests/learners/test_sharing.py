@@ -1,4 +1,4 @@
-"""Tests of sharing common prefixes between rows: gradients and scores are unchanged, on models that support it."""
+"""Tests of packed rows in the engine: gradients and scores are unchanged, on models that support such rows."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, MistralConfig, MistralForC
 from gleanrl.algorithms.batch import Batch, build
 from gleanrl.config.settings import CreditSettings, LearnerSettings, LossSettings
 from gleanrl.learners.engine import LocalEngine
-from gleanrl.learners.logprobs import can_share_rows
+from gleanrl.learners.logprobs import can_pack_rows
 from gleanrl.types import Group
 from tests.builders import VOCABULARY, Member, make_group, random_groups, tiny_model
 from tests.strategies import examples
@@ -26,7 +26,10 @@ SIZES: dict[str, Any] = {"vocab_size": VOCABULARY, "initializer_range": 0.2}
 
 def group_of_a_prompt(index: int, random: np.random.Generator) -> Group:
     """A group whose members have one of two prompts and different lengths; one member is replayed."""
-    prompts = [random.integers(1, VOCABULARY, int(random.integers(8, 40))) for _ in range(2)]
+    # Some prompts are long enough that their attention is cut into parts, and the second begins like the first.
+    prompts = [random.integers(1, VOCABULARY, int(random.integers(8, 180))) for _ in range(2)]
+    alike = min(prompts[0].size, prompts[1].size, 30)
+    prompts[1][:alike] = prompts[0][:alike]
     members = [
         Member(float(random.integers(2)), turns=tuple(random.integers(1, 6, 2).tolist()), replayed=m == 5)
         for m in range(6)
@@ -45,7 +48,7 @@ def group_of_a_prompt(index: int, random: np.random.Generator) -> Group:
 def make_batch(seed: int, loss: LossSettings) -> Batch:
     random = np.random.default_rng(seed)
     groups = [group_of_a_prompt(index, random) for index in range(3)]
-    return build([*groups, *random_groups(random, 2)], CreditSettings(), loss, 128)
+    return build([*groups, *random_groups(random, 2)], CreditSettings(), loss, 256)
 
 
 def make_engine(loss: LossSettings, *, share: bool, dtype: torch.dtype = torch.float64, **options: Any) -> LocalEngine:
@@ -121,13 +124,29 @@ class Deaf(nn.Module):
         return self.inner(input_ids=input_ids, use_cache=use_cache)
 
 
-def test_only_models_that_use_position_ids_and_full_attention_masks_share_rows() -> None:
-    assert can_share_rows(tiny_model())
+def test_packed_rows_in_bfloat16_have_the_gradients_of_padded_rows_but_for_rounding() -> None:
+    loss = LossSettings()
+    samples = make_batch(0, loss).samples
+    grads = []
+    for share in (True, False):
+        engine = LocalEngine(
+            tiny_model(0), LearnerSettings(), loss, pad_token=0, temperature=0.8, compute_dtype=torch.bfloat16
+        )
+        assert engine.share_rows
+        engine.share_rows = share
+        engine.backward(samples)
+        grads.append(torch.cat([parameter.grad.flatten() for parameter in engine.parameters]))
+    assert (grads[0] - grads[1]).norm() < 0.05 * grads[1].norm()
+
+
+def test_only_models_that_pass_position_ids_and_the_packing_on_to_their_attention_pack_rows() -> None:
+    assert can_pack_rows(tiny_model())
     eager = tiny_model()
     eager.set_attn_implementation("eager")
-    assert can_share_rows(eager)
-    assert can_share_rows(GPT2LMHeadModel(GPT2Config(n_embd=16, n_layer=2, n_head=2, **SIZES)).eval())
-    assert not can_share_rows(Deaf())
+    assert not can_pack_rows(eager)
+    assert eager.config._attn_implementation == "eager"
+    assert can_pack_rows(GPT2LMHeadModel(GPT2Config(n_embd=16, n_layer=2, n_head=2, **SIZES)).eval())
+    assert not can_pack_rows(Deaf())
     windowed = MistralConfig(
         hidden_size=16,
         intermediate_size=32,
@@ -137,4 +156,4 @@ def test_only_models_that_use_position_ids_and_full_attention_masks_share_rows()
         sliding_window=64,
         **SIZES,
     )
-    assert not can_share_rows(MistralForCausalLM(windowed).eval())
+    assert not can_pack_rows(MistralForCausalLM(windowed).eval())

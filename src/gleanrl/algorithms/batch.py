@@ -64,6 +64,12 @@ class Sample:
         return not self.advantages.any()
 
 
+def unscored_sample(tokens: IntArray, mask: BoolArray) -> Sample:
+    """Return a sample of which only ``tokens`` int32[n] and ``mask`` bool[n] are known; all other arrays are 0."""
+    nothing = np.zeros(tokens.size, np.float32)
+    return Sample(tokens, mask, nothing, nothing, nothing, off_policy=False, version=-1, trajectory=0, group=0)
+
+
 @dataclass(frozen=True, slots=True)
 class GroupSamples:
     """The samples of one group, and the numbers that the group adds to the denominator of the loss.

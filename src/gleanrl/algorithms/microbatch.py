@@ -1,16 +1,16 @@
 """Packs samples into micro-batches: padded rows for one forward pass, and the flat list of their trained tokens.
 
-The learners call `micro_batches`. The samples of a group start with the same prompt, and often with the same first
-words of the answer. A *plain* row of a micro-batch holds one sample. A *shared* row holds several samples of a group:
-their common prefix once, and then the remainder of each. With shared rows, fewer tokens go through the model's layers,
-but attention costs more, because the rows are longer. `lay_out` chooses the rows with the least estimated cost.
+The learners call `micro_batches`. A micro-batch consists of padded rows of one sample each, or of a single *packed*
+row. A packed row holds several samples without padding, and what they have in common at their start only once: the
+samples of a group start with the same prompt, and often with the same first words. `gleanrl.learners.packed_attention`
+computes attention for such a row.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from itertools import chain, groupby, pairwise
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -21,26 +21,25 @@ from gleanrl.algorithms.batch import Sample
 from gleanrl.types import FloatArray, IntArray
 
 MAX_PADDING = 0.1  # largest share of a micro-batch's tokens that may be padding
-# Length of a shared row, in tokens, at which attention costs as much as the rest of the model; for a model with 4
-# layers of width 128.
-EVEN_LENGTH = 1024
-LONGEST_SHARED_ROW = 1024  # tokens; limits the size of the attention mask, which is quadratic in the length
+# Tokens of the shortest prefix that is computed once. Each prefix costs attention a further step.
+MIN_SHARED = 16
+# Tokens of a part of a packed row. Longer parts are cut, because causal attention computes the whole square of a part.
+LONGEST_PART = 128
+SHORT_PART = 64  # tokens; attention of shorter parts is computed in padded batches, because one part is too little work
+MAX_PART_PADDING = 0.25  # largest share of such a batch that may be padding
 
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """B padded rows of samples for one forward pass, and the flat list of their T trained tokens.
+    """B rows of samples for one forward pass, and the flat list of their T trained tokens.
 
-    A plain row holds all tokens of its sample except the last one, which is only predicted. Padding is on the right,
-    where no trained position of a causal model attends to it. In a shared row (see `Row`), a position of the common
-    prefix may predict several trained tokens, one for each sample of the row.
+    A row holds all tokens of its sample except the last one, which is only predicted. Padding is on the right, where
+    no trained position of a causal model attends to it. Instead, there may be one packed row of all samples (B = 1),
+    in which a position of a common prefix may predict several trained tokens, one for each sample that has it.
     """
 
     tokens: Tensor  # int64 [B, L], token ids
-    places: Tensor | None  # int64 [B, L], position of each token in its sample; None if every row is plain
-    # int64 [B, L], in a shared row the number (from 1) of the sample that a token belongs to, 0 for a token of the
-    # common prefix; 0 in plain rows. None if every row is plain.
-    owners: Tensor | None
+    packing: Packing | None  # describes the packed row; None if the rows are padded
     index: Tensor  # int64 [T], for each trained token, the position in the flattened [B * L] that predicts it
     targets: Tensor  # int64 [T], ids of the trained tokens
     old: Tensor  # float32 [T], log-probs in the denominator of the probability ratio
@@ -54,7 +53,7 @@ class MicroBatch:
     returns: Tensor | None  # float32 [T], the critic's targets; None without a critic
     samples: tuple[int, ...]  # indices into the samples given to `micro_batches`, in the order of their trained tokens
     real: int  # number of input tokens of the samples
-    computed: int  # number of tokens in the rows, without padding; less than ``real`` if rows are shared
+    computed: int  # number of tokens in the rows, without padding; less than ``real`` if samples share a prefix
 
     def to(self, device: torch.device | str) -> MicroBatch:
         """Return a copy on another device. A copy to a GPU is asynchronous: the host does not wait for it."""
@@ -70,29 +69,45 @@ class MicroBatch:
 
     def untrained(self) -> MicroBatch:
         """Return a copy with the same rows and no trained tokens, for a forward pass that computes no logits."""
-        tensors = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("tokens", "places", "owners")}
+        tensors = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "tokens"}
         nothing = {name: value[:0] for name, value in tensors.items() if isinstance(value, Tensor)}
         return replace(self, **nothing, samples=())
 
     def nothing(self) -> MicroBatch:
         """Return a micro-batch of one untrained token, for a process without data that must take part in a pass."""
         blank = self.untrained()
-        return replace(blank, tokens=self.tokens[:1, :1], places=None, owners=None, real=0, computed=0)
+        return replace(blank, tokens=self.tokens[:1, :1], packing=None, real=0, computed=0)
 
 
-def row_layout(places: Tensor | None, owners: Tensor | None, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return the keyword arguments that a model needs for shared rows; an empty dict if every row is plain.
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """The layout of a packed row of L tokens, which is a tree of parts.
 
-    They are ``position_ids`` int64 [B, L] and ``attention_mask`` [B, 1, L, L] of ``dtype``, which is added to attention
-    scores. A token attends to itself, to earlier tokens of its sample, and to the common prefix of its row.
-    ``places`` and ``owners`` are those of a `MicroBatch`.
+    A part is a sequence of tokens that some samples have in common, or the remainder of one sample. A sample is the
+    path from the start to one of the parts. The tokens of the parts that follow a part stand directly behind it, so
+    what follows a part is a slice of the row.
     """
-    if places is None or owners is None:
-        return {}
-    theirs = owners[:, None, :]
-    visible = ((theirs == 0) | (theirs == owners[:, :, None])).tril()
-    mask = torch.zeros(visible.shape, dtype=dtype, device=owners.device).masked_fill_(~visible, -torch.inf)
-    return {"position_ids": places, "attention_mask": mask[:, None]}
+
+    positions: Tensor  # int64 [1, L], position of each token in its sample
+    parts: tuple[slice, ...]  # parts, in which a token attends to itself and to the earlier ones
+    batches: tuple[PaddedParts, ...]  # further parts, which are short
+    shared: tuple[tuple[slice, slice], ...]  # (tokens, part): the tokens attend to the whole part, which precedes them
+
+    def arguments(self) -> dict[str, Any]:
+        """Return the keyword arguments for a model with `gleanrl.learners.packed_attention`.
+
+        The mask is not used. It has four dimensions, for which transformers makes no mask of its own.
+        """
+        unused = torch.ones(1, 1, 1, 1, dtype=torch.bool)
+        return {"position_ids": self.positions, "attention_mask": unused, "packing": self}
+
+
+@dataclass(frozen=True, slots=True)
+class PaddedParts:
+    """Short parts of a packed row whose attention is computed as one batch of n rows, padded on the right."""
+
+    index: Tensor  # int64 [n, m], positions in the packed row; any position where a row is padded
+    real: Tensor  # bool [n, m], False where a row is padded
 
 
 def micro_batches(
@@ -103,25 +118,23 @@ def micro_batches(
     max_padding: float = MAX_PADDING,
     share: bool = False,
 ) -> list[MicroBatch]:
-    """Pack samples into micro-batches whose rows have similar lengths, longest rows first.
+    """Pack samples into micro-batches.
 
-    Each sample is in exactly one micro-batch.
+    Each sample is in exactly one micro-batch. Padded rows of a micro-batch have similar lengths, longest rows first.
+    Samples of a packed row are in lexicographic order of their tokens, which brings common prefixes together.
 
     Args:
         tokens_per_microbatch: largest number of tokens in a micro-batch, including padding. A sample that is longer
             gets its own micro-batch.
         pad_token: token id at padded positions.
         max_padding: largest share of a micro-batch's tokens that may be padding.
-        share: use shared rows, which hold the common prefix of a group's samples once, where the estimated cost is
-            lower.
+        share: make packed rows, which need `gleanrl.learners.packed_attention`.
     """
-    inputs = [sample.tokens[:-1] for sample in samples]
     if share:
-        rows = lay_out(inputs, [sample.group for sample in samples], tokens_per_microbatch)
-    else:
-        rows = [Row((index,), 0, tokens.size) for index, tokens in enumerate(inputs)]
-    plans = plan([row.length for row in rows], tokens_per_microbatch, max_padding)
-    return [_pad(samples, [rows[line] for line in lines], pad_token) for lines in plans]
+        plans = plan_packed([sample.tokens[:-1] for sample in samples], tokens_per_microbatch)
+        return [pack(samples, rows) for rows in plans]
+    plans = plan([sample.tokens.size - 1 for sample in samples], tokens_per_microbatch, max_padding)
+    return [_pad(samples, rows, pad_token) for rows in plans]
 
 
 def plan(lengths: Sequence[int], budget: int, max_padding: float = MAX_PADDING) -> list[tuple[int, ...]]:
@@ -143,35 +156,34 @@ def plan(lengths: Sequence[int], budget: int, max_padding: float = MAX_PADDING) 
     return [*plans, tuple(rows)] if rows else plans
 
 
-def _pad(samples: Sequence[Sample], rows: Sequence[Row], pad_token: int) -> MicroBatch:
-    shape = (len(rows), max(row.length for row in rows))
-    tokens, places, owners = np.full(shape, pad_token, np.int64), np.zeros(shape, np.int64), np.zeros(shape, np.int64)
+def _pad(samples: Sequence[Sample], rows: Sequence[int], pad_token: int) -> MicroBatch:
+    """Make a micro-batch of padded rows, one for each of ``rows``, which are indices into ``samples``."""
+    shape = (len(rows), max(samples[row].tokens.size - 1 for row in rows))
+    tokens = np.full(shape, pad_token, np.int64)
     index: list[np.ndarray] = []
-    for line, row in enumerate(rows):
-        prefix = end = row.prefix
-        for owner, sample in enumerate((samples[i] for i in row.samples), start=1):
-            size = sample.tokens.size - 1
-            # Position of each input in the row: the prefix stays in front, and the remainder of the sample follows
-            # the remainders of the samples before it.
-            where = np.arange(size)
-            where[prefix:] += end - prefix
-            tokens[line, where] = sample.tokens[:-1]
-            places[line, where] = np.arange(size)
-            if len(row.samples) > 1:
-                owners[line, where[prefix:]] = owner
-            index.append(line * shape[1] + where[sample.mask.nonzero()[0] - 1])
-            end += size - prefix
-    order = tuple(chain.from_iterable(row.samples for row in rows))
-    shared = any(len(row.samples) > 1 for row in rows)
+    for line, sample in enumerate(samples[row] for row in rows):
+        tokens[line, : sample.tokens.size - 1] = sample.tokens[:-1]
+        index.append(line * shape[1] + sample.mask.nonzero()[0] - 1)
+    real = sum(samples[row].tokens.size - 1 for row in rows)
+    return _micro_batch(samples, rows, tokens, index, None, real)
+
+
+def _micro_batch(
+    samples: Sequence[Sample],
+    rows: Sequence[int],
+    tokens: np.ndarray,
+    index: Sequence[np.ndarray],
+    packing: Packing | None,
+    computed: int,
+) -> MicroBatch:
     return MicroBatch(
         tokens=torch.from_numpy(tokens),
-        places=torch.from_numpy(places) if shared else None,
-        owners=torch.from_numpy(owners) if shared else None,
+        packing=packing,
         index=torch.from_numpy(np.concatenate(index)),
-        samples=order,
-        real=sum(samples[i].tokens.size - 1 for i in order),
-        computed=sum(row.length for row in rows),
-        **_trained([samples[i] for i in order]),
+        samples=tuple(rows),
+        real=sum(samples[row].tokens.size - 1 for row in rows),
+        computed=computed,
+        **_trained([samples[row] for row in rows]),
     )
 
 
@@ -204,68 +216,89 @@ def _trained(samples: Sequence[Sample]) -> dict[str, Any]:
     }
 
 
-# --- shared rows ---
-@dataclass(frozen=True, slots=True)
-class Row:
-    """The layout of one row: a single sample, or several samples whose first ``prefix`` input tokens are the same."""
+# --- packed rows ---
+def plan_packed(inputs: Sequence[IntArray], budget: int) -> list[tuple[int, ...]]:
+    """Divide samples into packed rows of at most ``budget`` tokens, except for a single longer sample.
 
-    samples: tuple[int, ...]  # indices into the ``inputs`` of `lay_out`
-    prefix: int  # number of input tokens that the samples share; 0 for a single sample
-    length: int  # number of input tokens in the row
-
-
-def lay_out(inputs: Sequence[IntArray], groups: Sequence[int], longest: int = LONGEST_SHARED_ROW) -> list[Row]:
-    """Lay out samples in rows, so that the estimated cost is least.
-
-    Each sample is in exactly one row, and all samples of a row belong to the same group.
-
-    Args:
-        inputs: the input tokens int32[n] of each sample.
-        groups: the index of each sample's group.
-        longest: largest length of a shared row, in tokens; `LONGEST_SHARED_ROW` applies in addition.
+    ``inputs`` are the input tokens int32[n] of each sample. Returns the indices of the samples of each row, in
+    lexicographic order of their tokens.
     """
-    # In lexicographic order, samples with the longest common prefixes are neighbours.
-    order = sorted(range(len(inputs)), key=lambda i: (groups[i], inputs[i].astype(">i4").tobytes(), i))
-    rows: list[Row] = []
-    for _, members in groupby(order, key=lambda i: groups[i]):
-        rows += _cheapest(list(members), inputs, min(longest, LONGEST_SHARED_ROW))
-    return rows
+    plans: list[tuple[int, ...]] = []
+    rows: list[int] = []
+    length = 0
+    for index in sorted(range(len(inputs)), key=lambda i: (inputs[i].astype(">i4").tobytes(), i)):
+        size = inputs[index].size
+        # Of the common prefix, up to this many tokens are not shared, because a part has at least `MIN_SHARED`.
+        saved = max(0, _common(inputs[rows[-1]], inputs[index]) - MIN_SHARED + 1) if rows else 0
+        if rows and length + size - saved > budget:
+            plans.append(tuple(rows))
+            rows, length, saved = [], 0, 0
+        rows.append(index)
+        length += size - saved
+    return [*plans, tuple(rows)] if rows else plans
 
 
-def _cheapest(members: Sequence[int], inputs: Sequence[IntArray], longest: int) -> list[Row]:
-    """Return the rows of least cost for the samples of one group, found by dynamic programming.
+def pack(samples: Sequence[Sample], rows: Sequence[int]) -> MicroBatch:
+    """Make a micro-batch of one packed row.
 
-    ``members`` are the samples' indices in lexicographic order of their tokens. A row holds consecutive members.
+    ``rows`` are indices into ``samples``, in lexicographic order of the samples' tokens.
     """
-    sizes = [inputs[index].size for index in members]
-    common = [0, *(_common(inputs[a], inputs[b]) for a, b in pairwise(members))]
-    best: list[tuple[float, tuple[Row, ...]]] = [(0.0, ())]  # best[n]: cost and rows of the first n members
-    for stop in range(1, len(members) + 1):
-        alone = Row((members[stop - 1],), 0, sizes[stop - 1])
-        cost, rows = best[stop - 1]
-        choice = (cost + _cost(alone), (*rows, alone))
-        prefix, total = sizes[stop - 1], sizes[stop - 1]
-        for start in range(stop - 2, -1, -1):
-            prefix, total = min(prefix, common[start + 1]), total + sizes[start]
-            count = stop - start
-            shared = Row(tuple(members[start:stop]), prefix, total - (count - 1) * prefix)
-            if not prefix or shared.length > longest:
-                break  # a row with more members would have a shorter prefix and be even longer
-            cost, rows = best[start]
-            if cost + _cost(shared) < choice[0]:
-                choice = (cost + _cost(shared), (*rows, shared))
-        best.append(choice)
-    return list(best[-1][1])
+    inputs = [samples[row].tokens[:-1] for row in rows]
+    common = [_common(a, b) for a, b in pairwise(inputs)]
+    where = [np.zeros(tokens.size, np.int64) for tokens in inputs]  # place of each token of a sample in the row
+    tokens: list[IntArray] = []
+    positions: list[np.ndarray] = []
+    parts: list[slice] = []
+    shared: list[tuple[slice, slice]] = []
+    length = 0
+
+    def place(first: int, last: int, start: int) -> None:
+        """Place the samples ``first`` to ``last``, whose first ``start`` tokens are the same and already placed."""
+        nonlocal length
+        stop = min([inputs[first].size, *common[first:last]])
+        own = []
+        count = -(-(stop - start) // LONGEST_PART)
+        for number in range(count):
+            begin, end = (start + (stop - start) * n // count for n in (number, number + 1))
+            part = slice(length, length + end - begin)
+            for member in range(first, last + 1):
+                where[member][begin:end] = np.arange(part.start, part.stop)
+            tokens.append(inputs[first][begin:end])
+            positions.append(np.arange(begin, end))
+            own.append(part)
+            length = part.stop
+        begin = first
+        for member in range(first, last + 1):
+            if member == last or common[member] < stop + MIN_SHARED:
+                if member > begin or inputs[member].size > stop:
+                    place(begin, member, stop)
+                begin = member + 1
+        parts.extend(own)
+        shared.extend((slice(part.stop, length), part) for part in own if part.stop < length)
+
+    begin = 0
+    for member in range(len(rows)):
+        if member == len(rows) - 1 or common[member] < MIN_SHARED:
+            place(begin, member, 0)
+            begin = member + 1
+    index = [places[samples[row].mask.nonzero()[0] - 1] for row, places in zip(rows, where, strict=True)]
+    long = tuple(part for part in parts if part.stop - part.start >= SHORT_PART)
+    packing = Packing(torch.from_numpy(np.concatenate(positions)[None]), long, _batches(parts), tuple(shared))
+    return _micro_batch(samples, rows, np.concatenate(tokens)[None].astype(np.int64), index, packing, length)
 
 
-def _cost(row: Row) -> float:
-    """Return the estimated cost of a row, in units of the cost of one token without attention.
-
-    Attention in a plain row costs half as much as in a shared row of the same length: a shared row needs an explicit
-    mask, with which the half of the attention matrix above the diagonal is computed too.
-    """
-    attention = row.length**2 / EVEN_LENGTH
-    return row.length + (attention if len(row.samples) > 1 else attention / 2)
+def _batches(parts: Sequence[slice]) -> tuple[PaddedParts, ...]:
+    """Return the short ones of ``parts`` as padded batches."""
+    short = [part for part in parts if part.stop - part.start < SHORT_PART]
+    batches = []
+    sizes = [part.stop - part.start for part in short]
+    for lines in plan(sizes, SHORT_PART * len(short), MAX_PART_PADDING):
+        starts = torch.tensor([short[line].start for line in lines])[:, None]
+        sizes_here = torch.tensor([sizes[line] for line in lines])[:, None]
+        offsets = torch.arange(int(sizes_here.max()))
+        real = offsets < sizes_here
+        batches.append(PaddedParts(starts + torch.where(real, offsets, 0), real))
+    return tuple(batches)
 
 
 def _common(a: IntArray, b: IntArray) -> int:

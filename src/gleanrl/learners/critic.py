@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from gleanrl.algorithms.loss import value_loss
-from gleanrl.algorithms.microbatch import MicroBatch, row_layout
+from gleanrl.algorithms.microbatch import MicroBatch
 from gleanrl.config.settings import CriticSettings
 from gleanrl.learners.optim import adamw, zero_gradients
 
@@ -91,7 +91,7 @@ class Critic:
         shares the policy's transformer.
         """
         if self.body is not None:
-            layout = row_layout(micro.places, micro.owners, self.head.weight.dtype)
+            layout = micro.packing.arguments() if micro.packing is not None else {}
             hidden = self.body(input_ids=micro.tokens, use_cache=False, **layout).last_hidden_state
         assert hidden is not None
         states = hidden.flatten(0, 1).index_select(0, micro.index)

@@ -28,7 +28,7 @@ from gleanrl.algorithms.microbatch import MicroBatch, micro_batches
 from gleanrl.config.settings import CriticSettings, LearnerSettings, LossSettings
 from gleanrl.learners import checkpoint
 from gleanrl.learners.critic import Critic, CriticStatistics, capture
-from gleanrl.learners.logprobs import can_share_rows, trained_logprobs
+from gleanrl.learners.logprobs import can_pack_rows, trained_logprobs
 from gleanrl.learners.models import (
     AUTO,
     adapter_weights,
@@ -41,6 +41,7 @@ from gleanrl.learners.models import (
     without_dropout,
 )
 from gleanrl.learners.optim import adamw, finish_gradient, zero_gradients
+from gleanrl.learners.packed_attention import use_packed_attention
 from gleanrl.types import FloatArray
 
 CPU_TOKENS_PER_MICROBATCH = 2048  # larger micro-batches are no faster on a CPU, because they exceed its caches
@@ -287,6 +288,15 @@ class LocalEngine:
         kernel = placement.agree(lambda: attention_kernel(model, asked, self.compute_dtype))
         for whole in filter(None, (model, reference)):
             use_attention_kernel(whole, kernel, asked=asked != AUTO)
+        # Packed rows need no padding, and compute common prefixes once. Copies of the model, such as the critic's, get
+        # their attention from the model, so it is selected before they are made.
+        wholes = [whole for whole in (model, reference) if whole is not None]
+        for whole in wholes:
+            without_dropout(whole)
+        self.share_rows = placement.agree(lambda: all(map(can_pack_rows, wholes)))
+        if self.share_rows:
+            for whole in wholes:
+                use_packed_attention(whole)
         if loss.kl_coefficient and reference is None and not settings.lora_rank and trains:
             reference = copy.deepcopy(model)
         self.placement = placement
@@ -300,8 +310,6 @@ class LocalEngine:
         self.model: Any = add_adapters(model, settings, seed) if settings.lora_rank else model
         self.reference: Any = reference.requires_grad_(False).eval() if reference is not None else None
         without_dropout(self.model)
-        if self.critic is not None:
-            without_dropout(self.critic.module)
         if settings.activation_checkpointing:
             given = {"use_reentrant": False}
             for body in filter(None, (self.model, self.critic and self.critic.body)):
@@ -311,17 +319,6 @@ class LocalEngine:
                     body.gradient_checkpointing_enable(gradient_checkpointing_kwargs=given)
                 body.train()  # transformers uses activation checkpointing in training mode only
 
-        def may_share_rows() -> bool:
-            """Return whether shared rows give exact log-probs and are faster than one row for each sample.
-
-            A shared row holds several samples of a group, and their common prefix only once. Shared rows were measured
-            to be faster on a CPU in float32, and are exact for models that `can_share_rows` accepts.
-            """
-            if device.type != "cpu" or self.compute_dtype != torch.float32:
-                return False
-            return all(can_share_rows(whole) for whole in (self.model, self.reference) if whole is not None)
-
-        self.share_rows = placement.agree(may_share_rows)
         for whole in filter(None, (self.model, self.reference)):
             placement.place(whole)
         self.device = next(self.model.parameters()).device
@@ -541,8 +538,7 @@ class LocalEngine:
                 micro.index,
                 micro.targets,
                 self.temperature,
-                places=micro.places,
-                owners=micro.owners,
+                packing=micro.packing,
             )
 
     @torch.no_grad()

@@ -13,12 +13,15 @@ from collections.abc import Iterator
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from gleanrl.algorithms.microbatch import row_layout
+from gleanrl.algorithms.batch import unscored_sample
+from gleanrl.algorithms.microbatch import LONGEST_PART, MIN_SHARED, Packing, micro_batches
 from gleanrl.learners.fused_head import head_logprobs
+from gleanrl.learners.packed_attention import packed_attention
 
 # If there are at least this many logits, they are computed in blocks and not stored. At this size that saves 0.5 GiB
 # (logits and their gradient in float32) and takes a fifth more time.
@@ -27,10 +30,10 @@ PROBE_LOGIT = 1e4  # the probe's largest logit; far above any soft cap
 # Largest difference allowed between the probe's logits and the head's output, as a share of the largest logit. It is
 # above the rounding of bfloat16 and below the effect of any soft cap.
 PROBE_TOLERANCE = 1e-3
-# Largest difference in nats that `can_share_rows` allows between the log-probs of samples in a shared row and those of
+# Largest difference in nats that `can_pack_rows` allows between the log-probs of samples in a packed row and those of
 # the same samples in separate rows. It is far above the rounding of float32, and far below the effect of a model that
-# ignores the mask or the positions.
-SHARING_TOLERANCE = 1e-4
+# ignores the packing or the positions.
+PACKING_TOLERANCE = 1e-4
 ROWS_AT_ONCE = 1 << 20  # number of logits in a block of rows: 4 MiB in float32, about the cache of a core
 # Whether a model's logits are exactly its head's output, without a soft cap, a scale or another operation.
 _PLAIN: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
@@ -43,8 +46,7 @@ def trained_logprobs(
     targets: Tensor,
     temperature: float,
     *,
-    places: Tensor | None = None,
-    owners: Tensor | None = None,
+    packing: Packing | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute the log-probs of T trained tokens and the entropies of their distributions, float [T] each.
 
@@ -52,13 +54,12 @@ def trained_logprobs(
 
     Args:
         model: any causal language model of transformers.
-        tokens: int64 [B, L], input token ids, padded on the right.
+        tokens: int64 [B, L], input token ids, padded on the right or, with a ``packing``, packed.
         index: int64 [T], positions in the flattened [B * L] at which the model predicts the trained tokens.
         targets: int64 [T], ids of the trained tokens.
-        places: int64 [B, L], describes shared rows, as do ``owners`` (see `MicroBatch`). The model must be one that
-            `can_share_rows` accepts. None if no row is shared.
+        packing: describes a packed row. The model must be one that `can_pack_rows` accepts. None if no row is packed.
     """
-    layout = row_layout(places, owners, next(model.parameters()).dtype)
+    layout = packing.arguments() if packing is not None else {}
     head: Any = model.get_output_embeddings()  # type: ignore[operator]
     # `head_logprobs` does not call the head, but multiplies by its weight. This is not possible if the head is a
     # subclass of Linear, which may compute something else (with quantised weights or adapters), or if its weight is
@@ -185,14 +186,14 @@ def _blocks(logits: Tensor) -> Iterator[slice]:
     return (slice(start, start + step) for start in range(0, logits.shape[0], step))
 
 
-# --- shared rows --------------------------------------------------------------------------------
+# --- packed rows --------------------------------------------------------------------------------
 @torch.no_grad()
-def can_share_rows(model: Any) -> bool:
-    """Return whether ``model`` gives exact log-probs for shared rows, which hold several samples with a common prefix.
+def can_pack_rows(model: Any) -> bool:
+    """Return whether ``model`` gives exact log-probs for packed rows, with `packed_attention` in place of its own.
 
-    The function computes two samples in a shared row and in separate rows, and compares their log-probs. It returns
-    False for a model with attention layers that do not attend to the whole context, because the mask of a shared row
-    would replace their window.
+    The function computes three samples in a packed row and in separate rows, and compares their log-probs. It returns
+    False for a model with layers that do not attend to the whole context, because attention of packed rows has no
+    windows, and for a model that is not on a CPU, for which this attention is made.
     """
     try:
         config = model.config.get_text_config()
@@ -200,24 +201,24 @@ def can_share_rows(model: Any) -> bool:
         windowed = getattr(config, "sliding_window", None) is not None and getattr(config, "use_sliding_window", True)
         if set(layer_types) - {"full_attention"} or (windowed and not layer_types):
             return False
-        device = next(model.parameters()).device
-        tokens = (torch.arange(1, 13, device=device) * 7919) % int(config.vocab_size)
-        prefix, first, second = tokens[:5], tokens[5:9], tokens[9:]
-        alone = []
-        for rest in (first, second):
-            sample = torch.cat([prefix, rest])
-            index = torch.arange(sample.numel() - 1, device=device)
-            alone.append(trained_logprobs(model, sample[None, :-1], index, sample[1:], 1.0)[0])
-
-        p, a, b = prefix.numel(), first.numel() - 1, second.numel() - 1
-        places = torch.cat([torch.arange(p), torch.arange(p, p + a), torch.arange(p, p + b)])
-        owners = torch.cat([torch.zeros(p), torch.ones(a), torch.full((b,), 2.0)]).long()
-        index = torch.cat([torch.arange(p + a), torch.arange(p), torch.arange(p + a, p + a + b)])
-        places, owners, index = (tensor.to(device) for tensor in (places, owners, index))
-        row = torch.cat([prefix, first[:-1], second[:-1]])
-        targets = torch.cat([prefix[1:], first, prefix[1:], second])
-        layout = {"places": places[None], "owners": owners[None]}
-        shared, _ = trained_logprobs(model, row[None], index, targets, 1.0, **layout)
-    except (TypeError, ValueError, RuntimeError, AttributeError, IndexError, NotImplementedError):
-        return False  # the model does not accept explicit positions or a 4-D mask
-    return bool((shared - torch.cat(alone)).abs().max() < SHARING_TOLERANCE)
+        if next(model.parameters()).device.type != "cpu":
+            return False
+        with packed_attention(model):
+            # A sample that is long enough to be cut into parts, and two short ones that leave it after different
+            # prefixes.
+            tokens = np.arange(1, LONGEST_PART + 2 * MIN_SHARED) * 7919 % int(config.vocab_size)
+            short = [np.concatenate([tokens[:prefix], tokens[:5]]) for prefix in (MIN_SHARED, 2 * MIN_SHARED)]
+            inputs = [row.astype(np.int32) for row in (tokens, *short)]
+            samples = [unscored_sample(row, np.arange(row.size) > 0) for row in inputs]
+            found = []
+            for share in (True, False):
+                logprobs: dict[int, Tensor] = {}
+                for micro in micro_batches(samples, 2 * tokens.size, share=share):
+                    given = micro.tokens, micro.index, micro.targets
+                    logp, _ = trained_logprobs(model, *given, temperature=1.0, packing=micro.packing)
+                    sizes = [samples[index].tokens.size - 1 for index in micro.samples]
+                    logprobs |= dict(zip(micro.samples, logp.split(sizes), strict=True))
+                found.append(torch.cat([logprobs[index] for index in range(len(samples))]))
+    except (TypeError, ValueError, RuntimeError, AttributeError, IndexError, KeyError, NotImplementedError):
+        return False  # the model does not accept explicit positions, or does not pass the packing on to its attention
+    return bool((found[0] - found[1]).abs().max() < PACKING_TOLERANCE)

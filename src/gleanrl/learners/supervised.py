@@ -8,13 +8,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from time import perf_counter
-from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
-from gleanrl.algorithms.batch import Sample
+from gleanrl.algorithms.batch import unscored_sample
 from gleanrl.algorithms.microbatch import micro_batches
 from gleanrl.learners.logprobs import trained_logprobs
 from gleanrl.learners.optim import adamw, finish_gradient, zero_gradients
@@ -70,20 +69,7 @@ def fine_tune(
         if not mask.any():
             continue
         end = int(mask.nonzero()[0][-1]) + 1
-        nothing: Any = np.zeros(end, np.float32)
-        samples.append(
-            Sample(
-                tokens=np.asarray(tokens[:end], np.int32),
-                mask=mask[:end],
-                behaviour=nothing,
-                advantages=nothing,
-                weights=nothing,
-                off_policy=False,
-                version=-1,
-                trajectory=0,
-                group=0,
-            )
-        )
+        samples.append(unscored_sample(np.asarray(tokens[:end], np.int32), mask[:end]))
     if not samples:
         raise ValueError("no example has a token to train on")
     device, training = next(model.parameters()).device, model.training
