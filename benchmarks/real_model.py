@@ -47,6 +47,7 @@ WIDE = 16384
 TURNS = 12  # most turns of a household's episode
 LOSS = LossSettings(dual_clip=None)  # the plain loop and TRL clip on one side
 T = TypeVar("T")
+Update = Callable[[Batch], float]  # makes an update on a batch and returns the gradient norm
 
 
 # --- the machine's matrix product ---------------------------------------------------------------
@@ -221,33 +222,37 @@ def measure(job: Job, logprobs: Sequence[np.ndarray]) -> tuple[float, float]:
     torch.set_num_threads(job.threads)
     batch = recorded(make_batch(job), logprobs)
     first = Batch(batch.parts[:1])
-    update = WAYS[job.way](job, batch)
-    update(first)
+    warm_up, update = WAYS[job.way](job, batch)
+    warm_up(first)
     started = time.process_time()
     norm = update(batch)
     return time.process_time() - started, norm
 
 
-def by_gleanrl(job: Job, batch: Batch) -> Callable[[Batch], float]:
+def by_gleanrl(job: Job, batch: Batch) -> tuple[Update, Update]:
     learner = make_learner(job, batch.groups)
 
-    def update(batch: Batch) -> float:
-        learner.groups_per_update = learner.groups_per_step = batch.groups
-        return asyncio.run(learner.update(batch))["learner/grad_norm"]
+    def warm_up(batch: Batch) -> float:  # by the engine, because the learner counts groups
+        seen = learner.engine.backward(batch.samples)
+        return learner.engine.step(seen.trained, 1e-6)
 
-    return update
+    return warm_up, lambda batch: asyncio.run(learner.update(batch))["learner/grad_norm"]
 
 
-def by_loop(job: Job, batch: Batch) -> Callable[[Batch], float]:
+def by_loop(job: Job, batch: Batch) -> tuple[Update, Update]:
     model: Any = AutoModelForCausalLM.from_pretrained(job.model, dtype=torch.float32)
     if job.rank:
         model = add_adapters(model, LearnerSettings(lora_rank=job.rank), seed=0)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-6, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
-    return lambda batch: plain_update(model, optimizer, batch, job.rows, True, LOSS)
+
+    def update(batch: Batch) -> float:
+        return plain_update(model, optimizer, batch, job.rows, True, LOSS)
+
+    return update, update
 
 
-def by_trl(job: Job, batch: Batch) -> Callable[[Batch], float]:
+def by_trl(job: Job, batch: Batch) -> tuple[Update, Update]:
     from datasets import Dataset
     from trl.trainer.grpo_trainer import GRPOTrainer
 
@@ -282,7 +287,7 @@ def by_trl(job: Job, batch: Batch) -> Callable[[Batch], float]:
         trainer.optimizer.zero_grad()
         return float(norm)
 
-    return update
+    return update, update
 
 
 def trl_inputs(batch: Batch) -> dict[str, Tensor]:
@@ -308,7 +313,7 @@ def trl_inputs(batch: Batch) -> dict[str, Tensor]:
     return inputs | {"num_items_in_batch": inputs["tool_mask"].sum()}
 
 
-WAYS: dict[str, Callable[[Job, Batch], Callable[[Batch], float]]] = {
+WAYS: dict[str, Callable[[Job, Batch], tuple[Update, Update]]] = {
     "gleanrl": by_gleanrl,
     "plain loop": by_loop,
     "TRL": by_trl,
