@@ -10,11 +10,13 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from gleanrl.buffer import Only, TensorTrajectory, TrajectoryReplayBuffer
+from gleanrl.buffer import MixedReplayBuffer, Only, TensorTrajectory, TrajectoryReplayBuffer
 from gleanrl.utils.errors import UserError
 from tests.buffer.world import assert_same, numbers, rows, same, trajectory
 
@@ -80,6 +82,69 @@ def test_a_first_argument_that_is_a_seed_is_refused() -> None:
 def test_an_exponent_that_makes_no_priorities_is_refused(exponent: float) -> None:
     with pytest.raises(UserError, match="priority_exponent"):
         TrajectoryReplayBuffer(priority_exponent=exponent)
+
+
+ROWS = torch.arange(2)
+WRONG_ARGUMENTS: list[tuple[str, tuple[Any, ...], dict[str, Any], str]] = [
+    ("made", (), {"seed": 1.5}, "seed"),
+    ("made", (), {"seed": 2**70}, "seed"),
+    ("made", (), {"sample_window_size": 1.5}, "sample_window_size"),
+    ("made", (), {"max_bytes": "1GB"}, "max_bytes"),
+    ("made", (), {"segment_bytes": 0}, "segment_bytes"),
+    ("made", (["folder"],), {}, "path"),
+    ("add_trajectories", (trajectory(0),), {}, "trajectories"),
+    ("add_trajectories", (vars(trajectory(0)),), {}, "trajectories"),
+    ("add_trajectories", ([TensorTrajectory(rewards=torch.ones(2, 2, 1), extra_fields=5)],), {}, "extra_fields"),  # type: ignore[arg-type]
+    ("trajectory", (0.5,), {}, "number"),
+    ("is_ready", ("all",), {}, "min_size"),
+    ("save_checkpoint", (5,), {}, "save_path"),
+    ("load_checkpoint", (None,), {}, "load_path"),
+    ("load_checkpoint", ("folder",), {"before_commit": 5}, "before_commit"),
+    ("sample", (2.5,), {}, "num_chunks"),
+    ("sample", (0,), {}, "num_chunks"),
+    ("sample", (2,), {"only": {}}, "only"),
+    ("sample", (2,), {"fields": "actions"}, "fields"),
+    ("sample", (2,), {"fields": [["actions"]]}, "fields"),
+    ("sample_chunks", (None,), {}, "num_chunks"),
+    ("sample_slices", (2, "x"), {}, "length"),
+    ("sample_n_step", (2, 1.5, 0.9), {}, "n"),
+    ("sample_n_step", (2, 1, None), {}, "gamma"),
+    ("sample_prioritized", (2, "x"), {}, "beta"),
+    ("update_priorities", (ROWS.float(), torch.ones(2)), {}, "indices"),
+    ("update_priorities", (ROWS, [1.0, 2.0]), {}, "priorities"),
+    ("read", ([0, 1],), {}, "indices"),
+    ("read", (ROWS[:, None],), {}, "indices"),
+    ("iterate", (2,), {"batches": 1.5}, "batches"),
+]
+
+
+@pytest.mark.parametrize(("method", "arguments", "named", "wrong"), WRONG_ARGUMENTS)
+def test_an_argument_of_a_wrong_type_is_refused_by_its_name(
+    method: str, arguments: tuple[Any, ...], named: dict[str, Any], wrong: str
+) -> None:
+    with TrajectoryReplayBuffer(seed=0, priority_exponent=0.6) as buffer:
+        buffer.add_trajectories([trajectory(0)])
+        call = TrajectoryReplayBuffer if method == "made" else getattr(buffer, method)
+        with pytest.raises(UserError, match=f"^{wrong}\\b") as error:
+            call(*arguments, **named)
+        assert "\n" not in str(error.value)
+        assert len(buffer) == 1
+
+
+def test_the_conditions_and_the_mixture_refuse_wrong_types_and_numbers_of_other_libraries_are_accepted() -> None:
+    with TrajectoryReplayBuffer(seed=np.int64(3), sample_window_size=np.int32(1)) as buffer:  # type: ignore[arg-type]
+        buffer.add_trajectories([trajectory(0)])
+        assert len(buffer.sample(torch.tensor(2), allow_short=np.True_)["rewards"]) == 2  # type: ignore[arg-type]
+        for make in (
+            lambda: Only(versions=5),  # type: ignore[arg-type]
+            lambda: Only(versions=(1,)),  # type: ignore[arg-type]
+            lambda: Only(success="perhaps"),  # type: ignore[arg-type]
+            lambda: MixedReplayBuffer(buffer, 5),  # type: ignore[arg-type]
+            lambda: MixedReplayBuffer(buffer, buffer, 2),
+            lambda: MixedReplayBuffer(buffer, buffer).sample("x"),  # type: ignore[arg-type]
+        ):
+            with pytest.raises(UserError):
+                make()
 
 
 def test_views_that_conjugate_or_negate_and_numbers_as_outcomes_are_stored(buffer: TrajectoryReplayBuffer) -> None:

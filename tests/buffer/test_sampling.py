@@ -178,7 +178,7 @@ def test_batch_sizes_and_step_counts_below_one_are_refused(number: int) -> None:
             lambda: buffer.sample_slices(4, number),
             lambda: buffer.sample_prioritized(number),
         ):
-            with pytest.raises(UserError, match=f"= {number}: at least one"):
+            with pytest.raises(UserError, match=f"= {number}: "):
                 call()
 
 

@@ -14,7 +14,6 @@ into memory, so rows that the operating system has cached are read as fast as te
 from __future__ import annotations
 
 import base64
-import math
 import os
 import shutil
 import threading
@@ -23,12 +22,14 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import torch
+from pydantic import BeforeValidator, Field, InstanceOf
 from torch import Tensor
 
 from gleanrl.buffer import checkpoint, rlinf
+from gleanrl.buffer.arguments import Exponent, Flag, checked
 from gleanrl.buffer.background import RandomStream, WriteQueue
 from gleanrl.buffer.log import FAILURE, INTERVENED, SUCCESS
 from gleanrl.buffer.reader import BufferReader
@@ -39,6 +40,15 @@ from gleanrl.buffer.writer import BufferWriter, Limits
 from gleanrl.utils import atomic
 from gleanrl.utils.errors import UserError
 from gleanrl.utils.seeding import derive
+from gleanrl.utils.settings import Fraction, NonNegative, Positive, PositiveFloat
+
+
+def _not_a_seed(path: Any) -> Any:
+    if isinstance(path, int):
+        raise ValueError(
+            f"it is the folder of the buffer; a seed, RLinf's first argument, is given by name: seed={path}"
+        )
+    return path
 
 
 class TrajectoryReplayBuffer(Sampler):
@@ -77,38 +87,27 @@ class TrajectoryReplayBuffer(Sampler):
         UserError: another process writes to the folder, the folder is not a buffer, or an argument is invalid.
     """
 
+    @checked
     def __init__(
         self,
-        path: str | os.PathLike[str] | None = None,
+        path: Annotated[str | os.PathLike[str] | None, BeforeValidator(_not_a_seed)] = None,
         *,
-        seed: int = 1234,
-        sample_window_size: int = 0,
-        auto_save: bool = True,
-        max_rows: int | None = None,
-        max_bytes: int | None = None,
-        max_age: float | None = None,
-        segment_bytes: int = SEGMENT_NBYTES,
-        priority_exponent: float | None = None,
-        read_only: bool = False,
-        rank: int | None = None,
-        trajectory_format: str = "native",
-        auto_save_path: str = "",
-        enable_cache: bool = True,
-        cache_size: int = 0,
-        pickles: bool = False,
+        seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] = 1234,
+        sample_window_size: NonNegative = 0,
+        auto_save: Flag = True,
+        max_rows: Positive | None = None,
+        max_bytes: Positive | None = None,
+        max_age: PositiveFloat | None = None,
+        segment_bytes: Positive = SEGMENT_NBYTES,
+        priority_exponent: Exponent | None = None,
+        read_only: Flag = False,
+        rank: NonNegative | None = None,
+        trajectory_format: Literal["native", "pt"] = "native",
+        auto_save_path: str | os.PathLike[str] = "",
+        enable_cache: Flag = True,
+        cache_size: NonNegative = 0,
+        pickles: Flag = False,
     ) -> None:
-        if trajectory_format not in ("native", "pt"):
-            why = "pickles can run anything when they are read" if trajectory_format == "pkl" else "unknown"
-            raise UserError(f"trajectory_format = {trajectory_format!r}: {why}; use native or pt")
-        if sample_window_size < 0:
-            raise UserError(f"sample_window_size = {sample_window_size}: a number of trajectories, or 0 for all")
-        for name, limit in (("max_rows", max_rows), ("max_bytes", max_bytes), ("max_age", max_age)):
-            if limit is not None and not limit > 0:
-                raise UserError(f"{name} = {limit}: more than 0, or None for no limit")
-        if priority_exponent is not None and not 0 <= priority_exponent < math.inf:
-            raise UserError(f"priority_exponent = {priority_exponent}: 0 or more, or None for no priorities")
-        if isinstance(path, int):  # as RLinf's first argument
-            raise UserError(f"path = {path}: the folder of the buffer; a seed is given by name, seed={path}")
         folder = path or auto_save_path or None
         self.path = Path(folder) if folder is not None else None
         if rank is None:
@@ -136,7 +135,10 @@ class TrajectoryReplayBuffer(Sampler):
         _buffers.add(self)
 
     # --- adding ----------------------------------------------------------------------------------
-    def add_trajectories(self, trajectories: Sequence[Any], *, wait: bool = True) -> list[int] | Future[list[int]]:
+    @checked
+    def add_trajectories(
+        self, trajectories: InstanceOf[Sequence[Any]], *, wait: Flag = True
+    ) -> list[int] | Future[list[int]]:
         """Store trajectories, and return their ids once they are on disk. The next `sample` may draw from them.
 
         Args:
@@ -177,7 +179,8 @@ class TrajectoryReplayBuffer(Sampler):
         """Block until all queued trajectories are on disk. Raises the error of a failed write."""
         self.write_queue.flush()
 
-    def trajectory(self, number: int, *, verify: bool = False) -> TensorTrajectory:
+    @checked
+    def trajectory(self, number: int, *, verify: Flag = False) -> TensorTrajectory:
         """Return the trajectory with id ``number`` as it was added.
 
         With ``verify``, the checksum of its rows is verified, for which all of them are read twice. Task descriptions
@@ -193,6 +196,7 @@ class TrajectoryReplayBuffer(Sampler):
     """RLinf's name of `sample`."""
 
     # --- checkpoints -----------------------------------------------------------------------------
+    @checked
     def save_checkpoint(self, save_path: str | os.PathLike[str]) -> None:
         """Write all trajectories, the random state and the priorities to a folder, either completely or not at all.
 
@@ -215,14 +219,15 @@ class TrajectoryReplayBuffer(Sampler):
             # hard links in the folder of an interrupted save would keep files on disk that the buffer has removed
             shutil.rmtree(left, ignore_errors=True)
 
+    @checked
     def load_checkpoint(
         self,
         load_path: str | os.PathLike[str],
-        is_distributed: bool = False,
+        is_distributed: Flag = False,
         local_rank: int = 0,
         world_size: int = 1,
         *,
-        pickles: bool = False,
+        pickles: Flag = False,
         before_commit: Callable[[], object] = bool,
     ) -> None:
         """Replace the content of the buffer by a checkpoint, completely or not at all, even if the process crashes.
@@ -285,6 +290,7 @@ class TrajectoryReplayBuffer(Sampler):
         with self._held() as now:
             return now.next_id
 
+    @checked
     def is_ready(self, min_size: int) -> bool:
         """Return whether there are at least ``min_size`` trajectories."""
         return len(self) >= min_size
@@ -354,7 +360,8 @@ class TrajectoryReplayBuffer(Sampler):
     def clear_cache(self) -> None:
         """Do nothing, because rows are read from mapped files without a cache. RLinf's buffer has this method."""
 
-    def close(self, wait: bool = True) -> None:
+    @checked
+    def close(self, wait: Flag = True) -> None:
         """Close all files. Raises the error of a failed write.
 
         With ``wait``, queued trajectories are written first. Otherwise their futures are cancelled.
@@ -407,20 +414,21 @@ class MixedReplayBuffer:
     ONLINE, DEMONSTRATIONS = "online", "demonstrations"
     """Names of the two folders of a checkpoint."""
 
+    @checked
     def __init__(
-        self, online: TrajectoryReplayBuffer, demonstrations: TrajectoryReplayBuffer, share: float = 0.5
+        self, online: TrajectoryReplayBuffer, demonstrations: TrajectoryReplayBuffer, share: Fraction = 0.5
     ) -> None:
-        if not 0 <= share <= 1:
-            raise UserError(f"share = {share:g}: between 0 and 1")
         self.online, self.demonstrations, self.share = online, demonstrations, share
 
     @staticmethod
-    def divide(num_chunks: int, share: float) -> tuple[int, int]:
+    @checked
+    def divide(num_chunks: Positive, share: Fraction) -> tuple[int, int]:
         """Return how many of ``num_chunks`` chunk steps come from ``online`` and how many from ``demonstrations``."""
         shown = round(num_chunks * share)
         return num_chunks - shown, shown
 
-    def sample(self, num_chunks: int, **how: Any) -> Batch:
+    @checked
+    def sample(self, num_chunks: Positive, **how: Any) -> Batch:
         """Draw a batch from both buffers with `TrajectoryReplayBuffer.sample`; ``how`` holds further arguments for it.
 
         ``demonstration``, bool ``[num_chunks]``, is added to the batch. It is True for chunk steps of demonstrations.
@@ -428,7 +436,7 @@ class MixedReplayBuffer:
         counts = self.divide(num_chunks, self.share)
         batches, demonstration = [], []
         for buffer, count, shown in zip((self.online, self.demonstrations), counts, (False, True), strict=True):
-            if count or not num_chunks:
+            if count:
                 batch = buffer.sample(count, **{**how, "indices": True})
                 batches.append(batch)
                 demonstration.append(torch.full((len(batch["indices"]),), shown))
@@ -437,11 +445,13 @@ class MixedReplayBuffer:
             del batch["indices"]
         return {**batch, "demonstration": torch.cat(demonstration)}
 
+    @checked
     def save_checkpoint(self, save_path: str | os.PathLike[str]) -> None:
         """Save a checkpoint of both buffers, in two subfolders of ``save_path``."""
         self.online.save_checkpoint(Path(save_path) / self.ONLINE)
         self.demonstrations.save_checkpoint(Path(save_path) / self.DEMONSTRATIONS)
 
+    @checked
     def load_checkpoint(self, load_path: str | os.PathLike[str], **how: Any) -> None:
         """Load both buffers. If one cannot be loaded, both keep their content.
 

@@ -19,8 +19,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from pydantic import InstanceOf
 from torch import Tensor
 
+from gleanrl.buffer.arguments import Exponent, FieldNames, Flag, Indices, checked
 from gleanrl.buffer.background import Ahead, RandomStream
 from gleanrl.buffer.log import FAILURE, INTERVENED, SUCCESS
 from gleanrl.buffer.priorities import Priorities
@@ -28,6 +30,7 @@ from gleanrl.buffer.reader import Reader, Snapshot
 from gleanrl.buffer.table import INSTRUCTION, LEFT, Index, RowRanges, Schema
 from gleanrl.buffer.trajectory import FLAGS, INSTRUCTIONS, FieldPath, put
 from gleanrl.utils.errors import UserError
+from gleanrl.utils.settings import Fraction, NonNegative, Positive
 
 Batch = dict[str, Any]
 """Tensors [n, ...] by field name. Observations are nested dicts, ``task_descriptions`` is a list of n texts."""
@@ -52,13 +55,9 @@ class Only:
             versions do not meet the condition.
     """
 
-    success: bool | None = None
-    intervened: bool | None = None
+    success: Flag | None = None
+    intervened: Flag | None = None
     versions: tuple[float, float] | None = None
-
-    def __post_init__(self) -> None:
-        if self.versions is not None:
-            object.__setattr__(self, "versions", tuple(self.versions))
 
     def may_match(self, records: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         """Return bool ``[n]``: whether the trajectory of each record may have rows that meet the conditions.
@@ -96,6 +95,9 @@ class Only:
         return accept
 
 
+Only.__init__ = checked(Only.__init__)
+
+
 class Sampler:
     """Draws batches of rows. `TrajectoryReplayBuffer` is a subclass that also adds trajectories.
 
@@ -125,14 +127,15 @@ class Sampler:
         with self._held() as now:
             return _total(self.windows.ranges(now, self.window, None))
 
+    @checked
     def sample(
         self,
-        num_chunks: int,
+        num_chunks: Positive,
         *,
-        only: Only | None = None,
-        fields: Collection[str] | None = None,
-        allow_short: bool = False,
-        indices: bool = False,
+        only: InstanceOf[Only] | None = None,
+        fields: FieldNames | None = None,
+        allow_short: Flag = False,
+        indices: Flag = False,
     ) -> Batch:
         """Draw chunk steps uniformly with replacement from the window. The batch has tensors ``[num_chunks, ...]``.
 
@@ -148,7 +151,6 @@ class Sampler:
         Raises:
             UserError: there are too few rows, no row meets the conditions, or a field is missing.
         """
-        _check_positive("num_chunks", num_chunks)
         with self._held() as now:
             ranges = self.windows.ranges(now, self.window, only)
             total = _total(ranges)
@@ -167,8 +169,14 @@ class Sampler:
                 batch["indices"] = _indices(found, len(positions))
             return batch
 
+    @checked
     def sample_slices(
-        self, num_slices: int, length: int, *, only: Only | None = None, fields: Collection[str] | None = None
+        self,
+        num_slices: Positive,
+        length: Positive,
+        *,
+        only: InstanceOf[Only] | None = None,
+        fields: FieldNames | None = None,
     ) -> Batch:
         """Draw slices of ``length`` consecutive chunk steps, as tensors ``[num_slices, length, ...]``.
 
@@ -179,8 +187,6 @@ class Sampler:
         Raises:
             UserError: no episode is long enough, or the buffer is empty.
         """
-        _check_positive("num_slices", num_slices)
-        _check_positive("length", length)
         with self._held() as now:
             ranges = self.windows.ranges(now, self.window, only)
             if not _total(ranges):
@@ -204,7 +210,10 @@ class Sampler:
                 batch[INSTRUCTIONS] = [texts[i : i + length] for i in range(0, len(texts), length)]
             return batch
 
-    def sample_n_step(self, num_chunks: int, n: int, gamma: float, *, only: Only | None = None) -> Batch:
+    @checked
+    def sample_n_step(
+        self, num_chunks: Positive, n: Positive, gamma: Fraction, *, only: InstanceOf[Only] | None = None
+    ) -> Batch:
         """Draw chunk steps as `sample` does, and add the n-step return of each.
 
         The return covers ``n`` chunk steps, the drawn one and those that follow it, or fewer if the episode or the
@@ -223,8 +232,6 @@ class Sampler:
         Raises:
             UserError: the buffer is empty, no row meets the conditions, or ``rewards`` or ``next_obs`` is missing.
         """
-        _check_positive("num_chunks", num_chunks)
-        _check_positive("n", n)
         with self._held() as now:
             ranges = self.windows.ranges(now, self.window, only)
             if not _total(ranges):
@@ -263,7 +270,10 @@ class Sampler:
             batch |= _read(now, last, num_chunks, ("next_obs",), tables)
             return {**batch, "n_step_rewards": rewards, "n_step_discounts": discounts}
 
-    def sample_prioritized(self, num_chunks: int, beta: float = 0.4, *, fields: Collection[str] | None = None) -> Batch:
+    @checked
+    def sample_prioritized(
+        self, num_chunks: Positive, beta: Exponent = 0.4, *, fields: FieldNames | None = None
+    ) -> Batch:
         """Draw chunk steps with probabilities in proportion to priority ** exponent.
 
         The draw is with replacement from all trajectories of the buffer, not only from the window. The batch also has
@@ -275,7 +285,6 @@ class Sampler:
         Raises:
             UserError: the buffer is empty, or was made without ``priority_exponent``.
         """
-        _check_positive("num_chunks", num_chunks)
         with self._held():
             drawn = torch.rand(num_chunks, generator=self.generator, dtype=torch.float64).numpy()
             now, drawn_rows, probabilities = self._priorities().draw(self.storage, drawn)
@@ -290,7 +299,8 @@ class Sampler:
             batch["weights"] = torch.from_numpy(weights / weights.max()).float()
             return batch
 
-    def update_priorities(self, indices: Tensor, priorities: Tensor) -> None:
+    @checked
+    def update_priorities(self, indices: Indices, priorities: Tensor) -> None:
         """Set the priorities of the rows with these ``indices`` (see `sample_prioritized`).
 
         Rows that were dropped since are ignored.
@@ -311,7 +321,8 @@ class Sampler:
             raise UserError("the buffer keeps no priorities; make it with priority_exponent, e.g. 0.6")
         return self.priorities
 
-    def read(self, indices: Tensor, fields: Collection[str] | None = None) -> Batch:
+    @checked
+    def read(self, indices: Indices, fields: FieldNames | None = None) -> Batch:
         """Return the rows with these ``indices`` (see `sample`) as a batch, in the same order.
 
         Raises `UserError` if one of the rows was dropped since, or if the buffer is empty.
@@ -333,13 +344,14 @@ class Sampler:
                 raise UserError("an index points to a chunk step that was evicted or never was")
             return _read(now, found, len(indices), fields, [table for table, _, _ in found])
 
+    @checked
     def iterate(
         self,
-        num_chunks: int,
+        num_chunks: Positive,
         *,
-        batches: int | None = None,
-        prefetch: int = 2,
-        pin_memory: bool | None = None,
+        batches: NonNegative | None = None,
+        prefetch: NonNegative = 2,
+        pin_memory: Flag | None = None,
         device: torch.device | str | None = None,
         **how: Any,
     ) -> Generator[Batch]:
@@ -608,8 +620,3 @@ def _fields(schemas: tuple[Schema, ...], fields: tuple[str, ...] | None) -> tupl
             several = " and ".join(f"{list(shape)} {dtype}" for shape, dtype in kinds)
             raise UserError(f"{'.'.join(path)}: {several} in one batch; sample a window that holds one of both")
     return tuple(dict.fromkeys(chosen))
-
-
-def _check_positive(name: str, count: int) -> None:
-    if count < 1:
-        raise UserError(f"{name} = {count}: at least one")

@@ -106,10 +106,12 @@ class TensorTrajectory:
     def by_name(self) -> dict[str, Any]:
         """Return all fields by name, those in ``extra_fields`` next to the others.
 
-        Raises `UserError` if one of ``extra_fields`` has a name that is in use.
+        Raises `UserError` if ``extra_fields`` is no mapping, or one of them has a name that is in use.
         """
         found = dict(vars(self))
-        for name in (extra := found.pop("extra_fields")):
+        if not isinstance(extra := found.pop("extra_fields"), Mapping):
+            raise UserError(f"extra_fields: {type(extra).__name__}, not a mapping of tensors by name")
+        for name in extra:
             _check_name(name, "extra_fields")
             if name in found or name in ADDED_TO_BATCHES or name.startswith("#"):
                 raise UserError(f"{name}: the buffer uses this name itself; give the field another one")
