@@ -58,6 +58,8 @@ class Hub:
                     if line["key"] == "file":
                         content = base64.b64decode(line["value"]["content"])
                         self.repositories[f"{owner}/{name}"][line["value"]["path"]] = content
+                    elif line["key"] == "deletedFile":
+                        del self.repositories[f"{owner}/{name}"][line["value"]["path"]]
                 return {"success": True, "commitOid": COMMIT, "commitUrl": f"{self.url}/{owner}/{name}/commit/{COMMIT}"}
         raise LookupError(path)
 

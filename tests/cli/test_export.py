@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +12,8 @@ import torch
 from huggingface_hub import ModelCard
 from transformers import AutoModelForCausalLM
 
+from gleanrl.config.loading import load_defaults
+from gleanrl.tracking.model_card import model_card
 from tests.cli.conftest import ENVIRONMENT, CommandLine, Ended, Server
 from tests.cli.hub import Hub
 
@@ -75,7 +78,7 @@ def test_what_cannot_be_exported_is_refused_in_one_line(whole: Whole) -> None:
 def test_the_card_of_a_model_tells_what_the_run_measured(whole: Whole, tmp_path: Path) -> None:
     gleanrl, _ = whole
     out = tmp_path / "earlier"
-    assert gleanrl("export", "runs/whole/checkpoints/step-4", "--out", str(out)).status == 0
+    assert gleanrl("export", "runs/whole/checkpoints/step-4", "--out", str(out), "--learner.lr", "9").status == 0
     rows = {row.step: row.metrics.get("eval/sampled/pass@1", 0.0) for row in gleanrl.run("whole").read_metrics()}
     for folder, last in ((gleanrl.run("whole").model_path, 6), (out, 3)):
         card = ModelCard.load(folder / "README.md")
@@ -86,8 +89,25 @@ def test_the_card_of_a_model_tells_what_the_run_measured(whole: Whole, tmp_path:
             assert cell.strip().startswith(f"{100 * rows[step]:.1f} %")
         assert "/parity.py" not in card.text  # folders of this machine are left out
         (tmp_path / "again.toml").write_text(card.text.partition("```toml\n")[2].partition("```")[0])
+        # Settings of the export do not describe the training.
+        assert tomllib.loads((tmp_path / "again.toml").read_text())["learner"] == {"lr": 5e-4}
         again = ("--environment.name", f"{ENVIRONMENT}:Parity", "--dry-run")
         assert gleanrl("train", str(tmp_path / "again.toml"), *again).status == 0
+
+
+def test_keys_and_folders_do_not_reach_the_card() -> None:
+    options = {
+        "api_key": "opensesame",
+        "headers": ["Bearer abcdef123456"],
+        "url": "http://me:opensesame@host/",
+        "weights": {"/home/me/data.jsonl": 1.0},
+        "token": "env:SERVICE_TOKEN",
+    }
+    card = model_card(load_defaults([("environment.options", options)]), [], 3, adapters=False)
+    settings = tomllib.loads(card.partition("```toml\n")[2].partition("```")[0])["environment"]["options"]
+    assert not [text for text in ("opensesame", "abcdef123456", "/home") if text in card]
+    assert settings.keys() == options.keys()
+    assert (settings["token"], settings["weights"]) == ("env:SERVICE_TOKEN", {"data.jsonl": 1.0})
 
 
 @pytest.fixture
@@ -130,6 +150,12 @@ def test_a_folder_is_uploaded_with_its_card(
         assert json.loads((adapters / "adapter_config.json").read_text())["base_model_name_or_path"] == "they/base"
         merged = logits(AutoModelForCausalLM.from_pretrained(gleanrl.run("run").model_path))
         torch.testing.assert_close(adapted(adapters, start), merged, rtol=1e-5, atol=1e-5)
+
+        # An upload replaces the weights of an earlier one, which transformers would load instead, and no other file.
+        hub.repositories["me/adapters"]["figure.png"] = b""
+        assert gleanrl("export", "run", "--push-to-hub", "me/adapters").status == 0
+        assert hub.repositories["me/adapters"].pop("figure.png") == b""
+        assert hub.repositories["me/adapters"].keys() == hub.repositories["me/agent"].keys()
 
         gleanrl.extra["HF_TOKEN"] = "hf_of_another"
         assert "token" in gleanrl("export", "run", "--push-to-hub", "me/third").complaint

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 from gleanrl import __version__
 from gleanrl.cli.common import RUN_HELP, interrupts_end_the_process, quiet_pipe
-from gleanrl.utils import atomic
 from gleanrl.utils.errors import UserError
 from gleanrl.utils.text import first_line
 
@@ -32,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _export(args: argparse.Namespace) -> int:
     with interrupts_end_the_process():
-        from gleanrl.config.loading import load_job
+        from gleanrl.config.loading import load_job, load_stored
         from gleanrl.config.settings import Config
         from gleanrl.runtime.checkpoints import find_checkpoint
         from gleanrl.runtime.export import run_export
@@ -48,18 +47,19 @@ def _export(args: argparse.Namespace) -> int:
     if args.private and name is None:
         raise UserError("--private describes a new repository of the hub; it needs --push-to-hub NAME")
     run, checkpoint = find_checkpoint(path)
-    config = load_job(str(run.config_path), args.overrides)
-    if not isinstance(config, Config):
+    config, trained = load_job(str(run.config_path), args.overrides), load_stored(run.config_path)
+    if not isinstance(config, Config) or not isinstance(trained, Config):
         raise UserError(f"{run.path} is an embodied run, whose policy is {run.path / 'policy.safetensors'}")
     if name is not None:
         _check_upload(config, name, adapters=args.adapters)
 
     default = f"step-{checkpoint.step}-adapters" if args.adapters else f"step-{checkpoint.step}"
     folder: Path = args.out or run.exports_path / default
-    run_export(config, checkpoint, folder, Console(), adapters=args.adapters)
     licence = read_licence(config, ask_hub=name is not None)
-    card = model_card(config, run.read_metrics(), checkpoint.step, adapters=args.adapters, licence=licence)
-    atomic.write_text(folder / "README.md", card)
+    # The card describes the run. Of the settings of this command only the place of the base model matters to it.
+    described = trained.model_copy(update={"model": trained.model.model_copy(update={"init": config.model.init})})
+    card = model_card(described, run.read_metrics(), checkpoint.step, adapters=args.adapters, licence=licence)
+    run_export(config, checkpoint, folder, card, Console(), adapters=args.adapters)
     with quiet_pipe():
         print(f"{'adapters' if args.adapters else 'model'}: {folder}")
     if name is not None:
@@ -98,7 +98,12 @@ def _upload(folder: Path, name: str, message: str, *, private: bool) -> str:
     api = HfApi(library_name="gleanrl", library_version=__version__)
     try:
         repository = api.create_repo(name, private=private or None, exist_ok=True)
-        api.upload_folder(repo_id=repository.repo_id, folder_path=folder, commit_message=message)
+        # Of an earlier upload, only files of weights are deleted. transformers and vLLM would load adapters or shards
+        # that are left from it instead of the new model.
+        weights = ["*.safetensors", "*.safetensors.index.json", "adapter_config.json"]
+        api.upload_folder(
+            repo_id=repository.repo_id, folder_path=folder, commit_message=message, delete_patterns=weights
+        )
     except Exception as error:  # the hub's client raises errors of several HTTP libraries
         reason = first_line(error)
         if isinstance(error, HfHubHTTPError) and error.response.status_code in (401, 403):

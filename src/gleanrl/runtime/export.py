@@ -15,12 +15,15 @@ from gleanrl.utils.errors import UserError
 from gleanrl.utils.progress import Progress
 
 
-def run_export(config: Config, checkpoint: Checkpoint, folder: Path, console: Progress, *, adapters: bool) -> None:
-    """Write the policy of ``checkpoint`` to ``folder``, which appears only once it is complete.
+def run_export(
+    config: Config, checkpoint: Checkpoint, folder: Path, card: str, console: Progress, *, adapters: bool
+) -> None:
+    """Write the policy of ``checkpoint`` and its model card to ``folder``, which appears only once it is complete.
 
     This process reads the checkpoint of any number of ranks, and holds the base model whole on ``model.device``.
 
     Args:
+        card: content of README.md.
         adapters: write the LoRA adapters and their config without merging them. Otherwise the whole model is written,
             with adapters merged. If the base model of the adapters exists nowhere else, because it is the tiny model, a
             GGUF file, or has had a warm start, it is written too, to the subfolder ``base``.
@@ -53,3 +56,4 @@ def run_export(config: Config, checkpoint: Checkpoint, folder: Path, console: Pr
             save_model(partial / "base", engine.model.unload(), tokenizer)
         else:
             engine.export_adapters(partial, str(local.absolute()) if local.is_dir() else config.model.init)
+        (partial / "README.md").write_text(card, encoding="utf-8")

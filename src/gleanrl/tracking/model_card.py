@@ -18,6 +18,8 @@ from gleanrl.config.loading import load_defaults
 from gleanrl.config.settings import Config
 from gleanrl.runtime.run_folder import Row
 from gleanrl.tracking.report.facts import facts
+from gleanrl.utils.errors import UserError
+from gleanrl.utils.secrets import refuse_keys
 
 LICENCE = ("license", "license_name", "license_link")
 """Keys of a card's metadata that are taken from the card of the base model."""
@@ -80,8 +82,8 @@ def model_card(
     about = {
         "starts from": start,
         "holds": kind,
-        "environment": _without_folders(config.environment.name),
-        "reward": _without_folders(config.reward.name),
+        "environment": _publishable(config.environment.name),
+        "reward": _publishable(config.reward.name),
         "algorithm": f"advantages {config.credit.estimator}, loss {config.loss.name}",
         "training": f"{step} steps of {schedule.batch} groups of {schedule.group} episodes, schedule {schedule.preset}",
         "experience replay": "on" if config.replay.enabled else "off",
@@ -114,7 +116,7 @@ def model_card(
             lines.append(f"| {line['label']} | " + " | ".join(_value(end, line["unit"]) for end in ends) + " |")
     else:
         lines.append("The run was not evaluated.")
-    settings = _without_folders(_differing(tomllib.loads(config.to_toml()), tomllib.loads(load_defaults([]).to_toml())))
+    settings = _publishable(_differing(tomllib.loads(config.to_toml()), tomllib.loads(load_defaults([]).to_toml())))
     lines += [
         "",
         "## How to train it again",
@@ -155,10 +157,18 @@ def _differing(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[s
     return kept
 
 
-def _without_folders(value: Any) -> Any:
-    """Return ``value`` with each absolute path in it shortened to the last name, because the card may be published."""
+def _publishable(value: Any, name: str = "") -> Any:
+    """Return the setting ``value`` without keys, and with each absolute path in it shortened to the last name.
+
+    Options of an environment may contain a key, because only its author knows which of them are keys.
+    """
     if isinstance(value, str):
+        if not value.startswith("env:"):  # not a key but the name of a variable, which need not be set here
+            try:
+                refuse_keys({name: value}, name)
+            except UserError:
+                return "[left out]"
         return Path(value).name if value.startswith(("/", "~/")) else value
     if isinstance(value, Mapping):
-        return {name: _without_folders(inner) for name, inner in value.items()}
-    return [_without_folders(inner) for inner in value] if isinstance(value, list) else value
+        return {_publishable(key): _publishable(inner, key) for key, inner in value.items()}
+    return [_publishable(inner, name) for inner in value] if isinstance(value, list) else value
