@@ -58,8 +58,12 @@ def started(config: Config, folder: RunFolder, *, resume: bool, newest: int = -1
 
 
 def test_resuming_a_killed_start_undoes_its_changes_to_an_earlier_run_s_pool(tmp_path: Path, earlier: Path) -> None:
-    config, folder, before = configured(path=str(earlier)), RunFolder(tmp_path / "run"), contents(earlier)
-    started(config, folder, resume=False)
+    config, folder = configured(path=str(earlier)), RunFolder(tmp_path / "run")
+    with open_pool(config, folder, Tokenizer(), resume=False) as pool:
+        assert pool is not None
+        before = contents(earlier)
+        pool.mark()
+        pool.observe([solved("new", 1, 4, first=90)], 9)
     assert contents(earlier) != before
     for _ in range(2):
         with open_pool(config, folder, Tokenizer(), resume=True) as pool:
@@ -87,7 +91,7 @@ def test_a_resumed_run_with_a_checkpoint_keeps_its_pool_and_is_not_seeded_again(
     folder = RunFolder(tmp_path)
     started(configured(), folder, resume=False)
     before = contents(folder.experience_path)
-    with open_pool(configured(seed_from="nowhere"), folder, Tokenizer(), resume=True, newest=2):
+    with open_pool(configured(seed_from="nowhere"), folder, Tokenizer(), resume=True, newest=2, uses_pool=True):
         assert contents(folder.experience_path) == before
 
 
@@ -159,8 +163,8 @@ def test_trajectories_longer_than_the_model_s_context_are_evicted(tmp_path: Path
 def test_a_resumed_run_refuses_to_undo_later_changes_of_another_run(tmp_path: Path, earlier: Path) -> None:
     def opened(name: str, path: Path, *, resume: bool) -> Any:
         config = Config.model_validate({"run": {"name": name}, "replay": {"enabled": True, "path": str(path)}})
-        newest = 2 if resume and name == "a" else -1
-        return open_pool(config, RunFolder(tmp_path / name), Tokenizer(), resume=resume, newest=newest)
+        newest: dict[str, Any] = {"newest": 2, "uses_pool": True} if resume and name == "a" else {}
+        return open_pool(config, RunFolder(tmp_path / name), Tokenizer(), resume=resume, **newest)
 
     with opened("a", earlier, resume=False) as pool:
         pool.observe([solved("mine", 2, 4)], 3)
@@ -213,11 +217,34 @@ def test_a_pool_that_a_resumed_run_uses_first_is_prepared_as_at_the_start_of_a_r
             pool.observe([solved("t1", 1, 4, first=90)], 5)
             kept = pool.mark()
     after = contents(earlier)
-    with open_pool(config, folder, Tokenizer(), resume=True, newest=4) as pool:
+    with open_pool(config, folder, Tokenizer(), resume=True, newest=4, uses_pool=True) as pool:
         assert pool is not None
         assert contents(earlier) == after
         pool.rewind(kept)
         pool.rewind(mark)
+
+
+def test_a_pool_that_is_used_again_after_replay_was_off_is_rewound_and_shifted_only_if_another_run_used_it(
+    tmp_path: Path,
+) -> None:
+    """Replay was on up to step 2, and is turned on again at step 6 and at step 9, by starts that are killed."""
+    path = tmp_path / "shared.sqlite"
+    config, folder = configured(path=str(path)), RunFolder(tmp_path / "run")
+    started(config, folder, resume=False, step=2)
+    before = contents(path)
+    for _ in range(2):
+        with open_pool(config, folder, Tokenizer(), resume=True, newest=6) as pool:
+            assert pool is not None
+            assert contents(path) == before
+            pool.observe([solved("t1", 1, 4, first=90)], 6)
+    started(config, RunFolder(tmp_path / "other"), resume=False, step=5)
+    for _ in range(2):
+        with open_pool(config, folder, Tokenizer(), resume=True, newest=9) as pool:
+            assert pool is not None
+            assert pool.sources().keys() == {"earlier"}
+            [stored] = pool.stored(["new"])["new"][-1:]
+            assert stored.version == 9 - 5  # version 0 at the other run's step 5, which is step 9 here
+            pool.observe([solved("t2", 1, 4, first=130)], 9)
 
 
 @pytest.mark.parametrize(("log_ratio", "warned"), [(-2.0, True), (-0.3, False), (1.0, False)])

@@ -48,18 +48,22 @@ def open_pool(
     *,
     resume: bool,
     newest: int = -1,
+    uses_pool: bool = False,
     max_context: int | None = None,
 ) -> Iterator[ExperiencePool | None]:
     """Yield the run's experience pool, open for writing, or None if replay is disabled.
 
-    A run uses the pool for the first time from step 0 or because it is resumed with replay turned on. Steps and
-    versions in the pool are then shifted, so that ages count on (`ExperiencePool.start_run`). If the run is resumed
-    again and has no undamaged checkpoint since then, the pool is first rewound to its state before the run used it.
+    A run begins to use the pool at step 0, or each time it is resumed with replay turned on. Steps and versions in the
+    pool are then shifted, so that ages count on (`ExperiencePool.start_run`), unless the run itself used the pool last.
+    If the run is resumed again and has no undamaged checkpoint since then, the pool is first rewound to its state
+    before that.
 
     Args:
         tokenizer: the run's tokenizer. Its fingerprint is stored in a new pool and compared with that of an old one.
         resume: whether the run is resumed, with or without a checkpoint.
         newest: step of the checkpoint from which the run is resumed; -1 = the run starts from step 0.
+        uses_pool: whether this checkpoint was saved with replay. Then it names a mark of the pool, and the caller
+            rewinds the pool to it.
         max_context: the largest number of tokens that the run can train on; None = no limit.
 
     Raises:
@@ -73,10 +77,13 @@ def open_pool(
     # A JSON object with the state of the pool before the run. ``pool`` is `replay.path`, and ``file`` the same as an
     # absolute path, because a command may be given in another directory later. A mark is a recorded state of the pool,
     # to which it can be rewound. ``run`` is the name under which the run sets marks, and ``mark`` is the number of the
-    # mark that it set before it wrote anything to the pool. Older marks in the pool belong to other runs. ``step`` is
-    # the checkpoint from which the run was resumed at that time, which does not refer to the pool; -1 = none.
+    # mark that it set when it began to use the pool, the last time if replay was turned off in between. ``continues``
+    # says whether the run itself had used the pool last then, so that steps and sources in it are those of this run.
+    # ``step`` is the checkpoint from which the run was resumed at that time, which does not refer to the pool; -1 =
+    # none.
     note_path = folder.pool_start_path
     note = {"run": f"{config.run.name} {uuid.uuid4().hex[:12]}", "pool": settings.path, "mark": None, "step": newest}
+    note["continues"] = False
     note["file"] = str(Path(settings.path).resolve()) if settings.path else None
     # An existing file belongs to this run if the run is resumed. It also applies to a new run in the same folder if the
     # pool lies in this folder too, because the pool then still contains what the failed earlier run wrote.
@@ -90,15 +97,17 @@ def open_pool(
     owner = note["run"] if note["pool"] == settings.path else None
     takes = {"tokenizer": tokenizer_fingerprint(tokenizer), "vocabulary": len(tokenizer), "max_context": max_context}
     with ExperiencePool(folder.locate_pool(settings.path), settings, run=owner, **takes) as pool:
-        if newest <= note["step"]:
-            if note["mark"] is not None and note["mark"] in pool.stats()["marks"]:
+        if not uses_pool:
+            # ``newest`` is below the noted step if that step's checkpoint is damaged by now.
+            if newest <= note["step"] and note["mark"] is not None and note["mark"] in pool.stats()["marks"]:
                 # undo everything that an earlier start of this run wrote before it was killed, seeding included
                 pool.rewind(note["mark"])
             else:
+                note["continues"] = note["mark"] is not None and pool.last_run() == note["run"]
                 note["mark"] = pool.mark()
-            # ``newest`` is below the noted step if that step's checkpoint is damaged by now.
             atomic.write_text(note_path, json.dumps({**note, "step": newest}))
-            pool.start_run(max(newest, 0))
+            if not note["continues"]:
+                pool.start_run(max(newest, 0))
             if settings.seed_from and not pool.stats()["trajectories"]:
                 seed_pool(pool, settings.seed_from, step=max(newest, 0), trust=settings.trust_tokenizer)
         if settings.source_limits:

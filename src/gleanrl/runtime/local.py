@@ -211,7 +211,15 @@ class Builder:
             updated: Learner = learner
             estimate = make_policy_estimator(learner, self.max_context)
             experience = stack.enter_context(
-                open_pool(config, folder, tokenizer, resume=resume, newest=newest, max_context=self.max_context)
+                open_pool(
+                    config,
+                    folder,
+                    tokenizer,
+                    resume=resume,
+                    newest=newest,
+                    uses_pool=found is not None and "replay" in found[1]["plan"]["curriculum"],
+                    max_context=self.max_context,
+                )
             )
             if experience is not None:
                 reverify = None

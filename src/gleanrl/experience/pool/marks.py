@@ -68,6 +68,13 @@ def other_owner(db: sqlite3.Connection, number: int, owner: str) -> str | None:
     return None if found is None else str(found[0])
 
 
+def last_owner(db: sqlite3.Connection) -> str | None:
+    """Return the owner of the latest mark; None if there is no mark or it has no owner."""
+    query = f"SELECT value FROM meta WHERE key = '{_OWNER}' || (SELECT max(id) FROM marks)"
+    found = db.execute(query).fetchone()
+    return None if found is None else str(found[0])
+
+
 def rewind(db: sqlite3.Connection, tracked: Mapping[str, tuple[str, ...]], number: int) -> bool:
     """Restore every tracked table to its state at mark ``number``. That mark remains, and later marks are deleted.
 

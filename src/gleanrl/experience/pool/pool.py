@@ -438,6 +438,11 @@ class ExperiencePool:
         with self._writing() as db:
             return marks.mark(db, self._run)
 
+    def last_run(self) -> str | None:
+        """Return the name of the run that set the latest mark; None if there is no mark or it has no name."""
+        with self._reading() as db:
+            return marks.last_owner(db)
+
     def rewind(self, mark: int) -> None:
         """Restore all tasks, trajectories and counts to their state at ``mark``, and delete later marks.
 
