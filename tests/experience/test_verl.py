@@ -355,7 +355,11 @@ def test_a_batch_may_be_a_mapping_that_refuses_in() -> None:
 def test_a_batch_survives_a_round_trip_through_a_tensordict() -> None:
     tensordict = pytest.importorskip("tensordict")
     batch = to_verl(small(), pad_token=0)
-    tensors = tensordict.TensorDict({key: torch.from_numpy(value) for key, value in batch.items()}, batch_size=2)
+    columns = {
+        key: tensordict.NonTensorStack(*value) if value.dtype == object else torch.from_numpy(value)
+        for key, value in batch.items()
+    }
+    tensors = tensordict.TensorDict(columns, batch_size=2)
     [group] = from_verl(tensors, [TASK], ids=["f", "r"])
     assert all(map(identical, small()[0].trajectories, group.trajectories))
 
