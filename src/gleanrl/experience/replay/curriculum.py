@@ -243,9 +243,9 @@ class ReplayCurriculum:
             state.on, state.began = True, "progress"
             log.info("replay begins: %.0f%% of the batches are planned", 100 * progress)
         elif not state.proposals:
-            conditions = [] if rate is None else [f"fresh rollouts solve {rate:.0%} of late"]
+            conditions = [] if rate is None else [f"fresh rollouts solve {100 * rate:g}% of late"]
             if rate is None or settings.start_progress > 0:
-                conditions.append(f"{settings.start_progress:.0%} of the batches are planned")
+                conditions.append(f"{100 * settings.start_progress:g}% of the batches are planned")
             log.info("replay waits until %s", " or ".join(conditions))
 
     def observe(self, groups: Sequence[Group], training: Metrics) -> Metrics:
