@@ -235,6 +235,55 @@ def test_arguments_of_calls_keep_their_types(template: str) -> None:
         assert said == asks(given)
 
 
+@pytest.mark.parametrize("template", GEMMA)
+def test_arguments_may_be_null(template: str) -> None:
+    r = Renderer(tokenizer(template), (TYPED,))
+    call = asks({"a": None, "e": [None, {"a": None}, "None"]})
+    assert r.parse(r.spoken(call)) == call
+
+
+def test_calls_that_a_template_leaves_out_are_refused() -> None:
+    """The template of gpt-oss renders only the first call of a turn, so a demonstration would lose the others."""
+    with pytest.raises(UserError):
+        renderer("gptoss").spoken(asks({"a": 3, "b": 4}, {"a": 1, "b": 2}))
+
+
+@pytest.mark.parametrize("template", ["qwen3", "qwen3_5_think", "gptoss", "gemma4_v5"])
+def test_a_turn_that_continues_a_cut_off_turn_begins_where_that_one_ended(template: str) -> None:
+    """In a thought or after it: a call in a thought that was cut off is ignored, and a call after it is carried out."""
+    begin, close, call, end_of_call, _ = SAMPLED[template]
+    made = tokenizer(template)
+    for texts, has_calls in (
+        ((f"{begin}so", f" maybe {call}"), False),
+        ((f"{begin}so", " maybe", f"{close}{call}{end_of_call}"), True),
+        ((f"{begin}so{close}", f"{call}{end_of_call}"), True),
+    ):
+        context = make_context(Renderer(made), ContextSettings())
+        messages, tools = (USER,), TOOLS
+        for text in texts:
+            context.observe(messages, tools)
+            context.prompt()
+            said = context.act(completion(made(text, add_special_tokens=False)["input_ids"]))
+            messages, tools = (), ()
+        assert said.get("tool_calls") == (CONVERSATION[1]["tool_calls"] if has_calls else None)
+
+
+def test_a_closing_tag_in_the_arguments_of_a_call_ends_no_thought() -> None:
+    """Neither in a later prompt without thoughts, nor in a demonstration after a prompt that opens a thought."""
+    call = asks({"a": "</think>", "b": 4})
+    context = make_context(Renderer(tokenizer("qwen3")), ContextSettings(policy="strip_thinking"))
+    context.observe((USER,), TOOLS)
+    before, sampled = context.prompt().tolist(), renderer("qwen3").spoken(call).tolist()
+    assert context.act(completion(sampled)) == call
+    context.observe((result("7"),))
+    assert context.prompt().tolist()[: len(before) + len(sampled)] == before + sampled
+    thinking = Renderer(tokenizer("qwen3_5_think"), (TYPED,))
+    call = asks({"b": "</think>"})
+    said = thinking.parse(thinking.spoken(call))
+    assert not said.pop("reasoning_content").strip()
+    assert said == call
+
+
 def test_gpt_oss_names_the_recipient_before_or_after_the_channel() -> None:
     """A text to the user between thoughts is content; a call that is cut off is answered like any other mistake."""
     r = renderer("gptoss")

@@ -88,9 +88,7 @@ class Context:
 
     def act(self, completion: Completion) -> Message:
         """Add the turn that the model has sampled, and return it as a message."""
-        # After a sampled turn, which was cut off, the tokens before this one do not end with a generation prompt.
-        before = None if self._segment[-1].sampled else self._segment[-1].tokens
-        message = self._renderer.parse(completion.tokens, self._calls, before)
+        message = self._renderer.parse(completion.tokens, self._calls, self._history)
         self._calls += len(message.get("tool_calls", ()))
         turn = Turn(message, completion.tokens, completion.logprobs, completion.version)
         self._closed = completion.tokens.size > 0 and int(completion.tokens[-1]) in self._renderer.ends
@@ -150,7 +148,9 @@ def strip_thinking(
         if not turn.sampled or id(turn) in known:
             continue
         stripped, ids = turn, turn.tokens.tolist()
-        if thoughts.ends_in(decode(ids)):
+        # A closing tag that is only in the arguments of a call ends no thought.
+        thinks = "reasoning_content" in turn.message or thoughts.close in (turn.message["content"] or "")
+        if thinks and thoughts.ends_in(decode(ids)):
             # Binary search for the shortest prefix that contains the whole closing tag. Token ids are cut and not text,
             # so that the remaining tokens stay exactly as they were sampled.
             low, high = 1, len(ids)

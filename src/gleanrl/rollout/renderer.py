@@ -23,7 +23,7 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 
 from gleanrl.protocols import Tools
-from gleanrl.rollout.thinking import Harmony, continue_thought, thoughts_of
+from gleanrl.rollout.thinking import CLOSE, OPEN, Harmony, continue_thought, thoughts_of
 from gleanrl.rollout.tool_calls import (
     Answer,
     AnswerReader,
@@ -153,11 +153,11 @@ class Renderer:
         """
         return [Turn(message, ids) for message, ids in zip(messages, self._extension(messages, closed), strict=True)]
 
-    def parse(self, tokens: IntArray, calls: int = 0, prompt: IntArray | None = None) -> Message:
+    def parse(self, tokens: IntArray, calls: int = 0, before: Sequence[Turn] = ()) -> Message:
         """Return the message of a turn that consists of the sampled ``tokens``.
 
-        ``prompt``: the tokens before them, or those of the context turn before them, which show whether the generation
-        prompt has opened a thought. None stands for the prompt after a message of the user.
+        ``before``: the turns before it, which show whether it begins within a thought: the generation prompt may have
+        opened one, or the model continues a sampled turn that was cut off. Empty stands for a message of the user.
 
         A thought at the beginning of the turn is the message's ``reasoning_content``, without its tags. If the thought
         was cut off, the content is empty.
@@ -171,9 +171,15 @@ class Renderer:
             ids.pop()
         # The array is decoded and not the list `ids`, because the tokenizer checks each item of a list, which is slow.
         opened = bool(self.opened_thought.size)
-        if prompt is not None and self._opening_reach:
+        first = len(before)  # the first of the sampled turns that this one continues
+        while first and before[first - 1].sampled:
+            first -= 1
+        if first and self._opening_reach:
             # In some templates this depends on the conversation: on a switch in the system prompt, or on a result.
-            opened = bool(self.thoughts.opening(self.tokenizer.decode(prompt[-self._opening_reach :])))
+            prompt = before[first - 1].tokens[-self._opening_reach :]
+            opened = bool(self.thoughts.opening(self.tokenizer.decode(prompt)))
+        for turn in before[first:]:
+            opened = self.thoughts.is_open(self.tokenizer.decode(turn.tokens), opened)
         answer = self._text_reader.read(self.tokenizer.decode(tokens, skip_special_tokens=True), opened)
         if self._calls or self._marks_are_special:
             marked = self._reader.read(self.tokenizer.decode(ids, skip_special_tokens=False), opened)
@@ -209,7 +215,10 @@ class Renderer:
             before, after = self._around_thought
             text = before + thought.strip("\n") + after + text.lstrip("\n")
         elif self.opened_thought.size:
-            text = continue_thought(text)
+            # A closing tag in the arguments of a call does not end the thought.
+            content = message.get("content") or ""
+            thinks = OPEN in content or CLOSE in content
+            text = continue_thought(text) if thinks else f"\n{CLOSE}\n\n{text}"
         ids = self._encoder.ids(text)
         return np.append(ids, np.int32(self.end_of_calls if message.get("tool_calls") else self.end_of_turn))
 

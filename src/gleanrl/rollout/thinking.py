@@ -81,6 +81,11 @@ class ThoughtTags:
             begin = len(text) - len(rest.lstrip()) + len(self.open)
         return text[start:], ""
 
+    def is_open(self, text: str, opened: bool = False) -> bool:
+        """Return whether ``text``, the beginning of a turn, ends within a thought. ``opened`` is that of `split`."""
+        thought, rest = self.split(text, opened)
+        return thought is not None and not rest and not text.endswith(self.close)
+
     def ends_in(self, text: str) -> bool:
         """Return whether a thought ends in ``text``, the beginning of a turn."""
         return self.close in text
@@ -105,6 +110,11 @@ class Harmony:
         thoughts = [part.removeprefix(self.open) for part in parts if part.startswith(self.open)]
         rest = "<|start|>assistant".join([part for part in parts if not part.startswith(self.open)])
         return ("\n".join(part.removesuffix("<|end|>") for part in thoughts), rest) if thoughts else (None, rest)
+
+    def is_open(self, text: str, opened: bool = False) -> bool:
+        """As `ThoughtTags.is_open`."""
+        last = (self.open * opened + text).rpartition("<|start|>assistant")[2]
+        return last.startswith(self.open) and not last.endswith("<|end|>")
 
     def ends_in(self, text: str) -> bool:
         """As `ThoughtTags.ends_in`."""

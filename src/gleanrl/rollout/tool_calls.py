@@ -351,7 +351,9 @@ class GemmaCalls:
                 written, end = written + json.dumps(piece[5:-5]), end + len(piece)
                 continue
             inside, closing, _ = piece.partition("<tool_call|>")
-            written += re.sub(r'([{,]\s*)([^\s{}\[\],:"][^{}\[\],:"]*?)\s*:', r'\1"\2":', inside)
+            quoted = re.sub(r'([{,]\s*)([^\s{}\[\],:"][^{}\[\],:"]*?)\s*:', r'\1"\2":', inside)
+            # Some versions of the template write null as Python does.
+            written += re.sub(r"([:\[,]\s*)None(?=\s*[,\]}])", r"\1null", quoted)
             end += len(inside)
             if closing:
                 break
@@ -557,9 +559,15 @@ class CallTemplate:
         """Return the text of an assistant turn with the content and the calls of ``message``.
 
         Raises:
-            UserError: the message has both content and calls, and the template does not render content before calls.
+            UserError: the message has both content and calls, and the template does not render content before calls; or
+                it has several calls, and the template does not render all of them.
         """
         calls, content = read_calls(message), message.get("content") or ""
+        shown = len(self.reader.read(self._said(calls))[1])
+        if shown < len(calls):
+            raise UserError(
+                f"the chat template shows {shown} of {len(calls)} calls in one turn; give each its own turn"
+            )
         if not content:
             return self._said(calls)
         marked = self._said(calls, _MARK)

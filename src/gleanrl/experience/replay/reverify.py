@@ -83,8 +83,7 @@ async def replay_actions(environment: Environment, renderer: Renderer, trajector
     for segment in trajectory.segments:
         for position, turn in enumerate(segment):
             if turn.sampled:
-                before = segment[position - 1].tokens if position and not segment[position - 1].sampled else None
-                actions.append(renderer.parse(turn.tokens, calls, before))
+                actions.append(renderer.parse(turn.tokens, calls, segment[:position]))
                 calls += len(actions[-1].get("tool_calls", ()))
     try:
         observation = await environment.reset()
