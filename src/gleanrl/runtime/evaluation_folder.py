@@ -56,7 +56,7 @@ def write_evaluation(path: Path, config: JobConfig, evaluated: str, step: int, r
                     records.append(RolloutRecord(step, number, False, None, trajectory))
                     texts.append(f"{trajectory.id}\n{transcript(trajectory, task)}")
             write_rollouts(folder.rollout_path(step), records)
-            record_failures(folder, step, attempts.attempts())
+            record_failures(folder, "evaluation", step, attempts.attempts())
             # Texts of environments may hold lone surrogates, which UTF-8 cannot encode. They are written as ``\udcff``.
             data = f"\n{'=' * 80}\n".join(texts).encode("utf-8", "backslashreplace")
             (partial / "transcripts.txt").write_bytes(data)

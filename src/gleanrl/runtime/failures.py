@@ -28,11 +28,12 @@ def is_failure(trajectory: Trajectory) -> bool:
     return trajectory.score.applicable and not trajectory.score.valid
 
 
-def record_failures(folder: RunFolder, step: int, trajectories: Iterable[Trajectory]) -> None:
+def record_failures(folder: RunFolder, of: str, step: int, trajectories: Iterable[Trajectory]) -> None:
     """Append the reasons of all failures among ``trajectories`` to the folder's failures.jsonl.
 
-    Reasons that differ only in numbers and in quoted names are counted together, in a line such as
-    ``{"step": 12, "count": 3, "reason": "TimeoutError: no answer within 60 s"}``.
+    ``of`` says what they are, "training" or "evaluation". Reasons that differ only in numbers and in quoted names are
+    counted together, as in ``{"step": 12, "of": "training", "reasons": {"TimeoutError: no answer within 60 s": 3}}``.
+    If the run is resumed and repeats a step, the later line for it takes precedence, as in metrics.jsonl.
     """
     counts, reasons = Counter[str](), dict[str, str]()
     for trajectory in filter(is_failure, trajectories):
@@ -41,10 +42,10 @@ def record_failures(folder: RunFolder, step: int, trajectories: Iterable[Traject
         kind = _VARYING.sub("", reason)
         counts[kind] += 1
         reasons.setdefault(kind, reason)
-    if counts:
+    if counts or folder.failures_path.exists():
+        line = {"step": step, "of": of, "reasons": {reasons[kind]: count for kind, count in counts.items()}}
         with folder.failures_path.open("a", encoding="utf-8") as file:
-            for kind, count in counts.items():
-                file.write(json.dumps({"step": step, "count": count, "reason": reasons[kind]}) + "\n")
+            file.write(json.dumps(line) + "\n")
 
 
 def describe_failures(folder: RunFolder, rows: Sequence[Row]) -> str | None:
@@ -60,10 +61,11 @@ def describe_failures(folder: RunFolder, rows: Sequence[Row]) -> str | None:
     if not found:
         return None
     counts, reasons = Counter[str](), dict[str, str]()
-    for line in read_json_lines(folder.failures_path):
-        kind = _VARYING.sub("", line["reason"])
-        counts[kind] += line["count"]
-        reasons[kind] = line["reason"]
+    latest = {(line["step"], line["of"]): line["reasons"] for line in read_json_lines(folder.failures_path)}
+    for reason, count in (pair for found_in_step in latest.values() for pair in found_in_step.items()):
+        kind = _VARYING.sub("", reason)
+        counts[kind] += count
+        reasons[kind] = reason
     text = f"{' and '.join(found)} have no score, because the reward or the environment failed"
     if counts:
         [(kind, _)] = counts.most_common(1)

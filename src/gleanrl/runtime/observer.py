@@ -79,7 +79,7 @@ class RunObserver:
         self._monitors.log(step, {**metrics, **self._gauges(), **self._measure_times(now, environment_s), **sampler})
         self._since = now
 
-        record_failures(self._folder, step, [t for group in (*groups, *dropped) for t in group.fresh])
+        record_failures(self._folder, "training", step, [t for group in (*groups, *dropped) for t in group.fresh])
         known, self._advantages = self._advantages, {}
         records: list[RolloutRecord] = []
         for group in groups:
@@ -97,7 +97,7 @@ class RunObserver:
     def evaluated(self, step: int, evaluation: Evaluation) -> None:
         """Log the metrics of an evaluation, and the first attempt at a few of its tasks as text."""
         self.log(step, evaluation.metrics())
-        record_failures(self._folder, step, evaluation.attempts())
+        record_failures(self._folder, "evaluation", step, evaluation.attempts())
         texts = {}
         for task, attempts in list(zip(evaluation.tasks, evaluation.sampled, strict=True))[:TRANSCRIPTS]:
             # Texts of environments may hold lone surrogates, which UTF-8 cannot encode. They are written as ``\udcff``.
