@@ -86,7 +86,7 @@ def held(pool: Path, mark: int, copy: Path) -> dict[str, Any]:
     for ending in ("", "-wal", "-shm", ".lock"):
         copy.with_name(copy.name + ending).unlink(missing_ok=True)
     found["blobs"] = [(key, untimed(data)) for key, data in found["blobs"]]
-    found["trajectories"] = [row[:-1] for row in found["trajectories"]]  # the last column: bytes of the record
+    found["trajectories"] = [(*row[:-2], row[-1]) for row in found["trajectories"]]  # without the record's bytes
     found["counters"] = [row for row in found["counters"] if row[1] != "bytes"]
     return found
 

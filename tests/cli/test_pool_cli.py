@@ -65,14 +65,14 @@ def test_the_list_shows_every_column_newest_first(say: Shell) -> None:
         out[0].index("solved")
     }
     lines = [line.split() for line in out]
-    assert lines[0] == ["key", "version", "step", "uses", "entropy", "temperature", "bytes", "solved", "task"]
+    assert lines[0] == ["key", "version", "step", "uses", "entropy", "temperature", "bytes", "source", "solved", "task"]
     assert [line[:6] + line[7:] for line in lines[1:]] == [
-        ["6", "9", "9", "1", "0.500", "1", "1/4", "y"],
-        ["5", "1", "1", "0", "0.500", "0.5", "4/4", "retired", "z"],
-        ["4", "1", "1", "0", "0.500", "0.5", "4/4", "retired", "z"],
-        ["3", "1", "1", "0", "0.500", "0.5", "3/4", "x"],
-        ["2", "1", "1", "0", "0.500", "0.5", "3/4", "x"],
-        ["1", "1", "1", "2", "0.500", "0.5", "3/4", "x"],
+        ["6", "9", "9", "1", "0.500", "1", "own", "1/4", "y"],
+        ["5", "1", "1", "0", "0.500", "0.5", "own", "4/4", "retired", "z"],
+        ["4", "1", "1", "0", "0.500", "0.5", "own", "4/4", "retired", "z"],
+        ["3", "1", "1", "0", "0.500", "0.5", "own", "3/4", "x"],
+        ["2", "1", "1", "0", "0.500", "0.5", "own", "3/4", "x"],
+        ["1", "1", "1", "2", "0.500", "0.5", "own", "3/4", "x"],
     ]
     with ExperiencePool(say.folder / "runs/a/experience.sqlite", read_only=True) as opened:
         assert sum(int(line[6]) for line in lines[1:]) == opened.stats()["bytes"]
@@ -112,6 +112,7 @@ def test_stats_prints_sizes_entropy_age_and_uses(say: Shell, pool: Path) -> None
         ["4/4", "1", "0", "1", "0"],
     ]
     assert lines[6:] == [
+        "sources: import 1, own 3",
         "entropy as recorded, nats a token: 0.500 to 1.500, median 0.500",
         "age in versions at step 9: 0 to 8, median 6",
         "uses: 0 to 2, median 0; 2 never used",
@@ -158,7 +159,7 @@ def test_show_prints_every_part_of_a_trajectory(say: Shell) -> None:
         "trajectory 1 of task t, id\\n",
         "score 1, speed 0.5; ended by done",
         "6 of 86 tokens sampled, entropy 0.5000",
-        "sampled by version 3 at temperature 0.8, stored in step 4, used 1 times",
+        "source import, sampled by version 3 at temperature 0.8, stored in step 4, used 1 times",
         "explanation: all\\x07 well",
         "info note: \\x07",
         "",
