@@ -85,7 +85,7 @@ def read(folder: Path, tensors: Mapping[str, Tensor], optimizers: Optimizers, *,
     """Load a checkpoint into ``tensors``, the optimizers and torch's random generators.
 
     The number of processes may differ from the number that wrote it with `write`. With ``weights_only`` only the
-    model's weights are read, and ``tensors`` contains no others. The hashes under `BASE` are not loaded but compared.
+    model's weights are read, and ``tensors`` contains no others. The hashes under `BASE` must be equal to those saved.
 
     Raises:
         UserError: if a file is missing or damaged, the checkpoint is of another model, or its adapters belong to
@@ -134,15 +134,15 @@ def read(folder: Path, tensors: Mapping[str, Tensor], optimizers: Optimizers, *,
     except Exception as error:  # reading a truncated file may raise any exception
         raise _damaged(path) from error
 
-    if BASE in tensors and not torch.equal(found.pop(BASE), tensors[BASE]):
+    if BASE in tensors and not torch.equal(found[BASE], tensors[BASE]):
         raise UserError(
             f"{path}: its adapters were trained on another base model than the one that this run starts from now: "
             "model.init has changed, or the warm start was repeated with another version of torch or on another "
             "machine (then copy the folder warm-start of the cache from there)"
         )
     with torch.no_grad():
-        for name in tensors.keys() - {BASE}:
-            tensors[name].copy_(found[name])
+        for name, target in tensors.items():
+            target.copy_(found[name])
     for part, (module, optimizer) in optimizers.items():
         # The checkpoint has no parameter groups, so that the optimizer settings are those of this run.
         optimizer_state: Any = get_optimizer_state_dict(module, optimizer)
