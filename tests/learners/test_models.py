@@ -116,11 +116,24 @@ def test_a_saved_directory_gives_the_same_model_here_and_in_transformers(saved: 
     assert not model.training
 
 
+def test_a_chat_template_of_the_settings_replaces_the_tokenizers(saved: Path, tmp_path: Path) -> None:
+    (tmp_path / "mine.jinja").write_text("{% for message in messages %}[{{ message.content }}]{% endfor %}")
+    settings = TINY.model_copy(update={"init": str(saved), "chat_template": str(tmp_path / "mine.jinja")})
+    _, tokenizer = load_model(settings)
+    tokenizer.save_pretrained(tmp_path / "exported")
+    exported = AutoTokenizer.from_pretrained(tmp_path / "exported")
+    assert exported.apply_chat_template([{"role": "user", "content": "go"}], tokenize=False) == "[go]"
+    (tmp_path / "mine.jinja").unlink()
+    with pytest.raises(UserError, match=r"model\.chat_template"):
+        load_model(settings)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"hidden_size": 30, "heads": 4}, r"model\.hidden_size = 30"),
         ({"heads": 4, "kv_heads": 3, "hidden_size": 64}, r"model\.heads = 4 must be a multiple"),
+        ({"chat_template": "chatml.jinja"}, r"model\.chat_template"),
         ({"device": "cuda:99"}, r"model\.device = 'cuda:99'"),
         ({"device": "abacus"}, r"model\.device = 'abacus' is no device"),
         ({"init": "/no/such/place"}, "no such directory"),

@@ -76,6 +76,9 @@ class ModelSettings(Settings):
     """The initial policy, a causal language model with a chat template: a Hugging Face directory or id; a GGUF file,
     which is dequantized once; or `package:file`, either of these in an installed package. "tiny" builds a small,
     randomly initialised Llama model, and a tokenizer from the text of the environment's demonstrations."""
+    chat_template: str | None = None
+    """File with a Jinja chat template that replaces the one of the tokenizer, for example to show tools to a model
+    whose own template cannot. Exports contain it. None = the tokenizer's own; the tiny model takes no other."""
     hidden_size: Positive = 128
     """Size of the tiny model's hidden states; an even multiple of `heads`. Like the next four settings, it is ignored
     for any other model."""

@@ -43,8 +43,10 @@ def check_sections(config: Config) -> None:
 def check_tiny_model(model: ModelSettings) -> None:
     """Check that ``hidden_size`` is an even multiple of ``heads``, and ``heads`` a multiple of ``kv_heads``.
 
-    Raises `UserError` if not.
+    Raises `UserError` if not, or if there is a ``chat_template``, because the tiny model has its own.
     """
+    if model.chat_template is not None:
+        raise UserError("model.chat_template: the tiny model has a chat template of its own; leave it out")
     if model.hidden_size % (2 * model.heads):
         raise UserError(
             f"model.hidden_size = {model.hidden_size} must be an even multiple of model.heads = {model.heads}"

@@ -85,8 +85,9 @@ def load_tokenizer(settings: ModelSettings) -> tuple[str, PreTrainedTokenizerBas
 
     Raises:
         UserError: if the model cannot be found, is no causal language model, has a shorter context than
-            ``settings.max_context``, has no chat template, or has fewer embeddings than its tokenizer has tokens. Its
-            weights are not read, except those of a GGUF file that is not converted yet.
+            ``settings.max_context``, has no chat template, or has fewer embeddings than its tokenizer has tokens, or if
+            the file ``settings.chat_template`` cannot be read. The model's weights are not read, except those of a GGUF
+            file that is not converted yet.
     """
     source = local_directory(settings.init)
     config = _pretrained(AutoConfig, source, settings)
@@ -114,10 +115,17 @@ def load_tokenizer(settings: ModelSettings) -> tuple[str, PreTrainedTokenizerBas
             if get_tokenizer_config(source).get("tokenizer_class") in ("TokenizersBackend", "PreTrainedTokenizerFast"):
                 tokenizer_class = PreTrainedTokenizerFast
     tokenizer = _pretrained(tokenizer_class, source, settings)
+    if settings.chat_template is not None:
+        try:
+            tokenizer.chat_template = Path(settings.chat_template).expanduser().read_text(encoding="utf-8")
+        except (OSError, UnicodeError) as error:
+            raise UserError(
+                f"model.chat_template = {settings.chat_template!r} cannot be read: {first_line(error)}"
+            ) from error
     if not getattr(tokenizer, "chat_template", None):
         raise UserError(
             f"model.init = {settings.init!r} has no chat template: use an instruction-tuned model, "
-            f"or put a chat_template.jinja next to its tokenizer"
+            f"or set model.chat_template to a file with one"
         )
     rows, last = config.get_text_config().vocab_size, max(tokenizer.get_vocab().values())
     if last >= rows:
