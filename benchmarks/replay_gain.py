@@ -1,18 +1,21 @@
 """Measures whether experience replay improves success at equal budgets, in several environments and with several seeds.
 
-    python benchmarks/replay_gain.py [show] [--domains NAME ...] [--arms NAME ...] [--svg FILE]
-    python benchmarks/replay_gain.py run [--save FILE] [--domains NAME ...] [--arms NAME ...] [--lrs 1e-4] [--seeds 0]
+    python benchmarks/replay_gain.py [show] [--save FILE ...] [--domains NAME ...] [--arms NAME ...] [--svg FILE]
+    python benchmarks/replay_gain.py sizes [--save FILE ...] [--svg FILE]
+    python benchmarks/replay_gain.py run [--save FILE] [--domains NAME ...] [--arms NAME ...] [--lrs RATE ...]
+        [--seeds 0]
 
-A run is `gleanrl train` with the settings of its domain and arm (`replay_arms.py`) and a learning rate. Several rates
-are measured for each arm, and arms are compared at their best rate. The seed determines the households or words, the
-demonstrations, the warm start and all samples, so the arms of a seed start equal. (TextWorld games are the same for all
-seeds, because they take minutes to compile.)
+A run is `gleanrl train` with the settings of its domain and arm (`replay_arms.py`) and a learning rate: that of the
+domain, or 1e-4. Several rates are measured for each arm, and arms are compared at their best rate. The seed determines
+the households or words, the demonstrations, the warm start and all samples, so the arms of a seed start equal.
+(TextWorld games are the same for all seeds, because they take minutes to compile.)
 
 Checkpoints are evaluated after the run, by sampled attempts on held-out and on training tasks. The CPU seconds of a run
 are therefore those of training alone; with one thread, they are the time on a core that no other process uses.
 
 `run` appends a JSON line to FILE (default: `results/replay_gain.jsonl`) for each run, and skips runs that it already
-contains. `show` prints the results.
+contains. `show` prints the results. `sizes` prints the gain of replay by the size of the model, from the runs of the
+domains that `SIZES` contains.
 """
 
 from __future__ import annotations
@@ -33,7 +36,7 @@ from pathlib import Path
 from typing import Any
 
 import replay_tables as tables
-from replay_arms import ARMS, DOMAINS, HEADLINE
+from replay_arms import ARMS, DOMAINS, HEADLINE, SIZES
 
 RESULTS = Path(__file__).parent / "results" / "replay_gain.jsonl"
 HELD_OUT = 128  # number of held-out tasks on which success is measured
@@ -45,19 +48,25 @@ Job = tuple[str, str, float, int]  # domain, arm, learning rate, seed
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["run", "show"], nargs="?", default="show")
+    parser.add_argument("what", choices=["run", "show", "sizes"], nargs="?", default="show")
     parser.add_argument(
         "--save", type=Path, nargs="+", default=[RESULTS], help="JSON lines; `show` takes several files"
     )
-    parser.add_argument("--svg", type=Path, help="show: draw the curves of --arms there")
+    parser.add_argument("--svg", type=Path, help="show: draw the curves of --arms there; sizes: the gains")
     parser.add_argument("--domains", nargs="+", default=list(DOMAINS), choices=list(DOMAINS), metavar="DOMAIN")
     parser.add_argument("--arms", nargs="+", default=HEADLINE, choices=list(ARMS), metavar="ARM")
-    parser.add_argument("--lrs", type=float, nargs="+", default=[1e-4])
+    parser.add_argument("--lrs", type=float, nargs="+")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--jobs", type=int, default=2, help="runs at once, one thread each")
     args = parser.parse_args()
+    rows = [row for path in args.save for row in read(path) if row["domain"] in args.domains]
+    if args.what == "sizes":
+        rows = [row for row in rows if row["domain"] in SIZES]
+        tables.show_sizes(rows)
+        if args.svg:
+            args.svg.write_text(tables.draw_sizes(rows))
+        return
     if args.what == "show":
-        rows = [row for path in args.save for row in read(path) if row["domain"] in args.domains]
         tables.show(rows, args.arms)
         if args.svg:
             args.svg.write_text(tables.draw([row for row in rows if row["arm"] in args.arms]))
@@ -69,7 +78,7 @@ def main() -> None:
         (domain, arm, lr, seed)
         for seed in args.seeds
         for domain in args.domains
-        for lr in args.lrs
+        for lr in args.lrs or [DOMAINS[domain].get("learner.lr", 1e-4)]
         for arm in args.arms
         if (domain, arm, lr, seed) not in done
     ]
@@ -183,6 +192,7 @@ async def measured(job: Job, folder: Path) -> dict[str, Any]:
     names = sorted({name for metrics in late for name in metrics if name.startswith(TOLD)})
     means = {name: statistics.mean(metrics.get(name, 0.0) for metrics in late) for name in names}
     row = {"domain": domain, "arm": arm, "lr": lr, "seed": seed, "curve": curve, "late": means}
+    row["parameters"] = sum(parameter.numel() for parameter in prepared.model.parameters())
     return row | ({"uses": spread_of_uses(run_folder.experience_path)} if config.replay.enabled else {})
 
 

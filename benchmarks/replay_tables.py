@@ -17,6 +17,7 @@ Row = Mapping[str, Any]
 STUDENT = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36, 9: 2.31, 10: 2.26}
 AXES = {"rollouts": "rollouts", "tokens": "tokens", "cpu_s": "CPU s"}
 WHAT = {"held-out": "held_out", "training": "train"}
+CONTROLS = ("on-policy", "selection")
 BASES = ("replay in groups", "replay", "replay, two pool steps of 16")  # the arms of which the others are variants
 COLOURS = {"on-policy": "#777777", "selection": "#d97706", "replay in groups": "#60a5fa", "replay": "#1d4ed8"}
 OTHERS = ("#059669", "#9333ea", "#dc2626", "#0891b2", "#be185d", "#65a30d", "#4338ca")
@@ -43,6 +44,40 @@ def show(rows: Sequence[Row], headline: Sequence[str]) -> None:
         _others(own, [arm for arm in _ordered(row["arm"] for row in own) if arm not in arms])
         _uses([row for row in own if "uses" in row])
     _together(best, headline)
+
+
+def show_sizes(rows: Sequence[Row]) -> None:
+    """Print success before RL and at the end and the gains of replay, with a line for each size of the model."""
+    for name, what in WHAT.items():
+        print(f"\nSuccess on {name} tasks before RL and at the end, and the gain of replay, paired by seed:\n")
+        gains = [f"replay over {control}" for control in CONTROLS]
+        _line(["parameters", "seeds", "before", *CONTROLS, "replay", *gains, "CPU s of a run"], head=True)
+        for runs in _by_size(rows):
+            own = runs["replay"].values()
+            cells = [f"{next(iter(own))['parameters'] / 1e6:.1f} M", str(len(own))]
+            cells.append(_mean([row["curve"][0][what] for row in own]))
+            cells += [_mean([_end(row, what) for row in runs[arm].values()]) for arm in (*CONTROLS, "replay")]
+            cells += [_mean(_gain(runs, control, what), "+") for control in CONTROLS]
+            _line([*cells, f"{statistics.mean(row['curve'][-1]['cpu_s'] for row in own):.0f}"])
+
+
+def _by_size(rows: Sequence[Row]) -> list[dict[str, dict[int, Row]]]:
+    """Return the runs of each size of the model, smallest first, as dicts from arm and seed.
+
+    They are those of the seeds with which all three arms were run.
+    """
+    found = []
+    for size in sorted({row["parameters"] for row in rows}):
+        own = [row for row in rows if row["parameters"] == size]
+        arms = {arm: {row["seed"]: row for row in own if row["arm"] == arm} for arm in (*CONTROLS, "replay")}
+        seeds = set.intersection(*(set(runs) for runs in arms.values()))
+        if seeds:
+            found.append({arm: {seed: runs[seed] for seed in seeds} for arm, runs in arms.items()})
+    return found
+
+
+def _gain(runs: Mapping[str, Mapping[int, Row]], control: str, what: str) -> list[float]:
+    return [_end(row, what) - _end(runs[control][seed], what) for seed, row in runs["replay"].items()]
 
 
 def tuned(rows: Sequence[Row], arms: Sequence[str]) -> dict[str, dict[int, Row]]:
@@ -273,6 +308,52 @@ def draw(rows: Sequence[Row]) -> str:
     size = f"{max(2 * width, 150 * len(shown) + 60)} {height * len(domains) + 30}"
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {size}" font-family="sans-serif" font-size="11">'
     return head + "".join(panels) + legend + "</svg>\n"
+
+
+def draw_sizes(rows: Sequence[Row]) -> str:
+    """Draw an SVG and return its text.
+
+    It shows the gain of replay over each control by the number of the model's parameters, on held-out and on training
+    tasks, with 95 % intervals over seeds.
+    """
+    sizes = _by_size(rows)
+    gains = [_gain(runs, control, what) for runs in sizes for control in CONTROLS for what in WHAT.values()]
+    top = math.ceil(10 * max(statistics.mean(own) + _half(own) for own in gains)) / 10
+    low = math.floor(10 * min(0.0, *(statistics.mean(own) - _half(own) for own in gains))) / 10
+    y: Callable[[float], float] = lambda value: 26 + 154 * (top - value) / (top - low)  # noqa: E731
+    parts = []
+    for column, (title, what) in enumerate(WHAT.items()):
+        left = 330 * column + 40
+        parts.append(f'<text x="{left}" y="16" fill="#777" font-weight="bold">gain on {title} tasks</text>')
+        for value in (low, 0.0, top):
+            parts.append(f'<path d="M{left} {y(value):.1f}h260" stroke="#8884"/>')
+            parts.append(
+                f'<text x="{left - 4}" y="{y(value) + 4:.1f}" text-anchor="end" fill="#777">{value:+.1f}</text>'
+            )
+        for control, shift in zip(CONTROLS, (-4, 4), strict=True):
+            points = []
+            for runs in sizes:
+                own, count = _gain(runs, control, what), next(iter(runs["replay"].values()))["parameters"]
+                x, mean, half = left + 20 + shift + 75 * math.log10(count / 2e5), statistics.mean(own), _half(own)
+                points.append(f"{x:.1f},{y(mean):.1f}")
+                parts.append(
+                    f'<path d="M{x:.1f} {y(mean - half):.1f}V{y(mean + half):.1f}" stroke="{COLOURS[control]}"/>'
+                )
+                parts.append(f'<circle cx="{x:.1f}" cy="{y(mean):.1f}" r="3.5" fill="{COLOURS[control]}"/>')
+                if shift < 0:
+                    label = f"{count / 1e6:.{0 if count > 1e6 else 1}f} M"
+                    parts.append(f'<text x="{x + 4:.1f}" y="196" text-anchor="middle" fill="#777">{label}</text>')
+            parts.append(f'<polyline points="{" ".join(points)}" fill="none" stroke="{COLOURS[control]}"/>')
+    for i, control in enumerate(CONTROLS):
+        at = f'x="{40 + 200 * i}" y="218"'
+        parts.append(f'<text {at} fill="{COLOURS[control]}" font-weight="bold">replay over {control}</text>')
+    head = '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 660 230" font-family="sans-serif" font-size="11">'
+    return head + "".join(parts) + "</svg>\n"
+
+
+def _half(values: Sequence[float]) -> float:
+    """Return half the width of the interval, or 0 where two values or fewer give none that could be drawn."""
+    return interval(values) if len(values) > 2 else 0.0
 
 
 def panel(curves: Mapping[str, Sequence[Row]], what: str, title: str, colours: Mapping[str, str]) -> str:
