@@ -59,6 +59,16 @@ def test_one_step_off_hides_reward_latency_behind_the_previous_step() -> None:
         assert step("one_step_off", f"constant:{latency}", first="sample", steps=20) == pytest.approx(expected, abs=0.1)
 
 
+def test_a_whole_run_includes_the_steps_in_which_less_work_overlaps() -> None:
+    """One step off, with a latency L: the four batches are generated until G, 2 G, 2 G + L + T and 3 G + L + 2 T.
+
+    So the last rewards arrive at 3 G + 2 L + 2 T, and only the training of the last step follows.
+    """
+    options: dict[str, Any] = {"logprobs": 0.0, "reference": 0.0, "steps": 4, "whole": True}
+    assert 4 * step("one_step_off", **options) == pytest.approx(3 * G + 2 * 300 + 3 * T, abs=1e-3)
+    assert step("sync", **options) == pytest.approx(G + 300 + T, abs=1e-3)
+
+
 FIRST: tuple[First, ...] = ("due", "sample", "train")
 
 

@@ -35,8 +35,8 @@ from gleanrl.types import Group, Task
 class Outcome:
     """Result of a simulated schedule.
 
-    The numbers are means over the last `Workload.counted` steps, in which the run is in a steady state. Evaluations
-    count as part of the steps.
+    The numbers are means over the last `Workload.counted` steps, in which the run is in a steady state, or over all
+    steps if `Workload.whole` is set. Evaluations count as part of the steps.
     """
 
     schedule: Preset
@@ -116,9 +116,9 @@ async def _simulate(workload: Workload, preset: Preset, cluster: Cluster | None)
     )
     clock = asyncio.get_running_loop().time
     schedule = Schedule.from_settings(settings)
-    # In the last steps of a run less work overlaps, because no further groups are sampled. So the run gets more steps,
-    # and is interrupted after ``workload.steps``.
-    total_steps = workload.steps + schedule.staleness + 1
+    # In the last steps of a run less work overlaps, because no further groups are sampled. If they shall not count, the
+    # run gets more steps, and is interrupted after ``workload.steps``.
+    total_steps = workload.steps + (0 if workload.whole else schedule.staleness + 1)
     controller = StalenessController(schedule, total_steps)
     machines = Machines(cluster or Cluster(), workload, clock)
 
@@ -203,7 +203,8 @@ class _Observer:
     def outcome(self, preset: Preset, service: Service, *, of_cluster: bool) -> Outcome:
         workload, count = self._workload, self._workload.counted
         warm = workload.steps - count
-        counted, before = self._readings[warm:], self._readings[warm - 1]
+        counted = self._readings[warm:]
+        before = self._readings[warm - 1] if warm else dict.fromkeys(counted[-1], 0.0)
         grown = {name: value - before[name] for name, value in counted[-1].items()}
         seconds = grown["now_s"]
         reward_s = 0.0

@@ -149,6 +149,9 @@ class Workload(Settings):
     """which work has priority on a shared device, as the setting schedule.device_first"""
     steps: Annotated[int, Field(ge=4), "N"] = 12
     """number of simulated steps. The results leave out at least the first quarter, which is not in a steady state"""
+    whole: bool = False
+    """whether the results are means over all steps of a run that ends after --steps. In its first and last steps less
+    work overlaps, which matters if the run is short"""
     seed: Annotated[int, "N"] = 0
     """seed of the random latencies"""
 
@@ -181,10 +184,12 @@ class Workload(Settings):
     def counted(self) -> int:
         """Number of steps at the end of the simulation over which results are averaged.
 
-        It is at most three quarters of all steps, because the first steps are not in a steady state. It is a multiple
-        of ``evaluate_every``, so that the evaluations have their share in the mean. It is also even, because the times
-        of a one-step-off schedule may repeat every two steps.
+        Unless ``whole`` is set, it is at most three quarters of all steps, because the first steps are not in a steady
+        state. It is a multiple of ``evaluate_every``, so that the evaluations have their share in the mean. It is also
+        even, because the times of a one-step-off schedule may repeat every two steps.
         """
+        if self.whole:
+            return self.steps
         most = self.steps - self.steps // 4
         return most - most % math.lcm(2, self.evaluate_every or 1)
 
