@@ -102,3 +102,22 @@ def test_two_runs_with_the_same_seed_give_equal_weights(toml: Path, tmp_path: Pa
 
     first, second = once("a"), once("b")
     assert all(torch.equal(weight, second[name]) for name, weight in first.items())
+
+
+def test_plain_vllm_loads_a_run_s_model_and_answers_as_plain_transformers_does(toml: Path, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from vllm import LLM
+    from vllm import SamplingParams as Params
+
+    own = {**OPTIONS, "run.folder": str(tmp_path), "run.name": "a", "run.steps": "2"}
+    assert main(["train", str(toml), *(part for key, value in own.items() for part in (f"--{key}", value))]) == 0
+    folder = tmp_path / "a" / "model"
+    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
+    asked = [[{"role": "user", "content": f"Is {number} odd or even?"}] for number in range(8)]
+    limits = {"enforce_eager": True, "kv_cache_memory_bytes": 1 << 26}
+    answers = LLM(str(folder), dtype="float32", **limits).chat(asked, Params(temperature=0.0, max_tokens=8))
+    for messages, answer in zip(asked, answers, strict=True):
+        prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
+        assert answer.prompt_token_ids == prompt
+        expected = model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=8)[0, len(prompt) :]
+        assert list(answer.outputs[0].token_ids) == expected.tolist()
