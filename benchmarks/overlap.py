@@ -1,20 +1,27 @@
-"""Measures how much each schedule gains if rewards are slow: the quickstart with a local reward service, several seeds.
+"""Measures how much each schedule gains if rewards are slow: a preset with a local reward service, several seeds.
 
     python benchmarks/overlap.py [show] [--save FILE]
     python benchmarks/overlap.py run [--steps 40] [--seeds 0 1 2] [--schedules NAME ...] [--section.key value ...]
+    python benchmarks/overlap.py run --preset smollm2 --steps 6 --seeds 0 --attempts 0 --threads 2 \
+        --schedule.group 5 --loss.entropy_coefficient 1e-6
 
-A run is `gleanrl train quickstart`, except that its rewards come over HTTP from another process, which waits and then
+A run is `gleanrl train PRESET`, except that its rewards come over HTTP from another process, which waits and then
 returns the environment's own score. The proportions are those of a published measurement (verl PR 2854): 238 s of
 compute per step, rewards that take 1 to 40 s (uniformly distributed), and a service that computes 1/20 of a step's
 rewards at the same time. For each seed, these runs are made:
 
-1. The schedule "sync" with instant rewards. Its median step time c is this machine's compute time per step.
+1. The schedule "sync" with instant rewards. Its median step time c is this machine's compute time per step. From this
+   run alone `gleanrl simulate` predicts the time of all others, before they begin.
 2. Each schedule with rewards that take 1 to 40 s times c / 238, twice: with a concurrency of the service ("places") of
    1/20 of a step's samples, rounded up, and with an unlimited one.
 
 The latency of a request depends only on the seed and on the trajectory's id, so it is the same in all schedules. Cache
 and journal are off, because they would avoid some of the requests. The runs of a seed share the warm start. Success on
-held-out tasks is measured by sampled attempts after a run and is not part of its time.
+held-out tasks is measured by sampled attempts after a run and is not part of its time; with `--attempts 0` it is not
+measured.
+
+A learner leaves out samples without an advantage, such as those of a group that has solved nothing, so a step's work
+depends on what was sampled. The second example's entropy term, which is too small to matter, makes it train on all.
 
 `run` appends a JSON line to FILE (default: `results/overlap.jsonl`) for each run, and skips runs that it already
 contains. `show` prints the results. The times are meaningful only on an otherwise idle machine.
@@ -28,7 +35,6 @@ import contextlib
 import json
 import multiprocessing
 import os
-import random
 import statistics
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -58,6 +64,7 @@ class Job:
     rewards, without a service.
     """
 
+    preset: str
     seed: int
     schedule: str
     places: int
@@ -71,13 +78,14 @@ class Job:
     @property
     def key(self) -> tuple[Any, ...]:
         changes = sorted(list(change) for change in self.overrides)
-        return (self.seed, self.schedule, self.places, self.steps, self.threads, json.dumps(changes))
+        return (self.preset, self.seed, self.schedule, self.places, self.steps, self.threads, json.dumps(changes))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["run", "show"], nargs="?", default="show")
     parser.add_argument("--save", type=Path, default=RESULTS, help="JSON lines")
+    parser.add_argument("--preset", default="quickstart", help="what is trained (default: quickstart)")
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--schedules", nargs="+", default=list(PRESETS), choices=PRESETS, metavar="SCHEDULE")
@@ -94,10 +102,8 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1, help="threads of torch in each run")
     parser.add_argument("--attempts", type=int, default=4, help="sampled attempts at each held-out task after a run")
     args, rest = parser.parse_known_args()
-    if args.steps <= tables.WARM:
-        parser.error(
-            f"--steps is {args.steps}; it must be above {tables.WARM}, because the first steps are not counted"
-        )
+    if args.steps < 4:
+        parser.error(f"--steps is {args.steps}; it must be at least 4")
     if args.what == "run":
         run(args, tuple(parse_overrides(rest)))
     elif rest:
@@ -108,7 +114,8 @@ def main() -> None:
 def run(args: argparse.Namespace, overrides: Overrides) -> None:
     """Make all runs that FILE lacks. The runs with instant rewards come first, because the latencies depend on them."""
     os.environ |= {"OMP_NUM_THREADS": str(args.threads), "OMP_WAIT_POLICY": "PASSIVE"}
-    instant = [Job(seed, "sync", 0, args.steps, args.threads, args.attempts, overrides) for seed in args.seeds]
+    sizes = (args.steps, args.threads, args.attempts, overrides)
+    instant = [Job(args.preset, seed, "sync", 0, *sizes) for seed in args.seeds]
     with serving() as url, multiprocessing.get_context("spawn").Pool(args.jobs) as pool:
         measure(instant, args.save, pool)
         rows = {row["seed"]: row for row in read(args.save) if row_key(row) in {job.key for job in instant}}
@@ -122,6 +129,9 @@ def run(args: argparse.Namespace, overrides: Overrides) -> None:
                 for name in args.places
                 for schedule in args.schedules
             ]
+            for schedule, number in dict.fromkeys((job.schedule, job.places) for job in slow):
+                seconds = tables.simulated(row, schedule, number).step_s
+                print(f"seed {job.seed}, {schedule}, {number} places: predicted {seconds:.2f} s per step", flush=True)
         measure(slow, args.save, pool)
         pool.close()
         pool.join()
@@ -142,7 +152,7 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 def row_key(row: dict[str, Any]) -> tuple[Any, ...]:
     changes = json.dumps(row["overrides"])
-    return (row["seed"], row["schedule"], row["places"], row["steps"], row["threads"], changes)
+    return (tables.preset(row), row["seed"], row["schedule"], row["places"], row["steps"], row["threads"], changes)
 
 
 # --- one run --------------------------------------------------------------------------------------
@@ -156,7 +166,7 @@ def one_run(job: Job) -> dict[str, Any]:
 
 
 def configured(job: Job, folder: Path) -> Any:
-    """Return the quickstart's configuration with the schedule and rewards of ``job``.
+    """Return the preset's configuration with the schedule and rewards of ``job``.
 
     Checkpoints and evaluations during the run are switched off.
     """
@@ -164,8 +174,8 @@ def configured(job: Job, folder: Path) -> Any:
 
     settings = {
         **{"run.folder": str(folder), "run.seed": job.seed, "run.steps": job.steps, "run.threads": job.threads},
-        **{"environment.eval_tasks": HELD_OUT, "evaluation.every": 0, "evaluation.samples": 1},
-        **{"evaluation.greedy": "false", "checkpoint.every": 0, "monitor.use": '["file"]'},
+        **{"environment.eval_tasks": HELD_OUT, "evaluation.every": 0, "evaluation.at_start": "false"},
+        **{"evaluation.samples": 1, "evaluation.greedy": "false", "checkpoint.every": 0, "monitor.use": '["file"]'},
         **{"monitor.rollouts_per_step": 0, "schedule.preset": job.schedule},
     }
     if job.places:
@@ -176,7 +186,7 @@ def configured(job: Job, folder: Path) -> Any:
             **{"reward.options": f'{{url = "{job.url}", fields = {fields}}}', "reward.max_concurrency": job.places},
         }
     told = [(name, str(value)) for name, value in settings.items()]
-    return configuration.load("quickstart", [*told, *job.overrides])
+    return configuration.load(job.preset, [*told, *job.overrides])
 
 
 async def measured(job: Job, folder: Path) -> dict[str, Any]:
@@ -194,24 +204,25 @@ async def measured(job: Job, folder: Path) -> dict[str, Any]:
     run_folder, console = RunFolder(config.path), Console()
     prepared = prepare(config, console)
     held_out = prepared.evaluation
-    # The run evaluates before and after training in any case, so let it do so on a single task to save time.
+    # The run evaluates after training in any case, so let it do so on a single task to save time.
     builder = Builder(config, run_folder, replace(prepared, evaluation=held_out[:1]), console)
-    before = None if job.places else await evaluated(builder, None, held_out, job.attempts)
+    before = None if job.places or not job.attempts else await evaluated(builder, None, held_out, job.attempts)
     async with builder.run(partial(load_monitors, config.monitor, console=console), resume=False) as running:
         await train(running)
     [checkpoint] = run_folder.checkpoints_path.glob("step-*")
+    success = await evaluated(builder, checkpoint, held_out, job.attempts) if job.attempts else None
     steps = [row.metrics for row in run_folder.read_metrics() if "time/step_s" in row.metrics]
     series = {name: [round(step.get(metric, 0.0), 4) for step in steps] for name, metric in tables.SERIES.items()}
     return {
-        **{"seed": job.seed, "schedule": job.schedule, "places": job.places, "steps": job.steps},
+        **{"preset": job.preset, "seed": job.seed, "schedule": job.schedule, "places": job.places, "steps": job.steps},
         **{"threads": job.threads, "overrides": sorted(list(change) for change in job.overrides)},
         "samples": config.schedule.batch * config.schedule.group,
         **{name: getattr(config.schedule, name) for name in ("group", "chunks", "staleness")},
         "latency_s": job.latency_s,
-        "compute_s": statistics.median(series["step_s"][tables.WARM :]),
+        "compute_s": statistics.median(series["step_s"][tables.warm(job.steps) :]),
         "before": before,
-        "success": await evaluated(builder, checkpoint, held_out, job.attempts),
-        "waiting_share": waiting(run_folder.timeline_path, sum(series["step_s"][tables.WARM :])),
+        "success": success,
+        "waiting_share": waiting(run_folder.timeline_path, sum(series["step_s"][tables.warm(job.steps) :])),
         **series,
     }
 
@@ -290,17 +301,12 @@ async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) 
             head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").lower()
             size = int(head.partition("content-length:")[2].partition("\r\n")[0])
             asked = json.loads(await reader.readexactly(size))
-            await asyncio.sleep(latency(asked))
+            await asyncio.sleep(tables.latency(asked["seed"], asked["trajectory_id"], (asked["low"], asked["high"])))
             body = json.dumps({"score": asked["environment_score"]}).encode()
             fields = f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
             writer.write(f"HTTP/1.1 200 OK\r\n{fields}".encode() + body)
             await writer.drain()
     writer.close()
-
-
-def latency(asked: dict[str, Any]) -> float:
-    """Return the latency of a request in seconds. It is the same if the request is repeated."""
-    return random.Random(f"{asked['seed']}/{asked['trajectory_id']}").uniform(asked["low"], asked["high"])
 
 
 if __name__ == "__main__":
