@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from gleanrl.config.loading import fields
 from gleanrl.config.settings import Config
+from gleanrl.runtime.run_folder import RunFolder
 from tests.cli.conftest import CommandLine, Ended
 from tests.gguf_files import write_gguf
 
@@ -57,6 +59,34 @@ def test_a_gguf_file_is_trained_resumed_evaluated_and_exported(gleanrl: CommandL
     original = write_gguf(gleanrl.folder / "again.gguf", quantized=True).state_dict()
     assert exported.keys() == original.keys()
     assert not any(exported[name].equal(tensor) for name, tensor in original.items())
+
+
+def test_options_of_the_chat_template_reach_training_evaluation_and_the_card(
+    gleanrl: CommandLine, whole: tuple[CommandLine, Ended]
+) -> None:
+    """They are a part of the experiment, so they cannot change on a resume."""
+    model, run = gleanrl.folder / "given", gleanrl.run("run")
+    shutil.copytree(whole[0].run("whole").model_path, model)
+    template = (model / "chat_template.jinja").read_text()
+    (model / "chat_template.jinja").write_text("{% if mode %}<|system|>{{ mode }}<|end|>{% endif %}" + template)
+
+    def prompts(folder: RunFolder) -> set[str]:
+        tokenizer = AutoTokenizer.from_pretrained(folder.tokenizer_path)
+        records = [record for step in folder.rollout_steps() for record in folder.read_rollouts(step)]
+        texts = [tokenizer.decode(record.trajectory.segments[0][0].tokens) for record in records]
+        return {text.partition("<|end|>")[0] for text in texts}
+
+    options = ("--model.init", "given", "--run.steps", "2", "--evaluation.every", "1", "--warm_start.enabled", "false")
+    ended = gleanrl.train("run", *options, "--context.template_options.mode", "left")
+    assert ended.status == 0, ended.stderr
+    assert prompts(run) == {"<|system|>left"}
+    assert "`mode`" in (run.model_path / "README.md").read_text()
+    assert gleanrl("evaluate", "run", "--out", "same").status == 0
+    assert gleanrl("evaluate", "run", "--out", "other", "--context.template_options.mode", "right").status == 0
+    assert prompts(RunFolder(gleanrl.folder / "same")) == {"<|system|>left"}
+    assert prompts(RunFolder(gleanrl.folder / "other")) == {"<|system|>right"}
+    changed = gleanrl.train("run", *options, "--resume", "--context.template_options.mode", "x")
+    assert "context.template_options" in changed.complaint
 
 
 def test_all_settings_and_metrics_that_both_pages_name_exist() -> None:

@@ -86,13 +86,16 @@ WHOLE = (  # raises for a conversation that ends with a result and has no genera
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 SMOLLM3 = (  # in short: calls of messages are left out, and results are messages of the user
+    "{% if enable_thinking is not defined %}{% set enable_thinking = true %}{% endif %}"
+    "{% set begin = '<|im_start|>assistant\n' + ('' if enable_thinking else '<think>\n\n</think>\n') %}"
     "<|im_start|>system\n{% if tools %}<tools>\n{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}</tools>\n"
     "For each function call, return a json object with function name and arguments within <tool_call></tool_call> XML "
     "tags.{% endif %}<|im_end|>\n{% for m in messages %}{% if m.role == 'assistant' %}"
-    "{{ '<|im_start|>assistant\n' + m.content.lstrip('\n') + '<|im_end|>\n' }}{% else %}"
+    "{% generation %}{{ begin + m.content.lstrip('\n') + '<|im_end|>\n' }}{% endgeneration %}{% else %}"
     "{{ '<|im_start|>user\n' + m.content + '<|im_end|>\n' }}{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    "{% if add_generation_prompt %}{{ begin }}{% endif %}"
 )
+DOCUMENTS = "{% for d in documents or [] %}<|im_start|>system\n{{ d.text }}<|im_end|>\n{% endfor %}" + STRICT
 OWN = {"own": None, "mistral": MISTRAL, "strict": STRICT, "whole": WHOLE}
 REAL = ("qwen2_5", "qwen3", "qwen3_instruct_2507", "qwen3_vl", "qwen3_5_nothink", "llama3_1", "llama3_2")
 THINKING = ("qwen3_5_think", "qwen3_6", "qwen3_8")  # their generation prompts open a thought
@@ -118,7 +121,7 @@ def real_template(name: str) -> str:
 def tokenizer(template: str) -> Any:
     texts = [*texts_of(CONVERSATION, TOOLS), "add: 3, 4", "Error: argument b is missing", FURTHER]
     made = build_tokenizer(texts * 5, 512)
-    known = {**OWN, "smollm3": SMOLLM3}
+    known = {**OWN, "smollm3": SMOLLM3, "documents": DOCUMENTS}
     text = known[template] if template in known else real_template(template)
     if text is not None:
         found = sorted(set(_MARKS.findall(text)))
@@ -134,9 +137,11 @@ def renderer(template: str = "own") -> Renderer:
     return Renderer(tokenizer(template), TOOLS)
 
 
-def shown(template: str, messages: list[Message], *, tools: Any = TOOLS, generate: bool = True) -> list[int]:
+def shown(
+    template: str, messages: list[Message], *, tools: Any = TOOLS, generate: bool = True, **options: Any
+) -> list[int]:
     return tokenizer(template).apply_chat_template(
-        messages, tokenize=True, add_generation_prompt=generate, tools=list(tools)
+        messages, tokenize=True, add_generation_prompt=generate, tools=list(tools), **options
     )["input_ids"]
 
 
@@ -206,6 +211,68 @@ def test_a_reasoning_model_calls_a_tool_and_answers(template: str) -> None:
     (segment,) = context.segments()
     tokens, mask, _ = segment_arrays(segment)
     assert made.decode(tokens[mask].tolist()) == "".join(text + stop for text, stop, *_ in texts)
+
+
+@pytest.mark.parametrize(
+    ("template", "options", "thinks"),
+    [
+        *((name, {"enable_thinking": False}, False) for name in ("qwen3", *THINKING, "glm4moe", "smollm3")),
+        *((name, {"enable_thinking": True}, True) for name in ("qwen3_5_nothink", "gemma4_v5")),
+        ("qwen3_8", {"reasoning_effort": "low"}, True),
+        ("gptoss", {"reasoning_effort": "high"}, True),
+        ("documents", {"documents": [{"title": "fox", "text": "the quick brown fox"}]}, False),
+    ],
+)
+def test_every_prompt_of_an_episode_has_the_options_of_the_template(template: str, options: Any, thinks: bool) -> None:
+    """The first prompt equals that of transformers, and so does what follows each sampled turn. A demonstration of the
+    same turns has the same tokens."""
+    family = {"qwen3_5_nothink": "qwen3_5_think", "documents": "own"}.get(template, template)
+    begin, close, call, end_of_call, end = SAMPLED.get(
+        family, ("", "", f"<tool_call>{JSON}</tool_call>", "<|im_end|>", "<|im_end|>")
+    )
+    thought = {"reasoning_content": "so", "thinking": "so"} if thinks else {}
+    texts = [f"{begin}so{close}"] * 2 if thinks else ["", ""]
+    made = tokenizer(template)
+    plain = Renderer(made, template_options=options)
+    context = make_context(plain, ContextSettings())
+    context.observe((USER,), TOOLS)
+    assert context.prompt().tolist() == shown(template, [USER], **options) != shown(template, [USER])
+    said: list[Message] = []
+    messages = [USER]
+    for text, answer, following in (
+        (texts[0] + call + end_of_call, CONVERSATION[1], result("7")),
+        (texts[1] + FINAL.get(template, "") + "7" + end, ANSWER, USER),
+    ):
+        sampled = made(text, add_special_tokens=False)["input_ids"]
+        before = [*context.prompt().tolist(), *sampled]
+        said.append(context.act(completion(sampled)))
+        assert said[-1].get("reasoning_content", "").strip("\n") == ("so" if thinks else "")
+        assert said[-1].get("tool_calls") == answer.get("tool_calls")
+        context.observe((following,))
+        prompt = context.prompt().tolist()
+        assert prompt[: len(before)] == before
+        messages += [{**answer, **thought}, following]
+        whole = shown(template, messages, **options)
+        assert whole[len(before) - len(prompt) :] == prompt[len(before) :]
+    (segment,) = context.segments()
+    demonstrated = plain.with_tools(TOOLS).demonstration([USER, said[0], result("7"), said[1]])
+    assert segment_arrays(demonstrated)[0].tolist() == segment_arrays(segment[:-1])[0].tolist()
+
+
+@pytest.mark.parametrize(
+    ("template", "options"),
+    [
+        ("qwen3", {"enable_thinkin": False}),
+        ("smollm3", {"reasoning_effort": "high"}),
+        ("qwen2_5", {"enable_thinking": False}),  # the template has no such switch
+        ("gptoss", {"thinking": True}),  # only a field of messages has this name
+        ("qwen3", {"tools": [ADD]}),
+        ("qwen3", {"enable_thinking": "False"}),  # a text is true
+    ],
+)
+def test_options_without_effect_are_refused(template: str, options: Any) -> None:
+    with pytest.raises(UserError, match=rf"context\.template_options\.{next(iter(options))}"):
+        Renderer(tokenizer(template), template_options=options)
 
 
 TYPED: Any = {

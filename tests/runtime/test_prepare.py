@@ -16,7 +16,7 @@ from gleanrl.config.loading import load
 from gleanrl.config.settings import Config
 from gleanrl.environments import load_taskset
 from gleanrl.runtime.evaluation import measure_baselines
-from gleanrl.runtime.prepare import check_parts, demonstrate, prepare
+from gleanrl.runtime.prepare import check_parts, demonstrate, prepare, supervised_examples
 from gleanrl.tracking.monitors import Silent
 from gleanrl.utils.errors import NoExpert, UserError
 from gleanrl.utils.importing import file_versions, load_object
@@ -74,6 +74,30 @@ def test_the_cached_model_depends_on_the_weights_that_a_directory_holds(tmp_path
         trained.append(prepare(small(("model.init", str(tmp_path / "model"))), Silent()).model)
         torch.nn.init.normal_(given.model.get_input_embeddings().weight)
     assert not torch.equal(*(model.get_input_embeddings().weight for model in trained))
+
+
+def test_demonstrations_have_the_options_of_the_chat_template(tmp_path: Path) -> None:
+    """The cached model depends on them, and an option that the template does not use is refused before anything."""
+    given, trained = prepare(small(), Silent()), []
+    given.model.save_pretrained(tmp_path / "model")
+    given.tokenizer.chat_template = (
+        "{% if mode %}<|system|>{{ mode }}<|end|>{% endif %}" + given.tokenizer.chat_template
+    )
+    given.tokenizer.save_pretrained(tmp_path / "model")
+    for mode in ("go", "take", "go"):
+        config = small(("model.init", str(tmp_path / "model")), ("context.template_options.mode", mode))
+        made = prepare(config, Silent())
+        trained.append(made.model.get_input_embeddings().weight)
+        tokens, mask = supervised_examples(config, made.tokenizer, made.demonstrations)[0]
+        assert made.tokenizer.decode(tokens).startswith(f"<|system|>{mode}<|end|>")
+        assert not mask[:3].any()
+    assert torch.equal(trained[0], trained[2])
+    assert not torch.equal(trained[0], trained[1])
+    for make in (prepare, check_parts):
+        with pytest.raises(UserError, match=r"context\.template_options\.mood.*mode"):
+            make(small(("model.init", str(tmp_path / "model")), ("context.template_options.mood", "go")), Silent())
+    with pytest.raises(UserError, match=r"context\.template_options"):
+        small(("context.template_options.mode", "go"))  # the tiny model's template has no such option
 
 
 def test_a_damaged_cache_entry_is_made_again(cache: Path) -> None:

@@ -25,6 +25,7 @@ OTHER_NAMES: Mapping[str, tuple[str, ...]] = {
     "sampler.options": ("gpu_memory_utilization", "vllm_gpu_memory_utilization", "vllm_server_base_url"),
     "context.max_turns": ("max_assistant_turns", "max_tool_calling_iterations"),
     "context.max_tokens_per_turn": ("max_completion_length", "max_response_length", "max_new_tokens"),
+    "context.template_options": ("chat_template_kwargs", "apply_chat_template_kwargs", "enable_thinking"),
     "reward.name": (
         "reward_funcs",
         "custom_reward_function",

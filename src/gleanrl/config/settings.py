@@ -172,6 +172,10 @@ class ContextSettings(Settings):
     less. Reasoning needs more."""
     system_prompt: str | None = None
     """System message at the start of every episode. None: no system message."""
+    template_options: dict[str, Any] = Field(default_factory=dict)
+    """Variables of the model's chat template, such as `enable_thinking = false` for Qwen 3, GLM 4.5 and SmolLM 3, or
+    `reasoning_effort = "high"` for gpt-oss. Every prompt is rendered with them: in training, in evaluations and in the
+    demonstrations of a warm start. A variable that the template does not use is refused."""
 
 
 class ScheduleSettings(Settings):

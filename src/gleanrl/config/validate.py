@@ -36,6 +36,11 @@ def check_sections(config: Config) -> None:
         raise UserError("sampler.temperature = 0 samples every member of a group alike; GRPO needs it above 0")
     if model.init == "tiny":
         check_tiny_model(model)
+        if context.template_options:
+            raise UserError(
+                "context.template_options: the chat template of the tiny model has no options; set model.init, or "
+                "leave them out"
+            )
     if loss.kl_target is not None and not loss.kl_coefficient:
         raise UserError("loss.kl_target adapts loss.kl_coefficient, which is 0; set the value that it starts from")
 

@@ -13,8 +13,9 @@ an answer, the template is rendered with a placeholder in place of the answer.
 from __future__ import annotations
 
 import json
+import re
 from bisect import bisect_left
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import lru_cache, partial
 from itertools import pairwise
 from operator import itemgetter
@@ -35,7 +36,7 @@ from gleanrl.rollout.tool_calls import (
 )
 from gleanrl.types import IntArray, Message, Segment, Turn
 from gleanrl.utils.errors import UserError
-from gleanrl.utils.text import first_line
+from gleanrl.utils.text import first_line, nearest
 
 T = TypeVar("T")
 
@@ -68,20 +69,27 @@ class Renderer:
         tokenizer: a Hugging Face fast tokenizer with a chat template.
         tools: OpenAI function schemas of the tools that the model may call. `start` shows them to the model, and
             `parse` extracts calls from the sampled tokens.
+        template_options: values of variables of the chat template, such as ``enable_thinking``, for all renderings.
 
     Raises:
-        UserError: the tokenizer is slow or has no chat template, or the template does not render messages with text, or
-            does not end an assistant turn with a token at which sampling can stop.
+        UserError: the tokenizer is slow or has no chat template, or the template does not render messages with text,
+            does not end an assistant turn with a token at which sampling can stop, or uses no variable with the name of
+            one of ``template_options``.
         ToolsUnknown: ``tools`` is not empty, and the template cannot render tools, calls or their results.
     """
 
-    def __init__(self, tokenizer: Tokenizer, tools: Tools = ()) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, tools: Tools = (), template_options: Mapping[str, Any] | None = None
+    ) -> None:
         if not tokenizer.chat_template:
             raise UserError(
                 "the tokenizer has no chat template; set tokenizer.chat_template and save it with the model"
             )
         self.tokenizer = tokenizer
         self.tools = tuple(tools)
+        self._template_options = dict(template_options or {})
+        if self._template_options:
+            _check_template_options(self._template_options, tokenizer.chat_template)
         self._calls: CallTemplate | None = None
         self._encoder = Encoder(tokenizer)
         try:
@@ -114,7 +122,9 @@ class Renderer:
         # Renderings are cached because observations such as "Nothing happens." occur thousands of times, and because
         # all episodes of a group begin with the same messages.
         self._opening, self._extension = cache_rendering(self._render_opening), cache_rendering(self._render_extension)
-        self._with_tools = lru_cache(maxsize=64)(lambda key: Renderer(self.tokenizer, json.loads(key)))
+        self._with_tools = lru_cache(maxsize=64)(
+            lambda key: Renderer(self.tokenizer, json.loads(key), self._template_options)
+        )
         if tools:
             own = getattr(tokenizer, "response_template", None) and getattr(tokenizer, "parse_response", None)
             self._calls = CallTemplate(self._template, closing, self.tools, self.thoughts, self._special_at_end_of, own)
@@ -130,7 +140,7 @@ class Renderer:
         self.stop_tokens: tuple[int, ...] = tuple(dict.fromkeys([*self.ends, *eos]))
 
     def with_tools(self, tools: Tools) -> Renderer:
-        """Return a renderer for the same tokenizer and these tools. Renderers are cached.
+        """Return a renderer for the same tokenizer and template options, and these tools. Renderers are cached.
 
         Raises `ToolsUnknown` if the chat template does not support tools.
         """
@@ -256,9 +266,9 @@ class Renderer:
 
     def _template(self, messages: Sequence[Message], *, generate: bool, tools: Tools = ()) -> str:
         plain = [for_template(message) for message in messages]
-        shown = {"tools": list(tools)} if tools else {}
+        named: dict[str, Any] = {**self._template_options, "tools": list(tools)} if tools else self._template_options
         try:
-            return self.tokenizer.apply_chat_template(plain, tokenize=False, add_generation_prompt=generate, **shown)
+            return self.tokenizer.apply_chat_template(plain, tokenize=False, add_generation_prompt=generate, **named)
         except Exception as error:  # a template may raise errors of its own, and errors of any type
             raise UserError(f"the chat template refuses the conversation: {first_line(error)}") from error
 
@@ -315,6 +325,34 @@ class Renderer:
         if not ids.size or (not closing and self.tokenizer.decode(ids[:1], skip_special_tokens=True)):
             raise UserError("the chat template does not end an assistant turn with a token; sampling could not stop")
         return int(ids[0])
+
+
+def _check_template_options(options: Mapping[str, Any], chat_template: Any) -> None:
+    """Check that ``chat_template``, or one of several in a mapping, uses a variable with the name of each option.
+
+    Raises `UserError` if not, because a template ignores a variable that it does not use, or if the renderer itself
+    gives the variable.
+    """
+    import jinja2
+    import jinja2.meta
+
+    known: set[str] = set()
+    for source in chat_template.values() if isinstance(chat_template, Mapping) else [chat_template]:
+        # jinja2 does not know these tags of transformers, which contain no variables.
+        source = re.sub(r"\{%[-+]?\s*(?:end)?generation\s*[-+]?%\}", "", source)
+        try:
+            parsed = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"]).parse(source)
+        except jinja2.TemplateSyntaxError as error:
+            raise UserError(f"the chat template is not valid: {first_line(error)}") from error
+        known |= jinja2.meta.find_undeclared_variables(parsed)
+    for name, value in options.items():
+        if isinstance(value, str) and value.lower() in ("true", "false"):
+            # `{% if enable_thinking is false %}` is not met, and `{% if enable_thinking %}` is, by any text.
+            raise UserError(f"context.template_options.{name} = {value!r} is a text: write {value.lower()}")
+        if name in ("messages", "tools", "add_generation_prompt"):
+            raise UserError(f"context.template_options.{name}: every prompt has its own {name}; leave it out")
+        if name not in known:
+            raise UserError(f"context.template_options.{name}: the chat template does not use it{nearest(name, known)}")
 
 
 def _user(content: str) -> Message:

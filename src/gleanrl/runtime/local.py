@@ -225,7 +225,7 @@ class Builder:
                 reverify = None
                 if config.replay.reverify:
                     own = None if isinstance(rewards.train, EnvironmentReward) else rewards.train
-                    reverify = make_reverifier(own, environments.environment, Renderer(tokenizer))
+                    reverify = make_reverifier(own, environments.environment, self.renderer())
                 replay = curriculum = ReplayCurriculum(
                     curriculum,
                     experience,
@@ -258,7 +258,7 @@ class Builder:
                 guide = Guide(
                     config.guidance,
                     load_retriever(config.guidance, folder.path),
-                    Renderer(tokenizer),
+                    self.renderer(),
                     seed=self.seed("guidance"),
                     success_threshold=config.replay.success_threshold,
                 )
@@ -439,11 +439,14 @@ class Builder:
         settings = self.config.environment
         return EnvironmentPool(self.prepared.taskset, workers=settings.workers, timeout_s=settings.timeout_s)
 
+    def renderer(self) -> Renderer:
+        return Renderer(self.prepared.tokenizer, template_options=self.config.context.template_options)
+
     def player(self, pool: EnvironmentPool, sampler: Sampler) -> Player:
         return Player(
             pool.environment,
             sampler,
-            Renderer(self.prepared.tokenizer),
+            self.renderer(),
             self.config.context,
             temperature=self.config.sampler.temperature,
             max_context=self.max_context,

@@ -88,9 +88,7 @@ def prepare(config: Config, progress: Progress, *, trains: bool = True) -> Prepa
             needs more memory than there is.
     """
     torch.manual_seed(derive(config.run.seed, "torch"))
-    if config.model.init != "tiny":
-        load_tokenizer(config.model)  # an unsuitable model is reported before the costly steps below
-        check_memory(config, progress, trains=trains)
+    check_model(config, progress, trains=trains)
     taskset, train, evaluation = make_tasks(config, progress)
     # The result is not used. The call raises `UserError` for wrong options now, before the costly steps below.
     make_curriculum(config.tasks, train, taskset.weights, group=1, seed=0, greedy=False)
@@ -122,12 +120,24 @@ def check_parts(config: Config, progress: Progress) -> None:
     if needs_expert(config):
         take_tasks(taskset, few, "warm_start")
     resolve_device(config.model.device)
-    if config.model.init != "tiny":
-        load_tokenizer(config.model)
-        check_memory(config, progress)
+    check_model(config, progress)
     source = config.replay.seed_from if config.replay.enabled else None
     if source is not None and not Path(source).exists():
         raise UserError(f"replay.seed_from = {source!r}: no such file or folder")
+
+
+def check_model(config: Config, progress: Progress, *, trains: bool = True) -> None:
+    """Check a given model's tokenizer and chat template, and the memory that it needs, before costly steps begin.
+
+    Raises:
+        UserError: the model cannot be used, its chat template lacks one of ``context.template_options``, or it needs
+            more memory than there is.
+    """
+    if config.model.init == "tiny":
+        return
+    _, tokenizer = load_tokenizer(config.model)
+    Renderer(tokenizer, template_options=config.context.template_options)
+    check_memory(config, progress, trains=trains)
 
 
 def needs_expert(config: Config) -> bool:
@@ -228,7 +238,7 @@ def warm_start(
         config.model.model_dump(exclude={"device"}),
         model.config.to_dict(), tokenizer.backend_tokenizer.to_str(), tokenizer.chat_template,
         settings.model_dump(), config.run.seed, config.context.system_prompt,
-        [(shown.messages, shown.tools) for shown in demonstrations],
+        [(shown.messages, shown.tools) for shown in demonstrations], *filter(None, [config.context.template_options]),
     )  # fmt: skip
     folder = cache_dir("warm-start") / key
     device, dtype = model.device, model.dtype
@@ -262,7 +272,7 @@ def supervised_examples(
     Both have shape [tokens]; the mask is True at tokens of the agent's messages. Demonstrations longer than
     ``model.max_context`` are truncated.
     """
-    renderer = Renderer(tokenizer)
+    renderer = Renderer(tokenizer, template_options=config.context.template_options)
     system = [Message(role="system", content=config.context.system_prompt)] if config.context.system_prompt else []
     examples = []
     for shown in demonstrations:

@@ -90,6 +90,9 @@ def model_card(
         "seed": str(config.run.seed),
         "Glean RL": __version__,
     }
+    if config.context.template_options:
+        names = ", ".join(f"`{name}`" for name in config.context.template_options)
+        about["chat template"] = f"to be applied with {names} as in `context.template_options` below"
     lines = [
         f"# {config.run.name}",
         "",
