@@ -385,13 +385,18 @@ def test_llama_may_end_a_call_with_a_token_that_its_template_does_not_write() ->
     assert made.decode(context.prompt().tolist()).count("<|eot_id|>") == 3  # of the system, the user and the result
 
 
-@pytest.mark.parametrize("template", ["gptoss", "gemma4_v5"])
-def test_channels_of_thoughts_are_stripped_from_later_prompts(template: str) -> None:
+@pytest.mark.parametrize(
+    ("template", "thoughts"),
+    [*((name, count * ("",)) for name in ("qwen3", "gptoss", "gemma4_v5") for count in (1, 2)), ("qwen3", ("", "3"))],
+)
+def test_all_thoughts_of_a_turn_are_stripped_from_later_prompts(template: str, thoughts: tuple[str, ...]) -> None:
+    """Each entry of ``thoughts`` is the text before a thought."""
     begin, close, _, _, end = SAMPLED[template]
     made, final = tokenizer(template), FINAL.get(template, "")
     context = make_context(Renderer(made), ContextSettings(policy="strip_thinking"))
     context.observe((USER,))
-    context.act(completion(made(f"{begin}so{close}{final}7{end}", add_special_tokens=False)["input_ids"]))
+    text = "".join(f"{before}{begin}so{close}" for before in thoughts)
+    context.act(completion(made(f"{text}{final}7{end}", add_special_tokens=False)["input_ids"]))
     context.observe((USER,))
     expected = made.decode(shown(template, [USER, ANSWER, USER], tools=()))
     assert made.decode(context.prompt().tolist()) == expected.replace("7<|end|>", "7<|return|>")

@@ -148,17 +148,24 @@ def strip_thinking(
         if not turn.sampled or id(turn) in known:
             continue
         stripped, ids = turn, turn.tokens.tolist()
-        # A closing tag that is only in the arguments of a call ends no thought.
-        thinks = "reasoning_content" in turn.message or thoughts.close in (turn.message["content"] or "")
-        if thinks and thoughts.ends_in(decode(ids)):
-            # Binary search for the shortest prefix that contains the whole closing tag. Token ids are cut and not text,
+        thinks, content, ends = "reasoning_content" in turn.message, turn.message["content"] or "", 0
+        if thinks or thoughts.close in content:
+            # The thoughts at the beginning of the turn, and those in its content. A closing tag that is only in the
+            # arguments of a call ends no thought.
+            text = decode(ids)
+            answer = thoughts.split(text, thinks)[1]
+            ends = thoughts.count_ends(text[: len(text) - len(answer)]) + thoughts.count_ends(content)
+        if ends:
+            # Binary search for the shortest prefix that contains the last closing tag. Token ids are cut and not text,
             # so that the remaining tokens stay exactly as they were sampled.
             low, high = 1, len(ids)
             while low < high:
                 middle = (low + high) // 2
-                low, high = (low, middle) if thoughts.ends_in(decode(ids[:middle])) else (middle + 1, high)
-            content = answer_of(turn.message["content"]).lstrip("\n")
-            message: Any = {**turn.message, "content": content}
+                enough = thoughts.count_ends(decode(ids[:middle])) >= ends
+                low, high = (low, middle) if enough else (middle + 1, high)
+            while low < len(ids) and decode(ids[low : low + 1]).strip("\n") == "":  # newlines before the answer
+                low += 1
+            message: Any = {**turn.message, "content": answer_of(content).lstrip("\n")}
             message.pop("reasoning_content", None)
             stripped = Turn(message, turn.tokens[low:])
         # Keep a reference to the turn: if it were garbage-collected, another object could get its id.

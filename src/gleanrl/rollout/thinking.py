@@ -86,9 +86,9 @@ class ThoughtTags:
         thought, rest = self.split(text, opened)
         return thought is not None and not rest and not text.endswith(self.close)
 
-    def ends_in(self, text: str) -> bool:
-        """Return whether a thought ends in ``text``, the beginning of a turn."""
-        return self.close in text
+    def count_ends(self, text: str) -> int:
+        """Return how many thoughts end in ``text``."""
+        return text.count(self.close)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,9 +116,14 @@ class Harmony:
         last = (self.open * opened + text).rpartition("<|start|>assistant")[2]
         return last.startswith(self.open) and not last.endswith("<|end|>")
 
-    def ends_in(self, text: str) -> bool:
-        """As `ThoughtTags.ends_in`."""
-        return text.startswith(self.open) and self.frame[1] in text
+    def count_ends(self, text: str) -> int:
+        """As `ThoughtTags.count_ends`, but only thoughts with which ``text`` begins."""
+        count = 0
+        for part in text.split("<|start|>assistant")[:-1]:
+            if not part.startswith(self.open):
+                break
+            count += part.endswith("<|end|>")
+        return count
 
 
 Thoughts = ThoughtTags | Harmony
