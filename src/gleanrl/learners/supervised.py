@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from time import perf_counter
 
 import numpy as np
@@ -15,8 +16,10 @@ from torch import nn
 
 from gleanrl.algorithms.batch import unscored_sample
 from gleanrl.algorithms.microbatch import micro_batches
-from gleanrl.learners.logprobs import trained_logprobs
+from gleanrl.learners.engine import CPU_TOKENS_PER_MICROBATCH, keep_freed_memory
+from gleanrl.learners.logprobs import can_pack_rows, trained_logprobs
 from gleanrl.learners.optim import adamw, finish_gradient, zero_gradients
+from gleanrl.learners.packed_attention import packed_attention
 from gleanrl.types import BoolArray, IntArray
 from gleanrl.utils.seeding import derive
 
@@ -74,7 +77,12 @@ def fine_tune(
         raise ValueError("no example has a token to train on")
     device, training = next(model.parameters()).device, model.training
     dtype = compute_dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
+    budget = TOKENS_PER_MICROBATCH
+    if device.type == "cpu":
+        keep_freed_memory()
+        budget = min(budget, CPU_TOKENS_PER_MICROBATCH)
     model.eval()  # turn dropout off, because RL trains without it too
+    packs = can_pack_rows(model)
     parameters = [p for p in model.parameters() if p.requires_grad]
     optimizer = adamw(model, lr=lr, betas=(0.9, 0.95), weight_decay=0.0)
     losses: list[float] = []
@@ -94,15 +102,17 @@ def fine_tune(
         warmup = min(1.0, (step + 1) / WARMUP_STEPS)
         for group in optimizer.param_groups:
             group["lr"] = lr * (warmup * (LOWEST_RATE + (1 - LOWEST_RATE) * cosine))
-        micros = micro_batches([samples[row] for row in rows], TOKENS_PER_MICROBATCH)
+        micros = micro_batches([samples[row] for row in rows], budget, share=packs)
         total = 0.0
-        for whole in micros:
-            micro = whole.to(device)
-            with torch.autocast(device.type, dtype=dtype, enabled=dtype != torch.float32):
-                logp, _ = trained_logprobs(model, micro.tokens, micro.index, micro.targets, temperature=1.0)
-            loss = -logp.sum()
-            loss.backward()
-            total += float(loss.detach())
+        with packed_attention(model) if packs else nullcontext():
+            for whole in micros:
+                micro = whole.to(device)
+                with torch.autocast(device.type, dtype=dtype, enabled=dtype != torch.float32):
+                    given = micro.tokens, micro.index, micro.targets
+                    logp, _ = trained_logprobs(model, *given, temperature=1.0, packing=micro.packing)
+                loss = -logp.sum()
+                loss.backward()
+                total += float(loss.detach())
         trained = sum(micro.targets.numel() for micro in micros)
         if math.isfinite(finish_gradient(parameters, trained, max_norm=1.0)):
             optimizer.step()
