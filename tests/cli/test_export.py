@@ -96,7 +96,21 @@ def test_the_card_of_a_model_tells_what_the_run_measured(whole: Whole, tmp_path:
 
 
 def test_keys_and_folders_do_not_reach_the_card() -> None:
+    """Whether they are whole values or parts of longer texts. Other texts stay as they are."""
+    kept = {
+        "mode": "/no_think",
+        "prompt": "Answer with yes/no, see https://example.org/a/b: <think>1/2</think> costs 3 = 1 + 2.",
+        "query": "s3://bucket/data/train.jsonl",
+    }
     options = {
+        **kept,
+        "dsn": "postgresql://me:opensesame@host/db",
+        "login": "the server is http://me:opensesame@host:80/x, ask me",
+        "command": "serve --api-key opensesame --data=/home/me/data --password='opensesame'",
+        "headers_text": "X-Note: a Authorization: Basic opensesame=",
+        "notes": "read /home/me/a.jsonl, ~/b.jsonl (or ~me/c.jsonl) and file:///home/me/d.jsonl; D:\\home\\me\\e.jsonl",
+        "reward": "verl:/home/me/reward.py:score",
+        "spaced": "/home/me/my files/f.jsonl",
         "api_key": "opensesame",
         "headers": ["Bearer abcdef123456"],
         "url": "http://me:opensesame@host/",
@@ -105,8 +119,11 @@ def test_keys_and_folders_do_not_reach_the_card() -> None:
     }
     card = model_card(load_defaults([("environment.options", options)]), [], 3, adapters=False)
     settings = tomllib.loads(card.partition("```toml\n")[2].partition("```")[0])["environment"]["options"]
-    assert not [text for text in ("opensesame", "abcdef123456", "/home") if text in card]
+    assert not [text for text in ("opensesame", "abcdef123456", "home", "my files") if text in card]
     assert settings.keys() == options.keys()
+    assert {name: settings[name] for name in kept} == kept
+    assert settings["notes"] == "read a.jsonl, b.jsonl (or c.jsonl) and d.jsonl; e.jsonl"
+    assert (settings["reward"], settings["spaced"]) == ("verl:reward.py:score", "f.jsonl")
     assert (settings["token"], settings["weights"]) == ("env:SERVICE_TOKEN", {"data.jsonl": 1.0})
 
 

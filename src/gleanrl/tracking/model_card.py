@@ -6,8 +6,9 @@ figures are from the run's own metrics.
 
 from __future__ import annotations
 
+import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,23 @@ from gleanrl.config.settings import Config
 from gleanrl.runtime.run_folder import Row
 from gleanrl.tracking.report.facts import facts
 from gleanrl.utils.errors import UserError
-from gleanrl.utils.secrets import refuse_keys
+from gleanrl.utils.secrets import refuse_key_in_url, refuse_keys
 
 LICENCE = ("license", "license_name", "license_link")
 """Keys of a card's metadata that are taken from the card of the base model."""
 _OTHER_SECTIONS = ("checkpoint", "monitor", "ray")
 _OTHER_RUN_SETTINGS = ("name", "folder", "threads")
+_LEFT_OUT = "[left out]"
+_URL = re.compile(r"[A-Za-z][\w+.-]*://[^\s'\"<>]+")
+_NAMED = re.compile(
+    r"(?:--(?P<flag>[\w-]+)\s+|(?P<name>[\w-]+)['\"]?\s*[=:]\s*)['\"]?(?:(?:Basic|Bearer)\s+)?(?P<value>[^\s'\",;&)]+)"
+)
+"""Pattern of a name and its value within a text, such as ``password=...`` and ``--api-key ...``."""
+_FOLDERS = re.compile(
+    r"(?<![\w./<~\]-])(?:file://)?(?:~[\w.-]*|/[^\s/'\"`,;:()<>|]+)/(?:[^\s/'\"`,;:()<>|]+/)*"
+    r"|(?<!\w)[A-Za-z]:\\(?:[^\s\\'\"]+\\)*"
+)
+"""Pattern of the folders of an absolute path within a text. A command such as ``/no_think`` has none."""
 
 
 def read_licence(config: Config, *, ask_hub: bool = False) -> dict[str, str]:
@@ -163,15 +175,36 @@ def _differing(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[s
 def _publishable(value: Any, name: str = "") -> Any:
     """Return the setting ``value`` without keys, and with each absolute path in it shortened to the last name.
 
-    Options of an environment may contain a key, because only its author knows which of them are keys.
+    Both may also be parts of a longer text. Options of an environment may contain a key, because only its author knows
+    which of them are keys.
     """
     if isinstance(value, str):
-        if not value.startswith("env:"):  # not a key but the name of a variable, which need not be set here
-            try:
-                refuse_keys({name: value}, name)
-            except UserError:
-                return "[left out]"
-        return Path(value).name if value.startswith(("/", "~/")) else value
+        text = _without_keys(value, name)
+        # The folders of a text that is a path itself may have names with spaces.
+        return Path(text).name if _FOLDERS.match(text) else _FOLDERS.sub("", text)
     if isinstance(value, Mapping):
         return {_publishable(key): _publishable(inner, key) for key, inner in value.items()}
     return [_publishable(inner, name) for inner in value] if isinstance(value, list) else value
+
+
+def _without_keys(text: str, name: str) -> str:
+    """Return ``text``, the value of the setting ``name``, with ``[left out]`` in place of what seems to be a key."""
+
+    def part(match: re.Match[str]) -> str:
+        before = match[0].removesuffix(match["value"])
+        return before + _without_keys(match["value"], match["flag"] or match["name"])
+
+    if text.startswith("env:"):  # not a key but the name of a variable, which need not be set here
+        return text
+    if _is_refused(refuse_keys, {name: text}, name):
+        return _LEFT_OUT
+    text = _URL.sub(lambda match: _LEFT_OUT if _is_refused(refuse_key_in_url, match[0], name) else match[0], text)
+    return _NAMED.sub(part, text)
+
+
+def _is_refused(check: Callable[..., None], *given: Any) -> bool:
+    try:
+        check(*given)
+    except UserError:
+        return True
+    return False
