@@ -139,6 +139,17 @@ def test_runs_that_use_a_pool_in_turn_continue_its_ages_and_find_it_from_any_dir
     assert "shared.sqlite" in shown.stdout
 
 
+def test_settings_of_replay_change_nothing_while_it_is_off(gleanrl: CommandLine) -> None:
+    """A resumed run may change them then. Guided members, which are trained like replayed ones, do not depend on
+    them."""
+    guided = (*REPLAY[2:], "--run.steps", "4", "--guidance.enabled", "true")
+    others = ("--replay.success_threshold", "2", "--replay.baseline", "group", "--replay.grouping", "own")
+    assert gleanrl.train("run", *guided).status == 0
+    assert gleanrl.train("other", *guided, *others).status == 0
+    assert sum(metrics.get("guidance/groups", 0) for metrics in rows(gleanrl, "run")) > 0
+    assert_same(gleanrl.run("run"), gleanrl.run("other"))
+
+
 PLAIN = (*REPLAY[2:], "--checkpoint.every", "2", "--run.steps", "8")
 STEP = "gleanrl.learners.engine:LocalEngine.step"
 

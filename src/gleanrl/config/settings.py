@@ -400,7 +400,7 @@ class ReplaySettings(Settings):
     """A fresh group stores its successes only if its solve rate is below this and above `min_rate`. At 1.0, groups in
     which every member succeeded are not stored."""
     success_threshold: float = SUCCESS
-    """Minimum score of a success, in the pool, in replay's solve rates and in guidance. If it is not set, it is
+    """Minimum score of a success, in the pool and in replay's solve rates. If it is not set, it is
     `reward.success_threshold`."""
     capacity_per_task: Positive = 8
     """Maximum number of stored trajectories per task. Beyond it, those that `select` ranks last are evicted."""
@@ -575,7 +575,7 @@ class RewardSettings(Settings):
     environment variable NAME; use this for keys."""
     success_threshold: float = SUCCESS
     """Minimum score of a solved task. Success rates use it: pass@k and greedy success of evaluations, `reward/success`,
-    the orders of tasks that depend on success, and the report; also replay and guidance, unless
+    the orders of tasks that depend on success, guidance, and the report; also replay, unless
     `replay.success_threshold` is set. Mean scores do not depend on it."""
     isolation: Changeable[Literal["thread", "process"]] = "thread"
     """Where calls of a reward that is not async run. process: in worker processes; one whose call exceeds `timeout_s`

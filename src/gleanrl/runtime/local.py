@@ -21,7 +21,7 @@ from transformers.utils import logging as transformers_logging
 from gleanrl.algorithms.advantages import ESTIMATORS, Estimator
 from gleanrl.algorithms.batch import Batch, assign_advantages, build_samples
 from gleanrl.config import validate
-from gleanrl.config.settings import Config
+from gleanrl.config.settings import Config, ReplaySettings
 from gleanrl.curriculum.plan import Plan
 from gleanrl.environments.pool import EnvironmentPool
 from gleanrl.experience import ReplayCurriculum
@@ -260,7 +260,7 @@ class Builder:
                     load_retriever(config.guidance, folder.path),
                     self.renderer(),
                     seed=self.seed("guidance"),
-                    success_threshold=config.replay.success_threshold,
+                    success_threshold=config.reward.success_threshold,
                 )
                 stack.push_async_callback(guide.close)
                 curriculum = guide.curriculum(curriculum)
@@ -350,7 +350,10 @@ class Builder:
             updated.remember(groups)
         config, built = self.config, build_samples(groups, self.max_context)
         estimates = await learner.estimate(built.samples) if learner.needs_estimates else None
-        return assign_advantages(built, config.credit, config.loss, self.max_context, estimates, config.replay)
+        # Guided members are trained like replayed ones. They must not depend on settings of replay that is off, because
+        # a resumed run may change these.
+        replay = config.replay if config.replay.enabled else ReplaySettings()
+        return assign_advantages(built, config.credit, config.loss, self.max_context, estimates, replay)
 
     def measure_baselines(self) -> Metrics:
         config = self.config
