@@ -75,6 +75,8 @@ def _check_upload(config: Config, name: str, *, adapters: bool) -> None:
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id
 
+    from gleanrl.runtime.export import adapter_base
+
     try:
         validate_repo_id(name)
     except HFValidationError as error:
@@ -83,7 +85,7 @@ def _check_upload(config: Config, name: str, *, adapters: bool) -> None:
         raise UserError("--push-to-hub: HF_HUB_OFFLINE is set, so nothing can be uploaded; unset it")
     if get_token() is None:
         raise UserError("--push-to-hub: there is no access token; run `hf auth login`, or set HF_TOKEN")
-    if adapters and (config.warm_start.enabled or config.model.hub_id is None):
+    if adapters and (config.model.hub_id is None or adapter_base(config) is None):
         raise UserError(
             "--push-to-hub: the base model of these adapters is on this machine only, so that others could not load "
             "them; leave out --adapters to upload the merged model"

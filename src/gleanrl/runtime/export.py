@@ -15,6 +15,17 @@ from gleanrl.utils.errors import UserError
 from gleanrl.utils.progress import Progress
 
 
+def adapter_base(config: Config) -> str | None:
+    """Return the name under which PEFT loads the base model of a run's adapters: its directory, or its id on the hub.
+
+    Returns None if this model exists nowhere else, because it is the tiny model, a GGUF file, or has had a warm start.
+    """
+    local = Path(config.model.init).expanduser()
+    if needs_expert(config):
+        return None
+    return str(local.absolute()) if local.is_dir() else config.model.hub_id
+
+
 def run_export(
     config: Config, checkpoint: Checkpoint, folder: Path, card: str, console: Progress, *, adapters: bool
 ) -> None:
@@ -25,8 +36,8 @@ def run_export(
     Args:
         card: content of README.md.
         adapters: write the LoRA adapters and their config without merging them. Otherwise the whole model is written,
-            with adapters merged. If the base model of the adapters exists nowhere else, because it is the tiny model, a
-            GGUF file, or has had a warm start, it is written too, to the subfolder ``base``.
+            with adapters merged. If the base model of the adapters exists nowhere else, see `adapter_base`, it is
+            written too, to the subfolder ``base``.
 
     Raises:
         UserError: the run has no adapters to write, the model cannot be loaded, or the disk is full.
@@ -36,9 +47,6 @@ def run_export(
             "--adapters: the run trained all weights (learner.lora_rank = 0) and has no adapters; leave out --adapters"
         )
     set_up_libraries(config)
-    local = Path(config.model.init).expanduser()
-    # Whether PEFT cannot load the model before training under the name that `model.init` gives.
-    own_base = needs_expert(config) or not (local.is_dir() or config.model.hub_id)
     if needs_expert(config):
         prepared = prepare(config, console, trains=False)
         model, tokenizer = prepared.model, prepared.tokenizer
@@ -51,9 +59,9 @@ def run_export(
     with atomic.directory(folder) as partial:
         if not adapters:
             engine.export(partial, tokenizer)
-        elif own_base:
+        elif base := adapter_base(config):
+            engine.export_adapters(partial, base)
+        else:
             engine.export_adapters(partial, str(folder.absolute() / "base"))
             save_model(partial / "base", engine.model.unload(), tokenizer)
-        else:
-            engine.export_adapters(partial, str(local.absolute()) if local.is_dir() else config.model.init)
         (partial / "README.md").write_text(card, encoding="utf-8")
