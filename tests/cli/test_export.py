@@ -134,6 +134,43 @@ def hub() -> Iterator[Hub]:
 
 
 @pytest.mark.slow
+def test_a_hub_that_refuses_or_does_not_answer_ends_the_upload_in_one_line(
+    hub: Hub, whole: Whole, environment: dict[str, str], tmp_path: Path
+) -> None:
+    online = {"HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path / "hf"), "HF_TOKEN": TOKEN}
+    environment = {**environment, **online, "HF_HUB_DOWNLOAD_TIMEOUT": "2"}
+    server = Server(environment)
+    gleanrl = CommandLine(whole[0].folder, server, environment)
+    try:
+        for place, status, said in (
+            ("repos/create", 401, "token"),
+            ("repos/create", 403, "token"),
+            ("repos/create", 409, "not understood"),  # it lacks the address of the repository
+            ("repos/create", 500, "500"),
+            ("repos/create", 0, "Timeout"),
+            ("preupload", 404, "repository"),
+            ("commit", 403, "token"),
+            ("commit", 409, "409"),
+            ("commit", 500, "500"),
+            ("commit", 0, "Timeout"),
+        ):
+            hub.fails = (place, status)
+            ended = gleanrl(
+                "export", "whole", "--out", str(tmp_path / f"{place[:6]}{status}"), "--push-to-hub", "me/it"
+            )
+            assert ended.status == 2, (place, status)
+            assert said in ended.complaint
+            assert "me/it" in ended.complaint
+            assert "uploaded" not in ended.stdout
+            assert not hub.repositories.get("me/it")
+        hub.fails = None
+        assert gleanrl("export", "whole", "--push-to-hub", "me/it").status == 0
+        assert "config.json" in hub.repositories["me/it"]
+    finally:
+        server.close()
+
+
+@pytest.mark.slow
 def test_a_folder_is_uploaded_with_its_card(
     hub: Hub, whole: Whole, environment: dict[str, str], tmp_path: Path
 ) -> None:

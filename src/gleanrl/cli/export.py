@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,8 @@ from gleanrl.utils.text import first_line
 
 if TYPE_CHECKING:
     from gleanrl.config.settings import Config
+
+TIMEOUT = 100.0  # seconds in which the hub must answer; it ends its own commits after a minute
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -93,12 +96,17 @@ def _check_upload(config: Config, name: str, *, adapters: bool) -> None:
 
 
 def _upload(folder: Path, name: str, message: str, *, private: bool) -> str:
-    """Upload ``folder`` to the repository ``name`` of the hub, and return the URL of the repository."""
-    from huggingface_hub import HfApi
+    """Upload ``folder`` to the repository ``name`` of the hub, and return the URL of the repository.
+
+    Raises `UserError` if the hub refuses the upload, or does not answer.
+    """
+    from huggingface_hub import HfApi, get_session
     from huggingface_hub.errors import HfHubHTTPError
 
     api = HfApi(library_name="gleanrl", library_version=__version__)
     try:
+        # By default, the hub's client waits for an answer without an end.
+        get_session().timeout = float(os.environ.get("HF_HUB_DOWNLOAD_TIMEOUT") or TIMEOUT)
         repository = api.create_repo(name, private=private or None, exist_ok=True)
         # Of an earlier upload, only files of weights are deleted. transformers and vLLM would load adapters or shards
         # that are left from it instead of the new model.
@@ -107,8 +115,18 @@ def _upload(folder: Path, name: str, message: str, *, private: bool) -> str:
             repo_id=repository.repo_id, folder_path=folder, commit_message=message, delete_patterns=weights
         )
     except Exception as error:  # the hub's client raises errors of several HTTP libraries
-        reason = first_line(error)
-        if isinstance(error, HfHubHTTPError) and error.response.status_code in (401, 403):
-            reason = f"the access token is not accepted or has no right to write there ({reason})"
+        reason = f"{type(error).__name__}: {first_line(error)}"
+        if isinstance(error, LookupError | ValueError):
+            reason = f"the hub's answer is not understood ({reason})"
+        if isinstance(error, HfHubHTTPError):
+            status = error.response.status_code
+            meaning = {
+                401: "the access token is not accepted or has no right to write there",
+                403: "the access token is not accepted or has no right to write there",
+                404: "there is no such repository, or the access token has no right to see it",
+                409: "the repository is being changed by another upload; try again",
+            }.get(status, "the hub has an error; try again later" if status >= 500 else "the hub refuses the upload")
+            said = first_line(error.server_message or "")
+            reason = f"{meaning} (HTTP {status}{f', {said}' if said else ''})"
         raise UserError(f"uploading {folder} to {name} failed: {reason}") from error
     return str(repository)

@@ -52,7 +52,7 @@ def read_licence(config: Config, *, ask_hub: bool = False) -> dict[str, str]:
         if readme.is_file():
             data = ModelCard.load(readme, ignore_metadata_errors=True).data
         elif ask_hub and (name := config.model.hub_id):
-            data = HfApi().model_info(name).card_data
+            data = HfApi().model_info(name, timeout=30.0).card_data
     except Exception:  # damaged metadata, no access or no network: the card is complete without a licence
         return {}
     return {key: value for key in LICENCE if isinstance(value := getattr(data, key, None), str)}
