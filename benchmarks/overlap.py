@@ -116,7 +116,8 @@ def run(args: argparse.Namespace, overrides: Overrides) -> None:
     os.environ |= {"OMP_NUM_THREADS": str(args.threads), "OMP_WAIT_POLICY": "PASSIVE"}
     sizes = (args.steps, args.threads, args.attempts, overrides)
     instant = [Job(args.preset, seed, "sync", 0, *sizes) for seed in args.seeds]
-    with serving() as url, multiprocessing.get_context("spawn").Pool(args.jobs) as pool:
+    # Each run has its own process, because a process keeps the memory that a learner has freed.
+    with serving() as url, multiprocessing.get_context("spawn").Pool(args.jobs, maxtasksperchild=1) as pool:
         measure(instant, args.save, pool)
         rows = {row["seed"]: row for row in read(args.save) if row_key(row) in {job.key for job in instant}}
         slow = []
