@@ -260,6 +260,12 @@ def keep_freed_memory() -> None:
                 library.mallopt(parameter, value)
 
 
+def return_freed_memory() -> None:
+    """Return the memory that `keep_freed_memory` has kept to the system, at the end of a phase that needs much of it."""
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
+
+
 class LocalEngine:
     """The engine for a causal language model of transformers, on one device or sharded over processes.
 

@@ -16,7 +16,7 @@ from torch import nn
 
 from gleanrl.algorithms.batch import unscored_sample
 from gleanrl.algorithms.microbatch import micro_batches
-from gleanrl.learners.engine import CPU_TOKENS_PER_MICROBATCH, keep_freed_memory
+from gleanrl.learners.engine import CPU_TOKENS_PER_MICROBATCH, keep_freed_memory, return_freed_memory
 from gleanrl.learners.logprobs import can_pack_rows, trained_logprobs
 from gleanrl.learners.optim import adamw, finish_gradient, zero_gradients
 from gleanrl.learners.packed_attention import packed_attention
@@ -123,6 +123,9 @@ def fine_tune(
             progress(step + 1, steps, losses[-1])
     for parameter in parameters:
         parameter.grad = None
+    del optimizer
+    if device.type == "cpu":
+        return_freed_memory()
     model.train(training)
     seconds = perf_counter() - started
     tenth = max(1, len(losses) // 10)
