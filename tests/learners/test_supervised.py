@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import platform
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 
+from gleanrl.learners.engine import keep_freed_memory, return_freed_memory
 from gleanrl.learners.supervised import fine_tune
 from gleanrl.types import BoolArray, IntArray
 from tests.builders import VOCABULARY, tiny_model
@@ -87,3 +92,18 @@ def test_a_deadline_that_has_already_passed_allows_one_step() -> None:
 def test_nothing_to_learn_is_an_error() -> None:
     with pytest.raises(ValueError, match="no example"):
         fine_tune(tiny_model(), [(np.arange(3, dtype=np.int32), np.zeros(3, np.bool_))], steps=1, batch=1, lr=1, seed=0)
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries decide by themselves")
+def test_freed_memory_is_kept_up_to_a_limit() -> None:
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    keep_freed_memory()
+    large = torch.ones(2**26)  # 256 MiB
+    before = resident()
+    del large
+    return_freed_memory(kept=2**40)
+    assert resident() > before - 2**27
+    return_freed_memory()
+    assert resident() < before - 2**27

@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import ctypes
 import math
+import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, fields, replace
@@ -51,6 +52,8 @@ PEAK_BFLOAT16 = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12,
 # Parameters of glibc's mallopt(3): the number of allocations that are mappings of their own, the free memory at the end
 # of the heap above which it is returned (-1: never), and the number of heaps.
 M_MMAP_MAX, M_TRIM_THRESHOLD, M_ARENA_MAX = -4, -1, -8
+PAGE = os.sysconf("SC_PAGE_SIZE")
+KEPT_BYTES = 4 * 2**30  # freed memory that a process keeps on a CPU; what is more is returned after an update
 T = TypeVar("T")
 
 
@@ -260,10 +263,37 @@ def keep_freed_memory() -> None:
                 library.mallopt(parameter, value)
 
 
-def return_freed_memory() -> None:
-    """Return the memory that `keep_freed_memory` has kept to the system, at the end of a phase that needs much of it."""
+class MallocInfo(ctypes.Structure):
+    """What glibc's `mallinfo2` returns. ``uordblks`` is the number of bytes in use."""
+
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in [
+            "arena",
+            "ordblks",
+            "smblks",
+            "hblks",
+            "hblkhd",
+            "usmblks",
+            "fsmblks",
+            "uordblks",
+            "fordblks",
+            "keepcost",
+        ]
+    ]
+
+
+def return_freed_memory(kept: int = 0) -> None:
+    """Return the memory that `keep_freed_memory` keeps to the system, if it is more than ``kept`` bytes.
+
+    Micro-batches of different lengths leave holes of different sizes, so what is kept grows over many updates.
+    """
     with suppress(OSError, AttributeError):
-        ctypes.CDLL(None).malloc_trim(0)
+        library = ctypes.CDLL(None)
+        library.mallinfo2.restype = MallocInfo
+        resident = int(Path("/proc/self/statm").read_text().split()[1]) * PAGE
+        if resident - library.mallinfo2().uordblks > kept:
+            library.malloc_trim(0)
 
 
 class LocalEngine:
@@ -450,6 +480,8 @@ class LocalEngine:
                     group["lr"] = lr
                 self.optimizer.step()
         self.discard()
+        if self.device.type == "cpu":
+            return_freed_memory(KEPT_BYTES)
         return next((norm for norm in norms if not math.isfinite(norm)), norms[-1])
 
     def discard(self) -> None:
