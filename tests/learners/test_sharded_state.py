@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 from gleanrl.config.settings import CriticSettings, LossSettings
@@ -20,7 +21,7 @@ from gleanrl.learners.torch import TorchLearner
 from gleanrl.utils.errors import UserError
 from tests.builders import tiny_model
 from tests.learners.many import asked, ended, led
-from tests.learners.test_sharded import batch_of, close, make, train
+from tests.learners.test_sharded import batch_of, close, make, series, train, updates
 
 pytestmark = pytest.mark.xdist_group("ranks")  # tests.learners.many.led
 
@@ -47,6 +48,33 @@ def test_a_checkpoint_continues_on_any_number_of_processes(tmp_path: Path) -> No
         expected = {**whole, "losses": whole["losses"][4:], "norms": whole["norms"][4:]}
         assert run["losses"] == pytest.approx(expected["losses"], rel=1e-8), how
         close(run, expected, 1e-8)
+
+
+def train_adapters(ranks: Ranks | None, steps: range, folder: Any = None, then: Any = None) -> dict[str, Any]:
+    """As `train`, but with LoRA adapters, and the returned weights are the adapters."""
+    learner = make(ranks, LOSS, torch.float64, lr=1e-2, lora_rank=2)
+    if folder is not None:
+        learner.load(folder)
+    told = updates(learner, (batch_of(step, LOSS) for step in steps))
+    if then is not None:
+        learner.save(then)
+    return {**series(told), "weights": {name: tensor.clone() for name, tensor in asked(learner.engine, adapters_of)}}
+
+
+def adapters_of(engine: Any) -> list[tuple[str, torch.Tensor]]:
+    parameters = [(name, parameter.detach()) for name, parameter in engine.model.named_parameters() if "lora_" in name]
+    return [(name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor) for name, tensor in parameters]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_adapters_continue_on_one_two_and_one_process(tmp_path: Path) -> None:
+    whole = train_adapters(None, range(6))
+    train_adapters(None, range(2), None, tmp_path / "one")
+    led(2, train_adapters, range(2, 4), tmp_path / "one", tmp_path / "two")
+    last = train_adapters(None, range(4, 6), tmp_path / "two")
+    assert any("lora_B" in name and tensor.count_nonzero() for name, tensor in last["weights"].items())
+    close(last, {**whole, "losses": whole["losses"][4:], "norms": whole["norms"][4:]}, 1e-8)
 
 
 def save_and_spoil(ranks: Ranks, folder: Path) -> list[str]:
