@@ -204,6 +204,7 @@ class BackgroundEvaluator:
     weights: Callable[[], Any]
     report: Callable[[int, Evaluation], None]
     progress: Progress
+    at_once: int = 1  # number of episodes that the sampler can play at the same time
     done: Collection[int] = ()  # steps for which `start` does nothing, because they were evaluated before a resume
     _running: asyncio.Task[None] | None = field(default=None, repr=False)
 
@@ -234,7 +235,7 @@ class BackgroundEvaluator:
     async def _evaluate(self, step: int) -> None:
         player = replace(self.player, sampler=self.sampler)
         episodes = len(self.tasks) * (self.settings.samples + self.settings.greedy)
-        with self.progress.stage(f"evaluating step {step}", episodes) as stage:
+        with self.progress.stage(f"evaluating step {step}", episodes, at_once=self.at_once) as stage:
             evaluation = await evaluate(
                 player,
                 self.reward,

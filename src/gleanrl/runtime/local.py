@@ -124,7 +124,9 @@ async def evaluate_with(builder: Builder, checkpoint: Checkpoint | None) -> Eval
         rewards = await stack.enter_async_context(builder.rewards(None))
         settings, tasks = builder.config.evaluation, builder.prepared.evaluation
         episodes = len(tasks) * (settings.samples + settings.greedy)
-        stage = stack.enter_context(builder.console.stage("evaluating", episodes))
+        stage = stack.enter_context(
+            builder.console.stage("evaluating", episodes, at_once=builder.config.sampler.max_rows)
+        )
         evaluation = await evaluate(
             builder.player(pool, sampler),
             rewards.evaluation,
@@ -314,6 +316,7 @@ class Builder:
                 learner.weights,
                 observer.evaluated,
                 self.console,
+                at_once=config.sampler.max_rows,
                 done=evaluated,
             )
             yield Run(

@@ -30,10 +30,14 @@ class Progress(Protocol):
         """Show ``text`` on a separate line."""
         ...
 
-    def stage(self, name: str, total: int | None = None, *, done: int = 0) -> AbstractContextManager[Stage]:
+    def stage(
+        self, name: str, total: int | None = None, *, done: int = 0, at_once: int = 1
+    ) -> AbstractContextManager[Stage]:
         """Open a stage of ``total`` parts (None = the number is not known). Stages may be nested.
 
         ``done``: number of parts that were completed before the stage is opened, for example before a restart.
+        ``at_once``: number of parts that are in progress at the same time. The first of them says little about the
+        remaining time, so it is estimated only when that many are done.
         """
         ...
 
@@ -44,7 +48,9 @@ class Silent:
     def print(self, text: str) -> None:
         """Do nothing."""
 
-    def stage(self, name: str, total: int | None = None, *, done: int = 0) -> AbstractContextManager[Stage]:
+    def stage(
+        self, name: str, total: int | None = None, *, done: int = 0, at_once: int = 1
+    ) -> AbstractContextManager[Stage]:
         """Return a stage that shows nothing."""
         return nullcontext(_SilentStage())
 

@@ -72,6 +72,15 @@ def test_the_remaining_time_of_a_resumed_run_ignores_the_steps_done_before() -> 
         assert out.getvalue().splitlines() == ["training: 10 to do", "training: 92/100, 1 min 20 s left"]
 
 
+def test_the_first_of_parts_that_run_at_the_same_time_give_no_remaining_time() -> None:
+    console, out, clock = log_console()
+    with console.stage("evaluating", 48, at_once=32) as stage:
+        for done in (1, 31, 8):
+            clock.now += 20
+            stage.advance(done)
+    assert out.getvalue().splitlines()[1:3] == ["evaluating: 1/48", "evaluating: 32/48, 20 s left"]
+
+
 def test_metrics_are_shown_on_the_training_stage_while_an_evaluation_runs() -> None:
     console, out, _ = log_console()
     with console.stage("training", 2), console.stage("evaluating step 0", 8):

@@ -70,11 +70,12 @@ class Console:
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     @contextmanager
-    def stage(self, name: str, total: int | None = None, *, done: int = 0) -> Iterator[Stage]:
+    def stage(self, name: str, total: int | None = None, *, done: int = 0, at_once: int = 1) -> Iterator[Stage]:
         """Show a stage until the block ends, and then print how long it took.
 
         ``total`` is the number of its parts; None = not known. ``done`` is the number of parts that were finished
-        before the run was resumed. They are shown as done, but do not count in the estimate of the remaining time.
+        before the run was resumed. They are shown as done, but do not count in the estimate of the remaining time,
+        which a log shows once ``at_once`` parts are finished.
         """
         if self.terminal and self.bars is None:
             self.bars = _Bars(
@@ -89,7 +90,7 @@ class Console:
             )
             self.bars.start()
         bar = self.bars.add_task(name, total=total, completed=done, fields="") if self.bars else None
-        stage = _Stage(self, name, total, done, bar)
+        stage = _Stage(self, name, total, done, at_once, bar)
         self._stages.append(stage)
         if bar is None:
             self.print(f"{name}: {total - done} to do" if total else f"{name} ...")
@@ -159,10 +160,12 @@ class _Bars(RichProgress):
 class _Stage:
     """A stage on the console: a progress bar on a terminal, or lines at intervals in a log."""
 
-    def __init__(self, console: Console, name: str, total: int | None, done: int, bar: TaskID | None) -> None:
+    def __init__(
+        self, console: Console, name: str, total: int | None, done: int, at_once: int, bar: TaskID | None
+    ) -> None:
         self.bar, self.started = bar, console.clock()
         self._console, self._name, self._total, self._done = console, name, total, done
-        self._done_before, self._printed_at = done, self.started
+        self._done_before, self._printed_at, self._at_once = done, self.started, at_once
         self._fields: dict[str, Any] = {}
 
     def advance(self, count: int = 1, **fields: float | str) -> None:
@@ -173,7 +176,7 @@ class _Stage:
             return
         self._printed_at = now
         left, new = "", self._done - self._done_before
-        if self._total and new:
+        if self._total and new >= min(self._at_once, self._total):
             left = f", {duration((now - self.started) / new * (self._total - self._done))} left"
         self._console.print(self.describe(left))
 
