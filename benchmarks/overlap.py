@@ -2,8 +2,8 @@
 
     python benchmarks/overlap.py [show] [--save FILE]
     python benchmarks/overlap.py run [--steps 40] [--seeds 0 1 2] [--schedules NAME ...] [--section.key value ...]
-    python benchmarks/overlap.py run --preset smollm2 --steps 6 --seeds 0 --attempts 0 --threads 2 \
-        --schedule.group 5 --loss.entropy_coefficient 1e-6
+    python benchmarks/overlap.py run --preset smollm2 --steps 4 --seeds 0 --attempts 0 --threads 2 \
+        --schedule.batch 4 --schedule.group 5 --context.max_turns 6 --loss.entropy_coefficient 1e-6
 
 A run is `gleanrl train PRESET`, except that its rewards come over HTTP from another process, which waits and then
 returns the environment's own score. The proportions are those of a published measurement (verl PR 2854): 238 s of
