@@ -1,6 +1,6 @@
 """Compares ways to train a policy after the same warm start: imitation of an expert or of its own successes, and RL.
 
-    python benchmarks/learning.py [show] [--save FILE ...] [--svg FILE]
+    python benchmarks/learning.py [show [RECIPE]] [--save FILE ...] [--svg FILE]
     python benchmarks/learning.py run RECIPE [--arms NAME ...] [--seeds 0 1 2] [--equal seconds] [--points 1]
         [--save FILE] [--jobs 1] [--section.key value ...]
 
@@ -91,7 +91,7 @@ def filtered_bc(rewards: Rewards) -> tuple[torch.Tensor, torch.Tensor]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["run", "show"], nargs="?", default="show")
-    parser.add_argument("recipe", nargs="?", help="run: a preset or a TOML file")
+    parser.add_argument("recipe", nargs="?", help="a preset or a TOML file; show: only its runs")
     parser.add_argument("--arms", nargs="+", default=list(ARMS), choices=list(ARMS), metavar="ARM")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--equal", choices=["episodes", "seconds"], default="episodes")
@@ -101,7 +101,7 @@ def main() -> None:
     parser.add_argument("--svg", type=Path, help="show: draw the curves of `grpo`, and the other arms as levels")
     args, rest = parser.parse_known_args()
     if args.what == "show":
-        rows = [row for path in args.save for row in read(path)]
+        rows = [row for path in args.save for row in read(path) if args.recipe in (None, row["job"]["recipe"])]
         show(rows)
         if args.svg:
             args.svg.write_text(draw(rows))
