@@ -402,6 +402,22 @@ def test_all_thoughts_of_a_turn_are_stripped_from_later_prompts(template: str, t
     assert made.decode(context.prompt().tolist()) == expected.replace("7<|end|>", "7<|return|>")
 
 
+@pytest.mark.parametrize("template", ["qwen3", "qwen3_5_think"])
+def test_a_thought_of_several_turns_is_stripped_from_later_prompts(template: str) -> None:
+    """The first of them is cut off, and the next one continues it."""
+    begin, close, _, _, end = SAMPLED[template]
+    made = tokenizer(template)
+    context = make_context(Renderer(made), ContextSettings(policy="strip_thinking"))
+    messages: tuple[Message, ...] = (USER,)
+    for text in (f"{begin}so", " maybe", f"{close}7{end}"):
+        context.observe(messages)
+        context.prompt()
+        context.act(completion(made(text, add_special_tokens=False)["input_ids"]))
+        messages = ()
+    context.observe((USER,))
+    assert made.decode(context.prompt().tolist()) == made.decode(shown(template, [USER, ANSWER, USER], tools=()))
+
+
 @pytest.mark.parametrize("template", [*OWN, *REAL])
 def test_prompts_of_an_episode_with_tools_equal_the_rendered_conversation(template: str) -> None:
     """After an opening with tools, and after a call and its result, the prompt equals the rendering, id for id."""

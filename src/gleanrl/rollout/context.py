@@ -172,7 +172,18 @@ def strip_thinking(
         known[id(turn)] = (turn, stripped)
     shown = [known[id(turn)][1] if turn.sampled else turn for turn in history]
     for at, turn in enumerate(history):
-        if at and len(opened) and shown[at] is not turn and not (before := history[at - 1]).sampled:
+        if shown[at] is turn:
+            continue
+        first = at
+        while first and (before := history[first - 1]).sampled and _only_thinks(before.message):
+            # The thought began in this turn, which was cut off.
+            first -= 1
+            shown[first] = Turn(Message(role="assistant", content=""), before.tokens[:0])
+        if first and len(opened) and not (before := history[first - 1]).sampled:
             rest, end = np.split(before.tokens, [-len(opened)])
-            shown[at - 1] = Turn(before.message, rest) if np.array_equal(end, opened) else before
+            shown[first - 1] = Turn(before.message, rest) if np.array_equal(end, opened) else before
     return shown
+
+
+def _only_thinks(message: Message) -> bool:
+    return "reasoning_content" in message and not message["content"] and not message.get("tool_calls")
