@@ -43,6 +43,14 @@ def test_a_directory_appears_only_when_complete_and_replaces_the_old_one(tmp_pat
     assert os.listdir(tmp_path) == ["step-1"]
 
 
+def test_who_may_read_a_directory_may_read_its_files(tmp_path: Path) -> None:
+    with atomic.directory(tmp_path / "model") as folder:
+        (folder / "weights").mkdir()
+        (folder / "weights" / "a.bin").touch(mode=0o600)
+    modes = [path.stat().st_mode & 0o444 for path in (folder.parent / "model").rglob("*")]
+    assert modes == [(tmp_path / "model").stat().st_mode & 0o444] * 2
+
+
 def test_an_error_while_a_directory_is_written_keeps_the_old_directory(tmp_path: Path) -> None:
     target = tmp_path / "step-1"
     with atomic.directory(target) as folder:

@@ -66,7 +66,8 @@ def file(path: Path | str, *, needed: int | None = None) -> Iterator[Path]:
 def directory(path: Path | str, *, needed: int | None = None) -> Iterator[Path]:
     """Yield an empty temporary folder to fill. After the ``with`` block it takes the place of the folder ``path``.
 
-    If the block raises, the temporary folder is removed instead. Arguments and errors are those of `file`.
+    If the block raises, the temporary folder is removed instead. Arguments and errors are those of `file`. Who may read
+    the folder may read its files: some libraries write files that only their owner can read.
 
     The old and the new folder are exchanged in one step if the operating system supports this. Otherwise the old folder
     is renamed, then the new one. After a crash between these two renames, ``path`` is missing, and the old folder is
@@ -80,7 +81,10 @@ def directory(path: Path | str, *, needed: int | None = None) -> Iterator[Path]:
         with _explaining_full_disk(path, partial, needed):
             partial.mkdir()
             yield partial
+            mode = partial.stat().st_mode
             for entry in sorted(partial.rglob("*"), reverse=True):
+                if entry.is_file():
+                    entry.chmod(mode & 0o666)
                 sync(entry)
             sync(partial)
             _put(partial, path)
