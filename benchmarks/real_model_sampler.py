@@ -1,6 +1,7 @@
 """Compares the sampler with `generate` and with the machine's own matrix product, on a real language model.
 
     python benchmarks/real_model_sampler.py --model DIR [--episodes 32] [--turns 6] [--runs 3] [--only WAY ...]
+                                            [--profile]
 
 ``DIR`` is a Hugging Face model directory or a name on the Hub; the figures in the docs are of SmolLM2-135M-Instruct.
 
@@ -18,7 +19,11 @@ with a publication of the weights, as each step of training does; it counts as p
 The second table compares the sampler with matrix products alone. Products at the shapes of the model's linear layers
 are measured between the runs, with as many rows as a pass of prefill has tokens, and with as many as there are
 episodes. The share of the product is the time that the products of all tokens would take at this speed, divided by the
-time that the sampler took. Attention, which these products leave out, therefore lowers it.
+time that the sampler took. Attention, which these products leave out, therefore lowers it. Each of these products is
+repeated with one weight, which stays in the processor's cache. A decoding step reads the weights of all layers from
+memory; the column "from memory" shows the speed of the products where each has a weight of its own.
+
+``--profile`` runs the sampler once more, and shows for each phase in which operators of torch its time goes.
 """
 
 from __future__ import annotations
@@ -27,6 +32,7 @@ import argparse
 import asyncio
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any
@@ -66,10 +72,33 @@ def household_work(tokenizer: Any, episodes: int, turns: int) -> Work:
     return Work(openings, observations, stops=())
 
 
+@torch.no_grad()
+def from_memory(config: Any, rows: int, dtype: torch.dtype, repeats: int = 5) -> float:
+    """Return FLOP per CPU second of the products of a forward pass with ``rows`` rows, by different weights each."""
+    products, work = [], 0.0
+    for (outputs, inputs), layers in layer_shapes(config).items():
+        x, y = torch.randn(rows, inputs).to(dtype), torch.empty(rows, outputs, dtype=dtype)
+        products += [(x, torch.ones(outputs, inputs, dtype=dtype).t(), y) for _ in range(layers)]
+        work += 2 * rows * layers * outputs * inputs
+    times = []
+    for _ in range(repeats):
+        started = time.process_time()
+        for x, weight, y in products:
+            torch.mm(x, weight, out=y)
+        times.append(time.process_time() - started)
+    return work / statistics.median(times)
+
+
 class PhaseClock:
-    """A timeline of a sampler that adds up the CPU seconds of this process, and the rows and tokens, of each phase."""
+    """A timeline of a sampler that adds up the CPU seconds of this process, and the rows and tokens, of each phase.
+
+    While ``profiling``, it also adds up the microseconds of each operator of torch on the sampler's thread, by phase.
+    """
 
     def __init__(self) -> None:
+        self.profiling = False
+        self.operators = {"prefill": Counter[str](), "decode": Counter[str]()}
+        self._profiler: torch.profiler.profile | None = None
         self.reset()
 
     def reset(self) -> None:
@@ -83,6 +112,22 @@ class PhaseClock:
         self._last = now
         self.prefilled += tags.get("tokens", 0)
         self.answered += tags.get("rows", 0)
+        if self._profiler is not None:
+            self._profiler.stop()
+            for operator in self._profiler.key_averages():
+                self.operators[kind][operator.key] += operator.self_cpu_time_total
+            self._profiler = None
+        # A phase begins where the previous one ends. The first prefill, with which the profile begins, is left out.
+        if self.profiling:
+            self._profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
+            self._profiler.start()
+
+    def show_operators(self, most: int = 12) -> None:
+        for kind, operators in self.operators.items():
+            total = sum(operators.values())
+            print(f"\nOperators of {kind}, shares of their time:")
+            for operator, microseconds in operators.most_common(most):
+                print(f"  {operator:50} {microseconds / total:6.1%}")
 
 
 def main() -> None:
@@ -91,6 +136,7 @@ def main() -> None:
     for name, default in (("episodes", 32), ("turns", 6), ("runs", 3), ("threads", 1)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--profile", action="store_true", help="also show where the sampler's time goes")
     parser.add_argument("--only", nargs="+", metavar="WAY", help="of those above; else all that can run here")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
@@ -119,10 +165,13 @@ def main() -> None:
     ways = {way: play for way, play in ways.items() if way in (arguments.only or ways)}
     measured: dict[str, list[tuple[float, int]]] = {way: [] for way in ways}
     products: list[tuple[float, float]] = []
+    streamed: list[tuple[float, float]] = []
     phases: list[tuple[float, float]] = []  # CPU seconds of prefill, with the publication, and of decoding
     for _ in range(arguments.runs):
         rates = [peak(model.config, rows, dtype, train=False).forward for rows in (PREFILL_ROWS, work.episodes)]
         products.append((rates[0], rates[1]))
+        rates = [from_memory(model.config, rows, dtype) for rows in (PREFILL_ROWS, work.episodes)]
+        streamed.append((rates[0], rates[1]))
         for way, play in ways.items():
             clock.reset()
             started = time.process_time()
@@ -144,17 +193,23 @@ def main() -> None:
     sampled = measured["sampler"][0][1]
     decoded = sampled - clock.answered
     flops = (2 * body * clock.prefilled + 2 * head * clock.answered, 2 * (body + head) * decoded)
-    print(f"\n{'phase':10} {'tokens':>8} {'CPU s':>8} {'GFLOP / CPU s':>14} {'product alone':>14} {'share':>7}")
+    columns = f"{'GFLOP / CPU s':>14} {'product alone':>14} {'share':>7} {'from memory':>12}"
+    print(f"\n{'phase':10} {'tokens':>8} {'CPU s':>8} {columns}")
     ideal = total = 0.0
     for which, (name, tokens) in enumerate((("prefill", clock.prefilled), ("decoding", decoded))):
         seconds = statistics.median(phase[which] for phase in phases)
         rate = statistics.median(product[which] for product in products)
         least = flops[which] / rate
         ideal, total = ideal + least, total + seconds
-        cells = f"{flops[which] / seconds / 1e9:14.1f} {rate / 1e9:14.1f} {least / seconds:7.0%}"
+        read = statistics.median(rates[which] for rates in streamed)
+        cells = f"{flops[which] / seconds / 1e9:14.1f} {rate / 1e9:14.1f} {least / seconds:7.0%} {read / 1e9:12.1f}"
         print(f"{name:10} {tokens:8} {seconds:8.2f} {cells}")
     cells = f"{sum(flops) / total / 1e9:14.1f} {'':14} {ideal / total:7.0%}"
     print(f"{'both':10} {clock.prefilled + decoded:8} {total:8.2f} {cells}")
+    if arguments.profile:
+        clock.profiling = True
+        asyncio.run(by_sampler())
+        clock.show_operators()
 
 
 if __name__ == "__main__":
