@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from gleanrl.learners.engine import keep_freed_memory, return_freed_memory
+from gleanrl.learners.freed_memory import keep_freed_memory, return_freed_memory
 from gleanrl.learners.supervised import fine_tune
 from gleanrl.types import BoolArray, IntArray
 from tests.builders import VOCABULARY, tiny_model

@@ -120,9 +120,10 @@ def _upload(folder: Path, name: str, message: str, *, private: bool) -> str:
             reason = f"the hub's answer is not understood ({reason})"
         if isinstance(error, HfHubHTTPError):
             status = error.response.status_code
+            no_right = "the access token is not accepted or has no right to write there"
             meaning = {
-                401: "the access token is not accepted or has no right to write there",
-                403: "the access token is not accepted or has no right to write there",
+                401: no_right,
+                403: no_right,
                 404: "there is no such repository, or the access token has no right to see it",
                 409: "the repository is being changed by another upload; try again",
             }.get(status, "the hub has an error; try again later" if status >= 500 else "the hub refuses the upload")

@@ -9,11 +9,9 @@ several (`gleanrl.learners.distributed.fsdp`). A model of another library, such 
 from __future__ import annotations
 
 import copy
-import ctypes
 import math
-import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
@@ -30,6 +28,7 @@ from gleanrl.algorithms.microbatch import MicroBatch, micro_batches
 from gleanrl.config.settings import CriticSettings, LearnerSettings, LossSettings
 from gleanrl.learners import checkpoint
 from gleanrl.learners.critic import Critic, CriticStatistics, capture
+from gleanrl.learners.freed_memory import KEPT_BYTES, keep_freed_memory, return_freed_memory
 from gleanrl.learners.logprobs import can_pack_rows, trained_logprobs
 from gleanrl.learners.models import (
     AUTO,
@@ -49,11 +48,6 @@ from gleanrl.types import FloatArray
 CPU_TOKENS_PER_MICROBATCH = 2048  # larger micro-batches are no faster on a CPU, because they exceed its caches
 # Peak dense bfloat16 FLOP/s by a part of the GPU's name, to compute the model FLOPs utilisation (MFU).
 PEAK_BFLOAT16 = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "B200": 2250e12}
-# Parameters of glibc's mallopt(3): the number of allocations that are mappings of their own, the free memory at the end
-# of the heap above which it is returned (-1: never), and the number of heaps.
-M_MMAP_MAX, M_TRIM_THRESHOLD, M_ARENA_MAX = -4, -1, -8
-PAGE = os.sysconf("SC_PAGE_SIZE")
-KEPT_BYTES = 4 * 2**30  # freed memory that a process keeps on a CPU; what is more is returned after an update
 T = TypeVar("T")
 
 
@@ -249,51 +243,9 @@ def _hashes(model: nn.Module) -> Tensor:
     return torch.stack([torch.hash_tensor(p.detach()) for p in model.parameters()]).view(torch.int64).cpu()
 
 
-def keep_freed_memory() -> None:
-    """Let the process keep the memory that it frees, so that the next micro-batch uses it again.
-
-    By default, glibc returns the memory of large tensors to the system, which fills each page with zeros when the
-    process asks for it again. With a model of 135 M parameters, that took a third of the time of an update. The process
-    keeps its peak memory until it ends. With another C library than glibc the function has no effect.
-    """
-    with suppress(OSError, AttributeError):
-        library = ctypes.CDLL(None)
-        if hasattr(library, "gnu_get_libc_version"):
-            for parameter, value in ((M_MMAP_MAX, 0), (M_TRIM_THRESHOLD, -1), (M_ARENA_MAX, 1)):
-                library.mallopt(parameter, value)
-
-
-class MallocInfo(ctypes.Structure):
-    """What glibc's `mallinfo2` returns. ``uordblks`` is the number of bytes in use."""
-
-    _fields_ = [
-        (name, ctypes.c_size_t)
-        for name in [
-            "arena",
-            "ordblks",
-            "smblks",
-            "hblks",
-            "hblkhd",
-            "usmblks",
-            "fsmblks",
-            "uordblks",
-            "fordblks",
-            "keepcost",
-        ]
-    ]
-
-
-def return_freed_memory(kept: int = 0) -> None:
-    """Return the memory that `keep_freed_memory` keeps to the system, if it is more than ``kept`` bytes.
-
-    Micro-batches of different lengths leave holes of different sizes, so what is kept grows over many updates.
-    """
-    with suppress(OSError, AttributeError):
-        library = ctypes.CDLL(None)
-        library.mallinfo2.restype = MallocInfo
-        resident = int(Path("/proc/self/statm").read_text().split()[1]) * PAGE
-        if resident - library.mallinfo2().uordblks > kept:
-            library.malloc_trim(0)
+def microbatch_budget(tokens: int, device: torch.device) -> int:
+    """Return the largest number of tokens of a micro-batch on ``device``: ``tokens``, or less on a CPU."""
+    return min(tokens, CPU_TOKENS_PER_MICROBATCH) if device.type == "cpu" else tokens
 
 
 class LocalEngine:
@@ -582,9 +534,7 @@ class LocalEngine:
         return metrics
 
     def _micro_batches(self, samples: Sequence[Sample]) -> list[MicroBatch]:
-        budget = self.settings.tokens_per_microbatch
-        if self.device.type == "cpu":
-            budget = min(budget, CPU_TOKENS_PER_MICROBATCH)
+        budget = microbatch_budget(self.settings.tokens_per_microbatch, self.device)
         budget = self.placement.budget(sum(sample.tokens.size for sample in samples), budget)
         return micro_batches(samples, budget, pad_token=self.pad_token, share=self.share_rows)
 

@@ -16,7 +16,8 @@ from torch import nn
 
 from gleanrl.algorithms.batch import unscored_sample
 from gleanrl.algorithms.microbatch import micro_batches
-from gleanrl.learners.engine import CPU_TOKENS_PER_MICROBATCH, keep_freed_memory, return_freed_memory
+from gleanrl.learners.engine import microbatch_budget
+from gleanrl.learners.freed_memory import keep_freed_memory, return_freed_memory
 from gleanrl.learners.logprobs import can_pack_rows, trained_logprobs
 from gleanrl.learners.optim import adamw, finish_gradient, zero_gradients
 from gleanrl.learners.packed_attention import packed_attention
@@ -77,10 +78,9 @@ def fine_tune(
         raise ValueError("no example has a token to train on")
     device, training = next(model.parameters()).device, model.training
     dtype = compute_dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
-    budget = TOKENS_PER_MICROBATCH
+    budget = microbatch_budget(TOKENS_PER_MICROBATCH, device)
     if device.type == "cpu":
         keep_freed_memory()
-        budget = min(budget, CPU_TOKENS_PER_MICROBATCH)
     model.eval()  # turn dropout off, because RL trains without it too
     packs = can_pack_rows(model)
     parameters = [p for p in model.parameters() if p.requires_grad]

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from gleanrl.config.settings import Config
-from gleanrl.learners.engine import CPU_TOKENS_PER_MICROBATCH
+from gleanrl.learners.engine import microbatch_budget
 from gleanrl.learners.models import compute_dtype, empty_model, resolve_device
 from gleanrl.learners.supervised import TOKENS_PER_MICROBATCH
 from gleanrl.utils.errors import UserError
@@ -90,14 +90,12 @@ def estimate(config: Config, device: torch.device, *, trains: bool) -> tuple[dic
     per_token = layers * (hidden if learner.activation_checkpointing else 8 * hidden + 4 * inner + 4 * keys)
     # Tokens of the largest micro-batch of the learner or of the warm start; a longer sequence has one of its own.
     tokens = supervised = 0
-    on_cpu = device.type == "cpu"
     if trains:
-        most = CPU_TOKENS_PER_MICROBATCH if on_cpu else learner.tokens_per_microbatch
-        tokens = max(config.model.max_context, min(learner.tokens_per_microbatch, most))
+        tokens = max(config.model.max_context, microbatch_budget(learner.tokens_per_microbatch, device))
     if config.warm_start.enabled:  # it trains all weights, before the samplers exist, unless it is cached
         supervised = max(0, 4 * FLOAT * parameters - sum(whole.values()))
-        most = CPU_TOKENS_PER_MICROBATCH if on_cpu else TOKENS_PER_MICROBATCH
-        tokens = max(tokens, min(most, config.warm_start.batch * config.model.max_context))
+        budget = microbatch_budget(TOKENS_PER_MICROBATCH, device)
+        tokens = max(tokens, min(budget, config.warm_start.batch * config.model.max_context))
     evaluated = config.environment.eval_tasks * max(1, config.evaluation.samples)
     rows = min(config.sampler.max_rows, evaluated)
     if trains:

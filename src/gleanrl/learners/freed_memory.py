@@ -1,0 +1,49 @@
+"""How much freed memory a process keeps for its next use. Training on a CPU calls these functions.
+
+With another C library than glibc they have no effect.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from contextlib import suppress
+from pathlib import Path
+
+# Parameters of glibc's mallopt(3): the number of allocations that are mappings of their own, the free memory at the end
+# of the heap above which it is returned (-1: never), and the number of heaps.
+M_MMAP_MAX, M_TRIM_THRESHOLD, M_ARENA_MAX = -4, -1, -8
+KEPT_BYTES = 4 * 2**30  # freed memory that a process keeps between updates
+
+
+def keep_freed_memory() -> None:
+    """Let the process keep the memory that it frees, so that the next micro-batch uses it again.
+
+    By default, glibc returns the memory of large tensors to the system, which fills each page with zeros when the
+    process asks for it again. With a model of 135 M parameters, that took a third of the time of an update. From now on
+    only `return_freed_memory` returns memory to the system.
+    """
+    with suppress(OSError, AttributeError):
+        library = ctypes.CDLL(None)
+        if hasattr(library, "gnu_get_libc_version"):
+            for parameter, value in ((M_MMAP_MAX, 0), (M_TRIM_THRESHOLD, -1), (M_ARENA_MAX, 1)):
+                library.mallopt(parameter, value)
+
+
+def return_freed_memory(kept: int = 0) -> None:
+    """Return the memory that `keep_freed_memory` keeps to the system, if it is more than ``kept`` bytes.
+
+    Micro-batches of different lengths leave holes of different sizes, so what is kept grows over many updates.
+    """
+    with suppress(OSError, AttributeError):
+        library = ctypes.CDLL(None)
+        library.mallinfo2.restype = _MallocInfo
+        resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        if resident - library.mallinfo2().in_use > kept:
+            library.malloc_trim(0)
+
+
+class _MallocInfo(ctypes.Structure):
+    """What glibc's mallinfo2(3) returns: ten numbers, of which the eighth is the number of bytes in use."""
+
+    _fields_ = [("before", ctypes.c_size_t * 7), ("in_use", ctypes.c_size_t), ("after", ctypes.c_size_t * 2)]
