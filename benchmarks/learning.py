@@ -116,7 +116,8 @@ def main() -> None:
     waves = [["before", "grpo"], ["continued sft", "filtered bc", "grpo with replay"]]
     with multiprocessing.get_context("spawn").Pool(args.jobs, maxtasksperchild=1) as pool:
         for wave in waves:
-            jobs = [{**shared, "arm": arm, "seed": seed} for seed in args.seeds for arm in wave if arm in args.arms]
+            # Arms are in the outer loop, so that the first run of a seed has cached its warm start for the others.
+            jobs = [{**shared, "arm": arm, "seed": seed} for arm in wave if arm in args.arms for seed in args.seeds]
             for row in pool.imap_unordered(partial(one_run, save=save), [job for job in jobs if job not in seen]):
                 with save.open("a") as file:
                     file.write(json.dumps(row) + "\n")
