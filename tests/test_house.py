@@ -194,6 +194,14 @@ def test_no_file_names_a_folder_of_the_machine_it_was_written_on() -> None:
             assert not [f for f in forbidden if f in text], f"{name} names a folder of one machine"
 
 
+def test_no_committed_file_is_larger_than_a_mebibyte() -> None:
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True)
+    if listed.returncode:
+        pytest.skip("not a git checkout")
+    large = [name for name in listed.stdout.split("\0") if name and (ROOT / name).stat().st_size > 2**20]
+    assert not large
+
+
 def test_prose_and_names_use_plain_words() -> None:
     """Words that earlier texts used with an unusual meaning occur neither as words nor as parts of identifiers."""
     banned = re.compile(r"(?<![a-z])(told|nobody|somebody|anew|whoever|mends?|mended|beside)(?![a-z])", re.IGNORECASE)
