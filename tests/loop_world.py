@@ -109,6 +109,7 @@ class RecordingObserver:
 class RecordingEvaluator:
     started: list[int] = field(default_factory=list)
     cancelled: bool = False
+    shares_sampler: bool = False
 
     async def start(self, step: int) -> None:
         self.started.append(step)

@@ -381,6 +381,11 @@ class Curriculum(Protocol):
 class Evaluator(Protocol):
     """Evaluates the policy while training continues."""
 
+    @property
+    def shares_sampler(self) -> bool:
+        """Whether evaluations use training's sampler, which must keep its weights then until they have finished."""
+        ...
+
     async def start(self, step: int) -> None:
         """Wait until the previous evaluation has finished, take a snapshot of the weights, and start to evaluate it.
 

@@ -277,6 +277,8 @@ async def run_step(run: Run, queue: GroupQueue) -> bool:
     run.step_state = StepState.LEARNING
     metrics = {**totals.result(consumed), **queue.metrics()}
     metrics |= run.plan.observe(consumed, metrics)
+    if run.evaluator.shares_sampler:
+        await run.interruption.unless_interrupted(run.evaluator.finish())
     with run.timeline.span("publish", step=run.step):
         # in a thread, because the learner may wait for a forward pass that needs the event loop
         weights = await asyncio.to_thread(run.learner.weights)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from gleanrl import samplers
 from gleanrl.config import loading as configuration
 from gleanrl.config import validate
 from gleanrl.utils.errors import UserError
@@ -53,7 +54,6 @@ SERVER = {"sampler__name": "openai", "sampler__options.base_url": "http://a/v1"}
     [
         ({}, "can train only where the server takes new weights"),
         ({"sampler__options.update": "none"}, "can train only where the server takes new weights"),
-        ({"sampler__options.update": "vllm"}, "need a server each"),
         (
             {"sampler__options.update": "vllm", "sampler__evaluation_options.base_url": "http://a/v1"},
             "need a server each",
@@ -65,6 +65,8 @@ def test_a_server_that_takes_no_weights_or_also_serves_evaluation_is_rejected(se
         validate.check(load(**SERVER, **settings))
 
 
-def test_separate_servers_for_training_and_evaluation_are_accepted() -> None:
-    two = {"sampler__options.update": "vllm", "sampler__evaluation_options.base_url": "http://b/v1"}
-    validate.check(load(**SERVER, **two))
+@pytest.mark.parametrize("own", [{}, {"sampler__evaluation_options.base_url": "http://b/v1"}])
+def test_evaluation_uses_the_same_server_or_one_of_its_own(own: dict) -> None:
+    config = load(**SERVER, **{"sampler__options.update": "vllm"}, **own)
+    validate.check(config)
+    assert samplers.shares_with_evaluation(config) is not bool(own)

@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
+from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gleanrl.config import loading as configuration
+from gleanrl.config import validate
 from gleanrl.runtime.evaluation import Evaluation, mean_interval, pass_at_k
+from gleanrl.runtime.local import Builder
+from gleanrl.runtime.prepare import prepare
+from gleanrl.runtime.run_folder import RunFolder
+from gleanrl.tracking.monitors import Console, load_monitors
+from gleanrl.train import train
 from gleanrl.types import Score, StopReason, Task, Trajectory
+from gleanrl.utils.errors import UserError
+from tests.cli.conftest import CONFIG
 
 
 @given(n=st.integers(1, 8), data=st.data())
@@ -86,3 +98,51 @@ def test_a_graded_reward_has_a_mean_score_and_success_rates_for_any_threshold(
     else:
         assert "eval/sampled/score_high" not in metrics
     assert metrics["eval/sampled/pass@1"] == pytest.approx(np.mean(np.array(scores) >= threshold))
+
+
+# --- one sampler for training and evaluation ------------------------------------------------------------
+SHARED = {
+    "sampler.share_with_evaluation": "true",
+    "sampler.deterministic": "false",
+    "sampler.max_rows": "8",
+    "evaluation.every": "1",
+    "evaluation.samples": "16",  # enough that an evaluation takes longer than a step
+}
+
+
+@pytest.mark.parametrize("preset", ["sync", "pipelined_one_step_off", "bounded_async"])
+def test_an_evaluation_with_training_s_sampler_uses_the_weights_of_its_step_only(tmp_path: Path, preset: str) -> None:
+    (tmp_path / "tiny.toml").write_text(CONFIG)
+    own = {**SHARED, "run.folder": str(tmp_path), "run.name": "a", "run.steps": "3", "schedule.preset": preset}
+    config = configuration.load(str(tmp_path / "tiny.toml"), list(own.items()))
+    console = Console()
+    versions: dict[int, set[int]] = {}
+
+    async def test() -> None:
+        builder = Builder(config, RunFolder(config.path), prepare(config, console), console)
+        async with builder.run(partial(load_monitors, config.monitor, console=console), resume=False) as run:
+            evaluator = run.evaluator
+            assert evaluator.sampler is run.player.sampler  # type: ignore[attr-defined]
+
+            def report(step: int, evaluation: Evaluation) -> None:
+                attempts = evaluation.attempts()
+                turns = [turn for t in attempts for segment in t.segments for turn in segment if turn.sampled]
+                versions[step] = {turn.version for turn in turns}
+
+            evaluator.report = report  # type: ignore[attr-defined]
+            await train(run)
+
+    asyncio.run(test())
+    assert versions == {0: {0}, 1: {1}, 2: {2}, 3: {3}}
+
+
+@pytest.mark.parametrize(
+    "contradiction",
+    [{"sampler.deterministic": "true"}, {"sampler.evaluation_options.dtype": "float16"}, {"schedule.preset": "sync"}],
+)
+def test_sharing_is_refused_where_other_settings_contradict_it(tmp_path: Path, contradiction: dict[str, str]) -> None:
+    (tmp_path / "tiny.toml").write_text(CONFIG)
+    shared = {"sampler.share_with_evaluation": "true", "schedule.preset": "bounded_async"}
+    config = configuration.load(str(tmp_path / "tiny.toml"), list({**shared, **contradiction}.items()))
+    with pytest.raises(UserError, match="share_with_evaluation"):
+        validate.check(config)

@@ -424,9 +424,9 @@ def test_the_settings_in_the_vllm_howto_are_valid(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setitem(sys.modules, "vllm", ModuleType("vllm"))
     page = (Path(__file__).parents[2] / "docs" / "howto" / "vllm.md").read_text(encoding="utf-8")
     blocks = re.findall(r"```toml\n(.*?)```", page, re.DOTALL)
-    assert len(blocks) == 2
-    for block in blocks:
-        options = tomllib.loads(block)["sampler"]
+    assert len(blocks) == 4
+    for main, own in zip(blocks[::2], blocks[1::2], strict=True):
+        options = tomllib.loads(f"{main}\n{own}")["sampler"]
         flags = [(f"sampler.{key}", value) for key, value in options.items() if not isinstance(value, dict)]
         flags += [
             (f"sampler.{table}.{key}", str(value))

@@ -144,6 +144,11 @@ class SamplerSettings(Settings):
     """Further keyword arguments of the sampler; for vllm they are arguments of vLLM's engine."""
     evaluation_options: Changeable[dict[str, Any]] = Field(default_factory=dict)
     """Options that override `options` for the sampler of evaluations, such as the address of another server."""
+    share_with_evaluation: Changeable[bool | Literal["auto"]] = "auto"
+    """Evaluate with training's sampler instead of one with its own copy of the weights and its own cache. The next
+    weights are then published only after the evaluation has ended. auto: true for vllm and openai, unless
+    `evaluation_options` are given or the sampler is deterministic, because evaluation changes the composition of
+    batches."""
     temperature: NonNegativeFloat = 1.0
     """Sampling temperature of training and of sampled evaluation attempts, above 0. The learner computes log-probs at
     this temperature too."""

@@ -148,6 +148,7 @@ def check(config: Config) -> None:
             f"ratio of {loss.name} already is current / behaviour; use 'recompute' or 'loglinear'"
         )
     _check_replay(config)
+    shares = samplers.shares_with_evaluation(config)
     if sampler.name == "openai":
         if sampler.options.get("update", "none") == "none":
             raise UserError(
@@ -156,10 +157,10 @@ def check(config: Config) -> None:
                 "sampler.name = 'vllm'"
             )
         address = sampler.options.get("base_url")
-        if sampler.evaluation_options.get("base_url", address) == address:
+        if not shares and sampler.evaluation_options.get("base_url", address) == address:
             raise UserError(
-                "training and evaluation need a server each, because they hold different weights: set "
-                "sampler.evaluation_options.base_url to the address of another one"
+                "with sampler.evaluation_options, training and evaluation need a server each, because they hold "
+                "different weights: set sampler.evaluation_options.base_url to the address of another one"
             )
     check_reward(config.reward.name, options=config.reward.options)
     environments.check(config.environment)

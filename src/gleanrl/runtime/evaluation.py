@@ -195,7 +195,7 @@ class BackgroundEvaluator:
     """
 
     player: Player  # the player that training uses; evaluation replaces its sampler by `sampler`
-    sampler: Sampler
+    sampler: Sampler  # may be training's sampler, which gets no new weights then until an evaluation has ended
     reward: Reward
     tasks: Sequence[Task]
     settings: EvaluationSettings
@@ -208,15 +208,22 @@ class BackgroundEvaluator:
     done: Collection[int] = ()  # steps for which `start` does nothing, because they were evaluated before a resume
     _running: asyncio.Task[None] | None = field(default=None, repr=False)
 
+    @property
+    def shares_sampler(self) -> bool:
+        return self.sampler is self.player.sampler
+
     async def start(self, step: int) -> None:
-        """Copy the current weights, which are those of ``step``, to the evaluation's sampler, and start an evaluation.
+        """Start an evaluation of the current weights, which are those of ``step``.
+
+        They are copied to the evaluation's sampler. Training's sampler has them already.
 
         First waits for the previous evaluation. Returns without waiting for the new one.
         """
         if step in self.done:
             return
         await self.finish()  # the sampler can hold only one snapshot, and the previous evaluation still samples from it
-        await self.sampler.publish(await asyncio.to_thread(self.weights), step)
+        if not self.shares_sampler:
+            await self.sampler.publish(await asyncio.to_thread(self.weights), step)
         self._running = asyncio.create_task(self._evaluate(step))
 
     async def finish(self) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from transformers.utils import logging as transformers_logging
 
+from gleanrl import samplers
 from gleanrl.algorithms.advantages import ESTIMATORS, Estimator
 from gleanrl.algorithms.batch import Batch, assign_advantages, build_samples
 from gleanrl.config import validate
@@ -189,8 +190,10 @@ class Builder:
             # adapters to it.
             sampler = self.sampler(schedule, device_lock, timeline)
             stack.push_async_callback(sampler.close)
-            evaluation_sampler = self.evaluation_sampler(schedule, device_lock, timeline)
-            stack.push_async_callback(evaluation_sampler.close)
+            evaluation_sampler = sampler
+            if not self.shares_sampler:
+                evaluation_sampler = self.evaluation_sampler(schedule, device_lock, timeline)
+                stack.push_async_callback(evaluation_sampler.close)
             # The warm start consumes random numbers only if it is not cached. Without a new seed here, the run would
             # depend on the cache.
             torch.manual_seed(self.seed("run"))
@@ -414,12 +417,11 @@ class Builder:
         records no spans.
         """
         settings = self.config.sampler
-        deterministic = settings.deterministic if settings.deterministic != "auto" else schedule.staleness == 0
         return load_object(SAMPLERS.get(settings.name, settings.name))(
             self.prepared.model,
             max_rows=settings.max_rows,
             max_context=self.max_context,
-            deterministic=deterministic,
+            deterministic=samplers.is_deterministic(self.config),
             inflight=schedule.inflight,
             dtype=self.dtype,
             device_lock=device_lock,
@@ -437,6 +439,11 @@ class Builder:
             return self.sampler(schedule, None, None, **options)
         work = EvaluationWork(device_lock, timeline)
         return self.sampler(schedule, work.device_lock, work, **options)
+
+    @property
+    def shares_sampler(self) -> bool:
+        """Whether evaluations during training use training's sampler."""
+        return samplers.shares_with_evaluation(self.config)
 
     def rewards(self, folder: RunFolder | None) -> AbstractAsyncContextManager[RewardSource]:
         return reward_source(self.config.reward, folder, self.scorer)

@@ -7,7 +7,9 @@ because some import torch or vLLM.
 import sys
 from importlib.util import find_spec
 
+from gleanrl.config.settings import Config
 from gleanrl.protocols import Sampler, SamplingParams
+from gleanrl.schedule.schedule import Schedule
 from gleanrl.types import IntArray
 from gleanrl.utils.errors import UserError
 from gleanrl.utils.importing import load_object
@@ -36,6 +38,32 @@ def check(name: str) -> None:
     else:
         hint = nearest(name, SAMPLERS) or f"; there are {', '.join(SAMPLERS)}, or give `package.module:Class`"
         raise UserError(f"sampler.name: no sampler {name!r}{hint}")
+
+
+def is_deterministic(config: Config) -> bool:
+    """Return the value of ``sampler.deterministic``, which is true for "auto" if no schedule lets groups be stale."""
+    given = config.sampler.deterministic
+    return Schedule.from_settings(config.schedule).staleness == 0 if given == "auto" else given
+
+
+def shares_with_evaluation(config: Config) -> bool:
+    """Return the value of ``sampler.share_with_evaluation``, with "auto" resolved.
+
+    Raises `UserError` if it is true and other settings contradict it.
+    """
+    sampler, given = config.sampler, config.sampler.share_with_evaluation
+    # What a server computes together depends on timing in any case.
+    deterministic = sampler.name != "openai" and is_deterministic(config)
+    if given is True and sampler.evaluation_options:
+        raise UserError(
+            "sampler.evaluation_options need a sampler for evaluations: not with share_with_evaluation = true"
+        )
+    if given is True and deterministic:
+        raise UserError(
+            "sampler.share_with_evaluation = true makes results depend on timing: set sampler.deterministic = false"
+        )
+    alone = not (sampler.evaluation_options or deterministic)
+    return given if given != "auto" else alone and sampler.name in ("vllm", "openai")
 
 
 def answer_limit(prompt: IntArray, params: SamplingParams, max_context: int) -> int:

@@ -47,7 +47,7 @@ CPU = {"enforce_eager": True, "block_size": 32, "enable_chunked_prefill": False}
 have to rewind the random generator, and generators on a CPU cannot be rewound."""
 BATCHED = 2048  # largest number of tokens in one pass on a CPU; the length of the context, if that is longer
 CPU_CACHE = 1 << 30  # size of the key-value cache on a CPU, in bytes
-GPU_SHARE = 0.3  # default share of GPU memory for weights and cache; the learner and the evaluation need the rest
+GPU_SHARE = 0.3  # default share of GPU memory for weights and cache; the learner needs the rest
 
 _INSIDE = threading.Lock()
 """Lock around every call of an engine. vLLM keeps the forward pass that runs in a global variable of the process, so

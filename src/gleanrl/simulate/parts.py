@@ -382,6 +382,8 @@ class Learner:
 class Evaluator:
     """The simulated evaluator. It generates trajectories on all samplers, and then waits for their rewards."""
 
+    shares_sampler = False  # each simulated sampler has room for a second copy of the weights
+
     def __init__(self, devices: Sequence[Device], service: Service, machines: Machines) -> None:
         self._devices, self._service, self._machines = devices, service, machines
         self._workload = machines.workload

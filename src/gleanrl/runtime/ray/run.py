@@ -59,11 +59,12 @@ def run_training(config: Config, *, resume: bool, console: Progress, monitors: O
             with atomic.directory(folder.tokenizer_path) as written:
                 prepared.tokenizer.save_pretrained(written)
             builder = RayBuilder.make(config, folder, prepared, console, cluster)
+            lanes = ("train",) if builder.shares_sampler else LANES
             deaths, most = 0, config.ray.max_restarts
             while True:
                 try:
                     work = partial(train_with, monitors=monitors, resume=resume or deaths > 0)
-                    return asyncio.run(_with_actors(builder, LANES, work, training=True))
+                    return asyncio.run(_with_actors(builder, lanes, work, training=True))
                 except LearnerLost as error:
                     deaths += 1
                     if deaths > most:
