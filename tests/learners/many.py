@@ -17,7 +17,7 @@ import torch.multiprocessing as mp
 from torch.distributed import FileStore
 
 from gleanrl.learners.distributed.ranks import Ranks
-from gleanrl.learners.distributed.sharded import ShardedEngine, dismiss, make_fsdp, serve
+from gleanrl.learners.distributed.sharded import ShardedEngine, dismiss, make_local, serve
 
 TIMEOUT = 240.0  # seconds; long, because the machine may be busy
 
@@ -122,6 +122,6 @@ def asked(engine: Any, what: Callable[[Any], Any]) -> Any:
 
 
 def _probed(*args: Any, **options: Any) -> Any:
-    engine: Any = make_fsdp(*args, **options)
+    engine: Any = make_local(*args, **options)
     engine.asked = lambda what: what(engine)
     return engine

@@ -19,8 +19,12 @@ def test_the_configured_kernel_is_used_for_policy_and_reference() -> None:
     samples, loss = make_batch(0).samples, LossSettings(kl_coefficient=0.1)
     plain, eager = make_learner(loss=loss), make_learner(loss=loss, attn_implementation="eager")
     engine: Any = eager.engine
-    assert engine.model.config._attn_implementation == engine.reference.config._attn_implementation == "eager"
-    assert plain.engine.model.config._attn_implementation != "eager"  # type: ignore[attr-defined]
+    assert (
+        engine.backend.model.config._attn_implementation
+        == engine.backend.reference.config._attn_implementation
+        == "eager"
+    )
+    assert plain.engine.backend.model.config._attn_implementation != "eager"  # type: ignore[attr-defined]
     for ours, theirs in zip(eager.engine.score(samples), plain.engine.score(samples), strict=True):
         assert ours.logprobs == pytest.approx(theirs.logprobs, abs=1e-4)
 

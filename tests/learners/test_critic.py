@@ -52,7 +52,7 @@ def with_credit(learner: TorchLearner, work: SampleSet, settings: CreditSettings
 def shaken(learner: TorchLearner) -> Critic:
     """Return the learner's critic after giving its head random weights, since a new one predicts 0."""
     assert isinstance(learner.engine, LocalEngine)
-    critic = learner.engine.critic
+    critic = learner.engine.backend.critic
     assert critic is not None
     with torch.no_grad():
         torch.nn.init.normal_(critic.head.weight, std=0.5, generator=torch.Generator().manual_seed(1))
@@ -73,7 +73,7 @@ def plain_values(body: Any, critic: Critic, sample: Sample) -> Tensor:
 def test_the_value_of_a_token_is_that_of_the_state_before_it(kind: Any, budget: int) -> None:
     learner = make_learner(CriticSettings(model=kind), tokens_per_microbatch=budget)
     critic, work = shaken(learner), drafted(0)
-    body = learner.engine.model.model if critic.body is None else critic.body  # type: ignore[attr-defined]
+    body = learner.engine.backend.model.model if critic.body is None else critic.body  # type: ignore[attr-defined]
     for sample, opinion in zip(work.samples, asyncio.run(learner.estimate(work.samples)), strict=True):
         assert opinion.values is not None
         expected = np.where(sample.mask, plain_values(body, critic, sample).detach().numpy(), 0)
@@ -113,9 +113,9 @@ def test_the_gradient_of_the_value_loss_equals_the_naive_one(
         for sample in batch.samples
     ]
     learner.engine.backward(quiet)
-    ours = [p.grad.clone() for p in (*critic.parameters, *learner.engine.parameters)]  # type: ignore[attr-defined, union-attr]
+    ours = [p.grad.clone() for p in (*critic.parameters, *learner.engine.backend.parameters)]  # type: ignore[attr-defined, union-attr]
     learner.engine.discard()
-    body = learner.engine.model.model if critic.body is None else critic.body  # type: ignore[attr-defined]
+    body = learner.engine.backend.model.model if critic.body is None else critic.body  # type: ignore[attr-defined]
     total = torch.zeros((), dtype=torch.float64)
     for sample in quiet:
         values = plain_values(body, critic, sample)
@@ -126,7 +126,7 @@ def test_the_gradient_of_the_value_loss_equals_the_naive_one(
                 error = torch.maximum(error, (new.clamp(old - clip, old + clip) - target) ** 2)
             total = total + 0.5 * float(sample.weights[t]) * error
     (total * (0.7 if kind == "shared" else 1.0)).backward()
-    theirs = [p.grad for p in (*critic.parameters, *learner.engine.parameters)]  # type: ignore[attr-defined]
+    theirs = [p.grad for p in (*critic.parameters, *learner.engine.backend.parameters)]  # type: ignore[attr-defined]
     for mine, wanted in zip(ours, theirs, strict=True):
         torch.testing.assert_close(mine, torch.zeros_like(mine) if wanted is None else wanted, rtol=1e-5, atol=1e-8)
 
@@ -169,7 +169,7 @@ def test_a_critic_learns_the_rewards_of_trajectories(kind: Any) -> None:
 
 def test_critic_warm_up_changes_the_critic_only() -> None:
     learner = make_learner(CriticSettings(warmup_steps=2))
-    critic = learner.engine.critic  # type: ignore[attr-defined]
+    critic = learner.engine.backend.critic  # type: ignore[attr-defined]
     for step in range(3):
         policy = {name: p.clone() for name, p in learner.weights().items()}
         head = critic.head.weight.clone()
@@ -215,7 +215,7 @@ def test_the_kl_penalty_is_subtracted_from_the_rewards_of_fresh_tokens(old: Any)
     asyncio.run(learner.update(build(drafted(9).groups, CreditSettings(), loss, 128)))  # leave the reference
     work = drafted(4)
     estimates = asyncio.run(learner.estimate(work.samples))
-    policy, reference = learner.engine.model, learner.engine.reference  # type: ignore[attr-defined]
+    policy, reference = learner.engine.backend.model, learner.engine.backend.reference  # type: ignore[attr-defined]
     for sample, opinion in zip(work.samples, estimates, strict=True):
         ids = torch.from_numpy(sample.tokens.astype(np.int64))[None]
         logp, ref = (m(input_ids=ids).logits[0].log_softmax(-1).detach() for m in (policy, reference))

@@ -57,7 +57,7 @@ def make(device: torch.device, loss: LossSettings, ranks: Ranks | None = None, *
 def gradients(engine: Any) -> dict[str, Tensor]:
     """Return the whole gradients of all parameters on the CPU."""
     found: dict[str, Tensor] = {}
-    for name, parameter in engine.model.named_parameters():
+    for name, parameter in engine.backend.model.named_parameters():
         gradient = parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
         found[name] = gradient.cpu().clone()
     return found
@@ -145,7 +145,7 @@ def test_fine_tuning_in_bfloat16_halves_the_loss() -> None:
 def test_flash_attention_gives_the_log_probs_of_the_plain_kernel() -> None:
     samples = batch_of(0, LossSettings()).samples
     plain, flash = (make(DEVICE, LossSettings(), attn_implementation=name) for name in ("sdpa", "auto"))
-    assert flash.engine.model.config._attn_implementation == FLASH  # type: ignore[attr-defined]
+    assert flash.engine.backend.model.config._attn_implementation == FLASH  # type: ignore[attr-defined]
     for ours, theirs in zip(flash.engine.score(samples), plain.engine.score(samples), strict=True):
         assert ours.logprobs == pytest.approx(theirs.logprobs, abs=0.1)
     assert asyncio.run(flash.update(batch_of(0, LossSettings())))["learner/grad_norm"] > 0

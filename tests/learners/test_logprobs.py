@@ -204,7 +204,7 @@ def test_fused_log_probs_work_with_activation_checkpointing(fused: list[int]) ->
     model = make("Qwen2", tie_word_embeddings=True)
     twin = copy.deepcopy(model)
     settings, loss = LearnerSettings(activation_checkpointing=True), LossSettings()
-    model = LocalEngine(model, settings, loss, pad_token=0, temperature=1.0).model
+    model = LocalEngine(model, settings, loss, pad_token=0, temperature=1.0).backend.model
     assert model.training
     fused.clear()  # of what the engine tries
     passes: list[int] = []

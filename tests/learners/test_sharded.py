@@ -51,9 +51,9 @@ def batch_of(seed: int, loss: LossSettings) -> Batch:
 
 # --- gradients ----------------------------------------------------------------------------------
 def gradients_of(engine: Any) -> Weights:
-    named = dict(engine.model.named_parameters())
-    if engine.critic is not None:
-        named |= {f"critic.{name}": p for name, p in engine.critic.module.named_parameters()}
+    named = dict(engine.backend.model.named_parameters())
+    if engine.backend.critic is not None:
+        named |= {f"critic.{name}": p for name, p in engine.backend.critic.module.named_parameters()}
     whole = {n: p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad for n, p in named.items()}
     return {name: gradient.clone() for name, gradient in whole.items()}
 
@@ -133,7 +133,7 @@ def series(told: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:
 
 def held_of_a_layer(engine: Any) -> float:
     """Return the share of a layer's matrices that this process computes with."""
-    weight = engine.model.get_parameter("model.layers.0.mlp.up_proj.weight")
+    weight = engine.backend.model.get_parameter("model.layers.0.mlp.up_proj.weight")
     if not isinstance(weight, DTensor) or "tensor" not in (weight.device_mesh.mesh_dim_names or ()):
         return 1.0
     return 1 / weight.device_mesh["tensor"].size()

@@ -62,7 +62,9 @@ def train_adapters(ranks: Ranks | None, steps: range, folder: Any = None, then: 
 
 
 def adapters_of(engine: Any) -> list[tuple[str, torch.Tensor]]:
-    parameters = [(name, parameter.detach()) for name, parameter in engine.model.named_parameters() if "lora_" in name]
+    parameters = [
+        (name, parameter.detach()) for name, parameter in engine.backend.model.named_parameters() if "lora_" in name
+    ]
     return [(name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor) for name, tensor in parameters]
 
 
@@ -161,9 +163,9 @@ def parts(ranks: Ranks) -> dict[str, Any]:
 
 def _numbers(engine: Any) -> list[int]:
     """Return the numbers of elements of parameters, gradients and first moments in this process."""
-    own = [p.to_local() for p in engine.parameters]
-    moments = [engine.optimizer.state[p]["exp_avg"].to_local() for p in engine.parameters]
-    return [sum(t.numel() for t in ts) for ts in (own, [p.grad.to_local() for p in engine.parameters], moments)]
+    own = [p.to_local() for p in engine.backend.parameters]
+    moments = [engine.backend.optimizer.state[p]["exp_avg"].to_local() for p in engine.backend.parameters]
+    return [sum(t.numel() for t in ts) for ts in (own, [p.grad.to_local() for p in engine.backend.parameters], moments)]
 
 
 @pytest.mark.slow
@@ -212,8 +214,8 @@ def struck(ranks: Ranks, how: str) -> tuple[str, str, float]:
 
 def _fail(engine: Any) -> None:
     """Make rank 1 raise in the middle of a forward pass, while the others wait for it in a collective."""
-    if not engine.placement.leads:
-        engine.model.model.layers[1].register_forward_pre_hook(_raise)
+    if not engine.backend.replicas.leads:
+        engine.backend.model.model.layers[1].register_forward_pre_hook(_raise)
 
 
 def _raise(*_: Any) -> None:
@@ -221,8 +223,8 @@ def _raise(*_: Any) -> None:
 
 
 def _die(engine: Any) -> None:
-    if not engine.placement.leads:
-        engine.model.model.layers[1].register_forward_pre_hook(lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+    if not engine.backend.replicas.leads:
+        engine.backend.model.model.layers[1].register_forward_pre_hook(lambda *_: os.kill(os.getpid(), signal.SIGKILL))
 
 
 def test_an_error_in_one_rank_ends_all_and_is_reported_by_rank_0() -> None:

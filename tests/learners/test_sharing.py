@@ -54,10 +54,10 @@ def make_batch(seed: int, loss: LossSettings) -> Batch:
 def make_engine(loss: LossSettings, *, share: bool, dtype: torch.dtype = torch.float64, **options: Any) -> LocalEngine:
     settings = LearnerSettings.model_validate(options)
     engine = LocalEngine(tiny_model(0, dtype), settings, loss, pad_token=0, temperature=0.8, reference=None, seed=1)
-    if engine.reference is not None:
-        engine.reference.load_state_dict(tiny_model(1, dtype).state_dict())
-    assert engine.share_rows
-    engine.share_rows = share
+    if engine.backend.reference is not None:
+        engine.backend.reference.load_state_dict(tiny_model(1, dtype).state_dict())
+    assert engine.backend.packs_rows
+    engine.backend.packs_rows = share
     return engine
 
 
@@ -78,14 +78,14 @@ def test_gradients_and_scores_equal_those_of_rows_without_sharing(
     engines = [make_engine(loss, share=s, lora_rank=rank, tokens_per_microbatch=budget) for s in (True, False)]
     for engine in engines:
         if rank:  # adapters start at zero, where half of their gradients are zero
-            for number, parameter in enumerate(engine.parameters):
+            for number, parameter in enumerate(engine.backend.parameters):
                 torch.manual_seed(number)
                 nn.init.normal_(parameter, std=0.1)
     ours, theirs = (engine.backward(needed) for engine in engines)
     assert ours.loss == pytest.approx(theirs.loss, rel=1e-9, abs=1e-9)
     assert (ours.trained, ours.real) == (theirs.trained, theirs.real)
     assert ours.computed <= theirs.computed == theirs.real
-    for shared, plain in zip(*(engine.parameters for engine in engines), strict=True):
+    for shared, plain in zip(*(engine.backend.parameters for engine in engines), strict=True):
         torch.testing.assert_close(shared.grad, plain.grad, rtol=1e-8, atol=1e-10)
     for shared, plain in zip(*(engine.score(samples) for engine in engines), strict=True):
         np.testing.assert_allclose(shared.logprobs, plain.logprobs, atol=1e-6)
@@ -102,7 +102,7 @@ def test_sharing_computes_fewer_tokens_and_is_deterministic_in_float32(checkpoin
     ]
     passes = [engine.backward(samples) for engine in engines]
     assert passes[0].computed < 0.7 * passes[2].computed
-    for first, again, plain in zip(*(engine.parameters for engine in engines), strict=True):
+    for first, again, plain in zip(*(engine.backend.parameters for engine in engines), strict=True):
         assert first.grad is not None
         assert again.grad is not None
         assert torch.equal(first.grad, again.grad)
@@ -132,10 +132,10 @@ def test_packed_rows_in_bfloat16_have_the_gradients_of_padded_rows_but_for_round
         engine = LocalEngine(
             tiny_model(0), LearnerSettings(), loss, pad_token=0, temperature=0.8, compute_dtype=torch.bfloat16
         )
-        assert engine.share_rows
-        engine.share_rows = share
+        assert engine.backend.packs_rows
+        engine.backend.packs_rows = share
         engine.backward(samples)
-        grads.append(torch.cat([parameter.grad.flatten() for parameter in engine.parameters]))
+        grads.append(torch.cat([parameter.grad.flatten() for parameter in engine.backend.parameters]))
     assert (grads[0] - grads[1]).norm() < 0.05 * grads[1].norm()
 
 

@@ -136,7 +136,7 @@ def test_a_step_equals_the_naive_one_for_any_chunks_and_micro_batches(
     step = learner.engine.step
 
     def watched(normaliser: float, lr: float, **options: Any) -> float:
-        applied.append([p.grad / normaliser for p in learner.engine.parameters])  # type: ignore[attr-defined]
+        applied.append([p.grad / normaliser for p in learner.engine.backend.parameters])  # type: ignore[attr-defined]
         return step(normaliser, lr, **options)
 
     learner.engine.step = watched  # type: ignore[method-assign]
@@ -184,7 +184,7 @@ def test_gradients_do_not_depend_on_micro_batches_or_chunks(
         learner = make_learner(loss, model=tiny_model(0, torch.float64), **options)
         for start, stop in itertools.pairwise(bounds):
             learner.engine.backward(batch.cut(start, stop).samples, version=5)
-        return [p.grad.clone() for p in learner.engine.parameters]  # type: ignore[attr-defined]
+        return [p.grad.clone() for p in learner.engine.backend.parameters]  # type: ignore[attr-defined]
 
     whole = gradients(10_000, [0, GROUPS])
     # A loss over a whole update never gets chunks.
@@ -209,7 +209,7 @@ def test_gradients_and_denominators_of_ranks_add_up_to_the_whole(name: str, seed
         seen = learner.engine.backward([sample for part in parts for sample in part.samples], version=5)
         tokens = sum(part.tokens for part in parts) - seen.left_out_tokens
         sequences = sum(part.sequences for part in parts) - seen.left_out_sequences
-        gradients = [p.grad.clone() for p in learner.engine.parameters]  # type: ignore[attr-defined]
+        gradients = [p.grad.clone() for p in learner.engine.backend.parameters]  # type: ignore[attr-defined]
         return gradients, normaliser(aggregation_of(loss), tokens, sequences)
 
     whole, denominator = one_rank(batch.parts)
@@ -445,7 +445,7 @@ def test_activation_checkpointing_changes_no_gradient() -> None:
     batch = make_batch(0)
     plain, checkpointed = (make_learner(lr=0.01, activation_checkpointing=on) for on in (False, True))
     norms = [update(learner, batch)["learner/grad_norm"] for learner in (plain, checkpointed)]
-    assert checkpointed.engine.model.is_gradient_checkpointing  # type: ignore[attr-defined]
+    assert checkpointed.engine.backend.model.is_gradient_checkpointing  # type: ignore[attr-defined]
     assert norms[0] == pytest.approx(norms[1], rel=1e-6)
     close(values(plain), values(checkpointed), 1e-5)
 
@@ -482,7 +482,7 @@ def test_only_adapters_are_trained_and_published_weights_are_merged() -> None:
     moved = {name for name, tensor in merged.items() if not torch.equal(tensor, start[name])}
     assert moved
     assert all("proj" in name for name in moved)
-    peft_model: Any = learner.engine.model  # type: ignore[attr-defined]
+    peft_model: Any = learner.engine.backend.model  # type: ignore[attr-defined]
     tokens = torch.arange(1, 12)[None]
     published = tiny_model(9)
     published.load_state_dict(merged, strict=False)

@@ -45,10 +45,10 @@ def test_an_untrained_learner_loads_a_checkpoint_s_weights_without_optimizer_or_
     same(learner, dict(trained.weights()))
     assert learner.engine.score(samples)[0].logprobs == pytest.approx(trained.engine.score(samples)[0].logprobs)
     engine: Any = learner.engine
-    assert all(parameter.grad is None for parameter in engine.model.parameters())
+    assert all(parameter.grad is None for parameter in engine.backend.model.parameters())
     assert not hasattr(engine, "optimizer")
-    assert engine.reference is None
-    assert engine.critic is None
+    assert engine.backend.reference is None
+    assert engine.backend.critic is None
 
 
 def test_an_untrained_learner_keeps_its_given_reference(tmp_path: Path) -> None:

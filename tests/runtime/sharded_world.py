@@ -49,7 +49,7 @@ def work(ranks: Ranks) -> None:
 def fails(ranks: Ranks) -> None:
     """Rank 0 raises MemoryError in the middle of a forward pass, while rank 1 waits for it in a collective."""
     made = engine(ranks)
-    made.local.model.model.layers[1].register_forward_pre_hook(_raise)
+    made.local.backend.model.model.layers[1].register_forward_pre_hook(_raise)
     made.backward(batch_of(0, LossSettings()).samples)
 
 

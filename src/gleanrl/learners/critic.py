@@ -1,7 +1,7 @@
 """The critic of PPO, a value function with its own optimizer.
 
-It predicts, at the position before each trained token, the return of the remaining trajectory. `LocalEngine` makes a
-`Critic` if the advantage estimator needs values.
+It predicts, at the position before each trained token, the return of the remaining trajectory. A backend makes a
+`Critic` if the advantage estimator needs values, and an engine computes its loss by `critic_loss`.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Critic:
     times ``critic.coefficient``, also flows into the policy's weights, which the policy's optimizer updates.
 
     The weights of a new head are 0, so every value is 0 until the first update. ``place`` puts a module on its device
-    or shards it; an engine passes `Placement.place`.
+    or shards it; a backend passes `Placement.place`.
     """
 
     def __init__(
@@ -98,19 +98,20 @@ class Critic:
         values = self.head(states.to(self.head.weight.dtype)).squeeze(-1)
         return values.to(self.head.weight.dtype)  # under autocast the head returns a lower precision
 
-    def loss(self, micro: MicroBatch, values: Tensor) -> tuple[Tensor, CriticStatistics]:
-        """Return the clipped value loss of each trained token, float [T], and statistics of the micro-batch.
 
-        ``values`` float [T] are the critic's current values. The micro-batch has the values before the update, around
-        which the loss is clipped, and the returns, which are the targets.
-        """
-        assert micro.values is not None
-        assert micro.returns is not None
-        losses = value_loss(values, micro.values, micro.returns, self.settings.clip)
-        value, target = values.detach(), micro.returns.double()
-        error = target - value.double()
-        columns = (torch.ones_like(target), losses.detach(), value, target, target**2, error, error**2)
-        return losses, CriticStatistics(torch.stack([column.double().sum() for column in columns]))
+def critic_loss(micro: MicroBatch, values: Tensor, clip: float | None) -> tuple[Tensor, CriticStatistics]:
+    """Return the clipped value loss of each trained token, float [T], and statistics of the micro-batch.
+
+    ``values`` float [T] are the critic's current values. The micro-batch has the values before the update, around which
+    the loss is clipped, and the returns, which are the targets.
+    """
+    assert micro.values is not None
+    assert micro.returns is not None
+    losses = value_loss(values, micro.values, micro.returns, clip)
+    value, target = values.detach(), micro.returns.double()
+    error = target - value.double()
+    columns = (torch.ones_like(target), losses.detach(), value, target, target**2, error, error**2)
+    return losses, CriticStatistics(torch.stack([column.double().sum() for column in columns]))
 
 
 def decoder(model: Any) -> Any:

@@ -1,21 +1,17 @@
 """Engines, which compute gradients, optimizer steps and log-probs for one model. Their methods are synchronous.
 
-`TorchLearner` decides which samples enter which update, and an `Engine` computes the update. `LocalEngine` is the
-engine for a model of transformers. Its `Placement` determines whether the model is in this process or sharded over
-several (`gleanrl.learners.distributed.fsdp`). A model of another library, such as Megatron-core, needs another engine
-(docs/howto/sharded.md).
+`TorchLearner` decides which samples enter which update, and an `Engine` computes the update. `LocalEngine` deals out
+micro-batches, computes the loss from the log-probs of a model, and sums up statistics. Its `Backend` runs the model:
+with transformers in one process or sharded over several, or with another library. In a learner of several processes,
+each has a `LocalEngine`, and `gleanrl.learners.distributed.sharded.ShardedEngine` calls all of them.
 """
 
 from __future__ import annotations
 
-import copy
-import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, fields, replace
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -23,32 +19,17 @@ from torch import Tensor, nn
 
 from gleanrl.algorithms.batch import Sample
 from gleanrl.algorithms.loss import LossContext, Tokens, loglinear, objective, precompute, scope_of
-from gleanrl.algorithms.loss_statistics import Statistics
 from gleanrl.algorithms.microbatch import MicroBatch, micro_batches
 from gleanrl.config.settings import CriticSettings, LearnerSettings, LossSettings
-from gleanrl.learners import checkpoint
-from gleanrl.learners.critic import Critic, CriticStatistics, capture
-from gleanrl.learners.freed_memory import KEPT_BYTES, keep_freed_memory, return_freed_memory
-from gleanrl.learners.logprobs import can_pack_rows, trained_logprobs
-from gleanrl.learners.models import (
-    AUTO,
-    adapter_weights,
-    add_adapters,
-    attention_kernel,
-    export,
-    export_adapters,
-    merged_weights,
-    use_attention_kernel,
-    without_dropout,
-)
-from gleanrl.learners.optim import adamw, finish_gradient, zero_gradients
-from gleanrl.learners.packed_attention import use_packed_attention
+from gleanrl.learners.backend import Backend, Pass, Which
+from gleanrl.learners.critic import CriticStatistics, critic_loss
+from gleanrl.learners.models import export, export_adapters
+from gleanrl.learners.transformers import TransformersBackend
 from gleanrl.types import FloatArray
 
 CPU_TOKENS_PER_MICROBATCH = 2048  # larger micro-batches are no faster on a CPU, because they exceed its caches
 # Peak dense bfloat16 FLOP/s by a part of the GPU's name, to compute the model FLOPs utilisation (MFU).
 PEAK_BFLOAT16 = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "B200": 2250e12}
-T = TypeVar("T")
 
 
 class TokenScores(NamedTuple):
@@ -56,28 +37,6 @@ class TokenScores(NamedTuple):
 
     logprobs: FloatArray  # float32[n], log-prob of each trained token
     entropy: FloatArray  # float32[n], entropy in nats of the distribution of each trained token
-
-
-@dataclass(frozen=True, slots=True)
-class Pass:
-    """Statistics of a forward and backward pass over samples. ``a + b`` holds the statistics of both passes."""
-
-    statistics: Statistics
-    critic: CriticStatistics
-    loss: float = 0.0  # weighted sum of the tokens' losses, not yet divided by the normaliser
-    trained: int = 0  # number of trained tokens
-    left_out_tokens: float = 0.0  # trained tokens that a masking correction removes from the denominator
-    left_out_sequences: float = 0.0  # sequences that a masking correction removes from the denominator
-    real: int = 0  # number of input tokens of the samples
-    computed: int = 0  # input tokens in the rows; less than ``real`` if samples of a group share a prefix in a row
-    padded: int = 0  # ``computed`` plus padding
-
-    @classmethod
-    def empty(cls, device: torch.device | str = "cpu") -> Pass:
-        return cls(Statistics.empty(device), CriticStatistics.empty(device))
-
-    def __add__(self, other: Pass) -> Pass:
-        return Pass(*(getattr(self, field.name) + getattr(other, field.name) for field in fields(self)))
 
 
 class Engine(Protocol):
@@ -156,116 +115,29 @@ class Engine(Protocol):
         ...
 
 
-class Placement:
-    """Determines where a model's parameters are stored, and which process computes which micro-batches.
-
-    This class stands for a single process. A subclass may use several
-    (`gleanrl.learners.distributed.fsdp.Fsdp`). Each process then has a `LocalEngine` with a placement. All processes
-    call the same methods in the same order with the same samples, and each computes its share of the micro-batches.
-    """
-
-    ranks = 1
-    """Number of processes over which the model is distributed."""
-    leads = True
-    """Whether this process returns the results. Of several processes, only rank 0 does."""
-    casts = False
-    """Whether the placement itself casts parameters to the dtype of forward passes, so that the engine does not use
-    autocast."""
-
-    def place(self, model: nn.Module) -> None:
-        """Move or shard the parameters of ``model``, in place.
-
-        After this, a backward pass computes gradients that are sums over all processes, not means.
-        """
-
-    def agree(self, decide: Callable[[], T]) -> T:
-        """Return, in every process, what ``decide`` returns in the leading process.
-
-        It is called before the models are placed, because a sharded model could not compute in one process alone.
-        """
-        return decide()
-
-    def budget(self, tokens: int, limit: int) -> int:
-        """Return the largest number of tokens, including padding, that a micro-batch may have.
-
-        It is at most ``limit``. A subclass may return less, so that ``tokens`` tokens in total make enough
-        micro-batches for all processes.
-        """
-        del tokens
-        return limit
-
-    def deal(self, micros: Sequence[MicroBatch]) -> list[MicroBatch]:
-        """Return the micro-batches that this process computes.
-
-        Every process gets the same number, because all processes take part in each pass of a sharded model. A process
-        for which no micro-batch is left gets one without trained tokens.
-        """
-        return list(micros)
-
-    def join(self, parts: Sequence[Tokens]) -> tuple[Tokens, slice]:
-        """Join the tokens of all processes, because the loss of a token may depend on tokens of other processes.
-
-        ``parts`` holds the tokens of each of this process's micro-batches. Returns all tokens as one `Tokens`, and the
-        slice of these that are this process's.
-        """
-        return join_tokens(parts), slice(None)
-
-    def total(self, seen: Pass) -> Pass:
-        """Return the sum of the statistics of all processes. ``seen`` are the statistics of this process."""
-        return seen
-
-    def gather(self, rows: Mapping[int, T]) -> Mapping[int, T]:
-        """Return the results for all samples, by index of the sample. ``rows`` holds those that this process computed.
-
-        Only the process that `leads` must get the results of the other processes.
-        """
-        return rows
-
-    def whole(self, tensor: Tensor) -> Tensor:
-        """Gather a parameter that may be sharded. Only the process that `leads` must get the whole tensor."""
-        return tensor
-
-
-def join_tokens(parts: Sequence[Tokens]) -> Tokens:
-    """Concatenate the tokens of several micro-batches."""
-    columns: dict[str, Any] = {}
-    for field in fields(Tokens):
-        values = [getattr(part, field.name) for part in parts]
-        columns[field.name] = None if values[0] is None else torch.cat(values)
-    return Tokens(**columns)
-
-
-HERE = Placement()
-
-
-def _hashes(model: nn.Module) -> Tensor:
-    """Return one hash of each parameter's bits, int64[parameters], on the CPU."""
-    return torch.stack([torch.hash_tensor(p.detach()) for p in model.parameters()]).view(torch.int64).cpu()
-
-
 def microbatch_budget(tokens: int, device: torch.device) -> int:
     """Return the largest number of tokens of a micro-batch on ``device``: ``tokens``, or less on a CPU."""
     return min(tokens, CPU_TOKENS_PER_MICROBATCH) if device.type == "cpu" else tokens
 
 
 class LocalEngine:
-    """The engine for a causal language model of transformers, on one device or sharded over processes.
+    """The engine of one process, which computes the loss and lets a `Backend` run the model.
 
     Args:
-        model: the policy. It is trained in place.
+        model: the policy, a model of transformers.
         pad_token: token id at padded positions. Any valid id will do.
         temperature: the sampling temperature, at which log-probs are computed.
         reference: frozen model for the KL term. If None and the loss has a KL term, the reference is a copy of
             ``model`` as it is now, or with adapters the base model.
         critic: settings of the critic; None if the advantage estimator needs no values.
-        compute_dtype: dtype of forward passes, by autocast. None means bfloat16 on a GPU and float32 on a CPU.
+        compute_dtype: dtype of forward passes. None means bfloat16 on a GPU and float32 on a CPU.
         seed: determines the initial values of adapters.
-        placement: where the parameters are stored; by default, in this process.
         trains: False for a model that only computes log-probs. The engine then has no optimizer and no critic, makes no
             copy of the model as a reference, and `load` reads the model's weights only.
+        backend: makes the backend, from the arguments of `TransformersBackend`.
 
     Raises:
-        UserError: if adapters cannot be added, or the requested attention implementation is not available.
+        UserError: if the backend cannot compute this model with these settings.
     """
 
     def __init__(
@@ -280,60 +152,22 @@ class LocalEngine:
         critic: CriticSettings | None = None,
         compute_dtype: torch.dtype | None = None,
         seed: int = 0,
-        placement: Placement = HERE,
         trains: bool = True,
+        backend: Callable[..., Backend] = TransformersBackend,
     ) -> None:
-        self.trains = trains
-        critic = critic if trains else None
-        self.settings, self.loss, self.pad_token = settings, loss, pad_token
-        # Temperature 0 means greedy sampling, for which samplers record log-probs at temperature 1.
-        self.temperature = temperature or 1.0
-        device = next(model.parameters()).device
-        if device.type == "cpu":
-            keep_freed_memory()
-        self.compute_dtype = compute_dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
-        asked = settings.attn_implementation
-        kernel = placement.agree(lambda: attention_kernel(model, asked, self.compute_dtype))
-        for whole in filter(None, (model, reference)):
-            use_attention_kernel(whole, kernel, asked=asked != AUTO)
-        # Packed rows need no padding, and compute common prefixes once. Copies of the model, such as the critic's, get
-        # their attention from the model, so it is selected before they are made.
-        wholes = [whole for whole in (model, reference) if whole is not None]
-        for whole in wholes:
-            without_dropout(whole)
-        self.share_rows = placement.agree(lambda: all(map(can_pack_rows, wholes)))
-        if self.share_rows:
-            for whole in wholes:
-                use_packed_attention(whole)
-        if loss.kl_coefficient and reference is None and not settings.lora_rank and trains:
-            reference = copy.deepcopy(model)
-        self.placement = placement
-        place = placement.place
-        # The critic is made before adapters are added, because its copy of the model must not contain them.
-        self.critic = None if critic is None else Critic(model, critic, place)
-        # A checkpoint of adapters does not contain the model that they are added to, only one hash of each parameter.
-        self.base: Tensor | None = None
-        if settings.lora_rank:
-            self.base = placement.agree(lambda: _hashes(model))
-        self.model: Any = add_adapters(model, settings, seed) if settings.lora_rank else model
-        self.reference: Any = reference.requires_grad_(False).eval() if reference is not None else None
-        without_dropout(self.model)
-        if settings.activation_checkpointing:
-            given = {"use_reentrant": False}
-            for body in filter(None, (self.model, self.critic and self.critic.body)):
-                if hasattr(body, "activation_checkpointing_enable"):  # the name of the method in newer transformers
-                    body.activation_checkpointing_enable(activation_checkpointing_kwargs=given)
-                else:
-                    body.gradient_checkpointing_enable(gradient_checkpointing_kwargs=given)
-                body.train()  # transformers uses activation checkpointing in training mode only
-
-        for whole in filter(None, (self.model, self.reference)):
-            placement.place(whole)
-        self.device = next(self.model.parameters()).device
-        self.parameters = [p for p in self.model.parameters() if p.requires_grad]
-        if trains:
-            self.optimizer = adamw(self.model, lr=settings.lr, betas=settings.betas, weight_decay=settings.weight_decay)
-        self.discard()
+        self.settings, self.loss, self.pad_token, self.critic = settings, loss, pad_token, critic
+        self.backend = backend(
+            model,
+            settings,
+            # Temperature 0 means greedy sampling, for which samplers record log-probs at temperature 1.
+            temperature=temperature or 1.0,
+            reference=reference,
+            has_reference=bool(loss.kl_coefficient),
+            critic=critic,
+            compute_dtype=compute_dtype,
+            seed=seed,
+            trains=trains,
+        )
         self.between: Callable[[], None] = lambda: None
 
     def backward(
@@ -344,12 +178,12 @@ class LocalEngine:
         kl_coefficient: float | None = None,
         untouched: bool = False,
     ) -> Pass:
-        """See `Engine.backward`. Samples are computed one micro-batch at a time."""
-        total = Pass.empty(self.device)
-        sums: list[Tensor] = []
+        """See `Engine.backward`."""
+        replicas, device = self.backend.replicas, self.backend.device
         micros = self._micro_batches(samples)
-        mine = [micro.to(self.device) for micro in self.placement.deal(micros)]
-        penalised = self.loss.kl_coefficient and self.loss.kl_in == "loss"
+        mine = [micro.to(device) for micro in replicas.deal(micros)]
+        if not mine:
+            return Pass.empty(device)
 
         # If the loss of a token depends on tokens of other micro-batches, `precompute` needs the log-probs of all of
         # them. A forward pass without gradient over all micro-batches computes these first.
@@ -360,36 +194,36 @@ class LocalEngine:
             sequences = [set(micro.sequence.tolist()) for micro in micros]
             exceeds = sum(map(len, sequences)) > len(set().union(*sequences))
         if exceeds and len(micros) > 1:
-            with torch.no_grad():
-                parts = [self._tokens(micro, self._logprobs(self.model, micro)[0], version) for micro in mine]
-            tokens, own = self.placement.join(parts)
-            contexts = precompute(tokens, self.loss).take(own).split([part.logp.numel() for part in parts])
+            logprobs = self._forward("policy", mine)
+            tokens, own = replicas.join([self._tokens(mine[k], logp, version) for k, (logp, _) in logprobs.items()])
+            sizes = [micro.targets.numel() for micro in mine]
+            contexts = precompute(tokens, self.loss).take(own).split(sizes)
 
-        for number, (micro, context) in enumerate(zip(mine, contexts, strict=True)):
-            if number:
-                self.between()
-            with self._hidden_states() as hidden:
-                logp, entropy = self._logprobs(self.model, micro)
-            ref_logp = self._reference_scores(micro)[0] if penalised else None
+        penalised = self.loss.kl_coefficient and self.loss.kl_in == "loss"
+        reference = self._forward("reference", mine) if penalised else {}
+        total = Pass.empty(device)
+        sums: list[Tensor] = []
+
+        def loss_of(number: int, logp: Tensor, entropy: Tensor, values: Tensor | None) -> Tensor:
+            nonlocal total
+            micro = mine[number]
             result = objective(
                 self._tokens(micro, logp, version),
                 self.loss,
                 kl_coefficient=kl_coefficient,
                 entropy=entropy,
-                ref_logp=ref_logp,
-                context=context,
+                ref_logp=reference[number][0] if penalised else None,
+                context=contexts[number],
                 current_logp=logp if untouched else None,
             )
             loss = (micro.weights * result.values).sum()
             sums.append(torch.stack([loss.detach(), result.left_out_tokens, result.left_out_sequences]))
-            value_statistics = CriticStatistics.empty(self.device)
-            if self.critic is not None and micro.values is not None:
-                with self._autocast():
-                    values = self.critic.values(micro, hidden[0] if hidden else None)
-                losses, value_statistics = self.critic.loss(micro, values)
-                coefficient = self.critic.settings.coefficient if hidden else 1.0
+            value_statistics = CriticStatistics.empty(device)
+            if self.critic is not None and values is not None:
+                losses, value_statistics = critic_loss(micro, values, self.critic.clip)
+                # With a transformer of its own, the critic also has its own learning rate, and needs no coefficient.
+                coefficient = self.critic.coefficient if self.critic.model == "shared" else 1.0
                 loss = loss + coefficient * (micro.weights * losses).sum()
-            loss.backward()
             total += Pass(
                 result.statistics,
                 value_statistics,
@@ -398,11 +232,15 @@ class LocalEngine:
                 computed=micro.computed,
                 padded=micro.tokens.numel(),
             )
-        if not sums:
-            return total
-        weighted, left_out_tokens, left_out_sequences = torch.stack(sums).double().sum(0).tolist()
-        seen = replace(total, loss=weighted, left_out_tokens=left_out_tokens, left_out_sequences=left_out_sequences)
-        return self.placement.total(seen)
+            return loss
+
+        self.backend.backward(mine, loss_of, self.between)
+        if sums:
+            weighted, left_out_tokens, left_out_sequences = torch.stack(sums).double().sum(0).tolist()
+            total = replace(
+                total, loss=weighted, left_out_tokens=left_out_tokens, left_out_sequences=left_out_sequences
+            )
+        return replicas.total(total)
 
     def _tokens(self, micro: MicroBatch, logp: Tensor, version: int) -> Tokens:
         old, behaviour = micro.old, None
@@ -413,150 +251,81 @@ class LocalEngine:
             old = loglinear(micro.behaviour, logp, staleness)
         return Tokens(logp, old, micro.advantages, micro.sequence, micro.off_policy, behaviour)
 
-    def _hidden_states(self) -> AbstractContextManager[list[Tensor]]:
-        shared = self.critic is not None and self.critic.body is None
-        return capture(self.model) if shared else nullcontext([])
-
     def step(self, normaliser: float, lr: float, *, policy: bool = True) -> float:
-        norms = []
-        if (critic := self.critic) is not None:
-            norms.append(finish_gradient(critic.parameters, normaliser, critic.settings.max_grad_norm))
-        if policy:
-            norms.append(finish_gradient(self.parameters, normaliser, self.settings.max_grad_norm))
-        if all(map(math.isfinite, norms)):
-            # Without any value loss the gradient is zero. An update would then only apply the momentum.
-            if critic is not None and norms[0] > 0:
-                critic.optimizer.step()
-            if policy:
-                for group in self.optimizer.param_groups:
-                    group["lr"] = lr
-                self.optimizer.step()
-        self.discard()
-        if self.device.type == "cpu":
-            return_freed_memory(KEPT_BYTES)
-        return next((norm for norm in norms if not math.isfinite(norm)), norms[-1])
+        return self.backend.step(normaliser, lr, policy=policy)
 
     def discard(self) -> None:
-        if self.trains:
-            zero_gradients(self.parameters)
-        if self.critic is not None:
-            zero_gradients(self.critic.parameters)
+        self.backend.discard()
 
     def score(self, samples: Sequence[Sample], *, reference: bool = False) -> list[TokenScores]:
-        compute = self._reference_scores if reference else partial(self._logprobs, self.model)
-        return [TokenScores(*row) for row in self._by_sample(samples, compute)]
+        return [TokenScores(*row) for row in self._by_sample("reference" if reference else "policy", samples)]
 
     def values(self, samples: Sequence[Sample]) -> list[FloatArray]:
-        def one(micro: MicroBatch) -> tuple[Tensor]:
-            assert self.critic is not None
-            with self._hidden_states() as hidden, self._autocast():
-                if self.critic.body is None:
-                    # Run the model for its hidden states only. Without trained tokens it computes no logits.
-                    self._logprobs(self.model, micro.untrained())
-                return (self.critic.values(micro, hidden[0] if hidden else None),)
+        return [row[0] for row in self._by_sample("critic", samples)]
 
-        return [row[0] for row in self._by_sample(samples, one)]
+    def _by_sample(self, which: Which, samples: Sequence[Sample]) -> list[list[FloatArray]]:
+        """Compute results of the model ``which`` for each sample, without gradient.
 
-    @torch.no_grad()
-    def _by_sample(
-        self, samples: Sequence[Sample], compute: Callable[[MicroBatch], tuple[Tensor, ...]]
-    ) -> list[list[FloatArray]]:
-        """Apply ``compute`` to the micro-batches of ``samples``, and return its results for each sample.
-
-        ``compute`` returns tensors [T] with one value for each trained token of a micro-batch. For each sample of n
-        tokens, the result holds as many arrays float32[n], which are 0 at tokens that are not trained. It is empty in a
-        process that does not lead.
+        For a sample of n tokens they are arrays float32[n], which are 0 at tokens that are not trained. The list is
+        empty in a process that does not lead.
         """
-        found: dict[int, list[FloatArray]] = {}
-        for number, micro in enumerate(self.placement.deal(self._micro_batches(samples))):
-            if number:
-                self.between()
-            results = [values.float().cpu().numpy() for values in compute(micro.to(self.device))]
+        backend, found = self.backend, dict[int, list[FloatArray]]()
+        mine = [micro.to(backend.device) for micro in backend.replicas.deal(self._micro_batches(samples))]
+        for number, results in self._forward(which, mine).items():
+            arrays = [values.float().cpu().numpy() for values in results]
             start = 0
-            for sample in micro.samples:
+            for sample in mine[number].samples:
                 mask = samples[sample].mask
                 stop = start + int(mask.sum())
-                found[sample] = [np.zeros(mask.size, np.float32) for _ in results]
-                for row, values in zip(found[sample], results, strict=True):
+                found[sample] = [np.zeros(mask.size, np.float32) for _ in arrays]
+                for row, values in zip(found[sample], arrays, strict=True):
                     row[mask] = values[start:stop]
                 start = stop
-        gathered = self.placement.gather(found)
-        return [gathered[sample] for sample in range(len(samples))] if self.placement.leads else []
+        gathered = backend.replicas.gather(found)
+        return [gathered[sample] for sample in range(len(samples))] if backend.replicas.leads else []
 
-    def weights(self) -> Mapping[str, Tensor]:
-        return merged_weights(self.model, self.placement.whole)
+    def _forward(self, which: Which, micros: Sequence[MicroBatch]) -> dict[int, tuple[Tensor, ...]]:
+        """Return the results of `Backend.forward` by number of the micro-batch, in ascending order.
 
-    def adapters(self) -> Mapping[str, Tensor]:
-        return adapter_weights(self.model, self.placement.whole)
-
-    def save(self, folder: Path) -> None:
-        checkpoint.write(folder, *self._state())
-
-    def load(self, folder: Path) -> None:
-        checkpoint.read(folder, *self._state(), weights_only=not self.trains)
-
-    def _state(self) -> tuple[dict[str, Tensor], checkpoint.Optimizers]:
-        """Return what a checkpoint contains: named tensors, and the optimizers.
-
-        The tensors are the trained weights, the hashes of the base model if these are adapters, and, if the engine
-        trains and has a reference or a critic, the weights of these.
+        They are empty in a process that does not get the results.
         """
-        tensors = {f"weights/{name}": p.detach() for name, p in self.model.named_parameters() if p.requires_grad}
-        if self.base is not None:
-            tensors[checkpoint.BASE] = self.base
-        optimizers: dict[str, tuple[nn.Module, torch.optim.Optimizer]] = {}
-        if self.trains:
-            optimizers["policy"] = self.model, self.optimizer
-        if self.reference is not None and self.trains:
-            tensors |= {f"reference/{name}": p.detach() for name, p in self.reference.named_parameters()}
-        if self.critic is not None:
-            tensors |= {f"critic/{name}": p.detach() for name, p in self.critic.module.named_parameters()}
-            optimizers["critic"] = self.critic.module, self.critic.optimizer
-        return tensors, optimizers
-
-    def export(self, folder: Path, tokenizer: Any = None) -> None:
-        export(folder, self.model, self.weights(), tokenizer)
-
-    def export_adapters(self, folder: Path, base: str) -> None:
-        export_adapters(folder, self.model, self.adapters(), base)
-
-    def usage(self, tokens: int, seconds: float) -> dict[str, float]:
-        if self.device.type != "cuda":
-            return {}
-        metrics = {"learner/memory_gib/max": torch.cuda.max_memory_allocated(self.device) / 2**30}
-        torch.cuda.reset_peak_memory_stats(self.device)
-        name = torch.cuda.get_device_name(self.device)
-        peak = next((flops for key, flops in PEAK_BFLOAT16.items() if key in name), None)
-        if peak is not None and seconds > 0:
-            parameters = sum(p.numel() for p in self.model.parameters())
-            # A forward and a backward pass take about 6 FLOPs per parameter and token.
-            metrics["learner/mfu"] = 6 * parameters * (tokens / self.placement.ranks) / seconds / peak
-        return metrics
+        found: dict[int, tuple[Tensor, ...]] = {}
+        self.backend.forward(which, micros, found.__setitem__, self.between)
+        return dict(sorted(found.items()))
 
     def _micro_batches(self, samples: Sequence[Sample]) -> list[MicroBatch]:
-        budget = microbatch_budget(self.settings.tokens_per_microbatch, self.device)
-        budget = self.placement.budget(sum(sample.tokens.size for sample in samples), budget)
-        return micro_batches(samples, budget, pad_token=self.pad_token, share=self.share_rows)
+        budget = microbatch_budget(self.settings.tokens_per_microbatch, self.backend.device)
+        budget = self.backend.replicas.budget(sum(sample.tokens.size for sample in samples), budget)
+        return micro_batches(samples, budget, pad_token=self.pad_token, share=self.backend.packs_rows)
 
-    def _logprobs(self, model: nn.Module, micro: MicroBatch) -> tuple[Tensor, Tensor]:
-        with self._autocast():
-            return trained_logprobs(
-                model,
-                micro.tokens,
-                micro.index,
-                micro.targets,
-                self.temperature,
-                packing=micro.packing,
-            )
+    def weights(self) -> Mapping[str, Tensor]:
+        return self.backend.weights()
 
-    @torch.no_grad()
-    def _reference_scores(self, micro: MicroBatch) -> tuple[Tensor, Tensor]:
-        if self.reference is not None:
-            return self._logprobs(self.reference, micro)
-        with self.model.disable_adapter():  # the reference is the base model, because it equals the initial policy
-            return self._logprobs(self.model, micro)
+    def adapters(self) -> Mapping[str, Tensor]:
+        return self.backend.adapters()
 
-    def _autocast(self) -> AbstractContextManager[Any]:
-        if self.compute_dtype == torch.float32 or self.placement.casts:
-            return nullcontext()
-        return torch.autocast(self.device.type, dtype=self.compute_dtype)
+    def save(self, folder: Path) -> None:
+        self.backend.save(folder)
+
+    def load(self, folder: Path) -> None:
+        self.backend.load(folder)
+
+    def export(self, folder: Path, tokenizer: Any = None) -> None:
+        export(folder, self.backend.model, self.weights(), tokenizer)
+
+    def export_adapters(self, folder: Path, base: str) -> None:
+        export_adapters(folder, self.backend.model, self.adapters(), base)
+
+    def usage(self, tokens: int, seconds: float) -> dict[str, float]:
+        device = self.backend.device
+        if device.type != "cuda":
+            return {}
+        metrics = {"learner/memory_gib/max": torch.cuda.max_memory_allocated(device) / 2**30}
+        torch.cuda.reset_peak_memory_stats(device)
+        name = torch.cuda.get_device_name(device)
+        peak = next((flops for key, flops in PEAK_BFLOAT16.items() if key in name), None)
+        if peak is not None and seconds > 0:
+            parameters = sum(p.numel() for p in self.backend.model.parameters())
+            # A forward and a backward pass take about 6 FLOPs per parameter and token.
+            metrics["learner/mfu"] = 6 * parameters * (tokens / self.backend.replicas.ranks) / seconds / peak
+        return metrics

@@ -27,7 +27,8 @@ from gleanrl.algorithms.loss import aggregation_of, kl_penalty, normaliser, scop
 from gleanrl.config.settings import CriticSettings, LearnerSettings, LossSettings
 from gleanrl.config.validate import check_mini_batches
 from gleanrl.learners import checkpoint
-from gleanrl.learners.engine import Engine, LocalEngine, Pass, TokenScores
+from gleanrl.learners.backend import Pass
+from gleanrl.learners.engine import Engine, LocalEngine, TokenScores
 from gleanrl.learners.optim import learning_rate
 from gleanrl.schedule.device_lock import DeviceHold, TakeDevice
 from gleanrl.schedule.timeline import SpanRecorder

@@ -63,5 +63,5 @@ def run_export(
             engine.export_adapters(partial, base)
         else:
             engine.export_adapters(partial, str(folder.absolute() / "base"))
-            save_model(partial / "base", engine.model.unload(), tokenizer)
+            save_model(partial / "base", engine.backend.model.unload(), tokenizer)
         (partial / "README.md").write_text(card, encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Shards a model over processes by FSDP2 and tensor parallelism, and divides the micro-batches among the processes.
+"""Shards a model of transformers over processes by FSDP2 and tensor parallelism.
 
 By default, FSDP2 averages gradients over processes. Here they are summed, and the engine divides the sum by the
 denominator of the whole mini-batch, exactly as it does in one process.
@@ -6,9 +6,7 @@ denominator of the whole mini-batch, exactly as it does in one process.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import fields, replace
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -19,14 +17,12 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from gleanrl.algorithms.loss import Tokens
-from gleanrl.algorithms.microbatch import MAX_PADDING, MicroBatch
 from gleanrl.learners.distributed.ranks import Ranks
-from gleanrl.learners.engine import Pass, Placement, join_tokens
+from gleanrl.learners.distributed.replicas import RankReplicas
+from gleanrl.learners.transformers import Placement
 from gleanrl.utils.errors import UserError
 
 T = TypeVar("T")
-HOST = torch.device("cpu")
 _STYLES = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
 _PREFIX = "layers.*."  # prefix of the names of a layer's modules in a tensor-parallel plan of transformers
 
@@ -52,10 +48,9 @@ class Fsdp(Placement):
         if ranks.count % tensor_parallel:
             raise UserError(f"learner.tensor_parallel = {tensor_parallel} does not divide the {ranks.count} ranks")
         self._ranks, self._across = ranks, tensor_parallel
-        self._shares, self._share = ranks.count // tensor_parallel, ranks.rank // tensor_parallel
-        self.ranks, self.leads = ranks.count, ranks.rank == 0
+        self.replicas = RankReplicas(ranks, range(0, ranks.count, tensor_parallel), ranks.rank // tensor_parallel)
         self.casts = dtype != torch.float32
-        shape = (self._shares, tensor_parallel)
+        shape = (ranks.count // tensor_parallel, tensor_parallel)
         self._mesh = init_device_mesh(ranks.device.type, shape, mesh_dim_names=("data", "tensor"))
         self._policy = MixedPrecisionPolicy(dtype, torch.float32) if self.casts else MixedPrecisionPolicy()
 
@@ -74,7 +69,7 @@ class Fsdp(Placement):
                         continue  # the parameter belongs to a layer that is sharded already
                     if id(parameter) not in received:
                         value = parameter.detach()
-                        if not self.leads:
+                        if not self.replicas.leads:
                             value = torch.empty_like(value, device=self._ranks.device)
                         dist.broadcast(value, src=0)
                         received[id(parameter)] = parameter, nn.Parameter(value, parameter.requires_grad)
@@ -91,36 +86,11 @@ class Fsdp(Placement):
             unit.set_force_sum_reduction_for_comms(True)
 
     def agree(self, decide: Callable[[], T]) -> T:
-        return self._ranks.share(decide() if self.leads else None)  # type: ignore[return-value]
-
-    def budget(self, tokens: int, limit: int) -> int:
-        rounds = math.ceil(tokens / (limit * self._shares)) or 1
-        return max(1, min(limit, math.ceil((1 + MAX_PADDING) * tokens / (rounds * self._shares))))
-
-    def deal(self, micros: Sequence[MicroBatch]) -> list[MicroBatch]:
-        mine = list(micros[self._share :: self._shares])
-        if len(mine) * self._shares < len(micros):
-            mine.append(micros[0].nothing())
-        return mine
-
-    def join(self, parts: Sequence[Tokens]) -> tuple[Tokens, slice]:
-        sent = [_moved(part, HOST) for part in parts]
-        gathered = self._ranks.gather(sent)[:: self._across]
-        start = sum(part.logp.numel() for before in gathered[: self._share] for part in before)
-        own = slice(start, start + sum(part.logp.numel() for part in parts))
-        return _moved(join_tokens([part for given in gathered for part in given]), self._ranks.device), own
-
-    def total(self, seen: Pass) -> Pass:
-        here = replace(seen, statistics=_moved(seen.statistics, HOST), critic=_moved(seen.critic, HOST))
-        first, *others = self._ranks.gather(here)[:: self._across]
-        return sum(others, first)
-
-    def gather(self, rows: Mapping[int, T]) -> Mapping[int, T]:
-        return {key: value for given in self._ranks.gather(dict(rows)) for key, value in given.items()}
+        return self._ranks.share(decide() if self.replicas.leads else None)  # type: ignore[return-value]
 
     def whole(self, tensor: Tensor) -> Tensor:
         whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        return whole if self.leads else tensor
+        return whole if self.replicas.leads else tensor
 
 
 def _layers(model: nn.Module) -> Iterator[nn.Module]:
@@ -130,12 +100,6 @@ def _layers(model: nn.Module) -> Iterator[nn.Module]:
             yield from child
         else:
             yield from _layers(child)
-
-
-def _moved(record: Any, device: torch.device) -> Any:
-    """Return a copy of the dataclass ``record`` with its tensors on ``device`` and detached from the graph."""
-    tensors = {f.name: getattr(record, f.name) for f in fields(record)}
-    return replace(record, **{k: v.detach().to(device) for k, v in tensors.items() if isinstance(v, Tensor)})
 
 
 def _split_layer(model: Any, layer: nn.Module, mesh: DeviceMesh) -> None:

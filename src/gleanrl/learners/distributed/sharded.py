@@ -20,16 +20,18 @@ import torch
 from torch import Tensor, nn
 
 from gleanrl.config.settings import LearnerSettings
+from gleanrl.learners.backend import Pass
 from gleanrl.learners.distributed.fsdp import Fsdp
 from gleanrl.learners.distributed.ranks import Ranks
-from gleanrl.learners.engine import LocalEngine, Pass, TokenScores
+from gleanrl.learners.engine import LocalEngine, TokenScores
 from gleanrl.learners.models import export, export_adapters
+from gleanrl.learners.transformers import TransformersBackend
 from gleanrl.types import FloatArray
 from gleanrl.utils.errors import UserError
 
 
-def make_fsdp(ranks: Ranks, model: nn.Module, settings: LearnerSettings, *args: Any, **options: Any) -> LocalEngine:
-    """Make this process's part of an engine whose model is sharded by FSDP2.
+def make_local(ranks: Ranks, model: nn.Module, settings: LearnerSettings, *args: Any, **options: Any) -> LocalEngine:
+    """Make this process's engine, whose model is sharded over ``ranks``.
 
     All processes call this function at the same time, with the same arguments. Only rank 0 passes a model with weights;
     the others pass its `skeleton` and receive their shards from rank 0.
@@ -40,8 +42,8 @@ def make_fsdp(ranks: Ranks, model: nn.Module, settings: LearnerSettings, *args: 
     dtype = options.pop("compute_dtype", None) or (torch.bfloat16 if ranks.device.type == "cuda" else torch.float32)
     if settings.lora_rank and settings.tensor_parallel > 1:
         raise UserError("learner.tensor_parallel splits no adapters; leave out learner.lora_rank, or set it to 1")
-    placement = Fsdp(ranks, dtype, settings.tensor_parallel)
-    engine = LocalEngine(model, settings, *args, **options, compute_dtype=dtype, placement=placement)
+    backend = partial(TransformersBackend, placement=Fsdp(ranks, dtype, settings.tensor_parallel))
+    engine = LocalEngine(model, settings, *args, **options, compute_dtype=dtype, backend=backend)
     engine.between = ranks.barrier
     return engine
 
@@ -49,9 +51,8 @@ def make_fsdp(ranks: Ranks, model: nn.Module, settings: LearnerSettings, *args: 
 class ShardedEngine:
     """The `Engine` that rank 0 uses. Each call is sent to the other processes, and all execute it on their parts.
 
-    The arguments are those of `LocalEngine`, and in addition ``make``, which makes the part of each process
-    (`make_fsdp`, or a function for another library). ``make`` and the arguments are pickled. Every method raises
-    `UserError` if a process fails or has ended.
+    The arguments are those of `LocalEngine`, and in addition ``make``, which makes the engine of each process with a
+    backend. ``make`` and the arguments are pickled. Every method raises `UserError` if a process fails or has ended.
     """
 
     def __init__(
@@ -60,7 +61,7 @@ class ShardedEngine:
         model: nn.Module,
         settings: LearnerSettings,
         *args: Any,
-        make: Any = make_fsdp,
+        make: Callable[..., LocalEngine] = make_local,
         **options: Any,
     ) -> None:
         self._ranks = ranks
@@ -68,7 +69,7 @@ class ShardedEngine:
         reference = options.pop("reference", None)
         bare = {"reference": None if reference is None else skeleton(reference)}
         ranks.send((make, (skeleton(model), settings, *args), {**options, **bare}))
-        self.local: Any = ranks.execute(make, ranks, model, settings, *args, **options, reference=reference)
+        self.local = ranks.execute(make, ranks, model, settings, *args, **options, reference=reference)
         self.backward: Callable[..., Pass] = partial(self._everywhere, "backward")
         self.step: Callable[..., float] = partial(self._everywhere, "step")
         self.discard: Callable[[], None] = partial(self._everywhere, "discard")
@@ -92,10 +93,10 @@ class ShardedEngine:
         self._everywhere("load", folder.absolute())
 
     def export(self, folder: Path, tokenizer: Any = None) -> None:
-        export(folder, self.local.model, self.weights(), tokenizer)
+        export(folder, self.local.backend.model, self.weights(), tokenizer)
 
     def export_adapters(self, folder: Path, base: str) -> None:
-        export_adapters(folder, self.local.model, self.adapters(), base)
+        export_adapters(folder, self.local.backend.model, self.adapters(), base)
 
     def _everywhere(self, name: str, *args: Any, **options: Any) -> Any:
         """Call the method ``name`` of each process's part, and return rank 0's result.
