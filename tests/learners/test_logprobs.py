@@ -57,7 +57,7 @@ def test_values_and_gradients_equal_plain_log_softmax(
     targets = torch.randint(0, 13, (rows,), generator=generator)
     weights = torch.randn(2, rows, generator=generator, dtype=torch.float64)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(logprobs, "ROWS_AT_ONCE", block)
+        patch.setitem(logprobs.LOGITS_AT_ONCE, "cpu", block)
         ours = selected_log_softmax(logits, targets, temperature)
         sum((w * v).sum() for w, v in zip(weights, ours, strict=True)).backward()  # type: ignore[union-attr]
     theirs = plain(twin, targets, temperature)

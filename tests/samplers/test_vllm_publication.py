@@ -29,9 +29,9 @@ def model() -> Any:
     return make_model()
 
 
-@pytest.fixture(scope="module")
-def inflight(model: Any) -> Iterator[VllmSampler]:
-    sampler = make_sampler(model, inflight=True)
+@pytest.fixture(scope="module", params=[1, 2], ids=["one process", "tensor parallel"])
+def inflight(model: Any, request: pytest.FixtureRequest) -> Iterator[VllmSampler]:
+    sampler = make_sampler(model, inflight=True, tensor_parallel_size=request.param)
     yield sampler
     asyncio.run(sampler.close())
 

@@ -19,7 +19,6 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
-from uuid import uuid4
 
 import numpy as np
 
@@ -127,7 +126,8 @@ class OpenAISampler:
         self._body = {"model": served_model, "logprobs": 1, "return_token_ids": True, **WHOLE, **EXACT, **(extra or {})}
         # The canary, which compares the server's log-probs with the model's, copies the model's modules. It is made
         # now, because the learner may later add adapters to the model or shard it.
-        self._canary = Canary(model, server_dtype or dtype or "float32", self._client.url, max_context)
+        self._dtype = server_dtype or dtype or "float32"
+        self._canary = Canary(model, self._dtype, self._client.url, max_context)
         # Weights with which the server is compared in the first session, unless weights are published before.
         self._initial: Mapping[str, Any] = dict(model.named_parameters())
         self._canary.remember(self._canary.reference(self._initial))
@@ -315,9 +315,11 @@ class OpenAISampler:
         Raises:
             UserError: if a worker of the server has not loaded the file, or the server keeps cached prefixes.
         """
+        from gleanrl.samplers.vllm import write_published
+
         with tempfile.TemporaryDirectory(dir=self._folder, prefix="gleanrl-weights-") as folder:
-            path, mark = Path(folder) / "model.safetensors", uuid4().hex
-            await asyncio.to_thread(_write, path, weights, mark)
+            path = Path(folder) / "model.safetensors"
+            mark = await asyncio.to_thread(write_published, path, weights, self._dtype)
             try:
                 await self._post({}, "/pause?mode=keep", self._admin)
                 order = {"method": "load_published", "args": [str(path)]}
@@ -374,11 +376,3 @@ class _Session:
         sampler._check_certain()  # the publication may have failed while the server sampled
         tokens, logprobs = np.array(answer.tokens, np.int32), np.array(answer.logprobs, np.float32)
         return Completion(tokens, logprobs, version, answer.finish)
-
-
-def _write(path: Path, weights: Mapping[str, Any], mark: str) -> None:
-    from safetensors.torch import save_file
-
-    # Tensors are copied, because safetensors refuses to write tensors that share memory.
-    tensors = {name: weight.detach().to("cpu", copy=True).contiguous() for name, weight in weights.items()}
-    save_file(tensors, path, {"mark": mark})

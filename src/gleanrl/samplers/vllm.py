@@ -1,8 +1,9 @@
-"""Samples with vLLM in this process. All calls of vLLM are in this file.
+"""Samples with vLLM. All calls of vLLM are in this file.
 
-One vLLM engine serves the requests of all sessions. The worker's thread calls the engine's ``step`` repeatedly; a burst
-(`gleanrl.samplers.sessions`) is a sequence of these steps. Schedules, the device lock and publications therefore work
-as with any other sampler.
+One vLLM engine in this process serves the requests of all sessions. It computes in this process too or, with
+``tensor_parallel_size`` above 1, in that number of worker processes, which read published weights from a file. The
+worker's thread calls the engine's ``step`` repeatedly; a burst (`gleanrl.samplers.sessions`) is a sequence of these
+steps. Schedules, the device lock and publications therefore work as with any other sampler.
 
 The engine starts with random weights. The first real weights are loaded in the same way as those of every publication,
 so an error in loading is noticed before the first token is sampled.
@@ -18,11 +19,13 @@ import os
 import tempfile
 import threading
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import count
+from pathlib import Path
 from time import perf_counter
 from typing import Any
+from uuid import uuid4
 
 import torch
 
@@ -36,12 +39,12 @@ from gleanrl.utils.text import first_line, nearest
 OWN = frozenset(
     {
         *("model", "dtype", "max_model_len", "max_num_seqs", "load_format", "skip_tokenizer_init", "logprobs_mode"),
-        *("async_scheduling", "seed", "distributed_executor_backend"),
-        *("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"),
+        *("async_scheduling", "seed", "distributed_executor_backend", "worker_extension_cls"),
+        *("pipeline_parallel_size", "data_parallel_size"),
     }
 )
 """Arguments of vLLM's engine that ``sampler.options`` may not contain, because the run's other settings determine them
-or because the engine runs in this process."""
+or because vLLM's scheduler runs in this process."""
 CPU = {"enforce_eager": True, "block_size": 32, "enable_chunked_prefill": False}
 """Default arguments of the engine on a CPU. Chunked prefill is off, because it fails for requests with a seed: it would
 have to rewind the random generator, and generators on a CPU cannot be rewound."""
@@ -170,7 +173,8 @@ class VllmWorker(Worker):
     ) -> None:
         super().__init__(timeline)
         self._canary = Canary(model, dtype, "vLLM", arguments["max_model_len"])
-        self._cpu = model.device.type == "cpu"
+        self._cpu, self._dtype = model.device.type == "cpu", dtype
+        self._parallel = arguments["tensor_parallel_size"] > 1
         self._requests: dict[str, Request] = {}  # requests that the engine works on, by their vLLM request id
         self._names = count()
         self._engine = _make_engine(model, arguments)
@@ -228,15 +232,15 @@ class VllmWorker(Worker):
                 under ``weights``.
         """
         self._canary.check_fit(weights)
-        tensors = [(name, weight.detach()) for name, weight in weights.items()]
         with _INSIDE:
-            self._engine.collective_rpc(forget_weights)
             try:
-                self._engine.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(tensors)})
+                if self._parallel:
+                    self._load_file(weights)
+                else:
+                    tensors = ((name, weight.detach()) for name, weight in weights.items())
+                    self._engine.collective_rpc(load_weights, args=(tensors,))
             except ValueError as error:  # a ValueError of this method means that the old weights stay in use
                 raise UserError(f"vLLM cannot load the learner's weights: {first_line(error)}") from error
-            if self._cpu:
-                self._engine.collective_rpc(pack_embeddings)
             if not self._engine.reset_prefix_cache(reset_running_requests=True):
                 raise UserError(
                     "vLLM kept prefixes that older weights computed; the run stops before it samples from them"
@@ -252,6 +256,15 @@ class VllmWorker(Worker):
         found = _logprobs(prompt, self._canary.prompt[1:]) + _logprobs(answer.logprobs, answer.token_ids)
         reference = self._canary.reference(weights, list(answer.token_ids))
         self._canary.compare(reference, found, "after an update")
+
+    def _load_file(self, weights: Mapping[str, Any]) -> None:
+        """Let the worker processes load ``weights`` from a file in memory."""
+        memory = Path("/dev/shm")
+        with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None, prefix="gleanrl-weights-") as folder:
+            path = Path(folder) / "model.safetensors"
+            mark = write_published(path, weights, self._dtype)
+            if set(self._engine.collective_rpc("load_published", args=(str(path),))) != {mark}:
+                raise UserError("a worker of vLLM has not loaded the published weights")
 
     def sleep(self, level: int) -> None:
         with _INSIDE:
@@ -318,7 +331,8 @@ def engine_arguments(
     known = _engine_args().__dataclass_fields__
     if unknown := sorted(set(options) - set(known)):
         raise UserError(f"sampler.options: vLLM has no engine argument {unknown[0]!r}{nearest(unknown[0], known)}")
-    arguments = {
+    arguments: dict[str, Any] = {
+        "tensor_parallel_size": 1,
         "max_num_seqs": max_rows,
         "max_model_len": max_context,
         "dtype": str(dtype).removeprefix("torch."),
@@ -336,7 +350,10 @@ def engine_arguments(
             arguments["kv_cache_memory_bytes"] = CPU_CACHE
     else:
         arguments["gpu_memory_utilization"] = GPU_SHARE
-    return arguments | dict(options)
+    arguments |= options
+    if arguments["tensor_parallel_size"] > 1:
+        arguments |= {"distributed_executor_backend": "mp", "worker_extension_cls": f"{__name__}.WorkerExtension"}
+    return arguments
 
 
 def _make_engine(model: Any, arguments: Mapping[str, Any]) -> Any:
@@ -411,14 +428,32 @@ class WorkerExtension:
         """
         from safetensors import safe_open
 
-        worker: Any = self
-        forget_weights(worker)
         with safe_open(path, framework="pt") as file:
-            worker.reload_weights(weights_iterator=((name, file.get_tensor(name)) for name in file.keys()))  # noqa: SIM118
-            mark = (file.metadata() or {}).get("mark")
-        if worker.device.type == "cpu":
-            pack_embeddings(worker)
-        return mark
+            load_weights(self, ((name, file.get_tensor(name)) for name in file.keys()))  # noqa: SIM118
+            return (file.metadata() or {}).get("mark")
+
+
+def write_published(path: Path, weights: Mapping[str, torch.Tensor], dtype: torch.dtype | str) -> str:
+    """Write ``weights`` to the file that `WorkerExtension.load_published` reads, and return the file's mark.
+
+    They are converted to ``dtype``, a torch dtype or its name.
+    """
+    from safetensors.torch import save_file
+
+    sent = getattr(torch, str(dtype).removeprefix("torch."))
+    # Tensors are copied, because safetensors refuses to write tensors that share memory.
+    tensors = {name: weight.detach().to("cpu", sent, copy=True).contiguous() for name, weight in weights.items()}
+    mark = uuid4().hex
+    save_file(tensors, path, {"mark": mark})
+    return mark
+
+
+def load_weights(worker: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Replace all weights of a vLLM worker. ``weights`` are pairs of a Hugging Face parameter name and a tensor."""
+    forget_weights(worker)
+    worker.reload_weights(weights_iterator=iter(weights))
+    if worker.device.type == "cpu":
+        pack_embeddings(worker)
 
 
 def forget_weights(worker: Any) -> None:
