@@ -10,6 +10,7 @@ import math
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,29 @@ def test_each_step_consumes_one_batch_of_groups_within_the_staleness_bound(tmp_p
     assert {len(c) for c in run.learner.consumed} == {chunk}
     assert run.evaluator.started == [0, 2, 4, 6]
     assert run.checkpoints.latest()[1]["step"] == 6
+
+
+@pytest.mark.parametrize("preset", ["sync", "one_step_off", "pipelined", "bounded_async"])
+def test_the_sampler_rests_while_the_learner_learns_if_nothing_is_sampled_meanwhile(
+    tmp_path: Path, preset: str
+) -> None:
+    run = make_run(tmp_path, ScheduleSettings(preset=preset, batch=4, chunks=2, group=2), steps=3)
+    calls: list[str] = []
+    sampler, learner = run.player.sampler, run.learner
+    rest, publish, update = sampler.rest, sampler.publish, learner.update
+
+    async def noted(name: str, call: Any, *args: Any) -> Any:
+        assert name != "rest" or not sampler.open_sessions
+        calls.append(name)
+        return await call(*args)
+
+    sampler.rest, sampler.publish = partial(noted, "rest", rest), partial(noted, "publish", publish)
+    learner.update = partial(noted, "update", update)
+    run_to_end(run)
+    if preset == "sync":
+        assert calls == ["rest", "update", "publish"] * 3
+    else:
+        assert "rest" not in calls
 
 
 def test_every_task_is_consumed_once_per_epoch(tmp_path: Path) -> None:

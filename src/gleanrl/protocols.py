@@ -296,6 +296,10 @@ class Sampler(Protocol):
         """
         ...
 
+    async def rest(self) -> None:
+        """Free device memory until the next publication, if the sampler can. No session opens in between."""
+        ...
+
     def stats(self) -> Metrics:
         """Return totals since the sampler was made.
 

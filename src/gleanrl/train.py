@@ -266,6 +266,9 @@ async def run_step(run: Run, queue: GroupQueue) -> bool:
         if groups is None:
             break
         run.step_state = StepState.LEARNING
+        if run.settings.preset == "sync":  # nothing is sampled before the new weights are published
+            await finish_shared_evaluation(run)
+            await run.player.sampler.rest()
         batch = await run.make_batch(groups)
         run.observer.on_batch(groups, batch)
         totals.add(await run.learner.update(batch), weight=len(groups))
@@ -277,8 +280,7 @@ async def run_step(run: Run, queue: GroupQueue) -> bool:
     run.step_state = StepState.LEARNING
     metrics = {**totals.result(consumed), **queue.metrics()}
     metrics |= run.plan.observe(consumed, metrics)
-    if run.evaluator.shares_sampler:
-        await run.interruption.unless_interrupted(run.evaluator.finish())
+    await finish_shared_evaluation(run)
     with run.timeline.span("publish", step=run.step):
         # in a thread, because the learner may wait for a forward pass that needs the event loop
         weights = await asyncio.to_thread(run.learner.weights)
@@ -287,6 +289,12 @@ async def run_step(run: Run, queue: GroupQueue) -> bool:
     run.observer.on_step(run.step, consumed, {**metrics, "time/step_s": run.clock() - started}, run.plan.refused)
     run.step_state = StepState.BOUNDARY
     return True
+
+
+async def finish_shared_evaluation(run: Run) -> None:
+    """Wait for the running evaluation if it uses training's sampler, which is to lose its weights."""
+    if run.evaluator.shares_sampler:
+        await run.interruption.unless_interrupted(run.evaluator.finish())
 
 
 async def save_and_evaluate_if_due(run: Run) -> None:

@@ -254,6 +254,8 @@ class BackgroundEvaluator:
                 done=stage.advance,
             )
         self.report(step, evaluation)
+        if not self.shares_sampler:
+            await self.sampler.rest()
 
 
 @dataclass(frozen=True)

@@ -338,6 +338,9 @@ class OpenAISampler:
                 raise
             await self._post({}, "/resume", self._admin)
 
+    async def rest(self) -> None:
+        """See `Sampler.rest`. Does nothing, because the server has memory of its own."""
+
     async def close(self) -> None:
         """Close the sampler and its connections. The server keeps running. A second call does nothing."""
         self._closed = True

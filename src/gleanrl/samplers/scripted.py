@@ -95,6 +95,9 @@ class ScriptedSampler:
                 self._draining = False
                 self._changed.notify_all()
 
+    async def rest(self) -> None:
+        pass
+
     async def close(self) -> None:
         self._closed = True
 

@@ -405,6 +405,9 @@ class SessionSampler:
             self._pump()
         self._changed.notify()
 
+    async def rest(self) -> None:
+        """See `Sampler.rest`. By default there is nothing to free."""
+
     async def close(self) -> None:
         """Close the sampler. Sessions that wait for a row or a completion get a RuntimeError.
 

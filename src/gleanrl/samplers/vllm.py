@@ -106,7 +106,7 @@ class VllmSampler(SessionSampler):
         if dtype is None:
             dtype = torch.float32 if cpu else torch.bfloat16
         arguments = engine_arguments(options, max_rows, max_context, dtype, cpu=cpu)
-        self._asleep, self._has_weights = False, True
+        self._asleep = False
         self._sleeps = bool(options.get("enable_sleep_mode"))
         super().__init__(
             lambda: VllmWorker(model, dtype, arguments, timeline),
@@ -117,51 +117,24 @@ class VllmSampler(SessionSampler):
             device_lock=device_lock,
         )
 
-    async def sleep(self, level: int = 1) -> None:
-        """Wait until all sessions have closed, then free the engine's GPU memory. No session opens until `wake`.
-
-        Level 1 keeps the weights in main memory. Level 2 discards them, so that no session opens until new weights are
-        published. A publication also wakes the engine. Does nothing if the engine sleeps already.
-
-        Raises:
-            UserError: if the sampler was made without ``enable_sleep_mode = true``.
-        """
-        if not self._sleeps:
-            raise UserError("vLLM can sleep only with sampler.options.enable_sleep_mode = true")
+    async def rest(self) -> None:
+        """See `Sampler.rest`. With ``enable_sleep_mode`` the engine frees the memory of its weights and its cache."""
         async with self._publishing:
             self._check_open()
-            if self._asleep:
+            if self._asleep or not self._sleeps:
                 return
             self._draining = True
             try:
                 await self._until(lambda: not (self._open or self._working))
-                self._has_weights = not self._resting and level == 1
                 self._loading = self._resting = self._asleep = True
-                await self._work(self._worker.sleep, level)
+                await self._work(self._worker.sleep)
             finally:
                 self._resume()
 
-    async def wake(self) -> None:
-        """Allocate the engine's GPU memory again, and let sessions open if the engine has weights.
-
-        Does nothing if the engine is awake.
-        """
-        async with self._publishing:
-            if self._asleep:
-                await self._wake()
-                self._resume()
-
-    async def _wake(self) -> None:
-        await self._work(self._worker.wake)
-        self._asleep, self._resting = False, not self._has_weights
-
     async def _load(self, weights: Mapping[str, Any]) -> None:
-        """Wake the engine if it sleeps, then load ``weights``.
-
-        Sessions stay blocked in between, because after sleep at level 2 the engine has no weights.
-        """
         if self._asleep:
-            await self._wake()
+            await self._work(self._worker.wake)
+            self._asleep = False
         await super()._load(weights)
 
 
@@ -266,9 +239,9 @@ class VllmWorker(Worker):
             if set(self._engine.collective_rpc("load_published", args=(str(path),))) != {mark}:
                 raise UserError("a worker of vLLM has not loaded the published weights")
 
-    def sleep(self, level: int) -> None:
+    def sleep(self) -> None:
         with _INSIDE:
-            self._engine.sleep(level)
+            self._engine.sleep(level=2)  # discards the weights, which level 1 would copy to main memory
 
     def wake(self) -> None:
         with _INSIDE:

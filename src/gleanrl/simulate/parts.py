@@ -187,6 +187,9 @@ class Sampler:
             if self._draining and not self._sampling:
                 self._changed.notify()
 
+    async def rest(self) -> None:
+        pass  # the simulated samplers have memory of their own
+
     async def publish(self, weights: Mapping[str, Any], version: int) -> None:
         """Replace the weights, and return when the sampler uses the new ones.
 

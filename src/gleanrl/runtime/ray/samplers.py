@@ -73,6 +73,9 @@ class SamplerService(WeightReceiver):
         await self._lanes[lane].publish(weights, version)
         return perf_counter() - started
 
+    async def rest(self, lane: Lane) -> None:
+        await self._lanes[lane].rest()
+
     async def close(self) -> None:
         for sampler in self._lanes.values():
             await sampler.close()
@@ -267,6 +270,13 @@ class RaySampler:
         """See `Sampler.publish`; ``weights`` is a `WeightHandle`."""
         await self.samplers.publish(self.lane, weights, version)
         self.version = version
+
+    async def rest(self) -> None:
+        """See `Sampler.rest`. An actor that dies meanwhile is replaced as usual."""
+        members = list(self.samplers.actors.members.values())
+        for answer in await asyncio.gather(*(m.ask("rest", self.lane) for m in members), return_exceptions=True):
+            if isinstance(answer, BaseException) and not isinstance(answer, ActorDied):
+                raise answer
 
     def stats(self) -> Metrics:
         """Return the sums over all actors of the totals that each returned with its last completion."""
