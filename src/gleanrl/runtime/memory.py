@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
-from pathlib import Path
-
 import torch
 
+from gleanrl.algorithms.advantages import ESTIMATORS
 from gleanrl.config.settings import Config
+from gleanrl.learners.critic import decoder
 from gleanrl.learners.engine import microbatch_budget
 from gleanrl.learners.models import compute_dtype, empty_model, resolve_device
 from gleanrl.learners.supervised import TOKENS_PER_MICROBATCH
+from gleanrl.samplers import shares_with_evaluation
 from gleanrl.utils.errors import UserError
+from gleanrl.utils.memory import available_memory
 from gleanrl.utils.progress import Progress
 from gleanrl.utils.text import format_bytes
 
@@ -33,7 +34,7 @@ def check_memory(config: Config, progress: Progress, *, trains: bool = True) -> 
     if config.model.init == "tiny" or config.ray.enabled or config.learner.ranks > 1 or config.model.trust_remote_code:
         return
     device = resolve_device(config.model.device)
-    available = available_memory(device)
+    available = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_memory()
     if available is None:
         return
     fixed, growing = estimate(config, device, trains=trains)
@@ -72,13 +73,16 @@ def estimate(config: Config, device: torch.device, *, trains: bool) -> tuple[dic
             and (name.rpartition(".")[2] in names or (learner.lora_targets == "all-linear" and "lm_head" not in name))
         ]
         trained = learner.lora_rank * sum(module.in_features + module.out_features for module in adapted)
-    copies = (1 + trains) if config.sampler.name == "transformers" else 0
+    has_critic = "values" in ESTIMATORS.get(config.credit.estimator).needs and config.critic.model == "own"
+    shared = not trains or shares_with_evaluation(config)
+    copies = (1 if shared else 2) if config.sampler.name == "transformers" else 0
     whole = {
         "weights": FLOAT * parameters,
         "gradients": FLOAT * trained * trains,
         "optimizer": 2 * FLOAT * trained * trains,
         "samplers": width * parameters * copies,
         "reference": FLOAT * parameters * (trains and bool(config.loss.kl_coefficient) and not learner.lora_rank),
+        "critic": 4 * FLOAT * sum(p.numel() for p in decoder(model).parameters()) * (trains and has_critic),
     }
     text = model.config.get_text_config()
     layers, hidden = getattr(text, "num_hidden_layers", 0), getattr(text, "hidden_size", 0)
@@ -98,26 +102,8 @@ def estimate(config: Config, device: torch.device, *, trains: bool) -> tuple[dic
         tokens = max(tokens, min(budget, config.warm_start.batch * config.model.max_context))
     evaluated = config.environment.eval_tasks * max(1, config.evaluation.samples)
     rows = min(config.sampler.max_rows, evaluated)
-    if trains:
+    if trains and not shared:
         rows += min(config.sampler.max_rows, config.schedule.batch * config.schedule.group)
     caches = 2 * layers * keys * width * config.model.max_context * rows * (copies > 0)
     growing = {"activations": per_token * width * tokens, "keys and values": caches, "warm start": supervised}
     return whole, growing
-
-
-def available_memory(device: torch.device) -> int | None:
-    """Return the bytes of memory that are free on ``device``, or None if this is not known.
-
-    On a CPU this is what the system can free for a new process, or what the limit of the container leaves.
-    """
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    free = None
-    with suppress(OSError, ValueError, StopIteration):
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        free = 1024 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
-        group = Path("/sys/fs/cgroup")
-        counted = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-        used = int((group / "memory.current").read_text()) - int(counted["inactive_file"])
-        free = min(free, int((group / "memory.max").read_text()) - used)  # a ValueError if there is no limit: "max"
-    return free
