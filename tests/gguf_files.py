@@ -41,14 +41,17 @@ def write_gguf(path: Path, *, quantized: bool = False, **change: Any) -> LlamaFo
         quantized: whether the matrices are quantized to 8 bits (Q8_0), instead of float32. The returned model has the
             rounded weights.
         change: what is otherwise in the file: ``architecture``, ``template``, ``pre`` (how text is split), ``tokens``
-            (number of tokens that the tokenizer has beyond the model's vocabulary), ``lacks`` (a tensor), ``extra`` (a
-            function of the writer).
+            (number of tokens that the tokenizer has beyond the model's vocabulary), ``special`` (a further special
+            token), ``lacks`` (a tensor), ``extra`` (a function of the writer).
     """
     from gguf import GGMLQuantizationType, GGUFWriter
     from gguf.quants import dequantize, quantize
 
     written = json.loads(tokenizer().to_str())["model"]
     tokens = sorted(written["vocab"], key=written["vocab"].__getitem__)
+    kinds = [3] * len(SPECIAL) + [1] * (len(tokens) - len(SPECIAL))
+    if special := change.get("special"):
+        tokens, kinds = [*tokens, special], [*kinds, 3]
     config = LlamaConfig(
         vocab_size=len(tokens), hidden_size=WIDTH, intermediate_size=96, num_hidden_layers=LAYERS,
         num_attention_heads=HEADS, num_key_value_heads=KV_HEADS, max_position_embeddings=256, rms_norm_eps=1e-5,
@@ -58,6 +61,7 @@ def write_gguf(path: Path, *, quantized: bool = False, **change: Any) -> LlamaFo
         torch.manual_seed(0)
         model = LlamaForCausalLM(config).eval()
     tokens += [f"further{n}" for n in range(change.get("tokens", 0))]
+    kinds += [1] * (len(tokens) - len(kinds))
 
     architecture = change.get("architecture", "llama")
     writer = GGUFWriter(path, architecture)
@@ -67,7 +71,7 @@ def write_gguf(path: Path, *, quantized: bool = False, **change: Any) -> LlamaFo
         writer.add_layer_norm_rms_eps: 1e-5, writer.add_rope_freq_base: 10_000.0,
         writer.add_vocab_size: config.vocab_size,
         writer.add_tokenizer_model: "gpt2", writer.add_tokenizer_pre: change.get("pre", "smollm"),
-        writer.add_token_list: tokens, writer.add_token_types: [3] * len(SPECIAL) + [1] * (len(tokens) - len(SPECIAL)),
+        writer.add_token_list: tokens, writer.add_token_types: kinds,
         writer.add_token_merges: [" ".join(pair) for pair in written["merges"]],
         writer.add_unk_token_id: 0, writer.add_bos_token_id: 1, writer.add_eos_token_id: 2, writer.add_pad_token_id: 2,
     }.items():  # fmt: skip

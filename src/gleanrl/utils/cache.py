@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+from gleanrl.utils import atomic
 from gleanrl.utils.errors import UserError
 
 
@@ -26,3 +31,28 @@ def cache_dir(name: str) -> Path:
             f"cache folder {folder}: {error.strerror}; set GLEANRL_CACHE to a folder that you can write to"
         ) from error
     return folder
+
+
+@contextmanager
+def one_at_a_time(folder: Path, on_wait: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """Let one process at a time make the cached ``folder`` inside the ``with`` block, if it is missing; others wait.
+
+    The folder must be written by `gleanrl.utils.atomic.directory`. What a killed process has left of it is removed.
+    After a wait the folder exists, unless the other process has failed.
+
+    Args:
+        on_wait: called before the wait, if there is one.
+    """
+    if folder.exists():  # it is complete; a cache that it can only read is enough for a process that makes nothing
+        yield
+        return
+    with folder.with_name(f"{folder.name}.lock").open("w") as lock:
+        # The operating system releases the lock if the process is killed.
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            on_wait()
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        for left in atomic.left_behind(folder):
+            shutil.rmtree(left, ignore_errors=True)
+        yield
