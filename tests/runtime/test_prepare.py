@@ -5,9 +5,14 @@ The warm start and the demonstrations are cached by everything that they depend 
 
 from __future__ import annotations
 
+import copy
 import re
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,8 +20,9 @@ import torch
 from gleanrl.config.loading import load
 from gleanrl.config.settings import Config
 from gleanrl.environments import load_taskset
+from gleanrl.learners.supervised import fine_tune
 from gleanrl.runtime.evaluation import measure_baselines
-from gleanrl.runtime.prepare import check_parts, demonstrate, prepare, supervised_examples
+from gleanrl.runtime.prepare import check_parts, demonstrate, prepare, supervised_examples, warm_start
 from gleanrl.tracking.monitors import Silent
 from gleanrl.utils.errors import NoExpert, UserError
 from gleanrl.utils.importing import file_versions, load_object
@@ -274,3 +280,34 @@ def test_demonstrations_of_a_mixture_come_from_its_parts_with_an_expert(tmp_path
     alone = small(("environment.name", "mixture"), ("environment.options", f"{{parts = [{parts[1]}]}}"))
     with pytest.raises(NoExpert, match="has no method `expert`"):
         demonstrate(alone, load_taskset(alone.environment, 0), Silent())
+
+
+def test_one_process_makes_a_warm_start_while_others_wait_and_a_killed_one_leaves_nothing(cache: Path) -> None:
+    """Threads stand for the processes."""
+    waits, made = threading.Event(), list[int]()
+    given = prepare(small(("warm_start.enabled", "false")), Silent())
+
+    class Watched(Silent):
+        def print(self, text: str) -> None:
+            waits.set()
+
+    def train(*args: Any, **options: Any) -> dict[str, float]:
+        made.append(1)
+        if len(made) > 1:
+            waits.set()
+        assert waits.wait(60)
+        return fine_tune(*args, **options)
+
+    def start(model: torch.nn.Module) -> torch.nn.Module:
+        return warm_start(small(), model, given.tokenizer, given.demonstrations, Watched())
+
+    trained = warm_start(small(), copy.deepcopy(given.model), given.tokenizer, given.demonstrations, Silent())
+    (folder,) = (path for path in (cache / "warm-start").iterdir() if path.is_dir())
+    left = folder.with_name(f".partial-01234567-{folder.name}")
+    folder.rename(left)
+    with patch("gleanrl.runtime.prepare.fine_tune", train), ThreadPoolExecutor() as pool:
+        both = list(pool.map(start, [copy.deepcopy(given.model) for _ in range(2)]))
+    assert len(made) == 1
+    assert not left.exists()
+    for model in both:
+        assert all(torch.equal(a, b) for a, b in zip(weights(model), weights(trained), strict=True))

@@ -31,7 +31,7 @@ from gleanrl.rollout.renderer import Renderer
 from gleanrl.runtime.memory import check_memory
 from gleanrl.types import BoolArray, IntArray, Message, Score, Task, check_messages, segment_arrays
 from gleanrl.utils import atomic
-from gleanrl.utils.cache import cache_dir
+from gleanrl.utils.cache import cache_dir, one_at_a_time
 from gleanrl.utils.errors import NoExpert, UserError, defined_at
 from gleanrl.utils.importing import file_versions
 from gleanrl.utils.progress import Progress
@@ -227,7 +227,8 @@ def warm_start(
 ) -> Any:
     """Fine-tune the model on the demonstrations and return it. The weights are cached on disk.
 
-    The returned object may be another one than ``model``, if it is loaded from the cache.
+    If another process makes the same warm start, this one waits and takes its result. The returned object may be
+    another one than ``model``, if it is loaded from the cache.
     """
     settings, weights = config.warm_start, hashlib.blake2b(digest_size=16)
     # A path or a name does not determine the weights, because a directory may be written again.
@@ -242,25 +243,26 @@ def warm_start(
     )  # fmt: skip
     folder = cache_dir("warm-start") / key
     device, dtype = model.device, model.dtype
-    if (folder / "config.json").exists():
-        try:
-            return type(model).from_pretrained(folder, dtype=dtype).to(device)
-        except (OSError, ValueError, RuntimeError, SafetensorError):  # the cached model is damaged, so train it again
-            shutil.rmtree(folder, ignore_errors=True)
-    examples = supervised_examples(config, tokenizer, demonstrations)
-    with progress.stage("warm start", settings.steps) as stage:
-        fine_tune(
-            model,
-            examples,
-            steps=settings.steps,
-            batch=settings.batch,
-            lr=settings.lr,
-            seed=derive(config.run.seed, "warm start"),
-            progress=lambda step, total, loss: stage.advance(1, loss=loss),
-            compute_dtype=compute_dtype(config.model, model.device),
-        )
-    with atomic.directory(folder) as partial:
-        save_model(partial, model, tokenizer)
+    with one_at_a_time(folder, lambda: progress.print("another process makes the same warm start; waiting for it")):
+        if (folder / "config.json").exists():
+            try:
+                return type(model).from_pretrained(folder, dtype=dtype).to(device)
+            except (OSError, ValueError, RuntimeError, SafetensorError):  # it is damaged, so train it again
+                shutil.rmtree(folder, ignore_errors=True)
+        examples = supervised_examples(config, tokenizer, demonstrations)
+        with progress.stage("warm start", settings.steps) as stage:
+            fine_tune(
+                model,
+                examples,
+                steps=settings.steps,
+                batch=settings.batch,
+                lr=settings.lr,
+                seed=derive(config.run.seed, "warm start"),
+                progress=lambda step, total, loss: stage.advance(1, loss=loss),
+                compute_dtype=compute_dtype(config.model, model.device),
+            )
+        with atomic.directory(folder) as partial:
+            save_model(partial, model, tokenizer)
     return model
 
 
