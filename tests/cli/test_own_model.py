@@ -64,7 +64,7 @@ def test_a_gguf_file_is_trained_resumed_evaluated_and_exported(gleanrl: CommandL
 def test_options_of_the_chat_template_reach_training_evaluation_and_the_card(
     gleanrl: CommandLine, whole: tuple[CommandLine, Ended]
 ) -> None:
-    """They are a part of the experiment, so they cannot change on a resume."""
+    """They are a part of the experiment, so they cannot change on a resume, and a pool holds tokens of one choice."""
     model, run = gleanrl.folder / "given", gleanrl.run("run")
     shutil.copytree(whole[0].run("whole").model_path, model)
     template = (model / "chat_template.jinja").read_text()
@@ -77,8 +77,12 @@ def test_options_of_the_chat_template_reach_training_evaluation_and_the_card(
         return {text.partition("<|end|>")[0] for text in texts}
 
     options = ("--model.init", "given", "--run.steps", "2", "--evaluation.every", "1", "--warm_start.enabled", "false")
-    ended = gleanrl.train("run", *options, "--context.template_options.mode", "left")
+    replay = ("--replay.enabled", "true", "--replay.path", "pool.sqlite")
+    ended = gleanrl.train("run", *options, *replay, "--context.template_options.mode", "left")
     assert ended.status == 0, ended.stderr
+    assert gleanrl("pool", "pool.sqlite", "seed", "--rollouts", "run").status == 0
+    other = gleanrl.train("third", *options, *replay, "--context.template_options.mode", "right")
+    assert "another tokenizer" in other.complaint
     assert prompts(run) == {"<|system|>left"}
     assert "`mode`" in (run.model_path / "README.md").read_text()
     assert gleanrl("evaluate", "run", "--out", "same").status == 0

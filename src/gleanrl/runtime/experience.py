@@ -95,7 +95,8 @@ def open_pool(
     # another run has set a later mark. A run that is resumed with another `replay.path` uses a copy of its pool. Other
     # runs do not use this copy, so the check is switched off with None.
     owner = note["run"] if note["pool"] == settings.path else None
-    takes = {"tokenizer": tokenizer_fingerprint(tokenizer), "vocabulary": len(tokenizer), "max_context": max_context}
+    mark = tokenizer_fingerprint(tokenizer, config.context.template_options)
+    takes = {"tokenizer": mark, "vocabulary": len(tokenizer), "max_context": max_context}
     with ExperiencePool(folder.locate_pool(settings.path), settings, run=owner, **takes) as pool:
         if not uses_pool:
             # ``newest`` is below the noted step if that step's checkpoint is damaged by now.
@@ -215,7 +216,7 @@ def seed_from_rollouts(
 
 
 def saved_tokenizer(folder: RunFolder) -> str | None:
-    """Return the fingerprint of the tokenizer in the run folder, or None if the folder contains no tokenizer.
+    """Return the fingerprint of the run's tokenizer and template options, or None if the folder has no tokenizer.
 
     Raises:
         UserError: the tokenizer cannot be loaded.
@@ -224,7 +225,10 @@ def saved_tokenizer(folder: RunFolder) -> str | None:
 
     if not folder.tokenizer_path.is_dir():
         return None
+    options = folder.read_config().get("context", {}).get("template_options", {})
     try:
-        return tokenizer_fingerprint(AutoTokenizer.from_pretrained(folder.tokenizer_path, local_files_only=True))
+        return tokenizer_fingerprint(
+            AutoTokenizer.from_pretrained(folder.tokenizer_path, local_files_only=True), options
+        )
     except (OSError, ValueError, AttributeError) as error:
         raise UserError(f"{folder.tokenizer_path} does not load ({str(error).splitlines()[0]})") from error

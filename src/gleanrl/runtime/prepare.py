@@ -327,9 +327,10 @@ def take_tasks(taskset: Taskset, settings: EnvironmentSettings, split: Split) ->
     return tasks[:count]
 
 
-def tokenizer_fingerprint(tokenizer: Any) -> str:
-    """Return a hash of the tokenizer and its chat template.
+def tokenizer_fingerprint(tokenizer: Any, template_options: Mapping[str, Any]) -> str:
+    """Return a hash of the tokenizer, its chat template and the template's options.
 
-    If two tokenizers have the same fingerprint, they turn each conversation into the same token ids.
+    Two runs with the same fingerprint turn each conversation into the same token ids.
     """
-    return fingerprint("tokenizer", tokenizer.backend_tokenizer.to_str(), tokenizer.chat_template)
+    backend, options = tokenizer.backend_tokenizer.to_str(), filter(None, [template_options])
+    return fingerprint("tokenizer", backend, tokenizer.chat_template, *options)

@@ -559,8 +559,8 @@ class ExperiencePool:
             )
         if found is not None and found[0] != tokenizer:
             raise UserError(
-                f"the experience pool {self.path} holds tokens of another tokenizer ({found[0]}, not {tokenizer}); "
-                "give replay.path another file"
+                f"the experience pool {self.path} holds tokens of another tokenizer ({found[0]}, not {tokenizer}), "
+                "chat template or context.template_options; give replay.path another file"
             )
         if found is None and not self.read_only:
             with self._writing() as db:
