@@ -354,6 +354,8 @@ def _engine_args() -> Any:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "CRITICAL")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    # On a CPU, vLLM would bind each worker process to a NUMA node of its own, and refuse more processes than nodes.
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     # Without this variable, vLLM would set the number of threads to 1 for the whole process, including the learner.
     os.environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))
     try:
