@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import platform
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -107,3 +109,25 @@ def test_freed_memory_is_kept_up_to_a_limit() -> None:
     assert resident() > before - 2**27
     return_freed_memory()
     assert resident() < before - 2**27
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries decide by themselves")
+def test_memory_in_use_does_not_count_as_freed() -> None:
+    """A process of its own, in which the model's weights are allocated before freed memory is kept."""
+    code = """
+import os, torch
+from pathlib import Path
+from gleanrl.learners.freed_memory import keep_freed_memory, return_freed_memory
+weights = torch.ones(2**26)  # 256 MiB
+keep_freed_memory()
+blocks = [torch.ones(2**20) for _ in range(32)]  # 128 MiB
+del blocks
+last = torch.ones(1000)
+def resident():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+before = resident()
+return_freed_memory(kept=200 * 2**20)
+print(before - resident() < 2**26)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "True\n"

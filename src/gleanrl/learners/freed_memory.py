@@ -13,7 +13,7 @@ from pathlib import Path
 # Parameters of glibc's mallopt(3): the number of allocations that are mappings of their own, the free memory at the end
 # of the heap above which it is returned (-1: never), and the number of heaps.
 M_MMAP_MAX, M_TRIM_THRESHOLD, M_ARENA_MAX = -4, -1, -8
-KEPT_BYTES = 4 * 2**30  # freed memory that a process keeps between updates
+KEPT_BYTES = 3 * 2**30  # freed memory that a process keeps between updates
 
 
 def keep_freed_memory() -> None:
@@ -38,12 +38,21 @@ def return_freed_memory(kept: int = 0) -> None:
     with suppress(OSError, AttributeError):
         library = ctypes.CDLL(None)
         library.mallinfo2.restype = _MallocInfo
-        resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-        if resident - library.mallinfo2().in_use > kept:
+        _, resident, of_files, *_ = (int(pages) for pages in Path("/proc/self/statm").read_text().split())
+        info = library.mallinfo2()
+        # What was allocated before `keep_freed_memory`, such as a model's weights, may be mappings of its own.
+        if (resident - of_files) * os.sysconf("SC_PAGE_SIZE") - info.in_use - info.mapped > kept:
             library.malloc_trim(0)
 
 
 class _MallocInfo(ctypes.Structure):
-    """What glibc's mallinfo2(3) returns: ten numbers, of which the eighth is the number of bytes in use."""
+    """What glibc's mallinfo2(3) returns: ten numbers. The fifth is the number of bytes of allocations that are mappings
+    of their own, and the eighth that of all others."""
 
-    _fields_ = [("before", ctypes.c_size_t * 7), ("in_use", ctypes.c_size_t), ("after", ctypes.c_size_t * 2)]
+    _fields_ = [
+        ("before", ctypes.c_size_t * 4),
+        ("mapped", ctypes.c_size_t),
+        ("between", ctypes.c_size_t * 2),
+        ("in_use", ctypes.c_size_t),
+        ("after", ctypes.c_size_t * 2),
+    ]
