@@ -1,4 +1,4 @@
-"""Runs ``gleanrl train`` as a subprocess with a Ray of its own, and finds and kills its processes."""
+"""Runs the command line as a subprocess with a Ray of its own, and finds and kills the processes of the run."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,6 +18,9 @@ from gleanrl.runtime.run_folder import RunFolder
 from tests.cli.conftest import CONFIG, Ended
 
 ROOT = Path(__file__).parents[2]
+RANK = "Rank"
+KINDS = ("Learner", RANK, "Sampler", "Environment", "Reward")  # of processes that a run starts again when they die
+BATCH, GROUP = 2, 4  # groups per step and members per group of the tiny configuration
 TIMEOUT = 280.0  # seconds; long, because the machine may be busy
 REWARD = '''
 """A reward that notes whom it was asked about."""
@@ -30,7 +34,7 @@ def even(request):
 
 @dataclass
 class Command:
-    """A running ``gleanrl train tiny.toml --runtime RUNTIME`` in an operating-system session of its own."""
+    """A running ``gleanrl VERB --runtime RUNTIME`` in an operating-system session of its own."""
 
     process: subprocess.Popen[bytes]
     folder: Path
@@ -55,8 +59,9 @@ class Command:
             time.sleep(0.02)
 
     def actors(self, kind: str) -> list[int]:
-        """Return the process ids of the run's actors of one kind."""
-        return [pid for pid, (title, _) in self.tree().items() if title.startswith(f"ray::{kind}Actor")]
+        """Return the process ids of the run's actors of one kind, or of the learner's further ranks (`RANK`)."""
+        sign = "-m gleanrl.runtime.sharded" if kind == RANK else f"ray::{kind}Actor"
+        return [pid for pid, (title, _) in self.tree().items() if sign in title]
 
     def tree(self) -> dict[int, tuple[str, int]]:
         """Return the title and parent of every process that descends from this command, by process id."""
@@ -77,9 +82,9 @@ class Command:
         victim = self.actors(kind)[0]
         os.kill(victim, signal.SIGKILL)
 
-    def wait(self) -> Ended:
+    def wait(self, within_s: float = TIMEOUT) -> Ended:
         try:
-            status = self.process.wait(TIMEOUT)
+            status = self.process.wait(within_s)
         except subprocess.TimeoutExpired:
             self.process.kill()
             raise AssertionError(f"hung:\n{self.said}") from None
@@ -91,8 +96,8 @@ def commands(*common: str) -> Iterator[Callable[..., Command]]:
     """Yield `start` with the common settings added; kill the commands that still run when the block ends."""
     started: list[Command] = []
 
-    def start_one(folder: Path, *settings: str, runtime: str = "ray") -> Command:
-        started.append(start(folder, *common, *settings, runtime=runtime))
+    def start_one(folder: Path, *settings: str, runtime: str = "ray", verb: str = "train tiny.toml") -> Command:
+        started.append(start(folder, *common, *settings, runtime=runtime, verb=verb))
         return started[-1]
 
     try:
@@ -104,11 +109,11 @@ def commands(*common: str) -> Iterator[Callable[..., Command]]:
                 command.process.wait()
 
 
-def start(folder: Path, *settings: str, runtime: str) -> Command:
+def start(folder: Path, *settings: str, runtime: str, verb: str = "train tiny.toml") -> Command:
     folder.mkdir(exist_ok=True)
     (folder / "tiny.toml").write_text(CONFIG)
     (folder / "reward.py").write_text(REWARD)
-    command = [sys.executable, "-m", "gleanrl", "train", "tiny.toml", "--runtime", runtime, *settings]
+    command = [sys.executable, "-m", "gleanrl", *verb.split(), "--runtime", runtime, *settings]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}
     with (folder / "out").open("w") as out, (folder / "err").open("w") as err:
         process = subprocess.Popen(
@@ -116,6 +121,30 @@ def start(folder: Path, *settings: str, runtime: str) -> Command:
             start_new_session=True,
         )  # fmt: skip
     return Command(process, folder)
+
+
+def find_losses(run: RunFolder, steps: int, *, in_order: bool = True) -> list[str]:
+    """Return what a run of ``steps`` steps has lost or repeated: steps, tickets and trajectories.
+
+    ``in_order``: whether the steps use the tickets in the order of their numbers, as with the schedule "sync".
+    """
+    losses = []
+    rows = [row.step for row in run.read_metrics() if "reward/mean" in row.metrics]
+    if rows != list(range(1, steps + 1)):
+        losses.append(f"steps {rows}")
+    tickets, seen = Counter[int](), Counter[str]()
+    for step in range(1, steps + 1):
+        records = list(run.read_rollouts(step))
+        seen.update(record.trajectory.id for record in records)
+        tickets.update(record.ticket for record in records)
+        own = Counter(record.ticket for record in records)
+        if in_order and own != dict.fromkeys(range(BATCH * (step - 1), BATCH * step), GROUP):
+            losses.append(f"members of each ticket of step {step}: {dict(own)}")
+    if tickets != dict.fromkeys(range(BATCH * steps), GROUP):
+        losses.append(f"members of each ticket: {dict(sorted(tickets.items()))}")
+    if repeated := [each for each, times in seen.items() if times > 1]:
+        losses.append(f"repeated trajectories: {repeated}")
+    return losses
 
 
 def gone(pids: set[int], within_s: float = 20.0) -> set[int]:

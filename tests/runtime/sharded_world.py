@@ -71,9 +71,9 @@ def interrupted(ranks: Ranks) -> None:
     engine(ranks)
 
 
-def stillborn(rank: int, count: int, port: int, threads: int, *, cuda: bool) -> subprocess.Popen[bytes]:
+def stillborn(rank: int, count: int, port: int, threads: int, **_: Any) -> subprocess.Popen[bytes]:
     """Start a rank that exits with status 3 after it has registered, before the process group exists."""
-    del threads, cuda
+    del threads
     env = {**os.environ, "RANK": str(rank), "WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1"}
     code = (
         "import os, sys; from gleanrl.learners.distributed.ranks import PrefixStore, environment; "

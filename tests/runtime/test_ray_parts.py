@@ -9,20 +9,18 @@ import signal
 import sys
 import threading
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, nullcontext
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from gleanrl.config.loading import load
 from gleanrl.config.settings import EnvironmentSettings, RaySettings, RewardSettings
 from gleanrl.environments.pool import EnvironmentRaised
 from gleanrl.experience.replay.reverify import Rescoring
 from gleanrl.protocols import EpisodeLost
 from gleanrl.runtime.ray import cluster as clusters
-from gleanrl.runtime.ray import run
 from gleanrl.runtime.ray.actors import ActorClient, ActorDied, ActorPool, ActorRaised, LearnerLost
 from gleanrl.runtime.ray.environments import EnvironmentService, RayEnvironments, pickle_taskset
 from gleanrl.runtime.ray.rewards import RewardActor, make_reward_source
@@ -142,11 +140,13 @@ def test_a_learner_that_dies_while_a_sampler_starts_is_not_counted_as_a_sampler_
 
 def test_a_learner_that_dies_while_actors_start_is_lost_as_one_that_dies_later(cluster: clusters.Cluster) -> None:
     async def main(start: str) -> None:
-        async with started(ActorPool(cluster, "learner", 1, Asked, (start,))) as pool:
-            actor = await pool.member()
-            await killed(actor)
-            await actor.ended.wait()
-            await pool.member()  # as at the end of the start of all actors
+        learner = ActorClient(cluster, "learner", Asked, (start,), cluster.options("learner", 0))
+        try:
+            await learner.start()
+            await killed(learner)
+            await learner.ask("echo", 1)
+        finally:
+            await learner.close()
 
     for start in ("dies", ""):
         with pytest.raises(LearnerLost):
@@ -329,18 +329,3 @@ def test_a_missing_ray_is_an_error_that_says_how_to_install_it(monkeypatch: pyte
         clusters.open_cluster(RaySettings(), Console(), {}),
     ):
         pass
-
-
-def test_an_evaluation_whose_learner_dies_is_an_error_of_one_line(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    async def evaluate(*_: Any, **__: Any) -> Any:
-        raise LearnerLost("learner died: its worker process has died")
-
-    monkeypatch.setattr(run, "open_cluster", lambda *_, **__: nullcontext())
-    monkeypatch.setattr(run, "prepare", lambda *_: None)
-    monkeypatch.setattr(run.RayBuilder, "make", lambda *_: None)
-    monkeypatch.setattr(run, "_with_actors", evaluate)
-    config = load("quickstart", [("run.folder", str(tmp_path))])
-    with pytest.raises(UserError, match=r"^learner died: its worker process has died; its checkpoint was not"):
-        run.run_evaluation(config, tmp_path, Console())

@@ -29,6 +29,10 @@ ENDING_S = 30.0  # seconds that each process may take to exit after the run, bef
 _CUDA = "GLEANRL_CUDA"
 
 
+class RankKilled(UserError):
+    """Raised if a signal ended one of the ranks before all had started, which need not be the user's mistake."""
+
+
 @contextmanager
 def learner_ranks(config: Config) -> Iterator[Ranks | None]:
     """Yield the `Ranks` of a sharded learner, of which this process is rank 0, or None if there is only one process.
@@ -77,7 +81,10 @@ def learner_ranks(config: Config) -> Iterator[Ranks | None]:
 
 def _start_ranks(count: int, threads: int, *, cuda: bool) -> Iterator[Ranks]:
     server = TCPStore("127.0.0.1", 0, count, is_master=True, wait_for_workers=False)
-    processes = [_start(rank, count, server.port, threads, cuda=cuda) for rank in range(1, count)]
+    # Nothing is written to this pipe. Its end tells the ranks that this process has died.
+    reader, writer = os.pipe()
+    processes = [_start(rank, count, server.port, threads, cuda=cuda, stdin=reader) for rank in range(1, count)]
+    os.close(reader)
     ranks: Ranks | None = None
     news: SimpleQueue[Ranks | Exception | str] = SimpleQueue()
     started = threading.Event()
@@ -119,8 +126,9 @@ def _start_ranks(count: int, threads: int, *, cuda: bool) -> Iterator[Ranks]:
         except Empty:
             raise UserError(f"not all {count} ranks of the learner began within {STARTING_S:g} s") from None
         if isinstance(first, str):
-            above = "" if "signal" in first else "; what it said is above"  # a process that is killed says nothing
-            raise UserError(f"{first} before it began{above}")
+            if "signal" in first:
+                raise RankKilled(f"{first} before it began")
+            raise UserError(f"{first} before it began; what it said is above")
         if isinstance(first, Exception):
             raise first
         ranks = first
@@ -136,19 +144,23 @@ def _start_ranks(count: int, threads: int, *, cuda: bool) -> Iterator[Ranks]:
         started.set()
         for process in processes:
             process.kill()
+        os.close(writer)
         if ranks is not None:
             ranks.join_thread()
 
 
-def _start(rank: int, count: int, port: int, threads: int, *, cuda: bool) -> subprocess.Popen[bytes]:
-    """Start the process of ``rank``. It is in a session of its own, so that only rank 0 receives SIGINT on Ctrl-C."""
+def _start(rank: int, count: int, port: int, threads: int, *, cuda: bool, stdin: int) -> subprocess.Popen[bytes]:
+    """Start the process of ``rank``, which ends when the pipe ``stdin`` does.
+
+    It is in a session of its own, so that only rank 0 receives SIGINT on Ctrl-C.
+    """
     own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "MASTER_PORT": port, _CUDA: int(cuda)}
     own["OMP_NUM_THREADS"] = threads or max(1, (os.cpu_count() or 1) // count)
     # On a lost connection, torch would print a C++ stack trace. Rank 0 reports the error in one line instead.
     quiet = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
     given = {**os.environ, **quiet, "MASTER_ADDR": "127.0.0.1", **{name: str(value) for name, value in own.items()}}
     command = [sys.executable, "-m", "gleanrl.runtime.sharded"]
-    return subprocess.Popen(command, env=given, stdin=subprocess.DEVNULL, start_new_session=True)
+    return subprocess.Popen(command, env=given, stdin=stdin, start_new_session=True)
 
 
 def main(variables: Mapping[str, str] = os.environ) -> int:
@@ -156,6 +168,14 @@ def main(variables: Mapping[str, str] = os.environ) -> int:
 
     ``variables`` are the environment variables that `_start` sets. Returns the exit status.
     """
+
+    def end_with_rank_0() -> None:
+        os.read(0, 1)
+        os._exit(1)
+
+    # The connection to rank 0 shows its death only once it exists. Before that, this process would try to connect for
+    # minutes.
+    threading.Thread(target=end_with_rank_0, daemon=True).start()
     met = environment(variables)
     assert met is not None
     store, rank, count, local = met

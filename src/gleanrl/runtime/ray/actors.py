@@ -50,8 +50,12 @@ class ActorDied(Exception):
     """Raised by a call if the actor died before it returned a result. The message names the actor and the reason."""
 
 
-class LearnerLost(ActorDied):
-    """Raised if the learner's actor died. All updates since the last checkpoint are lost."""
+class LearnerLost(Exception):
+    """Raised by a call of the learner if its actor or one of its ranks died.
+
+    All updates since the last checkpoint are lost, so the learner is not replaced on its own, as other actors are
+    (`ActorDied`): `gleanrl.runtime.ray.run` starts all actors again.
+    """
 
 
 class ActorRaised(Exception):
@@ -483,12 +487,8 @@ class ActorClient:
 class ActorPool:
     """``size`` actors of one kind. An actor that dies is replaced, at most ``ray.max_restarts`` times per index.
 
-    A learner is not replaced by its pool: `start` raises `LearnerLost` if it dies before all actors have started, and
-    later its calls do. `gleanrl.runtime.ray.run` then starts all actors again and resumes the run from its last
-    checkpoint.
-
     Args:
-        kind: "sampler", "environment", "reward" or "learner".
+        kind: "sampler", "environment" or "reward".
         make, arguments: construct the `Service` of each actor.
 
     Attributes:
@@ -512,8 +512,7 @@ class ActorPool:
     async def start(self, started: Callable[[], None] = lambda: None) -> None:
         """Start all actors and wait until all are members. Calls ``started`` once for each actor.
 
-        Raises the exception of a service that cannot start, and `LearnerLost` if the learner's actor has died. Also
-        after an error, the caller must call `close`.
+        Raises the exception of a service that cannot start. Also after an error, the caller must call `close`.
         """
         self._keepers = [asyncio.create_task(self._keep_at_work(index)) for index in range(self.size)]
         for ready in range(self.size):
@@ -563,7 +562,7 @@ class ActorPool:
         Stores an exception in `_failure` if the service cannot start or the actor dies more often than is allowed.
         """
         name = self.kind if self.size == 1 else f"{self.kind} {index}"
-        restarts, deaths = self.cluster.settings.max_restarts, 0
+        deaths = 0
         try:
             while True:
                 options = self.cluster.options(self.kind, index)
@@ -575,24 +574,14 @@ class ActorPool:
                     self.members[index] = client
                     self.changed.notify()
                     await client.ended.wait()
-                    if self.kind == "learner":
-                        raise LearnerLost(client.death)
-                    death = client.death
-                except LearnerLost:
-                    # The learner is not replaced. A sampler raises this error if the learner died while `ready` fetched
-                    # its weights for the sampler.
-                    raise
+                    death = str(client.death)
                 except ActorDied as error:
                     death = str(error)
                 finally:
                     self.members.pop(index, None)
                     await client.close()
                 deaths += 1
-                if deaths > restarts:
-                    before = f"it was started again {restarts} times before" if restarts else "it is not replaced"
-                    raise UserError(f"{death}; {before} (ray.max_restarts)")
-                self.cluster.counts["actors_restarted"] += 1
-                self.cluster.console.print(f"{death}; starting another ({deaths} of {restarts})")
+                self.cluster.restart(death, deaths, "starting another")
         except Exception as error:
             self._failure = error
             self.changed.notify()

@@ -90,6 +90,24 @@ class Cluster:
             ),
         }
 
+    def restart(self, death: str, deaths: int, action: str) -> None:
+        """Count and report the death of an actor that is started again.
+
+        Args:
+            death: the actor's name and why it died.
+            deaths: number of the actor's deaths, this one included.
+            action: what is done about it, for the report.
+
+        Raises:
+            UserError: the actor may not be started again, because it died more than ``ray.max_restarts`` times.
+        """
+        restarts = self.settings.max_restarts
+        if deaths > restarts:
+            before = f"it was started again {restarts} times before" if restarts else "it is not replaced"
+            raise UserError(f"{death}; {before} (ray.max_restarts)")
+        self.counts["actors_restarted"] += 1
+        self.console.print(f"{death}; {action} ({deaths} of {restarts})")
+
     def metrics(self) -> dict[str, float]:
         """Return counts of restarted actors and lost episodes, and durations, all since the last call."""
         metrics = {f"service/{name}": float(self.counts[name]) for name in ("actors_restarted", "episodes_lost")}

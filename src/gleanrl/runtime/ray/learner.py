@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from gleanrl.protocols import Metrics
 from gleanrl.runtime.ray.actors import ActorClient, ActorServer, LearnerLost
 from gleanrl.runtime.ray.parts import Plans
 from gleanrl.runtime.ray.weights import WeightHandle, WeightSource
-from gleanrl.runtime.sharded import learner_ranks
+from gleanrl.runtime.sharded import RankKilled, learner_ranks
 from gleanrl.utils.errors import UserError
 
 # The end of the error messages of `Ranks`. It is removed here, because a run on Ray resumes automatically.
@@ -48,21 +48,27 @@ class LearnerService(WeightSource):
                 "run.folder to storage that all nodes share"
             )
         builder, lock = await self._plans.make_builder(self._driver)
-        self._ranks = self._stack.enter_context(learner_ranks(builder.config))
-        builder = replace(builder, ranks=self._ranks)
-        torch.manual_seed(self._seed)  # as in the local runtime, so that both runtimes compute the same
-        timeline: Any = self._driver
-        self._learner = builder.learner(lock, timeline, trains=self._training)
+        with self._lost_if_a_rank_dies():
+            self._ranks = self._stack.enter_context(learner_ranks(builder.config))
+            builder = replace(builder, ranks=self._ranks)
+            torch.manual_seed(self._seed)  # as in the local runtime, so that both runtimes compute the same
+            timeline: Any = self._driver
+            self._learner = builder.learner(lock, timeline, trains=self._training)
 
     async def handle(self, method: str, arguments: tuple[Any, ...]) -> Any:
-        """Run a call from the driver. If one of the learner's ranks has died, raise `LearnerLost`.
+        with self._lost_if_a_rank_dies():
+            return await super().handle(method, arguments)
 
-        The driver then restarts the run from its last checkpoint, as if the whole actor had died.
+    @contextmanager
+    def _lost_if_a_rank_dies(self) -> Iterator[None]:
+        """Raise `LearnerLost` for an error of the block that is due to the death of one of the learner's ranks.
+
+        The driver then starts all actors again, as if the whole actor had died.
         """
         try:
-            return await super().handle(method, arguments)
+            yield
         except UserError as error:
-            if self._ranks is not None and self._ranks.broken is not None:
+            if isinstance(error, RankKilled) or (self._ranks is not None and self._ranks.broken is not None):
                 raise LearnerLost(f"learner: {error}".removesuffix(_ADVICE)) from None
             raise
 

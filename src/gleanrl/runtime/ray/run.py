@@ -11,7 +11,6 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, TypeVar
 
 from gleanrl.config import validate
@@ -43,8 +42,7 @@ T = TypeVar("T")
 def run_training(config: Config, *, resume: bool, console: Progress, monitors: OpenMonitors) -> bool:
     """Train on Ray; see `gleanrl.runtime.local.run_training` for the arguments and the result.
 
-    If the learner dies, all actors are started again and the run resumes from its last checkpoint, at most
-    ``ray.max_restarts`` times.
+    If the learner dies, the run resumes from its last checkpoint.
 
     Raises:
         UserError: a mistake that the user can fix, or actors died more often than ``ray.max_restarts`` allows.
@@ -60,37 +58,30 @@ def run_training(config: Config, *, resume: bool, console: Progress, monitors: O
                 prepared.tokenizer.save_pretrained(written)
             builder = RayBuilder.make(config, folder, prepared, console, cluster)
             lanes = ("train",) if builder.shares_sampler else LANES
-            deaths, most = 0, config.ray.max_restarts
-            while True:
-                try:
-                    work = partial(train_with, monitors=monitors, resume=resume or deaths > 0)
-                    return asyncio.run(_with_actors(builder, lanes, work, training=True))
-                except LearnerLost as error:
-                    deaths += 1
-                    if deaths > most:
-                        raise UserError(
-                            f"{error}; deaths of the learner: {deaths}, more than ray.max_restarts = {most}; "
-                            "go on from its last checkpoint with --resume"
-                        ) from None
-                    cluster.counts["actors_restarted"] += 1
-                    console.print(f"{error}; the run goes on from its last checkpoint ({deaths} of {most})")
+
+            def work(started: RayBuilder, again: bool) -> Awaitable[bool]:
+                return train_with(started, monitors, resume=resume or again)
+
+            return _run_with_actors(builder, lanes, work, training=True)
 
 
 def run_evaluation(config: Config, checkpoint: Checkpoint | None, console: Progress) -> EvaluationResult:
     """Evaluate on Ray; see `gleanrl.runtime.local.run_evaluation` for the arguments and the result.
 
+    If the learner dies, the evaluation begins again.
+
     Raises:
-        UserError: a mistake that the user can fix, or the learner's actor died.
+        UserError: a mistake that the user can fix, or actors died more often than ``ray.max_restarts`` allows.
     """
     set_up_libraries(config)
     make_scorer(config.reward)
     with open_cluster(config.ray, console, count_actors(config), ranks=config.learner.ranks) as cluster:
         builder = RayBuilder.make(config, RunFolder(config.path), prepare(config, console), console, cluster)
-        try:
-            work = partial(evaluate_with, checkpoint=checkpoint)
-            return asyncio.run(_with_actors(builder, ("evaluate",), work, training=False))
-        except LearnerLost as error:
-            raise UserError(f"{error}; its checkpoint was not evaluated, give the same command again") from None
+
+        def work(started: RayBuilder, again: bool) -> Awaitable[EvaluationResult]:
+            return evaluate_with(started, checkpoint)
+
+        return _run_with_actors(builder, ("evaluate",), work, training=False)
 
 
 def count_actors(config: Config) -> dict[str, int]:
@@ -103,11 +94,37 @@ def count_actors(config: Config) -> dict[str, int]:
     return counts
 
 
-async def _with_actors(
-    builder: RayBuilder, lanes: tuple[Lane, ...], work: Callable[[RayBuilder], Awaitable[T]], *, training: bool
+def _run_with_actors(
+    builder: RayBuilder, lanes: tuple[Lane, ...], work: Callable[[RayBuilder, bool], Awaitable[T]], *, training: bool
 ) -> T:
-    async with builder.start_actors(lanes, training=training) as started:
-        return await work(started)
+    """Start all actors, and return the result of ``work(builder, again)``.
+
+    Whenever the learner dies, also while actors start or are called by ``work``, all actors are started again, and
+    ``work`` is called again, with ``again`` True.
+
+    Raises:
+        UserError: the learner died more than ``ray.max_restarts`` times.
+    """
+    deaths = 0
+
+    async def attempt() -> T:
+        async with builder.start_actors(lanes, training=training) as started:
+            try:
+                return await work(started, deaths > 0)
+            except (LearnerLost, UserError):
+                raise
+            except Exception:
+                # The learner's death also makes other actors fail, for example those that are receiving its weights. In
+                # this case, the next line raises `LearnerLost`.
+                await started.actors.learner.ask("needs_estimates")
+                raise
+
+    while True:
+        try:
+            return asyncio.run(attempt())
+        except LearnerLost as error:
+            deaths += 1
+            builder.cluster.restart(str(error), deaths, "starting all actors again")
 
 
 @dataclass(frozen=True)
@@ -160,9 +177,7 @@ class RayBuilder(Builder):
         colocated = settings.placement == "colocated"
         gpus = {kind: cluster.places[kind][1].get("GPU", 0) for kind in ("learner", "sampler")}
         common = (config, self.folder, self.model, self.prepared.tokenizer, colocated)
-        arguments: tuple[Any, ...] = (Plans(*common, gpus["learner"]), self.seed("run"), training)
-        learner = ActorPool(cluster, "learner", 1, LearnerService, arguments)
-        arguments = (Plans(*common, gpus["sampler"]), lanes)
+        arguments: tuple[Any, ...] = (Plans(*common, gpus["sampler"]), lanes)
         samplers = ActorPool(cluster, "sampler", settings.samplers, SamplerService, arguments)
         own_gpus = not colocated and min(gpus.values()) >= 1
         way = settings.transfer
@@ -179,14 +194,20 @@ class RayBuilder(Builder):
             journal = self.folder.path.absolute() / JOURNAL if training and config.reward.journal else None
             rewards = ActorPool(cluster, "reward", 1, RewardActor, (None, config.reward, journal, {}))
 
-        pools = [pool for pool in (learner, samplers, environments, rewards) if pool is not None]
+        pools = [pool for pool in (samplers, environments, rewards) if pool is not None]
+        arguments = (Plans(*common, gpus["learner"]), self.seed("run"), training)
+        learner = ActorClient(cluster, "learner", LearnerService, arguments, cluster.options("learner", 0))
         async with AsyncExitStack() as stack:
-            with self.console.stage("starting actors", sum(pool.size for pool in pools)) as stage:
-                for pool in pools:
-                    stack.push_async_callback(pool.close)
-                await asyncio.gather(*(pool.start(stage.advance) for pool in pools))
-            # Raises `LearnerLost` if the learner has died while the other actors started.
-            yield replace(self, actors=Actors(await learner.member(), published, environments, rewards))
+            with self.console.stage("starting actors", 1 + sum(pool.size for pool in pools)) as stage:
+                for each in (learner, *pools):
+                    stack.push_async_callback(each.close)
+
+                async def start_learner() -> None:
+                    await learner.start()
+                    stage.advance()
+
+                await asyncio.gather(start_learner(), *(pool.start(stage.advance) for pool in pools))
+            yield replace(self, actors=Actors(learner, published, environments, rewards))
 
     # --- parts, as `Builder` makes them -------------------------------------------------------------
     def learner(self, device_lock: DeviceLock | None, timeline: Timeline | None, *, trains: bool = True) -> Any:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Sequence
+from collections.abc import AsyncIterator, Awaitable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from itertools import count
@@ -129,31 +129,27 @@ class SamplerPool:
         starts.
 
         Raises:
-            LearnerLost: the learner died before all actors had received the weights.
+            LearnerLost: the learner died before all actors had received the weights. An actor that loses the weights
+                because of this may raise another error first.
         """
         self.current[lane] = _Published(weights, version)
-        members: Sequence[ActorClient] = list(self.actors.members.values())
+        members = list(self.actors.members.values())
         started = perf_counter()
         offered, taken = 0.0, [0.0]
-        try:
-            if self.way == "broadcast" and members:
-                offered, taken, members = await self._broadcast(list(members), lane, weights, version)
-            if members:
-                source = Stored(await asyncio.shield(weights.put()))
-                offered = offered or perf_counter() - started
-                asked = (member.ask("publish", lane, source, version) for member in members)
-                for answer in await asyncio.gather(*asked, return_exceptions=True):
-                    if isinstance(answer, ActorDied):  # the actor's replacement receives the weights by `_give_current`
-                        continue
-                    if isinstance(answer, BaseException):
-                        raise answer
-                    taken.append(answer)
-        except LearnerLost:
-            raise
-        except Exception:
-            # A sampler may have failed only because the learner died. In this case `ask` raises LearnerLost.
-            await weights.learner.ask("ping")
-            raise
+        if self.way == "broadcast" and members:
+            offered, taken, members = await self._broadcast(members, lane, weights, version)
+        # The copy is made even if all actors are being replaced. They need it when they have started, and the learner
+        # may have changed the weights by then.
+        if members or (self.actors.cluster.settings.max_restarts and not weights.is_put):
+            source = Stored(await asyncio.shield(weights.put()))
+            offered = offered or perf_counter() - started
+            asked = (member.ask("publish", lane, source, version) for member in members)
+            for answer in await asyncio.gather(*asked, return_exceptions=True):
+                if isinstance(answer, ActorDied):  # the actor's replacement receives the weights by `_give_current`
+                    continue
+                if isinstance(answer, BaseException):
+                    raise answer
+                taken.append(answer)
         seconds = self.actors.cluster.seconds
         spent = {"publish_s": perf_counter() - started, "publish_offer_s": offered, "publish_take_s": max(taken)}
         for name, value in spent.items():
@@ -172,7 +168,7 @@ class SamplerPool:
         """
         started = perf_counter()
         learner, cluster = weights.learner, self.actors.cluster
-        keep = cluster.settings.max_restarts > 0
+        keep = cluster.settings.max_restarts > 0 and not weights.is_put
         group = self._group
         if group is None or group.learner is not learner or group.members != members:
             terms = (cluster.settings.port, len(members) + 1, self._backend, next(self._meetings))
@@ -202,7 +198,6 @@ class SamplerPool:
         self._group = None
         if isinstance(sent, LearnerLost):
             raise sent
-        await learner.ask("ping")
         if not any(isinstance(failure, ActorDied) for failure in failures):
             if not self._fall_back:
                 raise failures[0]
@@ -226,15 +221,8 @@ class SamplerPool:
                 return
             lane = missing[0]
             published = given[lane] = self.current[lane]
-            try:
-                source = Stored(await asyncio.shield(published.weights.put()))
-                await actor.ask("publish", lane, source, published.version)
-            except ActorDied:
-                raise
-            except Exception:
-                # The actor may have failed only because the learner died. In this case `ask` raises LearnerLost.
-                await published.weights.learner.ask("ping")
-                raise
+            source = Stored(await asyncio.shield(published.weights.put()))
+            await actor.ask("publish", lane, source, published.version)
 
 
 @dataclass

@@ -252,9 +252,6 @@ class WeightSource(BroadcastService):
         """Return the current weights as full tensors, not shards. Called on a thread other than the event loop's."""
         raise NotImplementedError
 
-    async def ping(self) -> None:
-        """Do nothing. If the actor has died, the driver's call raises `LearnerLost`."""
-
     async def changing(self) -> None:
         """Increase ``number`` and wait until no thread reads the weights. Must be called before each change of them."""
         self.number += 1
@@ -326,6 +323,11 @@ class WeightHandle:
         self.learner, self.number = learner, number
         self._reference: asyncio.Future[list[Any]] | None = None
 
+    @property
+    def is_put(self) -> bool:
+        """Whether `put` was called."""
+        return self._reference is not None
+
     def put(self) -> asyncio.Future[list[Any]]:
         """Make the learner write the weights to Ray's object store. Returns a future of ``[reference]``.
 
@@ -333,4 +335,6 @@ class WeightHandle:
         """
         if self._reference is None:
             self._reference = asyncio.ensure_future(self.learner.ask("put", self.number))
+            # Without this, asyncio prints the error of a future that is not awaited.
+            self._reference.add_done_callback(lambda future: future.cancelled() or future.exception())
         return self._reference
