@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer, BertConfig, BertForMaskedLM
 
 from gleanrl.config.settings import ModelSettings
-from gleanrl.learners.models import compute_dtype, load_model, resolve_device
+from gleanrl.learners.models import compute_dtype, empty_model, load_model, resolve_device
 from gleanrl.learners.tiny import build_model, build_tokenizer
 from gleanrl.utils.errors import UserError
 
@@ -180,6 +181,11 @@ def test_a_damaged_directory_is_an_error_of_one_line(saved: Path, tmp_path: Path
     with pytest.raises(UserError, match="cannot be loaded") as caught:
         load_model(TINY.model_copy(update={"init": str(tmp_path)}))
     assert "\n" not in str(caught.value)
+    config = json.loads((saved / "config.json").read_text()) | {"hidden_act": "sillu"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    for load in (load_model, empty_model):
+        with pytest.raises(UserError, match="sillu"):
+            load(TINY.model_copy(update={"init": str(tmp_path)}))
 
 
 def test_devices_and_dtypes_resolve() -> None:

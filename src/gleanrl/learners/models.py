@@ -137,11 +137,16 @@ def load_tokenizer(settings: ModelSettings) -> tuple[str, PreTrainedTokenizerBas
 def empty_model(settings: ModelSettings) -> PreTrainedModel:
     """Return the model of ``settings.init`` without memory for its weights (device ``meta``), to count its parameters.
 
-    Raises `UserError` if the model cannot be found.
+    Raises `UserError` if the model cannot be found, or its configuration describes none.
     """
     config = _pretrained(AutoConfig, local_directory(settings.init), settings)
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, trust_remote_code=settings.trust_remote_code)
+    try:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config, trust_remote_code=settings.trust_remote_code)
+    except Exception as error:  # a configuration with wrong values may raise any exception
+        raise UserError(
+            f"model.init = {settings.init!r}: its config.json describes no model: {first_line(error, 200)}"
+        ) from error
 
 
 def resolve_device(name: str) -> torch.device:
