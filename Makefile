@@ -5,6 +5,7 @@
 #                   of every property test
 # make verl         the tests that need verl, which is installed without its own requirements
 # make vllm         the tests that need vLLM, which gets an environment with Glean RL in it: 3.5 GB
+# make megatron     the tests that need Megatron-core, which is installed without its own requirements
 # make verifiers    the tests that need verifiers, in an environment of its own: it wants an older openai
 # make openenv      the tests that need OpenEnv's server, in an environment of its own
 # make lint         ruff and pyright
@@ -21,7 +22,7 @@ TESTED := gguf,trl,ray,rewards,serve,embodied,openenv,datasets,math,textarena,gy
 # these need a pretrained model, its folder, or a file to compare with
 OTHER_BENCHMARKS := golden.py exported_model.py real_model.py real_model_sampler.py smollm2.py
 
-.PHONY: quickstart smollm2 test test-all chromium verl vllm verifiers openenv lint lock docs bench clean
+.PHONY: quickstart smollm2 test test-all chromium verl vllm megatron verifiers openenv lint lock docs bench clean
 .DELETE_ON_ERROR:
 
 quickstart: $(VENV)/.installed
@@ -65,6 +66,11 @@ vllm: $(VENV)/.tested .venv-vllm/.installed
 	grep -vE '^(transformers|numpy)==' constraints.txt > .venv-vllm/constraints.txt
 	.venv-vllm/bin/pip --quiet install -c .venv-vllm/constraints.txt -e '.[$(EXTRAS),ray,rewards]' pytest pytest-timeout hypothesis
 	@touch $@
+
+# Megatron-core asks for packages of its command line and of data sets, of which the backend uses only einops
+megatron: $(VENV)/.tested
+	$(PIP) install -c constraints.txt --no-deps megatron-core einops
+	$(BIN)/python -m pytest tests/learners/test_megatron.py $(ARGS)
 
 verifiers: .venv-verifiers/.installed
 	.venv-verifiers/bin/python -m pytest tests/environments/test_verifiers.py tests/environments/test_verifiers_runs.py $(ARGS)

@@ -86,6 +86,8 @@ OTHER_NAMES: Mapping[str, tuple[str, ...]] = {
     "learner.lora_targets": ("lora_target_modules", "target_modules"),
     "learner.ranks": ("n_gpus_per_node", "nnodes", "actor.strategy", "fsdp_size", "num_processes"),
     "learner.tensor_parallel": ("tensor_model_parallel_size", "vllm_tensor_parallel_size"),
+    "learner.pipeline_parallel": ("pipeline_model_parallel_size",),
+    "learner.distributed_optimizer": ("use_distributed_optimizer",),
     "evaluation.every": ("eval_steps", "eval_strategy", "test_freq"),
     "evaluation.samples": ("num_generations_eval", "val_kwargs.n"),
     "evaluation.at_start": ("val_before_train", "eval_on_start"),

@@ -538,11 +538,19 @@ class LearnerSettings(Settings):
     further pass, by interpolation between the recorded log-probs and those in the update, according to the token's
     staleness."""
     ranks: Changeable[Positive] = 1
-    """Number of processes over which the learner's model is sharded (FSDP), each with a GPU of its own or all on the
-    CPU. They are started on this machine. Under torchrun leave it at 1, because torchrun starts the processes."""
+    """Number of processes over which the learner's model is sharded, each with a GPU of its own or all on the CPU. They
+    are started on this machine. Under torchrun leave it at 1, because torchrun starts the processes."""
+    backend: Changeable[Literal["fsdp", "megatron"]] = "fsdp"
+    """Library that runs the model of several ranks. fsdp: transformers, sharded by FSDP2. megatron: Megatron-core, for
+    Llama, Qwen2 and Qwen3, without adapters and without a critic. A checkpoint of one resumes with the other."""
     tensor_parallel: Changeable[Positive] = 1
-    """Number of processes that compute each layer together on the same samples (tensor parallelism). It must divide the
-    number of ranks; the quotient is the number of data-parallel groups."""
+    """Number of processes that compute each layer together on the same samples (tensor parallelism). Its product with
+    `pipeline_parallel` must divide the number of ranks; the quotient is the number of data-parallel groups."""
+    pipeline_parallel: Changeable[Positive] = 1
+    """Number of stages into which Megatron-core divides the layers (pipeline parallelism). Each computes other
+    micro-batches at the same time. It must divide the number of layers."""
+    distributed_optimizer: Changeable[bool] = False
+    """Divide AdamW's moments among data-parallel groups, with Megatron-core. FSDP2 always does so."""
 
 
 class EvaluationSettings(Settings):

@@ -7,6 +7,8 @@ the configuration names, including those in a user's own files.
 
 from __future__ import annotations
 
+import importlib.util
+
 from gleanrl.config.settings import Config, LearnerSettings, ModelSettings, ReplaySettings
 from gleanrl.utils.errors import UserError
 from gleanrl.utils.settings import JobConfig
@@ -148,6 +150,7 @@ def check(config: Config) -> None:
             f"ratio of {loss.name} already is current / behaviour; use 'recompute' or 'loglinear'"
         )
     _check_replay(config)
+    _check_backend(config)
     shares = samplers.shares_with_evaluation(config)
     if sampler.name == "openai":
         if sampler.options.get("update", "none") == "none":
@@ -244,4 +247,17 @@ def _check_replay(config: Config) -> None:
         raise UserError(
             f"replay.per_group = {replay.per_group} with placement = 'replace' leaves one fresh member of "
             f"schedule.group = {size}, which has no baseline to be compared with; lower it, or use placement = 'add'"
+        )
+
+
+def _check_backend(config: Config) -> None:
+    learner = config.learner
+    if learner.backend == "fsdp":
+        if (stages := learner.pipeline_parallel) > 1:
+            raise UserError(f"learner.pipeline_parallel = {stages} needs learner.backend = 'megatron'")
+        if learner.distributed_optimizer:
+            raise UserError("learner.distributed_optimizer = true needs learner.backend = 'megatron'")
+    elif not config.ray.enabled and importlib.util.find_spec("megatron") is None:
+        raise UserError(
+            "learner.backend = 'megatron' needs Megatron-core: pip install --no-deps megatron-core==0.16.1 einops"
         )

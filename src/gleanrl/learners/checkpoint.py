@@ -28,9 +28,8 @@ from gleanrl.utils.errors import UserError
 COUNTERS = "learner.json"
 TENSORS = "tensors"  # name of the folder of tensors inside the learner's folder
 BASE = "base"  # name of the hashes of the model that adapters were added to
+OPTIMIZER = "optimizer/"  # start of the names of optimizers' states
 FORMAT = 4  # version of the format; other versions are not read
-Optimizers = Mapping[str, tuple[nn.Module, Optimizer]]
-"""Name of an optimizer -> the module whose parameters it updates, and the optimizer."""
 
 
 def write_counters(folder: Path, counters: Mapping[str, float]) -> None:
@@ -56,11 +55,10 @@ def read_counters(folder: Path) -> dict[str, Any]:
     return counters
 
 
-def write(folder: Path, tensors: Mapping[str, Tensor], optimizers: Optimizers) -> None:
-    """Write this process's shards of ``tensors`` and of the optimizers' states, and torch's random state.
+def write(folder: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write this process's shards of ``tensors``, among them the optimizers' states, and torch's random state.
 
-    All processes of an engine call `write` at the same time, with the same folder on a file system that they share. An
-    optimizer that has made no update yet has no state, and nothing is written for it.
+    All processes of an engine call `write` at the same time, with the same folder on a file system that they share.
 
     Raises:
         UserError: if this process cannot see a file that another process wrote, because the folder is not shared.
@@ -69,10 +67,6 @@ def write(folder: Path, tensors: Mapping[str, Tensor], optimizers: Optimizers) -
     if not distributed.is_initialized() or distributed.get_rank() == 0:
         # Only rank 0 adds its random state. If all ranks did, the state of an arbitrary one would be written.
         state |= _random_state()
-    for part, (module, optimizer) in optimizers.items():
-        optimizer_state: Any = get_optimizer_state_dict(module, optimizer)["state"]
-        for name, values in optimizer_state.items():
-            state |= {f"optimizer/{part}/{name}/{key}": torch.as_tensor(value) for key, value in values.items()}
     with _torch_errors():
         written = dcp.save(state, checkpoint_id=folder / TENSORS)
     for info in (written.storage_data or {}).values():
@@ -81,15 +75,31 @@ def write(folder: Path, tensors: Mapping[str, Tensor], optimizers: Optimizers) -
             raise UserError(f"{path}: not visible here; the run's folder must be one that all ranks share")
 
 
-def read(folder: Path, tensors: Mapping[str, Tensor], optimizers: Optimizers, *, weights_only: bool) -> None:
-    """Load a checkpoint into ``tensors``, the optimizers and torch's random generators.
+def read(
+    folder: Path,
+    tensors: Mapping[str, Tensor],
+    parameters: Mapping[str, Tensor],
+    *,
+    shapes: Mapping[str, tuple[int, ...]] | None = None,
+    weights_only: bool,
+) -> dict[str, Tensor]:
+    """Read a checkpoint into new tensors, without changing anything, and return them by name.
 
-    The number of processes may differ from the number that wrote it with `write`. With ``weights_only`` only the
-    model's weights are read, and ``tensors`` contains no others. The hashes under `BASE` must be equal to those saved.
+    The number of processes may differ from the number that wrote it with `write`, and so may the sharding. The result
+    has ``tensors``, with their sharding, the states of optimizers, and torch's random state (see `restore_random`).
+
+    Args:
+        tensors: the tensors to read. Those under `BASE` must be equal to the saved ones.
+        parameters: the parameters of optimizers, as ``optimizer/NAME/PARAMETER``. Their states are returned as
+            ``optimizer/NAME/PARAMETER/KEY``, sharded like the parameter. An optimizer that had made no update when the
+            checkpoint was written has no state.
+        shapes: names and shapes of all tensors in the checkpoint, apart from states; by default, those of ``tensors``.
+            Needed if this process reads only some of them.
+        weights_only: read only the model's weights; ``tensors`` contains no others.
 
     Raises:
         UserError: if a file is missing or damaged, the checkpoint is of another model, or its adapters belong to
-            another base model. Nothing is changed then.
+            another base model.
     """
     path = folder / TENSORS
     try:
@@ -99,33 +109,29 @@ def read(folder: Path, tensors: Mapping[str, Tensor], optimizers: Optimizers, *,
     needed = ("weights/", BASE) if weights_only else ""
     saved: dict[str, tuple[int, ...]] = {}
     for name, info in metadata.state_dict_metadata.items():
-        if name.startswith(needed) and not name.startswith(("optimizer/", "random/")):
+        if name.startswith(needed) and not name.startswith((OPTIMIZER, "random/")):
             saved[name] = tuple(info.size) if isinstance(info, TensorStorageMetadata) else ()
-    for name in sorted(saved.keys() ^ tensors.keys()):
+    shapes = shapes or {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    for name in sorted(saved.keys() ^ shapes.keys()):
         where = "only in the file" if name in saved else "not in the file"
         raise UserError(
             f"{path}: is of another model: {name} is {where}; keep [model], loss, critic and learner.lora_* unchanged"
         )
-    for name, tensor in tensors.items():
-        if saved[name] != tuple(tensor.shape):
-            shapes = f"{saved[name]} in the file, {tuple(tensor.shape)} in the model"
-            raise UserError(f"{path}: is of another model: {name} is {shapes}; keep [model] unchanged")
+    for name, shape in shapes.items():
+        if saved[name] != shape:
+            both = f"{saved[name]} in the file, {shape} in the model"
+            raise UserError(f"{path}: is of another model: {name} is {both}; keep [model] unchanged")
 
     found: dict[str, Tensor] = {name: torch.empty_like(tensor) for name, tensor in tensors.items()}
-    states: dict[str, dict[str, dict[str, Tensor]]] = {}  # optimizer -> parameter -> key -> value
-    for part, (module, _) in optimizers.items():
-        parameters, prefix = dict(module.named_parameters()), f"optimizer/{part}/"
-        states[part] = {}
-        for key, info in metadata.state_dict_metadata.items():
-            if not key.startswith(prefix) or not isinstance(info, TensorStorageMetadata):
-                continue
-            name, _, kind = key.removeprefix(prefix).rpartition("/")
-            parameter, dtype = parameters[name].detach(), info.properties.dtype
-            if info.size == parameter.shape:  # a moment of AdamW, which is sharded like its parameter
-                value = torch.empty_like(parameter, dtype=dtype)
-            else:
-                value = torch.empty(info.size, dtype=dtype)
-            states[part].setdefault(name, {})[kind] = found[key] = value
+    for key, info in metadata.state_dict_metadata.items():
+        name = key.rpartition("/")[0]
+        if name not in parameters or not isinstance(info, TensorStorageMetadata):
+            continue
+        parameter, dtype = parameters[name], info.properties.dtype
+        if info.size == parameter.shape:  # a moment of AdamW, which is sharded like its parameter
+            found[key] = torch.empty_like(parameter, dtype=dtype)
+        else:
+            found[key] = torch.empty(info.size, dtype=dtype)
     if not weights_only:
         found |= {name: value for name, value in _random_state().items() if name in metadata.state_dict_metadata}
     try:
@@ -140,13 +146,36 @@ def read(folder: Path, tensors: Mapping[str, Tensor], optimizers: Optimizers, *,
             "model.init has changed, or the warm start was repeated with another version of torch or on another "
             "machine (then copy the folder warm-start of the cache from there)"
         )
-    with torch.no_grad():
-        for name, target in tensors.items():
-            target.copy_(found[name])
-    for part, (module, optimizer) in optimizers.items():
-        # The checkpoint has no parameter groups, so that the optimizer settings are those of this run.
-        optimizer_state: Any = get_optimizer_state_dict(module, optimizer)
-        set_optimizer_state_dict(module, optimizer, optimizer_state | {"state": states[part]})
+    return found
+
+
+def optimizer_state(name: str, module: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
+    """Return the state of the optimizer of ``module`` by the names that a checkpoint gives it.
+
+    It is empty before the first update. All processes over which the module is sharded call this function.
+    """
+    state: Any = get_optimizer_state_dict(module, optimizer)["state"]
+    found: dict[str, Tensor] = {}
+    for parameter, values in state.items():
+        found |= {f"{OPTIMIZER}{name}/{parameter}/{key}": torch.as_tensor(value) for key, value in values.items()}
+    return found
+
+
+def restore_optimizer(name: str, module: nn.Module, optimizer: Optimizer, found: Mapping[str, Tensor]) -> None:
+    """Give the optimizer of ``module`` the state that `read` found. Its settings are left unchanged."""
+    states: dict[str, dict[str, Tensor]] = {}
+    prefix = f"{OPTIMIZER}{name}/"
+    for key, value in found.items():
+        if key.startswith(prefix):
+            parameter, _, kind = key.removeprefix(prefix).rpartition("/")
+            states.setdefault(parameter, {})[kind] = value
+    # The checkpoint has no parameter groups, so that the optimizer settings are those of this run.
+    state: Any = get_optimizer_state_dict(module, optimizer)
+    set_optimizer_state_dict(module, optimizer, state | {"state": states})
+
+
+def restore_random(found: Mapping[str, Tensor]) -> None:
+    """Give torch's random generators the states that `read` found."""
     if "random/cpu" in found:
         torch.set_rng_state(found["random/cpu"])
     if "random/cuda" in found:
@@ -167,11 +196,12 @@ def _torch_errors() -> Iterator[None]:
     """Raise a `CheckpointException` of torch, which does not derive from `Exception`, as a RuntimeError.
 
     A `CheckpointException` collects the errors of all processes. The RuntimeError has the class and the message of the
-    first one. Torch's warning that only one process is used is hidden.
+    first one. Torch's warnings that only one process is used, and that processes have different tensors, are hidden.
     """
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")
+            warnings.filterwarnings("ignore", "Detected mismatched keys")  # each stage of a pipeline has its own
             yield
     except dcp.CheckpointException as error:
         first, _ = next(iter(error.failures.values()))

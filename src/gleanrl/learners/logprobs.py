@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 from torch.autograd.function import once_differentiable
 
 from gleanrl.algorithms.batch import unscored_sample
@@ -128,45 +128,69 @@ def _hidden_states(model: Any, head: nn.Linear, index: Tensor, **inputs: Tensor)
     return states[0] if _PLAIN[model] else None
 
 
-def selected_log_softmax(logits: Tensor, targets: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+def selected_log_softmax(
+    logits: Tensor, targets: Tensor, temperature: float = 1.0, group: distributed.ProcessGroup | None = None
+) -> tuple[Tensor, Tensor]:
     """Compute the log-probs of ``targets`` and the entropies, [T] each, under softmax(logits / temperature).
 
     ``logits`` is [T, V] of any float dtype, ``targets`` int64 [T]. The results are float64 if the logits are, otherwise
     float32. The softmax is not stored for the backward pass.
+
+    With a ``group`` of processes, each has the logits of a part of the vocabulary, with one column at least, and
+    ``targets`` are indices into its own part. A target in the part of another process is negative or too large. All
+    processes get the same results.
     """
-    return _SelectedLogSoftmax.apply(logits, targets, temperature)  # type: ignore[no-any-return]
+    return _SelectedLogSoftmax.apply(logits, targets, temperature, group)  # type: ignore[no-any-return]
 
 
 class _SelectedLogSoftmax(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, logits: Tensor, targets: Tensor, temperature: float, group: distributed.ProcessGroup | None
+    ) -> tuple[Tensor, Tensor]:
         exact = torch.float64 if logits.dtype == torch.float64 else torch.float32
-        normaliser, entropy, chosen = (logits.new_empty(logits.shape[0], dtype=exact) for _ in range(3))
+        highest, total, moment, chosen = (logits.new_empty(logits.shape[0], dtype=exact) for _ in range(4))
+        inside = None  # whether a target is in this process's part of the vocabulary
+        if group is not None:
+            inside = (targets >= 0) & (targets < logits.shape[-1])
+            targets = targets.clamp(0, logits.shape[-1] - 1)
         for rows in _blocks(logits):
             scaled = logits[rows].to(exact) / temperature
-            highest = scaled.amax(-1, keepdim=True)
+            highest[rows] = scaled.amax(-1)
             chosen[rows] = scaled.gather(-1, targets[rows, None]).squeeze(-1)
-            shifted = scaled.sub_(highest)
+            shifted = scaled.sub_(highest[rows, None])
             weights = shifted.exp()
-            total = weights.sum(-1)
-            log_total = total.log()
-            normaliser[rows] = log_total + highest.squeeze(-1)
-            entropy[rows] = log_total - torch.linalg.vecdot(weights, shifted) / total
-        ctx.save_for_backward(logits, targets, normaliser, entropy)
+            total[rows] = weights.sum(-1)
+            moment[rows] = torch.linalg.vecdot(weights, shifted)
+        if inside is not None:
+            # If the maximum rises by d, a sum s of exp(x - m) becomes s e^-d, and u of exp(x - m) (x - m) becomes
+            # (u - d s) e^-d.
+            fall = highest.clone()
+            distributed.all_reduce(highest, distributed.ReduceOp.MAX, group)
+            fall -= highest
+            sums = torch.stack([total, moment.addcmul_(fall, total), chosen])
+            sums[:2] *= fall.exp()
+            sums[2] *= inside
+            distributed.all_reduce(sums, group=group)
+            total, moment, chosen = sums
+        log_total = total.log()
+        normaliser, entropy = log_total + highest, log_total - moment / total
+        ctx.save_for_backward(logits, targets, normaliser, entropy, inside)
         ctx.temperature = temperature
         ctx.set_materialize_grads(False)
         return chosen - normaliser, entropy
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Compute the gradient of the logits.
 
         With respect to the scaled logits (logits / temperature), the derivative of a target's log-prob is
         onehot(target) - p, and that of the entropy is -p (log p + entropy), where p is the softmax.
         """
-        logits, targets, normaliser, entropy = ctx.saved_tensors
+        logits, targets, normaliser, entropy, inside = ctx.saved_tensors
         grad_logp, grad_entropy = grads
+        of_targets = grad_logp if inside is None or grad_logp is None else grad_logp * inside
         out = torch.empty_like(logits)
         for rows in _blocks(logits):
             log_p = logits[rows].to(normaliser.dtype) / ctx.temperature - normaliser[rows, None]
@@ -177,10 +201,10 @@ class _SelectedLogSoftmax(torch.autograd.Function):
             if grad_entropy is not None:
                 slope = slope - grad_entropy[rows, None] * (log_p + entropy[rows, None])
             grad = p.mul_(slope)
-            if grad_logp is not None:
-                grad.scatter_add_(-1, targets[rows, None], grad_logp[rows, None])
+            if of_targets is not None:
+                grad.scatter_add_(-1, targets[rows, None], of_targets[rows, None])
             out[rows] = grad.div_(ctx.temperature)
-        return out, None, None
+        return out, None, None, None
 
 
 def _blocks(logits: Tensor) -> Iterator[slice]:

@@ -337,6 +337,18 @@ def _pretrained(auto: Any, source: str, settings: ModelSettings, **options: Any)
         raise UserError(f"model.init = {settings.init!r} {reason}") from error
 
 
+def skeleton(model: nn.Module) -> nn.Module:
+    """Return a copy of ``model`` with parameters on the meta device, which can be pickled without the weights.
+
+    Buffers keep their values, on the CPU.
+    """
+    memo: dict[int, Any] = {
+        id(p): nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad) for p in model.parameters()
+    }
+    memo |= {id(buffer): buffer.detach().cpu() for buffer in model.buffers()}
+    return copy.deepcopy(model, memo)
+
+
 # --- adapters and export ---------------------------------------------------------------------------
 def add_adapters(model: nn.Module, settings: LearnerSettings, seed: int) -> Any:
     """Add LoRA adapters to ``model`` and return the peft model, in which only the adapters are trainable.

@@ -63,10 +63,18 @@ def _forward(
     """
     if packing is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **options)
+    return attend(query, key, value, packing, scaling).transpose(1, 2), None
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, packing: Packing, scaling: float | None = None) -> Tensor:
+    """Compute the attention of a packed row, [1, heads, L, D].
+
+    ``query`` is [1, heads, L, D], ``key`` and ``value`` are [1, KV heads, L, D].
+    """
     if torch.is_autocast_enabled("cpu"):
         dtype = torch.get_autocast_dtype("cpu")
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-    return _PackedAttention.apply(query, key, value, packing, scaling).transpose(1, 2), None  # type: ignore[attr-defined]
+    return _PackedAttention.apply(query, key, value, packing, scaling)  # type: ignore[no-any-return]
 
 
 AttentionInterface.register(NAME, _forward)

@@ -259,13 +259,28 @@ class TransformersBackend:
         return adapter_weights(self.model, self.placement.whole)
 
     def save(self, folder: Path) -> None:
-        checkpoint.write(folder, *self._state())
+        tensors, optimizers = self._state()
+        for name, (module, optimizer) in optimizers.items():
+            tensors |= checkpoint.optimizer_state(name, module, optimizer)
+        checkpoint.write(folder, tensors)
 
     def load(self, folder: Path) -> None:
-        checkpoint.read(folder, *self._state(), weights_only=not self.trains)
+        tensors, optimizers = self._state()
+        parameters = {
+            f"{checkpoint.OPTIMIZER}{name}/{parameter}": value.detach()
+            for name, (module, _) in optimizers.items()
+            for parameter, value in module.named_parameters()
+        }
+        found = checkpoint.read(folder, tensors, parameters, weights_only=not self.trains)
+        with torch.no_grad():
+            for name, target in tensors.items():
+                target.copy_(found[name])
+        for name, (module, optimizer) in optimizers.items():
+            checkpoint.restore_optimizer(name, module, optimizer, found)
+        checkpoint.restore_random(found)
 
-    def _state(self) -> tuple[dict[str, Tensor], checkpoint.Optimizers]:
-        """Return what a checkpoint contains: named tensors, and the optimizers.
+    def _state(self) -> tuple[dict[str, Tensor], dict[str, tuple[nn.Module, torch.optim.Optimizer]]]:
+        """Return what a checkpoint contains: named tensors, and the optimizers with the modules that they train.
 
         The tensors are the trained weights, the hashes of the base model if these are adapters, and, if the engine
         trains and has a reference or a critic, the weights of these.

@@ -7,9 +7,9 @@ other process runs `serve`, which executes the same calls on its own part of the
 from __future__ import annotations
 
 import asyncio
-import copy
 import signal
 import threading
+import warnings
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
@@ -20,11 +20,11 @@ import torch
 from torch import Tensor, nn
 
 from gleanrl.config.settings import LearnerSettings
-from gleanrl.learners.backend import Pass
+from gleanrl.learners.backend import Backend, Pass
 from gleanrl.learners.distributed.fsdp import Fsdp
 from gleanrl.learners.distributed.ranks import Ranks
 from gleanrl.learners.engine import LocalEngine, TokenScores
-from gleanrl.learners.models import export, export_adapters
+from gleanrl.learners.models import export, export_adapters, skeleton
 from gleanrl.learners.transformers import TransformersBackend
 from gleanrl.types import FloatArray
 from gleanrl.utils.errors import UserError
@@ -40,9 +40,17 @@ def make_local(ranks: Ranks, model: nn.Module, settings: LearnerSettings, *args:
         UserError: if ``learner.tensor_parallel`` cannot be used with these settings or this model.
     """
     dtype = options.pop("compute_dtype", None) or (torch.bfloat16 if ranks.device.type == "cuda" else torch.float32)
-    if settings.lora_rank and settings.tensor_parallel > 1:
-        raise UserError("learner.tensor_parallel splits no adapters; leave out learner.lora_rank, or set it to 1")
-    backend = partial(TransformersBackend, placement=Fsdp(ranks, dtype, settings.tensor_parallel))
+    backend: Callable[..., Backend]
+    if settings.backend == "megatron":
+        with warnings.catch_warnings():
+            # Megatron-core warns of each optional package that is missing.
+            warnings.simplefilter("ignore")
+            from gleanrl.learners.distributed.megatron import MegatronBackend
+        backend = partial(MegatronBackend, ranks)
+    else:
+        if settings.lora_rank and settings.tensor_parallel > 1:
+            raise UserError("learner.tensor_parallel splits no adapters; leave out learner.lora_rank, or set it to 1")
+        backend = partial(TransformersBackend, placement=Fsdp(ranks, dtype, settings.tensor_parallel))
     engine = LocalEngine(model, settings, *args, **options, compute_dtype=dtype, backend=backend)
     engine.between = ranks.barrier
     return engine
@@ -157,15 +165,3 @@ def dismiss(ranks: Ranks) -> None:
         with suppress(UserError):
             ranks.send(None)
     ranks.close()
-
-
-def skeleton(model: nn.Module) -> nn.Module:
-    """Return a copy of ``model`` with parameters on the meta device, which can be pickled without the weights.
-
-    Buffers keep their values, on the CPU.
-    """
-    memo: dict[int, Any] = {
-        id(p): nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad) for p in model.parameters()
-    }
-    memo |= {id(buffer): buffer.detach().cpu() for buffer in model.buffers()}
-    return copy.deepcopy(model, memo)
