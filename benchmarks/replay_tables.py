@@ -314,12 +314,13 @@ def draw_sizes(rows: Sequence[Row]) -> str:
     """Draw an SVG and return its text.
 
     It shows the gain of replay over each control by the number of the model's parameters, on held-out and on training
-    tasks, with 95 % intervals over seeds.
+    tasks, with 95 % intervals over seeds. Sizes with fewer than three seeds have no interval and
+    are left out.
     """
-    sizes = _by_size(rows)
+    sizes = [runs for runs in _by_size(rows) if len(_gain(runs, CONTROLS[0], next(iter(WHAT.values())))) > 2]
     gains = [_gain(runs, control, what) for runs in sizes for control in CONTROLS for what in WHAT.values()]
-    top = math.ceil(10 * max(statistics.mean(own) + _half(own) for own in gains)) / 10
-    low = math.floor(10 * min(0.0, *(statistics.mean(own) - _half(own) for own in gains))) / 10
+    top = math.ceil(10 * max(statistics.mean(own) + interval(own) for own in gains)) / 10
+    low = math.floor(10 * min(0.0, *(statistics.mean(own) - interval(own) for own in gains))) / 10
     y: Callable[[float], float] = lambda value: 26 + 154 * (top - value) / (top - low)  # noqa: E731
     parts = []
     for column, (title, what) in enumerate(WHAT.items()):
@@ -334,7 +335,7 @@ def draw_sizes(rows: Sequence[Row]) -> str:
             points = []
             for runs in sizes:
                 own, count = _gain(runs, control, what), next(iter(runs["replay"].values()))["parameters"]
-                x, mean, half = left + 20 + shift + 75 * math.log10(count / 2e5), statistics.mean(own), _half(own)
+                x, mean, half = left + 20 + shift + 75 * math.log10(count / 2e5), statistics.mean(own), interval(own)
                 points.append(f"{x:.1f},{y(mean):.1f}")
                 parts.append(
                     f'<path d="M{x:.1f} {y(mean - half):.1f}V{y(mean + half):.1f}" stroke="{COLOURS[control]}"/>'
@@ -349,11 +350,6 @@ def draw_sizes(rows: Sequence[Row]) -> str:
         parts.append(f'<text {at} fill="{COLOURS[control]}" font-weight="bold">replay over {control}</text>')
     head = '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 660 230" font-family="sans-serif" font-size="11">'
     return head + "".join(parts) + "</svg>\n"
-
-
-def _half(values: Sequence[float]) -> float:
-    """Return half the width of the interval, or 0 where two values or fewer give none that could be drawn."""
-    return interval(values) if len(values) > 2 else 0.0
 
 
 def panel(curves: Mapping[str, Sequence[Row]], what: str, title: str, colours: Mapping[str, str]) -> str:
