@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from tests.cli.conftest import outcome
-from tests.runtime.ray_world import commands, gone
-from tests.runtime.test_ray_run import Start, assert_exact
+from tests.runtime.ray_world import commands, find_losses, gone
+from tests.runtime.test_ray_run import Start
 
 if find_spec("vllm") is None or find_spec("ray") is None:
     pytest.skip("vLLM or Ray is not installed in this environment: make vllm", allow_module_level=True)
@@ -54,7 +54,7 @@ def test_a_killed_vllm_actor_is_restarted_and_no_step_or_rollout_is_lost(start: 
     command.kill("Sampler")
     ended = command.wait()
     assert ended.status == 0, ended.stderr
-    assert_exact(command.run, steps)
+    assert not find_losses(command.run, steps, in_order=False)
     assert len(re.findall(r"^sampler \d died: .*; starting another \(1 of 3\)$", ended.stderr, re.MULTILINE)) == 1
     assert "Traceback" not in ended.stderr + ended.stdout
     rows = [row.metrics for row in command.run.read_metrics()]
