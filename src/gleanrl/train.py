@@ -266,7 +266,7 @@ async def run_step(run: Run, queue: GroupQueue) -> bool:
         if groups is None:
             break
         run.step_state = StepState.LEARNING
-        if run.settings.preset == "sync":  # nothing is sampled before the new weights are published
+        if run.controller.schedule.in_waves:
             await finish_shared_evaluation(run)
             await run.player.sampler.rest()
         batch = await run.make_batch(groups)

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from transformers.utils import logging as transformers_logging
 
-from gleanrl import samplers
 from gleanrl.algorithms.advantages import ESTIMATORS, Estimator
 from gleanrl.algorithms.batch import Batch, assign_advantages, build_samples
 from gleanrl.config import validate
@@ -54,7 +53,7 @@ from gleanrl.runtime.process import handle_signals, open_run
 from gleanrl.runtime.rewards import RewardSource, make_scorer, reward_source
 from gleanrl.runtime.run_folder import Checkpoint, OpenMonitors, RunFolder, RunInfo
 from gleanrl.runtime.sharded import learner_ranks
-from gleanrl.samplers import SAMPLERS
+from gleanrl.samplers import SAMPLERS, is_deterministic, shares_with_evaluation
 from gleanrl.schedule.device_lock import DeviceLock, TakeDevice, make_order
 from gleanrl.schedule.schedule import Schedule
 from gleanrl.schedule.timeline import Timeline
@@ -421,7 +420,7 @@ class Builder:
             self.prepared.model,
             max_rows=settings.max_rows,
             max_context=self.max_context,
-            deterministic=samplers.is_deterministic(self.config),
+            deterministic=is_deterministic(self.config),
             inflight=schedule.inflight,
             dtype=self.dtype,
             device_lock=device_lock,
@@ -443,7 +442,7 @@ class Builder:
     @property
     def shares_sampler(self) -> bool:
         """Whether evaluations during training use training's sampler."""
-        return samplers.shares_with_evaluation(self.config)
+        return shares_with_evaluation(self.config)
 
     def rewards(self, folder: RunFolder | None) -> AbstractAsyncContextManager[RewardSource]:
         return reward_source(self.config.reward, folder, self.scorer)

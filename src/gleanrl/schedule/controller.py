@@ -89,10 +89,6 @@ class StalenessController:
         self._next = first_step * schedule.batch
         self._again: list[tuple[int, int]] = []  # heap of (number, attempt) to hand out before _next
         self._refunded: list[tuple[int, int]] = []  # (number, attempt) of dropped groups, not in _again yet
-        # Replacements start while other groups are sampled, at times that depend on the durations of rewards. Then the
-        # composition of the sampler's batches, and so the rounding, depends on them, too. A synchronous run is to be
-        # reproducible, so its replacements start only when no group is in flight.
-        self._in_waves = schedule.staleness == 0 and schedule.chunk == schedule.batch
         # After a restart: for tickets from number _next on, how many groups of the ticket were dropped, if any.
         self._attempts: dict[int, int] = {}
         self._ahead: set[int] = set()  # after a restart: tickets from number _next on that were already consumed
@@ -151,7 +147,10 @@ class StalenessController:
         """
         schedule = self.schedule
         while not self.finished:
-            if self._refunded and not (self._in_waves and self.in_flight):
+            # Replacements could start while other groups are sampled, at times that depend on the durations of rewards.
+            # Then the composition of the sampler's batches, and so the rounding, would depend on them, too. A
+            # synchronous run is to be reproducible, so its replacements start only when no group is in flight.
+            if self._refunded and not (schedule.in_waves and self.in_flight):
                 for entry in self._refunded:
                     heapq.heappush(self._again, entry)
                 self._refunded.clear()

@@ -41,6 +41,11 @@ class Schedule:
         if self.staleness < 0:
             raise UserError(f"schedule.staleness is {self.staleness}: it must be 0 or more steps")
 
+    @property
+    def in_waves(self) -> bool:
+        """Whether no group is sampled from the time at which the learner gets a batch until the next publication."""
+        return self.staleness == 0 and self.chunk == self.batch
+
     @classmethod
     def from_settings(cls, settings: ScheduleSettings) -> Schedule:
         """Return the schedule of the preset in ``settings``.
