@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import fields, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from gleanrl.learners.supervised import fine_tune
 from gleanrl.learners.torch import TorchLearner
 from tests.builders import tiny_model
 from tests.learners.many import asked, engine_of, led
+from tests.learners.test_megatron import summed
 from tests.learners.test_sharded import GROUPS, STEPS, batch_of
 from tests.learners.test_supervised import make_examples
 
@@ -42,7 +44,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 def make(device: torch.device, loss: LossSettings, ranks: Ranks | None = None, **options: Any) -> TorchLearner:
     own = {key: options.pop(key) for key in ("critic", "compute_dtype") if key in options}
     return TorchLearner(
-        tiny_model(0, torch.float32).to(device),
+        tiny_model(0, torch.float32, kv_heads=2).to(device),
         LearnerSettings.model_validate({"tokens_per_microbatch": 100, "attn_implementation": "sdpa", **options}),
         loss,
         total_steps=STEPS,
@@ -151,23 +153,40 @@ def test_flash_attention_gives_the_log_probs_of_the_plain_kernel() -> None:
     assert asyncio.run(flash.update(batch_of(0, LossSettings())))["learner/grad_norm"] > 0
 
 
-def spread(ranks: Ranks | None, device: torch.device | None = None) -> dict[str, Any]:
+def spread(ranks: Ranks | None, **options: Any) -> dict[str, Any]:
     """Return the gradients of a batch, the gradient norms of two updates, and the names of the weights."""
     loss = LossSettings(kl_coefficient=0.1)
-    device = device or (torch.device("cpu") if ranks is None else ranks.device)
-    learner = make(device, loss, ranks, compute_dtype=torch.float32)
+    device = torch.device("cpu") if ranks is None else ranks.device
+    learner = make(device, loss, ranks, compute_dtype=torch.float32, **options)
     learner.engine.backward(batch_of(0, loss).samples)
-    found = asked(learner.engine, gradients)
+    found = asked(learner.engine, summed if options.get("backend") == "megatron" else gradients)
     learner.engine.discard()
     told = [asyncio.run(learner.update(batch_of(step, loss))) for step in range(2)]
     whole = {name: tensor.cpu().clone() for name, tensor in learner.weights().items()}
     return {"gradients": found, "norms": [each["learner/grad_norm"] for each in told], "names": set(whole)}
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
-def test_two_ranks_over_nccl_have_the_gradients_of_one_process() -> None:
-    one, many = spread(None), led(2, spread, cuda=DEVICE.type == "cuda")
-    close(many["gradients"], one["gradients"], 1e-4)
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "fsdp, 2": (2, {}),
+    "megatron, 1": (1, {"backend": "megatron"}),
+    "megatron, tensor 2": (2, {"backend": "megatron", "tensor_parallel": 2}),
+    "megatron, pipeline 2": (2, {"backend": "megatron", "pipeline_parallel": 2}),
+    "megatron, data 2": (2, {"backend": "megatron"}),
+    "megatron, distributed optimizer": (2, {"backend": "megatron", "distributed_optimizer": True}),
+    "megatron, 2 x 2 x 2": (8, {"backend": "megatron", "tensor_parallel": 2, "pipeline_parallel": 2}),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_ranks_over_nccl_have_the_gradients_of_one_process(layout: str) -> None:
+    count, options = LAYOUTS[layout]
+    if torch.cuda.device_count() < count and DEVICE.type == "cuda":
+        pytest.skip(f"needs {count} CUDA devices")
+    if "backend" in options:
+        pytest.importorskip("megatron.core", reason="needs megatron-core: make megatron installs it")
+    one, many = spread(None), led(count, partial(spread, **options), cuda=DEVICE.type == "cuda")
+    if not options.get("distributed_optimizer"):  # with it, a rank has the sums of its share only
+        close(many["gradients"], one["gradients"], 1e-4)
     assert many["norms"][0] == pytest.approx(one["norms"][0], rel=1e-4)
     assert many["norms"][1] == pytest.approx(one["norms"][1], rel=1e-2)  # Adam's first step amplifies rounding
     assert many["names"] == one["names"]

@@ -1,13 +1,14 @@
-"""`TransformersSampler` on a GPU: its log-probs equal those of a plain forward pass on the CPU."""
+"""Samplers on a GPU: their log-probs equal those of a plain forward pass on the CPU."""
 
 from __future__ import annotations
 
 import asyncio
+from importlib.util import find_spec
 
 import pytest
 import torch
 
-from tests.samplers.conversations import assert_exact, converse, make_model, make_sampler, tokens_of
+from tests.samplers.conversations import CONTEXT, assert_exact, converse, make_model, make_sampler, tokens_of
 
 pytestmark = [
     pytest.mark.gpu,
@@ -42,3 +43,29 @@ def test_the_same_seeds_give_the_same_tokens_on_a_gpu() -> None:
 def test_the_default_dtype_on_a_gpu_is_bfloat16_within_0_3_nats() -> None:
     records = asyncio.run(sample_conversations(DEVICE, "qwen2", None))
     assert_exact(make_model("qwen2"), records, tolerance=0.3 if DEVICE == "cuda" else 1e-4)
+
+
+@pytest.mark.vllm
+@pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed in this environment")
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-2), (torch.bfloat16, 0.3)], ids=str)
+def test_vllm_on_a_gpu_has_the_log_probs_of_the_cpu(dtype: torch.dtype, tolerance: float) -> None:
+    """Covers the weights at the start, a publication, and a publication to an engine that has slept."""
+    from gleanrl.samplers.vllm import VllmSampler
+    from tests.samplers import vllm_engine
+
+    options = {"max_rows": 16, "max_context": CONTEXT, "deterministic": False, "dtype": dtype, "enforce_eager": True}
+    options |= {"gpu_memory_utilization": 0.2, "enable_sleep_mode": True}
+
+    async def test() -> None:
+        sampler = VllmSampler(vllm_engine.make_model("qwen2").to(DEVICE), **options)
+        for seed in range(3):
+            model = vllm_engine.make_model("qwen2", seed)
+            if seed:
+                if seed == 2:
+                    await sampler.rest()
+                await sampler.publish(dict(model.named_parameters()), seed)
+            records = await asyncio.gather(*(converse(sampler, number) for number in range(8)))
+            assert_exact(model, records, tolerance=tolerance)
+        await sampler.close()
+
+    asyncio.run(test())
