@@ -157,18 +157,24 @@ def scores(ranks: Ranks | None, layout: Layout | None, family: str) -> dict[str,
     learner = make(ranks, LossSettings(), torch.float32, model=model_of(family, torch.float32), **spread(layout))
     weights = {name: tensor.clone() for name, tensor in learner.weights().items()}
     samples = test_sharing.make_batch(0, LossSettings()).samples
-    return {"weights": weights, "scores": [row for score in learner.engine.score(samples) for row in score]}
+    rows = [row for score in learner.engine.score(samples) for row in score]
+    learner.engine.backward(samples)
+    gradients = asked(learner.engine, gradients_of if layout is None else summed)
+    return {"weights": weights, "scores": rows, "gradients": gradients}
 
 
 @pytest.mark.parametrize("layout", TWO[:2], ids=str)
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
-def test_each_family_has_the_log_probs_and_the_weights_of_transformers(family: str, layout: Layout) -> None:
+def test_each_family_has_the_log_probs_weights_and_gradients_of_transformers(family: str, layout: Layout) -> None:
     one, many = scores(None, None, family), led(2, scores, layout, family)
     assert many["weights"].keys() == one["weights"].keys()
     for name, tensor in one["weights"].items():
         assert torch.equal(many["weights"][name], tensor), name
     for ours, theirs in zip(many["scores"], one["scores"], strict=True):
         assert ours == pytest.approx(theirs, abs=2e-5)
+    for name, gradient in one["gradients"].items():
+        largest = float(gradient.abs().max())
+        torch.testing.assert_close(many["gradients"][name], gradient, rtol=0, atol=1e-4 * largest, msg=name)
 
 
 # --- refusals ---

@@ -28,7 +28,16 @@ from megatron.core.models.gpt.gpt_layer_specs import (  # pyright: ignore[report
 )
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer  # pyright: ignore[reportMissingImports]
 from megatron.core.pipeline_parallel import get_forward_backward_func  # pyright: ignore[reportMissingImports]
+from megatron.core.tensor_parallel import (  # pyright: ignore[reportMissingImports]
+    gather_from_sequence_parallel_region,
+)
+from megatron.core.tensor_parallel.random import (  # pyright: ignore[reportMissingImports]
+    initialize_rng_tracker,
+)
 from megatron.core.transformer import TransformerConfig  # pyright: ignore[reportMissingImports]
+from megatron.core.transformer.transformer_block import (  # pyright: ignore[reportMissingImports]
+    TransformerBlockSubmodules,
+)
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -478,6 +487,9 @@ def _set_layout(tensor: int, pipeline: int) -> None:
             return
         parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(tensor, pipeline)
+    # With sequence parallelism, Megatron-core asks for random states of its own, which it keeps on a GPU. Nothing in a
+    # pass is random, so it gets the kind that does nothing.
+    initialize_rng_tracker(inference_rng_tracker=True)
 
 
 def _transformer_config(
@@ -504,6 +516,7 @@ def _transformer_config(
         attention_dropout=0.0,
         tensor_model_parallel_size=settings.tensor_parallel,
         pipeline_model_parallel_size=settings.pipeline_parallel,
+        sequence_parallel=settings.tensor_parallel > 1,
         params_dtype=dtype,
         pipeline_dtype=compute_dtype,
         enable_autocast=cast,
@@ -530,12 +543,17 @@ class Stage(GPTModel):
     def __init__(self, config: TransformerConfig, model: Any) -> None:
         theirs = model.config
         spec: Any = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=config.qk_layernorm)
-        spec.submodules.self_attention.submodules.core_attention = Attention
+        attention = spec.submodules.self_attention.submodules
+        attention.core_attention = Attention
+        spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = Norm
+        if config.qk_layernorm:
+            attention.q_layernorm = attention.k_layernorm = Norm
+        layers = [spec] * (config.num_layers // config.pipeline_model_parallel_size)
         self.vocabulary, self.tied = theirs.vocab_size, theirs.tie_word_embeddings
         self.vocabulary_part = math.ceil(theirs.vocab_size / config.tensor_model_parallel_size)
         super().__init__(
             config,
-            spec,
+            TransformerBlockSubmodules(layers, Norm),
             vocab_size=self.vocabulary_part * config.tensor_model_parallel_size,
             max_sequence_length=theirs.max_position_embeddings,
             pre_process=parallel_state.is_pipeline_first_stage(),
@@ -545,29 +563,47 @@ class Stage(GPTModel):
         )
         for parameter in self.parameters():
             parameter.data = parameter.data.to(config.params_dtype)  # norms are made in float32
+        if self.post_process:
+            # The head gets the states of trained tokens, which `forward` has gathered.
+            self.output_layer.sequence_parallel = False
+            self.output_layer.allreduce_dgrad = config.tensor_model_parallel_size > 1
         # The frequencies of transformers, because these depend on the config's scaling. Angles are always float32.
         self.register_buffer("frequencies", model.base_model.rotary_emb.inv_freq.detach().float(), persistent=False)
 
     def forward(self, micro: MicroBatch) -> Tensor:  # type: ignore[override]  # pyright: ignore[reportIncompatibleMethodOverride]
         """Return hidden states [L, B, H], or on the last stage logits [T, V / n] of the trained tokens.
 
-        The logits are those of this process's part of the vocabulary.
+        The logits are those of this process's part of the vocabulary. With tensor parallelism, the positions of hidden
+        states are divided among the processes of the layer, so rows are padded to a multiple of their number.
         """
         length = micro.tokens.shape[1]
+        padding = 0, -length % self.config.tensor_model_parallel_size
         positions = micro.packing.positions if micro.packing is not None else torch.arange(length)[None]
+        positions = F.pad(positions, padding)
         angles = positions.to(self.frequencies.device).T[:, :, None, None] * self.frequencies  # [L, B or 1, 1, D / 2]
         hidden = self.decoder(
-            hidden_states=self.embedding(micro.tokens, None) if self.pre_process else None,
+            hidden_states=self.embedding(F.pad(micro.tokens, padding), None) if self.pre_process else None,
             attention_mask=micro.packing,  # passed on to `Attention`
             rotary_pos_emb=torch.cat([angles, angles], -1),
         )
         if not self.post_process:
             return hidden
-        states = hidden.transpose(0, 1).flatten(0, 1).index_select(0, micro.index)
+        if self.config.sequence_parallel:
+            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
+        states = hidden[:length].transpose(0, 1).flatten(0, 1).index_select(0, micro.index)
         head = self.shared_embedding_or_output_weight() if self.tied else None
         logits, _ = self.output_layer(states[:, None], weight=head)
         start = parallel_state.get_tensor_model_parallel_rank() * self.vocabulary_part
         return logits[:, 0, : self.vocabulary - start]  # without padding
+
+
+class Norm(nn.RMSNorm):
+    """The norm of a part of the positions. Megatron-core's own by torch refuses sequence parallelism."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float) -> None:
+        super().__init__(hidden_size, eps=eps)
+        # Megatron-core adds up the gradients that the processes of a layer have for their positions.
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
 
 class Attention(nn.Module):
@@ -585,5 +621,7 @@ class Attention(nn.Module):
         if packing is None:
             out = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
         else:
-            out = attend(query, key, value, packing)
+            length = packing.positions.shape[1]
+            out = attend(*(states[:, :, :length] for states in (query, key, value)), packing)
+            out = F.pad(out, (0, 0, 0, query.shape[2] - length))
         return out.permute(2, 0, 1, 3).flatten(2)
