@@ -12,6 +12,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 from gleanrl.config.settings import CriticSettings, LossSettings
 from gleanrl.learners.distributed.ranks import Ranks
+from gleanrl.learners.mapped import replace_parameters, stored_weights, use_stored
 from gleanrl.utils.errors import UserError
 from tests.builders import VOCABULARY, tiny_model
 from tests.learners import test_sharing
@@ -154,13 +155,23 @@ def test_a_checkpoint_continues_on_every_layout_and_backend(tmp_path: Path) -> N
 
 # --- models ---
 def scores(ranks: Ranks | None, layout: Layout | None, family: str) -> dict[str, Any]:
-    learner = make(ranks, LossSettings(), torch.float32, model=model_of(family, torch.float32), **spread(layout))
+    """Return the weights of a model, and what it and its reference model compute.
+
+    The weights are stored in bfloat16. One process holds them in float32, several convert them when they place them.
+    """
+    model = model_of(family, torch.float32)
+    stored = {name: tensor.bfloat16() for name, tensor in stored_weights(model).items()}
+    if ranks is None:
+        replace_parameters(model, lambda name, _: stored[name].float())
+    else:
+        use_stored(model, stored, ranks.device)
+    learner = make(ranks, LossSettings(kl_coefficient=0.1), torch.float32, model=model, **spread(layout))
     weights = {name: tensor.clone() for name, tensor in learner.weights().items()}
     samples = test_sharing.make_batch(0, LossSettings()).samples
-    rows = [row for score in learner.engine.score(samples) for row in score]
+    found = learner.engine.score(samples) + learner.engine.score(samples, reference=True)
     learner.engine.backward(samples)
     gradients = asked(learner.engine, gradients_of if layout is None else summed)
-    return {"weights": weights, "scores": rows, "gradients": gradients}
+    return {"weights": weights, "scores": [row for score in found for row in score], "gradients": gradients}
 
 
 @pytest.mark.parametrize("layout", TWO[:2], ids=str)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, BertConfig, BertForMaskedLM
 
 from gleanrl.config.settings import ModelSettings
@@ -115,6 +118,34 @@ def test_a_saved_directory_gives_the_same_model_here_and_in_transformers(saved: 
     assert torch.equal(model(ids).logits, plain(ids).logits)
     assert model.dtype == torch.float32
     assert not model.training
+
+
+def test_a_mapped_model_equals_the_model_in_memory_and_cannot_be_changed(saved: Path, tmp_path: Path) -> None:
+    settings = TINY.model_copy(update={"init": str(tmp_path)})
+    for dtype in (torch.float32, torch.bfloat16):
+        plain = AutoModelForCausalLM.from_pretrained(saved, dtype=dtype)
+        plain.save_pretrained(tmp_path, max_shard_size="20KB")
+        AutoTokenizer.from_pretrained(saved).save_pretrained(tmp_path)
+        (mapped, _), (whole, _) = (load_model(settings, mapped=mapped) for mapped in (True, False))
+        ids = torch.arange(9)[None]
+        assert torch.equal(mapped(ids).logits, whole(ids).logits)
+        assert mapped.dtype == torch.float32
+        copied = dict(copy.deepcopy(mapped).named_parameters())
+        for name, parameter in whole.named_parameters():
+            assert torch.equal(mapped.get_parameter(name).clone(), parameter)
+            assert torch.equal(copied[name], parameter)
+            with pytest.raises(RuntimeError), torch.no_grad():
+                mapped.get_parameter(name).zero_()
+
+
+def test_a_model_of_several_dtypes_keeps_their_precision_when_it_is_to_be_mapped(saved: Path, tmp_path: Path) -> None:
+    shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
+    tensors = load_file(saved / "model.safetensors")
+    tensors |= {name: tensor.bfloat16() for name, tensor in tensors.items() if "proj" in name}
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    model, _ = load_model(TINY.model_copy(update={"init": str(tmp_path)}), mapped=True)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, tensors[name].float())
 
 
 def test_a_chat_template_of_the_settings_replaces_the_tokenizers(saved: Path, tmp_path: Path) -> None:

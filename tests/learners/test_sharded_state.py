@@ -14,9 +14,10 @@ import torch
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
-from gleanrl.config.settings import CriticSettings, LossSettings
+from gleanrl.config.settings import CriticSettings, LossSettings, ModelSettings
 from gleanrl.learners.distributed.ranks import Ranks
 from gleanrl.learners.distributed.sharded import ShardedEngine
+from gleanrl.learners.models import load_model
 from gleanrl.learners.torch import TorchLearner
 from gleanrl.utils.errors import UserError
 from tests.builders import tiny_model
@@ -151,6 +152,42 @@ def test_an_export_contains_the_whole_model_or_the_whole_adapters(tmp_path: Path
     adapted = peft.PeftModel.from_pretrained(tiny_model(), tmp_path / "adapters")
     tokens = torch.arange(1, 12)[None]
     torch.testing.assert_close(adapted(tokens).logits, model(tokens).logits, rtol=1e-5, atol=1e-5)
+
+
+# --- a model in files ---------------------------------------------------------------------------
+def from_files(ranks: Ranks | None, folder: Path, options: dict[str, Any], then: Any = None) -> dict[str, Any]:
+    """Train a model of files, which several processes map; return losses, norms and weights, and save in ``then``."""
+    settings = ModelSettings(init=str(folder), max_context=64, device="cpu")
+    model, _ = load_model(settings, mapped=ranks is not None)
+    learner = make(ranks, LOSS, torch.float32, model=model, lr=1e-3, **options)
+    if then is not None:
+        learner.save(then)
+    first = {f"first {name}": tensor.clone() for name, tensor in learner.weights().items()}
+    told = updates(learner, (batch_of(step, LOSS) for step in range(2)))
+    return {**series(told), "weights": first | {name: tensor.clone() for name, tensor in learner.weights().items()}}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_model_of_files_is_trained_as_in_one_process(tmp_path: Path) -> None:
+    """Its reference model, its critic and its adapters are made from the files too."""
+    save_half(tmp_path / "model")
+    for name, options in {"critic": {"critic": CriticSettings(model="own")}, "adapters": {"lora_rank": 2}}.items():
+        one = from_files(None, tmp_path / "model", options)
+        many = led(2, from_files, tmp_path / "model", options, tmp_path / name)
+        for tensor in [key for key in one["weights"] if key.startswith("first")]:
+            assert torch.equal(many["weights"][tensor], one["weights"][tensor])
+        close(many, one, 1e-5)
+    model, _ = load_model(ModelSettings(init=str(tmp_path / "model"), max_context=64, device="cpu"))
+    make(None, LOSS, torch.float32, model=model, lora_rank=2).load(tmp_path / "adapters")  # the same base model
+
+
+def save_half(folder: Path) -> None:
+    """Write a model in bfloat16 and a tokenizer."""
+    settings = ModelSettings(hidden_size=32, layers=2, heads=2, kv_heads=2, max_context=64, vocabulary=128)
+    model, tokenizer = load_model(settings, texts=["a text"])
+    model.to(torch.bfloat16).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
 
 
 # --- memory and precision -----------------------------------------------------------------------

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import (
@@ -30,11 +31,14 @@ from transformers import (
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 from transformers.utils import logging as transformers_logging
+from transformers.utils.hub import get_checkpoint_shard_files
 from transformers.utils.import_utils import is_flash_attn_2_available
 
 from gleanrl.config.settings import LearnerSettings, ModelSettings
 from gleanrl.learners import gguf
+from gleanrl.learners.mapped import stored_weights, use_stored
 from gleanrl.learners.tiny import build_model, build_tokenizer
 from gleanrl.utils import atomic
 from gleanrl.utils.cache import cache_dir, one_at_a_time
@@ -48,7 +52,7 @@ _AMPERE = (8, 0)  # compute capability of the oldest GPUs that flash attention s
 
 
 def load_model(
-    settings: ModelSettings, *, texts: Iterable[str] = (), seed: int = 0
+    settings: ModelSettings, *, texts: Iterable[str] = (), seed: int = 0, mapped: bool = False
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load the model that ``settings`` names, and its tokenizer.
 
@@ -56,6 +60,9 @@ def load_model(
     would round small optimizer steps to nothing. ``settings.dtype`` is the dtype of forward passes (`compute_dtype`).
 
     Args:
+        mapped: leave the weights in their files until they are used (`gleanrl.learners.mapped`), for a model that is
+            not trained in place. It has no effect on the tiny model, on files that are not safetensors or that contain
+            several dtypes, and on models that would round a buffer to the dtype of the files.
         texts: messages of the environment's conversations. The tokenizer of the tiny model (``init = "tiny"``) is built
             from them; other models ignore them.
         seed: determines the initial weights of the tiny model. Other models ignore it.
@@ -69,13 +76,36 @@ def load_model(
         tokenizer = build_tokenizer(texts, settings.vocabulary)
         return build_model(settings, tokenizer, seed).to(device).eval(), tokenizer  # type: ignore[arg-type]
     source, tokenizer = load_tokenizer(settings)
-    model, loading = _pretrained(
-        AutoModelForCausalLM, source, settings, dtype=torch.float32, low_cpu_mem_usage=True, output_loading_info=True
-    )
+    dtype = _dtype_of_files(source) if mapped else None
+    options = {"dtype": dtype or torch.float32, "low_cpu_mem_usage": True, "output_loading_info": True}
+    model, loading = _pretrained(AutoModelForCausalLM, source, settings, **options)
+    if any(buffer.is_floating_point() and buffer.dtype != torch.float32 for buffer in model.buffers()) and mapped:
+        return load_model(settings)
     if loading["missing_keys"]:
         missing = sorted(loading["missing_keys"])
         raise UserError(f"model.init = {settings.init!r}: its weights lack {missing[0]!r} ({len(missing)} missing)")
-    return model.to(device).eval(), tokenizer
+    if dtype is None:
+        return model.to(device).eval(), tokenizer
+    use_stored(model, stored_weights(model), device)  # transformers maps tensors that it loads in the dtype of the file
+    model.config.dtype = torch.float32
+    return model.eval(), tokenizer
+
+
+def _dtype_of_files(source: str) -> torch.dtype | None:
+    """Return the dtype of all tensors of a model; None if it has several or its files are not safetensors."""
+    try:
+        try:
+            files: Any = [cached_file(source, SAFE_WEIGHTS_NAME)]
+        except OSError:
+            files = get_checkpoint_shard_files(source, cached_file(source, SAFE_WEIGHTS_INDEX_NAME))[0]
+        found = set()
+        for path in files:
+            with safe_open(path, "pt") as file:
+                found |= {file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118
+    except (OSError, ValueError, SafetensorError):
+        return None  # loading the model reports the error
+    known = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+    return known.get(found.pop()) if len(found) == 1 else None
 
 
 def load_tokenizer(settings: ModelSettings) -> tuple[str, PreTrainedTokenizerBase]:

@@ -82,7 +82,7 @@ def run_training(config: Config, *, resume: bool, console: Progress, monitors: O
     folder = RunFolder(config.path)
     with learner_ranks(config) as ranks, open_run(folder, config, console, resume=resume):
         scorer = make_scorer(config.reward)
-        prepared = prepare(config, console)
+        prepared = prepare(config, console, mapped=ranks is not None)
         with atomic.directory(folder.tokenizer_path) as partial:
             prepared.tokenizer.save_pretrained(partial)
         builder = Builder(config, folder, prepared, console, scorer, ranks)

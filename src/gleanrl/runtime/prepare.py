@@ -77,11 +77,12 @@ class Prepared:
         )
 
 
-def prepare(config: Config, progress: Progress, *, trains: bool = True) -> Prepared:
+def prepare(config: Config, progress: Progress, *, trains: bool = True, mapped: bool = False) -> Prepared:
     """Make the tasks, the demonstrations and the model of a run, or load them from the cache.
 
     Args:
         trains: whether the run trains, which needs more memory than an evaluation.
+        mapped: leave the model's weights in their files, see `load_model`. A warm start trains them, and so reads them.
 
     Raises:
         UserError: the environment or the model cannot be made, an option is wrong, the splits share tasks, or the model
@@ -101,7 +102,8 @@ def prepare(config: Config, progress: Progress, *, trains: bool = True) -> Prepa
     # These texts are added once per demonstration, so that they have a comparable weight in the vocabulary.
     unsaid = [*taskset.phrases, *filter(None, [config.context.system_prompt])]
     texts += unsaid * len(demonstrations)
-    model, tokenizer = load_model(config.model, texts=texts, seed=derive(config.run.seed, "model"))
+    mapped = mapped and not config.warm_start.enabled
+    model, tokenizer = load_model(config.model, texts=texts, seed=derive(config.run.seed, "model"), mapped=mapped)
     if config.warm_start.enabled:
         model = warm_start(config, model, tokenizer, demonstrations, progress)
     return Prepared(taskset, train, evaluation, demonstrations, model, tokenizer)

@@ -329,7 +329,8 @@ class ModuleEngine:
         accepted = inspect.signature(model.forward).parameters
         if not {"position_ids", "past_key_values", "attention_mask"} <= set(accepted):
             raise CannotServe("its forward takes no position_ids, attention_mask or past_key_values")
-        self._model: Any = copy.deepcopy(cast(torch.nn.Module, model)).to(dtype=dtype).eval().requires_grad_(False)
+        own = {id(p): torch.nn.Parameter(torch.empty_like(p, dtype=dtype), False) for p in model.parameters()}
+        self._model: Any = copy.deepcopy(cast(torch.nn.Module, model), own).to(dtype=dtype).eval()
         try:
             self._model.set_attn_implementation("sdpa")
         except ValueError:
@@ -338,6 +339,7 @@ class ModuleEngine:
         self._layers = model.config.get_text_config().num_hidden_layers
         self.targets: Mapping[str, torch.Tensor] = dict(self._model.named_parameters())
         self.device = model.device
+        self.load(dict(model.named_parameters()))
 
     def load(self, weights: Mapping[str, Any]) -> None:
         copy_weights(self.targets, weights)

@@ -57,8 +57,8 @@ class Fsdp(Placement):
     def place(self, model: nn.Module) -> None:
         """Broadcast the parameters of rank 0 and shard them, one layer at a time.
 
-        So the other processes hold, in addition to their shards, at most one whole layer at a time (or the parameters
-        outside of the layers). Only rank 0 needs memory for the whole model.
+        So the processes hold, in addition to their shards, at most one whole layer at a time (or the parameters outside
+        of the layers). Rank 0 holds the whole model only if its parameters are not mapped (`gleanrl.learners.mapped`).
         """
         for unit, is_layer in [*((layer, True) for layer in _layers(model)), (model, False)]:
             # The old and the new parameter by the id of the old one, so that a tied parameter is broadcast only once.
@@ -68,9 +68,10 @@ class Fsdp(Placement):
                     if isinstance(parameter, DTensor):
                         continue  # the parameter belongs to a layer that is sharded already
                     if id(parameter) not in received:
-                        value = parameter.detach()
-                        if not self.replicas.leads:
-                            value = torch.empty_like(value, device=self._ranks.device)
+                        if self.replicas.leads:
+                            value = parameter.detach().clone()
+                        else:
+                            value = torch.empty_like(parameter, device=self._ranks.device, requires_grad=False)
                         dist.broadcast(value, src=0)
                         received[id(parameter)] = parameter, nn.Parameter(value, parameter.requires_grad)
                     setattr(module, name, received[id(parameter)][1])

@@ -53,7 +53,7 @@ from gleanrl.learners.distributed.ranks import Ranks
 from gleanrl.learners.distributed.replicas import RankReplicas
 from gleanrl.learners.freed_memory import KEPT_BYTES, keep_freed_memory, return_freed_memory
 from gleanrl.learners.logprobs import selected_log_softmax
-from gleanrl.learners.models import skeleton
+from gleanrl.learners.mapped import replace_parameters
 from gleanrl.learners.packed_attention import attend
 from gleanrl.utils.errors import UserError
 
@@ -184,8 +184,8 @@ class MegatronBackend:
             with self._cuda():
                 self._reference = Stage(config, model).to(ranks.device).requires_grad_(False)
             self._load(self._reference, reference or model, ranks)
-        self.model: Any = skeleton(model)
-        model.to("meta")  # frees the weights; it would separate tied parameters, so a skeleton is kept
+        replace_parameters(model, lambda _, parameter: torch.empty_like(parameter, device="meta"))
+        self.model: Any = model
         if trains:
             with self._cuda():
                 spread = settings.distributed_optimizer
@@ -305,18 +305,17 @@ class MegatronBackend:
     @torch.no_grad()
     def _load(self, stage: Stage, model: nn.Module, ranks: Ranks) -> None:
         """Broadcast the parameters of rank 0, one at a time, and give ``stage`` its parts of them."""
-        own = names_of(stage, tied=stage.tied)
-        needed = {theirs for _, names in own.values() for theirs in names}
-        parts: dict[str, Tensor] = {}
-        for name, parameter in model.named_parameters():
-            value = parameter.detach()
-            if ranks.rank:
-                value = torch.empty_like(value, device=ranks.device)
+        waiting = list(names_of(stage, tied=stage.tied).values())
+        parts: dict[str, Tensor] = {}  # parts of joined matrices that are not complete yet
+        for name, theirs in model.named_parameters():
+            value = torch.empty_like(theirs, device=ranks.device) if ranks.rank else theirs.clone()
             dist.broadcast(value, src=0)
-            if name in needed:
+            if any(name in names for _, names in waiting):
                 parts[name] = self._part(name, value).clone()
-        for parameter, names in own.values():
-            parameter.copy_(self._joined(parameter, names, [parts[name] for name in names]))
+            for parameter, names in [each for each in waiting if parts.keys() >= set(each[1])]:
+                parameter.copy_(self._joined(parameter, names, [parts[name] for name in names]))
+            waiting = [each for each in waiting if not parts.keys() >= set(each[1])]
+            parts = {name: part for name, part in parts.items() if any(name in names for _, names in waiting)}
 
     def _part(self, name: str, whole: Tensor) -> Tensor:
         """Return this process's part of a whole tensor, without padding."""

@@ -18,6 +18,7 @@ import torch
 from gleanrl.algorithms.batch import Batch, ModelEstimates, Sample
 from gleanrl.learners.distributed.ranks import Ranks
 from gleanrl.learners.engine import TokenScores
+from gleanrl.learners.mapped import replace_parameters
 from gleanrl.protocols import Metrics
 from gleanrl.runtime.ray.actors import ActorClient, ActorServer, LearnerLost
 from gleanrl.runtime.ray.parts import Plans
@@ -51,6 +52,8 @@ class LearnerService(WeightSource):
         with self._lost_if_a_rank_dies():
             self._ranks = self._stack.enter_context(learner_ranks(builder.config))
             builder = replace(builder, ranks=self._ranks)
+            if self._ranks is None:
+                replace_parameters(builder.prepared.model, lambda _, parameter: parameter.detach().clone())
             torch.manual_seed(self._seed)  # as in the local runtime, so that both runtimes compute the same
             timeline: Any = self._driver
             self._learner = builder.learner(lock, timeline, trains=self._training)

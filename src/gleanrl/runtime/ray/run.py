@@ -15,6 +15,8 @@ from typing import Any, TypeVar
 
 from gleanrl.config import validate
 from gleanrl.config.settings import Config
+from gleanrl.learners.mapped import stored_weights
+from gleanrl.learners.models import skeleton
 from gleanrl.runtime.evaluation import EvaluationResult
 from gleanrl.runtime.local import Builder, evaluate_with, set_up_libraries, train_with
 from gleanrl.runtime.prepare import Prepared, prepare
@@ -26,7 +28,7 @@ from gleanrl.runtime.ray.learner import LearnerService, RayLearner
 from gleanrl.runtime.ray.parts import Plans
 from gleanrl.runtime.ray.rewards import RewardActor, make_reward_source
 from gleanrl.runtime.ray.samplers import LANES, Lane, RaySampler, SamplerPool, SamplerService
-from gleanrl.runtime.ray.weights import Backend
+from gleanrl.runtime.ray.weights import Backend, to_bytes
 from gleanrl.runtime.rewards import JOURNAL, RewardSource, make_scorer
 from gleanrl.runtime.run_folder import Checkpoint, OpenMonitors, RunFolder
 from gleanrl.schedule.device_lock import DeviceLock, TakeDevice
@@ -53,7 +55,7 @@ def run_training(config: Config, *, resume: bool, console: Progress, monitors: O
     with open_run(folder, config, console, resume=resume):
         make_scorer(config.reward)
         with open_cluster(config.ray, console, count_actors(config), ranks=config.learner.ranks) as cluster:
-            prepared = prepare(config, console)
+            prepared = prepare(config, console, mapped=True)
             with atomic.directory(folder.tokenizer_path) as written:
                 prepared.tokenizer.save_pretrained(written)
             builder = RayBuilder.make(config, folder, prepared, console, cluster)
@@ -76,7 +78,9 @@ def run_evaluation(config: Config, checkpoint: Checkpoint | None, console: Progr
     set_up_libraries(config)
     make_scorer(config.reward)
     with open_cluster(config.ray, console, count_actors(config), ranks=config.learner.ranks) as cluster:
-        builder = RayBuilder.make(config, RunFolder(config.path), prepare(config, console), console, cluster)
+        builder = RayBuilder.make(
+            config, RunFolder(config.path), prepare(config, console, mapped=True), console, cluster
+        )
 
         def work(started: RayBuilder, again: bool) -> Awaitable[EvaluationResult]:
             return evaluate_with(started, checkpoint)
@@ -153,7 +157,7 @@ class RayBuilder(Builder):
     """
 
     cluster: Cluster = field(kw_only=True)
-    model: list[Any] = field(kw_only=True)  # one reference to the model in Ray's object store
+    model: list[Any] = field(kw_only=True)  # see `Plans`
     actors: Actors = field(default=None, kw_only=True)  # type: ignore[assignment]
 
     @classmethod
@@ -161,7 +165,7 @@ class RayBuilder(Builder):
         cls, config: Config, folder: RunFolder, prepared: Prepared, console: Progress, cluster: Cluster
     ) -> RayBuilder:
         """Make a builder, and move its model from this process to Ray's object store."""
-        model = [import_ray().put(prepared.model.cpu())]
+        model = [import_ray().put((skeleton(prepared.model), to_bytes(stored_weights(prepared.model))))]
         absolute = RunFolder(folder.path.absolute())
         without_weights = replace(prepared, model=ModelShape(prepared.model.config))
         return cls(config, absolute, without_weights, console, cluster=cluster, model=model)
