@@ -42,10 +42,12 @@ def make_local(ranks: Ranks, model: nn.Module, settings: LearnerSettings, *args:
     dtype = options.pop("compute_dtype", None) or (torch.bfloat16 if ranks.device.type == "cuda" else torch.float32)
     backend: Callable[..., Backend]
     if settings.backend == "megatron":
-        with warnings.catch_warnings():
-            # Megatron-core warns of each optional package that is missing.
-            warnings.simplefilter("ignore")
-            from gleanrl.learners.distributed.megatron import MegatronBackend
+        # Megatron-core warns of optional packages that are missing, of its own defaults, and calls functions of torch
+        # that have new names.
+        warnings.filterwarnings("ignore", module=r"megatron\.")
+        warnings.filterwarnings("ignore", "`torch.distributed", FutureWarning)
+        from gleanrl.learners.distributed.megatron import MegatronBackend
+
         backend = partial(MegatronBackend, ranks)
     else:
         if settings.lora_rank and settings.tensor_parallel > 1:
