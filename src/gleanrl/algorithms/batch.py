@@ -13,7 +13,7 @@ libraries, which call `advantages.estimate` themselves, pass its ``valid`` mask 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import chain
 from typing import NamedTuple
 
@@ -57,6 +57,11 @@ class Sample:
         They are ``proximal`` if the sample has them and is not off-policy, and ``behaviour`` otherwise.
         """
         return self.behaviour if self.proximal is None or self.off_policy else self.proximal
+
+    def start(self) -> Sample:
+        """Return the first token as a sample, which has no trained token."""
+        arrays = {f.name: value[:1] for f in fields(self) if isinstance(value := getattr(self, f.name), np.ndarray)}
+        return replace(self, **arrays)
 
     @property
     def zero_advantage(self) -> bool:

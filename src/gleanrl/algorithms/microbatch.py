@@ -73,11 +73,6 @@ class MicroBatch:
         nothing = {name: value[:0] for name, value in tensors.items() if isinstance(value, Tensor)}
         return replace(self, **nothing, samples=())
 
-    def nothing(self) -> MicroBatch:
-        """Return a micro-batch of one untrained token, for a process without data that must take part in a pass."""
-        blank = self.untrained()
-        return replace(blank, tokens=self.tokens[:1, :1], packing=None, real=0, computed=0)
-
 
 @dataclass(frozen=True, slots=True)
 class Packing:
@@ -130,11 +125,30 @@ def micro_batches(
         max_padding: largest share of a micro-batch's tokens that may be padding.
         share: make packed rows, which need `gleanrl.learners.packed_attention`.
     """
+    plans = plan_rows(samples, tokens_per_microbatch, max_padding=max_padding, share=share)
+    return [make_micro_batch(samples, rows, pad_token=pad_token, share=share) for rows in plans]
+
+
+def plan_rows(
+    samples: Sequence[Sample], tokens_per_microbatch: int, *, max_padding: float = MAX_PADDING, share: bool = False
+) -> list[tuple[int, ...]]:
+    """Return the indices of the samples of each micro-batch that `micro_batches` makes of the same arguments."""
     if share:
-        plans = plan_packed([sample.tokens[:-1] for sample in samples], tokens_per_microbatch)
-        return [pack(samples, rows) for rows in plans]
-    plans = plan([sample.tokens.size - 1 for sample in samples], tokens_per_microbatch, max_padding)
-    return [_pad(samples, rows, pad_token) for rows in plans]
+        return plan_packed([sample.tokens[:-1] for sample in samples], tokens_per_microbatch)
+    return plan([sample.tokens.size - 1 for sample in samples], tokens_per_microbatch, max_padding)
+
+
+def make_micro_batch(
+    samples: Sequence[Sample], rows: Sequence[int], *, pad_token: int = 0, share: bool = False
+) -> MicroBatch:
+    """Make a micro-batch of the samples with the indices ``rows``, which are in the order of `plan_rows`.
+
+    A sample of a single token has no input token. Its row is one token of padding, so that a process without data can
+    take part in a pass.
+    """
+    if share and samples[rows[0]].tokens.size > 1:
+        return pack(samples, rows)
+    return _pad(samples, rows, pad_token)
 
 
 def plan(lengths: Sequence[int], budget: int, max_padding: float = MAX_PADDING) -> list[tuple[int, ...]]:
@@ -158,7 +172,7 @@ def plan(lengths: Sequence[int], budget: int, max_padding: float = MAX_PADDING) 
 
 def _pad(samples: Sequence[Sample], rows: Sequence[int], pad_token: int) -> MicroBatch:
     """Make a micro-batch of padded rows, one for each of ``rows``, which are indices into ``samples``."""
-    shape = (len(rows), max(samples[row].tokens.size - 1 for row in rows))
+    shape = (len(rows), max(1, *(samples[row].tokens.size - 1 for row in rows)))
     tokens = np.full(shape, pad_token, np.int64)
     index: list[np.ndarray] = []
     for line, sample in enumerate(samples[row] for row in rows):

@@ -14,6 +14,7 @@ from typing import Any, Literal, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from gleanrl.algorithms.batch import Sample
 from gleanrl.algorithms.loss import Tokens
 from gleanrl.algorithms.loss_statistics import Statistics
 from gleanrl.algorithms.microbatch import MicroBatch
@@ -67,32 +68,46 @@ class Replicas:
         del tokens
         return limit
 
-    def deal(self, micros: Sequence[MicroBatch]) -> list[MicroBatch]:
-        """Return the micro-batches that this process computes.
+    def deal(self, parts: Sequence[Sequence[Sample]]) -> list[Sequence[Sample]]:
+        """Return the samples of each micro-batch that this process computes.
 
-        Every process gets the same number, because all processes take part in each pass of a sharded model. A process
-        for which no micro-batch is left gets one without trained tokens.
+        ``parts`` are the samples of every micro-batch. Only the process that `leads` passes them. Every process gets
+        the same number, because all processes take part in each pass of a sharded model. A process for which no
+        micro-batch is left gets a sample of a single token (see `gleanrl.algorithms.microbatch.make_micro_batch`).
         """
-        return list(micros)
+        return list(parts)
+
+    def agree(self, decide: Callable[[], T]) -> T:
+        """Return, in every process, what ``decide`` returns in the process that `leads`, the only one that calls it."""
+        return decide()
 
     def join(self, parts: Sequence[Tokens]) -> tuple[Tokens, slice]:
         """Join the tokens of all replicas, because the loss of a token may depend on tokens of other replicas.
 
         ``parts`` holds the tokens of each of this process's micro-batches. Returns all tokens as one `Tokens`, and the
-        slice of these that are this replica's.
+        slice of these that are this process's. A process that does not get the results of passes passes no parts,
+        and must not use what is returned.
         """
         return join_tokens(parts), slice(None)
 
     def total(self, seen: Pass) -> Pass:
-        """Return the sum of the statistics of all replicas. ``seen`` are the statistics of this process."""
+        """Return the sum of the statistics of all replicas, in the process that `leads`.
+
+        ``seen`` are the statistics of this process.
+        """
         return seen
 
-    def gather(self, rows: Mapping[int, T]) -> Mapping[int, T]:
-        """Return the results for all samples, by index of the sample. ``rows`` holds those that this process computed.
+    def gather(self, results: Sequence[Tensor], sizes: Sequence[int], rows: int) -> list[Tensor]:
+        """Return the results for all micro-batches that were passed to `deal`, in the process that `leads`.
 
-        Only the process that `leads` must get the results of the other processes.
+        Args:
+            results: the result for each micro-batch of this process, float32 [rows, T], on the CPU. They are missing in
+                a process that does not get the results of passes.
+            sizes: number T of trained tokens of each micro-batch that was passed to `deal`. Only the process that
+                `leads` passes them.
         """
-        return rows
+        del sizes, rows
+        return list(results)
 
 
 def join_tokens(parts: Sequence[Tokens]) -> Tokens:

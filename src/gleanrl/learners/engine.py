@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from gleanrl.algorithms.batch import Sample
 from gleanrl.algorithms.loss import LossContext, Tokens, loglinear, objective, precompute, scope_of
-from gleanrl.algorithms.microbatch import MicroBatch, micro_batches
+from gleanrl.algorithms.microbatch import MicroBatch, make_micro_batch, plan_rows
 from gleanrl.config.settings import CriticSettings, LearnerSettings, LossSettings
 from gleanrl.learners.backend import Backend, Pass, Which
 from gleanrl.learners.critic import CriticStatistics, critic_loss
@@ -73,9 +73,9 @@ class Engine(Protocol):
         """
         ...
 
-    between: Callable[[], None]
+    between: Callable[[], None] | None
     """A function that is called between two micro-batches, on the thread that computes them. It may release the device
-    to more urgent work and return when the device is acquired again."""
+    to more urgent work and return when the device is acquired again. None: the device is never released."""
 
     def discard(self) -> None: ...
     def score(self, samples: Sequence[Sample], *, reference: bool = False) -> list[TokenScores]:
@@ -118,6 +118,10 @@ class Engine(Protocol):
 def microbatch_budget(tokens: int, device: torch.device) -> int:
     """Return the largest number of tokens of a micro-batch on ``device``: ``tokens``, or less on a CPU."""
     return min(tokens, CPU_TOKENS_PER_MICROBATCH) if device.type == "cpu" else tokens
+
+
+def _continue() -> None:
+    """Do nothing between two micro-batches."""
 
 
 class LocalEngine:
@@ -168,7 +172,7 @@ class LocalEngine:
             seed=seed,
             trains=trains,
         )
-        self.between: Callable[[], None] = lambda: None
+        self.between: Callable[[], None] | None = None
 
     def backward(
         self,
@@ -180,8 +184,7 @@ class LocalEngine:
     ) -> Pass:
         """See `Engine.backward`."""
         replicas, device = self.backend.replicas, self.backend.device
-        micros = self._micro_batches(samples)
-        mine = [micro.to(device) for micro in replicas.deal(micros)]
+        plans, mine = self._micro_batches(samples)
         if not mine:
             return Pass.empty(device)
 
@@ -189,15 +192,19 @@ class LocalEngine:
         # them. A forward pass without gradient over all micro-batches computes these first.
         contexts: Sequence[LossContext | None] = [None] * len(mine)
         scope = scope_of(self.loss)
-        exceeds = scope == "update"
-        if scope == "sequence":
-            sequences = [set(micro.sequence.tolist()) for micro in micros]
-            exceeds = sum(map(len, sequences)) > len(set().union(*sequences))
-        if exceeds and len(micros) > 1:
+
+        def exceeds() -> bool:
+            """Whether the tokens that a loss depends on are in more than one micro-batch."""
+            trained = [{samples[row].trajectory for row in rows if samples[row].mask.any()} for rows in plans]
+            cut = sum(map(len, trained)) > len(set().union(*trained))
+            return len(plans) > 1 and (scope == "update" or cut)
+
+        if scope != "token" and replicas.agree(exceeds):
             logprobs = self._forward("policy", mine)
             tokens, own = replicas.join([self._tokens(mine[k], logp, version) for k, (logp, _) in logprobs.items()])
-            sizes = [micro.targets.numel() for micro in mine]
-            contexts = precompute(tokens, self.loss).take(own).split(sizes)
+            if logprobs:
+                sizes = [micro.targets.numel() for micro in mine]
+                contexts = precompute(tokens, self.loss).take(own).split(sizes)
 
         penalised = self.loss.kl_coefficient and self.loss.kl_in == "loss"
         reference = self._forward("reference", mine) if penalised else {}
@@ -234,7 +241,7 @@ class LocalEngine:
             )
             return loss
 
-        self.backend.backward(mine, loss_of, self.between)
+        self.backend.backward(mine, loss_of, self.between or _continue)
         if sums:
             weighted, left_out_tokens, left_out_sequences = torch.stack(sums).double().sum(0).tolist()
             total = replace(
@@ -269,20 +276,20 @@ class LocalEngine:
         For a sample of n tokens they are arrays float32[n], which are 0 at tokens that are not trained. The list is
         empty in a process that does not lead.
         """
-        backend, found = self.backend, dict[int, list[FloatArray]]()
-        mine = [micro.to(backend.device) for micro in backend.replicas.deal(self._micro_batches(samples))]
-        for number, results in self._forward(which, mine).items():
-            arrays = [values.float().cpu().numpy() for values in results]
+        plans, mine = self._micro_batches(samples)
+        results = [torch.stack([row.float() for row in rows]).cpu() for rows in self._forward(which, mine).values()]
+        sizes = [sum(int(samples[row].mask.sum()) for row in rows) for rows in plans]
+        kinds = 1 if which == "critic" else 2
+        found = [[np.zeros(sample.mask.size, np.float32) for _ in range(kinds)] for sample in samples]
+        for rows, values in zip(plans, self.backend.replicas.gather(results, sizes, kinds), strict=True):
             start = 0
-            for sample in mine[number].samples:
-                mask = samples[sample].mask
+            for row in rows:
+                mask = samples[row].mask
                 stop = start + int(mask.sum())
-                found[sample] = [np.zeros(mask.size, np.float32) for _ in arrays]
-                for row, values in zip(found[sample], arrays, strict=True):
-                    row[mask] = values[start:stop]
+                for array, known in zip(found[row], values.numpy(), strict=True):
+                    array[mask] = known[start:stop]
                 start = stop
-        gathered = backend.replicas.gather(found)
-        return [gathered[sample] for sample in range(len(samples))] if backend.replicas.leads else []
+        return found
 
     def _forward(self, which: Which, micros: Sequence[MicroBatch]) -> dict[int, tuple[Tensor, ...]]:
         """Return the results of `Backend.forward` by number of the micro-batch, in ascending order.
@@ -290,13 +297,24 @@ class LocalEngine:
         They are empty in a process that does not get the results.
         """
         found: dict[int, tuple[Tensor, ...]] = {}
-        self.backend.forward(which, micros, found.__setitem__, self.between)
+        self.backend.forward(which, micros, found.__setitem__, self.between or _continue)
         return dict(sorted(found.items()))
 
-    def _micro_batches(self, samples: Sequence[Sample]) -> list[MicroBatch]:
-        budget = microbatch_budget(self.settings.tokens_per_microbatch, self.backend.device)
-        budget = self.backend.replicas.budget(sum(sample.tokens.size for sample in samples), budget)
-        return micro_batches(samples, budget, pad_token=self.pad_token, share=self.backend.packs_rows)
+    def _micro_batches(self, samples: Sequence[Sample]) -> tuple[list[tuple[int, ...]], list[MicroBatch]]:
+        """Return the indices of the samples of every micro-batch, and the micro-batches that this process computes.
+
+        Only the process that leads has the samples and divides them; the indices are empty in the others.
+        """
+        backend, plans = self.backend, list[tuple[int, ...]]()
+        if backend.replicas.leads:
+            budget = microbatch_budget(self.settings.tokens_per_microbatch, backend.device)
+            budget = backend.replicas.budget(sum(sample.tokens.size for sample in samples), budget)
+            plans = plan_rows(samples, budget, share=backend.packs_rows)
+        mine = []
+        for part in backend.replicas.deal([[samples[row] for row in rows] for rows in plans]):
+            micro = make_micro_batch(part, range(len(part)), pad_token=self.pad_token, share=backend.packs_rows)
+            mine.append(micro.to(backend.device))
+        return plans, mine
 
     def weights(self) -> Mapping[str, Tensor]:
         return self.backend.weights()

@@ -386,7 +386,8 @@ class TorchLearner:
         """
         async with self._one, self._device_lock("train") as held:
             record = partial(self._timeline.record, kind, **tags) if self._timeline is not None else None
-            device = self.engine.between = DeviceSlice(held, record)
+            device = DeviceSlice(held, record)
+            self.engine.between = None if held is None else device
             running = asyncio.ensure_future(asyncio.to_thread(work, device))
             try:
                 result = await asyncio.shield(running)

@@ -55,13 +55,6 @@ class Placement:
         After this, a backward pass computes gradients that are sums over all processes, not means.
         """
 
-    def agree(self, decide: Callable[[], T]) -> T:
-        """Return, in every process, what ``decide`` returns in the leading process.
-
-        It is called before the models are placed, because a sharded model could not compute in one process alone.
-        """
-        return decide()
-
     def whole(self, tensor: Tensor) -> Tensor:
         """Gather a parameter that may be sharded. Only the process that `leads` must get the whole tensor."""
         return tensor
@@ -117,7 +110,7 @@ class TransformersBackend:
             keep_freed_memory()
         self.compute_dtype = compute_dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
         asked = settings.attn_implementation
-        kernel = placement.agree(lambda: attention_kernel(model, asked, self.compute_dtype))
+        kernel = placement.replicas.agree(lambda: attention_kernel(model, asked, self.compute_dtype))
         for whole in filter(None, (model, reference)):
             use_attention_kernel(whole, kernel, asked=asked != AUTO)
         # Packed rows need no padding, and compute common prefixes once. Copies of the model, such as the critic's, get
@@ -125,7 +118,7 @@ class TransformersBackend:
         wholes = [whole for whole in (model, reference) if whole is not None]
         for whole in wholes:
             without_dropout(whole)
-        self.packs_rows = placement.agree(lambda: all(map(can_pack_rows, wholes)))
+        self.packs_rows = placement.replicas.agree(lambda: all(map(can_pack_rows, wholes)))
         if self.packs_rows:
             for whole in wholes:
                 use_packed_attention(whole)
@@ -138,7 +131,7 @@ class TransformersBackend:
         # A checkpoint of adapters does not contain the model that they are added to, only one hash of each parameter.
         self.base: Tensor | None = None
         if settings.lora_rank:
-            self.base = placement.agree(lambda: _hashes(model))
+            self.base = placement.replicas.agree(lambda: _hashes(model))
         self.model: Any = add_adapters(model, settings, seed) if settings.lora_rank else model
         self.reference: Any = reference.requires_grad_(False).eval() if reference is not None else None
         without_dropout(self.model)

@@ -6,8 +6,8 @@ denominator of the whole mini-batch, exactly as it does in one process.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,6 @@ from gleanrl.learners.distributed.replicas import RankReplicas
 from gleanrl.learners.transformers import Placement
 from gleanrl.utils.errors import UserError
 
-T = TypeVar("T")
 _STYLES = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
 _PREFIX = "layers.*."  # prefix of the names of a layer's modules in a tensor-parallel plan of transformers
 
@@ -48,7 +47,8 @@ class Fsdp(Placement):
         if ranks.count % tensor_parallel:
             raise UserError(f"learner.tensor_parallel = {tensor_parallel} does not divide the {ranks.count} ranks")
         self._ranks, self._across = ranks, tensor_parallel
-        self.replicas = RankReplicas(ranks, range(0, ranks.count, tensor_parallel), ranks.rank // tensor_parallel)
+        shares = [rank // tensor_parallel for rank in range(ranks.count)]
+        self.replicas = RankReplicas(ranks, shares, range(0, ranks.count, tensor_parallel))
         self.casts = dtype != torch.float32
         shape = (ranks.count // tensor_parallel, tensor_parallel)
         self._mesh = init_device_mesh(ranks.device.type, shape, mesh_dim_names=("data", "tensor"))
@@ -85,9 +85,6 @@ class Fsdp(Placement):
             assert isinstance(unit, FSDPModule)
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)
-
-    def agree(self, decide: Callable[[], T]) -> T:
-        return self._ranks.share(decide() if self.replicas.leads else None)  # type: ignore[return-value]
 
     def whole(self, tensor: Tensor) -> Tensor:
         whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -168,8 +168,8 @@ class MegatronBackend:
         self._tensor_rank, self._tensor_group = mesh["tensor"].get_local_rank(), mesh["tensor"].get_group()
         # The last stage computes the loss. Of each replica, the first process of this stage reports the results.
         last = (pipeline - 1) * data * tensor
-        speakers = range(last, ranks.count, tensor)
-        self.replicas: Replicas = RankReplicas(ranks, speakers, ranks.rank // tensor % data)
+        shares = [rank // tensor % data for rank in range(ranks.count)]
+        self.replicas: Replicas = RankReplicas(ranks, shares, range(last, ranks.count, tensor))
         # Attention of packed rows is made for the CPU.
         self.packs_rows = not on_gpu
         config = _transformer_config(model.config, settings, dtype, compute_dtype)

@@ -13,7 +13,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -66,7 +66,8 @@ class Ranks:
         backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
         dist.init_process_group(backend, store=store, rank=rank, world_size=count, timeout=WORK)
         self._idle: Any = dist.new_group(backend="gloo", timeout=IDLE)
-        self._work: Any = dist.new_group(backend="gloo", timeout=WORK)
+        self.group: Any = dist.new_group(backend="gloo", timeout=WORK)
+        """Process group for tensors on the CPU that are exchanged inside a command."""
 
     def send(self, command: Any) -> None:
         """Send a command from rank 0 to all other processes. Raises `UserError` if one of them has ended."""
@@ -106,19 +107,26 @@ class Ranks:
     def gather(self, value: T) -> list[T]:
         """Return the values that all processes passed, in the order of their ranks."""
         values: list[Any] = [None] * self.count
-        dist.all_gather_object(values, value, group=self._work)
+        dist.all_gather_object(values, value, group=self.group)
         return values
 
     def share(self, value: T) -> T:
         """Return, in all processes, the value that rank 0 passed."""
         box: list[Any] = [value]
-        dist.broadcast_object_list(box, src=0, group=self._work)
+        dist.broadcast_object_list(box, src=0, group=self.group)
+        return box[0]
+
+    def scatter(self, values: Sequence[T] | None) -> T:
+        """Return the one of ``values`` that is for this process. Only rank 0 passes them, in the order of ranks."""
+        box: list[Any] = [None]
+        dist.scatter_object_list(box, None if values is None else list(values), src=0, group=self.group)
         return box[0]
 
     def barrier(self) -> None:
         """Wait until all processes have called this method, without a time limit.
 
-        Rank 0 calls it between two micro-batches and may first release the device to other work for any time.
+        Rank 0 calls it between two micro-batches if it may release the device to other work there, for any time. Other
+        collectives would fail after `WORK`.
         """
         dist.barrier(group=self._idle)
 

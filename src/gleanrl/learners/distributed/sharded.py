@@ -10,7 +10,7 @@ import asyncio
 import signal
 import threading
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gleanrl.algorithms.batch import Sample
 from gleanrl.config.settings import LearnerSettings
 from gleanrl.learners.backend import Backend, Pass
 from gleanrl.learners.distributed.fsdp import Fsdp
@@ -53,9 +54,7 @@ def make_local(ranks: Ranks, model: nn.Module, settings: LearnerSettings, *args:
         if settings.lora_rank and settings.tensor_parallel > 1:
             raise UserError("learner.tensor_parallel splits no adapters; leave out learner.lora_rank, or set it to 1")
         backend = partial(TransformersBackend, placement=Fsdp(ranks, dtype, settings.tensor_parallel))
-    engine = LocalEngine(model, settings, *args, **options, compute_dtype=dtype, backend=backend)
-    engine.between = ranks.barrier
-    return engine
+    return LocalEngine(model, settings, *args, **options, compute_dtype=dtype, backend=backend)
 
 
 class ShardedEngine:
@@ -78,23 +77,17 @@ class ShardedEngine:
         self._lock = threading.Lock()  # another thread may call `weights` while an update runs
         reference = options.pop("reference", None)
         bare = {"reference": None if reference is None else skeleton(reference)}
-        ranks.send((make, (skeleton(model), settings, *args), {**options, **bare}))
+        ranks.send((make, (skeleton(model), settings, *args), {**options, **bare}, False))
         self.local = ranks.execute(make, ranks, model, settings, *args, **options, reference=reference)
-        self.backward: Callable[..., Pass] = partial(self._everywhere, "backward")
+        self.backward: Callable[..., Pass] = partial(self._on_samples, "backward")
         self.step: Callable[..., float] = partial(self._everywhere, "step")
         self.discard: Callable[[], None] = partial(self._everywhere, "discard")
-        self.score: Callable[..., list[TokenScores]] = partial(self._everywhere, "score")
-        self.values: Callable[..., list[FloatArray]] = partial(self._everywhere, "values")
+        self.score: Callable[..., list[TokenScores]] = partial(self._on_samples, "score")
+        self.values: Callable[..., list[FloatArray]] = partial(self._on_samples, "values")
         self.weights: Callable[[], Mapping[str, Tensor]] = partial(self._everywhere, "weights")  # gathered on rank 0
         self.adapters: Callable[[], Mapping[str, Tensor]] = partial(self._everywhere, "adapters")
         self.usage = self.local.usage
-        self.between: Callable[[], None] = lambda: None
-
-        def between() -> None:
-            self.between()
-            ranks.barrier()
-
-        self.local.between = between
+        self.between: Callable[[], None] | None = None
 
     def save(self, folder: Path) -> None:
         self._everywhere("save", folder.absolute())
@@ -108,11 +101,16 @@ class ShardedEngine:
     def export_adapters(self, folder: Path, base: str) -> None:
         export_adapters(folder, self.local.backend.model, self.adapters(), base)
 
-    def _everywhere(self, name: str, *args: Any, **options: Any) -> Any:
+    def _on_samples(self, name: str, samples: Sequence[Sample], **options: Any) -> Any:
+        """Call the method ``name`` of each process's part. Only rank 0 gets the samples, and deals them."""
+        return self._everywhere(name, samples, sent=((),), **options)
+
+    def _everywhere(self, name: str, *args: Any, sent: tuple[Any, ...] | None = None, **options: Any) -> Any:
         """Call the method ``name`` of each process's part, and return rank 0's result.
 
-        Only one call runs at a time. A call from a worker thread waits for the running one. A call on an event loop
-        raises RuntimeError instead, because to wait would block the loop, which the running call may need.
+        ``sent`` are the arguments in the other processes; None means ``args``. Only one call runs at a time. A call
+        from a worker thread waits for the running one. A call on an event loop raises RuntimeError instead, because to
+        wait would block the loop, which the running call may need.
         """
         try:
             asyncio.get_running_loop()
@@ -124,10 +122,16 @@ class ShardedEngine:
         try:
             if self._ranks.broken is not None:
                 raise UserError(self._ranks.broken)
-            self._ranks.send((name, args, options))
+            pause = self.between
+            self._ranks.send((name, args if sent is None else sent, options, pause is not None))
+            self.local.between = None if pause is None else partial(self._pause, pause)
             return self._ranks.execute(getattr(self.local, name), *args, **options)
         finally:
             self._lock.release()
+
+    def _pause(self, pause: Callable[[], None]) -> None:
+        pause()
+        self._ranks.barrier()
 
 
 def serve(ranks: Ranks) -> int:
@@ -141,9 +145,10 @@ def serve(ranks: Ranks) -> int:
     engine: Any = None
     try:
         while (command := ranks.receive()) is not None:
-            what, args, options = command
+            what, args, options, pauses = command
             try:
                 if isinstance(what, str):
+                    engine.between = ranks.barrier if pauses else None
                     ranks.execute(getattr(engine, what), *args, **options)
                 else:
                     engine = ranks.execute(what, ranks, *args, **options)

@@ -56,7 +56,9 @@ class LearnerService(WeightSource):
                 replace_parameters(builder.prepared.model, lambda _, parameter: parameter.detach().clone())
             torch.manual_seed(self._seed)  # as in the local runtime, so that both runtimes compute the same
             timeline: Any = self._driver
-            self._learner = builder.learner(lock, timeline, trains=self._training)
+            # Where the device is not shared, the learner never releases it.
+            shared = lock if self._plans.colocated else None
+            self._learner = builder.learner(shared, timeline, trains=self._training)
 
     async def handle(self, method: str, arguments: tuple[Any, ...]) -> Any:
         with self._lost_if_a_rank_dies():
