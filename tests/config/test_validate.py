@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+
 import pytest
 
 from gleanrl import samplers
@@ -70,3 +72,29 @@ def test_evaluation_uses_the_same_server_or_one_of_its_own(own: dict) -> None:
     config = load(**SERVER, **{"sampler__options.update": "vllm"}, **own)
     validate.check(config)
     assert samplers.shares_with_evaluation(config) is not bool(own)
+
+
+@pytest.mark.parametrize(
+    "wants",
+    [{"learner__pipeline_parallel": "2"}, {"learner__distributed_optimizer": "true"}],
+)
+def test_settings_of_megatron_need_its_backend(wants: dict[str, str]) -> None:
+    with pytest.raises(UserError, match="megatron"):
+        validate.check(load(learner__ranks="2", **wants))
+
+
+def test_megatron_needs_its_package_where_the_learner_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another node of a Ray cluster may have it, so it is not looked for on this one."""
+    settings = {"learner__ranks": "2", "learner__backend": "megatron", "learner__pipeline_parallel": "2"}
+    find = importlib.util.find_spec
+    for installed in (True, False):
+        spec = find("gleanrl") if installed else None
+        monkeypatch.setattr(
+            "importlib.util.find_spec", lambda name, spec=spec: spec if name == "megatron" else find(name)
+        )
+        validate.check(load(**settings, ray__enabled="true"))
+        if installed:
+            validate.check(load(**settings))
+        else:
+            with pytest.raises(UserError, match="pip install"):
+                validate.check(load(**settings))
