@@ -46,6 +46,7 @@ TORCH = (
     "rewards.model",
     "runtime",
     "samplers",
+    "utils.weights",
 )
 NO_TORCH = ("samplers.openai", "samplers.scripted")
 LAZY = ("environments.adapters", "environments.alfworld", "environments.textworld", "runtime.ray", "samplers.vllm")

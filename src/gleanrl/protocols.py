@@ -292,7 +292,8 @@ class Sampler(Protocol):
     async def publish(self, weights: Mapping[str, Any], version: int) -> None:
         """Sample with these weights (tensors by Hugging Face parameter name) from now on.
 
-        The sampler copies the tensors that it needs, because the learner changes them in its next update.
+        The sampler copies the tensors that it needs, because the learner changes them in its next update. It reads them
+        in the order of the mapping and in a worker thread, because they may be gathered only then.
         """
         ...
 
@@ -327,7 +328,8 @@ class Learner(Protocol):
         """Return the tensors to publish, by Hugging Face parameter name. They are not copies of the learner's tensors.
 
         LoRA adapters are merged into them. Like `save`, this method is called in a worker thread, so a forward pass of
-        the same model may be running at the same time.
+        the same model may be running at the same time. A mapping may gather its tensors when they are read
+        (`gleanrl.utils.weights.GatheredWeights`).
         """
         ...
 

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, BertConfig, BertForMaskedLM
 
 from gleanrl.config.settings import ModelSettings
-from gleanrl.learners.models import compute_dtype, empty_model, load_model, resolve_device
+from gleanrl.learners.models import compute_dtype, empty_model, export, load_model, resolve_device
 from gleanrl.learners.tiny import build_model, build_tokenizer
 from gleanrl.utils.errors import UserError
 
@@ -146,6 +146,18 @@ def test_a_model_of_several_dtypes_keeps_their_precision_when_it_is_to_be_mapped
     model, _ = load_model(TINY.model_copy(update={"init": str(tmp_path)}), mapped=True)
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, tensors[name].float())
+
+
+def test_an_export_of_several_files_is_loaded_by_transformers(saved: Path, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr("gleanrl.learners.models.SHARD", "20KB")
+    model, _ = load_model(TINY.model_copy(update={"init": str(saved)}))
+    weights = dict(model.named_parameters())
+    weights["model.norm.weight"] = weights["model.norm.weight"].detach().double()
+    export(tmp_path / "model", model, weights)
+    assert len(list((tmp_path / "model").glob("*.safetensors"))) > 1
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    for name, parameter in model.named_parameters():
+        assert torch.equal(loaded.get_parameter(name), parameter)
 
 
 def test_a_chat_template_of_the_settings_replaces_the_tokenizers(saved: Path, tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ Weights = dict[str, Tensor]
 
 
 def make(ranks: Ranks | None, loss: LossSettings, dtype: torch.dtype, **options: Any) -> TorchLearner:
-    own = {key: options.pop(key) for key in ("critic", "seed", "compute_dtype") if key in options}
+    own = {key: options.pop(key) for key in ("critic", "seed", "compute_dtype", "published_dtype") if key in options}
     return TorchLearner(
         options.pop("model", None) or tiny_model(0, dtype),
         LearnerSettings.model_validate(options),

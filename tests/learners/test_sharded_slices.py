@@ -100,8 +100,8 @@ def weights_during_an_estimate(ranks: Ranks) -> tuple[int, str]:
         crowd = Crowd(ranks)
         scoring = await crowd.beside(crowd.learner.logprobs(list(crowd.batch.samples)))
         with pytest.raises(RuntimeError) as caught:
-            crowd.learner.weights()
-        asked = asyncio.create_task(asyncio.to_thread(crowd.learner.weights))
+            dict(crowd.learner.weights())
+        asked = asyncio.create_task(asyncio.to_thread(lambda: dict(crowd.learner.weights())))
         await asyncio.sleep(0)
         crowd.back.set()
         weights, *_ = await asyncio.gather(asked, scoring, crowd.asked)

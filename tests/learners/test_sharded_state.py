@@ -19,6 +19,7 @@ from gleanrl.learners.distributed.ranks import Ranks
 from gleanrl.learners.distributed.sharded import ShardedEngine
 from gleanrl.learners.models import load_model
 from gleanrl.learners.torch import TorchLearner
+from gleanrl.utils import weights
 from gleanrl.utils.errors import UserError
 from tests.builders import tiny_model
 from tests.learners.many import asked, ended, led
@@ -152,6 +153,54 @@ def test_an_export_contains_the_whole_model_or_the_whole_adapters(tmp_path: Path
     adapted = peft.PeftModel.from_pretrained(tiny_model(), tmp_path / "adapters")
     tokens = torch.arange(1, 12)[None]
     torch.testing.assert_close(adapted(tokens).logits, model(tokens).logits, rtol=1e-5, atol=1e-5)
+
+
+# --- publication --------------------------------------------------------------------------------
+def publish(ranks: Ranks) -> dict[str, Any]:
+    """Return the weights gathered in several buckets and in one, and after a reader that stopped in the middle."""
+    learner = make(ranks, LossSettings(), torch.float32, lr=0.01, published_dtype=torch.bfloat16)
+    whole = {name: tensor.clone() for name, tensor in learner.engine.weights().items()}
+    size, weights.BUCKET = weights.BUCKET, 2000
+    try:
+        stopped, parts = learner.weights(), dict(learner.weights())
+        layout = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in parts.items()}
+        assert layout == stopped.layout
+        next(iter(stopped.values()))
+        asyncio.run(learner.update(batch_of(0, LossSettings())))
+        with pytest.raises(RuntimeError):
+            dict(stopped)
+        return {"whole": whole, "parts": parts, "later": dict(learner.weights())}
+    finally:
+        weights.BUCKET = size
+
+
+def test_weights_are_gathered_in_buckets_and_cannot_be_read_after_an_update() -> None:
+    found = led(2, publish)
+    for name, tensor in found["whole"].items():
+        assert torch.equal(found["parts"][name], tensor.bfloat16())
+    assert any(not torch.equal(found["later"][name], tensor) for name, tensor in found["parts"].items())
+
+
+def publish_and_die(ranks: Ranks) -> str:
+    learner = make(ranks, LossSettings(), torch.float32)
+    weights.BUCKET = 2000
+    values = iter(learner.weights().values())
+    next(values)
+    asked(learner.engine, _die_gathering)
+    with pytest.raises(UserError) as caught:
+        list(values)
+    return str(caught.value)
+
+
+def _die_gathering(engine: Any) -> None:
+    if not engine.backend.replicas.leads:
+        engine.backend.gather = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_rank_that_is_killed_while_weights_are_gathered_ends_all() -> None:
+    statuses, said = ended(2, publish_and_die)
+    assert "--resume" in said
+    assert statuses == [0, -signal.SIGKILL]
 
 
 # --- a model in files ---------------------------------------------------------------------------

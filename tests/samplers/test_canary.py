@@ -19,6 +19,7 @@ from gleanrl.samplers import SAMPLERS
 from gleanrl.samplers.canary import ANSWER, Canary
 from gleanrl.utils.errors import UserError
 from gleanrl.utils.importing import load_object
+from gleanrl.utils.weights import GatheredWeights, layout_of
 from tests.builders import tiny_model
 from tests.samplers.conversations import CONFIGS, CONTEXT, make_model
 
@@ -139,7 +140,7 @@ def test_a_bfloat16_engine_that_gets_every_update_never_raises(lr: float) -> Non
 
 
 class Layered(torch.nn.Module):
-    """A model that records, before each of its layers runs, which of its weights are on the meta device.
+    """A model that records when each of its layers runs.
 
     The test uses the meta device as a second device. Models of transformers cannot run there, because their code
     reads values of tensors.
@@ -151,40 +152,43 @@ class Layered(torch.nn.Module):
         self.embedding, self.head = torch.nn.Embedding(11, 8), torch.nn.Linear(8, 11, bias=False)
         self.layers = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(3))
         self.register_buffer("scale", torch.ones(8), persistent=False)
-        self.seen: list[list[bool]] = []
+        self.seen: list[str] = []
 
     def forward(self, tokens: torch.Tensor, use_cache: bool) -> Any:
         hidden = self.embedding(tokens) * self.scale
-        for layer in self.layers:
-            handle = layer.register_forward_pre_hook(
-                lambda *_: self.seen.append([p.is_meta for p in self.parameters()])
-            )
+        for number, layer in enumerate(self.layers):
             hidden = layer(hidden)
-            handle.remove()
+            self.seen.append(f"layer {number}")
         return SimpleNamespace(logits=self.head(hidden))
 
 
-def test_weights_on_another_device_are_moved_to_the_device_of_the_buffers_layer_by_layer() -> None:
+def test_weights_are_gathered_and_moved_to_the_device_of_the_buffers_layer_by_layer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """On Ray, the published weights are in the object store, in host memory, and the modules' buffers on the GPU."""
     model = Layered()
     canary = Canary(model, "float32", "it")
-    weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    held = {name: parameter.detach() for name, parameter in model.named_parameters()}
     with torch.no_grad():
         expected = model(torch.tensor(canary.prompt)[None], use_cache=False).logits[0]
-    # All tensors are on the CPU here, so that nothing is moved.
-    assert torch.equal(canary.reference(weights, [1]).logits, expected)
     modules = canary._modules
     modules.seen.clear()
+
+    def gather(names: list[str]) -> dict[str, torch.Tensor]:
+        modules.seen.extend(names)
+        return {name: held[name] for name in names}
+
+    monkeypatch.setattr("gleanrl.utils.weights.BUCKET", 1)
+    weights = GatheredWeights(layout_of(held), gather)
+    assert torch.equal(canary.reference(weights, [1]).logits, expected)
+    layers = [[f"layers.{n}.weight", f"layers.{n}.bias", f"layer {n}"] for n in range(3)]
+    assert modules.seen == ["embedding.weight", "head.weight", *layers[0], *layers[1], *layers[2]]
     # The meta device stands for any other device. The forward pass runs on it, but its logits have no values that could
     # be copied to the CPU, so that `reference` raises at its end.
     modules.scale = modules.scale.to("meta")
     with pytest.raises(NotImplementedError, match="meta"):
         canary.reference(weights)
-    embedding, head, *layers = ([place[i] for place in modules.seen] for i in range(8))
-    assert embedding == head == [True, True, True]
-    assert layers == [[True, False, False]] * 2 + [[False, True, False]] * 2 + [[False, False, True]] * 2
     assert all(parameter.is_meta for parameter in modules.parameters())
-    assert not any(weight.is_meta for weight in weights.values())
 
 
 @pytest.mark.parametrize("name", SAMPLERS)

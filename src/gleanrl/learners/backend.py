@@ -19,6 +19,7 @@ from gleanrl.algorithms.loss import Tokens
 from gleanrl.algorithms.loss_statistics import Statistics
 from gleanrl.algorithms.microbatch import MicroBatch
 from gleanrl.learners.critic import CriticStatistics
+from gleanrl.utils.weights import Layout
 
 T = TypeVar("T")
 Which = Literal["policy", "reference", "critic"]
@@ -172,8 +173,18 @@ class Backend(Protocol):
         """Set the gradient to zero."""
         ...
 
-    def weights(self) -> Mapping[str, Tensor]:
-        """See `gleanrl.learners.engine.Engine.weights`. All processes call this method, because it is a collective."""
+    def layout(self, dtype: torch.dtype | None) -> Mapping[str, Layout]:
+        """Return the shapes and dtypes of the policy's tensors by Hugging Face parameter name.
+
+        ``dtype`` is that of all tensors; None means that of the model.
+        """
+        ...
+
+    def gather(self, names: Sequence[str], dtype: torch.dtype | None) -> Mapping[str, Tensor]:
+        """Return some of the policy's tensors, unsharded, with adapters merged and converted to ``dtype``.
+
+        Only the process that `leads` must get them. All processes call this method, because it is a collective.
+        """
         ...
 
     def adapters(self) -> Mapping[str, Tensor]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -26,6 +27,7 @@ from gleanrl.learners.critic import CriticStatistics, critic_loss
 from gleanrl.learners.models import export, export_adapters
 from gleanrl.learners.transformers import TransformersBackend
 from gleanrl.types import FloatArray
+from gleanrl.utils.weights import GatheredWeights
 
 CPU_TOKENS_PER_MICROBATCH = 2048  # larger micro-batches are no faster on a CPU, because they exceed its caches
 # Peak dense bfloat16 FLOP/s by a part of the GPU's name, to compute the model FLOPs utilisation (MFU).
@@ -89,8 +91,12 @@ class Engine(Protocol):
         """Compute the critic's value before each trained token, float32[n] for each sample, without gradient."""
         ...
 
-    def weights(self) -> Mapping[str, Tensor]:
-        """Return the policy's tensors by Hugging Face parameter name, unsharded and with adapters merged."""
+    def weights(self, dtype: torch.dtype | None = None) -> GatheredWeights:
+        """Return the policy's tensors by Hugging Face parameter name, unsharded and with adapters merged.
+
+        They are gathered, and converted to ``dtype``, when they are read. To read them after the weights have changed
+        raises RuntimeError.
+        """
         ...
 
     def adapters(self) -> Mapping[str, Tensor]:
@@ -173,6 +179,7 @@ class LocalEngine:
             trains=trains,
         )
         self.between: Callable[[], None] | None = None
+        self.changes = 0  # how often the weights have changed
 
     def backward(
         self,
@@ -259,6 +266,7 @@ class LocalEngine:
         return Tokens(logp, old, micro.advantages, micro.sequence, micro.off_policy, behaviour)
 
     def step(self, normaliser: float, lr: float, *, policy: bool = True) -> float:
+        self.changes += 1
         return self.backend.step(normaliser, lr, policy=policy)
 
     def discard(self) -> None:
@@ -316,8 +324,14 @@ class LocalEngine:
             mine.append(micro.to(backend.device))
         return plans, mine
 
-    def weights(self) -> Mapping[str, Tensor]:
-        return self.backend.weights()
+    def weights(self, dtype: torch.dtype | None = None) -> GatheredWeights:
+        return GatheredWeights(self.backend.layout(dtype), partial(self.gather, self.changes, dtype))
+
+    def gather(self, changes: int, dtype: torch.dtype | None, names: Sequence[str]) -> Mapping[str, Tensor]:
+        """Return some tensors of `weights`, which was called when the weights had changed ``changes`` times."""
+        if changes != self.changes:
+            raise RuntimeError("the policy's weights were read after they had changed")
+        return self.backend.gather(names, dtype)
 
     def adapters(self) -> Mapping[str, Tensor]:
         return self.backend.adapters()
@@ -327,6 +341,7 @@ class LocalEngine:
 
     def load(self, folder: Path) -> None:
         self.backend.load(folder)
+        self.changes += 1
 
     def export(self, folder: Path, tokenizer: Any = None) -> None:
         export(folder, self.backend.model, self.weights(), tokenizer)

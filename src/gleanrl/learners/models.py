@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import importlib.util
+import json
 import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -29,6 +31,7 @@ from transformers import (
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
 )
+from transformers.core_model_loading import revert_weight_conversion
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
@@ -44,9 +47,11 @@ from gleanrl.utils import atomic
 from gleanrl.utils.cache import cache_dir, one_at_a_time
 from gleanrl.utils.errors import UserError
 from gleanrl.utils.text import first_line, nearest
+from gleanrl.utils.weights import layout_of, write_safetensors
 
 AUTO, FLASH = "auto", "flash_attention_2"
 HALF = (torch.bfloat16, torch.float16)
+SHARD = "50GB"  # size of a file of an exported model, the default of transformers
 _ADAPTER = "default"
 _AMPERE = (8, 0)  # compute capability of the oldest GPUs that flash attention supports
 
@@ -407,28 +412,51 @@ def add_adapters(model: nn.Module, settings: LearnerSettings, seed: int) -> Any:
             raise UserError(f"learner.lora_targets = {targets!r}: {str(error).splitlines()[0][:200]}") from error
 
 
-@torch.no_grad()
-def merged_weights(model: Any, whole: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> dict[str, Tensor]:
-    """Return the tensors of ``model`` by Hugging Face parameter name, with adapters merged into them.
+def policy_parameters(model: Any) -> dict[str, tuple[nn.Parameter, Any]]:
+    """Return the parameters of ``model`` without its adapters, by Hugging Face name.
 
-    A tied tensor has one entry, under the first of its names. Tensors into which adapters were merged are new, because
-    merging in place and undoing it would change the base weights by rounding. The other tensors are not copies.
-
-    ``whole`` gathers a tensor that may be sharded over processes. As gathering is a collective, all processes of the
-    engine must call this function.
+    Each comes with the module of peft whose adapters are merged into it, or None. A tied parameter has one entry, under
+    the first of its names.
     """
     if not hasattr(model, "peft_config"):  # not a peft model
-        return {name: whole(parameter.detach()) for name, parameter in model.named_parameters()}
+        return {name: (parameter, None) for name, parameter in model.named_parameters()}
     base = model.get_base_model()
-    weights = {
-        name.replace(".base_layer.", "."): whole(parameter.detach())
+    found: dict[str, tuple[nn.Parameter, Any]] = {
+        name.replace(".base_layer.", "."): (parameter, None)
         for name, parameter in base.named_parameters()
         if ".lora_" not in name
     }
     for name, module in base.named_modules():
         if hasattr(module, "get_delta_weight"):
-            weights[f"{name}.weight"] = whole(module.get_base_layer().weight + module.get_delta_weight(_ADAPTER))
-    return weights
+            found[f"{name}.weight"] = module.get_base_layer().weight, module
+    return found
+
+
+@torch.no_grad()
+def merged_weights(
+    model: Any,
+    whole: Callable[[Tensor], Tensor] = lambda tensor: tensor,
+    names: Iterable[str] | None = None,
+    dtype: torch.dtype | None = None,
+) -> dict[str, Tensor]:
+    """Return tensors of ``model`` by Hugging Face parameter name, with adapters merged into them.
+
+    Tensors into which adapters were merged are new, because merging in place and undoing it would change the base
+    weights by rounding. The other tensors are not copies, unless they are converted.
+
+    Args:
+        whole: gathers a tensor that may be sharded over processes. As gathering is a collective, all processes of the
+            engine must call this function.
+        names: the tensors to return; None means all.
+        dtype: the dtype to which they are converted; None means that of the model.
+    """
+    parameters = policy_parameters(model)
+    found = {}
+    for name in parameters if names is None else names:
+        parameter, module = parameters[name]
+        tensor = parameter.detach() if module is None else parameter + module.get_delta_weight(_ADAPTER)
+        found[name] = whole(tensor.to(dtype or tensor.dtype))
+    return found
 
 
 def adapter_weights(model: Any, whole: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> dict[str, Tensor]:
@@ -467,13 +495,26 @@ def export_adapters(folder: Path, model: Any, adapters: Mapping[str, Tensor], ba
 def export(folder: Path, model: Any, weights: Mapping[str, Tensor], tokenizer: Any = None) -> None:
     """Write a Hugging Face model directory with the config of ``model``, the tensors ``weights`` and the tokenizer.
 
-    ``folder`` appears only once it is complete, so an error leaves no partial directory. Raises `UserError` if the disk
-    is full. ``tokenizer`` may be None.
+    The tensors are read in the order of the mapping and written one at a time, unless transformers gives them other
+    names in files than in the model. ``folder`` appears only once it is complete, so an error leaves no partial
+    directory. Raises `UserError` if the disk is full. ``tokenizer`` may be None.
     """
     base = model.get_base_model() if hasattr(model, "peft_config") else model
-    needed = sum(tensor.numel() * tensor.element_size() for tensor in weights.values())
-    with atomic.directory(folder, needed=needed) as partial:
-        with _quiet():
-            base.save_pretrained(partial, state_dict=dict(weights))
+    layout = dict(layout_of(weights))
+    named = revert_weight_conversion(base, {n: torch.empty(each.shape, device="meta") for n, each in layout.items()})
+    with atomic.directory(folder, needed=sum(each.size for each in layout.values())) as partial, _quiet():
+        base.save_pretrained(partial, state_dict={} if named.keys() == layout.keys() else dict(weights))
+        if named.keys() == layout.keys():
+            shards = split_state_dict_into_shards_factory(
+                layout,
+                get_storage_size=lambda each: each.size,
+                filename_pattern="model{suffix}.safetensors",
+                max_shard_size=SHARD,
+            )
+            for file, names in shards.filename_to_tensors.items():
+                write_safetensors(partial / file, weights, {"format": "pt"}, names=names)
+            if shards.is_sharded:
+                index = {"metadata": shards.metadata, "weight_map": shards.tensor_to_filename}
+                (partial / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=2), encoding="utf-8")
         if tokenizer is not None:
             tokenizer.save_pretrained(partial)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -34,6 +34,7 @@ from gleanrl.schedule.device_lock import DeviceHold, TakeDevice
 from gleanrl.schedule.timeline import SpanRecorder
 from gleanrl.types import FloatArray
 from gleanrl.utils.errors import UserError
+from gleanrl.utils.weights import GatheredWeights
 
 T = TypeVar("T")
 MAX_SKIPPED_IN_A_ROW = 5
@@ -76,6 +77,7 @@ class TorchLearner:
         critic: settings of the critic; None if the advantage estimator needs no values.
         tokenizer: written next to exported models; None to export models without a tokenizer.
         compute_dtype: dtype of forward passes. None means bfloat16 on a GPU and float32 on a CPU.
+        published_dtype: dtype of the weights that `weights` returns; None means that of the model.
         engine: called with the arguments of `LocalEngine` to make the engine.
         trains: False for a learner that makes no updates and only loads checkpoints, computes log-probs and returns
             weights.
@@ -100,6 +102,7 @@ class TorchLearner:
         critic: CriticSettings | None = None,
         tokenizer: Any = None,
         compute_dtype: torch.dtype | None = None,
+        published_dtype: torch.dtype | None = None,
         seed: int = 0,
         engine: Callable[..., Engine] = LocalEngine,
         trains: bool = True,
@@ -113,7 +116,7 @@ class TorchLearner:
         # call of the engine does not hold the device meanwhile.
         self._one = asyncio.Lock()
         self._timeline = timeline
-        self._tokenizer = tokenizer
+        self._tokenizer, self._published_dtype = tokenizer, published_dtype
         self._progress = _Progress()
         self._learned = Learned()  # statistics of the current step so far
         self._critic = critic
@@ -276,13 +279,13 @@ class TorchLearner:
         """Compute log-probs and entropies of the trained tokens of each of ``samples`` under the current weights."""
         return await self._on_device("logprobs", lambda _: self.engine.score(samples), samples=len(samples))
 
-    def weights(self) -> Mapping[str, Any]:
+    def weights(self) -> GatheredWeights:
         """Return the policy's tensors by Hugging Face parameter name, with adapters merged into them.
 
-        They are not copies: the next update may change them in place. A sharded engine blocks the caller while another
-        call of the engine runs, so call this method in a worker thread and not on the event loop.
+        They are gathered when they are read, and must be read before the next update. A sharded engine blocks the
+        reader while another call of the engine runs, so read them in a worker thread and not on the event loop.
         """
-        return self.engine.weights()
+        return self.engine.weights(self._published_dtype)
 
     def save(self, folder: Path) -> None:
         """Write weights, optimizer states, random state and counters, from which `load` continues bit for bit.

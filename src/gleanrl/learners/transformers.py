@@ -29,11 +29,13 @@ from gleanrl.learners.models import (
     add_adapters,
     attention_kernel,
     merged_weights,
+    policy_parameters,
     use_attention_kernel,
     without_dropout,
 )
 from gleanrl.learners.optim import adamw, finish_gradient, zero_gradients
 from gleanrl.learners.packed_attention import use_packed_attention
+from gleanrl.utils.weights import Layout
 
 T = TypeVar("T")
 
@@ -245,8 +247,12 @@ class TransformersBackend:
         if self.critic is not None:
             zero_gradients(self.critic.parameters)
 
-    def weights(self) -> Mapping[str, Tensor]:
-        return merged_weights(self.model, self.placement.whole)
+    def layout(self, dtype: torch.dtype | None) -> Mapping[str, Layout]:
+        parameters = policy_parameters(self.model)
+        return {name: Layout(tuple(p.shape), dtype or p.dtype) for name, (p, _) in parameters.items()}
+
+    def gather(self, names: Sequence[str], dtype: torch.dtype | None) -> Mapping[str, Tensor]:
+        return merged_weights(self.model, self.placement.whole, names, dtype)
 
     def adapters(self) -> Mapping[str, Tensor]:
         return adapter_weights(self.model, self.placement.whole)

@@ -403,6 +403,8 @@ class Builder:
             critic=config.critic if "values" in self.estimator.needs else None,
             tokenizer=tokenizer,
             compute_dtype=self.dtype,
+            # A server that samples may have another dtype than the samplers of this run, so it converts them itself.
+            published_dtype=None if "server_dtype" in config.sampler.options else self.dtype,
             device_lock=device_lock,
             timeline=timeline,
             engine=LocalEngine if self.ranks is None else partial(ShardedEngine, self.ranks),

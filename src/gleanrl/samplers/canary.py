@@ -13,7 +13,7 @@ the old weights, as soon as the two differ by clearly more than the engine's rou
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +24,7 @@ from torch import nn
 from torch.func import functional_call
 
 from gleanrl.utils.errors import UserError
+from gleanrl.utils.weights import layout_of
 
 PROMPT, ANSWER = 64, 4  # length of the test prompt, and of vLLM's completion of it, in tokens
 # Largest error allowed, by dtype, as a share of the standard deviation of the log-probs (of 1 nat if that is smaller).
@@ -38,11 +39,12 @@ def check_fit(expected: Mapping[str, torch.Tensor], weights: Mapping[str, Any]) 
 
     Raises `ValueError` if a weight is missing or has another shape. Further weights are allowed.
     """
+    layout = layout_of(weights)
     for name, tensor in expected.items():
-        if name not in weights:
+        if name not in layout:
             raise ValueError(f"published weights lack {name!r}")
-        if tuple(weights[name].shape) != tuple(tensor.shape):
-            found, needed = tuple(weights[name].shape), tuple(tensor.shape)
+        found, needed = layout[name].shape, tuple(tensor.shape)
+        if found != needed:
             raise ValueError(f"published weight {name!r} has shape {found}, not {needed}")
 
 
@@ -110,18 +112,25 @@ class Canary:
     def reference(self, weights: Mapping[str, Any], answer: Sequence[int] = ()) -> Reference:
         """Compute the logits of ``weights`` for the test prompt and ``answer``, the engine's completion of it.
 
-        The forward pass runs on the device of the model's buffers. Weights on another device (with Ray they are in the
-        object store, in main memory) are copied to it one layer at a time.
+        The forward pass runs on the device of the model's buffers, in float32 or the dtype of the weights if that is
+        wider. Weights are read, converted and moved to this device one layer at a time, because they may be gathered
+        from other processes, and with Ray are in the object store, in main memory.
         """
         tokens = torch.tensor([*self.prompt, *answer])
-        some = next(iter(weights.values()))
-        device = next((buffer.device for buffer in self._modules.buffers()), some.device)
-        layers = _layers(self._modules) if device != some.device else {}
-        inside = {f"{name}.{key}" for name, layer in layers.items() for key, _ in layer.named_parameters()}
-        given = {key: weight if key in inside else weight.to(device) for key, weight in weights.items()}
-        with _one_layer_at_a_time(tuple(layers.values()), device):
+        device = next((buffer.device for buffer in self._modules.buffers()), None)
+        device = device or next(iter(weights.values())).device
+
+        def read(name: str) -> torch.Tensor:
+            weight = weights[name]
+            return weight.to(device, torch.promote_types(weight.dtype, torch.float32))
+
+        layers = _layers(self._modules)
+        names = {id(parameter): name for name, parameter in self._modules.named_parameters()}
+        inside = {names[id(parameter)] for layer in layers for parameter in layer.parameters()}
+        outside = {name: read(name) for name in names.values() if name not in inside}
+        with _one_layer_at_a_time(layers, lambda parameter: read(names[id(parameter)])):
             arguments = (tokens[None, :-1].to(device),)
-            output = functional_call(self._modules, given, arguments, {"use_cache": False}, strict=False)
+            output = functional_call(self._modules, outside, arguments, {"use_cache": False}, strict=False)
         return Reference(tokens, output.logits[0].float().cpu())
 
     def remember(self, reference: Reference) -> None:
@@ -175,19 +184,16 @@ class Canary:
         self._held = now
 
 
-def _layers(modules: nn.Module) -> dict[str, nn.Module]:
-    """Return the modules in the outermost `ModuleList`s by name: a model's layers, which have most of its weights."""
+def _layers(modules: nn.Module) -> list[nn.Module]:
+    """Return the modules in the outermost `ModuleList`s: a model's layers, which have most of its weights."""
     lists = {name: part for name, part in modules.named_modules() if isinstance(part, nn.ModuleList)}
-    outer = {name: part for name, part in lists.items() if not any(name.startswith(f"{other}.") for other in lists)}
-    return {f"{name}.{key}": layer for name, part in outer.items() for key, layer in part.named_children()}
+    outer = [part for name, part in lists.items() if not any(name.startswith(f"{other}.") for other in lists)]
+    return [layer for part in outer for layer in part]
 
 
 @contextmanager
-def _one_layer_at_a_time(layers: Sequence[nn.Module], device: torch.device) -> Iterator[None]:
-    """Move the weights of each of ``layers`` to ``device`` for the time in which the layer computes.
-
-    So only one layer's weights need memory on ``device`` at a time.
-    """
+def _one_layer_at_a_time(layers: Sequence[nn.Module], read: Callable[[nn.Parameter], torch.Tensor]) -> Iterator[None]:
+    """Give each of ``layers`` the weight ``read(p)`` for its parameter p, for the time in which the layer computes."""
     # For each module whose parameters were moved: its dict of parameters, and the dict's entries before.
     elsewhere: list[tuple[dict[str, Any], dict[str, Any]]] = []
 
@@ -195,7 +201,7 @@ def _one_layer_at_a_time(layers: Sequence[nn.Module], device: torch.device) -> I
         for module in layer.modules():
             own: dict[str, Any] = module._parameters
             elsewhere.append((own, dict(own)))
-            own.update({key: weight.to(device) for key, weight in own.items() if weight is not None})
+            own.update({key: read(parameter) for key, parameter in own.items() if parameter is not None})
 
     def restore(*_: Any) -> None:
         while elsewhere:

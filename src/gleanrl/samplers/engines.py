@@ -75,8 +75,9 @@ def copy_weights(targets: Mapping[str, torch.Tensor], weights: Mapping[str, Any]
     """
     check_fit(targets, weights)
     with torch.no_grad():
-        for name, target in targets.items():
-            target.copy_(weights[name])
+        for name, weight in weights.items():
+            if name in targets:
+                targets[name].copy_(weight)
 
 
 def choose_engine(model: PreTrainedModel, max_context: int, dtype: torch.dtype) -> Engine:

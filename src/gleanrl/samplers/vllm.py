@@ -35,6 +35,7 @@ from gleanrl.schedule.device_lock import TakeDevice
 from gleanrl.schedule.timeline import SpanRecorder
 from gleanrl.utils.errors import UserError
 from gleanrl.utils.text import first_line, nearest
+from gleanrl.utils.weights import write_safetensors
 
 OWN = frozenset(
     {
@@ -413,13 +414,8 @@ def write_published(path: Path, weights: Mapping[str, torch.Tensor], dtype: torc
 
     They are converted to ``dtype``, a torch dtype or its name.
     """
-    from safetensors.torch import save_file
-
-    sent = getattr(torch, str(dtype).removeprefix("torch."))
-    # Tensors are copied, because safetensors refuses to write tensors that share memory.
-    tensors = {name: weight.detach().to("cpu", sent, copy=True).contiguous() for name, weight in weights.items()}
     mark = uuid4().hex
-    save_file(tensors, path, {"mark": mark})
+    write_safetensors(path, weights, {"mark": mark}, dtype=getattr(torch, str(dtype).removeprefix("torch.")))
     return mark
 
 

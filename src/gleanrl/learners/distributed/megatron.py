@@ -7,7 +7,7 @@ have these names too, so that FSDP2, a single process and every other layout can
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -56,6 +56,7 @@ from gleanrl.learners.logprobs import selected_log_softmax
 from gleanrl.learners.mapped import replace_parameters
 from gleanrl.learners.packed_attention import attend
 from gleanrl.utils.errors import UserError
+from gleanrl.utils.weights import Layout
 
 FAMILIES = ("llama", "qwen2", "qwen3")
 # Micro-batches that a pipeline works on without a pause, for each stage. More make it idle for a smaller share of the
@@ -336,16 +337,24 @@ class MegatronBackend:
         """Return the gradient so far by Hugging Face name, on rank 0. It must be discarded afterwards."""
         with self._cuda():
             finalize_model_grads([self._trained])
-        return self.whole(self.by_name(self._stage, lambda parameter: parameter.main_grad))
+        parts = self.by_name(self._stage, lambda parameter: parameter.main_grad)
+        return self.whole(parts, self.layout(None))
 
-    def by_name(self, stage: Stage, of: Callable[[Any], Tensor]) -> dict[str, DTensor]:
+    def by_name(
+        self, stage: Stage, of: Callable[[Any], Tensor], chosen: Collection[str] | None = None
+    ) -> dict[str, DTensor]:
         """Return a tensor of each of this stage's parameters by Hugging Face name, with the shape of the whole tensor.
 
         ``of`` returns the tensor of a parameter, such as the parameter or its gradient. Joined matrices are divided.
+        Only the ``chosen`` names are returned; None means all.
         """
         found: dict[str, DTensor] = {}
         for parameter, names in names_of(stage, tied=stage.tied).values():
+            if chosen is not None and not set(names) & set(chosen):
+                continue
             for name, part in zip(names, split(of(parameter), len(names), stage.config), strict=True):
+                if chosen is not None and name not in chosen:
+                    continue
                 shape = self.model.get_parameter(name).shape
                 dimension = split_dimension(name)
                 if dimension == 0:  # without the padding of the vocabulary
@@ -361,10 +370,13 @@ class MegatronBackend:
                 )
         return found
 
-    def whole(self, parts: Mapping[str, DTensor]) -> dict[str, Tensor]:
-        """Gather the tensors of all stages, one at a time. The result is empty in processes other than rank 0."""
+    def whole(self, parts: Mapping[str, DTensor], layout: Mapping[str, Layout]) -> dict[str, Tensor]:
+        """Gather the tensors of ``layout`` from all stages, one at a time.
+
+        ``parts`` are those of this stage. The result is empty in processes other than rank 0.
+        """
         found: dict[str, Tensor] = {}
-        for name, parameter in self.model.named_parameters():
+        for name, (shape, dtype) in layout.items():
             value = parts[name].full_tensor() if name in parts else None
             owner = self._owner(name)
             if owner and dist.get_rank() == owner:
@@ -372,7 +384,7 @@ class MegatronBackend:
                 dist.send(value, 0)
             elif dist.get_rank() == 0:
                 if value is None:
-                    value = torch.empty(parameter.shape, dtype=parameter.dtype, device=self.device)
+                    value = torch.empty(shape, dtype=dtype, device=self.device)
                     dist.recv(value, owner)
                 found[name] = value
         return found
@@ -386,8 +398,13 @@ class MegatronBackend:
             stage = 0 if name.startswith("model.embed_tokens.") else self._pipeline - 1
         return stage * self._stage_mesh.size()
 
-    def weights(self) -> Mapping[str, Tensor]:
-        return self.whole(self.by_name(self._stage, lambda parameter: parameter))
+    def layout(self, dtype: torch.dtype | None) -> Mapping[str, Layout]:
+        return {name: Layout(tuple(p.shape), dtype or p.dtype) for name, p in self.model.named_parameters()}
+
+    def gather(self, names: Sequence[str], dtype: torch.dtype | None) -> Mapping[str, Tensor]:
+        parts = self.by_name(self._stage, lambda parameter: parameter.to(dtype or parameter.dtype), names)
+        layout = self.layout(dtype)
+        return self.whole(parts, {name: layout[name] for name in names})
 
     def adapters(self) -> Mapping[str, Tensor]:
         raise UserError("there are no adapters: learner.lora_rank = 0 trains all weights; export the model instead")

@@ -29,6 +29,7 @@ from gleanrl.learners.models import export, export_adapters, skeleton
 from gleanrl.learners.transformers import TransformersBackend
 from gleanrl.types import FloatArray
 from gleanrl.utils.errors import UserError
+from gleanrl.utils.weights import GatheredWeights
 
 
 def make_local(ranks: Ranks, model: nn.Module, settings: LearnerSettings, *args: Any, **options: Any) -> LocalEngine:
@@ -74,7 +75,7 @@ class ShardedEngine:
         **options: Any,
     ) -> None:
         self._ranks = ranks
-        self._lock = threading.Lock()  # another thread may call `weights` while an update runs
+        self._lock = threading.Lock()  # another thread may read `weights` while an update runs
         reference = options.pop("reference", None)
         bare = {"reference": None if reference is None else skeleton(reference)}
         ranks.send((make, (skeleton(model), settings, *args), {**options, **bare}, False))
@@ -84,10 +85,14 @@ class ShardedEngine:
         self.discard: Callable[[], None] = partial(self._everywhere, "discard")
         self.score: Callable[..., list[TokenScores]] = partial(self._on_samples, "score")
         self.values: Callable[..., list[FloatArray]] = partial(self._on_samples, "values")
-        self.weights: Callable[[], Mapping[str, Tensor]] = partial(self._everywhere, "weights")  # gathered on rank 0
         self.adapters: Callable[[], Mapping[str, Tensor]] = partial(self._everywhere, "adapters")
         self.usage = self.local.usage
         self.between: Callable[[], None] | None = None
+
+    def weights(self, dtype: torch.dtype | None = None) -> GatheredWeights:
+        """See `Engine.weights`. Each bucket is a call of all processes, so a reader may stop after any of them."""
+        gather = partial(self._everywhere, "gather", self.local.changes, dtype)
+        return GatheredWeights(self.local.backend.layout(dtype), gather)
 
     def save(self, folder: Path) -> None:
         self._everywhere("save", folder.absolute())

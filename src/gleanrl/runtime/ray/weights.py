@@ -31,6 +31,7 @@ from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPri
 
 from gleanrl.runtime.ray.actors import ActorClient, Service
 from gleanrl.runtime.ray.cluster import import_ray
+from gleanrl.utils.weights import buckets, layout_of
 
 T = TypeVar("T")
 Way = Literal["memory", "broadcast"]
@@ -80,10 +81,17 @@ def from_bytes(weights: Mapping[str, _Bytes]) -> dict[str, torch.Tensor]:
 class Stored(NamedTuple):
     """Weights in Ray's object store, as the source for `WeightReceiver.receive`.
 
-    The reference is in a list, because Ray replaces a reference that is itself an argument by its value.
+    Each reference is to a bucket of them. A list of references is needed in any case, because Ray replaces a reference
+    that is itself an argument by its value.
     """
 
-    reference: list[Any]
+    references: list[Any]
+
+
+def store(weights: Weights) -> list[Any]:
+    """Write ``weights`` to Ray's object store, one bucket at a time, and return a reference to each."""
+    parts = ({name: weights[name] for name in names} for names in buckets(layout_of(weights)))
+    return [import_ray().put(to_bytes(part)) for part in parts]
 
 
 # --- by a broadcast -----------------------------------------------------------------------------------
@@ -224,7 +232,8 @@ class WeightReceiver(BroadcastService):
 
     async def receive(self, source: Stored | Broadcast) -> Weights:
         if isinstance(source, Stored):
-            return from_bytes(await source.reference[0])
+            parts = await asyncio.gather(*source.references)
+            return {name: tensor for part in parts for name, tensor in from_bytes(part).items()}
         if self.group is None or self.group.place != source.place:
             self.group = BroadcastGroup(source.place, source.rank)
         try:
@@ -249,7 +258,7 @@ class WeightSource(BroadcastService):
         self._stored: dict[int, asyncio.Future[Any]] = {}
 
     def weights(self) -> Weights:
-        """Return the current weights as full tensors, not shards. Called on a thread other than the event loop's."""
+        """Return the current weights as full tensors, not shards. Called, and read, on a thread of its own."""
         raise NotImplementedError
 
     async def changing(self) -> None:
@@ -259,7 +268,7 @@ class WeightSource(BroadcastService):
             await asyncio.wait(self._reads)
 
     async def put(self, number: int) -> list[Any]:
-        """Write the weights to Ray's object store and return ``[reference]``.
+        """Write the weights to Ray's object store and return references to their buckets.
 
         If the weights with this ``number`` were broadcast before, the copy made then is used. Otherwise they must be
         the current weights.
@@ -271,16 +280,16 @@ class WeightSource(BroadcastService):
         if stored is None:
             if number != self.number:
                 raise RuntimeError(f"the weights have changed since number {number}, and no copy was kept")
-            stored = self._read(lambda weights: import_ray().put(to_bytes(weights)))
-        return [await stored]
+            stored = self._read(store)
+        return await stored
 
     async def meet(self, port: int, world: int, backend: Backend, number: int) -> Place:
         """Start a TCPStore for a new broadcast group of ``world`` members, and return the group's `Place`.
 
         ``port`` 0 selects a free port. ``number`` is the number of the group.
         """
-        weights = await self._read(dict)
-        entries = tuple(Entry(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in weights.items())
+        layout = await self._read(layout_of)
+        entries = tuple(Entry(name, dtype, shape) for name, (shape, dtype) in layout.items())
         host = import_ray().util.get_node_ip_address()
         self.group = None  # deletes the old group, whose store may listen on the same port
         store = await asyncio.to_thread(TCPStore, host, port, world, True, TIMEOUT, wait_for_workers=False)
@@ -301,7 +310,7 @@ class WeightSource(BroadcastService):
             self.group = None
             raise
         if keep:
-            self._stored[number] = self._read(lambda weights: import_ray().put(to_bytes(weights)))
+            self._stored[number] = self._read(store)
 
     def _read(self, use: Callable[[Weights], T]) -> asyncio.Future[T]:
         """Call ``use`` with the weights on a thread, and return a future of its result. `changing` waits for it."""
@@ -329,7 +338,7 @@ class WeightHandle:
         return self._reference is not None
 
     def put(self) -> asyncio.Future[list[Any]]:
-        """Make the learner write the weights to Ray's object store. Returns a future of ``[reference]``.
+        """Make the learner write the weights to Ray's object store. Returns a future of the references.
 
         Further calls return the same future. Awaiting it raises `LearnerLost` if the learner has died.
         """

@@ -1,0 +1,176 @@
+"""Measures the memory that a learner of two ranks needs to load a model and to publish its weights.
+
+    python benchmarks/sharded_memory.py [--model DIRECTORY] [--layouts fsdp tensor pipeline] [--bucket 256]
+
+DIRECTORY is a Hugging Face model whose files are in float32 or bfloat16; by default, a model that has the sizes of
+SmolLM2-135M and random weights in bfloat16. Megatron-core is needed for the layouts "tensor" and "pipeline". For each
+rank and phase, the table has the growth of private memory at its peak: anonymous and shared pages (RssAnon + RssShmem),
+without pages of mapped files, which the system drops when memory is short. They are read every millisecond.
+
+* load, whole: rank 0 first loads the model in float32 (``mapped=False``), as for a model that does not come from files.
+* load, mapped: each tensor is read from its file when it is placed.
+* held: what of this stays, that is the rank's share of the weights, the buffers for gradients, and what the C library
+  keeps.
+* publish, at once: all weights are gathered in float32 before the sampler copies them.
+* publish, buckets: they are gathered in buckets of ``--bucket`` MiB.
+
+The sampler's copy exists before its weights are published and is not counted.
+
+Every way of loading runs in processes of its own. It is checked that published weights equal the files bit for bit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
+
+from gleanrl.config.settings import Config, LossSettings, ModelSettings
+from gleanrl.learners.distributed import sharded
+from gleanrl.learners.distributed.ranks import Ranks
+from gleanrl.learners.freed_memory import return_freed_memory
+from gleanrl.learners.models import load_model
+from gleanrl.learners.tiny import build_tokenizer
+from gleanrl.runtime.sharded import learner_ranks
+from gleanrl.utils import weights
+from gleanrl.utils.weights import layout_of
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "fsdp": {},
+    "tensor": {"backend": "megatron", "tensor_parallel": 2},
+    "pipeline": {"backend": "megatron", "pipeline_parallel": 2},
+}
+
+
+class Peak:
+    """Reads this process's private memory until `stop`."""
+
+    def __init__(self) -> None:
+        gc.collect()
+        return_freed_memory()
+        self._first = self._peak = private()
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._read)
+        self._thread.start()
+
+    def _read(self) -> None:
+        while not self._stopped.wait(0.001):
+            self._peak = max(self._peak, private())
+
+    def stop(self) -> tuple[float, float]:
+        """Return the growth at the peak and at the end, in MB."""
+        self._stopped.set()
+        self._thread.join()
+        gc.collect()
+        return_freed_memory()
+        return (max(self._peak, private()) - self._first) / 1e6, (private() - self._first) / 1e6
+
+
+def private() -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return sum(int(line.split()[1]) for line in lines if line.startswith(("RssAnon", "RssShmem"))) * 1024
+
+
+def make(ranks: Ranks, *args: Any, **options: Any) -> Any:
+    """Make a rank's engine, on which `measure` can be called in all ranks."""
+    peak = Peak() if ranks.rank else None
+    engine: Any = sharded.make_local(ranks, *args, **options)
+    found = [peak.stop() if peak is not None else None]
+
+    def begin() -> None:
+        found.append(Peak())
+
+    def end() -> list[tuple[float, float]]:
+        found[-1] = found[-1].stop()
+        return ranks.gather(found[-1])
+
+    engine.begin, engine.end, engine.loaded = begin, end, lambda: ranks.gather(found[0])
+    return engine
+
+
+def one(model: Path, layout: str, bucket: int, *, mapped: bool) -> None:
+    """Print the growth of each rank's memory, in MB,."""
+    import sharded_memory  # the other ranks import this file under this name
+
+    weights.BUCKET = bucket << 20
+    settings = {"ranks": 2, **LAYOUTS[layout]}
+    config = Config.model_validate({"learner": settings, "model": {"device": "cpu"}, "run": {"threads": 1}})
+    with learner_ranks(config) as ranks:
+        assert ranks is not None
+        peak = Peak()
+        given = ModelSettings(init=str(model), max_context=512, device="cpu")
+        loaded, _ = load_model(given, mapped=mapped)
+        own = config.learner, LossSettings()
+        engine = sharded.ShardedEngine(ranks, loaded, *own, pad_token=0, temperature=1.0, make=sharded_memory.make)
+        del loaded
+        rows = [[peak.stop(), engine._everywhere("loaded")[1]]]
+        if mapped:
+            expected = dict(load_model(given, mapped=True)[0].named_parameters())
+            copy = {name: torch.zeros(each.shape) for name, each in engine.weights().layout.items()}
+            for at_once in (True, False):
+                engine._everywhere("begin")
+                found = dict(engine.weights().items()) if at_once else engine.weights()
+                assert layout_of(found).keys() == expected.keys()
+                for name, tensor in found.items():
+                    copy[name].copy_(tensor)
+                del found
+                rows.append(engine._everywhere("end"))
+                assert all(torch.equal(copy[name], tensor) for name, tensor in expected.items())
+        for number in range(2):
+            load, *published = (row[number] for row in rows)
+            print(*(f"{figure:.0f}" for figure in (load[0], load[1], *(each[0] for each in published))))
+
+
+def random_model(folder: Path) -> Path:
+    """Write a model with the sizes of SmolLM2-135M in bfloat16."""
+    sizes = {"vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30}
+    heads = {"num_attention_heads": 9, "num_key_value_heads": 3, "max_position_embeddings": 8192}
+    torch.manual_seed(0)
+    LlamaForCausalLM(LlamaConfig(**sizes, **heads, tie_word_embeddings=True)).bfloat16().save_pretrained(folder)
+    build_tokenizer(["a text"], 512).save_pretrained(folder)
+    return folder
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path)
+    parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
+    parser.add_argument("--bucket", type=int, default=256)
+    parser.add_argument("--one", choices=("whole", "mapped"), help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.one is not None:
+        one(args.model, args.layouts[0], args.bucket, mapped=args.one == "mapped")
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        model = args.model or random_model(Path(folder))
+        dtype = AutoConfig.from_pretrained(model).dtype
+        print(f"{model}, {dtype}, buckets of {args.bucket} MiB; growth of private memory in MB")
+        print("| layout | rank | load, whole | load, mapped | held | publish, at once | publish, buckets |")
+        print("|---|---|---|---|---|---|---|")
+        for layout in args.layouts:
+            whole, mapped = (run(model, layout, args.bucket, way) for way in ("whole", "mapped"))
+            for rank, (before, now) in enumerate(zip(whole, mapped, strict=True)):
+                print(f"| {layout} | {rank} | {before[0]} | {' | '.join(now)} |", flush=True)
+
+
+def run(model: Path, layout: str, bucket: int, way: str) -> list[list[str]]:
+    options = ["--model", str(model), "--layouts", layout, "--bucket", str(bucket), "--one", way]
+    paths = os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))
+    command = [sys.executable, __file__, *options]
+    done = subprocess.run(
+        command, env={**os.environ, "PYTHONPATH": paths}, stdout=subprocess.PIPE, text=True, check=True
+    )
+    return [line.split() for line in done.stdout.splitlines()[-2:]]
+
+
+if __name__ == "__main__":
+    main()

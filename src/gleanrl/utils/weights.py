@@ -1,0 +1,123 @@
+"""Weights of a policy that are gathered from the processes of a learner while they are read, one bucket at a time.
+
+`Sampler.publish` gets weights as a mapping from names to tensors. Code that only needs shapes and dtypes asks
+`layout_of` for them, and code that reads tensors does so in the order of the mapping. Then each bucket is gathered
+once, and only one of them is in memory.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+BUCKET = 256 << 20  # bytes
+_SAFETENSORS = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+
+
+class Layout(NamedTuple):
+    """The shape and the dtype of a tensor."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def size(self) -> int:
+        """The number of bytes."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class GatheredWeights(Mapping[str, Tensor]):
+    """Maps names to tensors, which are gathered when they are read. Any thread may read.
+
+    Args:
+        layout: shapes and dtypes of the tensors by name, in the order in which the tensors are to be read.
+        gather: returns the tensors of a bucket, that is of consecutive names.
+    """
+
+    def __init__(self, layout: Mapping[str, Layout], gather: Callable[[list[str]], Mapping[str, Tensor]]) -> None:
+        self.layout, self._gather = layout, gather
+        self._buckets = {name: names for names in buckets(layout) for name in names}
+        self._held: Mapping[str, Tensor] = {}  # the bucket that was gathered last
+        self._lock = threading.Lock()
+
+    def __getitem__(self, name: str) -> Tensor:
+        with self._lock:
+            if name not in self._held:
+                names = self._buckets[name]
+                self._held = {}  # frees the last bucket before the next one is gathered
+                self._held = self._gather(names)
+            return self._held[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.layout
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.layout)
+
+    def __len__(self) -> int:
+        return len(self.layout)
+
+
+def layout_of(weights: Mapping[str, Tensor]) -> Mapping[str, Layout]:
+    """Return the shapes and dtypes of ``weights`` by name, without gathering them."""
+    if isinstance(weights, GatheredWeights):
+        return weights.layout
+    return {name: Layout(tuple(tensor.shape), tensor.dtype) for name, tensor in weights.items()}
+
+
+def buckets(layout: Mapping[str, Layout]) -> list[list[str]]:
+    """Divide the names into lists of consecutive ones, whose tensors have at most `BUCKET` bytes together.
+
+    A larger tensor is in a list of its own.
+    """
+    found: list[list[str]] = []
+    size = 0
+    for name, each in layout.items():
+        if not found or size + each.size > BUCKET:
+            found.append([])
+            size = 0
+        found[-1].append(name)
+        size += each.size
+    return found
+
+
+def write_safetensors(
+    path: Path,
+    weights: Mapping[str, Tensor],
+    metadata: Mapping[str, str],
+    *,
+    names: Iterable[str] | None = None,
+    dtype: torch.dtype | None = None,
+) -> None:
+    """Write a safetensors file one tensor at a time, which the library's own function writes from memory only.
+
+    Args:
+        metadata: texts that the file contains in addition.
+        names: the tensors to write; all by default.
+        dtype: the dtype to which the tensors are converted; None keeps theirs.
+    """
+    layout = layout_of(weights)
+    chosen = {name: Layout(layout[name].shape, dtype or layout[name].dtype) for name in names or layout}
+    # Wider dtypes come first, so that each tensor begins at a multiple of its item size.
+    ordered = sorted(chosen, key=lambda name: -chosen[name].dtype.itemsize)
+    header: dict[str, object] = {"__metadata__": dict(metadata)}
+    end = 0
+    for name in ordered:
+        start, end = end, end + chosen[name].size
+        kind = _SAFETENSORS[chosen[name].dtype]
+        header[name] = {"dtype": kind, "shape": chosen[name].shape, "data_offsets": (start, end)}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        for name in ordered:
+            tensor = weights[name].detach().to("cpu", chosen[name].dtype).contiguous()
+            file.write(tensor.reshape(-1).view(torch.uint8).numpy().data)
