@@ -1,11 +1,13 @@
-"""Measures the memory that a learner of two ranks needs to load a model and to publish its weights.
+"""Measures the memory that each rank of a learner needs to load a model and to publish its weights.
 
     python benchmarks/sharded_memory.py [--model DIRECTORY] [--layouts fsdp tensor pipeline] [--bucket 256]
 
 DIRECTORY is a Hugging Face model whose files are in float32 or bfloat16; by default, a model that has the sizes of
-SmolLM2-135M and random weights in bfloat16. Megatron-core is needed for the layouts "tensor" and "pipeline". For each
-rank and phase, the table has the growth of private memory at its peak: anonymous and shared pages (RssAnon + RssShmem),
-without pages of mapped files, which the system drops when memory is short. They are read every millisecond.
+SmolLM2-135M and random weights in bfloat16. Megatron-core is needed for the layouts "tensor" (three ranks, because the
+model has nine heads) and "pipeline" (two ranks, as "fsdp").
+
+For each rank and phase, the table has the growth of private memory at its peak: anonymous and shared pages (RssAnon +
+RssShmem), without pages of mapped files, which the system drops when memory is short. They are read every millisecond.
 
 * load, whole: rank 0 first loads the model in float32 (``mapped=False``), as for a model that does not come from files.
 * load, mapped: each tensor is read from its file when it is placed.
@@ -45,9 +47,9 @@ from gleanrl.utils import weights
 from gleanrl.utils.weights import layout_of
 
 LAYOUTS: dict[str, dict[str, Any]] = {
-    "fsdp": {},
-    "tensor": {"backend": "megatron", "tensor_parallel": 2},
-    "pipeline": {"backend": "megatron", "pipeline_parallel": 2},
+    "fsdp": {"ranks": 2},
+    "tensor": {"backend": "megatron", "ranks": 3, "tensor_parallel": 3},
+    "pipeline": {"backend": "megatron", "ranks": 2, "pipeline_parallel": 2},
 }
 
 
@@ -81,7 +83,7 @@ def private() -> int:
 
 
 def make(ranks: Ranks, *args: Any, **options: Any) -> Any:
-    """Make a rank's engine, on which `measure` can be called in all ranks."""
+    """Make a rank's engine, whose memory can be measured in all ranks."""
     peak = Peak() if ranks.rank else None
     engine: Any = sharded.make_local(ranks, *args, **options)
     found = [peak.stop() if peak is not None else None]
@@ -102,8 +104,7 @@ def one(model: Path, layout: str, bucket: int, *, mapped: bool) -> None:
     import sharded_memory  # the other ranks import this file under this name
 
     weights.BUCKET = bucket << 20
-    settings = {"ranks": 2, **LAYOUTS[layout]}
-    config = Config.model_validate({"learner": settings, "model": {"device": "cpu"}, "run": {"threads": 1}})
+    config = Config.model_validate({"learner": LAYOUTS[layout], "model": {"device": "cpu"}, "run": {"threads": 1}})
     with learner_ranks(config) as ranks:
         assert ranks is not None
         peak = Peak()
@@ -112,7 +113,7 @@ def one(model: Path, layout: str, bucket: int, *, mapped: bool) -> None:
         own = config.learner, LossSettings()
         engine = sharded.ShardedEngine(ranks, loaded, *own, pad_token=0, temperature=1.0, make=sharded_memory.make)
         del loaded
-        rows = [[peak.stop(), engine._everywhere("loaded")[1]]]
+        rows = [[peak.stop(), *engine._everywhere("loaded")[1:]]]
         if mapped:
             expected = dict(load_model(given, mapped=True)[0].named_parameters())
             copy = {name: torch.zeros(each.shape) for name, each in engine.weights().layout.items()}
@@ -125,7 +126,7 @@ def one(model: Path, layout: str, bucket: int, *, mapped: bool) -> None:
                 del found
                 rows.append(engine._everywhere("end"))
                 assert all(torch.equal(copy[name], tensor) for name, tensor in expected.items())
-        for number in range(2):
+        for number in range(ranks.count):
             load, *published = (row[number] for row in rows)
             print(*(f"{figure:.0f}" for figure in (load[0], load[1], *(each[0] for each in published))))
 
@@ -169,7 +170,7 @@ def run(model: Path, layout: str, bucket: int, way: str) -> list[list[str]]:
     done = subprocess.run(
         command, env={**os.environ, "PYTHONPATH": paths}, stdout=subprocess.PIPE, text=True, check=True
     )
-    return [line.split() for line in done.stdout.splitlines()[-2:]]
+    return [line.split() for line in done.stdout.splitlines()]
 
 
 if __name__ == "__main__":
