@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from gleanrl.runtime.run_folder import RunFolder
 from tests.cli.conftest import CONFIG, Ended
@@ -59,9 +60,8 @@ class Command:
             time.sleep(0.02)
 
     def actors(self, kind: str) -> list[int]:
-        """Return the process ids of the run's actors of one kind, or of the learner's further ranks (`RANK`)."""
-        sign = "-m gleanrl.runtime.sharded" if kind == RANK else f"ray::{kind}Actor"
-        return [pid for pid, (title, _) in self.tree().items() if sign in title]
+        """Return the process ids of the run's actors of one kind; `RANK` are the learner's ranks other than rank 0."""
+        return [pid for pid, (title, _) in self.tree().items() if f"ray::{kind}Actor" in title]
 
     def tree(self) -> dict[int, tuple[str, int]]:
         """Return the title and parent of every process that descends from this command, by process id."""
@@ -121,6 +121,36 @@ def start(folder: Path, *settings: str, runtime: str, verb: str = "train tiny.to
             start_new_session=True,
         )  # fmt: skip
     return Command(process, folder)
+
+
+class Actor(NamedTuple):
+    """The newest actor of its kind."""
+
+    pid: int
+    node: str  # Ray's id of its node
+
+
+@contextmanager
+def nodes(count: int, *, cpus: int) -> Iterator[tuple[str, Callable[[str], Actor]]]:
+    """Start a Ray cluster of nodes on this machine; yield its address, and a function that finds an actor of a kind."""
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster()
+
+    def newest(kind: str) -> Actor:
+        table = cluster.global_state.actor_table(None).values()
+        found = max(
+            (row for row in table if row["ActorClassName"] == f"{kind}Actor" and row["Pid"]),
+            key=lambda row: row["StartTime"],
+        )
+        return Actor(found["Pid"], found["Address"]["NodeID"])
+
+    try:
+        for _ in range(count):
+            cluster.add_node(num_cpus=cpus, include_dashboard=False)
+        yield cluster.address, newest
+    finally:
+        cluster.shutdown()
 
 
 def find_losses(run: RunFolder, steps: int, *, in_order: bool = True) -> list[str]:

@@ -281,8 +281,6 @@ def test_actor_resources_follow_the_settings_and_the_placement() -> None:
     places, bundles = clusters.place_actors(RaySettings(sampler_cpus=2), kinds, gpus=True)
     assert bundles == [{"CPU": 1, "GPU": 1}, *[{"CPU": 2, "GPU": 1}] * 3, *[{"CPU": 1}] * 2, {"CPU": 0.001}]
     assert [places[kind][0] for kind in kinds] == [0, 1, 4, 6]
-    places, _ = clusters.place_actors(RaySettings(), kinds, gpus=True, ranks=4)
-    assert (places["learner"][1]["GPU"], places["sampler"][1]["GPU"]) == (4, 1)
     places, bundles = clusters.place_actors(RaySettings(placement="colocated"), kinds, gpus=True)
     assert bundles == [{"CPU": 4, "GPU": 1}, {"CPU": 1}, {"CPU": 1}, {"CPU": 0.001}]
     assert places["sampler"] == (0, {"CPU": 1, "GPU": 0.25})
@@ -290,19 +288,18 @@ def test_actor_resources_follow_the_settings_and_the_placement() -> None:
 
 
 def test_each_rank_of_the_learner_gets_a_gpu_of_its_own() -> None:
-    kinds = {"learner": 1, "sampler": 1}
-    places, bundles = clusters.place_actors(RaySettings(), kinds, gpus=True, ranks=4)
-    assert bundles == [{"CPU": 4, "GPU": 4}, {"CPU": 1, "GPU": 1}]
-    assert places["learner"] == (0, {"CPU": 4, "GPU": 4})
+    kinds = {"learner": 4, "sampler": 1}
+    places, bundles = clusters.place_actors(RaySettings(), kinds, gpus=True)
+    assert bundles == [{"CPU": 1, "GPU": 1}] * 5
+    assert [places[kind] for kind in kinds] == [(0, {"CPU": 1, "GPU": 1}), (4, {"CPU": 1, "GPU": 1})]
     asked = RaySettings(learner_gpus=0, learner_cpus=2)  # a learner on CPUs gets no more of them than configured
-    assert clusters.place_actors(asked, kinds, gpus=True, ranks=4)[1] == [{"CPU": 2}, {"CPU": 1, "GPU": 1}]
-    assert clusters.place_actors(RaySettings(), kinds, gpus=False, ranks=4)[1] == [{"CPU": 4}, {"CPU": 1}]
-    for few, said in (
-        (RaySettings(learner_gpus=3), "learner_gpus is 3"),
-        (RaySettings(placement="colocated"), "disagg"),
-    ):
+    assert clusters.place_actors(asked, kinds, gpus=True)[1] == [*[{"CPU": 2}] * 4, {"CPU": 1, "GPU": 1}]
+    assert clusters.place_actors(RaySettings(), kinds, gpus=False)[1] == [{"CPU": 1}] * 5
+    colocated = RaySettings(placement="colocated")
+    assert clusters.place_actors(colocated, kinds, gpus=False)[1] == [{"CPU": 5}]
+    for few, said in ((RaySettings(learner_gpus=0.5), "learner_gpus is 0.5"), (colocated, "disagg")):
         with pytest.raises(UserError, match=f"learner.ranks = 4: each rank needs a GPU of its own, .*{said}"):
-            clusters.place_actors(few, kinds, gpus=True, ranks=4)
+            clusters.place_actors(few, kinds, gpus=True)
 
 
 def test_a_ray_that_does_not_start_is_an_error_of_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

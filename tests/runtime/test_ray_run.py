@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.conftest import assert_same
-from tests.runtime.ray_world import RANK, Command, commands, find_losses, gone
+from tests.cli.conftest import assert_same, outcome
+from tests.runtime.ray_world import RANK, Command, commands, find_losses, gone, nodes
 
 pytestmark = [pytest.mark.ray, pytest.mark.heavy, pytest.mark.timeout(600)]
 
@@ -38,27 +38,39 @@ def test_a_run_with_one_sampler_actor_equals_the_local_runtime_bit_for_bit(start
         assert_same(local.run, command.run)
 
 
-def test_a_learner_of_two_ranks_equals_the_local_runtime_and_survives_a_killed_rank(
+def test_a_learner_on_two_nodes_equals_the_local_runtime_and_survives_a_killed_rank(
     start: Start, tmp_path: Path
 ) -> None:
     settings = ("--run.steps", "4", "--run.threads", "1", "--learner.ranks", "2")
     local = start(tmp_path / "local", *settings, runtime="local")
     assert local.wait().status == 0
-    command = start(tmp_path / "ray", *settings)
-    ended = command.wait()
-    assert ended.status == 0, ended.stderr
-    assert_same(local.run, command.run)
+    with nodes(2, cpus=3) as (address, actors):
+        settings += ("--ray-address", address, "--ray.learner_cpus", "2")  # so that a node has no room for both ranks
+        command = start(tmp_path / "ray", *settings)
+        command.until_step(1)
+        assert len({actors(kind).node for kind in ("Learner", RANK)}) == 2
+        ended = command.wait()
+        assert ended.status == 0, ended.stderr
+        one, two = outcome(local.run), outcome(command.run)
+        assert one["rollouts"] == two["rollouts"]
+        assert one["weights"] == two["weights"]
+        losses = [
+            [metrics["loss/policy"] for _, metrics in each["metrics"] if "loss/policy" in metrics]
+            for each in (one, two)
+        ]
+        assert losses[0] == losses[1]
 
-    command = start(tmp_path / "killed", *settings[2:], "--run.steps", "12", "--evaluation.every", "0")
-    command.until_step(3)
-    processes = set(command.tree())
-    command.kill(RANK)
-    command.until(_death("Learner"))
-    ended = command.wait()
-    assert ended.status == 0, ended.stderr
-    assert not find_losses(command.run, 12)
-    assert "Traceback" not in ended.stderr + ended.stdout
-    assert not gone(processes)
+        settings = (*settings[2:], "--run.steps", "8", "--evaluation.every", "0", "--evaluation.at_start", "false")
+        command = start(tmp_path / "killed", *settings)
+        command.until_step(3)
+        learner, rank = (actors(kind).pid for kind in ("Learner", RANK))
+        os.kill(rank, signal.SIGKILL)
+        command.until(_death("Learner"))
+        ended = command.wait()
+        assert ended.status == 0, ended.stderr
+        assert not find_losses(command.run, 8)
+        assert "Traceback" not in ended.stderr + ended.stdout
+        assert not gone({learner, *(actors(kind).pid for kind in ("Learner", RANK))})
 
 
 TRAP = '''
@@ -184,7 +196,8 @@ def test_a_kill_of_each_kind_of_actor_loses_no_step_and_no_rollout(start: Start,
 
 
 def _death(kind: str) -> str:
-    return rf"^{kind.lower()}( \d died| died)?: .*; starting (another|all actors again) \(1 of 3\)$"
+    who = "(learner|rank 1)" if kind == "Learner" else kind.lower()
+    return rf"^{who}( \d died| died)?: .*; starting (another|all actors again) \(1 of 3\)$"
 
 
 def _steps(command: Command) -> int:

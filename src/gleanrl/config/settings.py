@@ -539,7 +539,8 @@ class LearnerSettings(Settings):
     staleness."""
     ranks: Changeable[Positive] = 1
     """Number of processes over which the learner's model is sharded, each with a GPU of its own or all on the CPU. They
-    are started on this machine. Under torchrun leave it at 1, because torchrun starts the processes."""
+    are started on this machine, or by Ray on any of its nodes. Under torchrun leave it at 1, because torchrun starts
+    the processes."""
     backend: Changeable[Literal["fsdp", "megatron"]] = "fsdp"
     """Library that runs the model of several ranks. fsdp: transformers, sharded by FSDP2. megatron: Megatron-core, for
     Llama, Qwen2 and Qwen3, without adapters and without a critic. A checkpoint of one resumes with the other."""
@@ -669,11 +670,11 @@ class RaySettings(Settings):
     sampler_gpus: NonNegativeFloat | None = None
     """Number of GPUs that Ray reserves for each sampler. None: 1 on a cluster with GPUs or, if colocated, an equal
     share of one GPU; 0 on a cluster without."""
-    learner_cpus: NonNegativeFloat | None = None
-    """Number of CPUs that Ray reserves for the learner. None: 1 for each of `learner.ranks`."""
+    learner_cpus: NonNegativeFloat = 1.0
+    """Number of CPUs that Ray reserves for each of `learner.ranks`."""
     learner_gpus: NonNegativeFloat | None = None
-    """Number of GPUs that Ray reserves for the learner; at least `learner.ranks`, or 0, if there are several ranks.
-    None: for each rank 1 on a cluster with GPUs or, if colocated, an equal share of one GPU; 0 on a cluster without."""
+    """Number of GPUs that Ray reserves for each of `learner.ranks`; with several ranks, 0 or at least 1. None: 1
+    on a cluster with GPUs or, if colocated, an equal share of one GPU; 0 on a cluster without."""
     environment_cpus: NonNegativeFloat = 1.0
     """Number of CPUs that Ray reserves for each environment actor."""
     reward_cpus: NonNegativeFloat = 0.0

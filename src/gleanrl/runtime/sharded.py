@@ -7,6 +7,7 @@ starts them as ``python -m gleanrl.runtime.sharded``.
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -29,10 +30,6 @@ ENDING_S = 30.0  # seconds that each process may take to exit after the run, bef
 _CUDA = "GLEANRL_CUDA"
 
 
-class RankKilled(UserError):
-    """Raised if a signal ended one of the ranks before all had started, which need not be the user's mistake."""
-
-
 @contextmanager
 def learner_ranks(config: Config) -> Iterator[Ranks | None]:
     """Yield the `Ranks` of a sharded learner, of which this process is rank 0, or None if there is only one process.
@@ -53,18 +50,12 @@ def learner_ranks(config: Config) -> Iterator[Ranks | None]:
             raise UserError("learner.backend = 'megatron' needs several processes: set learner.ranks, or use torchrun")
         yield None
         return
-    device = resolve_device(config.model.device)
-    cuda = device.type == "cuda"
-    if device.index:
-        raise UserError(
-            f"model.device = {config.model.device!r}: each rank takes a device of its own; set it to 'cuda'"
-        )
+    cuda = use_cuda(config)
     local_ranks = settings.ranks if met is None else met[3] + 1
     if cuda and local_ranks > torch.cuda.device_count():
         raise UserError(
             f"{local_ranks} ranks of the learner on this machine, but {torch.cuda.device_count()} CUDA devices (each "
-            "takes one); lower learner.ranks (torchrun: --nproc-per-node), on Ray raise ray.learner_gpus, or set "
-            "model.device = 'cpu'"
+            "takes one); lower learner.ranks (torchrun: --nproc-per-node), or set model.device = 'cpu'"
         )
     if met is None:
         yield from _start_ranks(settings.ranks, config.run.threads, cuda=cuda)
@@ -74,11 +65,28 @@ def learner_ranks(config: Config) -> Iterator[Ranks | None]:
         raise UserError(f"learner.ranks = {settings.ranks}, but torchrun started {count}; leave it out under torchrun")
     ranks = Ranks(store, rank, count, local=local, cuda=cuda)
     if rank:
-        raise SystemExit(serve(ranks))
+        raise SystemExit(_serve(ranks))
     try:
         yield ranks
     finally:
         dismiss(ranks)
+
+
+def use_cuda(config: Config) -> bool:
+    """Return whether each rank uses a GPU. Raises `UserError` if ``model.device`` names a single one."""
+    device = resolve_device(config.model.device)
+    if device.index:
+        raise UserError(
+            f"model.device = {config.model.device!r}: each rank takes a device of its own; set it to 'cuda'"
+        )
+    return device.type == "cuda"
+
+
+def _serve(ranks: Ranks) -> int:
+    # A terminal or torchrun sends these signals to all processes. Only rank 0 handles them, and decides when to end.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    return serve(ranks)
 
 
 def _start_ranks(count: int, threads: int, *, cuda: bool) -> Iterator[Ranks]:
@@ -128,8 +136,6 @@ def _start_ranks(count: int, threads: int, *, cuda: bool) -> Iterator[Ranks]:
         except Empty:
             raise UserError(f"not all {count} ranks of the learner began within {STARTING_S:g} s") from None
         if isinstance(first, str):
-            if "signal" in first:
-                raise RankKilled(f"{first} before it began")
             raise UserError(f"{first} before it began; what it said is above")
         if isinstance(first, Exception):
             raise first
@@ -181,7 +187,7 @@ def main(variables: Mapping[str, str] = os.environ) -> int:
     met = environment(variables)
     assert met is not None
     store, rank, count, local = met
-    return serve(Ranks(store, rank, count, local=local, cuda=variables[_CUDA] == "1"))
+    return _serve(Ranks(store, rank, count, local=local, cuda=variables[_CUDA] == "1"))
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ other process runs `serve`, which executes the same calls on its own part of the
 from __future__ import annotations
 
 import asyncio
-import signal
 import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -144,9 +143,6 @@ def serve(ranks: Ranks) -> int:
 
     Every process but rank 0 calls this function. The status is 1 if the processes could not continue together.
     """
-    # A terminal or torchrun sends these signals to all processes. Only rank 0 handles them, and decides when to end.
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
     engine: Any = None
     try:
         while (command := ranks.receive()) is not None:

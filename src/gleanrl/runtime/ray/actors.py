@@ -288,7 +288,7 @@ class ActorClient:
 
     It calls the actor's service, executes the service's requests to the device lock, records its spans in the timeline,
     and detects the actor's death. After the death, every call raises `ActorDied`, or `LearnerLost` if the actor is the
-    learner.
+    learner or one of its ranks.
 
     Args:
         name: kind and index, such as "sampler 1". The kind also names the actor's process ("ray::SamplerActor").
@@ -298,6 +298,7 @@ class ActorClient:
     Attributes:
         load: number of episodes that the actor currently plays. The callers increase and decrease it.
         death: the actor's name and why it died or was closed; None while the actor can be called.
+        node: Ray's id of the actor's node, once it has started.
         ended: set when the actor has died (not when it was closed).
     """
 
@@ -312,9 +313,9 @@ class ActorClient:
         self.name, self.load = name, 0
         self.death: str | None = None
         self.ended = asyncio.Event()
-        self.started: Started | None = None
+        self.node = ""
         self._cluster = cluster
-        self._error = LearnerLost if name == "learner" else ActorDied
+        self._error = LearnerLost if name.split()[0] in ("learner", "rank") else ActorDied
         self._clock_offset = 0.0  # seconds to add to the actor's times to get times of this process's `perf_counter`
         kind = type(f"{name.split()[0].title()}Actor", (ActorServer,), {})
         self._actor = import_ray().remote(kind).options(**options).remote(make, arguments, os.getcwd())
@@ -327,9 +328,10 @@ class ActorClient:
     async def start(self) -> None:
         """Wait until the service has started. Raises an exception of the service, or `ActorDied`."""
         try:
-            started = self.started = await self._actor.start.remote()
+            started: Started = await self._actor.start.remote()
         except import_ray().exceptions.RayError as error:
             raise self._explain(error) from None
+        self.node = started.node
         if started.node != import_ray().get_runtime_context().get_node_id():  # on one node, all processes share a clock
             self._clock_offset = perf_counter() - started.clock
         self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._write())]

@@ -121,29 +121,25 @@ _ON_DEVICE = ("learner", "sampler")
 
 
 @contextmanager
-def open_cluster(
-    settings: RaySettings, console: Progress, kinds: Mapping[str, int], *, ranks: int = 1
-) -> Iterator[Cluster]:
+def open_cluster(settings: RaySettings, console: Progress, kinds: Mapping[str, int]) -> Iterator[Cluster]:
     """Reserve the resources of a run while the block runs, and yield the `Cluster`.
 
     If this process is already connected to Ray, that connection is used and kept. Otherwise Ray is started, or the
     cluster at ``ray.address`` is joined, and the connection ends with the block.
 
     Args:
-        kinds: number of actors of each kind.
-        ranks: number of processes among which the learner is sharded. Each uses a GPU of its own if the cluster has
-            GPUs.
+        kinds: number of actors of each kind; of the kind "learner", there is one for each rank.
 
     Raises:
         UserError: Ray is not installed, there is no cluster at ``ray.address``, or the cluster does not provide the
             resources within ``ray.wait_s`` seconds.
     """
     ray = import_ray("the Ray runtime")
-    _, bundles = place_actors(settings, kinds, gpus=False, ranks=ranks)
+    _, bundles = place_actors(settings, kinds, gpus=False)
     cpus = sum(bundle.get("CPU", 0.0) for bundle in bundles)
     with nullcontext() if ray.is_initialized() else _connect(ray, settings, cpus):
         gpus = ray.cluster_resources().get("GPU", 0) > 0
-        places, bundles = place_actors(settings, kinds, gpus=gpus, ranks=ranks)
+        places, bundles = place_actors(settings, kinds, gpus=gpus)
         strategy = "PACK" if settings.placement == "colocated" else settings.strategy
         group = ray.util.placement_group(bundles, strategy=strategy)
         try:
@@ -207,7 +203,7 @@ def _connect(ray: Any, settings: RaySettings, cpus: float) -> Iterator[None]:
 
 
 def place_actors(
-    settings: RaySettings, kinds: Mapping[str, int], *, gpus: bool, ranks: int = 1
+    settings: RaySettings, kinds: Mapping[str, int], *, gpus: bool
 ) -> tuple[dict[str, tuple[int, Resources]], list[dict[str, float]]]:
     """Distribute the actors over the bundles of a placement group.
 
@@ -218,7 +214,7 @@ def place_actors(
         `Cluster.places`, and the resources of each bundle.
 
     Raises:
-        UserError: the learner would get fewer GPUs than it has ranks.
+        UserError: several ranks of the learner would share a GPU.
     """
     colocated = settings.placement == "colocated"
     sharing = sum(kinds.get(kind, 0) for kind in _ON_DEVICE)
@@ -231,17 +227,16 @@ def place_actors(
     if colocated:
         bundles.append(shared)
     for kind, count in kinds.items():
-        cpus = getattr(settings, f"{kind}_cpus")
-        own = {"CPU": float(ranks if cpus is None else cpus)}  # only `learner_cpus` may be None: one CPU for each rank
+        own = {"CPU": float(getattr(settings, f"{kind}_cpus"))}
         together = colocated and kind in _ON_DEVICE
         if kind in _ON_DEVICE:
             asked = getattr(settings, f"{kind}_gpus")
-            own["GPU"] = default * (ranks if kind == "learner" else 1) if asked is None else asked
-            if kind == "learner" and ranks > 1 and 0 < own["GPU"] < ranks:
+            own["GPU"] = default if asked is None else asked
+            if kind == "learner" and count > 1 and 0 < own["GPU"] < 1:
                 why = "colocated actors share one; set ray.placement = 'disaggregated'"
                 if asked is not None:
                     why = f"ray.learner_gpus is {asked:g}"
-                raise UserError(f"learner.ranks = {ranks}: each rank needs a GPU of its own, and {why}")
+                raise UserError(f"learner.ranks = {count}: each rank needs a GPU of its own, and {why}")
         places[kind] = (0 if together else len(bundles), own)
         if together:
             for name, amount in own.items():

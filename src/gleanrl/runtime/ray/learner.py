@@ -1,6 +1,7 @@
-"""Runs the learner in a Ray actor.
+"""Runs the learner in Ray actors, one for each of its ranks, which may be on several nodes.
 
-`LearnerService` runs inside the actor. `RayLearner` is the `Learner` that the training loop uses in the driver.
+`LearnerService` runs inside the actor of rank 0, and `RankService` inside those of the other ranks. `RayLearner` is the
+`Learner` that the training loop uses in the driver.
 """
 
 from __future__ import annotations
@@ -11,54 +12,109 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from gleanrl.algorithms.batch import Batch, ModelEstimates, Sample
-from gleanrl.learners.distributed.ranks import Ranks
+from gleanrl.learners.distributed.ranks import Ranks, attempt_store
+from gleanrl.learners.distributed.sharded import dismiss, serve
 from gleanrl.learners.engine import TokenScores
 from gleanrl.learners.mapped import replace_parameters
 from gleanrl.protocols import Metrics
-from gleanrl.runtime.ray.actors import ActorClient, ActorServer, LearnerLost
+from gleanrl.runtime.local import set_up_libraries
+from gleanrl.runtime.ray.actors import ActorClient, ActorServer, LearnerLost, Service
+from gleanrl.runtime.ray.cluster import import_ray
 from gleanrl.runtime.ray.parts import Plans
 from gleanrl.runtime.ray.weights import WeightHandle, WeightSource
-from gleanrl.runtime.sharded import RankKilled, learner_ranks
+from gleanrl.runtime.sharded import learner_ranks, use_cuda
 from gleanrl.utils.errors import UserError
+from gleanrl.utils.text import first_line
 
 # The end of the error messages of `Ranks`. It is removed here, because a run on Ray resumes automatically.
 _ADVICE = "; continue from the last checkpoint with --resume"
 _CHANGING = ("update", "replay_update", "load")
 
 
+class RankMeeting(NamedTuple):
+    """Where the learner's ranks connect."""
+
+    host: str  # address of the TCPStore that rank 0 has opened
+    port: int
+    ranks: int  # number of ranks
+    cuda: bool  # whether each rank uses its actor's GPU
+
+    def join(self, rank: int, store: TCPStore | None = None) -> Ranks:
+        """Connect to the other ranks, and wait until all have connected. Rank 0 passes the ``store``."""
+        store = store or TCPStore(self.host, self.port, self.ranks, is_master=False, wait_for_workers=False)
+        return Ranks(attempt_store(store), rank, self.ranks, cuda=self.cuda)
+
+
+class RankService(Service):
+    """The service of the actor of one of the learner's ranks other than rank 0, whose commands it executes."""
+
+    def __init__(self, driver: ActorServer, plans: Plans, training: bool) -> None:
+        self._plans, self._training = plans, training
+
+    async def start(self) -> None:
+        _check_folder(self._plans, self._training)
+        set_up_libraries(self._plans.config)
+
+    async def serve(self, rank: int, meeting: RankMeeting) -> None:
+        """Execute the commands of rank 0 until it ends the run. Raises `LearnerLost` if that is not possible."""
+        try:
+            await asyncio.to_thread(lambda: serve(meeting.join(rank)))
+        except Exception as error:
+            raise LearnerLost(f"rank {rank}: {first_line(error)}") from None
+
+
 class LearnerService(WeightSource):
-    """The service of the learner's actor. It runs the learner and starts the processes among which it is sharded."""
+    """The service of the actor of rank 0, which runs the learner."""
 
     def __init__(self, driver: ActorServer, plans: Plans, seed: int, training: bool) -> None:
         super().__init__()
         self._driver, self._plans, self._seed, self._training = driver, plans, seed, training
         self._stack = ExitStack()
+        self._store: TCPStore | None = None
         self._ranks: Ranks | None = None
         self._learner: Any = None
 
     async def start(self) -> None:
-        folder = self._plans.folder
-        if self._training and not folder.config_path.exists():
-            raise UserError(
-                f"the learner's node does not see the run folder {folder.path}, where its checkpoints go; set "
-                "run.folder to storage that all nodes share"
-            )
-        builder, lock = await self._plans.make_builder(self._driver)
-        with self._lost_if_a_rank_dies():
-            self._ranks = self._stack.enter_context(learner_ranks(builder.config))
-            builder = replace(builder, ranks=self._ranks)
-            if self._ranks is None:
-                replace_parameters(builder.prepared.model, lambda _, parameter: parameter.detach().clone())
-            torch.manual_seed(self._seed)  # as in the local runtime, so that both runtimes compute the same
-            timeline: Any = self._driver
-            # Where the device is not shared, the learner never releases it.
-            shared = lock if self._plans.colocated else None
-            self._learner = builder.learner(shared, timeline, trains=self._training)
+        _check_folder(self._plans, self._training)
+        self._builder, self._lock = await self._plans.make_builder(self._driver)
+
+    async def open_store(self) -> RankMeeting:
+        """Open the store through which the ranks find each other."""
+        host, count = import_ray().util.get_node_ip_address(), self._builder.config.learner.ranks
+        self._store = TCPStore(host, 0, count, is_master=True, wait_for_workers=False)
+        self._meeting = RankMeeting(host, self._store.port, count, use_cuda(self._builder.config))
+        return self._meeting
+
+    async def build(self) -> None:
+        """Make the learner. If `open_store` was called, wait for all ranks to connect first."""
+        await asyncio.to_thread(self._build)
+
+    def _build(self) -> None:
+        if self._store is None:
+            self._stack.enter_context(learner_ranks(self._builder.config))
+            replace_parameters(self._builder.prepared.model, lambda _, parameter: parameter.detach().clone())
+        else:
+            try:
+                self._ranks = self._meeting.join(0, self._store)
+            except RuntimeError as error:
+                raise LearnerLost(f"learner: not all ranks connected ({first_line(error)})") from None
+            self._stack.callback(dismiss, self._ranks)
+        torch.manual_seed(self._seed)  # as in the local runtime, so that both runtimes compute the same
+        timeline: Any = self._driver
+        # Where the device is not shared, the learner never releases it.
+        lock = self._lock if self._plans.colocated else None
+        self._learner = replace(self._builder, ranks=self._ranks).learner(lock, timeline, trains=self._training)
+
+    async def rank_lost(self, reason: str) -> None:
+        """Make the running or the next call of the learner raise `LearnerLost` because a rank has died."""
+        if self._ranks is not None:
+            self._ranks.fail(reason)
 
     async def handle(self, method: str, arguments: tuple[Any, ...]) -> Any:
         with self._lost_if_a_rank_dies():
@@ -73,7 +129,7 @@ class LearnerService(WeightSource):
         try:
             yield
         except UserError as error:
-            if isinstance(error, RankKilled) or (self._ranks is not None and self._ranks.broken is not None):
+            if self._ranks is not None and self._ranks.broken is not None:
                 raise LearnerLost(f"learner: {error}".removesuffix(_ADVICE)) from None
             raise
 
@@ -100,6 +156,14 @@ class LearnerService(WeightSource):
 
     async def close(self) -> None:
         self._stack.close()
+
+
+def _check_folder(plans: Plans, training: bool) -> None:
+    if training and not plans.folder.config_path.exists():
+        raise UserError(
+            f"a node of the learner does not see the run folder {plans.folder.path}, where its checkpoints go; set "
+            "run.folder to storage that all nodes share"
+        )
 
 
 class RayLearner:

@@ -24,7 +24,7 @@ from gleanrl.runtime.process import open_run
 from gleanrl.runtime.ray.actors import ActorClient, ActorPool, LearnerLost
 from gleanrl.runtime.ray.cluster import Cluster, import_ray, open_cluster
 from gleanrl.runtime.ray.environments import EnvironmentService, RayEnvironments, pickle_taskset
-from gleanrl.runtime.ray.learner import LearnerService, RayLearner
+from gleanrl.runtime.ray.learner import LearnerService, RankMeeting, RankService, RayLearner
 from gleanrl.runtime.ray.parts import Plans
 from gleanrl.runtime.ray.rewards import RewardActor, make_reward_source
 from gleanrl.runtime.ray.samplers import LANES, Lane, RaySampler, SamplerPool, SamplerService
@@ -54,7 +54,7 @@ def run_training(config: Config, *, resume: bool, console: Progress, monitors: O
     folder = RunFolder(config.path)
     with open_run(folder, config, console, resume=resume):
         make_scorer(config.reward)
-        with open_cluster(config.ray, console, count_actors(config), ranks=config.learner.ranks) as cluster:
+        with open_cluster(config.ray, console, count_actors(config)) as cluster:
             prepared = prepare(config, console, mapped=True)
             with atomic.directory(folder.tokenizer_path) as written:
                 prepared.tokenizer.save_pretrained(written)
@@ -77,7 +77,7 @@ def run_evaluation(config: Config, checkpoint: Checkpoint | None, console: Progr
     """
     set_up_libraries(config)
     make_scorer(config.reward)
-    with open_cluster(config.ray, console, count_actors(config), ranks=config.learner.ranks) as cluster:
+    with open_cluster(config.ray, console, count_actors(config)) as cluster:
         builder = RayBuilder.make(
             config, RunFolder(config.path), prepare(config, console, mapped=True), console, cluster
         )
@@ -90,7 +90,7 @@ def run_evaluation(config: Config, checkpoint: Checkpoint | None, console: Progr
 
 def count_actors(config: Config) -> dict[str, int]:
     """Return the number of actors of each kind that a run with this configuration starts."""
-    counts = {"learner": 1, "sampler": config.ray.samplers}
+    counts = {"learner": config.learner.ranks, "sampler": config.ray.samplers}
     if config.ray.environments:
         counts["environment"] = config.ray.environments
     if config.reward.name != "environment":
@@ -129,6 +129,17 @@ def _run_with_actors(
         except LearnerLost as error:
             deaths += 1
             builder.cluster.restart(str(error), deaths, "starting all actors again")
+
+
+async def _serve_learner(rank: ActorClient, number: int, meeting: RankMeeting, learner: ActorClient) -> LearnerLost:
+    """Let a rank execute the learner's commands until it dies. Report the death to the learner, and return it."""
+    try:
+        await rank.ask("serve", number, meeting)
+        death = LearnerLost(f"{rank.name} ended")
+    except LearnerLost as error:
+        death = error
+    learner.tell("rank_lost", str(death))
+    return death
 
 
 @dataclass(frozen=True)
@@ -199,16 +210,37 @@ class RayBuilder(Builder):
             rewards = ActorPool(cluster, "reward", 1, RewardActor, (None, config.reward, journal, {}))
 
         pools = [pool for pool in (samplers, environments, rewards) if pool is not None]
-        arguments = (Plans(*common, gpus["learner"]), self.seed("run"), training)
+        plans = Plans(*common, gpus["learner"])
+        arguments = (plans, self.seed("run"), training)
         learner = ActorClient(cluster, "learner", LearnerService, arguments, cluster.options("learner", 0))
+        ranks: list[ActorClient] = []
+        for number in range(1, config.learner.ranks):
+            options = cluster.options("learner", number)
+            ranks.append(ActorClient(cluster, f"rank {number}", RankService, (plans, training), options))
         async with AsyncExitStack() as stack:
-            with self.console.stage("starting actors", 1 + sum(pool.size for pool in pools)) as stage:
-                for each in (learner, *pools):
+            with self.console.stage("starting actors", 1 + len(ranks) + sum(pool.size for pool in pools)) as stage:
+                for each in (*ranks, learner, *pools):
                     stack.push_async_callback(each.close)
 
                 async def start_learner() -> None:
-                    await learner.start()
-                    stage.advance()
+                    await asyncio.gather(*(each.start() for each in (learner, *ranks)))
+                    serving: list[asyncio.Task[LearnerLost]] = []
+                    if ranks:
+                        meeting = await learner.ask("open_store")
+                        # Ranks of a node get consecutive numbers, because neighbours exchange the most.
+                        ranks.sort(key=lambda each: (each.node != learner.node, each.node))
+                        for number, rank in enumerate(ranks, start=1):
+                            rank.name = f"rank {number}"
+                            serving.append(asyncio.create_task(_serve_learner(rank, number, meeting, learner)))
+                    building = asyncio.create_task(learner.ask("build"))
+                    for task in (building, *serving):
+                        stack.callback(task.cancel)
+                    await asyncio.wait((building, *serving), return_when=asyncio.FIRST_COMPLETED)
+                    for task in serving:
+                        if task.done():
+                            raise task.result()
+                    await building
+                    stage.advance(1 + len(ranks))
 
                 await asyncio.gather(start_learner(), *(pool.start(stage.advance) for pool in pools))
             yield replace(self, actors=Actors(learner, published, environments, rewards))
