@@ -327,7 +327,8 @@ class Learner(Protocol):
     def weights(self) -> Mapping[str, Any]:
         """Return the tensors to publish, by Hugging Face parameter name. They are not copies of the learner's tensors.
 
-        LoRA adapters are merged into them. Like `save`, this method is called in a worker thread, so a forward pass of
+        LoRA adapters are merged into them, or can be if the mapping has them (`gleanrl.utils.weights.AdaptedWeights`).
+        Like `save`, this method is called in a worker thread, so a forward pass of
         the same model may be running at the same time. A mapping may gather its tensors when they are read
         (`gleanrl.utils.weights.GatheredWeights`).
         """

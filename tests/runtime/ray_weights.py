@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from gleanrl.protocols import Completion, SamplingParams
+from gleanrl.protocols import AdaptedWeights, Completion, SamplingParams
 from gleanrl.runtime.ray.actors import ActorServer
 from gleanrl.runtime.ray.weights import WeightReceiver, Weights, WeightSource
 
@@ -38,6 +38,7 @@ class Teacher(WeightSource):
         self._asked, self._trap = 0, ""
         self._held, self._go = threading.Event(), threading.Event()
         self._tensors = tensors(0)
+        self._frozen: dict[str, torch.Tensor] | None = None
 
     def weights(self) -> Weights:
         trap, self._trap = self._trap, ""
@@ -49,7 +50,11 @@ class Teacher(WeightSource):
             self._held.set()
             assert self._go.wait(60)
         self._asked += 1
-        return self._tensors
+        return self._tensors if self._frozen is None else AdaptedWeights(self._frozen, self._tensors, 0.5)
+
+    async def adapt(self) -> None:
+        """Return the tensors as the adapters of a base model from now on."""
+        self._frozen = {"base": torch.arange(5.0)}
 
     async def pid(self) -> int:
         return os.getpid()
@@ -88,17 +93,27 @@ class Numbers(WeightReceiver):
     def __init__(self, _driver: ActorServer, file: str) -> None:
         self._file = file
         self._weights: dict[str, tuple[torch.Tensor, int]] = {}  # lane -> (tokens, version)
+        self._bases: list[Weights] = []  # the base weights that were received, each object once
 
     async def pid(self) -> int:
         return os.getpid()
 
     async def publish(self, lane: str, source: Any, version: int) -> float:
         weights = await self.receive(source)
+        if isinstance(weights, AdaptedWeights):
+            assert (weights.base["base"].tolist(), weights.scale) == ([0, 1, 2, 3, 4], 0.5)
+            if not any(base is weights.base for base in self._bases):
+                self._bases.append(weights.base)
+            weights = weights.adapters
         assert {name: (t.dtype, t.shape) for name, t in weights.items()} == KINDS
         values = {float(value) for tensor in weights.values() for value in tensor.flatten()}
         assert len(values) == 1, values
         self._weights[lane] = (weights["tokens"].clone(), version)
         return 0.0
+
+    async def bases(self) -> int:
+        """Return the number of times that base weights were received."""
+        return len(self._bases)
 
     async def held(self) -> dict[str, tuple[float, int]]:
         return {lane: (float(tokens[0]), version) for lane, (tokens, version) in self._weights.items()}

@@ -127,6 +127,25 @@ def test_a_sampler_that_starts_late_gets_the_weights_of_the_others(cluster: Clus
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("way", ["memory", "broadcast"])
+def test_publications_of_adapters_send_the_base_weights_once(cluster: Cluster, tmp_path: Path, way: Any) -> None:
+    async def main() -> None:
+        async with world(cluster, tmp_path, way) as at:
+            train = RaySampler(at.samplers, "train")
+            await at.learner.ask("adapt")
+            for value in (1, 2, 3):
+                await at.learn(value)
+                await train.publish(at.weights, value)
+                assert await at.held() == [{"train": (value, value)}] * 2
+            assert [await actor.ask("bases") for actor in at.actors.members.values()] == [1, 1]
+            await killed(at.actors.members[0])
+            await at.whole()
+            assert await at.held() == [{"train": (3.0, 3)}] * 2
+
+    asyncio.run(main())
+
+
+@pytest.mark.slow
 def test_a_broadcast_survives_a_dead_sampler_and_falls_back_to_the_object_store(
     cluster: Cluster, tmp_path: Path
 ) -> None:

@@ -180,8 +180,11 @@ class Backend(Protocol):
         """
         ...
 
-    def gather(self, names: Sequence[str], dtype: torch.dtype | None) -> Mapping[str, Tensor]:
-        """Return some of the policy's tensors, unsharded, with adapters merged and converted to ``dtype``.
+    adapter_scale: float | None
+    """`AdaptedWeights.scale` of the policy; None if it has no adapters, or others than this class can represent."""
+
+    def gather(self, names: Sequence[str], dtype: torch.dtype | None, *, merge: bool = True) -> Mapping[str, Tensor]:
+        """Return some of the policy's tensors, unsharded, with adapters merged if ``merge`` and converted to ``dtype``.
 
         Only the process that `leads` must get them. All processes call this method, because it is a collective.
         """

@@ -27,7 +27,7 @@ from gleanrl.learners.critic import CriticStatistics, critic_loss
 from gleanrl.learners.models import export, export_adapters
 from gleanrl.learners.transformers import TransformersBackend
 from gleanrl.types import FloatArray
-from gleanrl.utils.weights import GatheredWeights
+from gleanrl.utils.weights import AdaptedWeights, GatheredWeights
 
 CPU_TOKENS_PER_MICROBATCH = 2048  # larger micro-batches are no faster on a CPU, because they exceed its caches
 # Peak dense bfloat16 FLOP/s by a part of the GPU's name, to compute the model FLOPs utilisation (MFU).
@@ -95,7 +95,8 @@ class Engine(Protocol):
         """Return the policy's tensors by Hugging Face parameter name, unsharded and with adapters merged.
 
         They are gathered, and converted to ``dtype``, when they are read. To read them after the weights have changed
-        raises RuntimeError.
+        raises RuntimeError. With adapters of linear modules they are `AdaptedWeights`, which contain a copy of the
+        adapters and can be read at any time.
         """
         ...
 
@@ -180,6 +181,7 @@ class LocalEngine:
         )
         self.between: Callable[[], None] | None = None
         self.changes = 0  # how often the weights have changed
+        self._bases: dict[torch.dtype | None, GatheredWeights] = {}  # the weights without adapters, by dtype
 
     def backward(
         self,
@@ -325,10 +327,28 @@ class LocalEngine:
         return plans, mine
 
     def weights(self, dtype: torch.dtype | None = None) -> GatheredWeights:
-        return GatheredWeights(self.backend.layout(dtype), partial(self.gather, self.changes, dtype))
+        return self.published(dtype, self.gather, self.adapters)
 
-    def gather(self, changes: int, dtype: torch.dtype | None, names: Sequence[str]) -> Mapping[str, Tensor]:
-        """Return some tensors of `weights`, which was called when the weights had changed ``changes`` times."""
+    def published(
+        self,
+        dtype: torch.dtype | None,
+        gather: Callable[..., Mapping[str, Tensor]],
+        adapters: Callable[[], Mapping[str, Tensor]],
+    ) -> GatheredWeights:
+        """Return `weights`. ``gather`` and ``adapters`` call the methods of these names in all processes."""
+        layout, scale = self.backend.layout(dtype), self.backend.adapter_scale
+        if scale is None:
+            return GatheredWeights(layout, partial(gather, self.changes, dtype))
+        base = self._bases.setdefault(dtype, GatheredWeights(layout, partial(gather, None, dtype)))
+        return AdaptedWeights(base, {name: tensor.clone() for name, tensor in adapters().items()}, scale)
+
+    def gather(self, changes: int | None, dtype: torch.dtype | None, names: Sequence[str]) -> Mapping[str, Tensor]:
+        """Return some tensors of `weights`, which was called when the weights had changed ``changes`` times.
+
+        None means weights without adapters, which do not change.
+        """
+        if changes is None:
+            return self.backend.gather(names, dtype, merge=False)
         if changes != self.changes:
             raise RuntimeError("the policy's weights were read after they had changed")
         return self.backend.gather(names, dtype)

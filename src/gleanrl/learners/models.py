@@ -438,6 +438,8 @@ def merged_weights(
     whole: Callable[[Tensor], Tensor] = lambda tensor: tensor,
     names: Iterable[str] | None = None,
     dtype: torch.dtype | None = None,
+    *,
+    merge: bool = True,
 ) -> dict[str, Tensor]:
     """Return tensors of ``model`` by Hugging Face parameter name, with adapters merged into them.
 
@@ -449,14 +451,29 @@ def merged_weights(
             engine must call this function.
         names: the tensors to return; None means all.
         dtype: the dtype to which they are converted; None means that of the model.
+        merge: if False, adapters are not merged.
     """
     parameters = policy_parameters(model)
     found = {}
     for name in parameters if names is None else names:
         parameter, module = parameters[name]
-        tensor = parameter.detach() if module is None else parameter + module.get_delta_weight(_ADAPTER)
+        tensor = parameter.detach() if module is None or not merge else parameter + module.get_delta_weight(_ADAPTER)
         found[name] = whole(tensor.to(dtype or tensor.dtype))
     return found
+
+
+def has_linear_adapters(model: Any) -> bool:
+    """Return whether `AdaptedWeights` can represent the adapters of ``model``.
+
+    All of them must then belong to linear modules whose weights are not tied to another module's.
+    """
+    base = model.get_base_model()
+    names = {name for name, _ in base.named_parameters()}
+    return all(
+        isinstance(module.get_base_layer(), nn.Linear) and f"{name}.base_layer.weight" in names
+        for name, module in base.named_modules()
+        if hasattr(module, "get_delta_weight")
+    )
 
 
 def adapter_weights(model: Any, whole: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> dict[str, Tensor]:

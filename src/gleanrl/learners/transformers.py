@@ -28,6 +28,7 @@ from gleanrl.learners.models import (
     adapter_weights,
     add_adapters,
     attention_kernel,
+    has_linear_adapters,
     merged_weights,
     policy_parameters,
     use_attention_kernel,
@@ -135,6 +136,9 @@ class TransformersBackend:
         if settings.lora_rank:
             self.base = placement.replicas.agree(lambda: _hashes(model))
         self.model: Any = add_adapters(model, settings, seed) if settings.lora_rank else model
+        self.adapter_scale: float | None = None
+        if settings.lora_rank and has_linear_adapters(self.model):
+            self.adapter_scale = settings.lora_alpha / settings.lora_rank
         self.reference: Any = reference.requires_grad_(False).eval() if reference is not None else None
         without_dropout(self.model)
         if settings.activation_checkpointing:
@@ -251,8 +255,8 @@ class TransformersBackend:
         parameters = policy_parameters(self.model)
         return {name: Layout(tuple(p.shape), dtype or p.dtype) for name, (p, _) in parameters.items()}
 
-    def gather(self, names: Sequence[str], dtype: torch.dtype | None) -> Mapping[str, Tensor]:
-        return merged_weights(self.model, self.placement.whole, names, dtype)
+    def gather(self, names: Sequence[str], dtype: torch.dtype | None, *, merge: bool = True) -> Mapping[str, Tensor]:
+        return merged_weights(self.model, self.placement.whole, names, dtype, merge=merge)
 
     def adapters(self) -> Mapping[str, Tensor]:
         return adapter_weights(self.model, self.placement.whole)

@@ -418,6 +418,8 @@ class Builder:
         records no spans.
         """
         settings = self.config.sampler
+        if settings.name == "vllm":
+            options["lora_rank"] = self.config.learner.lora_rank
         return load_object(SAMPLERS.get(settings.name, settings.name))(
             self.prepared.model,
             max_rows=settings.max_rows,

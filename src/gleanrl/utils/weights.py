@@ -66,6 +66,36 @@ class GatheredWeights(Mapping[str, Tensor]):
         return len(self.layout)
 
 
+class AdaptedWeights(GatheredWeights):
+    """Weights of a model with LoRA adapters, as a learner publishes them.
+
+    As a mapping it contains the merged tensors, which are merged when they are read. A sampler that applies adapters
+    itself reads ``base`` and ``adapters``.
+
+    Args:
+        base: tensors of the base model by Hugging Face parameter name. It is the same object in all publications of a
+            learner, so that a sampler loads it once.
+        adapters: the adapters A [rank, inputs] and B [outputs, rank] of linear modules, by the names that peft gives
+            them in its files, such as ``base_model.model.model.layers.0.mlp.up_proj.lora_A.weight``.
+        scale: factor of the adapters: the merged weight of a module is ``base + (B @ A) * scale``.
+    """
+
+    def __init__(self, base: Mapping[str, Tensor], adapters: Mapping[str, Tensor], scale: float) -> None:
+        super().__init__(layout_of(base), self._merge)
+        self.base, self.adapters, self.scale = base, adapters, scale
+
+    def _merge(self, names: list[str]) -> dict[str, Tensor]:
+        merged = {}
+        for name in names:
+            module = f"base_model.model.{name.removesuffix('.weight')}"
+            weight, a = self.base[name], self.adapters.get(f"{module}.lora_A.weight")
+            if a is not None:
+                b = self.adapters[f"{module}.lora_B.weight"]
+                weight = (weight.to(a.device) + (b @ a) * self.scale).to(weight.dtype)
+            merged[name] = weight
+        return merged
+
+
 def layout_of(weights: Mapping[str, Tensor]) -> Mapping[str, Layout]:
     """Return the shapes and dtypes of ``weights`` by name, without gathering them."""
     if isinstance(weights, GatheredWeights):

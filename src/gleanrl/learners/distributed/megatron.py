@@ -398,10 +398,12 @@ class MegatronBackend:
             stage = 0 if name.startswith("model.embed_tokens.") else self._pipeline - 1
         return stage * self._stage_mesh.size()
 
+    adapter_scale = None
+
     def layout(self, dtype: torch.dtype | None) -> Mapping[str, Layout]:
         return {name: Layout(tuple(p.shape), dtype or p.dtype) for name, p in self.model.named_parameters()}
 
-    def gather(self, names: Sequence[str], dtype: torch.dtype | None) -> Mapping[str, Tensor]:
+    def gather(self, names: Sequence[str], dtype: torch.dtype | None, *, merge: bool = True) -> Mapping[str, Tensor]:
         parts = self.by_name(self._stage, lambda parameter: parameter.to(dtype or parameter.dtype), names)
         layout = self.layout(dtype)
         return self.whole(parts, {name: layout[name] for name in names})

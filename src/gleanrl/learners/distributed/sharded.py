@@ -90,8 +90,7 @@ class ShardedEngine:
 
     def weights(self, dtype: torch.dtype | None = None) -> GatheredWeights:
         """See `Engine.weights`. Each bucket is a call of all processes, so a reader may stop after any of them."""
-        gather = partial(self._everywhere, "gather", self.local.changes, dtype)
-        return GatheredWeights(self.local.backend.layout(dtype), gather)
+        return self.local.published(dtype, partial(self._everywhere, "gather"), self.adapters)
 
     def save(self, folder: Path) -> None:
         self._everywhere("save", folder.absolute())

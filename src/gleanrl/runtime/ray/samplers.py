@@ -141,7 +141,7 @@ class SamplerPool:
         # The copy is made even if all actors are being replaced. They need it when they have started, and the learner
         # may have changed the weights by then.
         if members or (self.actors.cluster.settings.max_restarts and not weights.is_put):
-            source = Stored(await asyncio.shield(weights.put()))
+            source = await asyncio.shield(weights.put())
             offered = offered or perf_counter() - started
             asked = (member.ask("publish", lane, source, version) for member in members)
             for answer in await asyncio.gather(*asked, return_exceptions=True):
@@ -221,7 +221,7 @@ class SamplerPool:
                 return
             lane = missing[0]
             published = given[lane] = self.current[lane]
-            source = Stored(await asyncio.shield(published.weights.put()))
+            source = await asyncio.shield(published.weights.put())
             await actor.ask("publish", lane, source, published.version)
 
 

@@ -8,6 +8,9 @@ The setting ``ray.transfer`` selects one of two ways:
   and the learner broadcasts each tensor. If actors may be restarted, the learner afterwards also copies the weights to
   the object store, for samplers that start later.
 
+If the learner trains adapters, their base weights go through the object store once, whichever way is selected, and each
+publication transfers only the adapters.
+
 `WeightSource` is the base class of the learner's service, `WeightReceiver` of the sampler's service. The driver passes
 a `WeightHandle` from the learner to the samplers. The tests run broadcasts only with gloo, because NCCL needs a GPU for
 each process. NCCL and gloo differ only in how a group is made and in how a waiting transfer is aborted.
@@ -31,7 +34,7 @@ from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPri
 
 from gleanrl.runtime.ray.actors import ActorClient, Service
 from gleanrl.runtime.ray.cluster import import_ray
-from gleanrl.utils.weights import buckets, layout_of
+from gleanrl.utils.weights import AdaptedWeights, buckets, layout_of
 
 T = TypeVar("T")
 Way = Literal["memory", "broadcast"]
@@ -78,6 +81,13 @@ def from_bytes(weights: Mapping[str, _Bytes]) -> dict[str, torch.Tensor]:
     return tensors
 
 
+class Base(NamedTuple):
+    """The base weights of adapters in Ray's object store, to which they are written once."""
+
+    references: list[Any]  # to their buckets
+    scale: float  # `AdaptedWeights.scale`
+
+
 class Stored(NamedTuple):
     """Weights in Ray's object store, as the source for `WeightReceiver.receive`.
 
@@ -86,6 +96,12 @@ class Stored(NamedTuple):
     """
 
     references: list[Any]
+    base: Base | None = None  # if the stored weights are adapters
+
+
+def sent(weights: Weights) -> Weights:
+    """Return what every publication transfers: the adapters, or all weights if there are none."""
+    return weights.adapters if isinstance(weights, AdaptedWeights) else weights
 
 
 def store(weights: Weights) -> list[Any]:
@@ -112,6 +128,7 @@ class Place(NamedTuple):
     backend: Backend
     number: int  # number of the group, which distinguishes it from earlier groups of the run
     entries: tuple[Entry, ...]  # the tensors, in the order in which they are sent
+    base: Base | None = None  # if the tensors are adapters; base weights are not broadcast
 
 
 class Broadcast(NamedTuple):
@@ -230,17 +247,29 @@ class BroadcastService(Service):
 class WeightReceiver(BroadcastService):
     """Base class of the sampler's service: receives published weights from Ray's object store or by a broadcast."""
 
+    # The references to the base weights of adapters that were received last, and these weights.
+    _base: tuple[list[Any], Weights] | None = None
+
     async def receive(self, source: Stored | Broadcast) -> Weights:
         if isinstance(source, Stored):
-            parts = await asyncio.gather(*source.references)
-            return {name: tensor for part in parts for name, tensor in from_bytes(part).items()}
-        if self.group is None or self.group.place != source.place:
-            self.group = BroadcastGroup(source.place, source.rank)
-        try:
-            return await asyncio.to_thread(self.group.transfer)
-        except BaseException:
-            self.group = None
-            raise
+            received, base = await self._fetch(source.references), source.base
+        else:
+            if self.group is None or self.group.place != source.place:
+                self.group = BroadcastGroup(source.place, source.rank)
+            try:
+                received, base = await asyncio.to_thread(self.group.transfer), source.place.base
+            except BaseException:
+                self.group = None
+                raise
+        if base is None:
+            return received
+        if self._base is None or self._base[0] != base.references:
+            self._base = base.references, await self._fetch(base.references)
+        return AdaptedWeights(self._base[1], received, base.scale)
+
+    async def _fetch(self, references: list[Any]) -> Weights:
+        parts = await asyncio.gather(*references)
+        return {name: tensor for part in parts for name, tensor in from_bytes(part).items()}
 
 
 class WeightSource(BroadcastService):
@@ -255,7 +284,8 @@ class WeightSource(BroadcastService):
         self.number = 0
         self._reads: set[asyncio.Future[Any]] = set()
         # number of the weights -> reference to the copy in the object store that was made after their broadcast
-        self._stored: dict[int, asyncio.Future[Any]] = {}
+        self._stored: dict[int, asyncio.Future[Stored]] = {}
+        self._base: tuple[Weights, Base] | None = None  # the base weights in the object store, if there are adapters
 
     def weights(self) -> Weights:
         """Return the current weights as full tensors, not shards. Called, and read, on a thread of its own."""
@@ -267,8 +297,8 @@ class WeightSource(BroadcastService):
         if self._reads:
             await asyncio.wait(self._reads)
 
-    async def put(self, number: int) -> list[Any]:
-        """Write the weights to Ray's object store and return references to their buckets.
+    async def put(self, number: int) -> Stored:
+        """Write the weights to Ray's object store. Base weights of adapters are written by the first call only.
 
         If the weights with this ``number`` were broadcast before, the copy made then is used. Otherwise they must be
         the current weights.
@@ -280,20 +310,31 @@ class WeightSource(BroadcastService):
         if stored is None:
             if number != self.number:
                 raise RuntimeError(f"the weights have changed since number {number}, and no copy was kept")
-            stored = self._read(store)
+            stored = self._read(self._store)
         return await stored
+
+    def _store(self, weights: Weights) -> Stored:
+        base = self._store_base(weights)
+        return Stored(store(sent(weights)), base)
+
+    def _store_base(self, weights: Weights) -> Base | None:
+        if not isinstance(weights, AdaptedWeights):
+            return None
+        if self._base is None or self._base[0] is not weights.base:
+            self._base = weights.base, Base(store(weights.base), weights.scale)
+        return self._base[1]
 
     async def meet(self, port: int, world: int, backend: Backend, number: int) -> Place:
         """Start a TCPStore for a new broadcast group of ``world`` members, and return the group's `Place`.
 
         ``port`` 0 selects a free port. ``number`` is the number of the group.
         """
-        layout = await self._read(layout_of)
+        layout, base = await self._read(lambda weights: (layout_of(sent(weights)), self._store_base(weights)))
         entries = tuple(Entry(name, dtype, shape) for name, (shape, dtype) in layout.items())
         host = import_ray().util.get_node_ip_address()
         self.group = None  # deletes the old group, whose store may listen on the same port
         store = await asyncio.to_thread(TCPStore, host, port, world, True, TIMEOUT, wait_for_workers=False)
-        place = Place(host, store.port, world, backend, number, entries)
+        place = Place(host, store.port, world, backend, number, entries, base)
         self.group = BroadcastGroup(place, 0, store)
         return place
 
@@ -305,12 +346,13 @@ class WeightSource(BroadcastService):
         """
         assert self.group is not None
         try:
-            await self._read(self.group.transfer)
+            group = self.group
+            await self._read(lambda weights: group.transfer(sent(weights)))
         except BaseException:
             self.group = None
             raise
         if keep:
-            self._stored[number] = self._read(store)
+            self._stored[number] = self._read(self._store)
 
     def _read(self, use: Callable[[Weights], T]) -> asyncio.Future[T]:
         """Call ``use`` with the weights on a thread, and return a future of its result. `changing` waits for it."""
@@ -330,20 +372,20 @@ class WeightHandle:
 
     def __init__(self, learner: ActorClient, number: int) -> None:
         self.learner, self.number = learner, number
-        self._reference: asyncio.Future[list[Any]] | None = None
+        self._stored: asyncio.Future[Stored] | None = None
 
     @property
     def is_put(self) -> bool:
         """Whether `put` was called."""
-        return self._reference is not None
+        return self._stored is not None
 
-    def put(self) -> asyncio.Future[list[Any]]:
-        """Make the learner write the weights to Ray's object store. Returns a future of the references.
+    def put(self) -> asyncio.Future[Stored]:
+        """Make the learner write the weights to Ray's object store. Returns a future of where they are.
 
         Further calls return the same future. Awaiting it raises `LearnerLost` if the learner has died.
         """
-        if self._reference is None:
-            self._reference = asyncio.ensure_future(self.learner.ask("put", self.number))
+        if self._stored is None:
+            self._stored = asyncio.ensure_future(self.learner.ask("put", self.number))
             # Without this, asyncio prints the error of a future that is not awaited.
-            self._reference.add_done_callback(lambda future: future.cancelled() or future.exception())
-        return self._reference
+            self._stored.add_done_callback(lambda future: future.cancelled() or future.exception())
+        return self._stored
