@@ -139,6 +139,8 @@ def test_publications_of_adapters_send_the_base_weights_once(cluster: Cluster, t
                 assert await at.held() == [{"train": (value, value)}] * 2
             assert [await actor.ask("bases") for actor in at.actors.members.values()] == [1, 1]
             await killed(at.actors.members[0])
+            with pytest.raises(ActorDied):
+                await at.actors.members[0].call("pid")
             await at.whole()
             assert await at.held() == [{"train": (3.0, 3)}] * 2
 
