@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from gleanrl.protocols import AdaptedWeights, Completion, SamplingParams
+from gleanrl.protocols import Completion, SamplingParams
 from gleanrl.runtime.ray.actors import ActorServer
 from gleanrl.runtime.ray.weights import WeightReceiver, Weights, WeightSource
+from gleanrl.utils.weights import AdaptedWeights
 
 PARAMS = SamplingParams(4, (0,))
 

@@ -13,9 +13,10 @@ import pytest
 import torch
 
 from gleanrl.config.settings import LearnerSettings
-from gleanrl.learners.models import adapter_weights, add_adapters, base_weights, merged_weights
-from gleanrl.protocols import AdaptedWeights, SamplingParams
+from gleanrl.learners.models import adapter_weights, add_adapters, merged_weights
+from gleanrl.protocols import SamplingParams
 from gleanrl.utils.errors import UserError
+from gleanrl.utils.weights import AdaptedWeights
 from tests.samplers.conversations import VOCABULARY, assert_exact, converse, plain_logprobs
 
 if find_spec("vllm") is None or find_spec("peft") is None:
@@ -34,7 +35,7 @@ class Policy:
 
     def __init__(self) -> None:
         self.adapted = add_adapters(copy.deepcopy(make_model()), LearnerSettings(lora_rank=RANK, lora_alpha=7), 0)
-        self.base = base_weights(self.adapted)
+        self.base = merged_weights(self.adapted, merge=False)
         self.merged = make_model()
         self.random = torch.Generator().manual_seed(1)
 

@@ -398,7 +398,7 @@ class MegatronBackend:
             stage = 0 if name.startswith("model.embed_tokens.") else self._pipeline - 1
         return stage * self._stage_mesh.size()
 
-    adapter_scale = None
+    adapter_scale: float | None = None
 
     def layout(self, dtype: torch.dtype | None) -> Mapping[str, Layout]:
         return {name: Layout(tuple(p.shape), dtype or p.dtype) for name, p in self.model.named_parameters()}
