@@ -2,8 +2,8 @@
 
 The setting ``ray.transfer`` selects one of two ways:
 
-* "memory": the learner writes the weights to Ray's object store once. All samplers on a node map the same memory
-  without a copy, and Ray copies the weights between nodes.
+* "memory": the learner writes the weights to Ray's object store once, bucket by bucket. All samplers on a node map the
+  same memory without a copy, and Ray copies the weights between nodes.
 * "broadcast": the learner and the samplers form a torch.distributed process group, with NCCL on GPUs and gloo on CPUs,
   and the learner broadcasts each tensor. If actors may be restarted, the learner afterwards also copies the weights to
   the object store, for samplers that start later.
