@@ -18,7 +18,7 @@ from tests.samplers.conversations import VOCABULARY, assert_exact, converse, pla
 if find_spec("vllm") is None:
     pytest.skip("vLLM is not installed in this environment: make vllm", allow_module_level=True)
 
-from gleanrl.samplers.vllm import VllmSampler
+from gleanrl.samplers.vllm import VllmSampler, load_weights
 from tests.samplers.vllm_engine import LONG, PROMPT, begun, changed, make_model, make_sampler, run, weights_of
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
@@ -108,10 +108,10 @@ def test_an_update_that_leaves_one_weight_unchanged_raises(monkeypatch: Any, mis
         rpc = sampler._worker._engine.collective_rpc
         old = weights_of(model)[missed].clone()
 
-        def lossy(method: Any, kwargs: Any = None, **rest: Any) -> Any:
-            if method == "reload_weights":
-                kwargs = {"weights_iterator": ((k, old if k == missed else v) for k, v in kwargs["weights_iterator"])}
-            return rpc(method, kwargs=kwargs, **rest)
+        def lossy(method: Any, args: Any = ()) -> Any:
+            if method is load_weights:
+                args = (((name, old if name == missed else weight) for name, weight in args[0]),)
+            return rpc(method, args=args)
 
         monkeypatch.setattr(sampler._worker._engine, "collective_rpc", lossy)
         # The weights have not changed yet, so that this incomplete update is not noticed.
@@ -144,12 +144,10 @@ def test_an_incomplete_update_of_a_bfloat16_engine_raises_however_small_the_chan
         sampler = make_sampler(model, dtype=torch.bfloat16)
         rpc = sampler._worker._engine.collective_rpc
 
-        def lossy(method: Any, kwargs: Any = None, **rest: Any) -> Any:
-            if method == "reload_weights":
-                if missed is None:
-                    return None
-                kwargs = {"weights_iterator": ((k, v) for k, v in kwargs["weights_iterator"] if k != missed)}
-            return rpc(method, kwargs=kwargs, **rest)
+        def lossy(method: Any, args: Any = ()) -> Any:
+            if method is load_weights:
+                args = (((name, weight) for name, weight in args[0] if missed not in (None, name)),)
+            return rpc(method, args=args)
 
         changed(model, 1e-6)
         await sampler.publish(weights_of(model), 1)
