@@ -16,7 +16,7 @@ from gleanrl.utils.progress import Silent
 def ray() -> Iterator[Any]:
     """The ray module, with a local Ray of 16 logical CPUs started for the session."""
     ray = pytest.importorskip("ray", reason="ray is not installed")
-    ray.init(num_cpus=16, include_dashboard=False, log_to_driver=False, configure_logging=False)
+    ray.init(address="local", num_cpus=16, include_dashboard=False, log_to_driver=False, configure_logging=False)
     yield ray
     ray.shutdown()
 

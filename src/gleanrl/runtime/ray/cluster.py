@@ -183,7 +183,12 @@ def _connect(ray: Any, settings: RaySettings, cpus: float) -> Iterator[None]:
             # Ray uses the number of CPUs only to limit how many actors it starts. The run declares as many as it needs,
             # so that its actors also start on a machine with fewer cores, which they then share.
             try:
-                ray.init(num_cpus=max(os.cpu_count() or 1, math.ceil(cpus) + 1), include_dashboard=False, **quiet)
+                ray.init(
+                    address="local",
+                    num_cpus=max(os.cpu_count() or 1, math.ceil(cpus) + 1),
+                    include_dashboard=False,
+                    **quiet,
+                )
             except Exception as error:  # Ray raises a bare Exception if a process of its own starts too slowly
                 raise UserError(f"Ray did not start on this machine: {first_line(error).rstrip('.')}") from error
         elif settings.address.startswith("ray://"):
