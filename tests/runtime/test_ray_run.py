@@ -237,3 +237,18 @@ def test_ctrl_c_or_a_killed_driver_leaves_no_process(start: Start, tmp_path: Pat
     again.process.kill()
     assert again.wait().status == -signal.SIGKILL
     assert not gone(processes, within_s=200)  # Ray's agents look for their dead server for a minute
+
+
+def test_a_learner_that_dies_after_ctrl_c_is_not_started_again(start: Start, tmp_path: Path) -> None:
+    command = start(tmp_path, "--run.steps", "500", "--evaluation.every", "0", "--evaluation.at_start", "false")
+    command.until_step(2)
+    (learner,) = command.actors("Learner")
+    os.kill(learner, signal.SIGSTOP)  # so that the step does not end before the learner is killed
+    os.kill(command.process.pid, signal.SIGINT)
+    command.until("^stopping")
+    os.kill(learner, signal.SIGKILL)
+    ended = command.wait()
+    assert ended.status == 130, ended.stderr
+    assert "continue with: gleanrl train tiny.toml" in ended.stderr
+    assert "starting all actors again" not in ended.stderr
+    assert "Traceback" not in ended.stderr

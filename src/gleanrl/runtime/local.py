@@ -11,7 +11,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -61,6 +61,7 @@ from gleanrl.train import Run, train
 from gleanrl.types import SUCCESS, Group
 from gleanrl.utils import atomic
 from gleanrl.utils.importing import load_object
+from gleanrl.utils.interruption import Interruption
 from gleanrl.utils.progress import Progress
 from gleanrl.utils.seeding import derive
 
@@ -169,6 +170,7 @@ class Builder:
     console: Progress
     scorer: Scorer | None = None  # if None, `rewards` makes the scorer that the configuration names
     ranks: Ranks | None = None  # the processes among which the learner is sharded; None = this process only
+    interruption: Interruption = field(default_factory=Interruption)  # set by Ctrl-C
 
     @asynccontextmanager
     async def run(self, monitors: OpenMonitors, *, resume: bool) -> AsyncIterator[Run]:
@@ -338,6 +340,7 @@ class Builder:
                 timeline=timeline,
                 controller=controller,
                 success_threshold=config.reward.success_threshold,
+                interruption=self.interruption,
             )
 
     async def make_batch(

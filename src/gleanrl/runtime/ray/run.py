@@ -107,6 +107,7 @@ def _run_with_actors(
     ``work`` is called again, with ``again`` True.
 
     Raises:
+        KeyboardInterrupt: the learner died after Ctrl-C.
         UserError: the learner died more than ``ray.max_restarts`` times.
     """
     deaths = 0
@@ -127,6 +128,9 @@ def _run_with_actors(
         try:
             return asyncio.run(attempt())
         except LearnerLost as error:
+            if builder.interruption.interrupted:
+                builder.console.print(f"{error}; --resume continues from the last checkpoint")
+                raise KeyboardInterrupt from None
             deaths += 1
             builder.cluster.restart(str(error), deaths, "starting all actors again")
 
