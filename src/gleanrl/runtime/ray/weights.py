@@ -310,10 +310,10 @@ class WeightSource(BroadcastService):
         if stored is None:
             if number != self.number:
                 raise RuntimeError(f"the weights have changed since number {number}, and no copy was kept")
-            stored = self._read(self._store)
+            stored = self._read(self._write)
         return await stored
 
-    def _store(self, weights: Weights) -> Stored:
+    def _write(self, weights: Weights) -> Stored:
         base = self._store_base(weights)
         return Stored(store(sent(weights)), base)
 
@@ -352,7 +352,7 @@ class WeightSource(BroadcastService):
             self.group = None
             raise
         if keep:
-            self._stored[number] = self._read(self._store)
+            self._writed[number] = self._read(self._store)
 
     def _read(self, use: Callable[[Weights], T]) -> asyncio.Future[T]:
         """Call ``use`` with the weights on a thread, and return a future of its result. `changing` waits for it."""
