@@ -352,7 +352,7 @@ class WeightSource(BroadcastService):
             self.group = None
             raise
         if keep:
-            self._writed[number] = self._read(self._store)
+            self._stored[number] = self._read(self._write)
 
     def _read(self, use: Callable[[Weights], T]) -> asyncio.Future[T]:
         """Call ``use`` with the weights on a thread, and return a future of its result. `changing` waits for it."""
