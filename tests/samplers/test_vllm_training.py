@@ -91,6 +91,22 @@ def test_after_training_vllm_completions_equal_those_of_the_trained_hugging_face
     assert "eval/sampled" in text
 
 
+def test_sampled_log_probs_of_adapters_are_those_of_the_learner_as_with_merged_weights(
+    toml: Path, tmp_path: Path
+) -> None:
+    pytest.importorskip("peft")
+    mismatch = {}
+    for separate in ("true", "false"):
+        own = {**OPTIONS, "run.folder": str(tmp_path), "run.name": separate, "learner.lora_rank": "4"}
+        own |= {"sampler.options.enable_lora": separate}
+        assert main(["train", str(toml), *(part for key, value in own.items() for part in (f"--{key}", value))]) == 0
+        rows = [json.loads(line) for line in (tmp_path / separate / "metrics.jsonl").read_text().splitlines()]
+        mismatch[separate] = [row["loss/mismatch"] for row in rows if "loss/mismatch" in row]
+    assert len(mismatch["true"]) == len(mismatch["false"]) == STEPS
+    assert max(mismatch["false"]) < 1e-5
+    assert max(mismatch["true"]) < 1e-5
+
+
 def test_two_runs_with_the_same_seed_give_equal_weights(toml: Path, tmp_path: Path) -> None:
     def once(name: str) -> dict[str, torch.Tensor]:
         own = {**OPTIONS, "run.folder": str(tmp_path), "run.name": name}

@@ -463,17 +463,14 @@ def merged_weights(
 
 
 def has_linear_adapters(model: Any) -> bool:
-    """Return whether `AdaptedWeights` can represent the adapters of ``model``.
+    """Return whether all adapters of ``model`` belong to linear modules, and none to the output layer.
 
-    All of them must then belong to linear modules whose weights are not tied to another module's.
+    Others are always merged: `AdaptedWeights` cannot represent them, or samplers cannot apply them.
     """
     base = model.get_base_model()
-    names = {name for name, _ in base.named_parameters()}
-    return all(
-        isinstance(module.get_base_layer(), nn.Linear) and f"{name}.base_layer.weight" in names
-        for name, module in base.named_modules()
-        if hasattr(module, "get_delta_weight")
-    )
+    head = base.get_output_embeddings()
+    adapted = [module for module in base.modules() if hasattr(module, "get_delta_weight")]
+    return all(isinstance(module.get_base_layer(), nn.Linear) and module is not head for module in adapted)
 
 
 def adapter_weights(model: Any, whole: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> dict[str, Tensor]:

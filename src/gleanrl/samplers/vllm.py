@@ -47,6 +47,7 @@ OWN = frozenset(
         *("model", "dtype", "max_model_len", "max_num_seqs", "load_format", "skip_tokenizer_init", "logprobs_mode"),
         *("async_scheduling", "seed", "distributed_executor_backend", "worker_extension_cls"),
         *("pipeline_parallel_size", "data_parallel_size", "max_lora_rank", "max_loras", "lora_dtype"),
+        "lora_target_modules",
     }
 )
 """Arguments of vLLM's engine that ``sampler.options`` may not contain, because the run's other settings determine them
@@ -168,6 +169,14 @@ class VllmWorker(Worker):
         self._zero = {f"base_model.model.{name}.lora_{k}.weight": each for k, each in zip("AB", (a, b), strict=True)}
         self._requests: dict[str, Request] = {}  # requests that the engine works on, by their vLLM request id
         self._names = count()
+        if self._adapts:
+            # Not of the head: vLLM fails where it computes log-probs of a prompt next to other requests, if the head
+            # may have adapters.
+            head = model.get_output_embeddings()
+            adapted = [
+                name for name, part in model.named_modules() if isinstance(part, torch.nn.Linear) and part is not head
+            ]
+            arguments = {**arguments, "lora_target_modules": sorted({name.rpartition(".")[2] for name in adapted})}
         self._engine = _make_engine(model, arguments)
         try:
             self.load(dict(model.named_parameters()))
