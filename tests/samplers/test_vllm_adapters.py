@@ -100,12 +100,14 @@ def test_in_flight_adapters_load_between_two_tokens_and_later_log_probs_are_exac
     async def test() -> None:
         await sampler.publish(policy.train(), 0)
         old = copy.deepcopy(policy.merged)
-        async with sampler.session(0) as session:
+        async with sampler.session(0) as session, sampler.session(1) as second:
             answer = asyncio.create_task(session.sample(PROMPT, LONG))
+            other = asyncio.create_task(second.sample(PROMPT, LONG))
             await begun(sampler)
             await sampler.publish(policy.train(), 3)
             assert not answer.done()
-            completion = await answer
+            assert not other.done()
+            completion, _ = await asyncio.gather(answer, other)
         assert completion.version == 0
         before = np.abs(completion.logprobs - plain_logprobs(old, PROMPT, LONG, completion)) < 1e-4
         after = np.abs(completion.logprobs - plain_logprobs(policy.merged, PROMPT, LONG, completion)) < 1e-4
