@@ -18,6 +18,7 @@ from gleanrl.protocols import SamplingParams
 from gleanrl.samplers import sessions
 from gleanrl.samplers.transformers import draw
 from gleanrl.schedule.device_lock import SAMPLE_FIRST, TRAIN_FIRST, DeviceLock
+from gleanrl.utils.weights import GatheredWeights, layout_of
 from tests.samplers.conversations import (
     CONTEXT,
     STOP,
@@ -418,6 +419,34 @@ def test_waiting_training_gets_the_device_lock_between_bursts_only_if_it_has_pri
                 assert sampler.stats()["bursts"] == bursts
             assert (await answer).tokens.size == 20
         assert sampler.stats()["bursts"] == 5
+        await sampler.close()
+
+    run(test())
+
+
+def test_a_publication_releases_the_device_while_a_pass_of_the_learner_delays_its_weights(model) -> None:
+    """A pass of a sharded learner gives way to a burst, and no weights can be gathered until the pass is over."""
+
+    async def test():
+        device_lock = DeviceLock(order=lambda: SAMPLE_FIRST)
+        sampler = make_sampler(model, device_lock=device_lock, inflight=True)
+        weights, engine = dict(model.named_parameters()), threading.Lock()
+
+        def gather(names):
+            with engine:
+                return {name: weights[name] for name in names}
+
+        async with sampler.session(1) as session:
+            with engine:
+                async with device_lock("train") as hold:
+                    answer = asyncio.create_task(session.sample(PROMPT, SamplingParams(4, ())))
+                    while not hold.wanted:  # noqa: ASYNC110
+                        await asyncio.sleep(0)
+                    publication = asyncio.create_task(sampler.publish(GatheredWeights(layout_of(weights), gather), 1))
+                    await asyncio.sleep(0.01)
+                    await asyncio.wait_for(hold.give_way(), 5)
+            await publication
+            assert (await answer).version == 1
         await sampler.close()
 
     run(test())

@@ -285,8 +285,9 @@ class SessionSampler:
         try:
             while again:
                 async with self._device_lock("sample"):
-                    await self._until(lambda: not self._loading)
-                    if requests := self._due():
+                    # The device is released during a publication. A sharded learner cannot gather the weights before
+                    # its running pass is complete, and this pass may wait for the device.
+                    if not self._loading and (requests := self._due()):
                         for request in requests:
                             if request.row.index < 0:
                                 request.row.index = heapq.heappop(self._free)
