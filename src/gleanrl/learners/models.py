@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from huggingface_hub import split_state_dict_into_shards_factory
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import (
@@ -107,7 +107,7 @@ def _dtype_of_files(source: str) -> torch.dtype | None:
         for path in files:
             with safe_open(path, "pt") as file:
                 found |= {file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118
-    except (OSError, ValueError, SafetensorError):
+    except Exception:  # parsing a damaged file may raise any exception
         return None  # loading the model reports the error
     known = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
     return known.get(found.pop()) if len(found) == 1 else None
