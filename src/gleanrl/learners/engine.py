@@ -195,7 +195,7 @@ class LocalEngine:
         replicas, device = self.backend.replicas, self.backend.device
         plans, mine = self._micro_batches(samples)
         if not mine:
-            return Pass.empty(device)
+            return replicas.total(Pass.empty(device))
 
         # If the loss of a token depends on tokens of other micro-batches, `precompute` needs the log-probs of all of
         # them. A forward pass without gradient over all micro-batches computes these first.

@@ -45,7 +45,8 @@ class GatheredWeights(Mapping[str, Tensor]):
     def __init__(self, layout: Mapping[str, Layout], gather: Callable[[list[str]], Mapping[str, Tensor]]) -> None:
         self.layout, self._gather = layout, gather
         self._buckets = {name: names for names in buckets(layout) for name in names}
-        self._held: Mapping[str, Tensor] = {}  # the bucket that was gathered last
+        self._last = [*layout][-1]
+        self._held: Mapping[str, Tensor] = {}  # the bucket that was gathered last, until the last name is read
         self._lock = threading.Lock()
 
     def __getitem__(self, name: str) -> Tensor:
@@ -54,7 +55,10 @@ class GatheredWeights(Mapping[str, Tensor]):
                 names = self._buckets[name]
                 self._held = {}  # frees the last bucket before the next one is gathered
                 self._held = self._gather(names)
-            return self._held[name]
+            tensor = self._held[name]
+            if name == self._last:
+                self._held = {}
+            return tensor
 
     def __contains__(self, name: object) -> bool:
         return name in self.layout
@@ -70,7 +74,8 @@ class AdaptedWeights(GatheredWeights):
     """Weights of a model with LoRA adapters, as a learner publishes them.
 
     As a mapping it contains the merged tensors, which are merged when they are read. A sampler that applies adapters
-    itself reads ``base`` and ``adapters``.
+    itself reads ``base`` and ``adapters``. If ``base`` is in bfloat16, so is a merged tensor. A base model of float32
+    is then rounded twice: before and after the adapters are added.
 
     Args:
         base: tensors of the base model by Hugging Face parameter name. It is the same object in all publications of a
