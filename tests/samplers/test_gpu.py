@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from importlib.util import find_spec
+from typing import Any
 
 import pytest
 import torch
@@ -45,6 +46,10 @@ def test_the_default_dtype_on_a_gpu_is_bfloat16_within_0_3_nats() -> None:
     assert_exact(make_model("qwen2"), records, tolerance=0.3 if DEVICE == "cuda" else 1e-4)
 
 
+VLLM: dict[str, Any] = {"max_rows": 16, "max_context": CONTEXT, "deterministic": False, "enforce_eager": True}
+VLLM["gpu_memory_utilization"] = 0.2
+
+
 @pytest.mark.vllm
 @pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed in this environment")
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-2), (torch.bfloat16, 0.3)], ids=str)
@@ -53,11 +58,8 @@ def test_vllm_on_a_gpu_has_the_log_probs_of_the_cpu(dtype: torch.dtype, toleranc
     from gleanrl.samplers.vllm import VllmSampler
     from tests.samplers import vllm_engine
 
-    options = {"max_rows": 16, "max_context": CONTEXT, "deterministic": False, "dtype": dtype, "enforce_eager": True}
-    options |= {"gpu_memory_utilization": 0.2, "enable_sleep_mode": True}
-
     async def test() -> None:
-        sampler = VllmSampler(vllm_engine.make_model("qwen2").to(DEVICE), **options)
+        sampler = VllmSampler(vllm_engine.make_model("qwen2").to(DEVICE), dtype=dtype, enable_sleep_mode=True, **VLLM)
         for seed in range(3):
             model = vllm_engine.make_model("qwen2", seed)
             if seed:
@@ -66,6 +68,23 @@ def test_vllm_on_a_gpu_has_the_log_probs_of_the_cpu(dtype: torch.dtype, toleranc
                 await sampler.publish(dict(model.named_parameters()), seed)
             records = await asyncio.gather(*(converse(sampler, number) for number in range(8)))
             assert_exact(model, records, tolerance=tolerance)
+        await sampler.close()
+
+    asyncio.run(test())
+
+
+@pytest.mark.vllm
+def test_vllm_on_a_gpu_applies_published_adapters() -> None:
+    from tests.samplers.test_vllm_adapters import RANK, Policy, VllmSampler, make_model
+
+    policy = Policy()
+
+    async def test() -> None:
+        sampler = VllmSampler(make_model().to(DEVICE), dtype=torch.float32, lora_rank=RANK, enable_lora=True, **VLLM)
+        for version in range(2):
+            await sampler.publish(policy.train(), version)
+            records = await asyncio.gather(*(converse(sampler, number) for number in range(8)))
+            assert_exact(policy.merged, records, tolerance=1e-2)
         await sampler.close()
 
     asyncio.run(test())
