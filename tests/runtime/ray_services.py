@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from gleanrl.runtime.ray.actors import ActorServer, Service
+from gleanrl.runtime.ray.environments import EnvironmentService
 from gleanrl.utils.errors import UserError
 
 
@@ -67,3 +68,10 @@ ASKED = count(1)
 def counted(request: Any) -> float:
     """A reward whose score is the number of calls so far."""
     return float(next(ASKED))
+
+
+class MortalEnvironments(EnvironmentService):
+    """Environments whose process a test can kill."""
+
+    async def pid(self) -> int:
+        return os.getpid()

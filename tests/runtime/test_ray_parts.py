@@ -32,7 +32,7 @@ from gleanrl.types import Message, Score, StopReason, Task
 from gleanrl.utils.errors import UserError
 from tests.cli.parity import Parity
 from tests.environments.service.world import Echo
-from tests.runtime.ray_services import Asked
+from tests.runtime.ray_services import Asked, MortalEnvironments
 
 pytestmark = pytest.mark.ray
 
@@ -230,7 +230,7 @@ def test_conclude_passes_the_stop_reason_to_the_environment_in_its_actor(
 ) -> None:
     async def main() -> None:
         arguments = (pickle_taskset(Echo()), EnvironmentSettings(workers=workers))
-        async with started(ActorPool(cluster, "environment", 1, EnvironmentService, arguments)) as pool:
+        async with started(ActorPool(cluster, "environment", 1, MortalEnvironments, arguments)) as pool:
             environment = RayEnvironments(pool).environment(Task("train-0"))
             assert await environment.conclude(StopReason.MAX_TURNS) is None  # the episode has not begun
             await environment.reset()
@@ -240,7 +240,7 @@ def test_conclude_passes_the_stop_reason_to_the_environment_in_its_actor(
             await environment.close()
             other = RayEnvironments(pool).environment(Task("train-1"))
             await other.reset()
-            os.kill(pool.members[0].started.pid, signal.SIGKILL)  # type: ignore[union-attr]
+            await killed(pool.members[0])  # type: ignore[arg-type]
             with pytest.raises(EpisodeLost, match="environment died"):
                 await other.conclude(StopReason.MAX_TURNS)
 

@@ -424,6 +424,12 @@ def test_the_settings_in_the_vllm_howto_are_valid(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setitem(sys.modules, "vllm", ModuleType("vllm"))
     page = (Path(__file__).parents[2] / "docs" / "howto" / "vllm.md").read_text(encoding="utf-8")
     blocks = re.findall(r"```toml\n(.*?)```", page, re.DOTALL)
+    [adapters] = [block for block in blocks if "[learner]" in block]
+    blocks.remove(adapters)
+    settings = tomllib.loads(adapters)
+    flags = [("sampler.name", "vllm"), ("learner.lora_rank", str(settings["learner"]["lora_rank"]))]
+    flags += [(f"sampler.options.{key}", str(value)) for key, value in settings["sampler"]["options"].items()]
+    validate.check(configuration.load("quickstart", flags))
     assert len(blocks) == 4
     for main, own in zip(blocks[::2], blocks[1::2], strict=True):
         options = tomllib.loads(f"{main}\n{own}")["sampler"]

@@ -96,7 +96,6 @@ def make_portable(error: Exception) -> Exception:
 class Started(NamedTuple):
     """The result of `ActorServer.start`, by which an actor reports that its service has started."""
 
-    pid: int  # id of the actor's process
     node: str  # Ray's id of the node on which the actor runs
     clock: float  # value of `perf_counter` in the actor's process when it returned this
 
@@ -206,7 +205,7 @@ class ActorServer:
         self._service = self._make(self, *self._arguments)
         self._arguments = ()
         await self._service.start()
-        return Started(os.getpid(), import_ray().get_runtime_context().get_node_id(), perf_counter())
+        return Started(import_ray().get_runtime_context().get_node_id(), perf_counter())
 
     async def receive(self, messages: list[Call | LockGranted]) -> None:
         """Start a task for each `Call`, in order, and resume the tasks for which the device was granted.
