@@ -73,5 +73,5 @@ def counted(request: Any) -> float:
 class MortalEnvironments(EnvironmentService):
     """Environments whose process a test can kill."""
 
-    async def pid(self) -> int:
-        return os.getpid()
+    async def handle(self, method: str, arguments: tuple[Any, ...]) -> Any:
+        return os.getpid() if method == "pid" else await super().handle(method, arguments)
