@@ -45,7 +45,8 @@ def turns(draw: st.DrawFn) -> Turn:
     if not draw(st.booleans()):
         return Turn(draw(messages), tokens)
     logprobs = draw(hnp.arrays(np.float32, tokens.shape, elements=any_float32))
-    return Turn(draw(messages), tokens, logprobs, version=draw(st.integers(0, 2**40)))
+    reward = draw(st.none() | st.floats(allow_nan=False, allow_infinity=False))
+    return Turn(draw(messages), tokens, logprobs, draw(st.integers(0, 2**40)), reward)
 
 
 scores = st.one_of(
@@ -54,6 +55,7 @@ scores = st.one_of(
         value=st.floats(allow_nan=False, allow_infinity=False),
         parts=st.dictionaries(text, st.floats(), max_size=3),
         explanation=st.none() | any_text,
+        turns=st.none() | st.lists(st.floats(allow_nan=False, allow_infinity=False), max_size=3).map(tuple),
     ),
     st.builds(Score.failed, any_text),
     st.builds(Score, value=st.just(-math.inf), valid=st.just(False), applicable=st.just(False)),

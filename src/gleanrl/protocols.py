@@ -27,6 +27,7 @@ from gleanrl.types import (
     Task,
     Trajectory,
     check_messages,
+    finite_reward,
 )
 from gleanrl.utils.errors import NoExpert
 
@@ -55,7 +56,8 @@ class Observation:
 
     Raises:
         TypeError: a field has a value of another type, such as a content that is not a text.
-        ValueError: the content of a message has a lone surrogate, which tokenizers cannot encode.
+        ValueError: the content of a message has a lone surrogate, which tokenizers cannot encode, or a number is not
+            finite.
     """
 
     messages: tuple[Message, ...]
@@ -64,7 +66,10 @@ class Observation:
     """True once the episode has ended."""
     score: Score | None = None
     """What the episode has earned so far; a plain number becomes a `Score`. The last score that is set counts. None if
-    the environment does not score."""
+    the environment does not score. If no observation of an episode has a score, the score is the sum of ``reward``."""
+    reward: float | None = None
+    """What the model's last message has earned, which led to this observation; None if the environment does not say.
+    The trajectory keeps it as `Turn.reward`. The first observation, which no message led to, has none."""
     info: Mapping[str, Any] = field(default_factory=dict)
     """Further data for callers that step the environment themselves. Training does not read them."""
     tools: tuple[Mapping[str, Any], ...] = ()
@@ -84,6 +89,8 @@ class Observation:
     def __post_init__(self) -> None:
         if self.score is not None and not isinstance(self.score, Score):
             object.__setattr__(self, "score", Score(self.score))
+        if self.reward is not None:
+            object.__setattr__(self, "reward", finite_reward(self.reward))
         check_messages(self.messages)
         for name in ("done", "count_tokens"):
             value = getattr(self, name)

@@ -110,17 +110,23 @@ class Score:
     """Text from the reward, such as the reason for an invalid score."""
     applicable: bool = True
     """False if the score is invalid because the reward does not apply to this trajectory."""
+    turns: tuple[float, ...] | None = None
+    """The turn rewards that a reward or an environment gives together with the score: one number for each turn that the
+    model sampled, in the order of `Trajectory.sampled_turns`. `Trajectory.scored` moves them to `Turn.reward`, so the
+    score of a trajectory itself holds None. Also None if the score is invalid."""
 
     def __post_init__(self) -> None:
         value, parts = as_float(self.value), {str(name): as_float(part) for name, part in self.parts.items()}
         if value is None:
             raise TypeError(f"the value of a score must be a number, not {self.value!r:.80}")
+        turns = None if self.turns is None or not self.valid else tuple(finite_reward(each) for each in self.turns)
         for name, plain in (
             ("value", value),
             ("valid", bool(self.valid)),
             ("parts", {name: part for name, part in parts.items() if part is not None}),
             ("explanation", None if self.explanation is None else str(self.explanation)),
             ("applicable", bool(self.applicable)),
+            ("turns", turns),
         ):
             object.__setattr__(self, name, plain)
         if self.valid and not math.isfinite(value):
@@ -161,8 +167,14 @@ class Turn:
     """Behaviour log-probs of the tokens, float32[n]; None for a context turn, which is never trained on."""
     version: int = -1
     """Version of the oldest weights that sampled any of the tokens; -1 for a context turn."""
+    reward: float | None = None
+    """What the message earned (`Observation.reward`, `Score.turns`); None if no one said, and for a context turn."""
 
     def __post_init__(self) -> None:
+        if self.reward is not None:
+            if self.logprobs is None:
+                raise ValueError("a turn that the model did not sample cannot have a reward")
+            object.__setattr__(self, "reward", finite_reward(self.reward))
         object.__setattr__(self, "tokens", _frozen(self.tokens, np.int32))
         if self.logprobs is not None:
             object.__setattr__(self, "logprobs", _frozen(self.logprobs, np.float32))
@@ -173,6 +185,10 @@ class Turn:
     def sampled(self) -> bool:
         """True if the model sampled the turn."""
         return self.logprobs is not None
+
+    def earned(self, reward: float) -> Turn:
+        """Return a copy whose reward is higher by ``reward``. Raises `ValueError` for a context turn."""
+        return replace(self, reward=(self.reward or 0.0) + finite_reward(reward))
 
 
 ENVIRONMENT_SCORE, UNPROCESSED_SCORE = "environment_score", "unprocessed_score"
@@ -213,7 +229,8 @@ class Trajectory:
     segments: tuple[Segment, ...]
     """The contexts of the model, in order."""
     score: Score
-    """The reward of the episode."""
+    """The reward of the episode. What it exceeds the sum of the turn rewards (`Turn.reward`) by is earned at the last
+    sampled token."""
     stop: StopReason
     """Why the episode ended."""
     info: Mapping[str, Any] = field(default_factory=dict)
@@ -244,14 +261,29 @@ class Trajectory:
         return sum(turn.tokens.size for turn in self.turns())
 
     def scored(self, score: Score) -> Trajectory:
-        """Return a copy with ``score``."""
-        return replace(self, score=score)
+        """Return a copy with ``score``. If the score has turn rewards, they replace those of the sampled turns.
+
+        The copy's score is invalid if the number of turn rewards is not the number of sampled turns.
+        """
+        if score.turns is None:
+            return replace(self, score=score)
+        sampled = sum(1 for _ in self.sampled_turns())
+        if len(score.turns) != sampled:
+            reason = f"the score has {len(score.turns)} turn rewards, and the model sampled {sampled} turns"
+            return replace(self, score=Score.failed(reason))
+        rewards = iter(score.turns)
+        segments = tuple(
+            tuple(replace(turn, reward=next(rewards)) if turn.sampled else turn for turn in segment)
+            for segment in self.segments
+        )
+        return replace(self, segments=segments, score=replace(score, turns=None))
 
     def rescored(self, score: Score, before: str) -> Trajectory:
         """Return a copy with ``score``. If a valid score is replaced, ``info[before]`` keeps the old value."""
+        scored = self.scored(score)
         if score is self.score or not self.score.valid:
-            return self.scored(score)
-        return replace(self, score=score, info={**self.info, before: self.score.value})
+            return scored
+        return replace(scored, info={**self.info, before: self.score.value})
 
 
 def segment_arrays(segment: Segment) -> tuple[IntArray, BoolArray, FloatArray]:
@@ -360,6 +392,16 @@ def as_float(value: Any) -> float | None:
         return float(value) if isinstance(value, Real) else None
     except OverflowError:  # an int may exceed a float's range
         return None
+
+
+def finite_reward(value: Any) -> float:
+    """Return a turn reward as a float. Raises `TypeError` if it is no number, `ValueError` if it is not finite."""
+    reward = as_float(value)
+    if reward is None:
+        raise TypeError(f"the reward of a turn must be a number, not {value!r:.80}")
+    if not math.isfinite(reward):
+        raise ValueError(f"the reward of a turn must be finite, not {reward}")
+    return reward
 
 
 def _frozen(array: npt.NDArray[Any], dtype: type[np.generic]) -> npt.NDArray[Any]:

@@ -3,6 +3,8 @@ micro-batches that hold every trained token of the valid members exactly once.""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -14,7 +16,7 @@ from gleanrl.algorithms.batch import Batch, assign_advantages, build, build_samp
 from gleanrl.algorithms.loss import AGGREGATIONS
 from gleanrl.algorithms.microbatch import MAX_PADDING, micro_batches, plan
 from gleanrl.config.settings import CreditSettings, LossSettings, ReplaySettings
-from gleanrl.types import Group, segment_arrays
+from gleanrl.types import Group, Trajectory, segment_arrays
 from gleanrl.utils.errors import UserError
 from tests.builders import Member, make_group, random_groups
 from tests.strategies import examples
@@ -86,6 +88,60 @@ def test_aggregation_weights_count_a_trajectory_as_one_sequence(seed: int, mode:
             mode, 1
         )
         np.testing.assert_allclose(sample.weights, np.where(sample.mask, weight, 0), rtol=1e-6)
+
+
+def merged(trajectory: Trajectory) -> Trajectory:
+    return replace(trajectory, segments=(tuple(trajectory.turns()),))
+
+
+def token_rewards(groups: list[Group]) -> list[list[float]]:
+    """Return the rewards of each trajectory's trained tokens: without discounting, their sums from each token on."""
+    credit = CreditSettings(estimator="reinforce_plus_plus", options={"gamma": 0.0, "whiten": False})
+    rewards: dict[int, list[float]] = {}
+    for sample in build(groups, credit, LossSettings(), 1024).samples:
+        rewards.setdefault(sample.trajectory, []).extend(sample.advantages[sample.mask].tolist())
+    return [rewards[index] for index in sorted(rewards)]
+
+
+@settings(max_examples=examples(60))
+@given(seed=SEEDS)
+def test_token_rewards_sum_to_the_score_whatever_the_segments(seed: int) -> None:
+    random = np.random.default_rng(seed)
+    groups: list[Group] = []
+    for group in random_groups(random):
+        earned = []
+        for t in group.trajectories:
+            segments = [
+                [turn.earned(random.normal()) if turn.sampled and random.random() < 0.7 else turn for turn in segment]
+                for segment in t.segments
+            ]
+            earned.append(replace(t, segments=tuple(map(tuple, segments))))
+        groups.append(replace(group, trajectories=tuple(earned)))
+    valid = [t for group in groups for t in group.trajectories if t.score.valid]
+    found = token_rewards(groups)
+    for trajectory, rewards in zip(valid, found, strict=True):
+        expected = np.zeros(len(rewards))
+        ends = np.cumsum([turn.tokens.size for turn in trajectory.sampled_turns()]) - 1
+        expected[ends] = [turn.reward or 0.0 for turn in trajectory.sampled_turns()]
+        expected[-1] += trajectory.score.value - expected.sum()
+        np.testing.assert_allclose(rewards, expected, atol=1e-6)
+        np.testing.assert_allclose(sum(rewards), trajectory.score.value, atol=1e-5)
+    one_segment = [replace(group, trajectories=tuple(map(merged, group.trajectories))) for group in groups]
+    assert token_rewards(one_segment) == found
+
+    # Estimators with one advantage per trajectory read nothing but the score.
+    plain = [
+        replace(
+            group,
+            trajectories=tuple(
+                replace(t, segments=tuple(tuple(replace(turn, reward=None) for turn in s) for s in t.segments))
+                for t in group.trajectories
+            ),
+        )
+        for group in groups
+    ]
+    for with_turns, without in zip(build_default(groups).samples, build_default(plain).samples, strict=True):
+        np.testing.assert_array_equal(with_turns.advantages, without.advantages)
 
 
 def test_dropping_groups_without_variance_removes_them_from_the_denominator() -> None:

@@ -26,16 +26,18 @@ ROOMY = ReplaySettings(capacity_per_task=100)
 
 logprob = st.floats(-50, 0, width=32)
 turn = st.builds(
-    lambda pairs, sampled, version, text: Turn(
+    lambda pairs, sampled, version, text, reward: Turn(
         {"role": "assistant" if sampled else "user", "content": text},
         np.array([token for token, _ in pairs], np.int32),
         np.array([value for _, value in pairs], np.float32) if sampled else None,
         version if sampled else -1,
+        reward if sampled else None,
     ),
     st.lists(st.tuples(st.integers(0, 2**31 - 1), logprob), max_size=4),
     st.booleans(),
     st.integers(0, 2**40),
     st.text(st.characters(exclude_categories=["Cs"]), max_size=5),
+    st.none() | st.floats(allow_nan=False, allow_infinity=False),
 )
 trajectories = st.builds(
     lambda segments, value, parts, info: Trajectory(
@@ -56,8 +58,11 @@ trajectories = st.builds(
 def bits(trajectory: Trajectory) -> Any:
     """Everything of a trajectory, its arrays as bytes."""
     described = [
-        [(t.message, t.tokens.tobytes(), None if t.logprobs is None else t.logprobs.tobytes(), t.version) for t in s]
-        for s in trajectory.segments
+        [
+            (t.message, t.tokens.tobytes(), None if t.logprobs is None else t.logprobs.tobytes(), t.version, t.reward)
+            for t in segment
+        ]
+        for segment in trajectory.segments
     ]
     return described, replace(trajectory, segments=())
 
@@ -132,6 +137,7 @@ def test_faulty_rows_are_left_out_of_an_import(tmp_path: Path) -> None:
         "trajectory_id": None,
         "temperature": 0.0,
         "turn_version": [-1, None],
+        "turn_reward": [0.5, None],  # the first turn is context
         "successes": 5,
         "attempts": 2**62,
         "source": "two words",

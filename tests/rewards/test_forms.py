@@ -16,8 +16,10 @@ import pytest
 
 from gleanrl.rewards import Fatal, NotApplicable, Request, RewardAgent
 from gleanrl.rewards.adapter import load_reward, trl, verl
+from gleanrl.rewards.compose import Weighted
 from gleanrl.simulate import virtual_time
-from gleanrl.types import Message, Score, Task
+from gleanrl.train import score_trajectory
+from gleanrl.types import Message, Score, Task, Trajectory
 from gleanrl.utils.errors import UserError
 from gleanrl.utils.importing import load_object
 from tests.rewards import graders
@@ -78,6 +80,43 @@ def test_the_environment_reward_returns_the_score_of_the_environment() -> None:
 def test_a_returned_mapping_becomes_score_parts_and_explanation() -> None:
     got = score(lambda request: {"score": np.float32(0.5), "style": 1, "note": "x", "explanation": "well"})
     assert got == Score(0.5, parts={"style": 1.0}, explanation="well")
+
+
+def test_a_reward_may_give_each_turn_of_a_trajectory_a_reward() -> None:
+    task, once = make_task(), make_trajectory(make_task(), "one", own=Score(0.25))
+    twice = replace(once, segments=(*once.segments, *once.segments))
+    earned = twice.scored(Score(0.25, turns=(0.5, -1.0)))
+    assert ([turn.reward for turn in earned.sampled_turns()], earned.score) == ([0.5, -1.0], Score(0.25))
+
+    def rewards_of(reward: Any, trajectory: Trajectory) -> tuple[Score, list[float | None]]:
+        async def main() -> Trajectory:
+            async with RewardAgent(reward, cache=16) as agent:
+                await score_trajectory(agent, task, twice)  # without turn rewards, which is another request
+                return await score_trajectory(agent, task, trajectory)
+
+        found = virtual_time.run(main())
+        return found.score, [turn.reward for turn in found.sampled_turns()]
+
+    # A number replaces the score alone. The user's function sees the environment's turn rewards.
+    assert rewards_of(lambda request: 2.0, earned) == (Score(2.0), [0.5, -1.0])
+    assert rewards_of(lambda request: sum(request.own.turns or ()), earned) == (Score(-0.5), [0.5, -1.0])
+    for returned in (Score(2.0, turns=(0.0, 2.0)), {"score": 2, "turns": np.array([0, 2])}):
+        assert rewards_of(lambda request, returned=returned: returned, earned) == (Score(2.0), [0.0, 2.0])
+        score, turns = rewards_of(lambda request, returned=returned: returned, once)
+        assert (score.valid, turns) == (False, [None])  # two rewards for one turn
+    assert not rewards_of(lambda request: {"score": 2, "turns": [0, float("nan")]}, earned)[0].valid
+
+    # A weighted sum weights the turn rewards of its parts like their values.
+    parts: dict[str, Any] = {
+        "environment": {"weight": 2},
+        "judge": {"reward": lambda request: Score(1.0, turns=(1.0, 0.0)), "weight": 0.5},
+        "whole": {"reward": lambda request: 1.0},
+        "logged": {"reward": lambda request: Score(9.0, turns=(9.0, 9.0)), "weight": 0},
+    }
+    found, turns = rewards_of(Weighted(parts), earned)
+    assert (found.value, turns) == (2 * 0.25 + 0.5 + 1, [2 * 0.5 + 0.5, -2.0])
+    parts["judge"] = lambda request: Score(1.0, turns=(1.0,))
+    assert not rewards_of(Weighted(parts), earned)[0].valid
 
 
 def test_an_object_is_closed_with_its_scorer_and_gives_the_version() -> None:

@@ -240,6 +240,69 @@ def test_conclude_gives_the_score_when_actions_are_replayed() -> None:
 
 
 @dataclass
+class Earning(Environment):
+    """An environment whose observation ``i`` has the reward ``rewards[i]`` and the score ``scores[i]``, if given."""
+
+    rewards: tuple[Any, ...]
+    scores: tuple[Any, ...] = ()
+    seen: int = 0
+
+    async def reset(self) -> Observation:
+        index, self.seen = self.seen, self.seen + 1
+        score = self.scores[index] if index < len(self.scores) else None
+        done = self.seen == len(self.rewards)
+        return Observation(({"role": "user", "content": "left"},), done, score, self.rewards[index])
+
+    async def step(self, message: Message) -> Observation:
+        return await self.reset()
+
+
+class Earnings(Taskset):
+    def tasks(self, split: str, count: int) -> list[Task]:
+        return [TASK][:count]
+
+    def environment(self, task: Task) -> Earning:
+        return Earning((None, 0.5, None, -2.0, 4.0))
+
+
+@pytest.mark.parametrize("policy", ["linear", "window"])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_turn_keeps_its_reward_and_without_a_score_their_sum_is_the_score(workers: int, policy: Any) -> None:
+    async def play() -> Trajectory:
+        async with EnvironmentPool(Earnings(), workers=workers) as pool:
+            sampler = ScriptedSampler(lambda *_: renderer().spoken("right").tolist())
+            context = ContextSettings(policy=policy, window_turns=1)
+            player = Player(pool.environment, sampler, renderer(), context, 1.0, 10_000)
+            return await player.play(TASK, trajectory_id="t", seed=3)
+
+    trajectory = asyncio.run(play())
+    assert len(trajectory.segments) == (1 if policy == "linear" else 3)
+    assert [turn.reward for turn in trajectory.sampled_turns()] == [0.5, None, -2.0, 4.0]
+    assert all(turn.reward is None for turn in trajectory.turns() if not turn.sampled)
+    assert trajectory.score == Score(2.5)
+    assert asyncio.run(replay_actions(Earnings().environment(TASK), renderer(), trajectory)) == Score(2.5)
+
+
+def test_a_score_of_the_environment_counts_and_not_the_sum_of_its_turn_rewards() -> None:
+    scored = cut_short(Earning((None, 0.5, 1.0), (0.0, 0.25)))
+    assert (scored.score, [turn.reward for turn in scored.sampled_turns()]) == (Score(0.25), [0.5, 1.0])
+    invalid = cut_short(Earning((None, 0.5, 1.0), (0.0, Score.failed("no judge"))))
+    assert invalid.score.explanation == "no judge"
+    at_the_end = cut_short(Earning((None, 0.5, None), (None, None, Score(1.0, turns=(0.75, 0.0)))))
+    assert (at_the_end.score, [turn.reward for turn in at_the_end.sampled_turns()]) == (Score(1.0), [0.75, 0.0])
+    too_many = cut_short(Earning((None, None), (None, Score(1.0, turns=(0.75, 0.0)))))
+    assert not too_many.score.valid
+    unscored = cut_short(Earning((None, None)))
+    assert not unscored.score.valid
+
+
+@pytest.mark.parametrize("rewards", [(None, float("nan")), (None, float("inf")), (None, "much"), (0.5, 1.0)])
+def test_a_reward_that_is_not_finite_or_that_no_message_earned_fails_the_episode(rewards: tuple[Any, ...]) -> None:
+    trajectory = cut_short(Earning(rewards))
+    assert (trajectory.stop, trajectory.score.valid) == (StopReason.ERROR, False)
+
+
+@dataclass
 class Counted(GuessEnvironment):
     """An environment that records how many sampler sessions were open at its close, with the fault ``fails``."""
 

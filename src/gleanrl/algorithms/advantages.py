@@ -209,6 +209,9 @@ class Estimator:
     needs: frozenset[str]
     """Names of the tensors that the function needs in addition to the rewards: "values" (predictions of a critic) or
     "reward_baselines" (rewards of greedy rollouts)."""
+    turn_rewards: bool = False
+    """True if an advantage depends on where in the trajectory a reward is earned. A run then places each turn reward
+    at the last token of its turn. For other estimators it places the whole score at the last trained token."""
 
     @cached_property
     def options(self) -> frozenset[str]:
@@ -230,12 +233,17 @@ ESTIMATORS: Registry[Estimator] = Registry(
 
 
 def estimator(
-    name: str, *, group_local: bool, group_baseline: bool = False, needs: Iterable[str] = ()
+    name: str,
+    *,
+    group_local: bool,
+    group_baseline: bool = False,
+    needs: Iterable[str] = (),
+    turn_rewards: bool = False,
 ) -> Callable[[Callable[..., tuple[Tensor, Tensor]]], Estimator]:
     """Return a decorator that makes a function an `Estimator` with these properties and registers it under ``name``."""
 
     def register(function: Callable[..., tuple[Tensor, Tensor]]) -> Estimator:
-        return ESTIMATORS.add(Estimator(name, function, group_local, group_baseline, frozenset(needs)))
+        return ESTIMATORS.add(Estimator(name, function, group_local, group_baseline, frozenset(needs), turn_rewards))
 
     return register
 
@@ -429,7 +437,7 @@ def gpg(rewards: Rewards, *, f_norm: float = 1.0) -> tuple[Tensor, Tensor]:
     return _outcome(alpha * rewards.centred / f_norm)
 
 
-@estimator("reinforce_plus_plus", group_local=False)
+@estimator("reinforce_plus_plus", group_local=False, turn_rewards=True)
 def reinforce_plus_plus(
     rewards: Rewards, *, gamma: float = 1.0, across_turns: bool = True, whiten: bool = True
 ) -> tuple[Tensor, Tensor]:
@@ -459,7 +467,7 @@ def reinforce_plus_plus_baseline(rewards: Rewards) -> tuple[Tensor, Tensor]:
     return _outcome(limited(advantages, trained, trained.sum()))
 
 
-@estimator("remax", group_local=True, needs=["reward_baselines"])
+@estimator("remax", group_local=True, needs=["reward_baselines"], turn_rewards=True)
 def remax(rewards: Rewards, *, reward_baselines: Tensor) -> tuple[Tensor, Tensor]:
     """Compute the sum of rewards from each token on, minus the reward of a greedy rollout (ReMax, arXiv 2310.10505).
 
@@ -472,7 +480,7 @@ def remax(rewards: Rewards, *, reward_baselines: Tensor) -> tuple[Tensor, Tensor
     return rewards.spread(returns - rewards.repeat(baselines)), rewards.spread(returns)
 
 
-@estimator("gae", group_local=False, needs=["values"])
+@estimator("gae", group_local=False, needs=["values"], turn_rewards=True)
 def gae(
     rewards: Rewards, *, values: Tensor, gamma: float = 1.0, lam: float = 1.0, whiten: bool = True
 ) -> tuple[Tensor, Tensor]:

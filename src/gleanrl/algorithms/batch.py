@@ -228,6 +228,9 @@ def assign_advantages(
 ) -> Batch:
     """Return a batch of the samples of ``built``, with advantages and loss weights.
 
+    If the estimator uses turn rewards, each is placed at the last token of its turn, and what the score exceeds their
+    sum by at the last trained token. For other estimators, the score is placed there.
+
     By default, the mean and deviation of a group are computed from its fresh members, and replayed members are compared
     with them too. With ``replay.baseline = "group"`` they are computed from all members. With
     ``replay.grouping = "own"`` each replayed member forms a separate group. With ``credit.zero_variance = "drop"``,
@@ -250,16 +253,25 @@ def assign_advantages(
     group = torch.tensor(own_group, dtype=torch.int64)
     scores = np.array([member.trajectory.score.value for member in members], np.float32)
 
-    rewards = np.zeros(mask.shape, np.float32)
+    # The token rewards of a member sum to its score: what its turn rewards leave is earned at the last trained token.
+    estimator = ESTIMATORS.get(credit.estimator)
+    rewards, rest = np.zeros(mask.shape, np.float32), np.array([member.trajectory.score.value for member in members])
+    for row, member in enumerate(members if estimator.turn_rewards else ()):
+        end = 0
+        for turn in member.trajectory.turns():
+            end += turn.tokens.size
+            if turn.reward is not None:
+                rewards[row, end - 1] += turn.reward
+                rest[row] -= turn.reward
     last_trained = mask.shape[1] - 1 - mask[:, ::-1].argmax(-1)
-    rewards[np.arange(len(members)), last_trained] = scores
+    rewards[np.arange(len(members)), last_trained] += rest
     values = np.zeros(mask.shape, np.float32)
     for sample, span, estimated in zip(built.samples, built.spans, estimates or (), strict=bool(estimates)):
         if estimated.penalty is not None:
             rewards[sample.trajectory, span] -= estimated.penalty
         if estimated.values is not None:
             values[sample.trajectory, span] = estimated.values
-    needs = ESTIMATORS.get(credit.estimator).needs
+    needs = estimator.needs
     inputs: dict[str, torch.Tensor] = {}
     if "values" in needs and estimates:
         inputs["values"] = torch.from_numpy(values)

@@ -34,10 +34,11 @@ class Weighted(Scorer):
     """The weighted sum of several rewards, which are called its parts.
 
     All parts are scored concurrently. `Score.parts` contains the value of each part under the part's name, and the
-    values that the part itself reports under ``name/...``. Token counts are added up over the parts. When one part
-    fails and the agent retries the request, the parts that already have a score are not scored again. If there is a
-    journal, a resumed run does not score them again either. The settings ``workers``, ``isolation`` and ``timeout_s``
-    apply to each part separately.
+    values that the part itself reports under ``name/...``. Turn rewards of the parts (`Score.turns`) are weighted and
+    added too; a part without them adds none. Token counts are added up over the parts. When one part fails and the
+    agent retries the request, the parts that already have a score are not scored again. If there is a journal, a
+    resumed run does not score them again either. The settings ``workers``, ``isolation`` and ``timeout_s`` apply to
+    each part separately.
 
     Args:
         parts: the rewards by name. Each is either a reward that `gleanrl.rewards.adapter.load_reward` accepts, or a
@@ -187,7 +188,7 @@ class Weighted(Scorer):
         """Return the weighted sum of ``scores`` (by part; invalid ones are left out).
 
         ``cost`` are token counts to add to `Score.parts`. Raises `Fatal` if no part with a weight other than 0 has a
-        valid score, or if the sum is not finite.
+        valid score, if the sum is not finite, or if parts give turn rewards for different numbers of turns.
         """
         valid = [part for part in self._parts if scores[part.name].valid]
         weight = sum(abs(part.weight) for part in valid)
@@ -195,8 +196,15 @@ class Weighted(Scorer):
             reasons = "; ".join(_reason(part, scores[part.name].explanation) for part in self._parts if part.weight)
             raise Fatal(f"no part could be scored: {reasons}", cause="parts")
         total, logged, lines = 0.0, dict(cost), []
+        turns: list[float] | None = None
         for part in valid:
             score = scores[part.name]
+            if score.turns is not None and part.weight:
+                turns = turns if turns is not None else [0.0] * len(score.turns)
+                if len(turns) != len(score.turns):
+                    raise Fatal(f"parts give {len(turns)} and {len(score.turns)} turn rewards", cause="not_a_number")
+                for index, reward in enumerate(score.turns):
+                    turns[index] += part.weight * reward * self._total_weight / weight
             value = score.value if part.clip is None else min(max(score.value, part.clip[0]), part.clip[1])
             total += part.weight * value
             logged[part.name] = score.value
@@ -212,7 +220,8 @@ class Weighted(Scorer):
             explanation = scores[part.name].explanation
             if explanation is not None:
                 lines.append(f"{part.name}: {explanation}")
-        return Score(total, parts=logged, explanation="\n".join(lines) or None)
+        explanation = "\n".join(lines) or None
+        return Score(total, parts=logged, explanation=explanation, turns=None if turns is None else tuple(turns))
 
     async def finish(self, task: Task, scores: Sequence[Score]) -> Sequence[Score]:
         """Post-process the scores of a group with each part that supports it, and compute the sums again.

@@ -53,7 +53,7 @@ class Request:
         task: the task that the trajectory tried to solve.
         messages: the conversation as it was played, including the task's prompt.
         trajectory_id: id of the trajectory; empty if a response or a list of messages is scored instead.
-        own: the score that the environment gave; invalid if it gave none.
+        own: the score that the environment gave; invalid if it gave none. Its ``turns`` are the turn rewards.
         info: the ``info`` of the trajectory. If the trajectory is scored as a member of a group, it also contains the
             group's id as ``group_uid`` and the number of its members as ``group_size``.
         sampled: token ids, int32[n], of each turn that the model sampled; None if a response or a list of messages is
@@ -81,8 +81,11 @@ class Request:
         left out.
         """
         if isinstance(answer, Trajectory):
-            sampled = tuple(turn.tokens for turn in answer.sampled_turns())
-            return cls(task, tuple(conversation(answer)), answer.id, answer.score, answer.info, sampled)
+            turns = tuple(answer.sampled_turns())
+            own, sampled = answer.score, tuple(turn.tokens for turn in turns)
+            if any(turn.reward is not None for turn in turns):
+                own = replace(own, turns=tuple(turn.reward or 0.0 for turn in turns))
+            return cls(task, tuple(conversation(answer)), answer.id, own, answer.info, sampled)
         if isinstance(answer, str):
             return cls(task, (*task.prompt, Message(role="assistant", content=answer)))
         return cls(task, tuple(answer))
@@ -99,11 +102,13 @@ class Request:
         """Return a hash of this request and of the reward's ``version``, as 32 hex digits.
 
         Equal requests have the same key in every process. The hash covers the task's id and payload, the messages, the
-        score that the environment gave, and the members of a group that is scored in one call. Raises `TypeError` if
-        the payload is not JSON-serialisable.
+        score that the environment gave with its turn rewards, and the members of a group that is scored in one call.
+        Raises `TypeError` if the payload is not JSON-serialisable.
         """
         own = self.own.value if self.own.valid else None
         hashed = [version, self.task.id, self.task.payload, self.messages, own]
+        if self.own.turns is not None:
+            hashed.append({"turns": self.own.turns})
         if self.nonce:
             hashed.append(self.nonce)
         if self.group:  # its stored score has one part for each member, unlike that of a single trajectory
@@ -202,17 +207,18 @@ async def own_score(request: Request) -> Score:
 def as_score(returned: Any) -> Score:
     """Convert the result of a reward to a `Score` whose numbers are plain floats.
 
-    The result is a `Score`, a number, or a mapping with the key ``score``. All other numbers of a mapping become
-    `Score.parts`, and its entry ``explanation`` becomes `Score.explanation`. Raises `Fatal` with the cause
-    ``not_a_number`` for any other result.
+    The result is a `Score`, a number, or a mapping with the key ``score``. Of a mapping, the entries ``turns`` and
+    ``explanation`` become `Score.turns` and `Score.explanation`, and all other numbers become `Score.parts`. Raises
+    `Fatal` with the cause ``not_a_number`` for any other result.
     """
     if isinstance(returned, Score):
         score, parts, explanation = returned, returned.parts, returned.explanation
     elif isinstance(returned, Mapping):
         if "score" not in returned:
             raise Fatal(f"{shorten(repr(dict(returned)), 80)} has no 'score'", cause="not_a_number")
-        score = Score(number(returned["score"]))
-        parts = {name: value for name, value in returned.items() if name not in ("score", "explanation")}
+        turns = returned.get("turns")
+        score = Score(number(returned["score"]), turns=None if turns is None else tuple(map(number, turns)))
+        parts = {name: value for name, value in returned.items() if name not in ("score", "turns", "explanation")}
         explanation = returned.get("explanation")
     else:
         return Score(number(returned))

@@ -96,6 +96,17 @@ class Context:
         self._segment.append(turn)
         return message
 
+    def earn(self, reward: float) -> None:
+        """Add ``reward`` to what the turn has earned that the model sampled last. Call it before `observe`.
+
+        Raises `ValueError` if the model has sampled nothing since the last observation.
+        """
+        if not self._history or not self._history[-1].sampled:
+            raise ValueError(
+                f"a reward of {reward:g} came before the model's first message, which cannot have earned it"
+            )
+        self._history[-1] = self._segment[-1] = self._history[-1].earned(reward)
+
     def segments(self) -> tuple[Segment, ...]:
         return (*self._closed_segments, tuple(self._segment)) if self._segment else ()
 

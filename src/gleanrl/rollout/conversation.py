@@ -69,7 +69,8 @@ def transcript(trajectory: Trajectory, task: Task | None = None) -> str:
                 lines.append(f"\n[{turn.message['role']}]\n{text}")
                 continue
             sure = f", mean log-prob {float(np.mean(turn.logprobs)):.2f}" if turn.logprobs.size else ""
-            lines.append(f"\n> {text}\n  ({turn.tokens.size} tokens{sure})")
+            earned = "" if turn.reward is None else f", reward {turn.reward:g}"
+            lines.append(f"\n> {text}\n  ({turn.tokens.size} tokens{sure}{earned})")
     if last := last_observation(trajectory):
         lines.append(f"\n[last observation, which the model did not see]\n{last}")
     return "\n".join(lines) + "\n"

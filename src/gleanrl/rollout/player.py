@@ -6,7 +6,8 @@ The training loop, evaluation and demonstrations all use `Player.play`.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field
 from time import perf_counter
@@ -81,7 +82,7 @@ class Player:
         context = make_context(self.renderer, self.context)
         temperature = self.temperature if temperature is None else temperature
         turns, cut, environment_s = 0, 0, 0.0
-        score = Score.failed("the environment gave no score")
+        score: Score | None = None
         altered: str | None = None
         unseen: tuple[Message, ...] = ()  # the messages of the last observation, if the model did not see them
         async with AsyncExitStack() as opened, self.sampler.session(seed) as session:
@@ -96,6 +97,8 @@ class Player:
                         observation = await call
                     environment_s += perf_counter() - asked
                     score, unseen = observation.score or score, observation.messages
+                    if observation.reward is not None:
+                        context.earn(observation.reward)
                     if observation.done:
                         stop = StopReason.DONE
                         break
@@ -146,23 +149,31 @@ class Player:
             info[LAST_OBSERVATION] = list(unseen)
         if altered is not None:
             info["altered_sampling"] = altered
-        return Trajectory(trajectory_id, task.id, context.segments(), score, stop, info)
+        segments = context.segments()
+        score = score or sum_of_rewards(turn.reward for segment in segments for turn in segment)
+        return Trajectory(trajectory_id, task.id, segments, score, stop, info).scored(score)
 
 
 class _SamplerFailed(Exception):
     """Wraps an error of the sampler, so that it is not handled as an error of the environment."""
 
 
-async def conclude_score(environment: Environment, stop: StopReason, score: Score) -> Score:
-    """Return the score of an episode that has reached its limit of turns or of context.
+async def conclude_score(environment: Environment, stop: StopReason, score: Score | None) -> Score | None:
+    """Return the score of an episode that has reached its limit of turns or of context; None if it has none.
 
-    ``score`` is the score of the last observation. It is returned if it is valid. Otherwise the result is the score
+    ``score`` is the last score of an observation. It is returned if it is valid. Otherwise the result is the score
     that `Environment.conclude` returns, or ``score`` if that method returns None.
     """
-    if score.valid:
+    if score is not None and score.valid:
         return score
     concluded = await environment.conclude(stop)
     return score if concluded is None else Score.of(concluded)
+
+
+def sum_of_rewards(rewards: Iterable[float | None]) -> Score:
+    """Return the score of an episode whose environment gave no score: the sum of its turn rewards, if it has any."""
+    given = [reward for reward in rewards if reward is not None]
+    return Score(math.fsum(given)) if given else Score.failed("the environment gave no score")
 
 
 async def _close(environment: Environment) -> None:

@@ -195,7 +195,7 @@ async def _play(
         return "it says more at once than context.max_tokens_per_turn or the model's context allows"
     if len(speaker.calls) < len(words):
         return "its episode ends before the demonstration does"
-    return replace(trajectory, score=await reward.score(task, trajectory))
+    return trajectory.scored(await reward.score(task, trajectory))
 
 
 class _Over(Exception):

@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -65,7 +65,7 @@ class EchoEpisode(Environment):
 
     async def step(self, message: Message) -> Observation:
         self.heard.append(str(message["content"]))
-        return self.seen()
+        return replace(self.seen(), reward=-0.25)
 
     async def conclude(self, stop: StopReason) -> Score | None:
         return Score(float(len(self.heard)), explanation=stop.value)

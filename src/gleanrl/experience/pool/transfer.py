@@ -32,7 +32,7 @@ from gleanrl.utils.errors import UserError
 
 log = logging.getLogger(__name__)
 
-FORMAT = b"2"
+FORMAT = b"3"
 ROWS = 256  # number of rows in a row group of a written file, and number of rows read at a time
 BATCH = 1_000  # largest number of trajectories stored in one transaction
 BATCH_TOKENS = 4_000_000  # a smaller batch is stored once it has this many tokens, to limit the memory that it takes
@@ -264,6 +264,7 @@ def _schema(arrow: Any) -> Any:
             ("turn_tokens", ints),  # number of tokens in each turn
             ("turn_sampled", arrow.list_(arrow.bool_())),
             ("turn_version", arrow.list_(whole)),
+            ("turn_reward", arrow.list_(real)),
             ("segment_turns", ints),  # number of turns in each segment
             ("messages", text),  # JSON: one message per turn
             ("score", real),
@@ -303,6 +304,7 @@ def _to_row(entry: Entry) -> dict[str, Any]:
         "turn_tokens": [turn.tokens.size for turn in turns],
         "turn_sampled": [turn.sampled for turn in turns],
         "turn_version": [turn.version for turn in turns],
+        "turn_reward": [turn.reward for turn in turns],
         "segment_turns": [len(segment) for segment in trajectory.segments],
         "messages": _json([dict(turn.message) for turn in turns]),
         "score": trajectory.score.value,
@@ -412,7 +414,8 @@ def _from_row(row: Mapping[str, Any]) -> Incoming:
 
     Raises `ValueError` or another error if the row is invalid. `import_parquet` catches them and counts such rows.
     """
-    sizes, sampled, versions = row["turn_tokens"], row["turn_sampled"], row["turn_version"]
+    sizes, sampled = row["turn_tokens"], row["turn_sampled"]
+    versions, rewards = row["turn_version"], row["turn_reward"]
     messages, described, info = (json.loads(row[name]) for name in ("messages", "task", "info"))
     tokens = row["tokens"].to_numpy(zero_copy_only=False)
     mask = row["mask"].to_numpy(zero_copy_only=False)
@@ -421,7 +424,7 @@ def _from_row(row: Mapping[str, Any]) -> Incoming:
     if min(sizes, default=0) < 0 or not sum(sizes) == tokens.size == mask.size == logprobs.size:
         counts = f"{tokens.size} tokens, {mask.size} in its mask, {logprobs.size} log-probs, {sum(sizes)} in its turns"
         raise ValueError(f"its lengths differ: {counts}")
-    if not len(sizes) == len(sampled) == len(versions) == len(messages) == sum(row["segment_turns"]):
+    if not len(sizes) == len(sampled) == len(versions) == len(rewards) == len(messages) == sum(row["segment_turns"]):
         raise ValueError("its turns are not counted alike")
     named = isinstance(row["trajectory_id"], str) and isinstance(row["task_id"], str)
     if not named or row["tokens"].null_count or None in versions or not all(isinstance(m, dict) for m in messages):
@@ -431,8 +434,10 @@ def _from_row(row: Mapping[str, Any]) -> Incoming:
         raise ValueError("its mask, its log-probs and its turns disagree on what was sampled")
     ends = np.cumsum(sizes)
     turns = [
-        Turn(message, tokens[end - size : end], logprobs[end - size : end] if was_sampled else None, version)
-        for message, size, end, was_sampled, version in zip(messages, sizes, ends, sampled, versions, strict=True)
+        Turn(message, tokens[end - size : end], logprobs[end - size : end] if was_sampled else None, version, reward)
+        for message, size, end, was_sampled, version, reward in zip(
+            messages, sizes, ends, sampled, versions, rewards, strict=True
+        )
     ]
     starts = np.cumsum([0, *row["segment_turns"]]).tolist()
     trajectory = Trajectory(

@@ -13,7 +13,7 @@ from typing import Protocol, runtime_checkable
 
 from gleanrl.experience.replay.recall import Disagrees, Reverify
 from gleanrl.protocols import Environment, Reward
-from gleanrl.rollout.player import conclude_score
+from gleanrl.rollout.player import conclude_score, sum_of_rewards
 from gleanrl.rollout.renderer import Renderer
 from gleanrl.types import ENVIRONMENT_SCORE, UNPROCESSED_SCORE, Message, Score, StopReason, Task, Trajectory
 
@@ -87,15 +87,16 @@ async def replay_actions(environment: Environment, renderer: Renderer, trajector
                 calls += len(actions[-1].get("tool_calls", ()))
     try:
         observation = await environment.reset()
-        score = observation.score
+        score, rewards = observation.score, []
         for turn, action in enumerate(actions):
             if observation.done:
                 raise Disagrees(f"is over after {turn} of its {len(actions)} turns now")
             observation = await environment.step(action)
             score = observation.score or score
-        score = score or Score.failed("the environment gave no score")
+            rewards.append(observation.reward)
         if not observation.done and trajectory.stop in (StopReason.MAX_TURNS, StopReason.CONTEXT_FULL):
             score = await conclude_score(environment, trajectory.stop, score)
+        score = score or sum_of_rewards(rewards)
     finally:
         with suppress(Exception):  # the score is complete, so an error while closing does not matter
             await environment.close()
