@@ -199,6 +199,7 @@ def test_a_message_without_an_action_gets_a_reminder_and_counts_as_invalid(worke
     # The action "down" has moved the player to the second row.
     assert seen[2].messages[0]["content"].splitlines()[1].startswith("*")
     assert score_of(seen) == Score(-0.5, parts={"return": -0.5, "steps": 1.0, "invalid": 2.0})
+    assert [s.reward for s in seen] == [None, -0.25, 0.0, -0.25]
     assert taskset.phrases == (named,)
 
 
@@ -233,6 +234,7 @@ def test_max_steps_ends_an_episode_and_success_sets_the_return_that_counts_as_on
     assert (len(seen), seen[-1].done) == (4, True)
     assert (score_of(seen).value, score_of(seen).parts["return"]) == (1.0, -3.0)
     assert [s.score.value for s in seen[:-1] if s.score] == [0.0, 0.0, 0.0]
+    assert [s.reward for s in seen] == [None] * 4, "the score is not the sum of the environment's rewards"
     # Every move to the right falls off the cliff, which costs 100.
     seen = played(taskset, first(taskset), ["right"] * 9)
     assert (score_of(seen).value, score_of(seen).parts["return"]) == (0.0, -300.0)

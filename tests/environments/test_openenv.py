@@ -211,7 +211,9 @@ class TestServers:
         assert [o.messages[0]["content"] for o in heard][1:] == ["hi there", "a longer answer"]
         assert "ready" in heard[0].messages[0]["content"]
         assert scores(heard) == [0.0, 0.8, 1.8]
-        assert scores(play_episode(taskset(parrot, reward="last"), "hi there", "yes")) == [0.0, 0.8, 0.3]
+        assert [o.reward for o in heard] == [None, pytest.approx(0.8), pytest.approx(1.0)]
+        last = play_episode(taskset(parrot, reward="last"), "hi there", "yes")
+        assert (scores(last), [o.reward for o in last]) == ([0.0, 0.8, 0.3], [None] * 3)
 
     def test_more_sessions_than_the_server_allows_raise_until_one_closes(self, parrot: str) -> None:
         source = taskset(parrot)

@@ -132,6 +132,7 @@ def test_a_refused_connection_raises_retryable_with_cause_unreachable() -> None:
         (200, {"score": "3"}, "no number at score"),
         (200, {"score": float("nan")}, "no number at score"),
         (200, {"score": 10**400}, "no number at score"),
+        (200, {"score": 1, "turns": [0.5, None]}, "not a finite number"),
     ],
 )
 def test_permanent_errors_and_answers_without_a_score_raise_fatal(status: int, answer: Any, said: str) -> None:
@@ -147,6 +148,13 @@ def test_the_score_option_is_a_path_into_the_answer() -> None:
         assert (await reward(asked("x"))).value == 0.25
 
     served(Plan(answer=lambda path, body: (200, {"data": [{"value": 0.25}]})), use, score="data.0.value")
+
+
+def test_an_answer_may_give_turn_rewards() -> None:
+    async def use(service: Service, reward: HttpReward) -> None:
+        assert (await reward(asked("x"))).turns == (0.0, 1.5)
+
+    served(Plan(answer=lambda path, body: (200, {"score": 1, "turns": [0, 1.5]})), use)
 
 
 def test_lone_surrogates_and_arrays_are_sent_and_other_objects_refused() -> None:

@@ -283,6 +283,14 @@ def test_a_turn_keeps_its_reward_and_without_a_score_their_sum_is_the_score(work
     assert asyncio.run(replay_actions(Earnings().environment(TASK), renderer(), trajectory)) == Score(2.5)
 
 
+def test_metrics_have_the_mean_reward_of_each_turn() -> None:
+    played = [cut_short(Earning((None, *rewards))) for rewards in [(1.0, None, 0.5), (0.0, 2.0), (None, float("nan"))]]
+    metrics = group_metrics([Group(GroupSpec(TASK, fresh=3), tuple(played), ticket=0)])
+    turns = {name: value for name, value in metrics.items() if name.startswith("turn_reward/")}
+    assert turns == {"turn_reward/01": 0.5, "turn_reward/02": 2.0, "turn_reward/03": 0.5}
+    assert metrics["reward/mean"] == 1.75
+
+
 def test_a_score_of_the_environment_counts_and_not_the_sum_of_its_turn_rewards() -> None:
     scored = cut_short(Earning((None, 0.5, 1.0), (0.0, 0.25)))
     assert (scored.score, [turn.reward for turn in scored.sampled_turns()]) == (Score(0.25), [0.5, 1.0])

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any, Unpack
 from urllib.parse import urlsplit
 
-from gleanrl.rewards.request import HEDGED, Request, Scorer, finite, shorten
+from gleanrl.rewards.request import HEDGED, Request, Scorer, finite, number, shorten
 from gleanrl.types import Score
 from gleanrl.utils.errors import UserError
 from gleanrl.utils.http import ConnectionOptions, HttpClient, connection_limit
@@ -42,8 +42,9 @@ class HttpReward(ServiceScorer):
 
     The body of each POST request is a JSON object with the keys ``task_id``, ``payload``, ``messages``, ``response``,
     ``trajectory_id`` and ``environment_score`` (null if the environment gave no score). The service answers with
-    ``{"score": number}``. The answer may also contain ``"explanation"`` (a text), ``"parts"`` (numbers by name, which
-    are logged) and ``"usage"`` (the token counts ``prompt_tokens`` and ``completion_tokens``).
+    ``{"score": number}``. The answer may also contain ``"turns"`` (a list of turn rewards, see `Score.turns`),
+    ``"explanation"`` (a text), ``"parts"`` (numbers by name, which are logged) and ``"usage"`` (the token counts
+    ``prompt_tokens`` and ``completion_tokens``).
 
     Args:
         url: address of the service; ``"env:NAME"`` is read from the environment variable NAME.
@@ -103,7 +104,7 @@ class HttpReward(ServiceScorer):
             quoted = self._client.quote(json.dumps(answer))
             message = f"the answer of {self._client.url} has no {missing}: {quoted}"
             raise Fatal(message, cause="answer", cost=read_cost(answer))
-        parts, explanation = read_cost(answer), None
+        parts, explanation, turns = read_cost(answer), None, None
         if isinstance(answer, dict):
             given = answer.get("parts")
             for name, part in given.items() if isinstance(given, dict) else ():
@@ -111,7 +112,9 @@ class HttpReward(ServiceScorer):
                     parts[self._client.redact(name)] = part_value
             if isinstance(answer.get("explanation"), str):
                 explanation = shorten(self._client.redact(answer["explanation"]), EXPLANATION)
-        return Score(value, parts=parts, explanation=explanation)
+            if isinstance(answer.get("turns"), list):
+                turns = tuple(number(reward) for reward in answer["turns"])
+        return Score(value, parts=parts, explanation=explanation, turns=turns)
 
 
 def idempotency_key(request: Request, version: str) -> str | None:

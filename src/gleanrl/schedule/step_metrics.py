@@ -91,6 +91,13 @@ def group_metrics(groups: Sequence[Group], success_threshold: float = SUCCESS) -
         out[f"stop/{reason}"] = float(np.mean([t.stop == reason for t in fresh]))
     for part in sorted({name for t in valid for name in t.score.parts}):
         out[f"reward/{part}"] = float(np.mean([t.score.parts[part] for t in valid if part in t.score.parts]))
+    by_turn: dict[int, list[float]] = {}
+    for trajectory in valid:
+        for number, turn in enumerate(trajectory.sampled_turns(), 1):
+            if turn.reward is not None:
+                by_turn.setdefault(number, []).append(turn.reward)
+    for number, earned in sorted(by_turn.items()):
+        out[f"turn_reward/{number:02}"] = float(np.mean(earned))
     return out
 
 

@@ -117,6 +117,25 @@ def test_the_page_escapes_hostile_text_and_needs_only_one_step_and_no_tokenizer(
     assert "the context was rewritten here" in document
 
 
+def test_turn_rewards_are_drawn_by_turn_and_stand_at_their_turns(tmp_path: Path) -> None:
+    folder, words = RunFolder(tmp_path / "run"), Words()
+    folder.path.mkdir()
+    rows = [{"step": step, "time": step, "turn_reward/01": 0.5, "turn_reward/02": step / 10} for step in range(1, 6)]
+    folder.metrics_path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    prompt = Turn(Message(role="user", content="go"), words("a b"))
+    answers = [
+        Turn(Message(role="assistant", content="x"), words("c"), -words("d").astype("float32"), 0, reward)
+        for reward in (0.125, None)
+    ]
+    trajectory = Trajectory("a", "t", ((prompt, *answers),), Score(1.0), StopReason.DONE)
+    write_rollouts(folder.rollout_path(1), [RolloutRecord(1, 0, False, None, trajectory)])
+    document = opened(build(folder), tmp_path / "profile")
+    assert_drawn(document)
+    assert "Turn rewards" in re.findall(r"<h2>(.*?)</h2>", document)
+    assert document.count("reward 0.125") == 1
+    assert "reward 0.125" in transcript(trajectory)
+
+
 def test_the_page_asks_nothing_of_the_network(run: RunFolder) -> None:
     page = build(run).read_text()
     outside = [u for u in re.findall(r"(?:https?:)?//[\w.-]+\.\w+[^\s\"')]*", page) if "www.w3.org/2000/svg" not in u]

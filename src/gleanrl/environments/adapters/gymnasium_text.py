@@ -208,12 +208,12 @@ class _Episode(Environment):
         except ValueError as error:
             self._invalid += 1
             self._return += self._taskset.invalid_reward
-            return self._answer(str(error))
+            return self._answer(str(error), self._taskset.invalid_reward)
         self._observation, reward, terminated, truncated, _ = self.env.step(action)
         self._return += float(reward)
         self._steps += 1
         self._over = bool(terminated or truncated)
-        return self._answer(self._in_words())
+        return self._answer(self._in_words(), float(reward))
 
     async def close(self) -> None:
         self._running = False
@@ -288,11 +288,13 @@ class _Episode(Environment):
             return describe_toy(self._observation, self.env.unwrapped)
         return write_out(self._observation)
 
-    def _answer(self, text: str) -> Observation:
+    def _answer(self, text: str, reward: float | None = None) -> Observation:
         success = self._taskset.success
         value = self._return if success is None else float(self._over and self._return >= success)
         parts = {"return": self._return, "steps": float(self._steps), "invalid": float(self._invalid)}
-        return Observation(({"role": "user", "content": text},), done=self._over, score=Score(value, parts=parts))
+        score = Score(value, parts=parts)
+        reward = reward if success is None else None  # otherwise the score is no sum of the environment's rewards
+        return Observation(({"role": "user", "content": text},), done=self._over, score=score, reward=reward)
 
 
 def _make_env(taskset: GymnasiumTaskset) -> Any:

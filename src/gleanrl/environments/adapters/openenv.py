@@ -144,7 +144,7 @@ class _Episode(Environment):
                 about = {"name": tool["name"], "description": tool.get("description", ""), "parameters": schema}
                 self._tools.append({"type": "function", "function": about})
         observation = await self._observe(result, self._describe(result["observation"], True))
-        return replace(observation, tools=tuple(self._tools))
+        return replace(observation, tools=tuple(self._tools), reward=None)  # no message of the model has earned it
 
     async def step(self, message: Message) -> Observation:
         assert self._session is not None  # `reset`, which is called before `step`, has opened the session
@@ -186,19 +186,20 @@ class _Episode(Environment):
         return await self._observe(result, answers)
 
     async def _observe(self, result: Mapping[str, Any], shown: str | Sequence[Message]) -> Observation:
-        """Return an observation with the messages ``shown``, and the score that includes the reward in ``result``.
+        """Return an observation with the messages ``shown``, the reward in ``result``, and the score that includes it.
+
+        If the score is the last reward and not their sum, the observation has no reward.
 
         If the server's ``result`` ends the episode, the session is closed.
         """
-        reward, done = result.get("reward"), bool(result.get("done"))
+        reward, done, summed = result.get("reward"), bool(result.get("done")), self._settings.reward == "sum"
         if reward is not None:
-            earlier = self._score.value if self._score is not None and self._settings.reward == "sum" else 0.0
-            self._score = Score(earlier + float(reward))
+            self._score = Score((self._score.value if self._score is not None and summed else 0.0) + float(reward))
         messages = (Message(role="user", content=shown),) if isinstance(shown, str) else tuple(shown)
         if done:
             # The caller closes the environment too, but later, and another episode may be waiting for a free session.
             await self.close()
-        return Observation(messages, done=done, score=self._score)
+        return Observation(messages, done=done, score=self._score, reward=reward if summed else None)
 
 
 # --- text and actions -----------------------------------------------------------------------------------

@@ -64,7 +64,7 @@ def convert_record(record: RolloutRecord, success_threshold: float = SUCCESS) ->
     """Return a trajectory of the rollout files as JSON values for the page.
 
     The entry "segments" has a list of turns for each segment (see `gleanrl.types.Segment`). A turn is
-    ``{"role", "text", "ids", "logprobs", "version"}``; ``logprobs`` is None if the turn was not sampled.
+    ``{"role", "text", "ids", "logprobs", "version", "reward"}``; ``logprobs`` is None if the turn was not sampled.
     """
     trajectory, score = record.trajectory, record.trajectory.score
     segments = []
@@ -81,6 +81,7 @@ def convert_record(record: RolloutRecord, success_threshold: float = SUCCESS) ->
                     "ids": turn.tokens.tolist(),
                     "logprobs": logprobs,
                     "version": turn.version,
+                    "reward": turn.reward,
                 }
             )
         segments.append(turns)

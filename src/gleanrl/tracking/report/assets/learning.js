@@ -117,3 +117,15 @@ function evaluation() {
         f.baselines.map((line) => h("tr", { class: "soft" }, h("td", {}, `${line.label} (baseline)`), empty && empty.cloneNode(), cell(line, "rate"),
           empty && empty.cloneNode(), late ? h("td") : null))))));
 }
+
+function turnRewards() {
+  const found = DATA.curves.filter(({ name }) => name.startsWith("turn_reward/"));
+  if (found.length < 2) return null;
+  const steps = range(found.flatMap((curve) => curve.steps)), fifth = (steps[1] - steps[0]) / 5;
+  const series = [["first fifth of the steps", 4, (step) => step <= steps[0] + fifth], ["last fifth of the steps", 0, (step) => step >= steps[1] - fifth]].map(([label, colour, within]) => ({
+    label, colour: COLOURS[colour], dots: true, xs: found.map(({ name }) => Number(name.split("/")[1])),
+    ys: found.map((curve) => curve.values.filter((_, i) => within(curve.steps[i]))).map((values) => (values.length ? values.reduce((a, b) => a + b, 0) / values.length : null)),
+  }));
+  return section("Turn rewards", "Mean reward of a turn of the training episodes, by the number of the turn.", null,
+    chart({ series, xLabel: "turn", height: 220 }), legend(series.map((one) => ({ ...one, line: true }))));
+}

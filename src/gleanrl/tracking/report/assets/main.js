@@ -15,7 +15,7 @@ window.addEventListener("error", (event) => { document.documentElement.dataset.e
 document.documentElement.dataset.theme = matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light";
 const parts = DATA.comparison ? [comparedHeadline, comparedLearning, comparedResults, comparedSettings, comparedMetrics]
   : DATA.evaluation ? [headline, tiles, evaluation, taskTable, rollouts, configuration]
-    : [headline, tiles, learning, evaluation, timeSection, staleness, experience, metrics, gantt, rollouts, configuration];
+    : [headline, tiles, learning, turnRewards, evaluation, timeSection, staleness, experience, metrics, gantt, rollouts, configuration];
 document.getElementById("page").append(...parts.map((part) => part()).flat(Infinity).filter(Boolean),
   h("footer", {}, `Made by Glean RL ${DATA.version} from the files of the ${DATA.comparison ? "run folders" : "run folder"} alone.`));
 document.body.append(tip);

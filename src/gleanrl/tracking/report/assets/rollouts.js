@@ -79,7 +79,8 @@ function message(turn, byToken) {
   const mean = sampled && turn.logprobs.length ? turn.logprobs.reduce((a, b) => a + b, 0) / turn.logprobs.length : null;
   return h("div", { class: sampled ? "message sampled" : "message" },
     h("div", { class: "role" }, h("span", {}, turn.role), h("span", { class: "num" }, `${turn.ids.length} tokens`),
-      mean === null ? null : h("span", { class: "num" }, `mean log-prob ${mean.toFixed(2)}`)),
+      mean === null ? null : h("span", { class: "num" }, `mean log-prob ${mean.toFixed(2)}`),
+      turn.reward === null ? null : h("span", { class: "num" }, `reward ${number(turn.reward)}`)),
     h("div", { class: "body" }, byToken || sampled ? turn.ids.map((_, i) => token(turn, i, byToken)) : turn.text));
 }
 
