@@ -586,9 +586,10 @@ class RewardSettings(Settings):
     """
 
     name: str = "environment"
-    """The reward: environment (the environment's own score), math, format, length, overlong, repetition, judge, http,
-    model, pooling, weighted, or the import path of a function, a class or a `Scorer`, `package.module:name` or
-    `file.py:name`. A function with the signature of verl or TRL has `verl:` or `trl:` before its path."""
+    """The reward: environment (the environment's own score), math, format, length, overlong, repetition, judge, rubric,
+    group_judge, http, model, pooling, weighted, or the import path of a function, a class or a `Scorer`,
+    `package.module:name` or `file.py:name`. A function with the signature of verl or TRL has `verl:` or `trl:` before
+    its path."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of a class, or further keyword arguments of a function. The value `env:NAME` is read from the
     environment variable NAME; use this for keys."""
