@@ -79,6 +79,9 @@ class Observation:
     The chat template shows them to the model. The model's calls are in the ``tool_calls`` of the message that is passed
     to `step`.
     """
+    agent: bool = False
+    """Set in the observation that `reset` returns if the environment is an agent that calls the model itself. The
+    episode then continues with one call of `Environment.run` instead of `step`."""
     max_tokens: int | None = None
     """Largest number of tokens of the model's next answer; None = only the limits of the run, which always hold."""
     count_tokens: bool = False
@@ -92,7 +95,7 @@ class Observation:
         if self.reward is not None:
             object.__setattr__(self, "reward", finite_reward(self.reward))
         check_messages(self.messages)
-        for name in ("done", "count_tokens"):
+        for name in ("done", "agent", "count_tokens"):
             value = getattr(self, name)
             if not isinstance(value, bool | np.bool_):
                 raise TypeError(f"{name} of an observation is True or False, not {value!r:.80}")
@@ -105,6 +108,19 @@ class Observation:
         if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int | np.integer) or limit < 1):
             raise TypeError(f"max_tokens of an observation is a whole number of at least 1 or None, not {limit!r:.80}")
         object.__setattr__(self, "max_tokens", limit if limit is None else int(limit))
+
+
+@dataclass(frozen=True, slots=True)
+class ModelAddress:
+    """Where an agent reaches the model over HTTP during one episode."""
+
+    url: str
+    """Address of the endpoint, such as ``http://127.0.0.1:4711``. Clients of OpenAI's API take it with ``/v1`` at its
+    end, those of Anthropic's as it is."""
+    key: str
+    """The API key, which identifies the episode. It is valid until the episode ends."""
+    name: str
+    """The name of the model. The endpoint accepts any other name too."""
 
 
 class Environment(ABC):
@@ -121,6 +137,14 @@ class Environment(ABC):
     @abstractmethod
     async def step(self, message: Message) -> Observation:
         """Apply the model's message to the environment and return the next observation."""
+
+    async def run(self, model: ModelAddress) -> Observation:
+        """Play the episode to its end, with an agent that calls the model over HTTP; return the last observation.
+
+        Called once, instead of `step`, if the observation of `reset` has ``agent`` set. The environment stops the agent
+        if this method is cancelled.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no method `run`")
 
     async def conclude(self, stop: StopReason) -> Score | None:
         """Return the score of an episode that reached its limit of turns or of context; None if it has no score.
@@ -246,6 +270,9 @@ class SamplingParams:
     """Ids of the tokens that end the completion."""
     temperature: float = 1.0
     """Sampling temperature; 0 = greedy decoding."""
+    seed: int | None = None
+    """Fixes the random draws of this completion, so that they do not depend on earlier calls of the session; None = the
+    next draws of the session."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,8 +300,9 @@ class Completion:
 class Session(Protocol):
     """One episode's access to a sampler.
 
-    Each prompt of a session usually begins with the previous prompt and its completion, so a sampler may keep the
-    key-value cache between calls. Any other prompt is allowed too and must be answered just as exactly."""
+    `sample` may be called again before it has returned. Each prompt of a session usually begins with the previous
+    prompt and its completion, so a sampler may keep the key-value cache between calls. Any other prompt is allowed too
+    and must be answered just as exactly."""
 
     async def sample(self, prompt: IntArray, params: SamplingParams) -> Completion:
         """Sample a completion of ``prompt``, which holds the token ids of the whole context, int32[n]."""

@@ -25,7 +25,8 @@ from operator import attrgetter
 from time import perf_counter
 from typing import Any, Self
 
-from gleanrl.protocols import Environment, EpisodeLost, Observation, Taskset
+from gleanrl.environments.agent.endpoint import Endpoint
+from gleanrl.protocols import Environment, EpisodeLost, ModelAddress, Observation, Taskset
 from gleanrl.types import Message, Score, StopReason, Task
 from gleanrl.utils.errors import UserError, defined_at
 from gleanrl.utils.processes import RemoteError, Served, WorkerDied, WorkerProcess, WorkerTimeout, pack
@@ -123,6 +124,8 @@ class EnvironmentPool:
         self.taskset = taskset
         self.timeout_s = timeout_s
         self.count = workers
+        self.endpoint = Endpoint()
+        """Where agents call the model. Its server runs in this process."""
         self.packed = b""  # the pickled taskset that every worker process loads; empty if there are no workers
         self._workers: list[WorkerProcess] = []
         self.load: dict[WorkerProcess, int] = {}  # number of live episodes of each worker
@@ -140,7 +143,7 @@ class EnvironmentPool:
         """
         if self.count:
             try:
-                self.packed = pack(partial(_Episodes, self.taskset), raises=(EpisodeLost,))
+                self.packed = pack(partial(_Episodes, self.taskset), raises=(EpisodeLost, EnvironmentFailure))
                 self._workers = [self._start() for _ in range(self.count)]
                 await asyncio.gather(*(worker.ready for worker in self._workers))
             except (RemoteError, WorkerDied, WorkerTimeout, pickle.PicklingError) as error:
@@ -167,8 +170,9 @@ class EnvironmentPool:
         return _Episode(self, task)
 
     async def close(self) -> None:
-        """End all workers. Calls that are still running raise `EnvironmentDied`."""
+        """End all workers and the endpoint. Calls that are still running raise `EnvironmentDied`."""
         self._workers = []
+        await self.endpoint.close()
         await asyncio.gather(*(worker.close() for worker in self.load))
 
     @property
@@ -265,6 +269,9 @@ class _Episodes(Served):
     async def step(self, episode: int, message: Message) -> Observation:
         return await self._observation(self._live[episode].step, message)
 
+    async def run(self, episode: int, model: ModelAddress) -> Observation:
+        return await self._observation(self._live[episode].run, model)
+
     async def conclude(self, episode: int, stop: StopReason) -> Score | None:
         method = self._live[episode].conclude
         score = await self._awaited(method, stop)
@@ -273,8 +280,8 @@ class _Episodes(Served):
         except (TypeError, ValueError) as error:
             raise TypeError(f"{method.__qualname__} returned {score!r:.80}: {error}{defined_at(method)}") from None
 
-    async def _observation(self, method: Callable[..., Awaitable[Any]], *args: Message) -> Observation:
-        """Call ``method``, the environment's ``reset`` or ``step``, and check that it returns an observation."""
+    async def _observation(self, method: Callable[..., Awaitable[Any]], *args: Any) -> Observation:
+        """Call ``reset``, ``step`` or ``run`` of an environment, and check that it returns an observation."""
         observation = await self._awaited(method, *args)
         if not isinstance(observation, Observation):
             raise TypeError(
@@ -324,6 +331,23 @@ class _Episode(Environment):
             raise RuntimeError(f"task {self._task.id!r}: reset before step, and no step after close")
         return await self._call("step", message)
 
+    async def run(self, model: ModelAddress) -> Observation:
+        """Run the agent. Its time limit counts from the model's last answer, and not while it waits for the model."""
+        pool = self._pool
+        running = asyncio.ensure_future(self._call("run", model))
+        try:
+            while not running.done():
+                left = pool.timeout_s - pool.endpoint.idle_s(model.key)
+                if left <= 0:
+                    pool.stats.timeouts += 1
+                    why = f"the agent made no model call for {pool.timeout_s:g} s (environment.timeout_s)"
+                    raise EnvironmentTimeout(self._task.id, why)
+                await asyncio.wait([running], timeout=left)
+            return running.result()
+        finally:
+            running.cancel()
+            await asyncio.wait([running])
+
     async def conclude(self, stop: StopReason) -> Score | None:
         return await self._call("conclude", stop) if self._open else None
 
@@ -357,7 +381,8 @@ class _Episode(Environment):
                     pool.load[self._worker] += 1
                 assert self._worker is not None
                 try:
-                    return await self._worker.call(method, self._number, *args, label=f"task {task_id!r}")
+                    label, may_await = f"task {task_id!r}", method == "run"
+                    return await self._worker.call(method, self._number, *args, label=label, may_await=may_await)
                 except WorkerDied as error:
                     if method != "reset" or not error.never_began:
                         raise
@@ -386,7 +411,7 @@ class _Episode(Environment):
         awaited: list[bool] = []  # no longer empty once the call has let the event loop run
         iteration = asyncio.get_running_loop().call_soon(awaited.append, True)
         started = perf_counter()
-        clock = asyncio.timeout(self._pool.timeout_s)
+        clock = asyncio.timeout(None if method == "run" else self._pool.timeout_s)
         try:
             async with clock:
                 return await getattr(self._here, method)(self._number, *args)

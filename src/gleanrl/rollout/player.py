@@ -7,20 +7,22 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Iterable
-from contextlib import AsyncExitStack, suppress
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Iterable
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, suppress
+from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import Any
 
 from gleanrl.config.settings import ContextSettings
-from gleanrl.protocols import Environment, EpisodeLost, Sampler, SamplingParams
+from gleanrl.protocols import Environment, EpisodeLost, ModelAddress, Observation, Sampler, SamplingParams, Session
+from gleanrl.rollout.calls import ModelAnswer, ModelCall
 from gleanrl.rollout.context import make_context
+from gleanrl.rollout.conversations import PolicyModel
 from gleanrl.rollout.renderer import Renderer
 from gleanrl.rollout.tool_calls import ToolsUnknown
 from gleanrl.schedule.timeline import BusyClock
 from gleanrl.types import LAST_OBSERVATION, Message, Score, StopReason, Task, Trajectory
-from gleanrl.utils.errors import describe
+from gleanrl.utils.errors import UserError, describe
 
 # An episode is played again if the process of its sampler or environment has died. The number of attempts is limited,
 # because the episode itself may be the cause.
@@ -32,6 +34,10 @@ CLOSE_TIMEOUT_S = 1.0
 # Environments that are still being closed. The set keeps the tasks alive, because the event loop itself keeps only weak
 # references to tasks.
 _closing: set[asyncio.Task[None]] = set()
+
+
+Endpoint = Callable[[Callable[[ModelCall], Awaitable[ModelAnswer]]], AbstractAsyncContextManager[ModelAddress]]
+"""Given a function that answers model calls, opens an address at which an agent can make these calls."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +58,9 @@ class Player:
     """Maximum number of tokens in the model's context."""
     environment_clock: BusyClock = field(default_factory=BusyClock)
     """Seconds in which at least one environment worked."""
+    endpoint: Endpoint | None = None
+    """Serves the policy to agents over HTTP, such as `gleanrl.environments.agent.endpoint.Endpoint.open`. Needed only
+    for environments with agents."""
 
     async def play(self, task: Task, *, trajectory_id: str, seed: int, temperature: float | None = None) -> Trajectory:
         """Play ``task`` once and return the trajectory.
@@ -82,6 +91,7 @@ class Player:
         context = make_context(self.renderer, self.context)
         temperature = self.temperature if temperature is None else temperature
         turns, cut, environment_s = 0, 0, 0.0
+        agent: PolicyModel | None = None
         score: Score | None = None
         altered: str | None = None
         unseen: tuple[Message, ...] = ()  # the messages of the last observation, if the model did not see them
@@ -96,9 +106,25 @@ class Player:
                     with self.environment_clock:
                         observation = await call
                     environment_s += perf_counter() - asked
+                    if observation.agent:
+                        agent = self._model(session, seed, temperature)
+                        asked = perf_counter()
+                        try:
+                            observation = await self._run_agent(environment, agent)
+                        except (EpisodeLost, ToolsUnknown, TimeoutError, _SamplerFailed):
+                            raise
+                        except Exception:
+                            if agent.limit is None:
+                                raise
+                            # The agent did not go on without the answer that a limit of the run has refused.
+                            stop = agent.limit
+                            score = await conclude_score(environment, stop, score)
+                            break
+                        finally:
+                            environment_s += perf_counter() - asked - agent.sampling_s
                     score, unseen = observation.score or score, observation.messages
                     if observation.reward is not None:
-                        context.earn(observation.reward)
+                        (context if agent is None else agent.conversations).earn(observation.reward)
                     if observation.done:
                         stop = StopReason.DONE
                         break
@@ -136,22 +162,65 @@ class Player:
                 stop, score = StopReason.TIMEOUT, Score.failed(f"timeout: {error}")
             except Exception as error:
                 stop, score = StopReason.ERROR, Score.failed(describe(error))
+        segments, tools = context.segments(), context.tools
+        if agent is not None:
+            turns, cut, altered = agent.turns, agent.cut, agent.altered
+            segments, tools = agent.conversations.segments(), agent.conversations.tools
+            said = [turn.message for turn in segments[-1] if turn.sampled][-1:] if segments else []
+            if len(unseen) == 1 and said and unseen[0]["content"] == said[0]["content"]:
+                unseen = ()  # the agent returned the model's last answer
         info: dict[str, Any] = {
             "turns": turns,
             "cut_turns": cut,  # number of turns that a limit of tokens ended
             "environment_s": environment_s,
             "episode_s": perf_counter() - started,
         }
-        if context.tools:
+        if tools:
             # A renderer with the same tools is needed to render or parse messages of this trajectory again later.
-            info["tools"] = list(context.tools)
+            info["tools"] = list(tools)
         if unseen:
             info[LAST_OBSERVATION] = list(unseen)
         if altered is not None:
             info["altered_sampling"] = altered
-        segments = context.segments()
         score = score or sum_of_rewards(turn.reward for segment in segments for turn in segment)
         return Trajectory(trajectory_id, task.id, segments, score, stop, info).scored(score)
+
+    def _model(self, session: Session, seed: int, temperature: float) -> PolicyModel:
+        return PolicyModel(
+            self.renderer,
+            session,
+            seed=seed,
+            temperature=temperature,
+            max_context=self.max_context,
+            max_tokens=self.context.max_tokens_per_turn,
+            max_turns=self.context.max_turns,
+        )
+
+    async def _run_agent(self, environment: Environment, model: PolicyModel) -> Observation:
+        """Run the environment's agent, whose calls ``model`` answers, and return the last observation.
+
+        Raises:
+            _SamplerFailed: an error of the model has ended the agent.
+        """
+        if self.endpoint is None:
+            raise _SamplerFailed from UserError(
+                "agents need an endpoint, which an environment pool has (ray.environments = 0)"
+            )
+        failures: list[Exception] = []
+        async with self.endpoint(model.answer) as address:
+            running = asyncio.ensure_future(environment.run(address))
+
+            def fail(error: Exception) -> None:
+                failures.append(error)
+                running.cancel()
+
+            model.on_failure = fail
+            try:
+                return replace(await running, done=True)
+            except BaseException:
+                if failures:
+                    raise _SamplerFailed from failures[0]
+                raise
 
 
 class _SamplerFailed(Exception):

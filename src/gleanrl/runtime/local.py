@@ -469,6 +469,7 @@ class Builder:
             self.config.context,
             temperature=self.config.sampler.temperature,
             max_context=self.max_context,
+            endpoint=pool.endpoint.open if isinstance(pool, EnvironmentPool) else None,
         )
 
     def seed(self, name: str) -> int:

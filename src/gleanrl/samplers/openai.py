@@ -373,7 +373,7 @@ class _Session:
         sampler, prompt = self._sampler, np.asarray(prompt, np.int32)
         sampler._check_open()
         limit, version = answer_limit(prompt, params, sampler._max_context), sampler._version
-        seed = int(self._random.integers(2**31))
+        seed = int(self._random.integers(2**31)) if params.seed is None else params.seed % 2**31
         sampler._check_certain()
         answer = await sampler._ask(prompt.tolist(), limit, params.temperature, seed, params.stop_tokens)
         sampler._check_certain()  # the publication may have failed while the server sampled

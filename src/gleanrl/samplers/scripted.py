@@ -114,7 +114,7 @@ class _ScriptedSession:
         delay = sampler._delay(self._seed, turn) if callable(sampler._delay) else sampler._delay
         if delay:
             await asyncio.sleep(delay)
-        answer = sampler._script(prompt, derive(self._seed, turn))
+        answer = sampler._script(prompt, derive(self._seed, turn) if params.seed is None else params.seed)
         if not answer:
             raise ValueError("the script answered nothing; a sampler samples at least one token")
         stop = next((i for i, token in enumerate(answer) if token in params.stop_tokens), None)

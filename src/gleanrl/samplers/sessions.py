@@ -4,7 +4,7 @@
 when new weights are loaded. A `Worker` does all tensor work on a separate thread; there is one for transformers
 (`gleanrl.samplers.transformers`) and one for vLLM (`gleanrl.samplers.vllm`).
 
-The worker computes in *bursts*. A burst takes requests, one for each session that waits for a completion. It feeds the
+The worker computes in *bursts*. A burst takes requests, one for each completion that sessions wait for. It feeds the
 tokens whose keys and values are not cached yet (prefill), and then samples one token at a time for each request
 (decode), until all requests are complete or `SessionSampler` interrupts the burst. Incomplete requests continue in the
 next burst. A complete request is delivered to its session at once, while the burst goes on.
@@ -38,7 +38,7 @@ _STEPS_PER_BURST = 256  # a burst releases the device lock after this many decod
 
 
 class Row:
-    """A session's row of the batch, and the tokens whose keys and values the worker has cached for it.
+    """A row of the batch that a session holds, and the tokens whose keys and values the worker has cached for it.
 
     A worker whose engine manages its own cache (vLLM) leaves the row empty.
     """
@@ -144,7 +144,9 @@ class SessionSampler:
 
     Args:
         make: returns the worker. Called once, on the thread on which the worker will run.
-        max_rows: largest number of open sessions. Further sessions wait in the order in which they were requested.
+        max_rows: largest number of rows that open sessions hold. Each session holds one. It takes further rows, if
+            there are any and no session waits to open, for calls of `Session.sample` at the same time; without them,
+            these calls are answered one after another. Further sessions wait in the order in which they were requested.
         max_context: largest length of prompt and completion together, in tokens.
         deterministic: whether to start a burst only when every open session waits for a completion. The composition of
             batches, and with it every rounding error, then does not depend on timing. No episode may wait for the
@@ -222,7 +224,7 @@ class SessionSampler:
         session = _Session(self, self._opened, seed, self._max_context)
         self._opened += 1
         try:
-            if self._queue or self._draining or len(self._open) >= self._max_rows:
+            if self._queue or self._draining or not self._spare():
                 admitted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
                 self._queue.append((session, admitted))
                 await admitted
@@ -232,19 +234,23 @@ class SessionSampler:
         finally:
             if session in self._open:
                 self._open.remove(session)
-                self._left.append(session.row)
+                self._left += session.rows
                 self._free_rows()
                 self._admit()
                 self._pump()
                 self._changed.notify()
 
     def _admit(self) -> None:
-        """Open sessions from the queue while there are fewer than ``max_rows`` open ones."""
-        while self._queue and not self._draining and len(self._open) < self._max_rows:
+        """Open sessions from the queue while there are rows that no session holds."""
+        while self._queue and not self._draining and self._spare():
             session, admitted = self._queue.popleft()
             if not admitted.done():
                 self._open.add(session)
                 admitted.set_result(None)
+
+    def _spare(self) -> int:
+        """Return the number of rows that no open session holds."""
+        return self._max_rows - sum(len(session.rows) for session in self._open)
 
     def _free_rows(self) -> None:
         """Free the rows of closed sessions. Does nothing while a burst runs, because it may still write to them."""
@@ -275,7 +281,7 @@ class SessionSampler:
         unfinished = [request for request in self._unfinished if request in self._requests]
         if self._deterministic and unfinished:
             return unfinished
-        if self._deterministic and len(self._requests) < len(self._open):
+        if self._deterministic and len({request.row.ordinal for request in self._requests}) < len(self._open):
             return []
         return sorted(self._requests, key=lambda request: request.row.ordinal)
 
@@ -359,7 +365,8 @@ class SessionSampler:
         """
         self._unfinished = []
         for session in self._open:
-            session.row.length = 0
+            for row in session.rows:
+                row.length = 0
         for answer in self._requests.values():
             if not answer.done():
                 failure = RuntimeError(f"the sampler failed: {type(error).__name__}: {error}")
@@ -441,29 +448,43 @@ class _Session:
     """One episode's access to the sampler; see `gleanrl.protocols.Session`."""
 
     def __init__(self, sampler: SessionSampler, ordinal: int, seed: int, max_context: int) -> None:
-        self._sampler = sampler
-        self.row = Row(ordinal, max_context)
-        self.random = np.random.Generator(np.random.Philox(seed))  # draws the random numbers for this session's tokens
-        self.request: Request | None = None
+        self._sampler, self._ordinal, self._max_context = sampler, ordinal, max_context
+        self.rows = [Row(ordinal, max_context)]
+        self._idle = list(self.rows)  # the rows that no call uses
+        self._line: deque[asyncio.Future[Row]] = deque()  # calls that wait for a row of this session
+        self._random = np.random.Generator(np.random.Philox(seed))  # draws the random numbers for this session's tokens
 
     async def sample(self, prompt: IntArray, params: SamplingParams) -> Completion:
         """See `Session.sample`.
 
         Raises:
             ValueError: if the prompt is empty or leaves no room for a sampled token in the context.
-            RuntimeError: if the session or the sampler has closed, another call of the session has not returned yet, or
-                the worker failed.
+            RuntimeError: if the session or the sampler has closed, or the worker failed.
         """
         sampler = self._sampler
-        sampler._check_open()
-        if self not in sampler._open:
-            raise RuntimeError("this session has closed")
-        if self.request is not None:
-            raise RuntimeError("this session already waits for an answer")
+        self._check_open()
         prompt = np.asarray(prompt, np.int32)
         limit = answer_limit(prompt, params, sampler._max_context)
-        request = self.request = Request(self.row, prompt, params, limit, self.random.random(limit))
-        answer: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
+        random = self._random if params.seed is None else np.random.Generator(np.random.Philox(params.seed))
+        uniforms = random.random(limit)
+        loop = asyncio.get_running_loop()
+        if not self._idle and sampler._spare() and not sampler._queue:
+            self.rows.append(Row(self._ordinal, self._max_context))
+            self._idle.append(self.rows[-1])
+        if self._idle:  # the row that has most of the prompt in its cache
+            row = max(self._idle, key=lambda row: common_length(row.tokens[: row.length], prompt))
+            self._idle.remove(row)
+        else:
+            self._line.append(place := loop.create_future())
+            try:
+                row = await place
+                self._check_open()
+            except BaseException:
+                if place.done() and not place.cancelled():
+                    self._give_back(place.result())
+                raise
+        request = Request(row, prompt, params, limit, uniforms)
+        answer: asyncio.Future[Completion] = loop.create_future()
         sampler._requests[request] = answer
         sampler._arrived += 1
         sampler._pump()
@@ -472,4 +493,25 @@ class _Session:
         finally:
             request.cancelled = request.finish is None
             sampler._requests.pop(request, None)
-            self.request = None
+            self._give_back(row)
+
+    def _check_open(self) -> None:
+        self._sampler._check_open()
+        if self not in self._sampler._open:
+            raise RuntimeError("this session has closed")
+
+    def _give_back(self, row: Row) -> None:
+        """Give the row to the call that has waited longest, or keep it for the next call."""
+        while self._line:
+            place = self._line.popleft()
+            if not place.done():
+                place.set_result(row)
+                return
+        self._idle.append(row)
+
+
+def common_length(first: IntArray, second: IntArray) -> int:
+    """Return the number of tokens with which both arrays begin."""
+    reach = min(first.size, second.size)
+    differs = np.flatnonzero(first[:reach] != second[:reach])
+    return int(differs[0]) if differs.size else reach

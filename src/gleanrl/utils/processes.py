@@ -38,6 +38,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import count
 from multiprocessing.connection import wait
+from types import ModuleType
 from typing import Any, Self
 
 from gleanrl.utils.errors import UserError, raised_at
@@ -119,6 +120,7 @@ class _Call:
     on: str  # " on LABEL", a part of the message if the worker dies; empty if the call has no label
     timeout_s: float
     future: asyncio.Future[Any]
+    may_await: bool  # whether the time that the call spends in awaiting is unlimited
     timer: asyncio.TimerHandle | None = None
     overdue: bool = False
 
@@ -147,6 +149,8 @@ class WorkerProcess:
     Args:
         packed: result of `pack`.
         timeout_s: seconds that a call may take.
+        forked: whether the process is forked from a server process that has imported `gleanrl` (the start method
+            "forkserver" of `multiprocessing`). It then starts in milliseconds. It does not import the main module.
         on_death: function that is called once, with this object, when the process has ended, unless `close` ended it.
 
     Attributes:
@@ -156,7 +160,12 @@ class WorkerProcess:
     """
 
     def __init__(
-        self, packed: bytes, *, timeout_s: float, on_death: Callable[[WorkerProcess], None] | None = None
+        self,
+        packed: bytes,
+        *,
+        timeout_s: float,
+        forked: bool = False,
+        on_death: Callable[[WorkerProcess], None] | None = None,
     ) -> None:
         self.death: str | None = None
         self.started = False
@@ -170,11 +179,17 @@ class WorkerProcess:
         self._writer: asyncio.StreamWriter | None = None
         self._early: list[bytes] = []  # frames to send once the connection is open
         ours, theirs = socket.socketpair()
-        self._process = multiprocessing.get_context("spawn").Process(target=_run, args=(theirs,))
+        context: Any = multiprocessing.get_context("forkserver" if forked else "spawn")
+        self._process = context.Process(target=_run, args=(theirs,))
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        main = sys.modules["__main__"]
         try:  # SIGINT is blocked, so that Ctrl-C cannot reach the new process before it ignores the signal
+            if forked:
+                # Otherwise every process imports the main module again, which may take seconds.
+                sys.modules["__main__"] = ModuleType("__main__")
             self._process.start()
         finally:
+            sys.modules["__main__"] = main
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
         theirs.close()
         assert self._process.pid is not None
@@ -184,15 +199,16 @@ class WorkerProcess:
         self.ready = self._loop.create_future()
         # Read the exception, because asyncio logs one that is never read, and not every caller awaits `ready`.
         self.ready.add_done_callback(lambda ready: ready.cancelled() or ready.exception())
-        self._begin(_Call(next(self._numbers), "start", "", START_S, self.ready), packed)
+        self._begin(_Call(next(self._numbers), "start", "", START_S, self.ready, may_await=False), packed)
 
-    async def call(self, method: str, *args: Any, label: str = "") -> Any:
+    async def call(self, method: str, *args: Any, label: str = "", may_await: bool = False) -> Any:
         """Call a method of the worker's object and return its result.
 
         Args:
             method: name of the method.
             args: picklable arguments, passed by position.
             label: what the call is for. The error message names it if the worker dies during the call.
+            may_await: count only the time in which the call blocks the worker, and not that in which it awaits.
 
         Raises:
             WorkerTimeout: the call took longer than ``timeout_s``.
@@ -203,7 +219,8 @@ class WorkerProcess:
         if self.death is not None:
             raise WorkerDied(self.death)
         on = f" on {label}" if label else ""
-        call = _Call(next(self._numbers), method, on, self._timeout_s, self._loop.create_future())
+        future = self._loop.create_future()
+        call = _Call(next(self._numbers), method, on, self._timeout_s, future, may_await)
         self._begin(call, pickle.dumps((method, args), protocol=pickle.HIGHEST_PROTOCOL))
         try:
             return await call.future
@@ -277,6 +294,8 @@ class WorkerProcess:
                     if kind == _AWAITING:
                         if call is not None:
                             self._awaiting[number] = call
+                            if call.may_await and call.timer is not None:
+                                call.timer.cancel()
                     elif (call := call or self._awaiting.pop(number, None)) is not None:
                         try:
                             value = pickle.loads(body) if body else None

@@ -1,0 +1,160 @@
+"""The HTTP endpoint that answers the model calls of agents, in the run's process.
+
+Each episode has a key of its own while it runs. A request with this key is answered by the episode's model
+(`gleanrl.rollout.conversations.PolicyModel`). Dialects translate between requests and model calls.
+
+    endpoint = Endpoint()
+    async with endpoint.open(model.answer) as address:
+        ...  # a client of OpenAI's API can use f"{address.url}/v1" and address.key
+    await endpoint.close()
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from gleanrl.environments.agent.calls import Dialect
+from gleanrl.protocols import ModelAddress
+from gleanrl.rollout.calls import ModelAnswer, ModelCall, Refused
+from gleanrl.utils.http import connection_limit
+
+MODEL = "policy"
+"""Name of the model, which agents get and responses state."""
+MAX_BODY_BYTES = 1 << 24
+"""Largest body of a request."""
+# Number of sockets for which the process's limit of open files is raised, and of connections that wait to be accepted.
+CONNECTIONS = 1 << 14
+
+
+@dataclass(eq=False, slots=True)
+class _Episode:
+    answer: Callable[[ModelCall], Awaitable[ModelAnswer]]
+    running: set[asyncio.Future[ModelAnswer]] = field(default_factory=set)  # the calls that are being answered
+    since: float = field(default_factory=time.monotonic)  # time of the last answer, or of the start
+
+
+class Endpoint:
+    """Answers the model calls of many episodes. The server starts with the first episode."""
+
+    def __init__(self) -> None:
+        self._episodes: dict[str, _Episode] = {}
+        self._runner: Any = None
+        self._url = ""
+        self._starting = asyncio.Lock()
+
+    @asynccontextmanager
+    async def open(self, answer: Callable[[ModelCall], Awaitable[ModelAnswer]]) -> AsyncIterator[ModelAddress]:
+        """Yield the address of a new episode, whose calls ``answer`` answers. It may raise `Refused`.
+
+        At the end of the block the key becomes invalid, and calls that are being answered are cancelled.
+        """
+        await self._start()
+        key, episode = f"sk-{secrets.token_urlsafe(24)}", _Episode(answer)
+        self._episodes[key] = episode
+        try:
+            yield ModelAddress(self._url, key, MODEL)
+        finally:
+            del self._episodes[key]
+            for call in episode.running:
+                call.cancel()
+            if episode.running:
+                await asyncio.wait(episode.running)
+
+    def idle_s(self, key: str) -> float:
+        """Return for how many seconds an episode has had no answer; 0 while a call is being answered."""
+        episode = self._episodes.get(key)
+        return 0.0 if episode is None or episode.running else time.monotonic() - episode.since
+
+    async def close(self) -> None:
+        """Stop the server. A later episode starts it again."""
+        runner, self._runner = self._runner, None
+        if runner is not None:
+            await runner.cleanup()
+
+    async def _start(self) -> None:
+        async with self._starting:
+            if self._runner is not None:
+                return
+            from aiohttp import web
+
+            from gleanrl.environments.agent.dialects import DIALECTS
+
+            connection_limit(CONNECTIONS)
+            app = web.Application(client_max_size=MAX_BODY_BYTES)
+            for dialect in DIALECTS:
+
+                async def handle(request: Any, dialect: Dialect = dialect) -> Any:
+                    return await self._respond(request, dialect)
+
+                app.router.add_post(dialect.path, handle)
+                # The clients of some APIs add "/v1" to the address that they get, those of others do not.
+                app.router.add_post(f"/v1{dialect.path}", handle)
+            app.router.add_get("/v1/models", self._models)
+            runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
+            await runner.setup()
+            await web.TCPSite(runner, "127.0.0.1", 0, backlog=CONNECTIONS).start()
+            self._url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+            self._runner = runner
+
+    def _episode(self, request: Any) -> _Episode:
+        key = request.headers.get("x-api-key") or request.headers.get("Authorization", "").removeprefix("Bearer ")
+        if not key:
+            raise Refused("the request has no API key", status=401, kind="authentication")
+        if key not in self._episodes:
+            raise Refused("the API key belongs to no episode that runs", status=401, kind="authentication")
+        return self._episodes[key]
+
+    async def _models(self, request: Any) -> Any:
+        from aiohttp import web
+
+        try:
+            self._episode(request)
+        except Refused as refused:
+            return web.json_response({"error": {"message": str(refused)}}, status=refused.status)
+        model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "gleanrl"}
+        return web.json_response({"object": "list", "data": [model]})
+
+    async def _respond(self, request: Any, dialect: Dialect) -> Any:
+        from aiohttp import web
+
+        try:
+            episode = self._episode(request)
+            if (request.content_length or 0) > MAX_BODY_BYTES:
+                raise web.HTTPRequestEntityTooLarge(MAX_BODY_BYTES, request.content_length or 0)
+            body = json.loads(await request.read())
+            if not isinstance(body, dict):
+                raise Refused("the body of the request is not a JSON object")
+            call = dialect.read(body)
+            answering = asyncio.ensure_future(episode.answer(call))
+            episode.running.add(answering)
+            try:
+                # A client that has given up its call does not end it: the answer may have been sampled already.
+                answer = await asyncio.shield(answering)
+                episode.since = time.monotonic()
+            except asyncio.CancelledError:
+                if not answering.cancelled():
+                    raise
+                raise Refused("the episode has ended", kind="episode_over") from None
+            finally:
+                if answering.done():
+                    episode.running.discard(answering)
+                else:
+                    answering.add_done_callback(episode.running.discard)
+            if not call.stream:
+                return web.json_response(dialect.write(answer, call, MODEL))
+            events = "".join(dialect.stream(answer, call, MODEL))
+            return web.Response(text=events, content_type="text/event-stream")
+        except web.HTTPRequestEntityTooLarge:
+            refused = Refused(f"the body is larger than {MAX_BODY_BYTES} bytes", status=413, kind="too_large")
+        except (ValueError, RecursionError):
+            refused = Refused("the body of the request is not JSON")
+        except Refused as error:
+            refused = error
+        return web.json_response(dialect.error(refused), status=refused.status)

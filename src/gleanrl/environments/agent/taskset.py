@@ -1,0 +1,242 @@
+"""The environment ``agent``: trains the model in an agent that owns its loop, such as a function or a program.
+
+The agent gets a task and the address of an endpoint (`gleanrl.environments.agent.endpoint`), to which it sends its
+model calls with any client of OpenAI's or Anthropic's API. Each episode runs in a process of its own, which is killed
+at the end of the episode.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import math
+import multiprocessing
+import os
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from functools import cached_property, partial
+from typing import Any
+
+import pydantic
+from pydantic import Field
+
+from gleanrl.config.settings import EnvironmentSettings
+from gleanrl.environments import load_taskset
+from gleanrl.environments.pool import EnvironmentRaised
+from gleanrl.protocols import Environment, ModelAddress, Observation, Split, Taskset
+from gleanrl.types import Message, Score, StopReason, Task, as_float
+from gleanrl.utils.errors import UserError
+from gleanrl.utils.importing import load_object
+from gleanrl.utils.processes import RemoteError, Served, WorkerDied, WorkerProcess, pack
+
+ARGUMENTS = ("task", "base_url", "api_key", "model")
+"""Names of the arguments with which an agent function is called."""
+_TAIL = 1 << 16  # number of bytes at the end of a command's output that are kept
+_MAX_VARIABLE = 100_000  # length of the longest text that is passed in an environment variable; Linux allows 128 KiB
+Result = tuple[Score | None, str | None]  # the score and the answer of an agent
+
+
+@pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config={"extra": "forbid"})
+class AgentTaskset(Taskset):
+    """Lets an agent of yours solve tasks. The agent calls the model over HTTP, and knows nothing of the training.
+
+    Exactly one of ``agent`` and ``command`` is set.
+    """
+
+    agent: str | None = None
+    """A function, sync or async, as ``file.py:name`` or ``package.module:name``. It is called with the keyword
+    arguments ``task`` (a dict), ``base_url``, ``api_key`` and ``model``. It returns a number, which is the score; a
+    text, which is the answer that ``reward.name`` scores; a dict with ``score``, ``answer`` or both, whose further
+    numbers become parts of the score; or None."""
+    command: str | list[str] | None = None
+    """A program and its arguments. It gets the task as JSON in the environment variable ``GLEANRL_TASK`` and on its
+    standard input, and the address in ``OPENAI_BASE_URL``, ``OPENAI_API_KEY``, ``ANTHROPIC_BASE_URL``,
+    ``ANTHROPIC_API_KEY`` and ``GLEANRL_MODEL``. The last line that it prints is the answer and, if it is a number, also
+    the score. Any exit status but 0 is a failure."""
+    tasks_from: str | list[str] | dict[str, Any] = Field(alias="tasks")
+    """The tasks: files as in the option ``path`` of the environment ``dataset``, or the ``name`` and the ``options`` of
+    any environment."""
+    limit_score: float | None = 0.0
+    """Score of an episode whose agent fails after its model call was refused because of ``context.max_turns`` or a full
+    context; None = such an episode has no score of its own."""
+
+    def __post_init__(self) -> None:
+        if (self.agent is None) == (self.command is None):
+            raise ValueError("set one of environment.options.agent and environment.options.command")
+        if self.agent is not None:
+            _ = self._preload
+        _ = self._source
+
+    @cached_property
+    def _source(self) -> Taskset:
+        given = self.tasks_from
+        if not isinstance(given, dict):
+            given = {"name": "dataset", "options": {"path": given}}
+        return load_taskset(EnvironmentSettings(**given), seed=0)
+
+    @cached_property
+    def _preload(self) -> list[str]:
+        """The modules that the agent function needs, which the processes of agents import in advance."""
+        before = set(sys.modules)
+        function = load_object(str(self.agent))
+        if not callable(function):
+            raise UserError(f"environment.options.agent = {self.agent!r}: a {type(function).__name__} cannot be called")
+        try:
+            inspect.signature(function).bind(**dict.fromkeys(ARGUMENTS))
+        except TypeError as error:
+            raise UserError(
+                f"environment.options.agent = {self.agent!r} is called with {', '.join(ARGUMENTS)}: {error}"
+            ) from None
+        new = sorted(name for name in set(sys.modules) - before if not name.startswith("gleanrl_file_"))
+        return [__name__, *new]
+
+    @property
+    def version(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self._source.version
+
+    @property
+    def phrases(self) -> Sequence[str]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self._source.phrases
+
+    @property
+    def weights(self) -> Mapping[str, float]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self._source.weights
+
+    @property
+    def has_expert(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self._source.has_expert
+
+    @property
+    def splits_apart(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self._source.splits_apart
+
+    @property
+    def named_by_content(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self._source.named_by_content
+
+    def tasks(self, split: Split, count: int) -> Sequence[Task]:
+        return self._source.tasks(split, count)
+
+    def demonstrate(self, task: Task, *, seed: int, noise: float = 0.0) -> tuple[tuple[Message, ...], Score]:
+        return self._source.demonstrate(task, seed=seed, noise=noise)
+
+    def environment(self, task: Task) -> Environment:
+        return _Episode(self, task)
+
+    async def play(self, task: Task, model: ModelAddress) -> Result:
+        """Run the agent on a task, and return its score and its answer.
+
+        Raises:
+            EnvironmentRaised: the agent failed or its process died.
+        """
+        given: dict[str, Any] = {"prompt": list(task.prompt), **task.payload, "id": task.id}
+        if self.command is not None:
+            return await _run_command(self.command, task.id, given, model)
+        multiprocessing.get_context("forkserver").set_forkserver_preload(self._preload)
+        # The process has no time limit of its own: `EnvironmentPool` cancels this method if the agent takes too long.
+        worker = WorkerProcess(pack(partial(_Function, str(self.agent))), timeout_s=1e9, forked=True)
+        try:
+            return await worker.call("solve", given, model, label=f"task {task.id!r}")
+        except RemoteError as error:
+            raise EnvironmentRaised(task.id, error.kind, error.detail, error.traceback_text) from None
+        except WorkerDied as error:
+            raise EnvironmentRaised(task.id, "AgentDied", str(error), "") from None
+        finally:
+            worker.kill("the episode has ended")
+            await worker.close()
+
+
+class _Episode(Environment):
+    def __init__(self, taskset: AgentTaskset, task: Task) -> None:
+        self._taskset, self._task = taskset, task
+
+    async def reset(self) -> Observation:
+        return Observation((), agent=True)
+
+    async def step(self, message: Message) -> Observation:
+        raise RuntimeError("an agent makes its model calls itself; its environment has no steps")
+
+    async def run(self, model: ModelAddress) -> Observation:
+        score, answer = await self._taskset.play(self._task, model)
+        messages = () if answer is None else (Message(role="assistant", content=answer),)
+        return Observation(messages, done=True, score=score)
+
+    async def conclude(self, stop: StopReason) -> Score | None:
+        return None if self._taskset.limit_score is None else Score(self._taskset.limit_score)
+
+
+class _Function(Served):
+    """Holds an agent function in the process of an episode."""
+
+    def __init__(self, path: str) -> None:
+        self._function = load_object(path)
+
+    async def solve(self, task: Mapping[str, Any], model: ModelAddress) -> Result:
+        values = (dict(task), f"{model.url}/v1", model.key, model.name)
+        result = self._function(**dict(zip(ARGUMENTS, values, strict=True)))
+        if inspect.isawaitable(result):
+            result = await result
+        if result is None or isinstance(result, str):
+            return None, result
+        if not isinstance(result, Mapping):
+            return Score(result), None
+        answer, value = result.get("answer"), result.get("score")
+        if value is None:
+            return None, None if answer is None else str(answer)
+        parts = {name: part for name, part in result.items() if name not in ("answer", "score")}
+        return Score(value, parts=parts), None if answer is None else str(answer)
+
+
+async def _run_command(command: str | list[str], task_id: str, task: Mapping[str, Any], model: ModelAddress) -> Result:
+    """Run a command as an agent; see `AgentTaskset.command`. It is killed with all processes that it started."""
+    text = json.dumps(task, ensure_ascii=False)
+    variables = {
+        "OPENAI_BASE_URL": f"{model.url}/v1",
+        "OPENAI_API_KEY": model.key,
+        "ANTHROPIC_BASE_URL": model.url,
+        "ANTHROPIC_API_KEY": model.key,
+        "GLEANRL_MODEL": model.name,
+        **({"GLEANRL_TASK": text} if len(text) <= _MAX_VARIABLE else {}),
+    }
+    words = shlex.split(command) if isinstance(command, str) else command
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    process = await asyncio.create_subprocess_exec(
+        *words, **pipes, env={**os.environ, **variables}, start_new_session=True
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.stdin.write(text.encode())
+    process.stdin.close()
+    tails = asyncio.gather(_tail(process.stdout), _tail(process.stderr))
+    try:
+        status = await process.wait()
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        await asyncio.wait([tails])
+    printed, complained = tails.result()
+    if status != 0:
+        last = complained.strip().splitlines()[-1:] or printed.strip().splitlines()[-1:]
+        raise EnvironmentRaised(task_id, f"the command ended with status {status}", "".join(last), complained)
+    lines = printed.strip().splitlines()
+    if not lines:
+        return None, None
+    try:
+        value = as_float(json.loads(lines[-1]))
+    except ValueError:
+        value = None
+    return None if value is None or not math.isfinite(value) else Score(value), lines[-1].strip()
+
+
+async def _tail(stream: asyncio.StreamReader) -> str:
+    """Read a stream to its end, and return its last `_TAIL` bytes as text."""
+    kept = b""
+    while piece := await stream.read(_TAIL):
+        kept = (kept + piece)[-_TAIL:]
+    return kept.decode("utf-8", "replace")
