@@ -86,8 +86,7 @@ class Replicas:
         """Join the tokens of all replicas, because the loss of a token may depend on tokens of other replicas.
 
         ``parts`` holds the tokens of each of this process's micro-batches. Returns all tokens as one `Tokens`, and the
-        slice of these that are this process's. A process that does not get the results of passes passes no parts,
-        and must not use what is returned.
+        slice of these that are this process's. Called in the processes that get the results of passes.
         """
         return join_tokens(parts), slice(None)
 
@@ -98,16 +97,12 @@ class Replicas:
         """
         return seen
 
-    def gather(self, results: Sequence[Tensor], sizes: Sequence[int], rows: int) -> list[Tensor]:
+    def gather(self, results: Sequence[Tensor]) -> list[Tensor]:
         """Return the results for all micro-batches that were passed to `deal`, in the process that `leads`.
 
-        Args:
-            results: the result for each micro-batch of this process, float32 [rows, T], on the CPU. They are missing in
-                a process that does not get the results of passes.
-            sizes: number T of trained tokens of each micro-batch that was passed to `deal`. Only the process that
-                `leads` passes them.
+        ``results`` are those for each micro-batch of this process, on the CPU. They are missing in a process that does
+        not get the results of passes. Results for padding come last.
         """
-        del sizes, rows
         return list(results)
 
 

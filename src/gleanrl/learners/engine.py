@@ -210,8 +210,8 @@ class LocalEngine:
 
         if scope != "token" and replicas.agree(exceeds):
             logprobs = self._forward("policy", mine)
-            tokens, own = replicas.join([self._tokens(mine[k], logp, version) for k, (logp, _) in logprobs.items()])
             if logprobs:
+                tokens, own = replicas.join([self._tokens(mine[k], logp, version) for k, (logp, _) in logprobs.items()])
                 sizes = [micro.targets.numel() for micro in mine]
                 contexts = precompute(tokens, self.loss).take(own).split(sizes)
 
@@ -288,10 +288,9 @@ class LocalEngine:
         """
         plans, mine = self._micro_batches(samples)
         results = [torch.stack([row.float() for row in rows]).cpu() for rows in self._forward(which, mine).values()]
-        sizes = [sum(int(samples[row].mask.sum()) for row in rows) for rows in plans]
         kinds = 1 if which == "critic" else 2
         found = [[np.zeros(sample.mask.size, np.float32) for _ in range(kinds)] for sample in samples]
-        for rows, values in zip(plans, self.backend.replicas.gather(results, sizes, kinds), strict=True):
+        for rows, values in zip(plans, self.backend.replicas.gather(results), strict=False):  # without padding
             start = 0
             for row in rows:
                 mask = samples[row].mask

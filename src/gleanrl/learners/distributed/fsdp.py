@@ -48,10 +48,11 @@ class Fsdp(Placement):
             raise UserError(f"learner.tensor_parallel = {tensor_parallel} does not divide the {ranks.count} ranks")
         self._ranks, self._across = ranks, tensor_parallel
         shares = [rank // tensor_parallel for rank in range(ranks.count)]
-        self.replicas = RankReplicas(ranks, shares, range(0, ranks.count, tensor_parallel))
         self.casts = dtype != torch.float32
         shape = (ranks.count // tensor_parallel, tensor_parallel)
         self._mesh = init_device_mesh(ranks.device.type, shape, mesh_dim_names=("data", "tensor"))
+        peers = self._mesh["data"].get_group()
+        self.replicas = RankReplicas(ranks, shares, range(0, ranks.count, tensor_parallel), peers)
         self._policy = MixedPrecisionPolicy(dtype, torch.float32) if self.casts else MixedPrecisionPolicy()
 
     def place(self, model: nn.Module) -> None:

@@ -170,7 +170,9 @@ class MegatronBackend:
         # The last stage computes the loss. Of each replica, the first process of this stage reports the results.
         last = (pipeline - 1) * data * tensor
         shares = [rank // tensor % data for rank in range(ranks.count)]
-        self.replicas: Replicas = RankReplicas(ranks, shares, range(last, ranks.count, tensor))
+        self.replicas: Replicas = RankReplicas(
+            ranks, shares, range(last, ranks.count, tensor), mesh["data"].get_group()
+        )
         # Attention of packed rows is made for the CPU.
         self.packs_rows = not on_gpu
         config = _transformer_config(model.config, settings, dtype, compute_dtype)
