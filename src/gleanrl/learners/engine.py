@@ -24,7 +24,6 @@ from gleanrl.algorithms.microbatch import MicroBatch, make_micro_batch, plan_row
 from gleanrl.config.settings import CriticSettings, LearnerSettings, LossSettings
 from gleanrl.learners.backend import Backend, Pass, Which
 from gleanrl.learners.critic import CriticStatistics, critic_loss
-from gleanrl.learners.models import export, export_adapters
 from gleanrl.learners.transformers import TransformersBackend
 from gleanrl.types import FloatArray
 from gleanrl.utils.weights import AdaptedWeights, GatheredWeights
@@ -39,6 +38,10 @@ class TokenScores(NamedTuple):
 
     logprobs: FloatArray  # float32[n], log-prob of each trained token
     entropy: FloatArray  # float32[n], entropy in nats of the distribution of each trained token
+
+
+def go_on() -> None:
+    """Do nothing between two micro-batches, and so never release the device."""
 
 
 class Engine(Protocol):
@@ -75,9 +78,11 @@ class Engine(Protocol):
         """
         ...
 
-    between: Callable[[], None] | None
+    between: Callable[[], None]
     """A function that is called between two micro-batches, on the thread that computes them. It may release the device
-    to more urgent work and return when the device is acquired again. None: the device is never released."""
+    to more urgent work and return when the device is acquired again. By default it is `go_on`."""
+    model: Any
+    """See `Backend.model`."""
 
     def discard(self) -> None: ...
     def score(self, samples: Sequence[Sample], *, reference: bool = False) -> list[TokenScores]:
@@ -112,8 +117,6 @@ class Engine(Protocol):
         """Load what `save` wrote. An error leaves the engine unchanged, because all files are read first."""
         ...
 
-    def export(self, folder: Path, tokenizer: Any = None) -> None: ...
-    def export_adapters(self, folder: Path, base: str) -> None: ...
     def usage(self, tokens: int, seconds: float) -> dict[str, float]:
         """Return metrics of the device since the last call, such as the peak memory; an empty dict on a CPU.
 
@@ -125,10 +128,6 @@ class Engine(Protocol):
 def microbatch_budget(tokens: int, device: torch.device) -> int:
     """Return the largest number of tokens of a micro-batch on ``device``: ``tokens``, or less on a CPU."""
     return min(tokens, CPU_TOKENS_PER_MICROBATCH) if device.type == "cpu" else tokens
-
-
-def _continue() -> None:
-    """Do nothing between two micro-batches."""
 
 
 class LocalEngine:
@@ -179,7 +178,7 @@ class LocalEngine:
             seed=seed,
             trains=trains,
         )
-        self.between: Callable[[], None] | None = None
+        self.between, self.model = go_on, self.backend.model
         self.changes = 0  # how often the weights have changed
         self._bases: dict[torch.dtype | None, GatheredWeights] = {}  # the weights without adapters, by dtype
 
@@ -250,7 +249,7 @@ class LocalEngine:
             )
             return loss
 
-        self.backend.backward(mine, loss_of, self.between or _continue)
+        self.backend.backward(mine, loss_of, self.between)
         if sums:
             weighted, left_out_tokens, left_out_sequences = torch.stack(sums).double().sum(0).tolist()
             total = replace(
@@ -306,7 +305,7 @@ class LocalEngine:
         They are empty in a process that does not get the results.
         """
         found: dict[int, tuple[Tensor, ...]] = {}
-        self.backend.forward(which, micros, found.__setitem__, self.between or _continue)
+        self.backend.forward(which, micros, found.__setitem__, self.between)
         return dict(sorted(found.items()))
 
     def _micro_batches(self, samples: Sequence[Sample]) -> tuple[list[tuple[int, ...]], list[MicroBatch]]:
@@ -361,12 +360,6 @@ class LocalEngine:
     def load(self, folder: Path) -> None:
         self.backend.load(folder)
         self.changes += 1
-
-    def export(self, folder: Path, tokenizer: Any = None) -> None:
-        export(folder, self.backend.model, self.weights(), tokenizer)
-
-    def export_adapters(self, folder: Path, base: str) -> None:
-        export_adapters(folder, self.backend.model, self.adapters(), base)
 
     def usage(self, tokens: int, seconds: float) -> dict[str, float]:
         device = self.backend.device

@@ -28,7 +28,8 @@ from gleanrl.config.settings import CriticSettings, LearnerSettings, LossSetting
 from gleanrl.config.validate import check_mini_batches
 from gleanrl.learners import checkpoint
 from gleanrl.learners.backend import Pass
-from gleanrl.learners.engine import Engine, LocalEngine, TokenScores
+from gleanrl.learners.engine import Engine, LocalEngine, TokenScores, go_on
+from gleanrl.learners.models import export, export_adapters
 from gleanrl.learners.optim import learning_rate
 from gleanrl.schedule.device_lock import DeviceHold, TakeDevice
 from gleanrl.schedule.timeline import SpanRecorder
@@ -316,7 +317,7 @@ class TorchLearner:
 
     def export(self, folder: Path) -> None:
         """Write a Hugging Face model directory: the weights with adapters merged, the config and the tokenizer."""
-        self.engine.export(folder, self._tokenizer)
+        export(folder, self.engine.model, self.engine.weights(), self._tokenizer)
 
     def export_adapters(self, folder: Path, base: str) -> None:
         """Write the LoRA adapters, not merged, as a directory that peft and vLLM load on top of the base model.
@@ -324,7 +325,7 @@ class TorchLearner:
         ``base`` is the directory or the name on the Hugging Face hub from which they load the base model. Raises
         `UserError` if the learner trains all weights.
         """
-        self.engine.export_adapters(folder, base)
+        export_adapters(folder, self.engine.model, self.engine.adapters(), base)
 
     def _consume(
         self, parts: Sequence[GroupSamples], step: int, completes: bool, meter: Meter, device: DeviceSlice
@@ -390,7 +391,7 @@ class TorchLearner:
         async with self._one, self._device_lock("train") as held:
             record = partial(self._timeline.record, kind, **tags) if self._timeline is not None else None
             device = DeviceSlice(held, record)
-            self.engine.between = None if held is None else device
+            self.engine.between = go_on if held is None else device
             running = asyncio.ensure_future(asyncio.to_thread(work, device))
             try:
                 result = await asyncio.shield(running)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from gleanrl.config.settings import Config
 from gleanrl.learners.engine import LocalEngine
-from gleanrl.learners.models import AUTO, load_model
+from gleanrl.learners.models import AUTO, export, export_adapters, load_model
 from gleanrl.runtime.local import set_up_libraries
 from gleanrl.runtime.prepare import needs_expert, prepare, save_model
 from gleanrl.runtime.run_folder import Checkpoint
@@ -58,10 +58,10 @@ def run_export(
     engine.load(checkpoint.path)
     with atomic.directory(folder) as partial:
         if not adapters:
-            engine.export(partial, tokenizer)
-        elif base := adapter_base(config):
-            engine.export_adapters(partial, base)
+            export(partial, engine.model, engine.weights(), tokenizer)
         else:
-            engine.export_adapters(partial, str(folder.absolute() / "base"))
-            save_model(partial / "base", engine.backend.model.unload(), tokenizer)
+            base = adapter_base(config)
+            export_adapters(partial, engine.model, engine.adapters(), base or str(folder.absolute() / "base"))
+            if base is None:
+                save_model(partial / "base", engine.model.unload(), tokenizer)
         (partial / "README.md").write_text(card, encoding="utf-8")

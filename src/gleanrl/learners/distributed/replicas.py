@@ -27,14 +27,14 @@ class RankReplicas(Replicas):
     Args:
         ranks: the processes.
         shares: for each rank, the number of the replica to which it belongs.
-        speakers: for each replica, the rank of one of its processes that gets the results of passes, in ascending order.
+        speakers: for each replica, the rank of one of its processes that gets the results of passes; ascending.
         peers: process group of this process and of those that have the same part of the other replicas.
     """
 
     def __init__(self, ranks: Ranks, shares: Sequence[int], speakers: Sequence[int], peers: Any) -> None:
         self._ranks, self._shares, self._speakers, self._peers = ranks, shares, speakers, peers
         self.ranks, self.leads = ranks.count, ranks.rank == 0
-        self._reporting = dist.new_group(sorted({0, *speakers}), timeout=WORK, backend="gloo")
+        self._reporting: Any = dist.new_group(sorted({0, *speakers}), timeout=WORK, backend="gloo")
 
     def budget(self, tokens: int, limit: int) -> int:
         replicas = len(self._speakers)

@@ -23,8 +23,8 @@ from gleanrl.config.settings import LearnerSettings
 from gleanrl.learners.backend import Backend, Pass
 from gleanrl.learners.distributed.fsdp import Fsdp
 from gleanrl.learners.distributed.ranks import Ranks
-from gleanrl.learners.engine import LocalEngine, TokenScores
-from gleanrl.learners.models import export, export_adapters, skeleton
+from gleanrl.learners.engine import LocalEngine, TokenScores, go_on
+from gleanrl.learners.models import skeleton
 from gleanrl.learners.transformers import TransformersBackend
 from gleanrl.types import FloatArray
 from gleanrl.utils.errors import UserError
@@ -85,8 +85,7 @@ class ShardedEngine:
         self.score: Callable[..., list[TokenScores]] = partial(self._on_samples, "score")
         self.values: Callable[..., list[FloatArray]] = partial(self._on_samples, "values")
         self.adapters: Callable[[], Mapping[str, Tensor]] = partial(self._everywhere, "adapters")
-        self.usage = self.local.usage
-        self.between: Callable[[], None] | None = None
+        self.usage, self.model, self.between = self.local.usage, self.local.model, go_on
 
     def weights(self, dtype: torch.dtype | None = None) -> GatheredWeights:
         """See `Engine.weights`. Each bucket is a call of all processes, so a reader may stop after any of them."""
@@ -97,12 +96,6 @@ class ShardedEngine:
 
     def load(self, folder: Path) -> None:
         self._everywhere("load", folder.absolute())
-
-    def export(self, folder: Path, tokenizer: Any = None) -> None:
-        export(folder, self.local.backend.model, self.weights(), tokenizer)
-
-    def export_adapters(self, folder: Path, base: str) -> None:
-        export_adapters(folder, self.local.backend.model, self.adapters(), base)
 
     def _on_samples(self, name: str, samples: Sequence[Sample], **options: Any) -> Any:
         """Call the method ``name`` of each process's part. Only rank 0 gets the samples, and deals them."""
@@ -125,9 +118,9 @@ class ShardedEngine:
         try:
             if self._ranks.broken is not None:
                 raise UserError(self._ranks.broken)
-            pause = self.between
-            self._ranks.send((name, args if sent is None else sent, options, pause is not None))
-            self.local.between = None if pause is None else partial(self._pause, pause)
+            pauses = self.between is not go_on
+            self._ranks.send((name, args if sent is None else sent, options, pauses))
+            self.local.between = partial(self._pause, self.between) if pauses else go_on
             return self._ranks.execute(getattr(self.local, name), *args, **options)
         finally:
             self._lock.release()
@@ -148,7 +141,7 @@ def serve(ranks: Ranks) -> int:
             what, args, options, pauses = command
             try:
                 if isinstance(what, str):
-                    engine.between = ranks.barrier if pauses else None
+                    engine.between = ranks.barrier if pauses else go_on
                     ranks.execute(getattr(engine, what), *args, **options)
                 else:
                     engine = ranks.execute(what, ranks, *args, **options)
