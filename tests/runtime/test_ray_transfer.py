@@ -25,6 +25,7 @@ from gleanrl.runtime.ray.cluster import Cluster
 from gleanrl.runtime.ray.samplers import RaySampler, SamplerPool, SamplerService
 from gleanrl.runtime.ray.weights import WeightHandle
 from gleanrl.samplers.sessions import Counters, SessionSampler
+from gleanrl.utils.weights import layout_of
 from tests.runtime.ray_weights import KINDS, PARAMS, Numbers, Teacher, tensors
 
 pytestmark = pytest.mark.ray
@@ -268,8 +269,7 @@ def meet(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[transfer.Broadc
             lambda store, rank, world, _: made(store, rank, world, timedelta(seconds=patience_s[rank])),
         )  # fmt: skip
         store = transfer.TCPStore("127.0.0.1", 0, len(patience_s), True, timedelta(seconds=60), wait_for_workers=False)
-        entries = tuple(transfer.Entry(name, t.dtype, tuple(t.shape)) for name, t in tensors(0).items())
-        place = transfer.Place("127.0.0.1", store.port, len(patience_s), "gloo", 1, entries)
+        place = transfer.Place("127.0.0.1", store.port, len(patience_s), "gloo", 1, dict(layout_of(tensors(0))))
         fellows = [Fellow(place, rank) for rank in range(1, len(patience_s))]
         group = transfer.BroadcastGroup(place, 0, store)
         group.join()
@@ -288,6 +288,17 @@ def test_every_receiver_of_a_broadcast_gets_the_sent_tensors(meet: Callable[...,
         taken = fellow.result.result(30)
         assert {name: (t.dtype, t.shape) for name, t in taken.items()} == KINDS
         assert all(bool((tensor == 2).all()) for tensor in taken.values())
+
+
+def test_weights_that_cannot_be_read_fail_the_broadcast_for_all_at_once(meet: Callable[..., Any]) -> None:
+    group, fellows = meet(300, 300, 300)
+    for fellow in fellows:
+        fellow.go.set()
+    with pytest.raises(KeyError):
+        group.transfer({})
+    for fellow in fellows:
+        with pytest.raises(RuntimeError):
+            fellow.result.result(60)
 
 
 def test_a_receiver_that_times_out_fails_the_broadcast_for_all_at_once(meet: Callable[..., Any]) -> None:

@@ -109,14 +109,14 @@ def layout_of(weights: Mapping[str, Tensor]) -> Mapping[str, Layout]:
 
 
 def buckets(layout: Mapping[str, Layout]) -> list[list[str]]:
-    """Divide the names into lists of consecutive ones, whose tensors have at most `BUCKET` bytes together.
+    """Divide the names into lists of consecutive ones, whose tensors have one dtype and at most `BUCKET` bytes together.
 
     A larger tensor is in a list of its own.
     """
     found: list[list[str]] = []
     size = 0
     for name, each in layout.items():
-        if not found or size + each.size > BUCKET:
+        if not found or size + each.size > BUCKET or each.dtype != layout[found[-1][-1]].dtype:
             found.append([])
             size = 0
         found[-1].append(name)

@@ -34,14 +34,13 @@ from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPri
 
 from gleanrl.runtime.ray.actors import ActorClient, Service
 from gleanrl.runtime.ray.cluster import import_ray
-from gleanrl.utils.weights import AdaptedWeights, buckets, layout_of
+from gleanrl.utils.weights import AdaptedWeights, Layout, buckets, layout_of
 
 T = TypeVar("T")
 Way = Literal["memory", "broadcast"]
 Backend = Literal["nccl", "gloo"]
 Weights = Mapping[str, torch.Tensor]
 TIMEOUT = timedelta(seconds=60)  # limit for all members to join a group, and for each broadcast operation
-_BUCKET = 32 << 20  # bytes; smaller tensors are sent in one operation, because each operation waits for all members
 _BLOCKING = "TORCH_NCCL_BLOCKING_WAIT"
 
 
@@ -111,14 +110,6 @@ def store(weights: Weights) -> list[Any]:
 
 
 # --- by a broadcast -----------------------------------------------------------------------------------
-class Entry(NamedTuple):
-    """The name, dtype and shape of a tensor, which a receiver needs to allocate memory before the broadcast."""
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-
 class Place(NamedTuple):
     """Describes a broadcast group: where its members connect, and which tensors are broadcast."""
 
@@ -127,7 +118,7 @@ class Place(NamedTuple):
     world: int  # number of members, the learner included
     backend: Backend
     number: int  # number of the group, which distinguishes it from earlier groups of the run
-    entries: tuple[Entry, ...]  # the tensors, in the order in which they are sent
+    layout: dict[str, Layout]  # shapes and dtypes of the tensors by name, in the order in which they are sent
     base: Base | None = None  # if the tensors are adapters; base weights are not broadcast
 
 
@@ -177,50 +168,38 @@ class BroadcastGroup:
     def transfer(self, weights: Weights | None = None) -> dict[str, torch.Tensor]:
         """Broadcast ``weights`` to all members (rank 0), or receive and return them (other ranks).
 
-        All members must call it. The first call joins the group. Rank 0 returns an empty dict.
+        All members must call it. The first call joins the group. Rank 0 returns an empty dict. A bucket is sent by one
+        operation, because each operation waits for all members.
 
         Raises:
             RuntimeError: a member did not join or has died, or an operation took longer than `TIMEOUT`.
         """
         if self._group is None:
             self.join()
-        group: Any = self._group
-        # A bucket is sent by one broadcast. It consists of consecutive tensors of one dtype with at most `_BUCKET`
-        # bytes together, or of a single larger tensor.
-        buckets: list[list[Entry]] = []
-        size = 0
-        for entry in self.place.entries:
-            needed = math.prod(entry.shape) * entry.dtype.itemsize
-            if not buckets or entry.dtype != buckets[-1][0].dtype or size + needed > _BUCKET:
-                buckets.append([])
-                size = 0
-            buckets[-1].append(entry)
-            size += needed
-
         device = torch.device("cuda" if self.place.backend == "nccl" else "cpu")
         options = distributed.BroadcastOptions()
         options.rootRank, options.rootTensor = 0, 0
         received = {}
-        for bucket in buckets:
-            sizes = [math.prod(entry.shape) for entry in bucket]
-            if weights is None:
-                data = torch.empty(sum(sizes), dtype=bucket[0].dtype, device=device)
-                for entry, part in zip(bucket, data.split(sizes), strict=True):
-                    received[entry.name] = part.view(entry.shape)
-            else:
-                tensors = [weights[entry.name].detach().to(device).reshape(-1) for entry in bucket]
-                data = tensors[0].contiguous() if len(tensors) == 1 else torch.cat(tensors)
-            if not data.numel():
-                continue
-            try:
-                group.broadcast([data.view(torch.uint8)], options).wait()
-                if data.is_cuda:
-                    torch.cuda.synchronize(data.device)
-            except RuntimeError:
-                with suppress(RuntimeError):
-                    self.abort()
-                group = self._group = None  # dropping the last references makes the group close its connections
-                raise
+        try:
+            for names in buckets(self.place.layout):
+                layouts = [self.place.layout[name] for name in names]
+                sizes = [math.prod(each.shape) for each in layouts]
+                if weights is None:
+                    data = torch.empty(sum(sizes), dtype=layouts[0].dtype, device=device)
+                    for name, each, part in zip(names, layouts, data.split(sizes), strict=True):
+                        received[name] = part.view(each.shape)
+                else:
+                    tensors = [weights[name].detach().to(device).reshape(-1) for name in names]
+                    data = tensors[0].contiguous() if len(tensors) == 1 else torch.cat(tensors)
+                if data.numel():
+                    self._group.broadcast([data.view(torch.uint8)], options).wait()
+                    if data.is_cuda:
+                        torch.cuda.synchronize(data.device)
+        except BaseException:  # also an error in reading weights, for which the other members would wait
+            with suppress(RuntimeError):
+                self.abort()
+            self._group = None  # dropping the last reference makes the group close its connections
+            raise
         return received
 
     def abort(self) -> None:
@@ -329,12 +308,11 @@ class WeightSource(BroadcastService):
 
         ``port`` 0 selects a free port. ``number`` is the number of the group.
         """
-        layout, base = await self._read(lambda weights: (layout_of(sent(weights)), self._store_base(weights)))
-        entries = tuple(Entry(name, dtype, shape) for name, (shape, dtype) in layout.items())
+        layout, base = await self._read(lambda weights: (dict(layout_of(sent(weights))), self._store_base(weights)))
         host = import_ray().util.get_node_ip_address()
         self.group = None  # deletes the old group, whose store may listen on the same port
         store = await asyncio.to_thread(TCPStore, host, port, world, True, TIMEOUT, wait_for_workers=False)
-        place = Place(host, store.port, world, backend, number, entries, base)
+        place = Place(host, store.port, world, backend, number, layout, base)
         self.group = BroadcastGroup(place, 0, store)
         return place
 
