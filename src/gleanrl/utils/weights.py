@@ -109,7 +109,7 @@ def layout_of(weights: Mapping[str, Tensor]) -> Mapping[str, Layout]:
 
 
 def buckets(layout: Mapping[str, Layout]) -> list[list[str]]:
-    """Divide the names into lists of consecutive ones, whose tensors have one dtype and at most `BUCKET` bytes together.
+    """Divide the names into lists of consecutive ones of one dtype, with at most `BUCKET` bytes together.
 
     A larger tensor is in a list of its own.
     """

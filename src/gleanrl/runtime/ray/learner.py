@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -117,17 +117,9 @@ class LearnerService(WeightSource):
             self._ranks.fail(reason)
 
     async def handle(self, method: str, arguments: tuple[Any, ...]) -> Any:
-        with self._lost_if_a_rank_dies():
-            return await super().handle(method, arguments)
-
-    @contextmanager
-    def _lost_if_a_rank_dies(self) -> Iterator[None]:
-        """Raise `LearnerLost` for an error of the block that is due to the death of one of the learner's ranks.
-
-        The driver then starts all actors again, as if the whole actor had died.
-        """
+        """Run a call. Raises `LearnerLost` if a rank has died: the driver then starts all actors again."""
         try:
-            yield
+            return await super().handle(method, arguments)
         except UserError as error:
             if self._ranks is not None and self._ranks.broken is not None:
                 raise LearnerLost(f"learner: {error}".removesuffix(_ADVICE)) from None

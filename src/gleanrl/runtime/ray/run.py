@@ -24,7 +24,7 @@ from gleanrl.runtime.process import open_run
 from gleanrl.runtime.ray.actors import ActorClient, ActorPool, LearnerLost
 from gleanrl.runtime.ray.cluster import Cluster, import_ray, open_cluster
 from gleanrl.runtime.ray.environments import EnvironmentService, RayEnvironments, pickle_taskset
-from gleanrl.runtime.ray.learner import LearnerService, RankMeeting, RankService, RayLearner
+from gleanrl.runtime.ray.learner import LearnerService, RankService, RayLearner
 from gleanrl.runtime.ray.parts import Plans
 from gleanrl.runtime.ray.rewards import RewardActor, make_reward_source
 from gleanrl.runtime.ray.samplers import LANES, Lane, RaySampler, SamplerPool, SamplerService
@@ -135,15 +135,39 @@ def _run_with_actors(
             builder.cluster.restart(str(error), deaths, "starting all actors again")
 
 
-async def _serve_learner(rank: ActorClient, number: int, meeting: RankMeeting, learner: ActorClient) -> LearnerLost:
-    """Let a rank execute the learner's commands until it dies. Report the death to the learner, and return it."""
-    try:
-        await rank.ask("serve", number, meeting)
-        death = LearnerLost(f"{rank.name} ended")
-    except LearnerLost as error:
-        death = error
-    learner.tell("rank_lost", str(death))
-    return death
+async def _start_learner(learner: ActorClient, ranks: list[ActorClient], stack: AsyncExitStack) -> None:
+    """Start the actors of the learner and of its other ranks, and make the learner.
+
+    Until ``stack`` is closed, the ranks execute the learner's commands, and the learner gets a report if one dies.
+    Raises `LearnerLost` if one of them dies meanwhile.
+    """
+    await asyncio.gather(*(each.start() for each in (learner, *ranks)))
+
+    async def serve(rank: ActorClient, number: int) -> LearnerLost:
+        try:
+            await rank.ask("serve", number, meeting)
+            death = LearnerLost(f"{rank.name} ended")
+        except LearnerLost as error:
+            death = error
+        learner.tell("rank_lost", str(death))
+        return death
+
+    serving: list[asyncio.Task[LearnerLost]] = []
+    if ranks:
+        meeting = await learner.ask("open_store")
+        # Ranks of a node get consecutive numbers, because neighbours exchange the most.
+        ranks.sort(key=lambda each: (each.node != learner.node, each.node))
+        for number, rank in enumerate(ranks, start=1):
+            rank.name = f"rank {number}"
+            serving.append(asyncio.create_task(serve(rank, number)))
+    building = asyncio.create_task(learner.ask("build"))
+    for task in (building, *serving):
+        stack.callback(task.cancel)
+    await asyncio.wait((building, *serving), return_when=asyncio.FIRST_COMPLETED)
+    for task in serving:
+        if task.done():
+            raise task.result()
+    await building
 
 
 @dataclass(frozen=True)
@@ -225,28 +249,9 @@ class RayBuilder(Builder):
             with self.console.stage("starting actors", 1 + len(ranks) + sum(pool.size for pool in pools)) as stage:
                 for each in (*ranks, learner, *pools):
                     stack.push_async_callback(each.close)
-
-                async def start_learner() -> None:
-                    await asyncio.gather(*(each.start() for each in (learner, *ranks)))
-                    serving: list[asyncio.Task[LearnerLost]] = []
-                    if ranks:
-                        meeting = await learner.ask("open_store")
-                        # Ranks of a node get consecutive numbers, because neighbours exchange the most.
-                        ranks.sort(key=lambda each: (each.node != learner.node, each.node))
-                        for number, rank in enumerate(ranks, start=1):
-                            rank.name = f"rank {number}"
-                            serving.append(asyncio.create_task(_serve_learner(rank, number, meeting, learner)))
-                    building = asyncio.create_task(learner.ask("build"))
-                    for task in (building, *serving):
-                        stack.callback(task.cancel)
-                    await asyncio.wait((building, *serving), return_when=asyncio.FIRST_COMPLETED)
-                    for task in serving:
-                        if task.done():
-                            raise task.result()
-                    await building
-                    stage.advance(1 + len(ranks))
-
-                await asyncio.gather(start_learner(), *(pool.start(stage.advance) for pool in pools))
+                starting = (pool.start(stage.advance) for pool in pools)
+                await asyncio.gather(_start_learner(learner, ranks, stack), *starting)
+                stage.advance(1 + len(ranks))
             yield replace(self, actors=Actors(learner, published, environments, rewards))
 
     # --- parts, as `Builder` makes them -------------------------------------------------------------

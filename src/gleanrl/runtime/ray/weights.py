@@ -174,7 +174,7 @@ class BroadcastGroup:
         Raises:
             RuntimeError: a member did not join or has died, or an operation took longer than `TIMEOUT`.
         """
-        if self._group is None:
+        if not self._group:
             self.join()
         device = torch.device("cuda" if self.place.backend == "nccl" else "cpu")
         options = distributed.BroadcastOptions()
