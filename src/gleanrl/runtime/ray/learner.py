@@ -12,13 +12,13 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from gleanrl.algorithms.batch import Batch, ModelEstimates, Sample
-from gleanrl.learners.distributed.ranks import Ranks, attempt_store
+from gleanrl.learners.distributed.ranks import Ranks
 from gleanrl.learners.distributed.sharded import dismiss, serve
 from gleanrl.learners.engine import TokenScores
 from gleanrl.learners.mapped import replace_parameters
@@ -37,20 +37,6 @@ _ADVICE = "; continue from the last checkpoint with --resume"
 _CHANGING = ("update", "replay_update", "load")
 
 
-class RankMeeting(NamedTuple):
-    """Where the learner's ranks connect."""
-
-    host: str  # address of the TCPStore that rank 0 has opened
-    port: int
-    ranks: int  # number of ranks
-    cuda: bool  # whether each rank uses its actor's GPU
-
-    def join(self, rank: int, store: TCPStore | None = None) -> Ranks:
-        """Connect to the other ranks, and wait until all have connected. Rank 0 passes the ``store``."""
-        store = store or TCPStore(self.host, self.port, self.ranks, is_master=False, wait_for_workers=False)
-        return Ranks(attempt_store(store), rank, self.ranks, cuda=self.cuda)
-
-
 class RankService(Service):
     """The service of the actor of one of the learner's ranks other than rank 0, whose commands it executes."""
 
@@ -61,10 +47,19 @@ class RankService(Service):
         _check_folder(self._plans, self._training)
         set_up_libraries(self._plans.config)
 
-    async def serve(self, rank: int, meeting: RankMeeting) -> None:
-        """Execute the commands of rank 0 until it ends the run. Raises `LearnerLost` if that is not possible."""
+    async def serve(self, rank: int, host: str, port: int, cuda: bool) -> None:
+        """Execute the commands of rank 0 until it ends the run. Raises `LearnerLost` if that is not possible.
+
+        The other arguments are what `LearnerService.open_store` returned.
+        """
+        count = self._plans.config.learner.ranks
+
+        def work() -> None:
+            store = TCPStore(host, port, count, is_master=False, wait_for_workers=False)
+            serve(Ranks(store, rank, count, cuda=cuda))
+
         try:
-            await asyncio.to_thread(lambda: serve(meeting.join(rank)))
+            await asyncio.to_thread(work)
         except Exception as error:
             raise LearnerLost(f"rank {rank}: {first_line(error)}") from None
 
@@ -84,24 +79,27 @@ class LearnerService(WeightSource):
         _check_folder(self._plans, self._training)
         self._builder, self._lock = await self._plans.make_builder(self._driver)
 
-    async def open_store(self) -> RankMeeting:
-        """Open the store through which the ranks find each other."""
-        host, count = import_ray().util.get_node_ip_address(), self._builder.config.learner.ranks
-        self._store = TCPStore(host, 0, count, is_master=True, wait_for_workers=False)
-        self._meeting = RankMeeting(host, self._store.port, count, use_cuda(self._builder.config))
-        return self._meeting
+    async def open_store(self) -> tuple[str, int, bool]:
+        """Open the store through which the ranks find each other.
+
+        Returns the store's address and port, and whether each rank uses its actor's GPU.
+        """
+        host, config = import_ray().util.get_node_ip_address(), self._builder.config
+        self._store = TCPStore(host, 0, config.learner.ranks, is_master=True, wait_for_workers=False)
+        return host, self._store.port, use_cuda(config)
 
     async def build(self) -> None:
         """Make the learner. If `open_store` was called, wait for all ranks to connect first."""
         await asyncio.to_thread(self._build)
 
     def _build(self) -> None:
+        config = self._builder.config
         if self._store is None:
-            self._stack.enter_context(learner_ranks(self._builder.config))
+            self._stack.enter_context(learner_ranks(config))
             replace_parameters(self._builder.prepared.model, lambda _, parameter: parameter.detach().clone())
         else:
             try:
-                self._ranks = self._meeting.join(0, self._store)
+                self._ranks = Ranks(self._store, 0, config.learner.ranks, cuda=use_cuda(config))
             except RuntimeError as error:
                 raise LearnerLost(f"learner: not all ranks connected ({first_line(error)})") from None
             self._stack.callback(dismiss, self._ranks)

@@ -145,7 +145,7 @@ async def _start_learner(learner: ActorClient, ranks: list[ActorClient], stack: 
 
     async def serve(rank: ActorClient, number: int) -> LearnerLost:
         try:
-            await rank.ask("serve", number, meeting)
+            await rank.ask("serve", number, *place)
             death = LearnerLost(f"{rank.name} ended")
         except LearnerLost as error:
             death = error
@@ -154,7 +154,7 @@ async def _start_learner(learner: ActorClient, ranks: list[ActorClient], stack: 
 
     serving: list[asyncio.Task[LearnerLost]] = []
     if ranks:
-        meeting = await learner.ask("open_store")
+        place = await learner.ask("open_store")
         # Ranks of a node get consecutive numbers, because neighbours exchange the most.
         ranks.sort(key=lambda each: (each.node != learner.node, each.node))
         for number, rank in enumerate(ranks, start=1):
