@@ -444,8 +444,12 @@ def test_an_update_takes_the_device_lock_and_records_its_span() -> None:
 def test_activation_checkpointing_changes_no_gradient() -> None:
     batch = make_batch(0)
     plain, checkpointed = (make_learner(lr=0.01, activation_checkpointing=on) for on in (False, True))
+    passes: list[list[int]] = [[], []]
+    for learner, counted in zip((plain, checkpointed), passes, strict=True):
+        layer = learner.engine.model.model.layers[0]
+        layer.mlp.register_forward_pre_hook(lambda *_, counted=counted: counted.append(1))
     norms = [update(learner, batch)["learner/grad_norm"] for learner in (plain, checkpointed)]
-    assert checkpointed.engine.backend.model.is_gradient_checkpointing  # type: ignore[attr-defined]
+    assert len(passes[1]) == 2 * len(passes[0]) > 0
     assert norms[0] == pytest.approx(norms[1], rel=1e-6)
     close(values(plain), values(checkpointed), 1e-5)
 

@@ -31,12 +31,13 @@ from gleanrl.learners.models import (
     has_linear_adapters,
     merged_weights,
     policy_parameters,
+    recompute_activations,
     use_attention_kernel,
     without_dropout,
 )
 from gleanrl.learners.optim import adamw, finish_gradient, zero_gradients
 from gleanrl.learners.packed_attention import use_packed_attention
-from gleanrl.utils.weights import Layout
+from gleanrl.utils.weights import Layout, layers_of
 
 T = TypeVar("T")
 
@@ -142,14 +143,8 @@ class TransformersBackend:
         self.reference: Any = reference.requires_grad_(False).eval() if reference is not None else None
         without_dropout(self.model)
         if settings.activation_checkpointing:
-            given = {"use_reentrant": False}
             for body in filter(None, (self.model, self.critic and self.critic.body)):
-                if hasattr(body, "activation_checkpointing_enable"):  # the name of the method in newer transformers
-                    body.activation_checkpointing_enable(activation_checkpointing_kwargs=given)
-                else:
-                    body.gradient_checkpointing_enable(gradient_checkpointing_kwargs=given)
-                body.train()  # transformers uses activation checkpointing in training mode only
-
+                recompute_activations(layers_of(body))
         for whole in filter(None, (self.model, self.reference)):
             placement.place(whole)
         self.device = next(self.model.parameters()).device

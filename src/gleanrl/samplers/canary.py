@@ -24,7 +24,7 @@ from torch import nn
 from torch.func import functional_call
 
 from gleanrl.utils.errors import UserError
-from gleanrl.utils.weights import layout_of
+from gleanrl.utils.weights import layers_of, layout_of
 
 PROMPT, ANSWER = 64, 4  # length of the test prompt, and of vLLM's completion of it, in tokens
 # Largest error allowed, by dtype, as a share of the standard deviation of the log-probs (of 1 nat if that is smaller).
@@ -124,7 +124,7 @@ class Canary:
             weight = weights[name]
             return weight.to(device, torch.promote_types(weight.dtype, torch.float32))
 
-        layers = _layers(self._modules)
+        layers = list(layers_of(self._modules))
         names = {id(parameter): name for name, parameter in self._modules.named_parameters()}
         inside = {names[id(parameter)] for layer in layers for parameter in layer.parameters()}
         outside = {name: read(name) for name in names.values() if name not in inside}
@@ -182,13 +182,6 @@ class Canary:
                     f"{share:.0%} of the way; the run stops before it learns from wrong samples"
                 )
         self._held = now
-
-
-def _layers(modules: nn.Module) -> list[nn.Module]:
-    """Return the modules in the outermost `ModuleList`s: a model's layers, which have most of its weights."""
-    lists = {name: part for name, part in modules.named_modules() if isinstance(part, nn.ModuleList)}
-    outer = [part for name, part in lists.items() if not any(name.startswith(f"{other}.") for other in lists)]
-    return [layer for part in outer for layer in part]
 
 
 @contextmanager

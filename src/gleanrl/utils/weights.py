@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 BUCKET = 256 << 20  # bytes
 _SAFETENSORS = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
@@ -106,6 +106,16 @@ def layout_of(weights: Mapping[str, Tensor]) -> Mapping[str, Layout]:
     if isinstance(weights, GatheredWeights):
         return weights.layout
     return {name: Layout(tuple(tensor.shape), tensor.dtype) for name, tensor in weights.items()}
+
+
+def layers_of(model: nn.Module) -> Iterator[nn.Module]:
+    """Yield the layers of a model of transformers, which have most of its weights: the modules in its outermost
+    `ModuleList`s."""
+    for child in model.children():
+        if isinstance(child, nn.ModuleList):
+            yield from child
+        else:
+            yield from layers_of(child)
 
 
 def buckets(layout: Mapping[str, Layout]) -> list[list[str]]:

@@ -6,7 +6,6 @@ denominator of the whole mini-batch, exactly as it does in one process.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ from gleanrl.learners.distributed.ranks import Ranks
 from gleanrl.learners.distributed.replicas import RankReplicas
 from gleanrl.learners.transformers import Placement
 from gleanrl.utils.errors import UserError
+from gleanrl.utils.weights import layers_of
 
 _STYLES = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
 _PREFIX = "layers.*."  # prefix of the names of a layer's modules in a tensor-parallel plan of transformers
@@ -61,7 +61,7 @@ class Fsdp(Placement):
         So the processes hold, in addition to their shards, at most one whole layer at a time (or the parameters outside
         of the layers). Rank 0 holds the whole model only if its parameters are not mapped (`gleanrl.learners.mapped`).
         """
-        for unit, is_layer in [*((layer, True) for layer in _layers(model)), (model, False)]:
+        for unit, is_layer in [*((layer, True) for layer in layers_of(model)), (model, False)]:
             # The old and the new parameter by the id of the old one, so that a tied parameter is broadcast only once.
             received: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
             for module in unit.modules():
@@ -90,15 +90,6 @@ class Fsdp(Placement):
     def whole(self, tensor: Tensor) -> Tensor:
         whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
         return whole if self.replicas.leads else tensor
-
-
-def _layers(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield the layers of a model of transformers: the modules in its outermost `ModuleList`s."""
-    for child in model.children():
-        if isinstance(child, nn.ModuleList):
-            yield from child
-        else:
-            yield from _layers(child)
 
 
 def _split_layer(model: Any, layer: nn.Module, mesh: DeviceMesh) -> None:

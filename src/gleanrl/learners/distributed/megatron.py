@@ -41,7 +41,6 @@ from megatron.core.transformer.transformer_block import (  # pyright: ignore[rep
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.utils.checkpoint import checkpoint as recomputed
 
 from gleanrl.algorithms.microbatch import MicroBatch, Packing
 from gleanrl.config.settings import LearnerSettings
@@ -54,6 +53,7 @@ from gleanrl.learners.distributed.replicas import RankReplicas
 from gleanrl.learners.freed_memory import KEPT_BYTES, keep_freed_memory, return_freed_memory
 from gleanrl.learners.logprobs import selected_log_softmax
 from gleanrl.learners.mapped import replace_parameters
+from gleanrl.learners.models import recompute_activations
 from gleanrl.learners.packed_attention import attend
 from gleanrl.utils.errors import UserError
 from gleanrl.utils.weights import Layout
@@ -116,14 +116,11 @@ class MegatronBackend:
         ranks: the processes. All make the backend at the same time.
         model: the policy. Only rank 0 passes a model with weights; the others pass its `skeleton`. Afterwards its
             parameters are on the meta device.
-        temperature: the sampling temperature, at which log-probs are computed; above 0.
-        reference: frozen reference model, passed like ``model``. If None and ``has_reference``, the reference is a copy
-            of ``model`` as it is now.
-        has_reference: whether log-probs of a reference model are needed.
+        reference: frozen reference model, passed like ``model``.
         critic: must be None.
-        compute_dtype: dtype of forward passes. None means bfloat16 on a GPU and float32 on a CPU.
-        seed: not used, because nothing is initialised at random.
-        trains: False for a model that only computes log-probs.
+
+    The other arguments are those of `TransformersBackend`. ``seed`` is not used, because nothing is initialised at
+    random.
 
     Raises:
         UserError: if Megatron-core cannot train this model with these settings (see `check_model`).
@@ -180,8 +177,7 @@ class MegatronBackend:
             self._stage = Stage(config, model).to(ranks.device)
         self._load(self._stage, model, ranks)
         if settings.activation_checkpointing:
-            for layer in self._stage.decoder.layers:
-                layer.forward = partial(recomputed, layer.forward, use_reentrant=False, preserve_rng_state=False)
+            recompute_activations(self._stage.decoder.layers)
         self._reference: Stage | None = None
         if reference is not None or (has_reference and trains):
             with self._cuda():
@@ -308,17 +304,16 @@ class MegatronBackend:
     @torch.no_grad()
     def _load(self, stage: Stage, model: nn.Module, ranks: Ranks) -> None:
         """Broadcast the parameters of rank 0, one at a time, and give ``stage`` its parts of them."""
-        waiting = list(names_of(stage, tied=stage.tied).values())
+        own = {name: each for each in names_of(stage, tied=stage.tied).values() for name in each[1]}
         parts: dict[str, Tensor] = {}  # parts of joined matrices that are not complete yet
         for name, theirs in model.named_parameters():
             value = torch.empty_like(theirs, device=ranks.device) if ranks.rank else theirs.clone()
             dist.broadcast(value, src=0)
-            if any(name in names for _, names in waiting):
+            if name in own:
+                parameter, names = own[name]
                 parts[name] = self._part(name, value).clone()
-            for parameter, names in [each for each in waiting if parts.keys() >= set(each[1])]:
-                parameter.copy_(self._joined(parameter, names, [parts[name] for name in names]))
-            waiting = [each for each in waiting if not parts.keys() >= set(each[1])]
-            parts = {name: part for name, part in parts.items() if any(name in names for _, names in waiting)}
+                if parts.keys() >= set(names):
+                    parameter.copy_(self._joined(parameter, names, [parts.pop(each) for each in names]))
 
     def _part(self, name: str, whole: Tensor) -> Tensor:
         """Return this process's part of a whole tensor, without padding."""
