@@ -63,8 +63,7 @@ class Replicas:
     def budget(self, tokens: int, limit: int) -> int:
         """Return the largest number of tokens, including padding, that a micro-batch may have.
 
-        It is at most ``limit``. A subclass may return less, so that ``tokens`` tokens in total make enough
-        micro-batches for all replicas.
+        It is ``limit``, or less if ``tokens`` tokens in total would not make enough micro-batches for all replicas.
         """
         del tokens
         return limit

@@ -134,17 +134,9 @@ class LocalEngine:
     """The engine of one process, which computes the loss and lets a `Backend` run the model.
 
     Args:
-        model: the policy, a model of transformers.
         pad_token: token id at padded positions. Any valid id will do.
-        temperature: the sampling temperature, at which log-probs are computed.
-        reference: frozen model for the KL term. If None and the loss has a KL term, the reference is a copy of
-            ``model`` as it is now, or with adapters the base model.
-        critic: settings of the critic; None if the advantage estimator needs no values.
-        compute_dtype: dtype of forward passes. None means bfloat16 on a GPU and float32 on a CPU.
-        seed: determines the initial values of adapters.
-        trains: False for a model that only computes log-probs. The engine then has no optimizer and no critic, makes no
-            copy of the model as a reference, and `load` reads the model's weights only.
-        backend: makes the backend, from the arguments of `TransformersBackend`.
+        temperature: the sampling temperature. For 0 (greedy), log-probs are computed at 1, as samplers do.
+        backend: makes the backend, from the arguments of `TransformersBackend`, where the others are described.
 
     Raises:
         UserError: if the backend cannot compute this model with these settings.
@@ -169,7 +161,6 @@ class LocalEngine:
         self.backend = backend(
             model,
             settings,
-            # Temperature 0 means greedy sampling, for which samplers record log-probs at temperature 1.
             temperature=temperature or 1.0,
             reference=reference,
             has_reference=bool(loss.kl_coefficient),
@@ -280,10 +271,9 @@ class LocalEngine:
         return [row[0] for row in self._by_sample("critic", samples)]
 
     def _by_sample(self, which: Which, samples: Sequence[Sample]) -> list[list[FloatArray]]:
-        """Compute results of the model ``which`` for each sample, without gradient.
+        """Compute results of the model ``which`` for each sample: float32[n], 0 at tokens that are not trained.
 
-        For a sample of n tokens they are arrays float32[n], which are 0 at tokens that are not trained. The list is
-        empty in a process that does not lead.
+        The list is empty in a process that does not lead.
         """
         plans, mine = self._micro_batches(samples)
         results = [torch.stack([row.float() for row in rows]).cpu() for rows in self._forward(which, mine).values()]
