@@ -36,7 +36,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "plain": ({}, {}),
     "gspo, masked": ({"name": "gspo", "correction": "mask"}, {"old_logprobs": "recompute"}),
     "reference and entropy": ({"kl_coefficient": 0.1, "entropy_coefficient": 0.01}, {}),
-    "checkpointing": ({}, {"activation_checkpointing": True}),
+    "checkpointing": ({}, {"activation_checkpointing": True, "offload_activations": True}),
     "own critic": ({}, {"critic": CriticSettings(model="own")}),
 }
 
@@ -166,8 +166,10 @@ def spread(ranks: Ranks | None, **options: Any) -> dict[str, Any]:
     return {"gradients": found, "norms": [each["learner/grad_norm"] for each in told], "names": set(whole)}
 
 
+OFFLOADED = {"activation_checkpointing": True, "offload_activations": True, "offload_state": True}
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "fsdp, 2": (2, {}),
+    "fsdp, offloaded": (2, OFFLOADED),
     "megatron, 1": (1, {"backend": "megatron"}),
     "megatron, tensor 2": (2, {"backend": "megatron", "tensor_parallel": 2}),
     "megatron, pipeline 2": (2, {"backend": "megatron", "pipeline_parallel": 2}),
@@ -175,6 +177,26 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "megatron, distributed optimizer": (2, {"backend": "megatron", "distributed_optimizer": True}),
     "megatron, 2 x 2 x 2": (8, {"backend": "megatron", "tensor_parallel": 2, "pipeline_parallel": 2}),
 }
+
+
+def peak_of(ranks: Ranks, **options: Any) -> tuple[int, int]:
+    """Return the largest number of bytes on rank 0's GPU in an update, and the number of the model's parameters."""
+    model = tiny_model(0, torch.float32, hidden=1024, kv_heads=2)
+    size = sum(parameter.numel() for parameter in model.parameters())
+    settings = LearnerSettings.model_validate(options)
+    given = {"total_steps": STEPS, "groups_per_step": GROUPS, "pad_token": 0, "temperature": 0.9}
+    learner = TorchLearner(model.to(ranks.device), settings, LossSettings(), **given, **engine_of(ranks))
+    for step in range(2):
+        torch.cuda.reset_peak_memory_stats()
+        asyncio.run(learner.update(batch_of(step, LossSettings())))
+    return torch.cuda.max_memory_allocated(), size
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_offloading_takes_most_of_the_state_from_the_gpu() -> None:
+    (kept, size), (offloaded, _) = (led(2, partial(peak_of, offload_state=on), cuda=True) for on in (False, True))
+    print(f"peak of {size} parameters on two ranks: {kept} bytes, {offloaded} with offload_state")
+    assert kept - offloaded > 0.6 * 16 * size / 2  # weights, gradients and two moments in float32
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

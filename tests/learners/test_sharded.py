@@ -163,6 +163,7 @@ OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "own critic": ({}, {"critic": CriticSettings(model="own")}),
     "shared critic": ({}, {"critic": CriticSettings(model="shared")}),
     "checkpointing": ({}, {"activation_checkpointing": True}),
+    "offloaded": ({}, {"activation_checkpointing": True, "offload_activations": True, "offload_state": True}),
     "recomputed": ({"name": "gspo", "correction": "mask"}, {"old_logprobs": "recompute", "epochs": 2}),
 }
 

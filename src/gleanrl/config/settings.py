@@ -520,6 +520,8 @@ class LearnerSettings(Settings):
     activation_checkpointing: Changeable[bool] = False
     """Compute activations again in the backward pass instead of storing them. This saves memory and costs a further
     forward pass."""
+    offload_activations: Changeable[bool] = False
+    """Keep what `activation_checkpointing` stores, the layers' inputs, in main memory. No effect on a CPU."""
     attn_implementation: Changeable[str] = "auto"
     """Attention implementation of transformers for the learner, such as sdpa, eager or flash_attention_2. auto: flash
     attention if it is installed, the model and GPU support it, and passes compute in bfloat16; otherwise transformers'
@@ -552,6 +554,9 @@ class LearnerSettings(Settings):
     micro-batches at the same time. It must divide the number of layers."""
     distributed_optimizer: Changeable[bool] = False
     """Divide AdamW's moments among data-parallel groups, with Megatron-core. FSDP2 always does so."""
+    offload_state: Changeable[bool] = False
+    """Keep the weights, gradients and AdamW's moments of several ranks in main memory, and update them on the CPU.
+    FSDP2 copies a layer's weights to the GPU while the layer computes. No effect on a CPU."""
 
 
 class EvaluationSettings(Settings):

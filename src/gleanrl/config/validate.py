@@ -252,6 +252,10 @@ def _check_replay(config: Config) -> None:
 
 def _check_backend(config: Config) -> None:
     learner = config.learner
+    if learner.offload_activations and not learner.activation_checkpointing:
+        raise UserError("learner.offload_activations = true needs learner.activation_checkpointing = true")
+    if learner.offload_state and learner.backend != "fsdp":
+        raise UserError("learner.offload_state = true needs learner.backend = 'fsdp'")
     if learner.backend == "fsdp":
         if (stages := learner.pipeline_parallel) > 1:
             raise UserError(f"learner.pipeline_parallel = {stages} needs learner.backend = 'megatron'")

@@ -24,6 +24,7 @@ from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 from transformers import (
     AutoConfig,
@@ -229,13 +230,22 @@ def without_dropout(model: nn.Module) -> None:
                 setattr(module, name, 0.0)
 
 
-def recompute_activations(layers: Iterable[nn.Module]) -> None:
+def recompute_activations(layers: Iterable[nn.Module], *, offload: bool) -> None:
     """Make each layer keep only its input for the backward pass, which computes the rest again; in place.
 
-    It is torch's own function and not that of transformers, which has several names and needs training mode.
+    With ``offload``, inputs of layers are in main memory until then. It is torch's own function and not that of
+    transformers, which has several names and needs training mode.
     """
+
+    def offloaded(call: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        if "hidden_states" in options:  # `checkpoint` saves only what is passed by position
+            args = options.pop("hidden_states"), *args
+        with save_on_cpu(pin_memory=torch.cuda.is_available()):
+            return call(*args, **options)
+
     for layer in layers:
-        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
+        again = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
+        layer.forward = partial(offloaded, again) if offload else again
 
 
 def attention_kernel(model: Any, name: str, dtype: torch.dtype) -> str | None:

@@ -50,6 +50,8 @@ class Placement:
     """
 
     replicas = Replicas()
+    device: torch.device | None = None
+    """The device of passes, if the placement moves the model."""
     casts = False
     """Whether the placement itself casts parameters to the dtype of forward passes, so that autocast is not used."""
 
@@ -144,10 +146,10 @@ class TransformersBackend:
         without_dropout(self.model)
         if settings.activation_checkpointing:
             for body in filter(None, (self.model, self.critic and self.critic.body)):
-                recompute_activations(layers_of(body))
+                recompute_activations(layers_of(body), offload=settings.offload_activations)
         for whole in filter(None, (self.model, self.reference)):
             placement.place(whole)
-        self.device = next(self.model.parameters()).device
+        self.device = placement.device or device
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         if trains:
             self.optimizer = adamw(self.model, lr=settings.lr, betas=settings.betas, weight_decay=settings.weight_decay)

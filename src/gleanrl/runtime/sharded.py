@@ -46,6 +46,8 @@ def learner_ranks(config: Config) -> Iterator[Ranks | None]:
     if met is None and settings.ranks == 1:
         if settings.tensor_parallel > 1:
             raise UserError(f"learner.tensor_parallel = {settings.tensor_parallel} does not divide the 1 ranks")
+        if settings.offload_state:
+            raise UserError("learner.offload_state = true needs several processes: set learner.ranks, or use torchrun")
         if settings.backend == "megatron":
             raise UserError("learner.backend = 'megatron' needs several processes: set learner.ranks, or use torchrun")
         yield None

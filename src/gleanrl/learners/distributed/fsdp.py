@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -38,12 +38,13 @@ class Fsdp(Placement):
         dtype: dtype to which parameters are cast in forward and backward passes; float32 means no cast. Stored
             parameters and sums of gradients keep the dtype of the model, usually float32.
         tensor_parallel: number of processes that compute each layer together.
+        offload: keep shards, their gradients and so the optimizer's state in main memory.
 
     Raises:
         UserError: if ``tensor_parallel`` does not divide the number of processes.
     """
 
-    def __init__(self, ranks: Ranks, dtype: torch.dtype, tensor_parallel: int = 1) -> None:
+    def __init__(self, ranks: Ranks, dtype: torch.dtype, tensor_parallel: int = 1, *, offload: bool = False) -> None:
         if ranks.count % tensor_parallel:
             raise UserError(f"learner.tensor_parallel = {tensor_parallel} does not divide the {ranks.count} ranks")
         self._ranks, self._across = ranks, tensor_parallel
@@ -53,7 +54,11 @@ class Fsdp(Placement):
         self._mesh = init_device_mesh(ranks.device.type, shape, mesh_dim_names=("data", "tensor"))
         peers = self._mesh["data"].get_group()
         self.replicas = RankReplicas(ranks, shares, range(0, ranks.count, tensor_parallel), peers)
-        self._policy = MixedPrecisionPolicy(dtype, torch.float32) if self.casts else MixedPrecisionPolicy()
+        self.device = ranks.device
+        self._policies: dict[str, Any] = {
+            "mp_policy": MixedPrecisionPolicy(dtype, torch.float32) if self.casts else MixedPrecisionPolicy(),
+            "offload_policy": CPUOffloadPolicy(self.device.type == "cuda") if offload else OffloadPolicy(),
+        }
 
     def place(self, model: nn.Module) -> None:
         """Broadcast the parameters of rank 0 and shard them, one layer at a time.
@@ -82,7 +87,7 @@ class Fsdp(Placement):
                 _split_layer(model, unit, self._mesh["tensor"])
             # By default, FSDP2 does not reshard the root module after a forward pass. It is resharded here, so that all
             # parameters are sharded between two passes.
-            fully_shard(unit, mesh=self._mesh["data"], mp_policy=self._policy, reshard_after_forward=True)
+            fully_shard(unit, mesh=self._mesh["data"], reshard_after_forward=True, **self._policies)
             assert isinstance(unit, FSDPModule)
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)

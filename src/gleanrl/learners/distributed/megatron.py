@@ -177,7 +177,7 @@ class MegatronBackend:
             self._stage = Stage(config, model).to(ranks.device)
         self._load(self._stage, model, ranks)
         if settings.activation_checkpointing:
-            recompute_activations(self._stage.decoder.layers)
+            recompute_activations(self._stage.decoder.layers, offload=settings.offload_activations)
         self._reference: Stage | None = None
         if reference is not None or (has_reference and trains):
             with self._cuda():

@@ -53,7 +53,8 @@ def make_local(ranks: Ranks, model: nn.Module, settings: LearnerSettings, *args:
     else:
         if settings.lora_rank and settings.tensor_parallel > 1:
             raise UserError("learner.tensor_parallel splits no adapters; leave out learner.lora_rank, or set it to 1")
-        backend = partial(TransformersBackend, placement=Fsdp(ranks, dtype, settings.tensor_parallel))
+        placement = Fsdp(ranks, dtype, settings.tensor_parallel, offload=settings.offload_state)
+        backend = partial(TransformersBackend, placement=placement)
     return LocalEngine(model, settings, *args, **options, compute_dtype=dtype, backend=backend)
 
 
