@@ -22,6 +22,8 @@ from tests.samplers.conversations import VOCABULARY, assert_exact, converse, pla
 if find_spec("vllm") is None or find_spec("peft") is None:
     pytest.skip("vLLM or peft is not installed in this environment: make vllm", allow_module_level=True)
 
+import vllm.lora.model_manager
+
 from gleanrl.samplers.vllm import VllmSampler
 from tests.samplers.vllm_engine import LONG, PROMPT, begun, make_model, make_sampler, run
 
@@ -176,3 +178,17 @@ def test_adapters_that_vllm_cannot_apply_are_refused_before_the_engine_starts(mo
     ):
         with pytest.raises(UserError, match=why):
             make_sampler(make_model(), **options)
+
+
+def test_targets_that_vllm_cannot_adapt_are_refused_when_the_sampler_is_made(monkeypatch: Any) -> None:
+    """As in a model with a layer that vLLM has no adapters for."""
+    original = vllm.lora.model_manager.get_supported_lora_modules
+    monkeypatch.setattr(
+        vllm.lora.model_manager, "get_supported_lora_modules", lambda m: [n for n in original(m) if n != "down_proj"]
+    )
+    lora = {"lora_rank": RANK, "enable_lora": True}
+    with pytest.raises(UserError, match=r"learner\.lora_targets.*down_proj") as refused:
+        make_sampler(make_model(), **lora)
+    assert "\n" not in str(refused.value)
+    sampler = make_sampler(make_model(), **lora, lora_targets="q_proj, o_proj")
+    asyncio.run(sampler.close())

@@ -422,7 +422,8 @@ class Builder:
         """
         settings = self.config.sampler
         if settings.name == "vllm":
-            options["lora_rank"] = self.config.learner.lora_rank
+            learner = self.config.learner
+            options |= {"lora_rank": learner.lora_rank, "lora_targets": learner.lora_targets}
         return load_object(SAMPLERS.get(settings.name, settings.name))(
             self.prepared.model,
             max_rows=settings.max_rows,

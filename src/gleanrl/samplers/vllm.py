@@ -91,6 +91,7 @@ class VllmSampler(SessionSampler):
         lora_rank: rank of the adapters that the learner trains; 0 = it trains all weights. With the option
             ``enable_lora``, which is the default on a GPU, `AdaptedWeights` are not merged: vLLM loads the base weights
             once, and each publication replaces only the adapters.
+        lora_targets: the setting ``learner.lora_targets``.
         options: further arguments of vLLM's engine, for example ``gpu_memory_utilization``,
             ``kv_cache_memory_bytes``, ``enable_prefix_caching`` or ``enable_sleep_mode``.
 
@@ -112,6 +113,7 @@ class VllmSampler(SessionSampler):
         device_lock: TakeDevice | None = None,
         timeline: SpanRecorder | None = None,
         lora_rank: int = 0,
+        lora_targets: str = "all-linear",
         **options: Any,
     ) -> None:
         cpu = model.device.type == "cpu"
@@ -121,7 +123,7 @@ class VllmSampler(SessionSampler):
         self._asleep = False
         self._sleeps = bool(options.get("enable_sleep_mode"))
         super().__init__(
-            lambda: VllmWorker(model, dtype, arguments, timeline),
+            lambda: VllmWorker(model, dtype, arguments, timeline, lora_targets),
             max_rows=max_rows,
             max_context=max_context,
             deterministic=deterministic,
@@ -154,7 +156,12 @@ class VllmWorker(Worker):
     """The `Worker` that computes bursts with a vLLM engine."""
 
     def __init__(
-        self, model: Any, dtype: torch.dtype, arguments: Mapping[str, Any], timeline: SpanRecorder | None
+        self,
+        model: Any,
+        dtype: torch.dtype,
+        arguments: Mapping[str, Any],
+        timeline: SpanRecorder | None,
+        lora_targets: str,
     ) -> None:
         super().__init__(timeline)
         self._canary = Canary(model, dtype, "vLLM", arguments["max_model_len"])
@@ -162,21 +169,27 @@ class VllmWorker(Worker):
         self._parallel = arguments["tensor_parallel_size"] > 1
         self._adapts = bool(arguments.get("enable_lora"))
         self._base: Mapping[str, Any] | None = None  # the base weights that the engine has
-        # Adapters that change nothing. Weights without adapters are published with these, because every request of the
-        # engine names adapters, and vLLM does not load an empty set.
-        name, linear = next(each for each in model.named_modules() if isinstance(each[1], torch.nn.Linear))
-        a, b = torch.zeros(1, linear.in_features), torch.zeros(linear.out_features, 1)
-        self._zero = {f"base_model.model.{name}.lora_{k}.weight": each for k, each in zip("AB", (a, b), strict=True)}
         self._requests: dict[str, Request] = {}  # requests that the engine works on, by their vLLM request id
         self._names = count()
         if self._adapts:
             # Not of the head: vLLM fails where it computes log-probs of a prompt next to other requests, if the head
             # may have adapters.
-            head = model.get_output_embeddings()
-            adapted = [
-                name for name, part in model.named_modules() if isinstance(part, torch.nn.Linear) and part is not head
-            ]
-            arguments = {**arguments, "lora_target_modules": sorted({name.rpartition(".")[2] for name in adapted})}
+            head, parts = model.get_output_embeddings(), dict(model.named_modules())
+            linear = {
+                name: each for name, each in parts.items() if isinstance(each, torch.nn.Linear) and each is not head
+            }
+            arguments = {**arguments, "lora_target_modules": sorted({name.rpartition(".")[2] for name in linear})}
+            # Adapters of the modules that the learner trains, which change nothing. Weights without adapters are
+            # published with these, because every request of the engine names adapters. The first ones are those below,
+            # so modules that vLLM cannot adapt are found here.
+            targets = [f".{name.strip()}" for name in lora_targets.split(",")]
+            trained = {name: each for name, each in linear.items() if f".{name}".endswith(tuple(targets))} or linear
+            self._zero = {
+                f"base_model.model.{n}.lora_A.weight": torch.zeros(1, m.in_features) for n, m in trained.items()
+            }
+            self._zero |= {
+                f"base_model.model.{n}.lora_B.weight": torch.zeros(m.out_features, 1) for n, m in trained.items()
+            }
         self._engine = _make_engine(model, arguments)
         try:
             self.load(dict(model.named_parameters()))
@@ -276,7 +289,14 @@ class VllmWorker(Worker):
         with _folder_in_memory() as folder:
             write_adapters(folder, weights, self._dtype)
             self._engine.collective_rpc("forget_adapters" if self._parallel else forget_adapters)
-            if not self._engine.add_lora(_lora_request(str(folder), load_inplace=True)):
+            try:
+                loaded = self._engine.add_lora(_lora_request(str(folder), load_inplace=True))
+            except (ValueError, RuntimeError) as error:
+                raise UserError(
+                    f"vLLM cannot apply adapters of learner.lora_targets: {first_line(error)}; set "
+                    "sampler.options.enable_lora = false to publish merged weights"
+                ) from error
+            if not loaded:
                 raise UserError("vLLM has not loaded the published adapters")
 
     def sleep(self) -> None:
