@@ -1,6 +1,10 @@
 """Measures the memory that each rank of a learner needs to load a model and to publish its weights.
 
     python benchmarks/sharded_memory.py [--model DIRECTORY] [--layouts fsdp tensor pipeline] [--bucket 256]
+    python benchmarks/sharded_memory.py [--model DIRECTORY] --adapters 8
+
+With ``--adapters RANK`` it only prints the bytes of a publication on Ray, with merged weights and with LoRA adapters of
+this rank.
 
 DIRECTORY is a Hugging Face model whose files are in float32 or bfloat16; by default, a model that has the sizes of
 SmolLM2-135M and random weights in bfloat16. Megatron-core is needed for the layouts "tensor" (three ranks, because the
@@ -36,12 +40,14 @@ from typing import Any
 import torch
 from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
 
-from gleanrl.config.settings import Config, LossSettings, ModelSettings
+from gleanrl.config.settings import Config, LearnerSettings, LossSettings, ModelSettings
 from gleanrl.learners.distributed import sharded
 from gleanrl.learners.distributed.ranks import Ranks
+from gleanrl.learners.engine import LocalEngine
 from gleanrl.learners.freed_memory import return_freed_memory
 from gleanrl.learners.models import load_model
 from gleanrl.learners.tiny import build_tokenizer
+from gleanrl.runtime.ray.weights import sent
 from gleanrl.runtime.sharded import learner_ranks
 from gleanrl.utils import weights
 from gleanrl.utils.weights import layout_of
@@ -100,7 +106,7 @@ def make(ranks: Ranks, *args: Any, **options: Any) -> Any:
 
 
 def one(model: Path, layout: str, bucket: int, *, mapped: bool) -> None:
-    """Print the growth of each rank's memory, in MB,."""
+    """Print the growth of each rank's memory, in MB."""
     import sharded_memory  # the other ranks import this file under this name
 
     weights.BUCKET = bucket << 20
@@ -131,6 +137,15 @@ def one(model: Path, layout: str, bucket: int, *, mapped: bool) -> None:
             print(*(f"{figure:.0f}" for figure in (load[0], load[1], *(each[0] for each in published))))
 
 
+def publication(model: Path, rank: int) -> None:
+    """Print the bytes that each publication sends to the samplers, in float32."""
+    loaded, _ = load_model(ModelSettings(init=str(model), max_context=512, device="cpu"))
+    engine = LocalEngine(loaded, LearnerSettings(lora_rank=rank), LossSettings(), pad_token=0, temperature=1.0)
+    published = engine.weights()
+    for name, each in {"merged": published.layout, f"adapters of rank {rank}": layout_of(sent(published))}.items():
+        print(f"{name}: {sum(tensor.size for tensor in each.values()) / 1e6:.1f} MB")
+
+
 def random_model(folder: Path) -> Path:
     """Write a model with the sizes of SmolLM2-135M in bfloat16."""
     sizes = {"vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30}
@@ -146,6 +161,7 @@ def main() -> None:
     parser.add_argument("--model", type=Path)
     parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
     parser.add_argument("--bucket", type=int, default=256)
+    parser.add_argument("--adapters", type=int, metavar="RANK")
     parser.add_argument("--one", choices=("whole", "mapped"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.one is not None:
@@ -153,6 +169,9 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as folder:
         model = args.model or random_model(Path(folder))
+        if args.adapters:
+            publication(model, args.adapters)
+            return
         dtype = AutoConfig.from_pretrained(model).dtype
         print(f"{model}, {dtype}, buckets of {args.bucket} MiB; growth of private memory in MB")
         print("| layout | rank | load, whole | load, mapped | held | publish, at once | publish, buckets |")

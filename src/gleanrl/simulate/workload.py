@@ -240,10 +240,11 @@ class Cluster(Settings):
     """number of data-parallel ranks of the learner. --train, --logprobs and --reference are the times of a single
     rank"""
     efficiency: Annotated[float, Field(gt=0, le=1), "SHARE"] = 1.0
-    """speed-up that several learners reach, as a share of the ideal one. The time of the all-reduce of gradients is
+    """speed-up that several learners reach, as a share of the ideal one. The time of the all-reduce of --gradients is
     added"""
     gradients: Gigabytes = 0.0
-    """size of the gradients, which the learners all-reduce in a ring in each optimizer update"""
+    """size of the gradients, 4 bytes for each parameter (float32). Each optimizer update waits for one all-reduce of
+    them in a ring among the learners; what they exchange while they compute is part of --efficiency"""
     network: Bandwidth = 25.0
     """bandwidth between two learners"""
     updates: Count = 1
