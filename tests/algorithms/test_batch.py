@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gleanrl.algorithms.advantages import estimate
-from gleanrl.algorithms.batch import Batch, assign_advantages, build, build_samples
+from gleanrl.algorithms.batch import Batch, ModelEstimates, assign_advantages, build, build_samples
 from gleanrl.algorithms.loss import AGGREGATIONS
 from gleanrl.algorithms.microbatch import MAX_PADDING, micro_batches, plan
 from gleanrl.config.settings import CreditSettings, LossSettings, ReplaySettings
-from gleanrl.types import Group, Trajectory, segment_arrays
+from gleanrl.types import Group, Score, Trajectory, segment_arrays
 from gleanrl.utils.errors import UserError
 from tests.builders import Member, make_group, random_groups
 from tests.strategies import examples
@@ -142,6 +142,79 @@ def test_token_rewards_sum_to_the_score_whatever_the_segments(seed: int) -> None
     ]
     for with_turns, without in zip(build_default(groups).samples, build_default(plain).samples, strict=True):
         np.testing.assert_array_equal(with_turns.advantages, without.advantages)
+
+
+def test_advantages_from_turn_rewards_equal_those_worked_out_by_hand() -> None:
+    # Turns of 2, 1 and 2 tokens in two segments earn 0.5, nothing and 1; the score is 2, so 0.5 more at the last token.
+    # The token rewards are 0 0.5 | 0 | 0 1.5. The other trajectory has one turn, no turn reward and the score -1: 0 -1.
+    group = make_group(0, [Member(2.0, (2, 1, 2), segments=2), Member(-1.0, (2,))], np.random.default_rng(0))
+    earning, other = group.trajectories
+    given = iter([0.5, None, 1.0])
+    segments = tuple(
+        tuple(replace(turn, reward=next(given)) if turn.sampled else turn for turn in segment)
+        for segment in earning.segments
+    )
+    greedy = replace(other, score=Score(0.25))
+    groups = [replace(group, trajectories=(replace(earning, segments=segments), other), greedy=greedy)]
+    built = build_samples(groups, 256)
+    values = iter([[1.0, 1.0, 0.0], [2.0, 1.0], [0.0, 0.0]])  # of the trained tokens of each sample
+    estimates = [ModelEstimates(values=np.zeros(sample.mask.size, np.float32)) for sample in built.samples]
+    for sample, known in zip(built.samples, estimates, strict=True):
+        assert known.values is not None
+        known.values[sample.mask] = next(values)
+
+    def advantages(estimator: str, **options: float | bool) -> list[float]:
+        credit = CreditSettings(estimator=estimator, options=options)
+        batch = assign_advantages(built, credit, LossSettings(), 256, estimates)
+        return np.concatenate([sample.advantages[sample.mask] for sample in batch.samples]).tolist()
+
+    by_hand = {
+        # What is earned from a token on, minus the greedy 0.25.
+        "remax": [2 - 0.25, 2 - 0.25, 1.5 - 0.25, 1.5 - 0.25, 1.5 - 0.25, -1 - 0.25, -1 - 0.25],
+        # From the last token back: 1.5, half of that 0.75, 0.375, 0.5 + 0.375 / 2 = 0.6875, 0.34375; and -1, -0.5.
+        "reinforce_plus_plus": [0.34375, 0.6875, 0.375, 0.75, 1.5, -0.5, -1.0],
+        # r + V_next / 2 - V is -0.5 -0.5 1 -1.5 0.5 and 0 -1; each adds a quarter of the advantage after it.
+        "gae": [-0.583984375, -0.3359375, 0.65625, -1.375, 0.5, -0.25, -1.0],
+    }
+    assert advantages("remax") == pytest.approx(by_hand["remax"], abs=1e-6)
+    discounted = {"gamma": 0.5, "whiten": False}
+    assert advantages("reinforce_plus_plus", **discounted) == pytest.approx(by_hand["reinforce_plus_plus"], abs=1e-6)
+    assert advantages("gae", lam=0.5, **discounted) == pytest.approx(by_hand["gae"], abs=1e-6)
+    # Whitened: the mean of the seven tokens is 2.15625 / 7, and their squares around it sum to 4.079521...
+    mean = 2.15625 / 7
+    squares = sum((value - mean) ** 2 for value in by_hand["reinforce_plus_plus"])
+    whitened = [(value - mean) / (squares / 6 + 1e-8) ** 0.5 for value in by_hand["reinforce_plus_plus"]]
+    assert advantages("reinforce_plus_plus", gamma=0.5) == pytest.approx(whitened, abs=1e-6)
+
+
+def test_each_part_of_a_score_is_normalised_for_itself() -> None:
+    members = [Member(1.0), Member(1.0), Member(1.0), Member(None), Member(1.0, replayed=True)]
+    parts = [{"right": 0.0, "form": 2.0}, {"right": 1.0, "form": 4.0}, {"form": 9.0, "rare": 1.0}, {}, {"right": 2.0}]
+    alike = [{"right": 1.0, "form": 3.0}, {"right": 1.0, "form": 3.0}]
+    groups = []
+    for index, of_group in enumerate([parts, alike]):
+        group = make_group(index, members[: len(of_group)], np.random.default_rng(index))
+        trajectories = tuple(
+            replace(t, score=replace(t.score, parts=own)) for t, own in zip(group.trajectories, of_group, strict=True)
+        )
+        groups.append(replace(group, trajectories=trajectories))
+
+    def advantages(zero_variance: str = "keep", **per_part: float) -> tuple[Batch, list[float]]:
+        credit = CreditSettings.model_validate({"per_part": per_part, "zero_variance": zero_variance})
+        batch = build(groups, credit, LossSettings(), 256)
+        return batch, [float(sample.advantages[sample.mask][0]) for sample in batch.samples]
+
+    # "right" has the values 0 and 1 (mean 1/2, variance 1/2), "form" 2, 4 and 9 (mean 5, variance 26/2). The third
+    # member has no "right", only one has "rare", and the stored one with "right" = 2 has no "form".
+    right, form = 0.5**0.5 + 1e-6, 13**0.5 + 1e-6
+    expected = [-0.5 / right - 0.25 * 3 / form, 0.5 / right - 0.25 * 1 / form, 0.25 * 4 / form, 2**0.5]
+    batch, found = advantages(right=1.0, form=0.25, rare=3.0)
+    assert found == pytest.approx([*expected, 0.0, 0.0], abs=1e-6)
+    assert [part.zero_variance for part in batch.parts] == [False, True]
+    # All scores are equal, so that the score alone teaches nothing.
+    assert advantages()[1] == [0.0] * 6
+    assert advantages("drop", right=1.0)[1] == pytest.approx([-0.5 / right, 0.5 / right, 2**0.5], abs=1e-6)
+    assert advantages(unknown=1.0)[1] == [0.0] * 6
 
 
 def test_dropping_groups_without_variance_removes_them_from_the_denominator() -> None:

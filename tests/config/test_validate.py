@@ -98,3 +98,24 @@ def test_megatron_needs_its_package_where_the_learner_runs(monkeypatch: pytest.M
         else:
             with pytest.raises(UserError, match="pip install"):
                 validate.check(load(**settings))
+
+
+def test_advantages_of_parts_need_an_estimator_that_compares_a_group_and_parts_that_exist() -> None:
+    weighted = {"reward__name": "weighted", "reward__options.parts.format.reward": "format"}
+    weighted["reward__options.parts.format.options.pattern"] = "<answer>"
+    part = {"credit__per_part.format": "0.5"}
+    for estimator in ("grpo", "dr_grpo", "rloo", "opo"):
+        validate.check(load(credit__estimator=estimator, **weighted, **part))
+    validate.check(load(**part))  # which parts an environment gives is only known later
+    refused: list[tuple[dict[str, str], str]] = [
+        ({"credit__estimator": "gae"}, "compares the members of a group"),
+        ({"credit__estimator": "remax"}, "compares the members of a group"),
+        ({"credit__per_part.fromat": "1.0"}, "did you mean 'format'"),
+        ({"credit__per_part.format": "nan"}, "finite"),
+        ({"loss__kl_in": "reward", "loss__kl_coefficient": "0.1"}, "loss.kl_in"),
+        ({"schedule__dynamic_sampling": "true"}, "schedule.dynamic_sampling"),
+        ({"replay__enabled": "true", "replay__grouping": "own"}, "replay.grouping"),
+    ]
+    for settings, why in refused:
+        with pytest.raises(UserError, match=why):
+            validate.check(load(**{**weighted, **part, **settings}))

@@ -68,6 +68,40 @@ def plain_values(body: Any, critic: Critic, sample: Sample) -> Tensor:
     return torch.cat([values.new_zeros(1), values[:-1]])
 
 
+@pytest.mark.parametrize("estimator", ["gae", "reinforce_plus_plus"])
+@pytest.mark.parametrize("episodes", [1, 1000])
+def test_a_batch_of_one_episode_and_one_of_a_thousand_are_learned_from_with_turn_rewards(
+    episodes: int, estimator: str
+) -> None:
+    random = np.random.default_rng(episodes)
+    group = make_group(0, [Member(float(n % 3), turns=(2, 3, 1)) for n in range(episodes)], random)
+    trajectories = []
+    for trajectory in group.trajectories:
+        given = iter([0.5, None, -0.25])
+        turns = [replace(t, reward=next(given)) if t.sampled else t for t in trajectory.segments[0]]
+        trajectories.append(replace(trajectory, segments=(tuple(turns),)))
+    groups = [replace(group, trajectories=tuple(trajectories))]
+    learner = TorchLearner(
+        tiny_model(),
+        LearnerSettings(tokens_per_microbatch=4096),
+        LossSettings(),
+        total_steps=50,
+        groups_per_step=1,
+        pad_token=0,
+        temperature=1.0,
+        critic=CriticSettings() if estimator == "gae" else None,
+    )
+    before = {name: tensor.clone() for name, tensor in learner.weights().items()}
+    credit = CreditSettings(estimator=estimator)
+    metrics = asyncio.run(learner.update(with_credit(learner, build_samples(groups, 128), credit)))
+    assert metrics["tokens/trained"] == 6 * episodes
+    assert all(np.isfinite(value) for value in metrics.values())
+    assert any(not torch.equal(before[name], tensor) for name, tensor in learner.weights().items())
+    if estimator == "gae":  # with gamma and lam 1, a return is what is earned from the token on
+        returns = [[score] * 2 + [score - 0.5] * 4 for score in (float(n % 3) for n in range(episodes))]
+        assert metrics["critic/return"] == pytest.approx(np.mean(returns), abs=1e-5)
+
+
 @pytest.mark.parametrize("kind", ["own", "shared"])
 @pytest.mark.parametrize("budget", [1, 60, 10_000])
 def test_the_value_of_a_token_is_that_of_the_state_before_it(kind: Any, budget: int) -> None:

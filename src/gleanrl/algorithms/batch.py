@@ -234,8 +234,11 @@ def assign_advantages(
     By default, the mean and deviation of a group are computed from its fresh members, and replayed members are compared
     with them too. With ``replay.baseline = "group"`` they are computed from all members. With
     ``replay.grouping = "own"`` each replayed member forms a separate group. With ``credit.zero_variance = "drop"``,
-    members that are compared only with members of the same score are left out. In aggregation modes that count
-    sequences, a sequence is a whole trajectory with all of its segments.
+    members that are compared only with members of the same score are left out. With ``credit.per_part`` members are
+    compared on each named part of their scores instead, and the advantages are added with the weights of the parts. A
+    part adds nothing for a member whose score does not have it, or whose group has fewer than two members in the
+    baseline that have it. In aggregation modes that count sequences, a sequence is a whole trajectory with all of its
+    segments.
 
     Args:
         max_length: the model's context in tokens, the default divisor of the aggregation seq-mean-token-sum-norm.
@@ -286,20 +289,37 @@ def assign_advantages(
                 )
             greedy_scores.append(owner.greedy.score.value)
         inputs["reward_baselines"] = torch.tensor(greedy_scores)
-    advantages, returns = estimate(
-        credit.estimator,
-        torch.from_numpy(rewards),
-        torch.from_numpy(mask),
-        group,
-        baseline_members=torch.tensor(baseline, dtype=torch.bool),
-        **inputs,
-        **credit.options,
-    )
-    zero_variance = zero_variance_members(torch.from_numpy(scores), group).numpy()
+    trained, compared = torch.from_numpy(mask), torch.tensor(baseline, dtype=torch.bool)
+    if not credit.per_part:
+        found = estimate(
+            credit.estimator,
+            torch.from_numpy(rewards),
+            trained,
+            group,
+            baseline_members=compared,
+            **inputs,
+            **credit.options,
+        )
+        advantages, returns = (values.numpy() for values in found)
+        zero_variance = zero_variance_members(torch.from_numpy(scores), group).numpy()
+    else:
+        advantages, zero_variance = np.zeros(mask.shape, np.float32), np.ones(len(members), np.bool_)
+        for part, weight in credit.per_part.items():
+            own = [member.trajectory.score.parts.get(part, np.nan) for member in members]
+            rewards = torch.zeros(mask.shape, dtype=torch.float64)
+            rewards[:, 0] = torch.tensor(own, dtype=torch.float64)
+            has = rewards[:, 0].isfinite()
+            # One member alone is compared with nothing, and some estimators would give it its raw value.
+            counts = torch.bincount(group[has & compared], minlength=len(built.groups))
+            has &= counts[group] >= 2
+            of_part, _ = estimate(
+                credit.estimator, rewards, trained, group, baseline_members=compared, valid=has, **credit.options
+            )
+            advantages += weight * of_part.numpy()
+            zero_variance[has] &= zero_variance_members(rewards[has, 0], group[has]).numpy()
+        returns = advantages
     keep = ~zero_variance if credit.zero_variance == "drop" else np.ones_like(zero_variance)
-    return _batch(
-        built, advantages.numpy(), returns.numpy(), loss, max_length, keep, zero_variance, estimates=estimates
-    )
+    return _batch(built, advantages, returns, loss, max_length, keep, zero_variance, estimates=estimates)
 
 
 def weighted_batch(groups: Sequence[Group], weights: Sequence[float], loss: LossSettings, max_length: int) -> Batch:

@@ -189,6 +189,13 @@ def positive(text: str) -> int:
     return number
 
 
+def port(text: str) -> int:
+    """Parse the number of a port, or 0 (an argparse type)."""
+    if (number := natural(text)) > 65535:
+        raise argparse.ArgumentTypeError(f"{text} is no port; they end at 65535")
+    return number
+
+
 def positive_float(text: str) -> float:
     """Parse a finite number above 0 (an argparse type)."""
     try:

@@ -7,7 +7,7 @@ import importlib.util
 import os
 import sys
 
-from gleanrl.cli.common import natural, positive, positive_float
+from gleanrl.cli.common import natural, port, positive, positive_float
 from gleanrl.utils.errors import UserError
 
 
@@ -24,9 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--host", default="127.0.0.1", help="address to listen on (default %(default)s: this machine only)"
     )
-    parser.add_argument(
-        "--port", type=_port, default=8765, help="port to listen on (default %(default)s; 0 = any free)"
-    )
+    parser.add_argument("--port", type=port, default=8765, help="port to listen on (default %(default)s; 0 = any free)")
     parser.add_argument(
         "--workers",
         type=natural,
@@ -60,13 +58,14 @@ def _serve(args: argparse.Namespace) -> int:
         if importlib.util.find_spec(package) is None:
             raise UserError(f"gleanrl serve-env needs {package}: pip install 'gleanrl[serve]'")
     from gleanrl.environments.service.app import Limits, default_memory
-    from gleanrl.environments.service.server import Place, serve
+    from gleanrl.environments.service.server import serve
+    from gleanrl.utils.place import Place
 
     if args.token is not None and not args.token.startswith("env:"):
         raise UserError("--token: write env:NAME, the environment variable that holds it; never the token itself")
     token = None if args.token is None else Secret(args.token.removeprefix("env:"), "--token")
     place = Place(host=args.host, port=args.port, token=token)
-    place.check()
+    place.check("--token env:NAME")
     for key, _ in args.overrides:
         if key.split(".")[0] not in ("environment", "run"):
             raise UserError(f"--{key}: serve-env takes settings of [environment] and --run.seed")
@@ -89,9 +88,3 @@ def _serve(args: argparse.Namespace) -> int:
     serve(load_taskset(settings, config.run.seed), settings, config.run.seed, limits, place, ready)
     print("gleanrl: the server has ended", file=sys.stderr)
     return 0
-
-
-def _port(text: str) -> int:
-    if (number := natural(text)) > 65535:
-        raise argparse.ArgumentTypeError(f"{text} is no port; they end at 65535")
-    return number

@@ -232,9 +232,14 @@ class CreditSettings(Settings):
     `@gleanrl.algorithms.advantages.estimator`."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Keyword options of the estimator, such as `gamma` and `lam` of gae. Each estimator documents its own."""
+    per_part: dict[str, float] = Field(default_factory=dict)
+    """Weights of named parts of the score, such as `{ answer = 1.0, format = 0.2 }`. If set, the estimator compares the
+    members of a group on each part for itself, and the advantage is the weighted sum (GDPO). If empty, members are
+    compared on the score."""
     zero_variance: Literal["keep", "drop"] = "keep"
-    """What happens to members whose group has only equal scores. keep: they have advantage 0, and their tokens and
-    sequences count in the denominator of the loss. drop: they are left out of the batch."""
+    """What happens to members whose group has only equal scores or, with `per_part`, equal values of every part. keep:
+    they have advantage 0, and their tokens and sequences count in the denominator of the loss. drop: they are left out
+    of the batch."""
 
 
 class CriticSettings(Settings):
@@ -586,9 +591,10 @@ class RewardSettings(Settings):
     """
 
     name: str = "environment"
-    """The reward: environment (the environment's own score), math, format, length, overlong, repetition, judge, http,
-    model, pooling, weighted, or the import path of a function, a class or a `Scorer`, `package.module:name` or
-    `file.py:name`. A function with the signature of verl or TRL has `verl:` or `trl:` before its path."""
+    """The reward: environment (the environment's own score), math, format, length, overlong, repetition, judge, rubric,
+    group_judge, http, model, pooling, weighted, or the import path of a function, a class or a `Scorer`,
+    `package.module:name` or `file.py:name`. A function with the signature of verl or TRL has `verl:` or `trl:` before
+    its path."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of a class, or further keyword arguments of a function. The value `env:NAME` is read from the
     environment variable NAME; use this for keys."""

@@ -8,10 +8,12 @@ the configuration names, including those in a user's own files.
 from __future__ import annotations
 
 import importlib.util
+import math
 
 from gleanrl.config.settings import Config, LearnerSettings, ModelSettings, ReplaySettings
 from gleanrl.utils.errors import UserError
 from gleanrl.utils.settings import JobConfig
+from gleanrl.utils.text import nearest
 
 CHUNKED = ("pipelined", "pipelined_one_step_off", "bounded_async")
 """The schedule presets in which the learner receives each batch in ``schedule.chunks`` chunks."""
@@ -212,8 +214,35 @@ def _check_estimator(config: Config) -> None:
         )
     if credit.estimator == "grpo_passk" and schedule.min_valid < 2:
         raise UserError("credit.estimator = 'grpo_passk' compares the best two; set schedule.min_valid to 2 or more")
+    if credit.per_part:
+        _check_per_part(config, compares_groups=estimator.group_baseline)
     if not estimator.group_local and _in_chunks(config):
         raise _needs_whole_batch(f"credit.estimator = {credit.estimator!r} normalises over the whole batch", config)
+
+
+def _check_per_part(config: Config, *, compares_groups: bool) -> None:
+    credit, loss = config.credit, config.loss
+    if not compares_groups:
+        raise UserError(
+            f"credit.per_part compares the members of a group, which credit.estimator = {credit.estimator!r} does not; "
+            "use grpo or another estimator with a group baseline"
+        )
+    for part, weight in credit.per_part.items():
+        if not math.isfinite(weight):
+            raise UserError(f"credit.per_part.{part} = {weight}: give a finite weight")
+        if config.reward.name == "weighted":
+            known = config.reward.options.get("parts", {})
+            if part.split("/")[0] not in known:
+                raise UserError(
+                    f"credit.per_part: the reward has no part {part!r}{nearest(part, known, list_all=True)}"
+                )
+    for setting, clashes in (
+        ("loss.kl_in = 'reward'", loss.kl_in == "reward" and loss.kl_coefficient > 0),  # the penalty is in no part
+        ("schedule.dynamic_sampling", config.schedule.dynamic_sampling),  # drops groups of equal scores
+        ("replay.grouping = 'own'", config.replay.enabled and config.replay.grouping == "own"),  # compares nothing
+    ):
+        if clashes:
+            raise UserError(f"credit.per_part compares parts of the score, with which {setting} does not work")
 
 
 def _in_chunks(config: Config) -> bool:

@@ -33,6 +33,7 @@ log = logging.getLogger(__name__)
 BUILT_IN: Mapping[str, str] = {
     "environment": "gleanrl.rewards.request:own_score",
     "format": "gleanrl.rewards.text:Format",
+    "group_judge": "gleanrl.rewards.group_judge:GroupJudge",
     "http": "gleanrl.rewards.http:HttpReward",
     "judge": "gleanrl.rewards.judge:Judge",
     "length": "gleanrl.rewards.text:Length",
@@ -41,6 +42,7 @@ BUILT_IN: Mapping[str, str] = {
     "overlong": "gleanrl.rewards.text:Overlong",
     "pooling": "gleanrl.rewards.model:PoolingServer",
     "repetition": "gleanrl.rewards.text:Repetition",
+    "rubric": "gleanrl.rewards.rubric:RubricJudge",
     "weighted": "gleanrl.rewards.compose:Weighted",
 }
 """Import path of each reward that has a short name, by this name."""

@@ -5,7 +5,7 @@ request passes through these steps:
 
 1. `RewardAgent.score` or `RewardLane.score` creates a `Request` from the trajectory.
 2. `RewardAgent._submit` takes the score from the cache, or joins an identical request that is in flight, or starts an
-   asyncio task.
+   asyncio task. If the scorer divides the request, for example into votes, each part passes through these steps.
 3. `RewardAgent._run` is that task. It reads and writes the journal, makes attempts, waits between them, and reports
    every result to the `ErrorBudget`. If the request fails, its score is ``Score.failed(reason)`` and never 0; the
    trajectory is then left out of the training batch.
@@ -180,7 +180,7 @@ class RewardAgent:
         self._cache: OrderedDict[str, Score] = OrderedDict()
         self._jobs: set[_Job] = set()
         self._jobs_by_key: dict[str, _Job] = {}
-        self._tasks: set[asyncio.Task[None]] = set()  # running tasks, including those of cancelled jobs
+        self._tasks: set[asyncio.Task[Any]] = set()  # running tasks, including those of cancelled jobs
         self._submitted = 0
         self._stopped: str | None = "the reward agent is not open: use `async with`"
 
@@ -249,16 +249,19 @@ class RewardAgent:
         messages = tuple(message for request in requests for message in request.messages)
         whole = Request(task, messages, group=tuple(requests))
         outcome = await self._submit(whole, next(iter(deferred.values())).lane)
+        lines = (outcome.explanation or "").splitlines()
         for member, index in enumerate(deferred):
-            value = outcome.parts.get(str(member))
+            value, own = outcome.parts.get(str(member)), f"{member}/"
+            said = "\n".join(line.partition(": ")[2] for line in lines if line.startswith(f"{member}: ")) or None
             if not outcome.valid:
                 scores[index] = outcome
             elif value is None:
                 scores[index] = replace(Score.failed("the reward does not apply"), applicable=False)
             elif math.isfinite(value):
-                scores[index] = Score(value)
+                parts = {name.removeprefix(own): part for name, part in outcome.parts.items() if name.startswith(own)}
+                scores[index] = Score(value, parts=parts, explanation=said)
             else:
-                scores[index] = Score.failed(f"the reward is {value}, not a finite number")
+                scores[index] = Score.failed(said or f"the reward is {value}, not a finite number")
         return scores
 
     def lane(self, name: LaneName) -> RewardLane:
@@ -348,16 +351,22 @@ class RewardAgent:
         """Return a future of the score.
 
         The score comes from the cache, from an identical request in flight, or from a new job. A job is cancelled when
-        all futures that wait for it are cancelled.
+        all futures that wait for it are cancelled. A request that the scorer divides (`Scorer.split`) is submitted in
+        parts.
         """
         if self._stopped is not None:
             raise UserError(self._stopped)
         loop = asyncio.get_running_loop()
         waiter: asyncio.Future[Score] = loop.create_future()
-        if self._scorer.scores_groups and GROUP_UID in request.info:
+        if self._scorer.scores_groups and GROUP_UID in request.info and not request.part:
             reason = "it is scored when its group is complete"
             waiter.set_result(DeferredScore(math.nan, False, explanation=reason, request=request, lane=lane))
             return waiter
+        if pieces := self._scorer.split(request):
+            combining = loop.create_task(self._combine(request, pieces, lane))
+            self._tasks.add(combining)
+            combining.add_done_callback(self._tasks.discard)
+            return combining
         key: str | None = None
         if not request.nonce and (self.settings.cache or self._journal is not None):
             try:
@@ -386,6 +395,16 @@ class RewardAgent:
         job.waiters.add(waiter)
         waiter.add_done_callback(partial(self._leave, job))
         return waiter
+
+    async def _combine(self, request: Request, pieces: Sequence[Request], lane: LaneName) -> Score:
+        """Make the requests into which ``request`` is divided concurrently, and return the score of the whole."""
+        scores = await asyncio.gather(*(self._submit(piece, lane) for piece in pieces))
+        try:
+            return self._scorer.combine(request, scores)
+        except UserError:
+            raise
+        except Exception as error:
+            return self._fail(cause_of(error), reason_of(error))
 
     async def _run(self, job: _Job) -> None:
         """Score the job's request, with retries, and pass the score or the error to all callers that wait for it."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from gleanrl.config.settings import RewardSettings
-from gleanrl.rewards.adapter import BUILT_IN, check_reward, load_reward, named_errors
+from gleanrl.rewards.adapter import BUILT_IN, RewardAdapter, check_reward, load_reward, named_errors
 from gleanrl.rewards.http import version_of
 from gleanrl.rewards.journal import Journal
 from gleanrl.rewards.limits import CURRENT_PERMIT, Permit, RateLimiter, time_limit
@@ -104,24 +104,37 @@ class Weighted(Scorer):
             key = None
         name = f"{request.trajectory_id} {key}"
         unfinished = self._unfinished.pop(name, None) or _Unfinished()
+        # A part's scorer may divide the request, for example into votes.
+        pieces = {part.name: part.scorer.split(request) or [request] for part in self._parts}
+        unfinished.expected = sum(len(of_part) for of_part in pieces.values())
         try:
             try:
                 async with asyncio.TaskGroup() as group:
                     for part in self._parts:
-                        if part.name not in unfinished.scores:
-                            group.create_task(self._score_part(part, request, key, unfinished))
+                        for piece in pieces[part.name]:
+                            if (part.name, piece.part) not in unfinished.scores:
+                                group.create_task(self._score_part(part, piece, key, unfinished))
             except BaseExceptionGroup as errors:
                 raise errors.exceptions[0] from None
             if unfinished.retryable:
                 raise max(unfinished.retryable, key=wait_asked_for)
-            return self._sum(unfinished.scores, unfinished.unreported_cost)
+            scores = {}
+            for part in self._parts:
+                of_pieces = [unfinished.scores[part.name, piece.part] for piece in pieces[part.name]]
+                divided = pieces[part.name][0] is not request
+                score = part.scorer.combine(request, of_pieces) if divided else of_pieces[0]
+                if not score.valid and not part.optional:
+                    failure = Fatal if score.applicable else NotApplicable
+                    raise failure(_reason(part, score.explanation), cause="parts")
+                scores[part.name] = score
+            return self._sum(scores, unfinished.unreported_cost)
         except BaseException as error:
             # The scores of finished parts are kept for the next attempt, also if this attempt was cancelled.
             if isinstance(error, Fatal):
                 # The agent does not retry this request. If a caller makes it again, the parts that were left out get
                 # all their attempts again.
                 unfinished.failures.clear()
-                unfinished.scores = {name: score for name, score in unfinished.scores.items() if score.valid}
+                unfinished.scores = {piece: score for piece, score in unfinished.scores.items() if score.valid}
             if isinstance(error, Retryable | Fatal):
                 error.cost, unfinished.unreported_cost = unfinished.unreported_cost, {}
             unfinished.retryable.clear()
@@ -134,54 +147,63 @@ class Weighted(Scorer):
     async def _score_part(self, part: Part, request: Request, key: str | None, unfinished: _Unfinished) -> None:
         """Score one part, or read its score from the journal, and store the score in ``unfinished``.
 
+        ``request`` may be one of several into which the part's scorer divides a request. If such a piece fails, its
+        score becomes invalid, and the scorer decides what that means for the whole.
+
         A retryable error is stored in ``unfinished`` and not raised, because it would cancel the other parts. If an
         optional part fails, its score becomes invalid. If a required part fails with an error that is not retryable,
         `Fatal` or `NotApplicable` is raised.
         """
+        piece = (part.name, request.part)
+        optional = part.optional or bool(request.part)
         journal_key = None
         if self._journal is not None and key is not None and not part.is_environment:
-            text = f"{key} {part.name} {part.scorer.version}"
+            text = f"{key} {part.name} {request.part} {part.scorer.version}"
             journal_key = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
             if (found := self._journal.get(journal_key)) is not None:
-                unfinished.scores[part.name] = found
+                unfinished.scores[piece] = found
                 return
         try:
-            score = unfinished.scores[part.name] = await part.score(request)
+            score = unfinished.scores[piece] = await part.score(request)
         except UserError:
             raise
         except Exception as error:
             if isinstance(error, Retryable | Fatal):
                 unfinished.add_cost(error.cost)
             retries = is_retryable(error)
-            if retries and part.optional:
+            if retries and optional:
                 now, since = asyncio.get_running_loop().time(), part.outage.since
                 if cause_of(error) in REFUSED:
-                    unfinished.refused_at.setdefault(part.name, now)
-                explained = part.outage.explains(error, unfinished.refused_at.get(part.name))
+                    unfinished.refused_at.setdefault(piece, now)
+                explained = part.outage.explains(error, unfinished.refused_at.get(piece))
                 if wait_asked_for(error) > self._outage_s:
                     retries = False
                 elif part.weight and since is not None and explained:
                     # During an outage, the agent does not count attempts but retries the request for up to
                     # `down_after_s` seconds. The part is left out after half of this time, before the agent gives up
                     # the whole request.
-                    retries = now - since < self._outage_s / 2
+                    retries = not part.optional or now - since < self._outage_s / 2
                     if not retries and cause_of(error) in REFUSED:
                         part.outage.given_up()
                 else:
-                    unfinished.failures[part.name] += 1
-                    retries = unfinished.failures[part.name] < ATTEMPTS
+                    unfinished.failures[piece] += 1
+                    retries = unfinished.failures[piece] < ATTEMPTS
             if retries:
                 after_s = wait_asked_for(error) or None
                 unfinished.retryable.append(Retryable(_reason(part, error), after_s, cause=cause_of(error)))
-            elif part.optional:
-                unfinished.scores[part.name] = Score.failed(str(error) or type(error).__name__)
+            elif optional:
+                failed = Score.failed(str(error) or type(error).__name__)
+                unfinished.scores[piece] = replace(failed, applicable=not isinstance(error, NotApplicable))
             elif isinstance(error, NotApplicable):
                 raise NotApplicable(_reason(part, error)) from error
             else:
                 raise Fatal(_reason(part, error), cause=cause_of(error)) from error
             return
         unfinished.add_cost(score.parts)
-        if self._journal is not None and journal_key is not None and len(unfinished.scores) < len(self._parts):
+        # The agent stores the whole score, so the last part of it is not stored too. A vote always is, because others
+        # may have failed.
+        missing = request.part or len(unfinished.scores) < unfinished.expected
+        if self._journal is not None and journal_key is not None and missing:
             await self._journal.put(journal_key, score)
 
     def _sum(self, scores: Mapping[str, Score], cost: Mapping[str, float]) -> Score:
@@ -281,6 +303,8 @@ class Part:
     ) -> None:
         self.name, self.weight, self.clip, self.optional = name, weight, clip, optional
         self.scorer = load_reward(reward, options=options)
+        if self.scorer.scores_groups and not isinstance(self.scorer, RewardAdapter):
+            raise UserError("it compares the members of a group, but a weighted sum scores them one by one")
         self.is_environment = reward is own_score or reward in ("environment", BUILT_IN["environment"])
         self.outage = OutageDetector()
         self.set_limits(None, RewardSettings().eval_share)
@@ -324,10 +348,11 @@ class Part:
 class _Unfinished:
     """The state of a request that is kept between two attempts, until all its parts have a score."""
 
-    scores: dict[str, Score] = field(default_factory=dict)  # by the part's name; invalid if the part is left out
-    failures: Counter[str] = field(default_factory=Counter)  # number of failed attempts of optional parts, by name
-    # Event loop time at which each optional part was first refused, by name.
-    refused_at: dict[str, float] = field(default_factory=dict)
+    expected: int = 0  # number of entries in ``scores`` when all are finished
+    # All three by the part's name and the piece of the request (`Request.part`).
+    scores: dict[tuple[str, str], Score] = field(default_factory=dict)  # invalid if the piece is left out
+    failures: Counter[tuple[str, str]] = field(default_factory=Counter)  # number of failed attempts of optional pieces
+    refused_at: dict[tuple[str, str], float] = field(default_factory=dict)  # event loop time of the first refusal
     retryable: list[Retryable] = field(default_factory=list)  # retryable errors of the current attempt
     unreported_cost: dict[str, float] = field(default_factory=dict)  # token counts that the agent has not received yet
 

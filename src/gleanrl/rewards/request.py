@@ -61,6 +61,7 @@ class Request:
         nonce: empty, or a unique text that becomes a part of the key, so that the request cannot be answered from the
             cache or the journal.
         group: empty, or the requests of all members of a group that are scored in one call (`Scorer.scores_groups`).
+        part: empty, or the part of a divided request that this request stands for (`Scorer.split`).
     """
 
     task: Task
@@ -71,6 +72,7 @@ class Request:
     sampled: tuple[IntArray, ...] | None = field(default=None, compare=False, repr=False)
     nonce: str = ""
     group: tuple[Request, ...] = ()
+    part: str = ""
 
     @classmethod
     def of(cls, task: Task, answer: Answer) -> Request:
@@ -102,8 +104,8 @@ class Request:
         """Return a hash of this request and of the reward's ``version``, as 32 hex digits.
 
         Equal requests have the same key in every process. The hash covers the task's id and payload, the messages, the
-        score that the environment gave with its turn rewards, and the members of a group that is scored in one call.
-        Raises `TypeError` if the payload is not JSON-serialisable.
+        score that the environment gave with its turn rewards, the members of a group that is scored in one call, and
+        the part of a divided request. Raises `TypeError` if the payload is not JSON-serialisable.
         """
         own = self.own.value if self.own.valid else None
         hashed = [version, self.task.id, self.task.payload, self.messages, own]
@@ -113,6 +115,8 @@ class Request:
             hashed.append(self.nonce)
         if self.group:  # its stored score has one part for each member, unlike that of a single trajectory
             hashed.append([[row.task.id, row.task.payload, row.messages] for row in self.group])
+        if self.part:
+            hashed.append({"part": self.part})
         text = _CANONICAL.encode(hashed)
         return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
@@ -148,7 +152,9 @@ class Scorer:
         scores_groups: True if the score of a member of a group may depend on the other members. The agent then scores
             all members in one call, with a request whose ``group`` holds their requests. `Score.parts` of the result
             holds each member's score under its index, such as ``"0"``. NaN stands for a failure, and a missing index
-            for a member to which the reward does not apply. Requests of other trajectories are made one by one.
+            for a member to which the reward does not apply. A name such as ``"0/length"`` is a part of that member's
+            score, and each line ``0: text`` of the explanation belongs to that member. Requests of other trajectories
+            are made one by one.
     """
 
     version: str = ""
@@ -167,6 +173,18 @@ class Scorer:
             NotApplicable: the reward does not apply to the trajectory.
             UserError: the configuration is wrong. The agent stops.
         """
+        raise NotImplementedError
+
+    def split(self, request: Request) -> Sequence[Request]:
+        """Divide a request into several, which differ in `Request.part`; return nothing to make it as it is.
+
+        The agent makes each of them like any other request: with its own limits, retries, and entries in cache and
+        journal. Then it calls `combine`.
+        """
+        return ()
+
+    def combine(self, request: Request, scores: Sequence[Score]) -> Score:
+        """Return the score of a divided request. ``scores`` are those of its parts in order; some may be invalid."""
         raise NotImplementedError
 
     async def finish(self, task: Task, scores: Sequence[Score]) -> Sequence[Score]:

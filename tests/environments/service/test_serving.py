@@ -20,9 +20,9 @@ import pytest
 from gleanrl.environments.pool import EnvironmentDied
 from gleanrl.environments.service.app import default_memory
 from gleanrl.environments.service.client import ServiceTaskset, Unanswered
-from gleanrl.environments.service.server import Place
 from gleanrl.types import Message, Task
 from gleanrl.utils.errors import UserError
+from gleanrl.utils.place import Place
 from tests.environments.service.world import ROOT, TOKEN, served
 from tests.environments.test_pool import gone
 from tests.strategies import NIGHTLY

@@ -19,9 +19,10 @@ from gleanrl.config.settings import EnvironmentSettings
 from gleanrl.environments.pool import EnvironmentPool
 from gleanrl.environments.service.app import Limits, Service
 from gleanrl.environments.service.client import ServiceTaskset
-from gleanrl.environments.service.server import Place, run_server
+from gleanrl.environments.service.server import run_server
 from gleanrl.protocols import Environment, Observation, Split, Taskset
 from gleanrl.types import Message, Score, StopReason, Task
+from gleanrl.utils.place import Place
 
 ROOT = Path(__file__).parents[3]
 TOKEN = "a-token-of-the-tests-0123456789"

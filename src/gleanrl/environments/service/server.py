@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ipaddress
 import signal
 import socket
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 
 import uvicorn
@@ -17,54 +15,11 @@ from gleanrl.config.settings import EnvironmentSettings
 from gleanrl.environments.pool import EnvironmentPool
 from gleanrl.environments.service.app import Limits, Service
 from gleanrl.protocols import Taskset
-from gleanrl.utils.errors import UserError
-from gleanrl.utils.secrets import Secret
+from gleanrl.utils.place import Place
 
 _KEEP_ALIVE_S = 75  # seconds that an idle connection stays open: longer than in clients, so that the client closes it
 _FINISH_S = 2.0  # seconds that requests under way get to finish when the server stops
 _LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
-    """The address at which a server listens, and the token that every request must carry (None = no token)."""
-
-    host: str = "127.0.0.1"
-    port: int = 8765  # 0 = any free port
-    token: Secret | None = None
-
-    @property
-    def loopback(self) -> bool:
-        """Whether only this machine can reach the address."""
-        with contextlib.suppress(ValueError):
-            return ipaddress.ip_address(self.host).is_loopback
-        return self.host == "localhost"
-
-    def check(self) -> None:
-        """Raise `UserError` if other machines could connect without a token."""
-        if self.token is None and not self.loopback:
-            raise UserError(
-                f"--host {self.host}: others can reach that address, so it needs --token env:NAME; "
-                "or keep the default --host 127.0.0.1 and forward a port to it"
-            )
-
-    def bind(self) -> socket.socket:
-        """Return a socket that listens at the address. A client that connects early waits until the server is ready.
-
-        Raises `UserError` if the address cannot be bound.
-        """
-        try:
-            family, kind, protocol, _, address = socket.getaddrinfo(
-                self.host, self.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-            )[0]
-            found = socket.socket(family, kind, protocol)
-            found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            found.bind(address)
-            found.listen()  # at once, because with SO_REUSEADDR several sockets can be bound until one listens
-        except (OSError, OverflowError) as error:
-            why = getattr(error, "strerror", None) or str(error)
-            raise UserError(f"cannot listen on {self.host} port {self.port}: {why}") from None
-        return found
 
 
 def serve(
@@ -83,7 +38,7 @@ def serve(
         UserError: the address cannot be bound, other machines could connect without a token, or the taskset cannot be
             sent to worker processes.
     """
-    place.check()
+    place.check("--token env:NAME")
     token = None if place.token is None else place.token.reveal()
 
     async def run(listening: socket.socket) -> None:
