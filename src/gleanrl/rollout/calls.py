@@ -1,6 +1,6 @@
 """A model call of an agent, its answer and its refusal, in a form that is the same for every API that clients speak.
 
-A dialect (`gleanrl.environments.agent.calls.Dialect`) reads a request of one API as a `ModelCall` and writes a
+A dialect (`gleanrl.environments.agent.dialects.Dialect`) reads a request of one API as a `ModelCall` and writes a
 `ModelAnswer` as that API's response. Everything else that answers calls works with these two alone.
 """
 

@@ -29,9 +29,9 @@ from gleanrl.utils.seeding import derive
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-# A prompt with more characters for each token of the context is refused before it is tokenised, which takes about a
-# second for a megabyte of text.
 CHARACTERS_PER_TOKEN = 256
+"""A prompt with more characters for each token of the context is refused before it is tokenised, which takes about a
+second for a megabyte of text."""
 
 
 @dataclass(eq=False, slots=True)
@@ -54,6 +54,7 @@ class Exchange:
     calls: int
     """Number of tool calls in the call's messages."""
     answer: Turn | None = None
+    """The sampled turn; None until the call is answered."""
     shown: Message = field(default_factory=lambda: Message(role="assistant", content=""))
     """The answer in the form in which the agent got it."""
 
@@ -67,6 +68,7 @@ class Exchange:
         return turns
 
     def ancestors(self) -> Iterator[Exchange]:
+        """Yield the exchanges that this one continues, the latest first."""
         exchange = self.parent
         while exchange is not None:
             yield exchange

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from gleanrl.environments.agent.calls import Dialect, ModelAnswer, ModelCall, Refused, answer_message, message_key
-from gleanrl.environments.agent.dialects import DIALECTS
+from gleanrl.environments.agent.dialects import DIALECTS, Dialect
+from gleanrl.rollout.calls import ModelAnswer, ModelCall, Refused, answer_message, message_key
 from gleanrl.types import Message
 from tests.strategies import examples, json_values
 

@@ -12,12 +12,40 @@ import json
 import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, Protocol, TypeVar
 
 from pydantic import AfterValidator, AliasChoices, BaseModel, BeforeValidator, Field, ValidationError
 
-from gleanrl.environments.agent.calls import Dialect, ModelAnswer, ModelCall, Refused
+from gleanrl.rollout.calls import ModelAnswer, ModelCall, Refused
 from gleanrl.types import Message
+
+
+class Dialect(Protocol):
+    """The API that an agent's client speaks."""
+
+    path: str
+    """Path of the API's requests, such as "/v1/chat/completions"."""
+
+    def read(self, body: Mapping[str, Any]) -> ModelCall:
+        """Convert the body of a request to a model call.
+
+        Raises:
+            Refused: the body is malformed, or it asks for something that the policy cannot do.
+        """
+        ...
+
+    def write(self, answer: ModelAnswer, call: ModelCall, model: str) -> dict[str, Any]:
+        """Return the body of the response. ``model`` is the name of the model that the response states."""
+        ...
+
+    def stream(self, answer: ModelAnswer, call: ModelCall, model: str) -> Iterator[str]:
+        """Yield the response as server-sent events, each with the empty line that ends it."""
+        ...
+
+    def error(self, refused: Refused) -> dict[str, Any]:
+        """Return the body of the response to a call that is refused."""
+        ...
+
 
 UNPARSED = "unparsed_arguments"
 """Key of a tool call's ``input`` that holds the sampled text if it is not a JSON object. Only Anthropic's API needs it,

@@ -20,7 +20,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from gleanrl.environments.agent.calls import Dialect
+from gleanrl.environments.agent.dialects import DIALECTS, Dialect
 from gleanrl.protocols import ModelAddress
 from gleanrl.rollout.calls import ModelAnswer, ModelCall, Refused
 from gleanrl.utils.http import connection_limit
@@ -29,8 +29,9 @@ MODEL = "policy"
 """Name of the model, which agents get and responses state."""
 MAX_BODY_BYTES = 1 << 24
 """Largest body of a request."""
-# Number of sockets for which the process's limit of open files is raised, and of connections that wait to be accepted.
 CONNECTIONS = 1 << 14
+"""Number of sockets for which the process's limit of open files is raised, and of connections that wait to be
+accepted."""
 
 
 @dataclass(eq=False, slots=True)
@@ -83,8 +84,6 @@ class Endpoint:
             if self._runner is not None:
                 return
             from aiohttp import web
-
-            from gleanrl.environments.agent.dialects import DIALECTS
 
             connection_limit(CONNECTIONS)
             app = web.Application(client_max_size=MAX_BODY_BYTES)

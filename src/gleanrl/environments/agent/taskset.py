@@ -51,8 +51,9 @@ class AgentTaskset(Taskset):
     agent: str | None = None
     """A function, sync or async, as ``file.py:name`` or ``package.module:name``. It is called with the keyword
     arguments ``task`` (a dict), ``base_url``, ``api_key`` and ``model``. It returns a number, which is the score; a
-    text, which is the answer that ``reward.name`` scores; a dict with ``score``, ``answer`` or both, whose further
-    numbers become parts of the score; or None."""
+    text, which is kept as the trajectory's last observation; a dict with ``score``, ``answer`` (such a text) or both,
+    whose further numbers become parts of the score; or None. ``reward.name`` reads the conversation with the model, of
+    which the model's last answer is the last message, and not the text."""
     command: str | list[str] | None = None
     """A program and its arguments. It gets the task as JSON in the environment variable ``GLEANRL_TASK`` and on its
     standard input, and the address in ``OPENAI_BASE_URL``, ``OPENAI_API_KEY``, ``ANTHROPIC_BASE_URL``,
