@@ -193,7 +193,14 @@ def test_a_failed_episode_is_over_and_repeats_its_error() -> None:
             "id": "a",
             "step": 0,
             "done": True,
-            "score": {"value": 0.0, "valid": True, "parts": {}, "explanation": None, "applicable": True},
+            "score": {
+                "value": 0.0,
+                "valid": True,
+                "parts": {},
+                "explanation": None,
+                "applicable": True,
+                "turns": None,
+            },
         }
         await asyncio.sleep(0)
         # The environment is closed after the failure, and not only when the episode is released.
