@@ -150,8 +150,7 @@ class Conversations:
                 shown = renderer.tokenizer.decode(tokens[:middle])
                 low, high = (low, middle) if any(text in shown for text in stop) else (middle + 1, high)
             tokens, logprobs = tokens[:low], logprobs[:low]
-        before = [*(exchange.parent.path() if exchange.parent else ()), *exchange.context]
-        message = renderer.parse(tokens, exchange.calls, before)
+        message = renderer.parse(tokens, exchange.calls, exchange.path())
         for text in stop:
             message["content"] = message["content"].partition(text)[0]
             if "reasoning_content" in message:
