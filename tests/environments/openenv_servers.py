@@ -1,6 +1,6 @@
 """Two OpenEnv servers for tests: a guessing game whose action is a number, and one whose actions are tool calls."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 from fastmcp import FastMCP
 from openenv.core.env_server.http_server import create_app
@@ -68,5 +68,32 @@ class SumEnvironment(MCPEnvironment):
         return State()
 
 
+class ListedEnvironment(GuessEnvironment):
+    """A guessing game with 5 tasks to train on and 3 to test, which it lists."""
+
+    COUNTS: ClassVar = {"train": 5, "test": 3}
+
+    def reset(self, seed: int | None = None, episode_id: str | None = None, **task: Any) -> Heard:
+        observed = super().reset(task["index"] + 100 * (task["split"] == "test"))
+        observed.messages[0]["content"] = f"{task['split']} {task['index']}"
+        return observed
+
+    def list_splits(self) -> list[str]:
+        return list(self.COUNTS)
+
+    def list_tasks(self, split: str) -> list[dict[str, Any]]:
+        return self.get_task_range(split, 0, None)
+
+    def num_tasks(self, split: str) -> int:
+        return self.COUNTS[split]
+
+    def get_task(self, split: str, index: int) -> dict[str, Any]:
+        return self.list_tasks(split)[index]
+
+    def get_task_range(self, split: str, start: int | None, stop: int | None) -> list[dict[str, Any]]:
+        return [{"id": f"{split}-{index}", "index": index} for index in range(self.COUNTS[split])[start:stop]]
+
+
 guess = create_app(GuessEnvironment, Guess, Heard, env_name="guess", max_concurrent_envs=8)
+listed = create_app(ListedEnvironment, Guess, Heard, env_name="listed", max_concurrent_envs=8)
 sums = create_app(SumEnvironment, CallToolAction, CallToolObservation, env_name="sums", max_concurrent_envs=4)

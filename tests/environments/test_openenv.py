@@ -30,6 +30,7 @@ from gleanrl.rollout.tool_calls import Call, call_message
 from gleanrl.runtime.run_folder import RunFolder
 from gleanrl.types import Message
 from gleanrl.utils.errors import UserError
+from tests.environments.service.world import served
 
 HERE = Path(__file__).parent
 NUMBER = {"properties": {"number": {"type": "integer"}, "metadata": {}}, "required": ["number"]}
@@ -113,7 +114,10 @@ def test_an_unreachable_server_raises_an_error_with_its_url() -> None:
 
 def test_ids_depend_on_the_environments_name_and_the_options_not_on_the_url(monkeypatch: pytest.MonkeyPatch) -> None:
     names = {"http://a": "guess", "http://b": "guess", "http://c": "", "http://d": ""}
-    monkeypatch.setattr("gleanrl.environments.adapters.openenv.fetch_description", lambda url, *_: {"name": names[url]})
+    monkeypatch.setattr(
+        "gleanrl.environments.adapters.openenv.fetch_description",
+        lambda url, token, path, *_: {"name": names[url]} if path == "/metadata" else None,
+    )
     ids = {url: [task.id for task in taskset(url).tasks("train", 9)] for url in names}
     # Both servers have an environment of the same name, which is taken to be the same environment at another address.
     assert ids["http://a"] == ids["http://b"]
@@ -184,6 +188,12 @@ def guess() -> Iterator[str]:
 @pytest.fixture(scope="module")
 def sums() -> Iterator[str]:
     with serving("openenv_servers:sums", HERE) as url:
+        yield url
+
+
+@pytest.fixture(scope="module")
+def listed() -> Iterator[str]:
+    with serving("openenv_servers:listed", HERE) as url:
         yield url
 
 
@@ -308,3 +318,41 @@ environment = {{ name = "openenv", train_tasks = 4, eval_tasks = 2, options = {{
         assert len({task.id for tasks in splits for task in tasks}) == 36
         assert [task.id for task in taskset(guess).tasks("eval", 12)] == [task.id for task in splits[2]]
         assert splits[0][0].id.startswith("GuessEnvironment-")
+
+    def test_tasks_that_a_server_lists_are_taken_from_its_splits(self, listed: str) -> None:
+        source = taskset(listed)
+        taken = {split: source.tasks(split, count) for split, count in (("train", 2), ("eval", 3), ("warm_start", 1))}
+        resets = {split: [task.payload["reset"] for task in tasks] for split, tasks in taken.items()}
+        assert resets["eval"] == [{"split": "test", "index": index} for index in range(3)]
+        own = [tuple(reset.values()) for split in ("train", "warm_start") for reset in resets[split]]
+        assert {split for split, _ in own} == {"train"}
+        assert len(set(own)) == 3
+        assert play_episode(source, task=1)[0].messages[0]["content"] == "Guess a number.\ntrain {}".format(
+            resets["train"][1]["index"]
+        )
+        with pytest.raises(UserError, match="found 3"):
+            source.tasks("eval", 4)
+
+    def test_openenvs_own_client_plays_what_this_project_serves(self) -> None:
+        from openenv import GenericEnvClient
+
+        arguments = ("--openenv", "--environment.options.receptacles", "[5, 6]")
+        with served("alfworld", *arguments) as (_, url), GenericEnvClient(base_url=url) as client:
+            opened = client.reset(split="eval", index=1)
+            tasks = load_taskset(EnvironmentSettings(name="alfworld", options={"receptacles": [5, 6]}), seed=0)
+            messages, score = tasks.demonstrate(tasks.tasks("eval", 2)[1], seed=0)
+            assert (
+                opened.observation["messages"][-1]["content"]
+                == messages[len(opened.observation["messages"]) - 1]["content"]
+            )
+            rewards, done = [opened.reward or 0.0], False
+            for message in messages:
+                if message["role"] == "assistant":
+                    assert not done
+                    result = client.step({"message": message["content"]})
+                    rewards.append(result.reward or 0.0)
+                    done = result.done
+            assert done
+            assert sum(rewards) == score.value == 1.0
+            with pytest.raises(RuntimeError, match="index"):
+                client.reset(split="eval", index=10_000)

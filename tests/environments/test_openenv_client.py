@@ -67,7 +67,8 @@ async def protocol_server(
 
 
 async def resets(url: str, **options: Any) -> tuple[Any, Observation]:
-    source = OpenEnvTaskset(url=url, name="ours", **options)
+    # The reset has a seed, so the server, which runs in this event loop, is not asked for its tasks.
+    source = OpenEnvTaskset(url=url, name="ours", reset={"seed": 0}, **options)
     environment = source.environment(source.tasks("train", 1)[0])
     return environment, await environment.reset()
 
@@ -182,9 +183,9 @@ def test_sending_a_token_unencrypted_to_another_machine_warns_once(
 ) -> None:
     monkeypatch.setenv("SESAME", "open-sesame")
     for _ in range(2):
-        OpenEnvTaskset(url="http://192.0.2.7:8000", name="far", token_env="SESAME").tasks("train", 1)
+        OpenEnvTaskset(url="http://192.0.2.7:8000", name="far", token_env="SESAME", reset={"seed": 1}).tasks("train", 0)
     for url in ("https://192.0.2.7", "wss://192.0.2.7", "http://127.0.0.1:1", "ws://localhost:1"):
-        OpenEnvTaskset(url=url, name="far", token_env="SESAME").tasks("train", 1)
+        OpenEnvTaskset(url=url, name="far", token_env="SESAME", reset={"seed": 1}).tasks("train", 0)
     (named,) = [record.getMessage() for record in caplog.records if "unencrypted" in record.getMessage()]
     assert "http://192.0.2.7:8000" in named
     assert "the token in SESAME" in named

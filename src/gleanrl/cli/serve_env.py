@@ -46,6 +46,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-memory", type=positive_float, metavar="MIB", help=text)
     text = "require the token in the environment variable NAME; needed if other machines can reach the address"
     parser.add_argument("--token", metavar="env:NAME", help=text)
+    text = "serve OpenEnv's protocol too, at the same address, so that TRL and others can play the tasks"
+    parser.add_argument("--openenv", action="store_true", help=text)
     parser.set_defaults(command=_serve, takes_settings=True)
 
 
@@ -54,7 +56,7 @@ def _serve(args: argparse.Namespace) -> int:
     from gleanrl.environments import load_taskset
     from gleanrl.utils.secrets import Secret
 
-    for package in ("fastapi", "uvicorn"):
+    for package in ("fastapi", "uvicorn", *(["websockets"] if args.openenv else [])):
         if importlib.util.find_spec(package) is None:
             raise UserError(f"gleanrl serve-env needs {package}: pip install 'gleanrl[serve]'")
     from gleanrl.environments.service.app import Limits, default_memory
@@ -85,6 +87,7 @@ def _serve(args: argparse.Namespace) -> int:
     def ready(address: str) -> None:
         print(f"serving {settings.name} at {address} ({workers} workers; {address}/docs lists the routes)", flush=True)
 
-    serve(load_taskset(settings, config.run.seed), settings, config.run.seed, limits, place, ready)
+    taskset = load_taskset(settings, config.run.seed)
+    serve(taskset, settings, config.run.seed, limits, place, ready, openenv=args.openenv)
     print("gleanrl: the server has ended", file=sys.stderr)
     return 0

@@ -97,8 +97,8 @@ def seen_by_run(config: Config, taskset: Any) -> tuple[Any, ...]:
     shown = prepare.demonstrate(
         config.model_copy(update={"environment": config.environment.model_copy(update=at)}), taskset, Console()
     )
-    assert any(demonstration.tools for demonstration in shown)
-    return proposed, [(demonstration.messages, tuple(demonstration.tools)) for demonstration in shown]
+    assert any(tools for demonstration in shown for _, tools in demonstration.conversations)
+    return proposed, [demonstration.conversations for demonstration in shown]
 
 
 async def ended(environment: Any) -> Score:

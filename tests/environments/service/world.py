@@ -103,6 +103,7 @@ async def serving(
     options: dict[str, Any] | None = None,
     listen: bool = True,
     hosts: frozenset[str] | None = None,
+    openenv: bool = False,
 ) -> AsyncIterator[tuple[Service, str]]:
     """Run a service on this event loop. Yields the service and its URL.
 
@@ -111,7 +112,7 @@ async def serving(
     settings = EnvironmentSettings(name="here", options=options or {}, workers=workers, timeout_s=timeout_s)
     stop, ready = asyncio.Event(), asyncio.Event()
     async with EnvironmentPool(taskset, workers=workers, timeout_s=timeout_s) as pool:
-        made = Service(taskset, pool, settings, limits or Limits(), token=token, hosts=hosts)
+        made = Service(taskset, pool, settings, limits or Limits(), token=token, hosts=hosts, openenv=openenv)
         if not listen:
             try:
                 yield made, "http://here"

@@ -25,7 +25,7 @@ from urllib.parse import urlsplit
 import pydantic
 from pydantic import Field
 
-from gleanrl.environments.splits import fingerprint, named, select
+from gleanrl.environments.splits import fingerprint, named, select, split_of
 from gleanrl.protocols import Environment, Observation, Split, Taskset
 from gleanrl.rollout.thinking import answer_of
 from gleanrl.types import Message, Score, Task
@@ -64,7 +64,11 @@ class OpenEnvTaskset(Taskset):
     """Makes tasks from the environment that an OpenEnv server at ``url`` runs, e.g. ``http://127.0.0.1:8000``.
 
     A task consists of the arguments with which the server resets its environment. These are ``reset``, updated with one
-    item of ``resets`` or, without ``resets``, with the next seed.
+    item of ``resets``. Without ``resets``, they are updated with the split and the index of a task that the server
+    lists (OpenEnv's Task API) or, if it lists none, with the next seed.
+
+    The server's splits become those of this taskset by their names or their types: "test", or else "validation", is
+    "eval". Splits of this taskset that the server lacks share the tasks of its split "train".
     """
 
     url: str
@@ -72,7 +76,8 @@ class OpenEnvTaskset(Taskset):
     reset: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the reset of every task."""
     resets: list[dict[str, Any]] | None = None
-    """Additional arguments, one item for each task. None = ``{"seed": 0}``, ``{"seed": 1}`` and so on."""
+    """Additional arguments, one item for each task. None = the tasks that the server lists, ``{"split": "train",
+    "index": 0}`` and so on; or ``{"seed": 0}``, ``{"seed": 1}`` and so on if it lists none."""
     action: str | None = None
     """Import path of a `ToAction`, which converts the model's message to an action. None = `to_action`."""
     observe: str | None = None
@@ -104,17 +109,47 @@ class OpenEnvTaskset(Taskset):
                 changes[option] = getattr(self, option)
         if not name:
             name, changes["url"] = "openenv", self.url
-        candidates = self._candidates(name)
+        resets, of = self.resets, split_of
+        if resets is None and not {"split", "index", "seed"} & set(self.reset):
+            resets, of = self._listed(split)
+        candidates = self._candidates(name, resets)
         tasks = []
-        for mark, arguments in select(
-            candidates, split, count, f"OpenEnv server {self.url}", endless=self.resets is None
-        ):
+        what = f"OpenEnv server {self.url}"
+        for mark, arguments in select(candidates, split, count, what, of, endless=resets is None):
             tasks.append(Task(id=f"{name}-{named(mark, changes)[:16]}", payload={"reset": arguments, **changes}))
         return tasks
 
-    def _candidates(self, name: str) -> Iterator[tuple[str, dict[str, Any]]]:
-        resets = ({"seed": seed} for seed in count_from()) if self.resets is None else self.resets
-        for own in resets:
+    def _listed(self, split: Split) -> tuple[list[dict[str, Any]] | None, Callable[[str], Split]]:
+        """Return the resets of the server's tasks from which ``split`` is taken, and the split of each fingerprint.
+
+        The first is None if the server does not implement the Task API.
+        """
+        environments = fetch_description(self.url, self.token_env, "/list_environments") or ("",)
+        listed = fetch_description(self.url, self.token_env, f"/{environments[0]}/splits") or ()
+        own: dict[Split, str] = {}
+        kinds: dict[Split, tuple[str, ...]] = {"train": ("train",), "eval": ("test", "validation"), "warm_start": ()}
+        for mine in kinds:
+            fitting = [found["name"] for found in listed if found["name"] == mine]
+            for kind in kinds[mine]:
+                fitting += [found["name"] for found in listed if found.get("type") == kind]
+            if left := [theirs for theirs in fitting if theirs not in own.values()]:
+                own[mine] = left[0]
+        if "train" not in own:
+            return None, split_of
+        theirs = own.get(split, own["train"])
+        shared: list[Split] = [mine for mine in kinds if own.get(mine, own["train"]) == theirs]
+        body = json.dumps({"split": theirs})
+        answer = fetch_description(self.url, self.token_env, f"/{environments[0]}/num_tasks", body)
+        resets = [{"split": theirs, "index": index} for index in range(int(answer["num_tasks"]) if answer else 0)]
+
+        def of(mark: str) -> Split:
+            found = split_of(mark)
+            return found if found in shared else shared[0]
+
+        return resets, of
+
+    def _candidates(self, name: str, resets: list[dict[str, Any]] | None) -> Iterator[tuple[str, dict[str, Any]]]:
+        for own in ({"seed": seed} for seed in count_from()) if resets is None else resets:
             arguments = {**self.reset, **own}
             yield fingerprint(name, json.dumps(arguments, sort_keys=True)), arguments
 
@@ -400,17 +435,23 @@ def _make_client(url: str, token_env: str | None) -> HttpClient:
 
 
 @lru_cache(maxsize=64)
-def fetch_description(url: str, token_env: str | None, path: str) -> Mapping[str, Any]:
-    """Fetch what the server at ``url`` reports about itself at ``path`` ("/metadata" or "/schema"). Cached.
+def fetch_description(url: str, token_env: str | None, path: str, body: str | None = None) -> Any:
+    """Fetch what the server at ``url`` reports about itself at ``path``, such as "/metadata" or "/schema". Cached.
+
+    ``body`` is the JSON of a POST request; None = a GET request. Returns None if the server does not have a route of
+    the Task API, which is optional.
 
     Raises:
         UserError: no OpenEnv server answers at ``url``.
     """
 
-    async def get() -> Mapping[str, Any]:
+    async def get() -> Any:
         client = _make_client(url, token_env)
         try:
-            response = await client.send("GET", path)
+            content = None if body is None else body.encode()
+            response = await client.send("GET" if content is None else "POST", path, content)
+            if response.status in (404, 405, 501) and path not in ("/metadata", "/schema"):
+                return None
             if response.status != 200:
                 raise client.error_of(path, response)
             return json.loads(response.body)

@@ -30,7 +30,8 @@ from gleanrl.environments.service import bodies as b
 from gleanrl.environments.service.bodies import NotJson
 from gleanrl.environments.service.calls import Calls
 from gleanrl.environments.service.episodes import Answer, Episodes, Refused
-from gleanrl.protocols import Taskset
+from gleanrl.environments.service.openenv import OpenEnvRoutes
+from gleanrl.protocols import Split, Taskset
 from gleanrl.types import OpenAIMessage, StopReason
 from gleanrl.utils.fingerprint import fingerprint as hashed
 from gleanrl.utils.importing import file_versions
@@ -117,6 +118,7 @@ class Service:
         token: the token that every request must carry, except requests for the paths in `OPEN`; None = no token.
         hosts: host names under which the server may be addressed; None = any. This prevents DNS rebinding, in which a
             web page in a browser on this machine reaches a server on loopback under the page's own host name.
+        openenv: whether to serve OpenEnv's protocol too (`gleanrl.environments.service.openenv`).
     """
 
     def __init__(
@@ -129,6 +131,7 @@ class Service:
         seed: int = 0,
         token: str | None = None,
         hosts: frozenset[str] | None = None,
+        openenv: bool = False,
     ) -> None:
         self.taskset, self.pool, self.settings, self.limits = taskset, pool, settings, limits
         self._token, self._hosts = None if token is None else f"Bearer {token}".encode(), hosts
@@ -166,6 +169,14 @@ class Service:
             add("/demonstrate", self.demonstrate, b.DemonstrateBody, b.DemonstrateAnswer, about, 404, 500, 503)
         add("/health", self.health, None, b.HealthAnswer, "Whether the server takes requests; needs no token")
         add("/profile", self.profile, None, b.ProfileAnswer, "Load, latency, processor time and memory")
+        self.openenv = openenv
+        if openenv:
+            routes = OpenEnvRoutes(self)
+            for path, endpoint in routes.gets.items():
+                add(path, endpoint, None, None, "OpenEnv's protocol")
+            for path, (body, endpoint) in routes.posts.items():
+                add(path, endpoint, body, None, "OpenEnv's Task API", 500, 503)
+            self._api.add_api_websocket_route("/ws", routes.session)
         document = self._api.openapi()
         # OpenAPI links document which further requests take the episode id that an answer contains.
         id = {"id": "$response.body#/id"}
@@ -206,11 +217,15 @@ class Service:
         headers: dict[bytes, bytes] = {}
         try:
             takes_body, path = False, scope.get("path", "")
-            if scope["type"] == "http":
+            if scope["type"] in ("http", "websocket"):
                 headers = dict(scope["headers"])
-                host = headers.get(b"host", b"").decode("latin-1")
-                if self._hosts is not None and re.sub(r":\d*\Z", "", host).strip("[]").lower() not in self._hosts:
-                    raise Refused(403, "host", f"this server is not addressed as {host[:100]!r}")
+                addressed = [headers.get(b"host", b"").decode("latin-1")]
+                if scope["type"] == "websocket" and b"origin" in headers:
+                    # A browser lets any web page open a WebSocket to this server, and names the page's own host.
+                    addressed.append(headers[b"origin"].decode("latin-1").rpartition("//")[2])
+                for host in addressed:
+                    if self._hosts is not None and re.sub(r":\d*\Z", "", host).strip("[]").lower() not in self._hosts:
+                        raise Refused(403, "host", f"this server is not addressed as {host[:100]!r}")
                 given = headers.get(b"authorization", b"")
                 token = None if scope["path"] in OPEN else self._token
                 if token is not None and not hmac.compare_digest(given, token):
@@ -218,7 +233,7 @@ class Service:
                     raise Refused(401, "unauthorized", detail)
                 # If another ASGI application mounts this one under a path, ``root_path`` is that path.
                 path = path.removeprefix(scope.get("root_path", ""))
-                takes_body = scope["method"] == "POST" and path in self._endpoints
+                takes_body = scope.get("method") == "POST" and path in self._endpoints
             if takes_body:
                 model, endpoint = self._endpoints[path]
                 response = await endpoint(model.model_validate(await _read_body(headers, receive)))
@@ -226,6 +241,9 @@ class Service:
                 response = self._api
         except Exception as error:
             response = await answer_error(None, error)
+            if scope["type"] == "websocket":  # refused before the connection is accepted, so the client gets a 403
+                await send({"type": "websocket.close", "code": 1008})
+                return
         key = headers.get(b"idempotency-key")
 
         async def send_with_key(message: MutableMapping[str, Any]) -> None:
@@ -264,19 +282,7 @@ class Service:
         return await self.episodes.release(body.id)
 
     async def tasks(self, body: b.TasksBody) -> Response:
-        key = (body.split, body.count)
-        found = self._lists.pop(key, None)
-        if found is None:
-            if why := self._check_memory():
-                raise Refused(503, "full", why, 5)
-            found = await self._calls.call("tasks", body.split, body.count)
-        self._lists.pop(key, None)
-        self._lists[key] = found
-        while len(self._lists) > 1:
-            size = sum(len(task) for tasks in self._lists.values() for task in tasks)
-            if len(self._lists) <= LISTS and size <= KEPT:
-                break
-            del self._lists[next(iter(self._lists))]
+        found = await self.list_tasks(body.split, body.count)
         page, size = [], 0
         for task in islice(found, min(body.start, len(found)), None):
             page.append(task)
@@ -286,6 +292,23 @@ class Service:
         end = body.start + len(page) >= len(found)
         content = b'{"tasks":[%b],"end":%b}' % (b",".join(page), b"true" if end else b"false")
         return Response(content, media_type="application/json")
+
+    async def list_tasks(self, split: Split, count: int) -> Sequence[bytes]:
+        """Return the first ``count`` tasks of a split, each encoded as JSON."""
+        key = (split, count)
+        found = self._lists.pop(key, None)
+        if found is None:
+            if why := self._check_memory():
+                raise Refused(503, "full", why, 5)
+            found = await self._calls.call("tasks", split, count)
+        self._lists.pop(key, None)
+        self._lists[key] = found
+        while len(self._lists) > 1:
+            size = sum(len(task) for tasks in self._lists.values() for task in tasks)
+            if len(self._lists) <= LISTS and size <= KEPT:
+                break
+            del self._lists[next(iter(self._lists))]
+        return found
 
     async def prepare(self, body: b.PrepareBody) -> Response:
         tasks = [b.read_task(task) for task in body.tasks]

@@ -161,8 +161,7 @@ class EpisodeAnswer(BaseModel):
     id: EpisodeId
     step: int = Field(description="Number of the step that led to this observation; 0 for the first one.")
     observation: Json = Field(
-        description="An observation, with the fields messages, done, score, reward, info, tools, max_tokens and "
-        "count_tokens."
+        description="An observation, with the fields messages, done, score, reward, info and tools."
     )
 
 

@@ -13,7 +13,7 @@ import uvicorn
 
 from gleanrl.config.settings import EnvironmentSettings
 from gleanrl.environments.pool import EnvironmentPool
-from gleanrl.environments.service.app import Limits, Service
+from gleanrl.environments.service.app import LARGEST, Limits, Service
 from gleanrl.protocols import Taskset
 from gleanrl.utils.place import Place
 
@@ -29,10 +29,13 @@ def serve(
     limits: Limits,
     place: Place,
     ready: Callable[[str], None],
+    *,
+    openenv: bool = False,
 ) -> None:
     """Serve until SIGINT or SIGTERM; then finish the requests under way, close the environments and end the workers.
 
-    ``seed`` is the seed of the taskset. ``ready`` is called with the address once the server accepts requests.
+    ``seed`` is the seed of the taskset. ``ready`` is called with the address once the server accepts requests. With
+    ``openenv``, OpenEnv's protocol is served too.
 
     Raises:
         UserError: the address cannot be bound, other machines could connect without a token, or the taskset cannot be
@@ -54,7 +57,7 @@ def serve(
             if not opening.done():  # the stop signal came while the workers were starting
                 return
             await opening
-            service = Service(taskset, pool, settings, limits, seed=seed, token=token, hosts=hosts)
+            service = Service(taskset, pool, settings, limits, seed=seed, token=token, hosts=hosts, openenv=openenv)
             shown = f"[{host}]" if ":" in host else host
             await run_server(service, listening, stop, partial(ready, f"http://{shown}:{port}"))
         finally:
@@ -84,7 +87,8 @@ async def run_server(
     """
     config = uvicorn.Config(
         service,
-        ws="none",
+        ws="auto" if service.openenv else "none",
+        ws_max_size=LARGEST,
         log_level="warning",
         access_log=False,
         lifespan="off",
