@@ -23,6 +23,7 @@ VERBS: Mapping[str, str] = {
     "train": "train a preset or a TOML configuration",
     "evaluate": "evaluate a run, a checkpoint, an exported model or a preset",
     "export": "write the model of a run or a checkpoint for other software, or upload it to the Hugging Face hub",
+    "serve": "serve a trained model for clients of OpenAI's and Anthropic's APIs, with a chat page",
     "report": "make the HTML report of a run, or of several side by side",
     "runs": "list, compare or delete runs",
     "env": "begin an environment of your own: an example, its test and a configuration",
