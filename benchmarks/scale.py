@@ -24,7 +24,7 @@ ASSUMED: Mapping[str, float] = {
 _SAMPLING, _TRAINING, _ALL, _SAMPLED = ASSUMED.values()
 COMMON = (
     "--logprobs 0 --reference 0 --group 8 --latency lognormal:2:0.8 --slots 64 --floor 0.5 --updates 4"
-    " --gradients 15 --weights 15 --network 25 --bandwidth 25 --turns 10 --tokens 2000"
+    " --gradients 30 --weights 15 --network 25 --bandwidth 25 --turns 10 --tokens 2000"
 )
 MEASURED = (
     "--driver-turn 944 --driver-trajectory 30 --driver-group 185 --agent-request 147 --pool-add 191 --pool-sample 537"

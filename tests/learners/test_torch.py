@@ -493,8 +493,10 @@ def test_only_adapters_are_trained_and_published_weights_are_merged() -> None:
     torch.testing.assert_close(published(tokens).logits, peft_model(tokens).logits, rtol=1e-5, atol=1e-5)
     with pytest.raises(UserError, match="no adapters"):
         make_learner().export_adapters(Path("adapters"), "base")
-    with pytest.raises(UserError, match=r"learner\.lora_targets = 'nonsense'"):
-        make_learner(lora_rank=4, lora_targets="nonsense")
+    # The embedding and the head of this model are one tensor. Adapters of one module cannot be merged into it.
+    for targets in ("nonsense", "embed_tokens", "q_proj,lm_head"):
+        with pytest.raises(UserError, match=rf"learner\.lora_targets = '{targets}'"):
+            make_learner(lora_rank=4, lora_targets=targets)
 
 
 # --- checkpoints and exports -----------------------------------------------------------------------

@@ -131,8 +131,11 @@ class Actor(NamedTuple):
 
 
 @contextmanager
-def nodes(count: int, *, cpus: int) -> Iterator[tuple[str, Callable[[str], Actor]]]:
-    """Start a Ray cluster of nodes on this machine; yield its address, and a function that finds an actor of a kind."""
+def nodes(count: int, *, cpus: int) -> Iterator[tuple[str, Callable[[str], Actor], Callable[[], None]]]:
+    """Start a Ray cluster of nodes on this machine.
+
+    Yields its address, a function that finds an actor of a kind, and one that ends the node that was started last.
+    """
     from ray.cluster_utils import Cluster
 
     cluster = Cluster()
@@ -146,9 +149,8 @@ def nodes(count: int, *, cpus: int) -> Iterator[tuple[str, Callable[[str], Actor
         return Actor(found["Pid"], found["Address"]["NodeID"])
 
     try:
-        for _ in range(count):
-            cluster.add_node(num_cpus=cpus, include_dashboard=False)
-        yield cluster.address, newest
+        started = [cluster.add_node(num_cpus=cpus, include_dashboard=False) for _ in range(count)]
+        yield cluster.address, newest, lambda: cluster.remove_node(started[-1])
     finally:
         cluster.shutdown()
 

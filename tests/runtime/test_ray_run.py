@@ -44,7 +44,7 @@ def test_a_learner_on_two_nodes_equals_the_local_runtime_and_survives_a_killed_r
     settings = ("--run.steps", "4", "--run.threads", "1", "--learner.ranks", "2")
     local = start(tmp_path / "local", *settings, runtime="local")
     assert local.wait().status == 0
-    with nodes(2, cpus=3) as (address, actors):
+    with nodes(2, cpus=3) as (address, actors, _):
         settings += ("--ray-address", address, "--ray.learner_cpus", "2")  # so that a node has no room for both ranks
         command = start(tmp_path / "ray", *settings)
         command.until_step(1)
@@ -71,6 +71,19 @@ def test_a_learner_on_two_nodes_equals_the_local_runtime_and_survives_a_killed_r
         assert not find_losses(command.run, 8)
         assert "Traceback" not in ended.stderr + ended.stdout
         assert not gone({learner, *(actors(kind).pid for kind in ("Learner", RANK))})
+
+
+def test_a_run_whose_node_is_gone_ends_with_one_line(start: Start, tmp_path: Path) -> None:
+    with nodes(2, cpus=3) as (address, actors, end_node):
+        settings = ("--learner.ranks", "2", "--ray.learner_cpus", "2", "--ray.wait_s", "10", "--ray.max_restarts", "1")
+        command = start(tmp_path, "--run.steps", "1000", "--ray-address", address, *settings)
+        command.until_step(1)
+        assert len({actors(kind).node for kind in ("Learner", RANK)}) == 2
+        end_node()
+        ended = command.wait()
+    assert ended.status != 0
+    assert "ray.wait_s" in ended.stderr.splitlines()[-1]
+    assert "Traceback" not in ended.stderr + ended.stdout
 
 
 TRAP = '''

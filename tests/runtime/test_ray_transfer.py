@@ -54,9 +54,11 @@ class World:
 
     async def whole(self) -> None:
         """Wait until both samplers are running."""
-        while len(self.actors.members) < 2 or any(actor.death for actor in self.actors.members.values()):
-            await asyncio.wait_for(self.actors.changed.wait(), 60)
+        while True:
             await self.actors.member()  # raises the error that prevents a restart
+            if len(self.actors.members) == 2 and not any(actor.death for actor in self.actors.members.values()):
+                return
+            await self.actors.changed.wait()
 
 
 @asynccontextmanager
@@ -193,12 +195,21 @@ def test_samplers_that_are_all_dead_at_a_publication_get_its_weights_when_they_s
     async def main() -> None:
         async with world(cluster, tmp_path, way) as at:
             await at.learn(1)
+            published, ready = asyncio.Event(), at.actors.ready
+            assert ready is not None
+
+            async def late(actor: ActorClient) -> None:
+                await published.wait()
+                await ready(actor)
+
+            at.actors.ready = late
             for dead in list(at.actors.members.values()):
                 await killed(dead)
                 await dead.ended.wait()
             assert not at.actors.members
             await at.samplers.publish("train", at.weights, 1)
-            await at.learn(2)  # no sampler has started yet
+            await at.learn(2)
+            published.set()
             await at.whole()
             assert await at.held() == [{"train": (1.0, 1)}] * 2
 

@@ -7,6 +7,7 @@ from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 
@@ -18,7 +19,7 @@ if find_spec("vllm") is None:
     pytest.skip("vLLM is not installed in this environment: make vllm", allow_module_level=True)
 
 from gleanrl.samplers.vllm import engine_arguments
-from tests.samplers.vllm_engine import PROMPT, begun, changed, make_model, make_sampler, run, weights_of
+from tests.samplers.vllm_engine import LONG, PROMPT, begun, changed, make_model, make_sampler, run, weights_of
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
@@ -81,6 +82,31 @@ def test_an_engine_error_raises_in_all_waiting_requests_and_later_ones_succeed(m
         results = await asyncio.gather(*(converse(sampler, seed) for seed in range(5)), return_exceptions=True)
         assert all(isinstance(r, RuntimeError) and "MemoryError: no room" in str(r) for r in results)
         assert_exact(model, [await converse(sampler, 1)])
+        await sampler.close()
+
+    run(test())
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("moment", ["while sampling", "before a publication"])
+def test_the_death_of_a_tensor_parallel_worker_is_a_user_error_that_names_it(moment: str) -> None:
+    model = make_model()
+
+    async def test() -> None:
+        sampler = make_sampler(model, inflight=True, tensor_parallel_size=2, lora_rank=2, enable_lora=True)
+        doomed = next(child for child in psutil.Process().children() if child.name().endswith("TP1"))
+        async with sampler.session(0) as session:
+            answer = asyncio.create_task(session.sample(PROMPT, LONG))
+            await begun(sampler)
+            doomed.kill()
+            waiting: Any = answer
+            if moment == "before a publication":
+                waiting = sampler.publish(weights_of(model), 1)
+            with pytest.raises(UserError, match=r"VllmWorker-1.*-9") as died:
+                await waiting
+            assert "\n" not in str(died.value)
+            await asyncio.wait([answer])
+            assert answer.exception() is not None
         await sampler.close()
 
     run(test())

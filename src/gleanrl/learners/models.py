@@ -13,6 +13,7 @@ import importlib.util
 import json
 import os
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -410,7 +411,7 @@ def add_adapters(model: nn.Module, settings: LearnerSettings, seed: int) -> Any:
     """Add LoRA adapters to ``model`` and return the peft model, in which only the adapters are trainable.
 
     ``seed`` determines the initial values of the adapters. Raises `UserError` if peft is not installed, or if
-    ``learner.lora_targets`` matches no module of the model.
+    ``learner.lora_targets`` matches no module of the model or one whose weight is tied to that of another.
     """
     try:
         import peft
@@ -428,9 +429,17 @@ def add_adapters(model: nn.Module, settings: LearnerSettings, seed: int) -> Any:
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated")
         torch.manual_seed(seed)
         try:
-            return peft.get_peft_model(model, config)  # type: ignore[arg-type]
+            adapted: Any = peft.get_peft_model(model, config)  # type: ignore[arg-type]
         except ValueError as error:
             raise UserError(f"learner.lora_targets = {targets!r}: {str(error).splitlines()[0][:200]}") from error
+    users = Counter(id(p) for module in adapted.modules() for p in module.parameters(recurse=False))
+    for name, module in adapted.get_base_model().named_modules():
+        if hasattr(module, "get_delta_weight") and users[id(module.get_base_layer().weight)] > 1:
+            raise UserError(
+                f"learner.lora_targets = {targets!r}: {name} shares its weight with another module "
+                "(tie_word_embeddings), which adapters merged into the weight would change too; leave it out"
+            )
+    return adapted
 
 
 def policy_parameters(model: Any) -> dict[str, tuple[nn.Parameter, Any]]:

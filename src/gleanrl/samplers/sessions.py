@@ -30,6 +30,7 @@ from gleanrl.samplers import answer_limit
 from gleanrl.schedule.device_lock import TakeDevice
 from gleanrl.schedule.timeline import SpanRecorder
 from gleanrl.types import IntArray
+from gleanrl.utils.errors import UserError
 from gleanrl.utils.notifier import Notifier
 
 T = TypeVar("T")
@@ -359,9 +360,10 @@ class SessionSampler:
             self._changed.notify()
 
     def _fail(self, error: Exception) -> None:
-        """Raise RuntimeError in every session that waits for a completion, and clear all rows.
+        """Raise an error in every session that waits for a completion, and clear all rows.
 
-        The rows are cleared because their cached keys and values may be incomplete.
+        It is a `UserError` if ``error`` is one, and otherwise a RuntimeError. The rows are cleared because their cached
+        keys and values may be incomplete.
         """
         self._unfinished = []
         for session in self._open:
@@ -369,7 +371,9 @@ class SessionSampler:
                 row.length = 0
         for answer in self._requests.values():
             if not answer.done():
-                failure = RuntimeError(f"the sampler failed: {type(error).__name__}: {error}")
+                failure: Exception = RuntimeError(f"the sampler failed: {type(error).__name__}: {error}")
+                if isinstance(error, UserError):
+                    failure = UserError(str(error))
                 failure.__cause__ = error
                 answer.set_exception(failure)
         self._requests.clear()
@@ -460,6 +464,7 @@ class _Session:
         Raises:
             ValueError: if the prompt is empty or leaves no room for a sampled token in the context.
             RuntimeError: if the session or the sampler has closed, or the worker failed.
+            UserError: if the worker failed for a reason that the user can find, such as the death of a process.
         """
         sampler = self._sampler
         self._check_open()

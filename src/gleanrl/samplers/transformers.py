@@ -9,13 +9,12 @@ from collections.abc import Callable, Mapping, Sequence
 from time import perf_counter
 from typing import Any
 
-import numpy as np
 import torch
 from transformers import PreTrainedModel
 
 from gleanrl.samplers.engines import Engine, choose_engine
 from gleanrl.samplers.kv_cache import Feed, KeyValueStore
-from gleanrl.samplers.sessions import Request, Row, SessionSampler, Worker
+from gleanrl.samplers.sessions import Request, Row, SessionSampler, Worker, common_length
 from gleanrl.schedule.device_lock import TakeDevice
 from gleanrl.schedule.timeline import SpanRecorder
 from gleanrl.types import IntArray
@@ -107,9 +106,8 @@ class Decoder(Worker):
             request.version = version
             self.counters.prompt_tokens += request.prompt.size
             # The last token of the prompt is fed even if it is cached, because its logits are needed.
-            row, reach = request.row, min(request.row.length, request.prompt.size - 1)
-            differs = np.flatnonzero(row.tokens[:reach] != request.prompt[:reach])
-            row.length = int(differs[0]) if differs.size else reach
+            row = request.row
+            row.length = common_length(row.tokens[: row.length], request.prompt[:-1])
             if row.length == 0 and request.prompt.size > 1:
                 leader = first.setdefault(request.prompt.tobytes(), request)
                 if leader is not request:

@@ -20,6 +20,7 @@ import copy
 import json
 import math
 import os
+import signal
 import tempfile
 import threading
 import warnings
@@ -27,6 +28,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import count
+from multiprocessing.connection import wait
 from pathlib import Path
 from time import perf_counter
 from typing import Any, get_args
@@ -58,6 +60,7 @@ have to rewind the random generator, and generators on a CPU cannot be rewound."
 BATCHED = 2048  # largest number of tokens in one pass on a CPU; the length of the context, if that is longer
 CPU_CACHE = 1 << 30  # size of the key-value cache on a CPU, in bytes
 ADAPTERS = "published"  # the name of the adapters in vLLM
+DEATH_S = 1.0  # seconds after an error of the engine within which the death of a worker process is noticed
 GPU_SHARE = 0.3  # default share of GPU memory for weights and cache; the learner needs the rest
 
 _INSIDE = threading.Lock()
@@ -184,12 +187,10 @@ class VllmWorker(Worker):
             # so modules that vLLM cannot adapt are found here.
             targets = [f".{name.strip()}" for name in lora_targets.split(",")]
             trained = {name: each for name, each in linear.items() if f".{name}".endswith(tuple(targets))} or linear
-            self._zero = {
-                f"base_model.model.{n}.lora_A.weight": torch.zeros(1, m.in_features) for n, m in trained.items()
-            }
-            self._zero |= {
-                f"base_model.model.{n}.lora_B.weight": torch.zeros(m.out_features, 1) for n, m in trained.items()
-            }
+            self._zero = {}
+            for name, each in trained.items():
+                self._zero[f"base_model.model.{name}.lora_A.weight"] = torch.zeros(1, each.in_features)
+                self._zero[f"base_model.model.{name}.lora_B.weight"] = torch.zeros(each.out_features, 1)
         self._engine = _make_engine(model, arguments)
         try:
             self.load(dict(model.named_parameters()))
@@ -208,7 +209,7 @@ class VllmWorker(Worker):
         self.counters.bursts += 1
         given_up = set(self._requests.values()) - set(requests)
         new = [request for request in requests if request.version < 0]
-        with _INSIDE:
+        with self._inside():
             self._abort(given_up)
             for request in new:
                 request.version = version
@@ -249,7 +250,7 @@ class VllmWorker(Worker):
         self._canary.check_fit(weights)
         adapted = weights if isinstance(weights, AdaptedWeights) and self._adapts else None
         base = weights if adapted is None else adapted.base
-        with _INSIDE:
+        with self._inside():
             try:
                 if base is not self._base:
                     self._base = None
@@ -300,21 +301,44 @@ class VllmWorker(Worker):
                 raise UserError("vLLM has not loaded the published adapters")
 
     def sleep(self) -> None:
-        with _INSIDE:
+        with self._inside():
             self._engine.sleep(level=2)  # discards the weights, which level 1 would copy to main memory
             self._base = None
 
     def wake(self) -> None:
-        with _INSIDE:
+        with self._inside():
             self._engine.wake_up()
 
     def close(self) -> None:
-        with _INSIDE:
+        with self._inside():
             self._abort(set(self._requests.values()))
             _LIVE.remove(self._engine)
             _ENDED.append(self._engine)
             while _ENDED and not _LIVE:
                 _ENDED.pop().engine_core.shutdown()
+
+    @contextmanager
+    def _inside(self) -> Iterator[None]:
+        """Call the engine inside this block. Raises `UserError` if one of its worker processes has died."""
+        with _INSIDE:
+            try:
+                yield
+            except Exception as error:
+                if not self._parallel:
+                    raise
+                # The other workers may report the lost connection before the death itself can be seen.
+                workers = [each.proc for each in self._engine.engine_core.engine_core.model_executor.workers]
+                wait([each.sentinel for each in workers], DEATH_S)
+                dead = [each for each in workers if not each.is_alive()]
+                if not dead:
+                    raise
+                # vLLM then ends the others, with SIGTERM if need be.
+                first = next((each for each in dead if each.exitcode not in (0, -signal.SIGTERM)), dead[0])
+                raise UserError(
+                    f"{first.name}, a worker process of vLLM, died with exit code {first.exitcode}: look for lack of "
+                    "memory in the kernel's log (dmesg) and, with VLLM_LOGGING_LEVEL=INFO, at what it prints; continue "
+                    "from the last checkpoint with --resume"
+                ) from error
 
     # --- requests -------------------------------------------------------------------------------
     def _add_request(self, name: str, prompt: list[int], parameters: Any) -> None:
@@ -325,7 +349,7 @@ class VllmWorker(Worker):
 
     def _answer(self, deliver: Callable[[list[Request]], None]) -> None:
         """Run one step of the engine, deliver the requests that it completes, and abort cancelled requests."""
-        with _INSIDE:
+        with self._inside():
             answered = self._step()
             self._abort({request for request in self._requests.values() if request.cancelled})
         if answered:

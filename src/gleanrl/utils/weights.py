@@ -75,7 +75,8 @@ class AdaptedWeights(GatheredWeights):
 
     As a mapping it contains the merged tensors, which are merged when they are read. A sampler that applies adapters
     itself reads ``base`` and ``adapters``. If ``base`` is in bfloat16, so is a merged tensor. A base model of float32
-    is then rounded twice: before and after the adapters are added.
+    is then rounded before the adapters are added, as in the learner's own passes in bfloat16, and so is the sum.
+    Without the first rounding, log-probs of the merged weights would differ more from the learner's.
 
     Args:
         base: tensors of the base model by Hugging Face parameter name. It is the same object in all publications of a

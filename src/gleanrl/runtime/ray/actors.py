@@ -325,11 +325,24 @@ class ActorClient:
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
-        """Wait until the service has started. Raises an exception of the service, or `ActorDied`."""
+        """Wait until the service has started.
+
+        Raises an exception of the service, or `ActorDied`, also if the actor's node is gone and the cluster provides no
+        other within ``ray.wait_s`` seconds.
+        """
+        ray, wait_s = import_ray(), self._cluster.settings.wait_s
+        starting = asyncio.ensure_future(self._actor.start.remote())
         try:
-            started: Started = await self._actor.start.remote()
-        except import_ray().exceptions.RayError as error:
+            while not (await asyncio.wait([starting], timeout=wait_s))[0]:
+                if ray.util.placement_group_table(self._cluster.group)["state"] != "CREATED":
+                    raise self._error(
+                        f"{self.name} did not get its resources within ray.wait_s = {wait_s:g} s (a node is gone)"
+                    )
+            started: Started = starting.result()
+        except ray.exceptions.RayError as error:
             raise self._explain(error) from None
+        finally:
+            starting.cancel()
         self.node = started.node
         if started.node != import_ray().get_runtime_context().get_node_id():  # on one node, all processes share a clock
             self._clock_offset = perf_counter() - started.clock
