@@ -82,12 +82,6 @@ class Observation:
     agent: bool = False
     """Set in the observation that `reset` returns if the environment is an agent that calls the model itself. The
     episode then continues with one call of `Environment.run` instead of `step`."""
-    max_tokens: int | None = None
-    """Largest number of tokens of the model's next answer; None = only the limits of the run, which always hold."""
-    count_tokens: bool = False
-    """Whether the message that is passed to `step` next has the further key ``completion``, for environments that serve
-    an API with token counts: a mapping with ``prompt_tokens``, ``completion_tokens`` and ``finish_reason``, which is
-    "stop", or "length" if a limit of tokens has ended the answer."""
 
     def __post_init__(self) -> None:
         if self.score is not None and not isinstance(self.score, Score):
@@ -95,7 +89,7 @@ class Observation:
         if self.reward is not None:
             object.__setattr__(self, "reward", finite_reward(self.reward))
         check_messages(self.messages)
-        for name in ("done", "agent", "count_tokens"):
+        for name in ("done", "agent"):
             value = getattr(self, name)
             if not isinstance(value, bool | np.bool_):
                 raise TypeError(f"{name} of an observation is True or False, not {value!r:.80}")
@@ -104,10 +98,6 @@ class Observation:
             raise TypeError(f"info of an observation is a mapping, not {self.info!r:.80}")
         if not isinstance(self.tools, tuple | list) or not all(isinstance(tool, Mapping) for tool in self.tools):
             raise TypeError(f"tools of an observation are OpenAI function schemas in a tuple, not {self.tools!r:.80}")
-        limit = self.max_tokens
-        if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int | np.integer) or limit < 1):
-            raise TypeError(f"max_tokens of an observation is a whole number of at least 1 or None, not {limit!r:.80}")
-        object.__setattr__(self, "max_tokens", limit if limit is None else int(limit))
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +171,10 @@ class Taskset(ABC):
     """True if the environments return no scores. A run is then refused if ``reward.name`` is "environment", the
     default."""
 
+    agents: bool = False
+    """True if environments run agents that call the model themselves (`Observation.agent`). A run then refuses settings
+    that would not act on an agent's calls, such as ``context.system_prompt``."""
+
     named_by_content: bool = False
     """True if the id of each task is a hash of the problem, so that equal ids mean equal problems.
 
@@ -232,6 +226,21 @@ class Taskset(ABC):
             NoExpert: no expert can play ``task``.
         """
         raise NoExpert(f"{type(self).__name__} has no expert to demonstrate task {task.id!r}")
+
+    def agent_expert(
+        self, task: Task, *, seed: int, noise: float = 0.0
+    ) -> Callable[[Sequence[Message], Tools], Any] | None:
+        """Return an expert that answers the model calls of the task's agent; None if the environment has no agent.
+
+        The agent of `Environment.run` then plays the demonstrations of a warm start, and not `demonstrate`. The expert
+        is called with the messages and the tools of a call. It returns a text, a call that
+        `gleanrl.environments.tools.call` has made, a list of such calls, or an assistant message. The other arguments
+        are those of `demonstrate`.
+
+        Raises:
+            NoExpert: no expert can play ``task``.
+        """
+        return None
 
     def prepare(
         self, tasks: Sequence[Task], *, workers: int = 1, progress: Callable[[int, int], None] | None = None

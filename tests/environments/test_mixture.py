@@ -112,13 +112,12 @@ def test_demonstrations_have_tools_only_if_their_part_has_tools(tmp_path: Path) 
         }
     )
     made = load_taskset(config.environment, 0)
-    for shown in demonstrate(config, made, Console()):
-        called = any(message.get("tool_calls") for message in shown.messages)
-        assert called == bool(shown.tools)
-    tokenizer = build_tokenizer(
-        [text for s in demonstrate(config, made, Console()) for text in texts_of(s.messages, s.tools)], 512
-    )
-    assert len(supervised_examples(config, tokenizer, demonstrate(config, made, Console()))) == 8
+    demonstrations = demonstrate(config, made, Console())
+    conversations = [conversation for shown in demonstrations for conversation in shown.conversations]
+    for messages, tools in conversations:
+        assert any(message.get("tool_calls") for message in messages) == bool(tools)
+    tokenizer = build_tokenizer([text for messages, tools in conversations for text in texts_of(messages, tools)], 512)
+    assert len(supervised_examples(config, tokenizer, demonstrations)) == 8
 
 
 def test_each_part_prepares_its_own_tasks_and_progress_counts_all_tasks() -> None:

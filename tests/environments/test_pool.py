@@ -109,7 +109,6 @@ FIELDS = {
     "done": {"messages": (HELLO,), "done": "no"},
     "info": {"messages": (HELLO,), "info": ["moves"]},
     "tools": {"messages": (HELLO,), "tools": "search"},
-    "max_tokens": {"messages": (HELLO,), "max_tokens": 0},
 }
 
 class Mistaken(Environment):
@@ -149,7 +148,7 @@ def test_a_mistake_in_an_environment_names_the_line_of_the_user_s_file(tmp_path:
 
     async def run() -> None:
         async with EnvironmentPool(load_object(f"{file}:Mistakes")(), workers=workers) as pool:
-            fields = ("content", "parts", "surrogate", "role", "done", "info", "tools", "max_tokens")
+            fields = ("content", "parts", "surrogate", "role", "done", "info", "tools")
             for mistake in ("nothing", "text", "key", "mapping", "score", "deep", "plain", "conclude", *fields):
                 marked = "field" if mistake in fields else mistake
                 line = next(n for n, line in enumerate(MISTAKEN.splitlines(), 1) if line.endswith(f"# {marked}"))

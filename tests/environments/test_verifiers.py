@@ -8,8 +8,11 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+import re
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -21,13 +24,13 @@ from gleanrl.config.settings import ContextSettings, EnvironmentSettings
 from gleanrl.environments import load_taskset
 from gleanrl.environments.pool import EnvironmentPool
 from gleanrl.learners.tiny import build_tokenizer
-from gleanrl.protocols import Environment, Observation, Taskset
+from gleanrl.protocols import Session, Taskset
 from gleanrl.rollout.conversation import conversation
 from gleanrl.rollout.player import Player
 from gleanrl.rollout.renderer import Renderer
 from gleanrl.rollout.tool_calls import Call, call_message
 from gleanrl.samplers.scripted import ScriptedSampler
-from gleanrl.types import Message, StopReason, Task
+from gleanrl.types import Message, StopReason, Task, Trajectory
 from gleanrl.utils.errors import UserError
 from tests.rollout.test_tool_templates import tokenizer
 
@@ -53,18 +56,37 @@ def said(content: str, **fields: Any) -> Message:
     return Message(role="assistant", content=content, **fields)
 
 
-def play_episode(source: Taskset, task: Task, *answers: str | Message) -> list[Observation]:
-    """Play an episode with these messages, and return the observations."""
+def play(
+    source: Taskset,
+    task: Task,
+    *answers: str | Message,
+    workers: int = 0,
+    max_context: int = 4096,
+    renderer: Renderer | None = None,
+    **context: Any,
+) -> tuple[Trajectory, ScriptedSampler]:
+    """Play an episode in which the policy says ``answers``. The sampler that is returned has recorded its calls."""
+    renderer, turn = renderer or words(*(answer for answer in answers if isinstance(answer, str))), iter(answers)
+    sampler = ScriptedSampler(lambda *_: renderer.spoken(next(turn)).tolist())
 
-    async def talk() -> list[Observation]:
-        environment = source.environment(task)
-        try:
-            messages = [said(answer) if isinstance(answer, str) else answer for answer in answers]
-            return [await environment.reset(), *[await environment.step(message) for message in messages]]
-        finally:
-            await environment.close()
+    async def talk() -> Trajectory:
+        async with EnvironmentPool(source, workers=workers) as pool:
+            settings = ContextSettings(**{"max_tokens_per_turn": 64, "max_turns": 20, **context})
+            player = Player(
+                pool.environment, sampler, renderer, settings, 1.0, max_context, endpoint=pool.endpoint.open
+            )
+            return await player.play(task, trajectory_id="t", seed=0)
 
-    return asyncio.run(talk())
+    return asyncio.run(talk()), sampler
+
+
+def words(*texts: str) -> Renderer:
+    return Renderer(build_tokenizer([PROMPT, "No. 1 2 left. + = ?", *texts], 256))
+
+
+def sampled(result: Trajectory) -> list[list[str]]:
+    """Return the contents of the sampled messages of each segment."""
+    return [[turn.message["content"] for turn in segment if turn.sampled] for segment in result.segments]
 
 
 def answer_of(task: Task) -> str:
@@ -119,15 +141,16 @@ def test_the_error_for_a_wrong_option_names_the_option(options: dict[str, Any], 
 def test_the_score_is_the_weighted_sum_of_rewards_and_has_each_as_a_part() -> None:
     source = sums()
     task = source.tasks("train", 1)[0]
-    opening, end = play_episode(source, task, answer_of(task))
+    right, _ = play(source, task, answer_of(task))
     question = task.payload["data"]["prompt"]
-    assert opening.messages == ({"role": "system", "content": PROMPT}, {"role": "user", "content": question})
-    assert end.done
-    assert end.score is not None
-    assert end.score.value == 2.0 * 1.0 + 0.5 * 1.0
-    assert end.score.parts == {"correct": 1.0, "short_text": 1.0, "turns": 1.0}
-    (_, wrong) = play_episode(source, task, "I would not know")
-    assert wrong.score is not None
+    assert conversation(right)[:2] == [
+        {"role": "system", "content": PROMPT},
+        {"role": "user", "content": question},
+    ]
+    assert right.stop is StopReason.DONE
+    assert right.score.value == 2.0 * 1.0 + 0.5 * 1.0
+    assert right.score.parts == {"correct": 1.0, "short_text": 1.0, "turns": 1.0}
+    wrong, _ = play(source, task, "I would not know")
     assert wrong.score.value == 0.0
 
 
@@ -135,11 +158,9 @@ def test_text_in_think_tags_is_not_part_of_the_answer() -> None:
     source = sums()
     task = source.tasks("train", 1)[0]
     for thought in ("<think>carry nothing</think>\n\n", "so it is</think>"):
-        (_, end) = play_episode(source, task, thought + answer_of(task))
-        assert end.score is not None
-        assert end.score.parts["correct"] == 1.0
-    (_, cut) = play_episode(source, task, "<think>" + answer_of(task))
-    assert cut.score is not None
+        result, _ = play(source, task, thought + answer_of(task))
+        assert result.score.parts["correct"] == 1.0
+    cut, _ = play(source, task, "<think>" + answer_of(task))
     # The thought was not closed, so that the reply is empty, which is short but not correct.
     assert (cut.score.parts["correct"], cut.score.parts["short_text"]) == (0.0, 1.0)
 
@@ -147,85 +168,49 @@ def test_text_in_think_tags_is_not_part_of_the_answer() -> None:
 def test_an_episode_has_turns_until_the_environment_ends_it() -> None:
     source = sums(args={"guesses": 3})
     task = source.tasks("train", 1)[0]
-    _, first, second, end = play_episode(source, task, "no", "no", "no")
-    assert first.messages == ({"role": "user", "content": "No. 2 left."},)
-    assert second.messages == ({"role": "user", "content": "No. 1 left."},)
-    assert end.done
-    assert end.score is not None
-    assert end.score.parts["turns"] == 3.0
-    (*_, solved) = play_episode(source, task, "no", answer_of(task))
-    assert solved.score is not None
+    result, _ = play(source, task, "no", "no", "no")
+    users = [message["content"] for message in conversation(result) if message["role"] == "user"]
+    assert users[1:] == ["No. 2 left.", "No. 1 left."]
+    assert result.score.parts["turns"] == 3.0
+    solved, _ = play(source, task, "no", answer_of(task))
     assert solved.score.value == 2.5
 
 
-def test_a_stop_condition_of_the_task_ends_the_episode_with_a_score() -> None:
+@pytest.mark.parametrize(
+    ("options", "answers"),
+    [({"args": {"guesses": 3}}, ["no", "stop"]), ({"args": {"guesses": 9}, "env": {"agent": {"max_turns": 2}}}, "ab")],
+)
+def test_a_stop_condition_or_a_limit_of_verifiers_ends_the_episode_with_a_score(options: Any, answers: Any) -> None:
+    source = sums(**options)
+    result, _ = play(source, source.tasks("train", 1)[0], *answers)
+    assert (result.stop, result.score.value) == (StopReason.DONE, 0.5)
+    assert result.score.parts["turns"] == 2.0
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_error_in_the_environment_costs_one_trajectory_and_says_why(workers: int) -> None:
     source = sums(args={"guesses": 3})
-    (_, _, end) = play_episode(source, source.tasks("train", 1)[0], "no", "stop")
-    assert end.done
-    assert end.score is not None
-    assert end.score.valid
-    assert end.info["stop_condition"] == "gave_up"
+    result, _ = play(source, source.tasks("train", 1)[0], "crash", workers=workers)
+    assert not result.score.valid
+    assert "ValueError: the engine broke" in str(result.score.explanation)
 
 
-def test_max_turns_of_an_agent_ends_the_episode_with_a_score() -> None:
-    source = sums(args={"guesses": 9}, env={"agent": {"max_turns": 2}})
-    (_, _, end) = play_episode(source, source.tasks("train", 1)[0], "no", "no")
-    assert end.done
-    assert end.score is not None
-    assert end.score.parts["turns"] == 2.0
-    assert end.info["stop_condition"] == "max_turns"
-
-
-def test_an_error_in_the_environment_raises_with_its_message() -> None:
-    source = sums(args={"guesses": 3})
-    with pytest.raises(RuntimeError, match="ValueError: the engine broke"):
-        play_episode(source, source.tasks("train", 1)[0], "crash")
-
-
-def test_a_judge_of_verifiers_calls_its_own_endpoint(tmp_path: Path) -> None:
+def test_a_judge_of_verifiers_calls_its_own_endpoint() -> None:
     asked: list[dict[str, Any]] = []
-
-    async def judged() -> Observation:
-        async with serving(lambda body: asked.append(body) or "yes") as url:
-            judge = {"id": "reference", "name": "judge", "weight": 3.0, "model": "grader", "base_url": url}
-            source = sums(args={"task": {"judges": [{**judge, "api_key_var": "NO_KEY"}]}})
-            environment = source.environment(source.tasks("train", 1)[0])
-            await environment.reset()
-            return await environment.step(said("about two"))
-
-    end = asyncio.run(judged())
+    with serving(lambda body: asked.append(body) or "yes") as url:
+        judge = {"id": "reference", "name": "judge", "weight": 3.0, "model": "grader", "base_url": url}
+        source = sums(args={"task": {"judges": [{**judge, "api_key_var": "NO_KEY"}]}})
+        result, _ = play(source, source.tasks("train", 1)[0], "about two")
     assert asked[0]["model"] == "grader"
     assert "about two" in json.dumps(asked[0]["messages"])
-    assert end.score is not None
-    assert end.score.parts["judge"] == 1.0
-    assert end.score.value == 3.0
-
-
-# --- through the loop -----------------------------------------------------------------------------------
-def words(*texts: str) -> Renderer:
-    return Renderer(build_tokenizer([PROMPT, "No. 1 2 left. + = ?", *texts], 256))
-
-
-def trajectory(source: Taskset, task: Task, answers: Sequence[str], *, workers: int = 0, **context: Any) -> Any:
-    """Play one episode with a scripted sampler. Returns the trajectory and the sampler, which records its calls."""
-    renderer, turn = words(*answers), iter(range(100))
-    sampler = ScriptedSampler(lambda *_: renderer.spoken(answers[next(turn)]).tolist())
-
-    async def play() -> Any:
-        async with EnvironmentPool(source, workers=workers) as pool:
-            settings = ContextSettings(max_tokens_per_turn=32, **context)
-            player = Player(pool.environment, sampler, renderer, settings, 1.0, max_context=4096)
-            return await player.play(task, trajectory_id="t", seed=0)
-
-    return asyncio.run(play()), sampler
+    assert (result.score.parts["judge"], result.score.value) == (1.0, 3.0)
 
 
 def test_the_trajectory_has_exactly_the_sampled_tokens() -> None:
     source = sums(args={"guesses": 3})
     task = source.tasks("train", 1)[0]
     answers = ["no", "<think>odd  spaces\n</think> still no", answer_of(task)]
-    result, sampler = trajectory(source, task, answers)
-    assert result.stop is StopReason.DONE
+    result, sampler = play(source, task, *answers)
     assert result.score.value == 2.5
     (segment,) = result.segments
     tokens = np.concatenate([turn.tokens for turn in segment])
@@ -233,71 +218,71 @@ def test_the_trajectory_has_exactly_the_sampled_tokens() -> None:
     for prompt, _, _ in sampler.calls:
         assert prompt.tolist() == tokens[: prompt.size].tolist()
     renderer = words(*answers)
-    sampled = [turn.tokens.tolist() for turn in segment if turn.sampled]
-    assert sampled == [renderer.spoken(answer).tolist() for answer in answers]
+    spoken = [turn.tokens.tolist() for turn in segment if turn.sampled]
+    assert spoken == [renderer.spoken(answer).tolist() for answer in answers]
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_an_episode_that_reaches_max_turns_is_scored(workers: int) -> None:
+def test_an_episode_that_reaches_a_limit_of_the_run_is_scored(workers: int) -> None:
     source = sums(args={"guesses": 9})
-    result, _ = trajectory(source, source.tasks("train", 1)[0], ["no", "no"], workers=workers, max_turns=2)
-    assert result.stop is StopReason.MAX_TURNS
-    assert result.score.valid
-    assert result.score.value == 0.5
+    task = source.tasks("train", 1)[0]
+    result, _ = play(source, task, "no", "no", workers=workers, max_turns=2)
+    assert (result.stop, result.score.value) == (StopReason.MAX_TURNS, 0.5)
     assert result.score.parts["turns"] == 2.0
+    full, _ = play(source, task, "no", *("never" for _ in range(8)), workers=workers, max_context=60)
+    assert (full.stop, full.score.valid) == (StopReason.CONTEXT_FULL, True)
+    assert 1.0 < full.score.parts["turns"] < 9.0
 
 
 def test_limits_of_tokens_hold_for_calls_and_for_seats() -> None:
-    for agent, turns, sampled in (({"sampling": {"max_tokens": 1}}, 3, 3), ({"max_output_tokens": 3}, 2, 4)):
+    for agent, turns, tokens in (({"sampling": {"max_tokens": 1}}, 3, 3), ({"max_output_tokens": 3}, 2, 4)):
         source = sums(args={"guesses": 3}, env={"agent": agent})
-        result, _ = trajectory(source, source.tasks("train", 1)[0], ["no", "no", "no"])
+        result, _ = play(source, source.tasks("train", 1)[0], "no", "no", "no")
         assert result.stop is StopReason.DONE
         assert result.score.valid
-        assert (result.info["turns"], result.sampled_tokens) == (turns, sampled)
+        assert (result.info["turns"], result.sampled_tokens) == (turns, tokens)
 
 
 def test_more_than_a_hundred_concurrent_episodes_do_not_affect_each_other() -> None:
-    source = sums(args={"guesses": 4})
+    source = sums(args={"guesses": 2})
     # An HTTP client has 100 connections by default.
     tasks = source.tasks("train", 110)
-    # All episodes are started before any continues, as if their completions were sampled in one batch.
-    everybody = asyncio.Barrier(len(tasks))
+    renderer = words("no", *(answer_of(task) for task in tasks))
 
-    async def episode(task: Task, tries: int) -> float:
-        environment = source.environment(task)
-        observation = await environment.reset()
-        await everybody.wait()
-        for _ in range(tries):
-            observation = await environment.step(said("no"))
-        if not observation.done:
-            observation = await environment.step(said(answer_of(task)))
-        await environment.close()
-        assert observation.score is not None
-        return observation.score.value
+    def say(prompt: Any, _: int) -> list[int]:
+        text = renderer.tokenizer.decode(prompt)
+        task = next(task for task in tasks if PROMPT + task.payload["data"]["prompt"] in re.sub(r"<.*?>", "", text))
+        return renderer.spoken(answer_of(task) if "No. 1 left." in text else "no").tolist()
 
-    async def together() -> list[float]:
-        episodes = asyncio.gather(*(episode(task, i % 4) for i, task in enumerate(tasks)))
-        return await asyncio.wait_for(episodes, 100)
+    class Together(ScriptedSampler):
+        """Answers the first calls of all episodes only when all of them wait, as if it sampled in one batch."""
 
-    assert asyncio.run(together()) == [2.5] * len(tasks)
+        @asynccontextmanager
+        async def session(self, seed: int) -> AsyncIterator[Session]:
+            async with super().session(seed) as inner:
 
+                class Waiting:
+                    async def sample(self, prompt: Any, params: Any) -> Any:
+                        nonlocal waiting
+                        waiting += 1
+                        if waiting == len(tasks):
+                            everybody.set()
+                        await everybody.wait()
+                        return await inner.sample(prompt, params)
 
-def test_closing_an_unfinished_episode_removes_it_from_the_host() -> None:
-    from gleanrl.environments.adapters.verifiers_serving import Host
+                yield Waiting()
 
-    source = sums(args={"guesses": 3})
+    waiting = 0
+    everybody = asyncio.Event()
 
-    async def abandon() -> None:
-        environment = source.environment(source.tasks("train", 1)[0])
-        await environment.reset()
-        (host,) = Host._all.values()
-        assert len(host.episodes) == 1
-        await environment.close()
-        assert not host.episodes
-        assert await environment.conclude(StopReason.MAX_TURNS) is None
+    async def together() -> list[Trajectory]:
+        async with EnvironmentPool(source) as pool:
+            settings = ContextSettings(max_tokens_per_turn=32)
+            player = Player(pool.environment, Together(say), renderer, settings, 1.0, 4096, endpoint=pool.endpoint.open)
+            episodes = [player.play(task, trajectory_id=task.id, seed=0) for task in tasks]
+            return await asyncio.wait_for(asyncio.gather(*episodes), 150)
 
-    asyncio.run(abandon())
-    assert not Host._all
+    assert [result.score.value for result in asyncio.run(together())] == [2.5] * len(tasks)
 
 
 # --- tools ----------------------------------------------------------------------------------------------
@@ -313,144 +298,131 @@ def asks(tool: str, arguments: Any, number: int = 0) -> Message:
     return said("", tool_calls=[call_message(Call(tool, arguments), number)])
 
 
+def toolbox(name: str) -> Renderer:
+    """Return a renderer that writes calls of the tool ``name``."""
+    parameters = {"type": "object", "properties": {"name": {"type": "string"}}}
+    schema = {"type": "function", "function": {"name": name, "description": "", "parameters": parameters}}
+    return Renderer(tokenizer("own")).with_tools([schema])
+
+
 def test_tools_are_declared_and_calls_get_results_or_errors(facts: Callable[..., Taskset]) -> None:
     source = facts()
     task = source.tasks("train", 1)[0]
     stone = task.payload["data"]["prompt"].removeprefix("What is known of ").removesuffix("?")
-    opening, known, wrong, unknown, end = play_episode(
+    result, _ = play(
         source,
         task,
         asks("facts_lookup", {"name": stone}),
-        asks("facts_lookup", '{"name": ', 1),  # a call whose arguments are not valid JSON
         asks("facts_find", {"name": stone}, 2),
-        answer_of(task),
+        said(answer_of(task)),
+        renderer=toolbox("facts_lookup"),
     )
-    (tool,) = opening.tools
+    (tool,) = result.info["tools"]
     assert tool["function"]["name"] == "facts_lookup"
     assert tool["function"]["description"] == "What is known of a stone."
     assert list(tool["function"]["parameters"]["properties"]) == ["name"]
-    shown = "secret" if answer_of(task) == "fact 0" else answer_of(task)
-    assert known.messages == ({"role": "tool", "tool_call_id": "call00000", "name": "facts_lookup", "content": shown},)
-    assert "not valid JSON" in wrong.messages[0]["content"]
-    assert "no tool 'facts_find'; there are facts_lookup" in unknown.messages[0]["content"]
-    assert end.score is not None
-    assert end.score.parts == {"told": 1.0, "calls": 3.0}
+    known, unknown = [message["content"] for message in conversation(result) if message["role"] == "tool"]
+    assert known == ("secret" if answer_of(task) == "fact 0" else answer_of(task))
+    assert "no tool 'facts_find'; there are facts_lookup" in unknown
+    assert result.score.parts == {"told": 1.0, "calls": 2.0}
 
 
 def test_a_shared_tool_server_serves_all_episodes_and_intercepts_apply(facts: Callable[..., Taskset]) -> None:
     source = facts(shared=True, task={"own": False})
     tasks = [*source.tasks("train", 12), *source.tasks("warm_start", 4), *source.tasks("eval", 3)]
     numbers = {task.id: task.payload["data"]["prompt"].split()[-1].removesuffix("?") for task in tasks}
+    renderer = toolbox("shared_lookup")
 
-    async def episode(task: Task) -> tuple[str, str]:
-        environment = source.environment(task)
-        await environment.reset()
-        observation = await environment.step(asks("shared_lookup", {"name": f"stone {numbers[task.id]}"}))
-        await environment.close()
-        return numbers[task.id], observation.messages[0]["content"]
+    def say(prompt: Any, _: int) -> list[int]:
+        text = renderer.tokenizer.decode(prompt)
+        number = next(number for number in numbers.values() if f"of stone {number}?" in text)
+        call = asks("shared_lookup", {"name": f"stone {number}"})
+        return renderer.spoken(said("heard") if "fact " in text or "secret" in text else call).tolist()
 
-    async def together() -> list[tuple[str, str]]:
-        return await asyncio.gather(*map(episode, tasks))
+    async def together() -> list[Trajectory]:
+        async with EnvironmentPool(source) as pool:
+            player = Player(
+                pool.environment,
+                ScriptedSampler(say),
+                renderer,
+                ContextSettings(max_tokens_per_turn=64),
+                1.0,
+                4096,
+                endpoint=pool.endpoint.open,
+            )
+            return await asyncio.gather(*(player.play(task, trajectory_id=task.id, seed=0) for task in tasks))
 
-    heard = dict(asyncio.run(together()))
+    heard = {}
+    for result in asyncio.run(together()):
+        roles = [message["role"] for message in conversation(result)]
+        assert roles == ["user", "assistant", "tool", "assistant"]
+        heard[numbers[result.task_id]] = conversation(result)[2]["content"]
     assert heard == {n: "secret" if n == "0" else f"fact {int(n) * 7}" for n in numbers.values()}
     assert "0" in heard
 
 
-def test_tool_calls_are_rendered_and_parsed_by_the_chat_template(facts: Callable[..., Taskset]) -> None:
-    source = facts(shared=True, task={"own": False})
-    task = source.tasks("train", 1)[0]
-    plain = Renderer(tokenizer("own"))
-    answers = iter([asks("shared_lookup", {"name": "stone 3"}), said("fact 21")])
-    schemas: list[Any] = []
-
-    class Watched(EnvironmentPool):
-        """Records the tools of the episode, because the scripted sampler needs them to render tool calls."""
-
-        def environment(self, task: Task) -> Environment:
-            inner = super().environment(task)
-            reset = inner.reset
-
-            async def watched() -> Observation:
-                observation = await reset()
-                schemas.append(observation.tools)
-                return observation
-
-            inner.reset = watched
-            return inner
-
-    sampler = ScriptedSampler(lambda *_: plain.with_tools(schemas[0]).spoken(next(answers)).tolist())
-
-    async def play() -> Any:
-        async with Watched(source) as pool:
-            player = Player(pool.environment, sampler, plain, ContextSettings(max_tokens_per_turn=64), 1.0, 4096)
-            return await player.play(task, trajectory_id="t", seed=0)
-
-    result = asyncio.run(play())
-    assert result.stop is StopReason.DONE
-    roles = [message["role"] for message in conversation(result)]
-    assert roles == ["user", "assistant", "tool", "assistant"]
-    assert conversation(result)[2]["content"] == "fact 21"
-    assert result.score.parts["calls"] == 1.0
+# --- harnesses with several conversations, and with other clients ---------------------------------------
+def pair(harness: str = "", **env: Any) -> Taskset:
+    return taskset({"id": str(HERE / "verifiers_pair.py"), "args": {"harness": harness}, "env": env})
 
 
-# --- conversations that cannot be ours ------------------------------------------------------------------
-def test_a_second_conversation_of_the_policy_is_refused() -> None:
-    source = taskset({"id": str(HERE / "verifiers_pair.py")})
-    with pytest.raises(RuntimeError, match=r"seat 'second'.*environment\.options\.env\.second\.client"):
-        play_episode(source, source.tasks("train", 1)[0], "mine")
+def test_the_policy_plays_every_seat_that_has_no_client_of_its_own() -> None:
+    source = pair()
+    result, _ = play(source, source.tasks("train", 1)[0], "mine", "theirs", renderer=words("mine", "theirs"))
+    assert sampled(result) == [["mine"], ["theirs"]]
+    assert result.score.parts == {"heard": 1.0}
 
 
 def test_an_agent_with_its_own_client_plays_together_with_the_policy() -> None:
-    async def match() -> Observation:
-        async with serving(lambda body: "theirs") as url:
-            seat = {"model": "opponent", "client": {"base_url": url, "api_key_var": "NO_KEY"}}
-            source = taskset({"id": str(HERE / "verifiers_pair.py"), "env": {"second": seat}})
-            environment = source.environment(source.tasks("train", 1)[0])
-            await environment.reset()
-            return await environment.step(said("mine"))
-
-    end = asyncio.run(match())
-    assert end.score is not None
-    assert end.score.parts == {"heard": 1.0}
+    with serving(lambda body: "theirs") as url:
+        source = pair(second={"model": "opponent", "client": {"base_url": url, "api_key_var": "NO_KEY"}})
+        result, _ = play(source, source.tasks("train", 1)[0], "mine")
+    assert sampled(result) == [["mine"]]
+    assert result.score.parts == {"heard": 1.0}
 
 
-@pytest.mark.parametrize(
-    ("harness", "named"), [("Forgetful", "rewritten"), ("Twice", "adds nothing"), ("Several", "stop = ")]
-)
-def test_a_harness_that_asks_for_what_the_policy_cannot_do_is_rejected(harness: str, named: str) -> None:
-    source = taskset({"id": str(HERE / "verifiers_pair.py"), "args": {"harness": harness}})
-    with pytest.raises(RuntimeError, match=named):
-        play_episode(source, source.tasks("train", 1)[0], "one", "two")
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_harness_may_compact_ask_again_or_ask_twice_at_once(workers: int) -> None:
+    """Each answer is trained once, whether it continues a conversation or begins one."""
+    for harness in ("Forgetful", "Twice", "AtOnce"):
+        source = pair(harness)
+        result, _ = play(source, source.tasks("train", 1)[0], "one", "two", workers=workers)
+        assert (harness, sorted(sampled(result))) == (harness, [["one"], ["two"]])
+        assert result.score.parts == {"heard": 1.0}
 
 
-def test_a_harness_that_streams_responses_works_as_without_streaming() -> None:
-    source = taskset({"id": str(HERE / "verifiers_pair.py"), "args": {"harness": "Streaming"}})
-    _, more, end = play_episode(source, source.tasks("train", 1)[0], "first", "second")
-    assert more.messages == ({"role": "user", "content": "heard first"},)
-    assert end.score is not None
-    assert end.score.parts == {"heard": 1.0}
+@pytest.mark.parametrize("harness", ["Streaming", "Anthropic", "Responses", "Stopping"])
+def test_a_harness_may_stream_speak_any_of_the_three_apis_and_name_stop_texts(harness: str) -> None:
+    source = pair(harness)
+    result, _ = play(source, source.tasks("train", 1)[0], "first", "second. third")
+    assert sampled(result) == [["first", "second" if harness == "Stopping" else "second. third"]]
+    assert result.score.parts == {"heard": 1.0}
+
+
+def test_what_the_policy_cannot_do_is_refused_and_the_trajectory_says_so() -> None:
+    source = pair("Several")
+    result, _ = play(source, source.tasks("train", 1)[0], "first", "second")
+    assert not result.score.valid
+    assert "response_format" in str(result.score.explanation)
 
 
 # --- helpers --------------------------------------------------------------------------------------------
-@asynccontextmanager
-async def serving(answer: Callable[[dict[str, Any]], str]) -> AsyncIterator[str]:
+@contextmanager
+def serving(answer: Callable[[dict[str, Any]], str]) -> Iterator[str]:
     """Run an OpenAI-compatible server on 127.0.0.1 that stands for another model. Yields its URL."""
-    from aiohttp import web
 
-    async def complete(request: Any) -> Any:
-        body = await request.json()
-        message = {"role": "assistant", "content": answer(body)}
-        choice = {"index": 0, "message": message, "finish_reason": "stop"}
-        about = {"id": "1", "object": "chat.completion", "created": 1, "model": body["model"]}
-        return web.json_response({**about, "choices": [choice]})
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            message = {"role": "assistant", "content": answer(body)}
+            choice = {"index": 0, "message": message, "finish_reason": "stop"}
+            about = {"id": "1", "object": "chat.completion", "created": 1, "model": body["model"]}
+            self.send_response(200)
+            self.send_header("Content-Type", "application/json")
+            self.end_headers()
+            self.wfile.write(json.dumps({**about, "choices": [choice]}).encode())
 
-    app = web.Application()
-    app.router.add_post("/v1/chat/completions", complete)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    try:
-        yield f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
-    finally:
-        await runner.cleanup()
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}/v1"
+        server.shutdown()

@@ -11,14 +11,17 @@ import numpy as np
 import pytest
 
 from gleanrl.cli.main import main
-from gleanrl.config.settings import EnvironmentSettings, ModelSettings
+from gleanrl.config.settings import ContextSettings, EnvironmentSettings, ModelSettings
 from gleanrl.environments import load_taskset
+from gleanrl.environments.pool import EnvironmentPool
 from gleanrl.learners.supervised import fine_tune
 from gleanrl.learners.tiny import build_model, build_tokenizer
-from gleanrl.protocols import Observation
+from gleanrl.rollout.conversation import conversation
+from gleanrl.rollout.player import Player
 from gleanrl.rollout.renderer import Renderer
 from gleanrl.runtime.run_folder import RunFolder
-from gleanrl.types import Message, segment_arrays
+from gleanrl.samplers.scripted import ScriptedSampler
+from gleanrl.types import Message, StopReason, Trajectory, segment_arrays
 from gleanrl.utils import serialize
 
 for package in ("verifiers", "textarena", "nltk"):
@@ -46,28 +49,29 @@ def dictionary(tmp_path_factory: pytest.TempPathFactory) -> Any:
         yield
 
 
-def observed(*answers: str) -> list[Observation]:
+def played(*answers: str) -> Trajectory:
+    """Play a game of at most as many turns as there are answers, with these answers."""
     source = load_taskset(EnvironmentSettings(name="verifiers", options=OPTIONS), seed=0)
+    renderer, turn = Renderer(build_tokenizer(list(answers), 300)), iter(answers)
+    sampler = ScriptedSampler(lambda *_: renderer.spoken(next(turn)).tolist())
 
-    async def play() -> list[Observation]:
-        environment = source.environment(source.tasks("train", 1)[0])
-        messages = [Message(role="assistant", content=answer) for answer in answers]
-        heard = [await environment.reset(), *[await environment.step(message) for message in messages]]
-        await environment.close()
-        return heard
+    async def play() -> Trajectory:
+        async with EnvironmentPool(source) as pool:
+            settings = ContextSettings(max_turns=len(answers), max_tokens_per_turn=32)
+            episodes = Player(pool.environment, sampler, renderer, settings, 1.0, 20_000, endpoint=pool.endpoint.open)
+            return await episodes.play(source.tasks("train", 1)[0], trajectory_id="t", seed=0)
 
     return asyncio.run(play())
 
 
 def test_the_games_observations_and_final_reward_are_returned() -> None:
-    opening, second, *_ = observed("I say [e].", "[q]")
-    assert [message["role"] for message in opening.messages] == ["system", "user"]
-    assert "You are playing Hangman" in opening.messages[1]["content"]
+    messages = conversation(played("I say [e].", "[q]"))
+    assert [message["role"] for message in messages] == ["system", "user", "assistant", "user", "assistant"]
+    assert "You are playing Hangman" in messages[1]["content"]
     # The board shows the guessed letter at its place in the word.
-    assert "  E  " in second.messages[0]["content"]
-    *_, end = observed(*(f"[{letter}]" for letter in "xyz"), "[q]", "[j]", "[f]")
-    assert end.done
-    assert end.score is not None
+    assert "  E  " in messages[3]["content"]
+    end = played(*(f"[{letter}]" for letter in "xyz"), "[q]", "[j]", "[f]")
+    assert end.stop is StopReason.DONE
     assert end.score.parts == {"game_reward": 0.0}
 
 
@@ -75,12 +79,12 @@ def test_the_games_observations_and_final_reward_are_returned() -> None:
 def player(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder of a tiny model that was fine-tuned to answer with an arbitrary letter in brackets."""
     letters = [f"[{letter}]" for letter in "abcdefghijklmnopqrstuvwxyz"]
-    opening, later = observed("[e]")
-    tokenizer = build_tokenizer([m["content"] for m in (*opening.messages, *later.messages)] + 20 * letters, 384)
+    messages = conversation(played("[e]", "[e]"))
+    tokenizer = build_tokenizer([message["content"] for message in messages] + 20 * letters, 384)
     model = build_model(ModelSettings(hidden_size=64, layers=2, max_context=2048), tokenizer, seed=0)
     renderer = Renderer(tokenizer)
     examples = [
-        segment_arrays(renderer.demonstration([*opening.messages, Message(role="assistant", content=letter)]))[:2]
+        segment_arrays(renderer.demonstration([*messages[:2], Message(role="assistant", content=letter)]))[:2]
         for letter in letters
     ]
     fine_tune(model, examples, steps=40, batch=8, lr=3e-3, seed=0)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Literal
+import asyncio
+from typing import ClassVar
 
+import anthropic
 import httpx
 import openai
 import verifiers.v1 as vf
 
 
 class PairConfig(vf.TasksetConfig):
-    harness: Literal["", "Forgetful", "Twice", "Several", "Streaming"] = ""
+    harness: str = ""
 
 
 class PairData(vf.TaskData):
@@ -57,10 +59,24 @@ class Twice(Program):
         await self.ask(http, endpoint, [{"role": "user", "content": prompt}])
 
 
+class AtOnce(Program):
+    async def launch(self, ctx, trace, runtime, endpoint, secret, mcp_urls, data):
+        async with httpx.AsyncClient(headers={"Authorization": f"Bearer {secret}"}, timeout=None) as http:
+            calls = [[{"role": "user", "content": f"{data.prompt} {number}"}] for number in range(2)]
+            await asyncio.gather(*(self.ask(http, endpoint, messages) for messages in calls))
+        return vf.ProgramResult(0, "", "")
+
+
 class Several(Program):
+    parameters: ClassVar = {"response_format": {"type": "json_object"}}
+
     async def go_on(self, http, endpoint, prompt, answer):
         more = [{"role": "user", "content": prompt}, answer, {"role": "user", "content": "More."}]
-        await self.ask(http, endpoint, more, stop=["."])
+        await self.ask(http, endpoint, more, **self.parameters)
+
+
+class Stopping(Several):
+    parameters: ClassVar = {"stop": ["."]}
 
 
 class Streaming(Program):
@@ -71,6 +87,29 @@ class Streaming(Program):
                 stream = await client.chat.completions.create(model=ctx.model, messages=messages, stream=True)
                 text = "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
                 messages += [{"role": "assistant", "content": text}, {"role": "user", "content": f"heard {text}"}]
+        return vf.ProgramResult(0, "", "")
+
+
+class Responses(Program):
+    async def launch(self, ctx, trace, runtime, endpoint, secret, mcp_urls, data):
+        items = [{"role": "user", "content": data.prompt}]
+        async with openai.AsyncOpenAI(base_url=endpoint, api_key=secret, max_retries=0) as client:
+            for _ in range(2):
+                answer = await client.responses.create(model=ctx.model, input=items)
+                items += [item.model_dump(exclude_none=True) for item in answer.output]
+                items.append({"role": "user", "content": "More."})
+        return vf.ProgramResult(0, "", "")
+
+
+class Anthropic(Program):
+    async def launch(self, ctx, trace, runtime, endpoint, secret, mcp_urls, data):
+        turns = [{"role": "user", "content": data.prompt}]
+        base_url = endpoint.removesuffix("/v1")
+        async with anthropic.AsyncAnthropic(base_url=base_url, api_key=secret, max_retries=0) as client:
+            for _ in range(2):
+                answer = await client.messages.create(model=ctx.model, messages=turns, max_tokens=50)
+                content = [block.model_dump(exclude_none=True) for block in answer.content]
+                turns += [{"role": "assistant", "content": content}, {"role": "user", "content": "More."}]
         return vf.ProgramResult(0, "", "")
 
 

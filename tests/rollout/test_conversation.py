@@ -44,6 +44,15 @@ def test_conversation_leaves_out_experience_that_was_inserted_into_the_prompt(se
     assert shown == [t.message for t in LINEAR]
 
 
+def test_conversation_has_the_opening_of_a_second_conversation_and_not_that_of_a_retry_or_a_fork() -> None:
+    other = (turn("system", "summarise"), ASK, sampled(TAKE))
+    second = (SYSTEM, SEEN, sampled(TAKE))
+    retry, fork = (SYSTEM, ASK, sampled(TAKE)), (SYSTEM, ASK, GO, END, sampled(GO))
+    shown = conversation(played(LINEAR, other, second, retry, fork))
+    expected = [*LINEAR, *other, *second[1:], TAKE, END, GO]
+    assert shown == [t.message for t in expected]
+
+
 def test_an_empty_trajectory_has_no_messages() -> None:
     assert conversation(played()) == []
     assert opening_turns(played()) == ()

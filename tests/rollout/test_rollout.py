@@ -101,43 +101,6 @@ def test_an_episode_that_is_lost_in_every_attempt_is_invalid() -> None:
     assert trajectory.segments == ()
 
 
-class Counting(Taskset):
-    """A taskset whose environment wants token counts and short answers, and whose score is the number of tokens."""
-
-    def tasks(self, split: str, count: int) -> list[Task]:
-        return [TASK][:count]
-
-    def environment(self, task: Task) -> Environment:
-        class Counted(Environment):
-            async def reset(self) -> Observation:
-                return Observation(({"role": "user", "content": "guess"},), max_tokens=2, count_tokens=True)
-
-            async def step(self, message: Message) -> Observation:
-                counts = cast(Any, message)["completion"]
-                assert counts["finish_reason"] == "length"
-                tokens = {name: counts[name] for name in ("prompt_tokens", "completion_tokens")}
-                return Observation((), done=True, score=Score(1.0, parts=tokens))
-
-        return Counted()
-
-
-@pytest.mark.parametrize("workers", [0, 1])
-def test_an_environment_limits_the_next_answer_and_gets_its_token_counts(workers: int) -> None:
-    spoken = renderer().spoken("right right right").tolist()
-
-    async def play() -> Trajectory:
-        async with EnvironmentPool(Counting(), workers=workers) as pool:
-            sampler = ScriptedSampler(lambda *_: spoken)
-            player = Player(pool.environment, sampler, renderer(), ContextSettings(), 1.0, 10_000)
-            return await player.play(TASK, trajectory_id="t", seed=3)
-
-    trajectory = asyncio.run(play())
-    ((prompt, answer),) = trajectory.segments
-    assert answer.tokens.tolist() == spoken[:2]
-    assert trajectory.score.parts == {"prompt_tokens": prompt.tokens.size, "completion_tokens": 2.0}
-    assert answer.message.keys() == {"role", "content"}
-
-
 @dataclass
 class AtTheEnd(GuessEnvironment):
     """An environment that never ends by itself and gives its score only in ``conclude``."""

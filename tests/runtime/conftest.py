@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,6 +17,8 @@ from gleanrl.utils.progress import Silent
 def ray() -> Iterator[Any]:
     """The ray module, with a local Ray of 16 logical CPUs started for the session."""
     ray = pytest.importorskip("ray", reason="ray is not installed")
+    # Ray's default is 15, with which actors hardly run on a machine that other tests use too.
+    os.environ.setdefault("RAY_worker_niceness", "0")
     ray.init(address="local", num_cpus=16, include_dashboard=False, log_to_driver=False, configure_logging=False)
     yield ray
     ray.shutdown()

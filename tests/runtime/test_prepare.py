@@ -154,7 +154,7 @@ def test_demonstrations_are_made_again_when_the_environment_s_files_change(cache
     def shown(more: int) -> list[str]:
         rows.write_text("".join(f'{{"prompt": "{i} + {more}?", "answer": "{i + more}"}}\n' for i in range(99)))
         found = demonstrate(config, load_taskset(config.environment, 0), Silent())
-        return [str(one.messages[0]["content"]).partition(" + ")[2] for one in found]
+        return [str(one.conversations[0][0][0]["content"]).partition(" + ")[2] for one in found]
 
     assert set(shown(0)) == {"0?"}
     assert set(shown(1000)) == {"1000?"}
@@ -276,7 +276,7 @@ def test_demonstrations_of_a_mixture_come_from_its_parts_with_an_expert(tmp_path
     config = small(("environment.name", "mixture"), ("environment.options", f"{{parts = [{', '.join(parts)}]}}"))
     found = demonstrate(config, load_taskset(config.environment, 0), Silent())
     assert len(found) == config.warm_start.demonstrations
-    assert {str(one.messages[0]["content"]).split()[0] for one in found} == {"shown"}
+    assert {str(one.conversations[0][0][0]["content"]).split()[0] for one in found} == {"shown"}
     alone = small(("environment.name", "mixture"), ("environment.options", f"{{parts = [{parts[1]}]}}"))
     with pytest.raises(NoExpert, match="has no method `expert`"):
         demonstrate(alone, load_taskset(alone.environment, 0), Silent())

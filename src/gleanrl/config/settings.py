@@ -699,7 +699,8 @@ class RaySettings(Settings):
     """Maximum number of times that each actor is started again after it died; one more death ends the run. After a
     death of the learner, the run resumes from its last checkpoint. 0 = the first death ends the run."""
     wait_s: PositiveFloat = 300.0
-    """Maximum number of seconds to wait until the cluster provides the resources that the run reserves."""
+    """Maximum number of seconds to wait until the cluster provides the resources that the run reserves, at the start
+    and for each actor after its node is gone."""
     port: Annotated[int, Field(ge=0, le=65535)] = 0
     """TCP port on which the learner's node accepts the samplers of a broadcast; 0 = any free port. Set it if a firewall
     separates the nodes."""

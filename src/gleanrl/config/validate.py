@@ -99,6 +99,29 @@ def check_replay(replay: ReplaySettings, group: int) -> None:
         )
 
 
+def check_agents(config: Config) -> None:
+    """Check the settings of a run whose environment has agents that call the model themselves.
+
+    Raises:
+        UserError: a setting would not act on an agent's calls, because the agent makes their messages, or agents are to
+            run in Ray actors.
+    """
+    context, name = config.context, config.environment.name
+    for setting, on in (
+        (f"context.policy = {context.policy!r}", context.policy != "linear"),
+        ("context.system_prompt", context.system_prompt is not None),
+        ("guidance.enabled = true", config.guidance.enabled),
+        ("replay.reverify = true", config.replay.enabled and config.replay.reverify),
+    ):
+        if on:
+            raise UserError(f"{setting} does not act on the calls of agents (environment {name!r}); leave it out")
+    if config.ray.enabled and config.ray.environments > 0:
+        raise UserError(
+            f"ray.environments = {config.ray.environments}: the agents of environment {name!r} run next to the run's "
+            "endpoint; set it to 0"
+        )
+
+
 def check_resumed(before: JobConfig, now: JobConfig) -> None:
     """Check that the configuration ``now`` can resume the run that was started with the configuration ``before``.
 

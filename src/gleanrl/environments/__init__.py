@@ -48,7 +48,7 @@ BUILT_IN: Mapping[str, _BuiltIn] = {
     "openenv": _BuiltIn("gleanrl.environments.adapters.openenv:OpenEnvTaskset", ("aiohttp",), "openenv"),
     "verifiers": _BuiltIn("gleanrl.environments.adapters.verifiers:VerifiersTaskset", ("verifiers",), "verifiers"),
     "tools": _BuiltIn("gleanrl.environments.tools:ToolTaskset", (), ""),
-    "agent": _BuiltIn("gleanrl.environments.agent.taskset:AgentTaskset", (), ""),
+    "agent": _BuiltIn("gleanrl.environments.agent.taskset:AgentTaskset", ("aiohttp",), "agent"),
     "service": _BuiltIn("gleanrl.environments.service.client:ServiceTaskset", ("aiohttp",), "rewards"),
 }
 

@@ -106,6 +106,7 @@ class Mixture(Taskset):
         self.weights = {label: part.weight for label, part in parts.items()}
         self.phrases = tuple(phrase for taskset in tasksets.values() for phrase in taskset.phrases)
         self.needs_reward = any(taskset.needs_reward for taskset in tasksets.values())
+        self.agents = any(taskset.agents for taskset in tasksets.values())
         self.has_expert = any(taskset.has_expert for taskset in tasksets.values())
 
     @property
@@ -152,6 +153,12 @@ class Mixture(Taskset):
         if not self._tasksets[label].has_expert:
             raise NoExpert(f"part {label!r} of the mixture has no expert to demonstrate task {task.id!r}")
         return self._tasksets[label].demonstrate(bare, seed=seed, noise=noise)
+
+    def agent_expert(
+        self, task: Task, *, seed: int, noise: float = 0.0
+    ) -> Callable[[Sequence[Message], Tools], Any] | None:
+        label, bare = self._bare(task)
+        return self._tasksets[label].agent_expert(bare, seed=seed, noise=noise)
 
     def prepare(
         self, tasks: Sequence[Task], *, workers: int = 1, progress: Callable[[int, int], None] | None = None

@@ -15,20 +15,30 @@ from gleanrl.types import LAST_OBSERVATION, Message, Segment, Task, Trajectory
 def conversation(trajectory: Trajectory) -> list[Message]:
     """Return the messages of a trajectory in order, each of them once, even if the context was rewritten.
 
-    If experience was inserted into the prompt (``info["unguided"]``), the prompt without it is returned.
+    A segment that begins with another message than all before it is a conversation of its own, of which all messages
+    are included. The text that an agent returned is the last message, if it is not the model's last answer. If
+    experience was inserted into the prompt (``info["unguided"]``), the prompt without it is returned.
     """
     messages = [turn.message for segment in trajectory.segments[:1] for turn in segment]
-    for segment in trajectory.segments[1:]:
+    for number, segment in enumerate(trajectory.segments[1:], 1):
         # A later segment begins with context that repeats earlier turns. Its new messages begin after the last answer
         # in this context.
         first = _first_sampled(segment)
         answers = [i for i in range(first) if segment[i].message["role"] == "assistant"]
-        messages += [turn.message for turn in segment[answers[-1] + 1 if answers else first :]]
+        repeated = answers[-1] + 1 if answers else first
+        if segment and not any(
+            other and other[0].message == segment[0].message for other in trajectory.segments[:number]
+        ):
+            repeated = 0
+        elif not answers:  # the question is new if no other segment begins with it
+            repeated = max(_common(segment[:first], other) for other in trajectory.segments[:number])
+        messages += [turn.message for turn in segment[repeated:]]
     plain = trajectory.info.get("unguided")
     if plain is not None:
         opening = len(opening_turns(trajectory))
         messages[:opening] = with_prompt(messages[:opening], plain)
-    return messages
+    returned = [message for message in trajectory.info.get(LAST_OBSERVATION, ()) if message["role"] == "assistant"]
+    return messages + returned
 
 
 def readable(message: Message) -> str:
@@ -106,6 +116,12 @@ def with_prompt(messages: Sequence[Message], content: str) -> list[Message]:
         raise ValueError("there is no user message")
     changed: Message = {**messages[index], "content": content}
     return [*messages[:index], changed, *messages[index + 1 :]]
+
+
+def _common(segment: Segment, other: Segment) -> int:
+    """Return the number of messages with which both segments begin."""
+    pairs = enumerate(zip(segment, other, strict=False))
+    return next((i for i, (a, b) in pairs if a.message != b.message), min(len(segment), len(other)))
 
 
 def _first_sampled(segment: Segment) -> int:

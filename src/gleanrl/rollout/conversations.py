@@ -233,7 +233,8 @@ class PolicyModel:
         self.altered: str | None = None
         """How the distribution differed from the policy at the run's temperature (see `Completion.altered`)."""
         self.limit: StopReason | None = None
-        """The limit of the run that the latest refused call has reached; None if the latest call was answered."""
+        """The limit of the run that has ended the episode, so far: that of turns, or that of context if the latest call
+        has reached it."""
         self.sampling_s = 0.0
         """Seconds in which at least one call was being answered."""
         self.on_failure: Callable[[Exception], None] | None = None
@@ -282,7 +283,9 @@ class PolicyModel:
             if not self._running:
                 self.sampling_s += perf_counter() - started
         message = self.conversations.end(exchange, completion, call.stop)
-        self.limit, self.altered = None, self.altered or completion.altered
+        self.altered = self.altered or completion.altered
+        if self.limit is StopReason.CONTEXT_FULL:
+            self.limit = None
         assert exchange.answer is not None
         tokens = exchange.answer.tokens.size
         cut = completion.finish == "length" and tokens == completion.tokens.size

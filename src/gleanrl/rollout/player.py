@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, suppress
 from dataclasses import dataclass, field, replace
 from time import perf_counter
-from typing import Any
+from typing import Any, Protocol
 
 from gleanrl.config.settings import ContextSettings
 from gleanrl.protocols import Environment, EpisodeLost, ModelAddress, Observation, Sampler, SamplingParams, Session
@@ -36,8 +36,14 @@ CLOSE_TIMEOUT_S = 1.0
 _closing: set[asyncio.Task[None]] = set()
 
 
-Endpoint = Callable[[Callable[[ModelCall], Awaitable[ModelAnswer]]], AbstractAsyncContextManager[ModelAddress]]
-"""Given a function that answers model calls, opens an address at which an agent can make these calls."""
+class Endpoint(Protocol):
+    """Opens an address at which an agent makes its model calls, such as `Endpoint.open` of the agent environment."""
+
+    def __call__(
+        self, answer: Callable[[ModelCall], Awaitable[ModelAnswer]], *, earn: Callable[[float], None]
+    ) -> AbstractAsyncContextManager[ModelAddress]:
+        """Open an address. ``answer`` answers model calls, and ``earn`` takes turn rewards of the latest answer."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +132,7 @@ class Player:
                     if observation.reward is not None:
                         (context if agent is None else agent.conversations).earn(observation.reward)
                     if observation.done:
-                        stop = StopReason.DONE
+                        stop = (None if agent is None else agent.limit) or StopReason.DONE
                         break
                     if turns == self.context.max_turns:
                         stop = StopReason.MAX_TURNS
@@ -141,7 +147,7 @@ class Player:
                         stop = StopReason.CONTEXT_FULL
                         score = await conclude_score(environment, stop, score)
                         break
-                    limit = min(room, self.context.max_tokens_per_turn, observation.max_tokens or room)
+                    limit = min(room, self.context.max_tokens_per_turn)
                     params = SamplingParams(limit, context.stop_tokens, temperature)
                     try:
                         completion = await session.sample(prompt, params)
@@ -149,11 +155,7 @@ class Player:
                         raise _SamplerFailed from error
                     turns, altered = turns + 1, altered or completion.altered
                     cut += completion.finish == "length"
-                    message: Any = context.act(completion)
-                    if observation.count_tokens:
-                        counts = {"prompt_tokens": prompt.size, "completion_tokens": completion.tokens.size}
-                        message = {**message, "completion": {**counts, "finish_reason": completion.finish}}
-                    call = environment.step(message)
+                    call = environment.step(context.act(completion))
             except _SamplerFailed as error:
                 raise error.__cause__ or error from None
             except (EpisodeLost, ToolsUnknown):
@@ -207,7 +209,7 @@ class Player:
                 "agents need an endpoint, which an environment pool has (ray.environments = 0)"
             )
         failures: list[Exception] = []
-        async with self.endpoint(model.answer) as address:
+        async with self.endpoint(model.answer, earn=model.conversations.earn) as address:
             running = asyncio.ensure_future(environment.run(address))
 
             def fail(error: Exception) -> None:

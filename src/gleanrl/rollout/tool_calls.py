@@ -21,7 +21,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from gleanrl.protocols import Tools
 from gleanrl.rollout.thinking import Thoughts
@@ -49,7 +49,7 @@ PROBE_TOOL: Mapping[str, Any] = {
 _MARK = "gleanmark"  # placeholder for a text, by which the text that the template writes around it is found
 _OPENING = (Message(role="user", content="."),)
 _NO_TOOLS = (
-    "the environment has tools, and the chat template of the model's tokenizer {}; take a model that was trained "
+    "there are tools, and the chat template of the model's tokenizer {}; take a model that was trained "
     "to call tools, or give its tokenizer a chat template that takes them"
 )
 _DECODER = json.JSONDecoder()
@@ -78,6 +78,22 @@ def call_message(call: Call, number: int) -> dict[str, Any]:
     """
     function = {"name": _storable(call.name), "arguments": _storable(call.arguments)}
     return {"id": f"call{number % 100_000:05d}", "type": "function", "function": function}
+
+
+def expert_message(said: Any, number: int) -> Message:
+    """Return the message that an expert gives as a call, a list of calls, a text or a whole message of the assistant.
+
+    ``number`` is the number of calls in the conversation so far. Raises `TypeError` if ``said`` is anything else.
+    """
+    calls = [said] if isinstance(said, Call) else said
+    if isinstance(said, str):
+        return Message(role="assistant", content=said)
+    if isinstance(calls, Sequence) and calls and all(isinstance(entry, Call) for entry in calls):
+        entries = [call_message(entry, number + offset) for offset, entry in enumerate(calls)]
+        return Message(role="assistant", content="", tool_calls=entries)
+    if isinstance(said, dict) and said.get("role") == "assistant":
+        return cast(Message, said)
+    raise TypeError(f"an expert gives calls, a text or an assistant message, not {type(said).__name__}")
 
 
 def _storable(value: Any, depth: int = 0) -> Any:

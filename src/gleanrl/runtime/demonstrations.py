@@ -20,12 +20,14 @@ import torch
 
 from gleanrl.algorithms.batch import build_samples
 from gleanrl.config import loading as configuration
+from gleanrl.environments.pool import EnvironmentFailure
 from gleanrl.experience import ExperiencePool
 from gleanrl.experience.pool.pool import Incoming
 from gleanrl.experience.pool.transfer import Intake, Moved
 from gleanrl.experience.replay.updates import replayed_group
 from gleanrl.learners.torch import TorchLearner
 from gleanrl.protocols import Reward, Tools
+from gleanrl.rollout.expert import play_expert
 from gleanrl.rollout.player import Player
 from gleanrl.runtime.checkpoints import Checkpoints
 from gleanrl.runtime.local import Builder
@@ -106,17 +108,27 @@ class _Seeding:
                     task = prepared.train[attempt % len(prepared.train)]
                     seed = derive(config.run.seed, "demonstrations for the pool", attempt)
                     try:
-                        said, given = taskset.demonstrate(task, seed=seed, noise=config.warm_start.noise)
+                        expert = taskset.agent_expert(task, seed=seed, noise=config.warm_start.noise)
+                        if expert is None:
+                            said, given = taskset.demonstrate(task, seed=seed, noise=config.warm_start.noise)
+                            tools = taskset.tools(task)
+                            answers = [(message, tools) for message in said if message["role"] == "assistant"]
+                        else:
+                            environment = environments.environment(task)
+                            calls, given = await play_expert(environment, environments.endpoint.open, expert)
+                            answers = [(messages[-1], tools) for messages, tools in calls]
+                    except EnvironmentFailure as error:
+                        left_out[str(error)] += 1
+                        continue
                     except NoExpert as error:
                         # In a mixture of environments, tasks of another environment may still have an expert.
                         no_expert = error
                         continue
-                    score = Score.of(given)
+                    score = Score(1.0) if given is None else Score.of(given)
                     if not (score.valid and score.value > 0):
                         continue
-                    answers = [message for message in said if message["role"] == "assistant"]
                     name = f"{ORIGIN}/{task.id}/{attempt}"
-                    played = await _play(player, task, answers, taskset.tools(task), name, seed, reward.train)
+                    played = await _play(player, task, answers, name, seed, reward.train)
                     if isinstance(played, str):
                         left_out[played] += 1
                         continue
@@ -175,15 +187,14 @@ class _Seeding:
 
 
 async def _play(
-    player: Player, task: Task, answers: Sequence[Message], tools: Tools, name: str, seed: int, reward: Reward
+    player: Player, task: Task, answers: Sequence[tuple[Message, Tools]], name: str, seed: int, reward: Reward
 ) -> Trajectory | str:
-    """Play an episode of ``task`` in which the agent's messages are ``answers``, one for each turn.
+    """Play an episode of ``task`` in which the model's messages are ``answers``, one for each turn, with its tools.
 
     Returns the trajectory, scored by ``reward``. If the episode cannot be used as a demonstration, returns the reason
     as text instead.
     """
-    renderer = player.renderer.with_tools(tools)
-    words = [renderer.spoken(answer) for answer in answers]
+    words = [player.renderer.with_tools(tools).spoken(answer) for answer, tools in answers]
     speaker = _make_speaker(words)
     try:
         trajectory = await replace(player, sampler=speaker).play(task, trajectory_id=name, seed=seed)

@@ -6,9 +6,9 @@ from pathlib import Path
 
 from gleanrl.config.settings import Config
 from gleanrl.learners.engine import LocalEngine
-from gleanrl.learners.models import AUTO, export, export_adapters, load_model
+from gleanrl.learners.models import AUTO, export, export_adapters
 from gleanrl.runtime.local import set_up_libraries
-from gleanrl.runtime.prepare import needs_expert, prepare, save_model
+from gleanrl.runtime.prepare import needs_expert, prepare_model, save_model
 from gleanrl.runtime.run_folder import Checkpoint
 from gleanrl.utils import atomic
 from gleanrl.utils.errors import UserError
@@ -47,11 +47,8 @@ def run_export(
             "--adapters: the run trained all weights (learner.lora_rank = 0) and has no adapters; leave out --adapters"
         )
     set_up_libraries(config)
-    if needs_expert(config):
-        prepared = prepare(config, console, trains=False)
-        model, tokenizer = prepared.model, prepared.tokenizer
-    else:
-        model, tokenizer = load_model(config.model)
+    prepared = prepare_model(config, console)
+    model, tokenizer = prepared.model, prepared.tokenizer
     # The model computes nothing here, so an attention implementation that needs a GPU must not be an error.
     settings = config.learner.model_copy(update={"attn_implementation": AUTO})
     engine = LocalEngine(model, settings, config.loss, pad_token=0, temperature=1.0, trains=False)

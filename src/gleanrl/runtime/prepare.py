@@ -7,12 +7,14 @@ settings computes them again.
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -21,31 +23,52 @@ from safetensors import SafetensorError
 
 import gleanrl
 from gleanrl.config.settings import Config, EnvironmentSettings, TaskSettings
+from gleanrl.config.validate import check_agents
 from gleanrl.curriculum.orders import make_curriculum
 from gleanrl.environments import load_taskset
+from gleanrl.environments.pool import EnvironmentFailure, EnvironmentPool
 from gleanrl.learners.models import compute_dtype, load_model, load_tokenizer, resolve_device
 from gleanrl.learners.supervised import fine_tune
 from gleanrl.learners.tiny import texts_of
 from gleanrl.protocols import Curriculum, Split, Taskset
+from gleanrl.rollout.expert import Called, play_expert, record
 from gleanrl.rollout.renderer import Renderer
 from gleanrl.runtime.memory import check_memory
-from gleanrl.types import BoolArray, IntArray, Message, Score, Task, check_messages, segment_arrays
-from gleanrl.utils import atomic
+from gleanrl.types import BoolArray, IntArray, Message, Score, Segment, Task, check_messages, segment_arrays
+from gleanrl.utils import atomic, background_loop
 from gleanrl.utils.cache import cache_dir, one_at_a_time
-from gleanrl.utils.errors import NoExpert, UserError, defined_at
+from gleanrl.utils.errors import NoExpert, UserError, defined_at, describe, raised_at
 from gleanrl.utils.importing import file_versions
 from gleanrl.utils.progress import Progress
 from gleanrl.utils.seeding import derive
 
+_AT_ONCE = 8  # number of agents that play demonstrations at the same time
 _FEW = 8  # number of tasks of each split that a dry run makes, because making all of them may take long
 
 
 @dataclass(frozen=True)
 class Demonstration:
-    """A conversation in which the expert acts as the agent, and the definitions of the tools that it could call."""
+    """An episode that the expert has played."""
 
-    messages: tuple[Message, ...]
-    tools: tuple[Mapping[str, Any], ...] = ()
+    conversations: tuple[Called, ...]
+    """The conversation in which the expert acts as the model, and the definitions of the tools that it could call. If
+    the environment has an agent that calls the model itself: the model calls, each with the expert's answer."""
+    agent: bool = False
+    """Whether the environment has such an agent."""
+
+    def segments(self, renderer: Renderer, system: Sequence[Message] = ()) -> Sequence[Segment]:
+        """Return the tokens of the episode. ``system`` are messages that come before all that an environment says."""
+        if self.agent:
+            return record(renderer, self.conversations).segments()
+        ((messages, tools),) = self.conversations
+        return [renderer.with_tools(tools).demonstration([*system, *messages])]
+
+    def texts(self) -> list[str]:
+        """Return the texts of the episode, each message once, for the tokenizer of a tiny model."""
+        texts: list[str] = []
+        for messages, tools in self.conversations:
+            texts += [text for text in texts_of(messages, tools) if not self.agent or text not in texts]
+        return texts
 
 
 @dataclass(frozen=True)
@@ -97,7 +120,7 @@ def prepare(config: Config, progress: Progress, *, trains: bool = True, mapped: 
         with progress.stage("preparing tasks", len(train) + len(evaluation)) as stage:
             taskset.prepare([*train, *evaluation], workers=os.cpu_count() or 1, progress=lambda *_: stage.advance())
     demonstrations = demonstrate(config, taskset, progress) if needs_expert(config) else ()
-    texts = [text for shown in demonstrations for text in texts_of(shown.messages, shown.tools)]
+    texts = [text for shown in demonstrations for text in shown.texts()]
     # Demonstrations contain neither the system prompt nor some of the environment's messages, such as error messages.
     # These texts are added once per demonstration, so that they have a comparable weight in the vocabulary.
     unsaid = [*taskset.phrases, *filter(None, [config.context.system_prompt])]
@@ -107,6 +130,16 @@ def prepare(config: Config, progress: Progress, *, trains: bool = True, mapped: 
     if config.warm_start.enabled:
         model = warm_start(config, model, tokenizer, demonstrations, progress)
     return Prepared(taskset, train, evaluation, demonstrations, model, tokenizer)
+
+
+def prepare_model(config: Config, progress: Progress) -> Prepared:
+    """Make the model of a run for a command that plays no episodes.
+
+    The tasks are made only if the model depends on demonstrations. Raises `UserError` as `prepare` does.
+    """
+    if needs_expert(config):
+        return prepare(config, progress, trains=False)
+    return Prepared(None, (), (), (), *load_model(config.model))  # type: ignore[arg-type]  # no tasks are played
 
 
 def check_parts(config: Config, progress: Progress) -> None:
@@ -158,6 +191,8 @@ def make_tasks(config: Config, progress: Progress) -> tuple[Taskset, Sequence[Ta
     taskset = load_taskset(settings, config.run.seed)
     if taskset.needs_reward and config.reward.name == "environment":
         raise UserError(f"environment {settings.name!r} scores nothing itself: set reward.name (e.g. math)")
+    if taskset.agents:
+        check_agents(config)
     with progress.stage("making tasks", settings.train_tasks + settings.eval_tasks) as stage:
         train = take_tasks(taskset, settings, "train")
         stage.advance(settings.train_tasks)
@@ -187,40 +222,73 @@ def demonstrate(config: Config, taskset: Taskset, progress: Progress) -> Sequenc
     """
     settings = config.warm_start
     key = fingerprint(
-        "demonstrations, tools", gleanrl.__version__, config.environment.model_dump(exclude={"workers", "timeout_s"}),
+        "demonstrations, agents", gleanrl.__version__, config.environment.model_dump(exclude={"workers", "timeout_s"}),
         config.run.seed, settings.demonstrations, settings.noise, *filter(None, [taskset.version]),
         *file_versions([config.environment.name, config.environment.options]),
     )  # fmt: skip
     path = cache_dir("demonstrations") / f"{key}.json"
     if path.exists():
         try:
-            return [Demonstration(tuple(messages), tuple(tools)) for messages, tools in json.loads(path.read_text())]
+            return [
+                Demonstration(tuple((tuple(messages), tuple(tools)) for messages, tools in conversations), agent)
+                for conversations, agent in json.loads(path.read_text())
+            ]
         except (ValueError, TypeError):  # the cached file is damaged, so the demonstrations are recorded again
             path.unlink(missing_ok=True)
     tasks = take_tasks(taskset, config.environment, "warm_start")
     kept: list[Demonstration] = []
-    no_expert: NoExpert | None = None
-    with progress.stage("demonstrations", settings.demonstrations) as stage:
-        for attempt in range(3 * settings.demonstrations):
-            if len(kept) == settings.demonstrations:
-                break
-            task = tasks[attempt % len(tasks)]
-            seed = derive(config.run.seed, "demonstration", attempt)
-            try:
-                conversation, given = taskset.demonstrate(task, seed=seed, noise=settings.noise)
-            except NoExpert as error:
-                # In a mixture of environments, tasks of another environment may still have an expert.
-                no_expert = error
-                continue
-            says_something = any(message["role"] == "assistant" for message in conversation)
-            score = Score.of(given)
-            if score.valid and score.value > 0 and says_something:
-                kept.append(Demonstration(conversation, tuple(taskset.tools(task))))
-                stage.advance()
+    failure: Exception | None = None
+    pool = EnvironmentPool(taskset, timeout_s=config.environment.timeout_s)
+
+    async def together(playing: Sequence[Coroutine[Any, Any, Any]]) -> list[Any]:
+        return await asyncio.gather(*playing, return_exceptions=True)
+
+    try:
+        with progress.stage("demonstrations", settings.demonstrations) as stage:
+            attempts = iter(range(3 * settings.demonstrations))
+            while batch := [*islice(attempts, min(settings.demonstrations - len(kept), _AT_ONCE))]:
+                played: list[tuple[Demonstration, Any]] = []
+                agents = []
+                for attempt in batch:
+                    task = tasks[attempt % len(tasks)]
+                    seed = derive(config.run.seed, "demonstration", attempt)
+                    try:
+                        expert = taskset.agent_expert(task, seed=seed, noise=settings.noise)
+                        if expert is None:
+                            messages, given = taskset.demonstrate(task, seed=seed, noise=settings.noise)
+                            played.append((Demonstration(((messages, tuple(taskset.tools(task))),)), given))
+                        else:
+                            agents.append(play_expert(pool.environment(task), pool.endpoint.open, expert))
+                    except NoExpert as error:
+                        # In a mixture of environments, tasks of another environment may still have an expert.
+                        failure = error
+                for result in background_loop.run(together(agents)) if agents else ():
+                    if isinstance(result, NoExpert | EnvironmentFailure):
+                        failure = result
+                    elif isinstance(result, BaseException):
+                        raise UserError(
+                            f"environment.options.expert: {describe(result)}{raised_at(result)}"
+                        ) from result
+                    else:
+                        # The score of an agent that gives none is up to the run's reward. Its expert is trusted.
+                        calls, given = result
+                        played.append((Demonstration(tuple(calls), agent=True), Score(1.0) if given is None else given))
+                for shown, given in played:
+                    said = any(m["role"] == "assistant" for messages, _ in shown.conversations for m in messages)
+                    score = Score.of(given)
+                    if score.valid and score.value > 0 and said:
+                        kept.append(shown)
+                        stage.advance()
+                if isinstance(failure, EnvironmentFailure) and not kept:
+                    break  # the agent fails whatever the task
+    finally:
+        background_loop.run(pool.close())
     if not kept:
+        if isinstance(failure, UserError):
+            raise failure
         none = f"the expert of environment {config.environment.name!r} solved none of {len(tasks)} tasks"
-        raise no_expert or UserError(none)
-    atomic.write_text(path, json.dumps([(shown.messages, shown.tools) for shown in kept]))
+        raise UserError(none if failure is None else f"{none} ({failure})")
+    atomic.write_text(path, json.dumps([(shown.conversations, shown.agent) for shown in kept]))
     return kept
 
 
@@ -241,7 +309,8 @@ def warm_start(
         config.model.model_dump(exclude={"device"}),
         model.config.to_dict(), tokenizer.backend_tokenizer.to_str(), tokenizer.chat_template,
         settings.model_dump(), config.run.seed, config.context.system_prompt,
-        [(shown.messages, shown.tools) for shown in demonstrations], *filter(None, [config.context.template_options]),
+        [(shown.conversations, shown.agent) for shown in demonstrations],
+        *filter(None, [config.context.template_options]),
     )  # fmt: skip
     folder = cache_dir("warm-start") / key
     device, dtype = model.device, model.dtype
@@ -280,8 +349,9 @@ def supervised_examples(
     system = [Message(role="system", content=config.context.system_prompt)] if config.context.system_prompt else []
     examples = []
     for shown in demonstrations:
-        tokens, mask, _ = segment_arrays(renderer.with_tools(shown.tools).demonstration([*system, *shown.messages]))
-        examples.append((tokens[: config.model.max_context], mask[: config.model.max_context]))
+        for segment in shown.segments(renderer, system):
+            tokens, mask, _ = segment_arrays(segment)
+            examples.append((tokens[: config.model.max_context], mask[: config.model.max_context]))
     return examples
 
 

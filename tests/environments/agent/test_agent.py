@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from gleanrl.config.loading import load
 from gleanrl.config.settings import ContextSettings, EnvironmentSettings
 from gleanrl.environments import load_taskset
 from gleanrl.environments.agent.endpoint import MAX_BODY_BYTES, Endpoint
 from gleanrl.environments.pool import EnvironmentPool
 from gleanrl.protocols import ModelAddress
+from gleanrl.rewards.request import Request
 from gleanrl.rollout.calls import ModelAnswer, ModelCall
 from gleanrl.rollout.conversation import conversation
 from gleanrl.rollout.player import Player
+from gleanrl.runtime.prepare import make_tasks
 from gleanrl.samplers.scripted import ScriptedSampler
+from gleanrl.tracking.monitors import Silent
 from gleanrl.types import StopReason, Task, Trajectory
+from gleanrl.utils.errors import UserError
 from tests.loop_world import renderer
 
 aiohttp = pytest.importorskip("aiohttp")
@@ -33,6 +40,9 @@ def solve(task, base_url, api_key, model):
         request = urllib.request.Request(base_url + "/chat/completions", body, headers)
         messages.append(json.load(urllib.request.urlopen(request))["choices"][0]["message"])
         messages.append({"role": "user", "content": "left or right"})
+        if "rewards" in task:
+            body = json.dumps({"reward": task["rewards"].pop(0)}).encode()
+            urllib.request.urlopen(urllib.request.Request(base_url + "/rewards", body, headers))
     match task["then"]:
         case "crash": os.abort()
         case "hang": time.sleep(1000)
@@ -41,7 +51,9 @@ def solve(task, base_url, api_key, model):
 """
 
 
-def play(folder: Path, *thens: Any, turns: int = 2, workers: int = 0, timeout_s: float = 60.0) -> list[Trajectory]:
+def play(
+    folder: Path, *thens: Any, turns: int = 2, workers: int = 0, timeout_s: float = 60.0, **more: Any
+) -> list[Trajectory]:
     """Play an episode for each value that the agent is to return, or for each way in which it is to fail, at once."""
     (folder / "agent.py").write_text(AGENT)
     (folder / "tasks.jsonl").write_text('{"prompt": "say left or right", "solution": "left"}\n')
@@ -54,7 +66,7 @@ def play(folder: Path, *thens: Any, turns: int = 2, workers: int = 0, timeout_s:
             settings = ContextSettings(max_turns=3)
             player = Player(pool.environment, sampler, renderer(), settings, 1.0, 1000, endpoint=pool.endpoint.open)
             tasks = [
-                Task(str(i), payload={"prompt": "say left or right", "turns": turns, "then": then})
+                Task(str(i), payload={"prompt": "say left or right", "turns": turns, "then": then, **more})
                 for i, then in enumerate(thens)
             ]
             return await asyncio.gather(*(player.play(task, trajectory_id=task.id, seed=1) for task in tasks))
@@ -76,10 +88,22 @@ def test_a_failing_agent_costs_its_own_trajectory_only(workers: int, tmp_path: P
 def test_a_text_is_the_answer_that_a_reward_reads_and_a_limit_has_a_score(tmp_path: Path) -> None:
     (answered,) = play(tmp_path, "in the end: left")
     assert not answered.score.valid
-    assert conversation(answered)[-1]["content"] == "left"
+    assert [m["content"] for m in conversation(answered)[-2:]] == ["left", "in the end: left"]
+    assert Request.of(Task("0"), answered).response == "in the end: left"
+    (repeated,) = play(tmp_path, "left")
+    assert [m["role"] for m in conversation(repeated)] == ["user", "assistant"] * 2
     assert answered.info["last_observation"] == [{"role": "assistant", "content": "in the end: left"}]
     (limited,) = play(tmp_path, 1.0, turns=4)
     assert (limited.stop, limited.score.value, limited.info["turns"]) == (StopReason.MAX_TURNS, 0.0, 3)
+
+
+def test_posted_rewards_are_those_of_the_answers_before_them_and_their_sum_is_the_score(tmp_path: Path) -> None:
+    (played,) = play(tmp_path, None, rewards=[0.5, -0.25])
+    assert [turn.reward for turn in played.sampled_turns()] == [0.5, -0.25]
+    assert played.score.value == 0.25
+    for wrong in (float("nan"), "much", None, True):
+        (refused,) = play(tmp_path, None, rewards=[wrong, 0.5])
+        assert "400" in str(refused.score.explanation)
 
 
 def test_a_request_without_the_key_of_a_running_episode_or_with_a_huge_body_is_refused() -> None:
@@ -115,3 +139,37 @@ def test_a_request_without_the_key_of_a_running_episode_or_with_a_huge_body_is_r
 
     asyncio.run(talk())
     assert answered == ["hello"]
+
+
+REFUSED = [
+    {"context.policy": "strip_thinking"},
+    {"context.policy": "window"},
+    {"context.system_prompt": "be brief"},
+    {"guidance.enabled": "true"},
+    {"replay.enabled": "true", "replay.reverify": "true"},
+    {"ray.enabled": "true", "ray.environments": "1"},
+]
+
+
+@pytest.mark.parametrize("settings", REFUSED, ids=lambda settings: [*settings][-1])
+@pytest.mark.parametrize("mixed", [False, True])
+def test_settings_that_do_not_act_on_the_calls_of_agents_are_refused(
+    settings: dict[str, str], mixed: bool, tmp_path: Path
+) -> None:
+    (tmp_path / "tasks.jsonl").write_text('{"prompt": "say left or right", "solution": "left"}\n' * 3)
+    options: dict[str, Any] = {"command": "true", "tasks": str(tmp_path / "tasks.jsonl")}
+    environment: dict[str, Any] = {"name": "agent", "options": options}
+    if mixed:
+        environment = {"name": "mixture", "options": {"parts": [environment]}}
+    config = load("quickstart", [("context.policy", "linear"), *settings.items()])
+    config = config.model_copy(update={"environment": config.environment.model_copy(update=environment)})
+    with pytest.raises(UserError, match=re.escape([*settings][-1])) as caught:
+        make_tasks(config, Silent())
+    assert "\n" not in str(caught.value)
+
+
+def test_agents_need_aiohttp(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "aiohttp" else found(name))
+    with pytest.raises(UserError, match=r"gleanrl\[agent\]"):
+        load_taskset(EnvironmentSettings(name="agent", options={"command": "true", "tasks": "rows.jsonl"}), 0)

@@ -1,44 +1,36 @@
 """Plays environments of the package verifiers (v1) with verifiers' own tasksets, tools, hooks and rewards.
 
 `VerifiersTaskset` is the environment ``verifiers`` of the settings. A rollout of verifiers runs a harness, which is the
-program that calls the model, for example in a chat loop with tools. The harness sends its model calls to an
-OpenAI-compatible endpoint, which Glean RL serves on the loopback interface (`verifiers_serving`).
-
-Each model call becomes one turn. The messages that the call adds to the conversation are the observation that the
-environment returns. The call then waits until Glean RL has sampled the next message and has passed it to `step`, and
-this message is the response to the call. So verifiers' own rollout code runs unchanged, with its stop conditions,
-interceptions, tool servers, limits and scoring, and Glean RL trains on exactly the tokens that it has sampled.
+program that calls the model, for example in a chat loop with tools. verifiers passes the harness's model calls on to
+the endpoint that answers the calls of all agents (`gleanrl.environments.agent.endpoint`), with the key of the episode.
+So verifiers' own rollout code runs unchanged, with its stop conditions, interceptions, tool servers, limits and
+scoring, and Glean RL trains on exactly the tokens that it has sampled.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
+import importlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+import math
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from functools import cache
+from typing import Any, ClassVar
 
 import pydantic
 from pydantic import Field
 
-from gleanrl.environments.adapters.verifiers_serving import Host, Refused, import_v1, resolve_config
+from gleanrl.environments.agent.endpoint import CONNECTIONS
 from gleanrl.environments.splits import fingerprint, select, split_of
-from gleanrl.protocols import Environment, Observation, Split, Taskset
-from gleanrl.rollout.thinking import CLOSE, OPEN, written
-from gleanrl.types import Message, Score, StopReason, Task
+from gleanrl.protocols import Environment, ModelAddress, Observation, Split, Taskset
+from gleanrl.types import Message, Score, Task
 from gleanrl.utils.errors import UserError
-
-# reason for which Glean RL ends an episode -> verifiers' name of this reason
-_STOPS = {StopReason.MAX_TURNS: "max_turns", StopReason.CONTEXT_FULL: "max_total_tokens"}
-
-# Parameters of a model call that change what an answer is, with the values that ask for nothing special. Parameters of
-# the distribution, such as the temperature, are not among them: the run sets these, for training and for evaluation.
-_PLAIN: Mapping[str, tuple[Any, ...]] = {
-    "stop": ([], ""),
-    "logprobs": (False,),
-    "response_format": ({"type": "text"},),
-    "tool_choice": ("auto",),
-}
+from gleanrl.utils.http import connection_limit
+from gleanrl.utils.importing import load_file
 
 
 @pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config={"extra": "forbid"})
@@ -47,8 +39,7 @@ class VerifiersTaskset(Taskset):
 
     For example, ``id="gsm8k", args={"split": "train"}, eval_args={"split": "test"}``.
 
-    A seat is an agent of verifiers' environment. The policy plays exactly one seat. If the environment has other seats,
-    each of them needs a ``model`` and a ``client`` in ``env``.
+    A seat is an agent of verifiers' environment. The policy plays all seats that have no ``client`` in ``env``.
     """
 
     id: str
@@ -63,6 +54,7 @@ class VerifiersTaskset(Taskset):
     and each seat's harness, runtime, model, client and limits. By default, a seat is a chat loop with the task's tools,
     which runs on this machine."""
 
+    agents = True
     named_by_content = True  # the id of a task is a hash of its content, not of its index in the taskset
 
     def __post_init__(self) -> None:
@@ -116,195 +108,299 @@ class VerifiersTaskset(Taskset):
 
 
 class _Episode(Environment):
-    """One episode, which is a rollout of verifiers in its own asyncio task.
-
-    A model call of the rollout waits in `answer_call` until `step` passes the sampled message to it.
-    """
+    """One episode, which is an episode of verifiers whose model calls the policy answers."""
 
     def __init__(self, config: Any, data: Mapping[str, Any]) -> None:
         self._config, self._data = config, data
-        self._rollout: asyncio.Task[Any] | None = None
-        self._conversation: list[Message] = []
-        self._reply: asyncio.Future[Message] | None = None  # response to the model call that waits
-        # For each model call, the observation that `reset` or `step` returns; None when the rollout has ended.
-        self._events: asyncio.Queue[Observation | None] = asyncio.Queue()
-        # Trace id -> trace. verifiers makes a trace for each seat; it records the seat's messages and rewards.
-        self._traces: dict[str, Any] = {}
-        self._policy_trace: Any = None  # the trace of the policy's seat; None until its first model call
-        self._refusal: str | None = None  # why the first refused model call was refused; None if none was
-        self._host: Host | None = None
 
     async def reset(self) -> Observation:
-        self._host = host = await Host.get(self._config)
-
-        def register(trace: Any) -> None:
-            self._traces[trace.id] = trace
-            host.episodes[trace.id] = self
-
-        self._rollout = asyncio.create_task(host.play(self._data, register))
-        self._rollout.add_done_callback(lambda _: self._events.put_nowait(None))
-        return await self._next_observation()
+        return Observation((), agent=True)
 
     async def step(self, message: Message) -> Observation:
-        if self._reply is None or self._reply.done():
-            raise RuntimeError("verifiers gave up the model call that this answers")
-        self._reply.set_result(message)
-        return await self._next_observation()
+        raise RuntimeError("verifiers makes its model calls itself; its environments have no steps")
 
-    async def conclude(self, stop: StopReason) -> Score | None:
-        """Stop the rollout as if it had reached verifiers' own limit, and return the score that verifiers gives it.
+    async def run(self, model: ModelAddress) -> Observation:
+        """Run the episode, and return an observation with its score.
 
-        The limit is that of turns or of tokens, according to ``stop``. The rollout is stopped by refusing the model
-        call that waits for an answer. Returns None if no call is waiting.
-        """
-        if self._reply is None or self._reply.done():
-            return None
-        self._policy_trace.stop(_STOPS[stop])
-        self._reply.set_exception(Refused(_STOPS[stop]))
-        return (await self._next_observation()).score
-
-    async def close(self) -> None:
-        if self._host is not None:
-            for trace in self._traces:
-                self._host.episodes.pop(trace, None)
-        if self._reply is not None and not self._reply.done():
-            self._reply.set_exception(Refused("the episode is over"))
-        if self._rollout is not None:
-            self._rollout.cancel()
-            with contextlib.suppress(asyncio.CancelledError, Exception):
-                await self._rollout
-
-    async def answer_call(self, trace: str, request: Mapping[str, Any]) -> tuple[Message, Mapping[str, Any]]:
-        """Wait until the policy has answered a model call.
-
-        Args:
-            trace: id of the trace to which the call belongs.
-            request: body of the request for a chat completion. Its ``messages`` are the whole conversation so far.
-
-        Returns:
-            The policy's message in the form that a server sends, and its token counts (see `Observation.count_tokens`),
-            which are empty if the caller of `step` does not count tokens.
+        The score is the sum of the weighted rewards of all traces of the policy's seats. Its parts are all rewards (not
+        weighted) and all metrics of these traces, by name; those with the same name are added.
 
         Raises:
-            Refused: the episode is over, the call does not continue the policy's conversation, or it asks for something
-                that changes what an answer is and that the policy cannot do.
+            RuntimeError: verifiers reports an error, or the rollout made no model call.
         """
-        try:
-            for name, plain in _PLAIN.items():
-                if (value := request.get(name)) is not None and value not in plain:
-                    raise Refused(f"a model call with {name} = {json.dumps(value):.80}, which the policy cannot do")
-            limit = request.get("max_completion_tokens") or request.get("max_tokens")
-            if limit is not None and (not isinstance(limit, int) or limit < 1):
-                raise Refused(f"a model call with max_tokens = {json.dumps(limit):.80}, which is no positive number")
-            new = self._new_messages(trace, request["messages"])
-        except Refused as error:
-            self._refusal = self._refusal or str(error)
-            raise
-        declared = tuple(request.get("tools") or ()) if self._policy_trace is None else ()
-        self._policy_trace = self._traces[trace]
-        self._conversation += new
-        self._reply = asyncio.get_running_loop().create_future()
-        self._events.put_nowait(Observation(tuple(new), tools=declared, max_tokens=limit, count_tokens=True))
-        message = await self._reply
-        reply = _to_wire(message, len(self._conversation))
-        self._conversation.append(_from_wire(reply))
-        return reply, message.get("completion", {})
-
-    def _new_messages(self, trace: str, messages: Sequence[Mapping[str, Any]]) -> list[Message]:
-        """Return the messages that a model call adds to the policy's conversation.
-
-        Raises:
-            Refused: the call does not continue this conversation, or an earlier call is still waiting.
-        """
-        if self._policy_trace is not None and trace != self._policy_trace.id:
-            seat = self._traces[trace].agent.name
-            raise Refused(
-                f"the policy plays one conversation an episode, and verifiers starts another one"
-                f"{f' (seat {seat!r})' if seat else ''}; give that seat a client and a model of its own, "
-                f"environment.options.env.{seat or 'SEAT'}.client and .model"
-            )
-        if self._reply is not None and not self._reply.done():
-            raise Refused("two model calls of one conversation at once")
-        received, known = [_from_wire(message) for message in messages], len(self._conversation)
-        new = received[known:]
-        if not new or (known and any(message["role"] == "assistant" for message in new)):
-            raise Refused("a model call that adds nothing to the conversation, or an answer that was not sampled")
-        if received[:known] != self._conversation:
-            raise Refused(
-                "earlier messages are rewritten (by a harness that compacts them, or an @intercept of answers), so "
-                "sampled tokens no longer stand where they stood"
-            )
-        return new
-
-    async def _next_observation(self) -> Observation:
-        """Return the observation of the next model call or, if the rollout ends, the last observation.
-
-        The last observation has the score of the policy's seat, which is verifiers' weighted reward. The parts of the
-        score are all rewards (not weighted) and all metrics, by name.
-
-        Raises:
-            RuntimeError: verifiers reports an error, the rollout made no model call, or a model call was refused.
-        """
-        observation = await self._events.get()
-        if observation is not None:
-            return observation
-        assert self._rollout is not None
-        episode, trace = await self._rollout, self._policy_trace
-        if self._refusal is not None:
-            raise RuntimeError(f"verifiers: {self._refusal}")
-        if not episode.ok or trace is None:
+        host = await _Host.get(self._config)
+        episode = await host.play(self._data, model)
+        traces = [trace for trace in episode.traces if trace.agent.name in host.seats]
+        if not episode.ok or not any(trace.num_turns for trace in traces):
             errors = [error for trace in episode.traces for error in trace.errors] + list(episode.errors)
+            # A call that was refused is the reason why its harness has failed.
+            errors += [call.error for trace in traces for call in trace.calls[-1:] if call.error is not None]
             reason = f"{errors[-1].type}: {errors[-1].message}" if errors else "the policy was never asked"
             raise RuntimeError(f"verifiers: {reason}")
-        parts = {name: value for name, value in trace.metrics.items() if value is not None}
-        parts |= {name: reward.score for name, reward in trace.rewards.items() if reward is not None}
-        score = Score(float(trace.reward), parts=parts)
-        return Observation((), done=True, score=score, info={"stop_condition": trace.stop_condition})
+        parts: Counter[str] = Counter()
+        for trace in traces:
+            for name, value in trace.metrics.items():
+                parts[name] += value or 0
+            for name, reward in trace.rewards.items():
+                parts[name] += 0 if reward is None else reward.score
+        stops = [trace.stop_condition for trace in traces]
+        score = Score(math.fsum(trace.reward for trace in traces), parts=parts)
+        return Observation((), done=True, score=score, info={"stop_conditions": stops})
 
 
-def _from_wire(message: Mapping[str, Any]) -> Message:
-    """Convert a message in the format of the OpenAI API to a `Message`.
+class _Host:
+    """A running environment of verifiers.
 
-    Messages with the same meaning become equal, so that they can be compared. For example, ``content`` is always a
-    text. Raises `Refused` if the message contains anything but text, such as an image.
+    All episodes with the same config on the same event loop use one host, so that they share the environment's tool
+    servers. The host runs in an asyncio task, which ends when the event loop is shut down.
     """
-    content = message.get("content") or ""
-    if not isinstance(content, str):
-        if kinds := {str(part.get("type")) for part in content} - {"text"}:
-            raise Refused(f"a message with {', '.join(sorted(kinds))}: only text can be shown to the policy")
-        content = "".join(part["text"] for part in content)
-    plain = Message(role=message["role"], content=content)
-    if calls := message.get("tool_calls"):
-        plain["tool_calls"] = []
-        for call in calls:
-            function = {"name": call["function"]["name"], "arguments": call["function"]["arguments"]}
-            plain["tool_calls"].append({"id": call["id"], "type": "function", "function": function})
-    if message["role"] == "tool":
-        plain["tool_call_id"] = message["tool_call_id"]
-        if message.get("name"):
-            plain["name"] = message["name"]
-    return plain
+
+    _all: ClassVar[dict[tuple[asyncio.AbstractEventLoop, str], _Host]] = {}
+
+    def __init__(self, config: Any) -> None:
+        self._vf = import_v1()
+        self._env = self._vf.load_environment(config)
+        agents = {name: seat for name, seat in config if isinstance(seat, self._vf.AgentConfig)}
+        self.seats = [name for name, seat in agents.items() if seat.client is None]
+        """Names of the seats that the policy plays."""
+        # Seats that are plain chat loops. verifiers' own harness would start a program for every turn.
+        self._chats = [
+            name
+            for name, seat in agents.items()
+            if seat.harness is not None and seat.harness.id == "null" and seat.runtime.type == "subprocess"
+        ]
+        self._address: ContextVar[ModelAddress] = ContextVar("address")  # of the episode that the present task plays
+        self._setup, self._env.setup = self._env.setup, self._prepare
+        loop = asyncio.get_running_loop()
+        self._ready: asyncio.Future[None] = loop.create_future()
+        self._key = (loop, config.model_dump_json())
+        self._life = loop.create_task(self._serve())
+
+    @classmethod
+    async def get(cls, config: Any) -> _Host:
+        """Return the host for ``config`` on this event loop, which the first call starts. Waits until it is ready."""
+        key = (asyncio.get_running_loop(), config.model_dump_json())
+        if key not in cls._all:
+            cls._all[key] = cls(config)
+        host = cls._all[key]
+        await asyncio.shield(host._ready)
+        return host
+
+    async def play(self, data: Mapping[str, Any], model: ModelAddress) -> Any:
+        """Run a whole episode of a task, and return verifiers' record of it. ``data`` is the task as JSON values."""
+        kind = type(self._env.taskset).task_type()
+        task = kind(kind.data_type().model_validate(data), self._env.config.taskset.task)
+        # verifiers keeps a client for every config that it has seen, so the config is the same for all episodes.
+        client = self._vf.EvalClientConfig(base_url=f"{model.url}/v1", api_key_var="GLEANRL_POLICY_KEY")
+        self._address.set(model)
+        return await self._env.run_episode(task, self._vf.ModelContext(model=model.name, client=client))
+
+    async def _serve(self) -> None:
+        # aiohttp is always installed here, because verifiers depends on it.
+        from aiohttp import ClientSession, ClientTimeout, TCPConnector  # pyright: ignore[reportMissingImports]
+
+        connection_limit(CONNECTIONS)
+        try:
+            # The number of connections is not limited. Otherwise a model call could wait for a connection while the
+            # sampler, which batches the messages of all open episodes, waits for this call: a deadlock.
+            http = ClientSession(connector=TCPConnector(limit=0), timeout=ClientTimeout(total=None))
+            async with http as self._http, self._env.serving():
+                self._ready.set_result(None)
+                await asyncio.Event().wait()  # wait until this task is cancelled
+        except Exception as error:
+            if self._ready.done():
+                raise
+            self._ready.set_exception(error)
+        finally:
+            del self._all[self._key]
+
+    async def _prepare(self, agents: Any) -> None:
+        """Prepare the agents of an episode: the hook `setup` of verifiers' environment."""
+        await self._setup(agents)
+        for name in self._chats:
+            agent = getattr(agents, name)
+            agent.harness = chat_harness_class()(agent.harness.config, self._http)
+        for name in self.seats:
+            agent = getattr(agents, name)
+            agent.interception = policy_interception_class()(agent.interception, self._address.get().key)
+            agent.harness = copy.copy(agent.harness)
+            agent.harness.launch = _stopped_by_limits(agent.harness.launch)
 
 
-def _to_wire(message: Message, position: int) -> Message:
-    """Convert a sampled message to the form in which an OpenAI-compatible server sends it.
+def _stopped_by_limits(launch: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+    """Return a harness's method ``launch`` with which a limit of the run counts as a limit of verifiers' own.
 
-    The thinking is in the field ``reasoning_content``, the arguments of tool calls are JSON text, and each tool call
-    has an id. ``position`` is the message's index in the conversation, which makes the ids unique.
+    If the harness fails because its model call was refused, the conversation is scored as far as it came.
     """
-    content = written(message)
-    thinking, closed, answer = content.rpartition(CLOSE)
-    if not closed and content.startswith(OPEN):  # the message was cut off in its thought
-        thinking, closed, answer = content, CLOSE, ""
-    wire: dict[str, Any] = {"role": "assistant", "content": answer.lstrip("\n") if closed else content}
-    if closed:
-        wire["reasoning_content"] = thinking.removeprefix(OPEN).strip("\n")
-    if calls := message.get("tool_calls"):
-        wire["tool_calls"] = []
-        for number, call in enumerate(calls):
-            arguments = call["function"]["arguments"]
-            arguments = arguments if isinstance(arguments, str) else json.dumps(arguments)
-            call_id = call.get("id") or f"call_{position}_{number}"
-            function = {"name": call["function"]["name"], "arguments": arguments}
-            wire["tool_calls"].append({"id": call_id, "type": "function", "function": function})
-    return Message(**wire)
+
+    async def launched(ctx: Any, trace: Any, *args: Any, **kwargs: Any) -> Any:
+        failed = True
+        try:
+            result = await launch(ctx, trace, *args, **kwargs)
+            failed = result.exit_code != 0
+            return result
+        finally:
+            refused = ["" if call.error is None else call.error.message for call in trace.calls]
+            if failed and any('"code": "episode_over"' in reason for reason in refused):
+                trace.stop("max_turns")
+            elif failed and refused and '"code": "context_length' in refused[-1]:
+                trace.stop("max_total_tokens")
+
+    return launched
+
+
+@cache
+def policy_interception_class() -> Any:
+    """Return a class for verifiers' server of model calls that sends the calls on with the key of one episode."""
+    interception = importlib.import_module("verifiers.v1.interception")
+
+    class PolicyInterception(interception.Interception):
+        def __init__(self, shared: Any, key: str) -> None:
+            super().__init__()
+            self._shared, self._api_key = shared, key
+
+        async def start(self) -> None:
+            raise RuntimeError("verifiers' environment has started the server that all episodes share")
+
+        @contextlib.asynccontextmanager
+        async def acquire(self, session: Any) -> AsyncIterator[Any]:
+            async with self._shared.acquire(session) as slot:
+                session.client = copy.copy(session.client)  # the copy has the same connections
+                session.client.api_key = self._api_key
+                yield slot
+
+    return PolicyInterception
+
+
+def import_v1() -> Any:
+    """Import and return the module `verifiers.v1`. Raises `UserError` if it is not installed."""
+    try:
+        return importlib.import_module("verifiers.v1")
+    except ImportError as error:
+        raise UserError(
+            "environment 'verifiers' needs verifiers 0.4 or newer, for its v1 tasksets: "
+            f"pip install 'gleanrl[verifiers]' ({error})"
+        ) from error
+
+
+def resolve_config(taskset: str, args: Mapping[str, Any], env: Mapping[str, Any]) -> Any:
+    """Make and validate the config of an environment as verifiers does, but with other defaults for its seats.
+
+    A seat whose runtime is not set runs in a subprocess on this machine. A seat whose harness is not set gets a chat
+    loop. verifiers' default harness ("bash") would give the model a shell, which is unsafe on the training machine.
+
+    Raises:
+        UserError: there is no such taskset, or the taskset or its environment has no such option.
+    """
+    vf = import_v1()
+    taskset = load_file(taskset).__name__ if taskset.endswith(".py") else taskset
+    # A deep copy, because verifiers changes the mapping that it gets.
+    raw: dict[str, Any] = copy.deepcopy({**env, "taskset": {**args, "id": taskset}})
+    try:
+        kind = vf.env_config_type(taskset, raw.get("id", ""))
+        for name, field in kind.model_fields.items():
+            default = field.default
+            if not isinstance(default, vf.AgentConfig):
+                continue
+            seat = raw[name] = dict(raw.get(name, {}))
+            if "runtime" not in default.model_fields_set:
+                seat.setdefault("runtime", {"type": "subprocess"})
+            if default.harness is None and vf.default_harness_id(taskset) == "bash":
+                seat.setdefault("harness", {"id": "null"})
+            if isinstance(client := seat.get("client"), dict):
+                client.setdefault("type", "eval")
+        return kind.model_validate(raw)
+    except pydantic.ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        path = [str(part) for part in first["loc"]]
+        path = ["args", *path[1:]] if path[:1] == ["taskset"] else ["env", *path]
+        reason = first["msg"].removeprefix("Value error, ")
+        raise UserError(f"environment.options.{'.'.join(path)}: {reason}") from error
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
+        raise UserError(f"environment.options.id = {taskset!r}: {error}") from error
+
+
+class _Refused(Exception):
+    """Raised if the harness that chats in this process is to end."""
+
+
+@cache
+def chat_harness_class() -> Any:
+    """Return a harness class that chats and calls tools like verifiers' `null` harness, but in this process."""
+    vf = import_v1()
+    message_to_wire = importlib.import_module("verifiers.v1.dialects.chat").message_to_wire
+    mcp = importlib.import_module("verifiers.v1.harnesses.utils.mcp")
+    bound_tool_message = importlib.import_module("verifiers.v1.harnesses.utils.compaction").bound_tool_message
+
+    class Chat(vf.Harness):
+        APPENDS_SYSTEM_PROMPT = SUPPORTS_MCP = SUPPORTS_RESUME = SUPPORTS_TOOL_INTERCEPTION = True
+        EXECUTES_CODE = NEEDS_CONTAINER = False
+
+        def __init__(self, config: Any, http: Any) -> None:
+            super().__init__(config)
+            self._http = http
+
+        async def launch(
+            self,
+            ctx: Any,
+            trace: Any,
+            runtime: Any,
+            endpoint: str,
+            secret: str,
+            mcp_urls: Mapping[str, str],
+            data: Any,
+            tool_interception_url: str | None = None,
+        ) -> Any:
+            async def post(url: str, body: Any) -> Any:
+                headers = {"Authorization": f"Bearer {secret}"}
+                async with self._http.post(url, json=body, headers=headers) as response:
+                    if response.status >= 400:
+                        raise _Refused(await response.text())
+                    return await response.json()
+
+            async def call_tool(call: Any) -> Any:
+                """Run a tool call, and return the message with its result or with the reason why it was not run."""
+                name, arguments, wrong = call["function"]["name"], call["function"]["arguments"], None
+                try:
+                    arguments = json.loads(arguments or "{}")
+                    if not isinstance(arguments, dict):
+                        wrong = "error: the arguments are not a JSON object"
+                except json.JSONDecodeError as error:
+                    wrong = f"error: the arguments are not valid JSON ({error})"
+                if tool_interception_url is not None:
+                    request = {"tool_call_id": call["id"], "name": name, "arguments": arguments}
+                    verdict = await post(tool_interception_url, request)
+                    if verdict["action"] == "stop":
+                        raise _Refused(verdict["reason"])
+                    if verdict["action"] == "deny":
+                        return bound_tool_message(verdict["message"])
+                if wrong is None and name not in dispatch:
+                    wrong = f"error: there is no tool {name!r}; there are {', '.join(dispatch) or 'none'}"
+                content = wrong or await mcp.call_mcp(connected, dispatch, name, arguments)
+                message = {"role": "tool", "tool_call_id": call["id"], "name": name, "content": content}
+                return bound_tool_message(message)
+
+            system, prompt = self.resolve_prompt(data)
+            messages: list[Any] = [{"role": "system", "content": system}] if system else []
+            if isinstance(prompt, str):
+                messages.append({"role": "user", "content": prompt})
+            else:
+                messages += map(message_to_wire, prompt or ())
+            servers = {name: {"url": url, "timeout": self.config.tool_timeout} for name, url in mcp_urls.items()}
+            try:
+                async with contextlib.AsyncExitStack() as stack:
+                    tools, dispatch, connected = await mcp.connect_mcp({"mcpServers": servers}, stack)
+                    while True:
+                        body = {"model": ctx.model, "messages": messages, **({"tools": tools} if tools else {})}
+                        answer = await post(f"{endpoint}/chat/completions", body)
+                        messages.append(message := answer["choices"][0]["message"])
+                        if not message.get("tool_calls"):
+                            return vf.ProgramResult(0, "", "")
+                        for call in message["tool_calls"]:
+                            messages.append(await call_tool(call))
+            # A model call is refused after a stop condition, a limit or a failure. The rollout records which one it
+            # was, so the harness only has to end.
+            except _Refused as error:
+                return vf.ProgramResult(1, "", str(error))
+
+    return Chat

@@ -623,7 +623,7 @@ class Messages:
     def error(self, refused: Refused) -> dict[str, Any]:
         kinds = {"authentication": "authentication_error", "too_large": "request_too_large", "server": "api_error"}
         kind = kinds.get(refused.kind, "invalid_request_error")
-        return {"type": "error", "error": {"type": kind, "message": str(refused)}}
+        return {"type": "error", "error": {"type": kind, "message": str(refused), "code": refused.kind}}
 
 
 DIALECTS: Sequence[Dialect] = (ChatCompletions(), Responses(), Messages())

@@ -1,7 +1,8 @@
 """The HTTP endpoint that answers the model calls of agents, in the run's process.
 
 Each episode has a key of its own while it runs. A request with this key is answered by the episode's model
-(`gleanrl.rollout.conversations.PolicyModel`). Dialects translate between requests and model calls.
+(`gleanrl.rollout.conversations.PolicyModel`). Dialects translate between requests and model calls. `gleanrl serve` uses
+the same endpoint for a trained model.
 
     endpoint = Endpoint()
     async with endpoint.open(model.answer) as address:
@@ -14,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import json
 import secrets
+import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -24,6 +26,7 @@ from gleanrl.environments.agent.dialects import DIALECTS, Dialect
 from gleanrl.protocols import ModelAddress
 from gleanrl.rollout.calls import ModelAnswer, ModelCall, Refused
 from gleanrl.utils.http import connection_limit
+from gleanrl.utils.place import Place
 
 MODEL = "policy"
 """Name of the model, which agents get and responses state."""
@@ -37,27 +40,46 @@ accepted."""
 @dataclass(eq=False, slots=True)
 class _Episode:
     answer: Callable[[ModelCall], Awaitable[ModelAnswer]]
+    earn: Callable[[float], None] | None
     running: set[asyncio.Future[ModelAnswer]] = field(default_factory=set)  # the calls that are being answered
     since: float = field(default_factory=time.monotonic)  # time of the last answer, or of the start
 
 
 class Endpoint:
-    """Answers the model calls of many episodes. The server starts with the first episode."""
+    """Answers the model calls of many episodes. The server starts with the first episode.
 
-    def __init__(self) -> None:
+    Args:
+        listening: the socket on which the server accepts connections, and which it closes; None = any free port that
+            only this machine can reach.
+        page: HTML that a browser gets at ``/``, without a key; None = nothing.
+    """
+
+    def __init__(self, listening: socket.socket | None = None, page: str | None = None) -> None:
+        self._listening, self._page = listening, page
         self._episodes: dict[str, _Episode] = {}
         self._runner: Any = None
         self._url = ""
         self._starting = asyncio.Lock()
 
     @asynccontextmanager
-    async def open(self, answer: Callable[[ModelCall], Awaitable[ModelAnswer]]) -> AsyncIterator[ModelAddress]:
+    async def open(
+        self,
+        answer: Callable[[ModelCall], Awaitable[ModelAnswer]],
+        key: str | None = None,
+        earn: Callable[[float], None] | None = None,
+    ) -> AsyncIterator[ModelAddress]:
         """Yield the address of a new episode, whose calls ``answer`` answers. It may raise `Refused`.
 
         At the end of the block the key becomes invalid, and calls that are being answered are cancelled.
+
+        Args:
+            key: the key of the episode; None = a new one. With the empty key, requests need none, and any other key is
+                accepted too; they must come from this machine.
+            earn: called with each turn reward that is posted to ``/v1/rewards``. It raises `ValueError` if the reward
+                is not finite or there is no answer yet. None = turn rewards are refused.
         """
         await self._start()
-        key, episode = f"sk-{secrets.token_urlsafe(24)}", _Episode(answer)
+        key, episode = f"sk-{secrets.token_urlsafe(24)}" if key is None else key, _Episode(answer, earn)
         self._episodes[key] = episode
         try:
             yield ModelAddress(self._url, key, MODEL)
@@ -96,19 +118,31 @@ class Endpoint:
                 # The clients of some APIs add "/v1" to the address that they get, those of others do not.
                 app.router.add_post(f"/v1{dialect.path}", handle)
             app.router.add_get("/v1/models", self._models)
+            app.router.add_post("/v1/rewards", self._rewards)
+            if (page := self._page) is not None:
+
+                async def show(request: Any) -> Any:
+                    return web.Response(text=page, content_type="text/html")
+
+                app.router.add_get("/", show)
             runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
             await runner.setup()
-            await web.TCPSite(runner, "127.0.0.1", 0, backlog=CONNECTIONS).start()
-            self._url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+            listening = self._listening or Place(port=0).bind()
+            await web.SockSite(runner, listening, backlog=CONNECTIONS).start()
+            host, port = runner.addresses[0][:2]
+            self._url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
             self._runner = runner
 
     def _episode(self, request: Any) -> _Episode:
         key = request.headers.get("x-api-key") or request.headers.get("Authorization", "").removeprefix("Bearer ")
-        if not key:
-            raise Refused("the request has no API key", status=401, kind="authentication")
-        if key not in self._episodes:
-            raise Refused("the API key belongs to no episode that runs", status=401, kind="authentication")
-        return self._episodes[key]
+        episode = self._episodes.get(key) if key else None
+        # A web page can have its own host name resolved to this machine's address. It then has that name in the header.
+        if episode is None and Place(host=request.url.host or "").loopback:
+            episode = self._episodes.get("")
+        if episode is None:
+            why = "the API key is wrong, or its episode has ended" if key else "the request has no API key"
+            raise Refused(why, status=401, kind="authentication")
+        return episode
 
     async def _models(self, request: Any) -> Any:
         from aiohttp import web
@@ -119,6 +153,26 @@ class Endpoint:
             return web.json_response({"error": {"message": str(refused)}}, status=refused.status)
         model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "gleanrl"}
         return web.json_response({"object": "list", "data": [model]})
+
+    async def _rewards(self, request: Any) -> Any:
+        from aiohttp import web
+
+        try:
+            episode = self._episode(request)
+            if episode.earn is None:
+                raise Refused("this model is not trained, so that it takes no turn rewards")
+            body = json.loads(await request.read())
+            if not isinstance(body, dict) or body.keys() != {"reward"} or isinstance(body["reward"], bool):
+                raise Refused('a turn reward is posted as {"reward": 0.5}')
+            episode.earn(body["reward"])
+            return web.json_response({"object": "reward", "reward": body["reward"]})
+        except web.HTTPRequestEntityTooLarge:
+            refused = Refused(f"the body is larger than {MAX_BODY_BYTES} bytes", status=413, kind="too_large")
+        except (ValueError, TypeError, RecursionError, OverflowError) as error:
+            refused = Refused(f"the turn reward is refused: {error}")
+        except Refused as error:
+            refused = error
+        return web.json_response({"error": {"message": str(refused)}}, status=refused.status)
 
     async def _respond(self, request: Any, dialect: Dialect) -> Any:
         from aiohttp import web

@@ -17,7 +17,7 @@ import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property, partial
 from typing import Any
@@ -28,9 +28,9 @@ from pydantic import Field
 from gleanrl.config.settings import EnvironmentSettings
 from gleanrl.environments import load_taskset
 from gleanrl.environments.pool import EnvironmentRaised
-from gleanrl.protocols import Environment, ModelAddress, Observation, Split, Taskset
+from gleanrl.protocols import Environment, ModelAddress, Observation, Split, Taskset, Tools
 from gleanrl.types import Message, Score, StopReason, Task, as_float
-from gleanrl.utils.errors import UserError
+from gleanrl.utils.errors import NoExpert, UserError
 from gleanrl.utils.importing import load_object
 from gleanrl.utils.processes import RemoteError, Served, WorkerDied, WorkerProcess, pack
 
@@ -48,12 +48,13 @@ class AgentTaskset(Taskset):
     Exactly one of ``agent`` and ``command`` is set.
     """
 
+    agents = True
+
     agent: str | None = None
     """A function, sync or async, as ``file.py:name`` or ``package.module:name``. It is called with the keyword
     arguments ``task`` (a dict), ``base_url``, ``api_key`` and ``model``. It returns a number, which is the score; a
-    text, which is kept as the trajectory's last observation; a dict with ``score``, ``answer`` (such a text) or both,
-    whose further numbers become parts of the score; or None. ``reward.name`` reads the conversation with the model, of
-    which the model's last answer is the last message, and not the text."""
+    text, which ``reward.name`` reads as the last message of the conversation; a dict with ``score``, ``answer`` (such a
+    text) or both, whose further numbers become parts of the score; or None."""
     command: str | list[str] | None = None
     """A program and its arguments. It gets the task as JSON in the environment variable ``GLEANRL_TASK`` and on its
     standard input, and the address in ``OPENAI_BASE_URL``, ``OPENAI_API_KEY``, ``ANTHROPIC_BASE_URL``,
@@ -62,6 +63,10 @@ class AgentTaskset(Taskset):
     tasks_from: str | list[str] | dict[str, Any] = Field(alias="tasks")
     """The tasks: files as in the option ``path`` of the environment ``dataset``, or the ``name`` and the ``options`` of
     any environment."""
+    expert: str | None = None
+    """A function, as ``file.py:name``, that answers the agent's model calls in the demonstrations of a warm start. It
+    is called with the task (a dict), the messages and the tools of a call; what it may return is described at
+    `Taskset.agent_expert`. None = the assistant's messages in the demonstrations of ``tasks``, one for each call."""
     limit_score: float | None = 0.0
     """Score of an episode whose agent fails after its model call was refused because of ``context.max_turns`` or a full
     context; None = such an episode has no score of its own."""
@@ -71,6 +76,8 @@ class AgentTaskset(Taskset):
             raise ValueError("set one of environment.options.agent and environment.options.command")
         if self.agent is not None:
             _ = self._preload
+        if self.expert is not None:
+            load_object(self.expert)
         _ = self._source
 
     @cached_property
@@ -83,7 +90,6 @@ class AgentTaskset(Taskset):
     @cached_property
     def _preload(self) -> list[str]:
         """The modules that the agent function needs, which the processes of agents import in advance."""
-        before = set(sys.modules)
         function = load_object(str(self.agent))
         if not callable(function):
             raise UserError(f"environment.options.agent = {self.agent!r}: a {type(function).__name__} cannot be called")
@@ -93,8 +99,10 @@ class AgentTaskset(Taskset):
             raise UserError(
                 f"environment.options.agent = {self.agent!r} is called with {', '.join(ARGUMENTS)}: {error}"
             ) from None
-        new = sorted(name for name in set(sys.modules) - before if not name.startswith("gleanrl_file_"))
-        return [__name__, *new]
+        # The modules of what its file imports. Which of them this process had imported before does not matter.
+        used = vars(sys.modules[function.__module__]).values() if hasattr(function, "__module__") else ()
+        names = {value.__name__ if inspect.ismodule(value) else getattr(value, "__module__", None) for value in used}
+        return [__name__, *sorted(name for name in names if name in sys.modules and "gleanrl_file_" not in name)]
 
     @property
     def version(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -110,7 +118,7 @@ class AgentTaskset(Taskset):
 
     @property
     def has_expert(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self._source.has_expert
+        return self.expert is not None or self._source.has_expert
 
     @property
     def splits_apart(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -126,6 +134,19 @@ class AgentTaskset(Taskset):
     def demonstrate(self, task: Task, *, seed: int, noise: float = 0.0) -> tuple[tuple[Message, ...], Score]:
         return self._source.demonstrate(task, seed=seed, noise=noise)
 
+    def agent_expert(self, task: Task, *, seed: int, noise: float = 0.0) -> Callable[[Sequence[Message], Tools], Any]:
+        if self.expert is not None:
+            return partial(load_object(self.expert), _as_dict(task))
+        said, _ = self._source.demonstrate(task, seed=seed, noise=noise)
+        answers = [message for message in said if message["role"] == "assistant"]
+
+        def answer(messages: Sequence[Message], tools: Tools) -> Message:
+            if not answers:
+                raise NoExpert(f"the demonstration of task {task.id!r} has fewer answers than the agent has calls")
+            return answers.pop(0)
+
+        return answer
+
     def environment(self, task: Task) -> Environment:
         return _Episode(self, task)
 
@@ -135,7 +156,7 @@ class AgentTaskset(Taskset):
         Raises:
             EnvironmentRaised: the agent failed or its process died.
         """
-        given: dict[str, Any] = {"prompt": list(task.prompt), **task.payload, "id": task.id}
+        given = _as_dict(task)
         if self.command is not None:
             return await _run_command(self.command, task.id, given, model)
         multiprocessing.get_context("forkserver").set_forkserver_preload(self._preload)
@@ -150,6 +171,11 @@ class AgentTaskset(Taskset):
         finally:
             worker.kill("the episode has ended")
             await worker.close()
+
+
+def _as_dict(task: Task) -> dict[str, Any]:
+    """Return the task in the form in which agents and experts get it."""
+    return {"prompt": list(task.prompt), **task.payload, "id": task.id}
 
 
 class _Episode(Environment):

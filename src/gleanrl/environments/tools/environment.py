@@ -11,14 +11,14 @@ import inspect
 import json
 import math
 from collections.abc import Generator, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 from pydantic import BaseModel
 
 from gleanrl.environments.tools.schema import BadArguments, Tool, tools_of
 from gleanrl.protocols import Environment, Observation
 from gleanrl.rollout.thinking import answer_of
-from gleanrl.rollout.tool_calls import Call, call_message, read_calls
+from gleanrl.rollout.tool_calls import Call, expert_message, read_calls
 from gleanrl.types import Message, Score
 from gleanrl.utils.errors import UserError
 
@@ -242,16 +242,7 @@ async def play_expert(environment: ToolEnvironment, expert: Expert) -> tuple[tup
         conversation, number = list(observation.messages), 0
         while not observation.done:
             said = expert.send(answer)
-            calls = [said] if isinstance(said, Call) else said
-            if isinstance(said, str):
-                message = Message(role="assistant", content=said)
-            elif isinstance(calls, Sequence) and calls and all(isinstance(entry, Call) for entry in calls):
-                entries = [call_message(entry, number + offset) for offset, entry in enumerate(calls)]
-                message = Message(role="assistant", content="", tool_calls=entries)
-            elif isinstance(said, dict) and said.get("role") == "assistant":
-                message = cast(Message, said)
-            else:
-                raise TypeError(f"an expert yields calls, a text or an assistant message, not {type(said).__name__}")
+            message = expert_message(said, number)
             number += len(message.get("tool_calls", ()))
             observation = await environment.step(message)
             conversation += [message, *observation.messages]
