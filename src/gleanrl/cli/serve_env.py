@@ -88,6 +88,11 @@ def _serve(args: argparse.Namespace) -> int:
         print(f"serving {settings.name} at {address} ({workers} workers; {address}/docs lists the routes)", flush=True)
 
     taskset = load_taskset(settings, config.run.seed)
+    if taskset.agents:
+        raise UserError(
+            f"environment {settings.name!r} cannot be served: its agents call the model themselves, at an address of "
+            "the run; make it the environment of the run"
+        )
     serve(taskset, settings, config.run.seed, limits, place, ready, openenv=args.openenv)
     print("gleanrl: the server has ended", file=sys.stderr)
     return 0

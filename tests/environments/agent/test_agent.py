@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -52,12 +54,19 @@ def solve(task, base_url, api_key, model):
 
 
 def play(
-    folder: Path, *thens: Any, turns: int = 2, workers: int = 0, timeout_s: float = 60.0, **more: Any
+    folder: Path,
+    *thens: Any,
+    turns: int = 2,
+    workers: int = 0,
+    timeout_s: float = 60.0,
+    options: Any = None,
+    **more: Any,
 ) -> list[Trajectory]:
     """Play an episode for each value that the agent is to return, or for each way in which it is to fail, at once."""
     (folder / "agent.py").write_text(AGENT)
     (folder / "tasks.jsonl").write_text('{"prompt": "say left or right", "solution": "left"}\n')
-    options = {"agent": f"{folder / 'agent.py'}:solve", "tasks": str(folder / "tasks.jsonl")}
+    options = options or {"agent": f"{folder / 'agent.py'}:solve"}
+    options = {**options, "tasks": str(folder / "tasks.jsonl")}
     source = load_taskset(EnvironmentSettings(name="agent", options=options), 0)
 
     async def together() -> list[Trajectory]:
@@ -104,6 +113,57 @@ def test_posted_rewards_are_those_of_the_answers_before_them_and_their_sum_is_th
     for wrong in (float("nan"), "much", None, True):
         (refused,) = play(tmp_path, None, rewards=[wrong, 0.5])
         assert "400" in str(refused.score.explanation)
+
+
+COMMAND = """
+import json, os, urllib.error, urllib.request
+
+def post(path, body, key=os.environ["OPENAI_API_KEY"]):
+    headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
+    request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + path, json.dumps(body).encode(), headers)
+    try:
+        return urllib.request.urlopen(request).status
+    except urllib.error.HTTPError as error:
+        return error.code
+
+task = json.loads(os.environ["GLEANRL_TASK"])
+said = {"messages": [{"role": "user", "content": task["prompt"]}]}
+got = [post("/rewards", {"reward": 9}), post("/chat/completions", said), post("/rewards", {"reward": 9}, "sk-wrong")]
+got.append(post("/rewards", {"reward": 0.5}))
+got.append(post("/chat/completions", {**said, "user": "x" * (1 << 24)}))
+got += [post("/chat/completions", said) for _ in range(task["turns"])]
+assert got == [400, 200, 401, 200, 413] + [200] * 2 + [400] * (task["turns"] - 2), got
+assert not task["then"], task["then"]
+"""
+
+
+def test_a_command_that_floods_the_endpoint_has_the_rewards_that_count(tmp_path: Path) -> None:
+    (tmp_path / "command.py").write_text(COMMAND)
+    command = [sys.executable, str(tmp_path / "command.py")]
+    (flooded,) = play(tmp_path, None, turns=200, options={"command": command})
+    assert (flooded.stop, flooded.score.value, flooded.info["turns"]) == (StopReason.MAX_TURNS, 0.5, 3)
+    assert sorted(turn.reward or 0.0 for turn in flooded.sampled_turns()) == [0.0, 0.0, 0.5]
+    for limit_score, expected in ((0.0, 0.0), (-1.0, -1.0), (None, 0.5)):
+        options = {"command": command, "limit_score": limit_score}
+        (failed,) = play(tmp_path, "fail", turns=5, options=options)
+        assert (failed.stop, failed.score.value) == (StopReason.MAX_TURNS, expected)
+
+
+def test_endless_output_of_a_command_costs_one_trajectory(tmp_path: Path) -> None:
+    (endless,) = play(tmp_path, None, timeout_s=1.0, options={"command": "yes"})
+    assert (endless.stop, endless.score.valid) == (StopReason.TIMEOUT, False)
+
+
+def test_agents_cannot_be_served_by_the_environment_service(tmp_path: Path) -> None:
+    pytest.importorskip("fastapi")
+    pytest.importorskip("uvicorn")
+    (tmp_path / "tasks.jsonl").write_text('{"prompt": "say left or right", "solution": "left"}\n' * 3)
+    options = ["--environment.options.command", "ls", "--environment.options.tasks", str(tmp_path / "tasks.jsonl")]
+    command = [sys.executable, "-m", "gleanrl", "serve-env", "agent", "--port", "0", *options]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert ended.returncode != 0
+    assert len(ended.stderr.splitlines()) == 1
+    assert "cannot be served" in ended.stderr
 
 
 def test_a_request_without_the_key_of_a_running_episode_or_with_a_huge_body_is_refused() -> None:
