@@ -40,6 +40,8 @@ def make(rows: int, length: int) -> dict[str, torch.Tensor]:
         "group": torch.arange(rows) // MEMBERS,
         "values": torch.rand(rows, length, generator=generator),
         "reward_baselines": torch.rand(rows, generator=generator),
+        "turns": (torch.arange(length) + phase) // TURN,
+        "states": (torch.arange(length) + phase) // TURN,  # all members of a group take the same way
     }
 
 

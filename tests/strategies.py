@@ -46,7 +46,7 @@ def turns(draw: st.DrawFn) -> Turn:
         return Turn(draw(messages), tokens)
     logprobs = draw(hnp.arrays(np.float32, tokens.shape, elements=any_float32))
     reward = draw(st.none() | st.floats(allow_nan=False, allow_infinity=False))
-    return Turn(draw(messages), tokens, logprobs, draw(st.integers(0, 2**40)), reward)
+    return Turn(draw(messages), tokens, logprobs, draw(st.integers(0, 2**40)), reward, draw(st.none() | any_text))
 
 
 scores = st.one_of(

@@ -70,6 +70,11 @@ class Observation:
     reward: float | None = None
     """What the model's last message has earned, which led to this observation; None if the environment does not say.
     The trajectory keeps it as `Turn.reward`. The first observation, which no message led to, has none."""
+    state: str | None = None
+    """A text that is the same for two observations of a task if and only if the environment is in the same state. The
+    trajectory keeps it as `Turn.state` of the message that follows. Estimators with turn-level credit (``gigpo`` and
+    ``state_gae``) compare messages that were sampled in the same state. If it is None, they compare messages that
+    followed the same ``messages``."""
     info: Mapping[str, Any] = field(default_factory=dict)
     """Further data for callers that step the environment themselves. Training does not read them."""
     tools: tuple[Mapping[str, Any], ...] = ()
@@ -88,6 +93,8 @@ class Observation:
             object.__setattr__(self, "score", Score(self.score))
         if self.reward is not None:
             object.__setattr__(self, "reward", finite_reward(self.reward))
+        if not isinstance(self.state, str | None):
+            raise TypeError(f"state of an observation is a text or None, not {self.state!r:.80}")
         check_messages(self.messages)
         for name in ("done", "agent"):
             value = getattr(self, name)

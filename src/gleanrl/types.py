@@ -169,8 +169,13 @@ class Turn:
     """Version of the oldest weights that sampled any of the tokens; -1 for a context turn."""
     reward: float | None = None
     """What the message earned (`Observation.reward`, `Score.turns`); None if no one said, and for a context turn."""
+    state: str | None = None
+    """Key of the environment's state in which the model sampled the message (`Observation.state`); None if the
+    environment gives none, and for a context turn."""
 
     def __post_init__(self) -> None:
+        if self.logprobs is None and self.state is not None:
+            raise ValueError("a turn that the model did not sample cannot have a state")
         if self.reward is not None:
             if self.logprobs is None:
                 raise ValueError("a turn that the model did not sample cannot have a reward")

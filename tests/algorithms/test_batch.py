@@ -4,6 +4,7 @@ micro-batches that hold every trained token of the valid members exactly once.""
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,11 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gleanrl.algorithms.advantages import estimate
-from gleanrl.algorithms.batch import Batch, ModelEstimates, assign_advantages, build, build_samples
+from gleanrl.algorithms.batch import Batch, ModelEstimates, assign_advantages, build, build_samples, turn_states
 from gleanrl.algorithms.loss import AGGREGATIONS
 from gleanrl.algorithms.microbatch import MAX_PADDING, micro_batches, plan
 from gleanrl.config.settings import CreditSettings, LossSettings, ReplaySettings
-from gleanrl.types import Group, Score, Trajectory, segment_arrays
+from gleanrl.types import Group, GroupSpec, Score, StopReason, Task, Trajectory, Turn, segment_arrays
 from gleanrl.utils.errors import UserError
 from tests.builders import Member, make_group, random_groups
 from tests.strategies import examples
@@ -185,6 +186,48 @@ def test_advantages_from_turn_rewards_equal_those_worked_out_by_hand() -> None:
     squares = sum((value - mean) ** 2 for value in by_hand["reinforce_plus_plus"])
     whitened = [(value - mean) / (squares / 6 + 1e-8) ** 0.5 for value in by_hand["reinforce_plus_plus"]]
     assert advantages("reinforce_plus_plus", gamma=0.5) == pytest.approx(whitened, abs=1e-6)
+
+
+def conversation(name: str, said: list[tuple[str, str | None]], score: float) -> Trajectory:
+    """A trajectory of one segment: for each turn, the observation before it and the state key of the environment."""
+    segment: list[Turn] = []
+    for number, (observed, state) in enumerate(said):
+        segment.append(Turn({"role": "user", "content": observed}, np.array([1, 2], np.int32)))
+        tokens, logprobs = np.array([3, 4], np.int32), np.zeros(2, np.float32)
+        segment.append(Turn({"role": "assistant", "content": str(number)}, tokens, logprobs, 0, state=state))
+    return Trajectory(name, "task", (tuple(segment),), Score(score), StopReason.DONE)
+
+
+def test_turn_level_credit_compares_turns_after_the_same_observation() -> None:
+    # Both begin alike and meet "b" as the second or third observation, so "b" has the returns 1 and 0.
+    won = conversation("won", [("a", None), ("b", None)], 1.0)
+    lost = conversation("lost", [("a", None), ("c", None), ("b", None)], 0.0)
+    group = Group(GroupSpec(Task("task"), fresh=2), (won, lost), ticket=0)
+    options: dict[str, Any] = {"gamma": 0.5, "normalize": False}
+
+    def advantages(group: Group) -> list[list[float]]:
+        batch = build([group], CreditSettings(estimator="gigpo", options=options), LossSettings(), 64)
+        return [sample.advantages[sample.mask][::2].tolist() for sample in batch.samples]
+
+    # episode: 0.5 and -0.5; "a": returns 0.5 and 0; "b": 1 and 0; "c": one turn only
+    assert advantages(group) == [[0.5 + 0.25, 0.5 + 0.5], [-0.5 - 0.25, -0.5, -0.5 - 0.5]]
+    # The key of the environment wins over the text: here both texts "b" are different states, and "c" is "b" of won.
+    won = conversation("won", [("a", "start"), ("b", "x")], 1.0)
+    lost = conversation("lost", [("a", "start"), ("c", "x"), ("b", "y")], 0.0)
+    group = Group(GroupSpec(Task("task"), fresh=2), (won, lost), ticket=0)
+    assert advantages(group) == [[0.5 + 0.25, 0.5 + 0.5], [-0.5 - 0.25, -0.5 - 0.5, -0.5]]
+    # Without another member in any of its states, only the episode counts.
+    lost = conversation("lost", [("a", "other")], 0.0)
+    group = Group(GroupSpec(Task("task"), fresh=2), (won, lost), ticket=0)
+    assert advantages(group) == [[0.5, 0.5], [-0.5]]
+
+
+def test_a_turn_that_continues_an_answer_has_a_state_of_its_own() -> None:
+    turns = conversation("cut", [("a", None), ("b", None)], 1.0).segments[0]
+    cut = replace(conversation("cut", [], 1.0), segments=((*turns[:2], turns[3]),))
+    first, second = turn_states(cut)
+    assert first == turn_states(conversation("other", [("a", None)], 0.0))[0]
+    assert second != turn_states(replace(cut, id="other"))[1]
 
 
 def test_each_part_of_a_score_is_normalised_for_itself() -> None:

@@ -188,11 +188,13 @@ def test_advantages_and_returns_carry_no_gradient() -> None:
 def test_estimators_do_not_change_their_inputs() -> None:
     rewards, values = torch.randn(4, 5, dtype=torch.float64), torch.randn(4, 5, dtype=torch.float64)
     mask, group = torch.ones(4, 5, dtype=torch.bool), torch.tensor([0, 0, 1, 1])
-    before = [x.clone() for x in (rewards, values, mask, group)]
+    turns = torch.tensor([[0, 0, 1, 1, 2]] * 4)
+    given = (rewards, values, mask, group, turns)
+    before = [x.clone() for x in given]
     for name in ESTIMATORS.names():
-        inputs = {"values": values, "reward_baselines": values[:, 0]}
+        inputs = {"values": values, "reward_baselines": values[:, 0], "turns": turns, "states": turns}
         estimate(name, rewards, mask, group, **{need: inputs[need] for need in ESTIMATORS.get(name).needs})
-    assert all(torch.equal(one, other) for one, other in zip((rewards, values, mask, group), before, strict=True))
+    assert all(torch.equal(one, other) for one, other in zip(given, before, strict=True))
 
 
 OWN = """

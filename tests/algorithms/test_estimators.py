@@ -1,4 +1,4 @@
-"""Tests of the ten advantage estimators against naive float64 loops over their definitions, against numbers worked out
+"""Tests of the advantage estimators against naive float64 loops over their definitions, against numbers worked out
 by hand, and against properties that hold for all of them."""
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from gleanrl.algorithms.advantages import ESTIMATORS, discounted_sums, estimate
 from gleanrl.utils.errors import UserError
 from tests.strategies import examples
 
-LOCAL = ("grpo", "dr_grpo", "grpo_passk", "rloo", "opo", "remax")
+LOCAL = ("grpo", "dr_grpo", "grpo_passk", "rloo", "opo", "remax", "gigpo", "state_gae")
 WHOLE = ("gpg", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gae")  # these depend on the whole batch
 NAMES = (*LOCAL, *WHOLE)
+OF_TURNS = ("gigpo", "state_gae")  # their advantages differ between the turns of a trajectory
 OF_TOKENS = ("reinforce_plus_plus", "remax", "gae")  # their advantages differ between the tokens of a trajectory
 
 Matrix = list[list[float]]
@@ -51,6 +52,8 @@ def naive(name: str, batch: dict[str, Any], **options: Any) -> tuple[Matrix, Mat
                     returns[i][t] = earned[t] + gamma * (returns[i][after] if after is not None else 0.0)
                     advantages[i][t] = returns[i][t] - (lists["reward_baselines"][i] if name == "remax" else 0.0)
                 after = t
+    elif name in OF_TURNS:
+        advantages = naive_turns(name, lists, tokens, **options)
     else:
         scores = [sum(row) for row in rewards]
         for i in rows:
@@ -65,6 +68,55 @@ def naive(name: str, batch: dict[str, Any], **options: Any) -> tuple[Matrix, Mat
             for t in tokens[i]:
                 advantages[i][t] = naive_limited((advantages[i][t] - mean) * scale, i, counted)
     return advantages, returns if name in OF_TOKENS else advantages
+
+
+def naive_turns(
+    name: str,
+    lists: dict[str, Any],
+    tokens: list[list[int]],
+    gamma: float = 0.95,
+    lam: float = 0.9,
+    weight: float = 1.0,
+    normalize: bool = True,
+) -> Matrix:
+    """Compute the advantages of turn-level credit, one turn at a time."""
+    scores = [sum(row) for row in lists["rewards"]]
+    found = [[0.0] * len(row) for row in lists["mask"]]
+    members = []  # (trajectory, turn number, tokens, state, return), the last turn of a trajectory first
+    for i, own in enumerate(tokens):
+        earned = naive_credited(lists["rewards"][i], own) if own else {}
+        total = 0.0
+        for number in sorted({lists["turns"][i][t] for t in own}, reverse=True):
+            of_turn = [t for t in own if lists["turns"][i][t] == number]
+            total = sum(earned[t] for t in of_turn) + gamma * total
+            members.append((i, of_turn, lists["states"][i][of_turn[0]], total))
+    after: tuple[int, float, float, float] = (-1, 0.0, 0.0, 0.0)  # trajectory, return, value and advantage of the next
+    for i, of_turn, state, total in members:
+        peers = [
+            (j, r)
+            for j, _, s, r in members
+            if lists["baseline"][j] and lists["group"][j] == lists["group"][i] and s == state
+        ]
+        returns = [r for _, r in peers]
+        if name == "state_gae":
+            next_return, value_after, next_advantage = after[1:] if after[0] == i else (0.0, 0.0, 0.0)
+            value = statistics.fmean(returns) if len(returns) > 1 else total
+            earned_here = total - gamma * next_return
+            advantage = earned_here + gamma * value_after - value + gamma * lam * next_advantage
+            after = (i, total, value, advantage)
+        else:
+            advantage = 0.0
+            if len(returns) > 1:
+                advantage = total - statistics.fmean(returns)
+                if normalize:
+                    advantage /= (statistics.stdev(returns) or 1.0) + 1e-6
+                    if not lists["baseline"][i]:
+                        advantage = min(max(advantage, -math.sqrt(len(returns))), math.sqrt(len(returns)))
+            episode = naive_outcome("grpo" if normalize else "dr_grpo", i, scores, lists, [len(row) for row in tokens])
+            advantage = episode + weight * advantage
+        for t in of_turn:
+            found[i][t] = advantage
+    return found
 
 
 def naive_outcome(
@@ -134,12 +186,16 @@ def batches(draw: st.DrawFn) -> dict[str, Any]:
             at = length - 1 - mask[:, ::-1].argmax(-1)
         scores = scores[:, :1] * (np.arange(length) == at[:, None])
     valid = random.random(count) < draw(st.sampled_from([1.0, 0.7]))
+    turns = np.cumsum(random.random(mask.shape) < 0.5, -1)  # the turns of a row, with holes in their numbers
+    state_of_turn = random.integers(0, draw(st.sampled_from([1, 3])), (count, length + 1))
     order = random.permutation(count)
     batch = {
         "rewards": np.where(valid[:, None], scores, np.nan),
         "mask": mask,
         "group": group[order],
         "valid": valid,
+        "turns": turns,
+        "states": np.take_along_axis(state_of_turn, turns, -1),
         "baseline": random.random(count) < draw(st.sampled_from([1.0, 0.7])),
         "values": np.where(mask & valid[:, None], random.normal(0, 2, mask.shape), np.nan),
         "reward_baselines": np.where(valid, random.normal(0, 2, count), np.nan),
@@ -175,6 +231,8 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
         {"gamma": 0.0, "whiten": False},
         {"gamma": 0.7, "across_turns": False, "whiten": False},
     ],
+    "gigpo": [{"normalize": False}, {"gamma": 0.5, "weight": 0.3}, {"weight": 0.0}],
+    "state_gae": [{"gamma": 1.0, "lam": 1.0}, {"gamma": 0.7, "lam": 0.0}],
     "gae": [{"gamma": 0.9, "lam": 0.8}, {"gamma": 0.99, "lam": 0.95, "whiten": False}, {"lam": 0.0}, {"gamma": 0.0}],
 }
 CASES = [(name, options) for name in NAMES for options in [{}, *OPTIONS.get(name, [])]]
@@ -198,10 +256,11 @@ def test_estimators_equal_the_naive_definition(name: str, options: dict[str, Any
 def test_registered_estimators_declare_their_scope_and_inputs() -> None:
     assert set(NAMES) <= set(ESTIMATORS.names())
     assert [name for name in NAMES if ESTIMATORS.get(name).group_local] == list(LOCAL)
-    lone = {"grpo", "dr_grpo", "grpo_passk", "rloo", "opo", "gpg", "reinforce_plus_plus_baseline"}
+    lone = {"grpo", "dr_grpo", "grpo_passk", "rloo", "opo", "gpg", "reinforce_plus_plus_baseline", *OF_TURNS}
     assert {name for name in NAMES if ESTIMATORS.get(name).group_baseline} == lone
     needs = {name: set(ESTIMATORS.get(name).needs) for name in NAMES if ESTIMATORS.get(name).needs}
-    assert needs == {"remax": {"reward_baselines"}, "gae": {"values"}}
+    of_turns = {name: {"turns", "states"} for name in OF_TURNS}
+    assert needs == {"remax": {"reward_baselines"}, "gae": {"values"}, **of_turns}
 
 
 @pytest.mark.parametrize("name", LOCAL)
@@ -238,7 +297,7 @@ def test_the_order_of_rows_does_not_matter(name: str, batch: dict[str, Any], see
         torch.testing.assert_close(one[torch.from_numpy(order)], other, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", sorted({*NAMES} - {"remax", "gae"}))
+@pytest.mark.parametrize("name", sorted({*NAMES} - {"remax", "gae", *OF_TURNS}))
 @pytest.mark.parametrize("score", [0.1, 1 / 3, 1e-6, 1e6, 7.7])
 @pytest.mark.parametrize("size", [2, 3, 7, 16])
 def test_equal_rewards_give_advantages_of_exactly_zero(name: str, score: float, size: int) -> None:
@@ -295,6 +354,58 @@ def test_advantages_of_three_members_equal_those_worked_out_by_hand(name: str, e
     assert advantages[:, 1].tolist() == pytest.approx(expected, abs=1e-7)
     assert advantages[:, 0].tolist() == [0.0, advantages[1, 1].item(), 0.0]
     assert torch.equal(advantages, returns)
+
+
+# Three members with two, two and one turns. Members 0 and 1 begin in state 0. Member 0 goes on in state 1, and member 1
+# in state 2, in which member 2 begins. Only member 0 succeeds. With gamma 0.5 its returns are 0.5 and 1.
+TURNS: dict[str, Any] = {
+    "token_rewards": torch.tensor([[0, 0, 0, 1.0], [0, 0, 0, 0.0], [0, 0, 0, 0.0]]),
+    "mask": torch.tensor([[1, 1, 0, 1], [1, 0, 1, 1], [1, 1, 0, 0]]),
+    "group": torch.zeros(3, dtype=torch.long),
+    "turns": torch.tensor([[0, 0, 0, 1], [0, 0, 1, 1], [0, 0, 0, 0]]),
+    "states": torch.tensor([[0, 0, 0, 1], [0, 0, 2, 2], [2, 2, 0, 0]]),
+    "gamma": 0.5,
+}
+
+
+def test_gigpo_of_three_members_equals_numbers_worked_out_by_hand() -> None:
+    third = 1 / 3
+    got, _ = estimate("gigpo", **TURNS, normalize=False)
+    # episode: 2/3, -1/3, -1/3; state 0: returns 0.5 and 0 with mean 0.25; state 1: one turn only; state 2: 0 and 0
+    expected = [[2 * third + 0.25] * 2 + [0, 2 * third], [-third - 0.25, 0, -third, -third], [-third, -third, 0, 0]]
+    torch.testing.assert_close(got, torch.tensor(expected))
+    got, _ = estimate("gigpo", **TURNS, normalize=False, weight=2.0)
+    assert got[:, 0].tolist() == pytest.approx([2 * third + 0.5, -third - 0.5, -third])
+    got, _ = estimate("gigpo", **TURNS)
+    # deviations: of 1, 0, 0 sqrt(1/3), of 0.5 and 0 sqrt(1/8)
+    first = [
+        2 * third / math.sqrt(third) + 0.25 / math.sqrt(0.125),
+        -third / math.sqrt(third) - 0.25 / math.sqrt(0.125),
+    ]
+    assert got[:, 0].tolist() == pytest.approx([*first, -third / math.sqrt(third)], rel=1e-5)
+
+
+def test_state_gae_of_three_members_equals_numbers_worked_out_by_hand() -> None:
+    got, _ = estimate("state_gae", **TURNS, lam=0.5)
+    # member 0: V is 0.25 and, alone in its state, its own return 1: A_1 = 0, A_0 = 0 + 0.5 * 1 - 0.25 + 0.25 * 0
+    # member 1: V is 0.25 and 0: A_1 = 0, A_0 = -0.25
+    torch.testing.assert_close(got, torch.tensor([[0.25, 0.25, 0, 0], [-0.25, 0, 0, 0], [0.0, 0, 0, 0]]))
+
+
+def test_a_state_is_compared_within_its_group_only() -> None:
+    apart = {**TURNS, "group": torch.tensor([0, 0, 1]), "token_rewards": TURNS["token_rewards"].flip(0)}
+    assert not estimate("state_gae", **apart)[0][2].any()
+
+
+def test_a_stored_member_is_compared_with_the_fresh_ones_in_the_same_state() -> None:
+    fresh = torch.tensor([False, True, True])
+    got, _ = estimate("gigpo", **TURNS, normalize=False, baseline_members=fresh)
+    # state 0 has one fresh turn only; members 1 and 2 share state 2 with equal returns
+    assert got[:, 0].tolist() == [1.0, 0.0, 0.0]
+    both = {**TURNS, "states": torch.zeros(3, 4, dtype=torch.long)}
+    got, _ = estimate("gigpo", **both, baseline_members=fresh)
+    # the deviation of three zeros counts as 1, and no limit of sqrt(3) is reached
+    assert got[0].tolist() == pytest.approx([1 + 0.5, 1 + 0.5, 0, 2], abs=1e-5)
 
 
 def test_gpg_scales_advantages_up_for_members_without_reward() -> None:
@@ -442,6 +553,7 @@ def test_rewards_and_masks_of_any_dtype_give_the_same_result(
     given = torch.tensor([[1, 0, 1], [0, 0, 1], [1, 0, 0], [0, 0, 0]])
     trained = torch.tensor([[1, 0, 1], [1, 1, 1], [0, 1, 0], [1, 1, 0]])
     inputs = {"values": torch.full((4, 3), 0.5), "reward_baselines": torch.full((4,), 0.5)}
+    inputs["turns"] = inputs["states"] = torch.tensor([[0, 0, 1]] * 4)
     inputs = {need: inputs[need] for need in ESTIMATORS.get(name).needs}
     group = torch.tensor([0, 0, 1, 1], dtype=torch.int32)
     got = estimate(name, given.to(rewards), trained.to(mask), group, **inputs)
@@ -489,6 +601,7 @@ def test_an_invalid_option_value_raises_a_user_error_that_names_it(name: str, op
 @pytest.mark.parametrize("name", NAMES)
 def test_an_empty_batch_gives_empty_advantages(name: str) -> None:
     inputs = {"values": torch.zeros(0, 3), "reward_baselines": torch.zeros(0)}
+    inputs["turns"] = inputs["states"] = torch.zeros(0, 3, dtype=torch.long)
     inputs = {need: inputs[need] for need in ESTIMATORS.get(name).needs}
     advantages, returns = estimate(
         name, torch.zeros(0, 3), torch.zeros(0, 3), torch.zeros(0, dtype=torch.long), **inputs

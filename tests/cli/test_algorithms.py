@@ -29,6 +29,8 @@ ESTIMATOR_ARMS: dict[str, dict[str, str]] = {
     "reinforce_plus_plus_baseline": {},
     "remax": {},
     "gae": {"credit.options.lam": "0.95"},
+    "gigpo": {"credit.options.gamma": "0.9"},
+    "state_gae": {},
 }
 LOSS_ARMS: dict[str, dict[str, str]] = {
     "ppo": {"loss.dual_clip": "2.0"},

@@ -162,6 +162,22 @@ def test_winning_ends_the_episode_with_score_one() -> None:
     assert seen[-1].info["won"] is True
 
 
+def test_observations_have_equal_states_exactly_where_the_same_commands_are_possible_with_the_same_results() -> None:
+    taskset = AlfworldTaskset(seed=1)
+    task = taskset.tasks("train", 1)[0]
+    game, commands = game_of(task), commands_of(taskset, task)
+    go = next(command for command in commands if command.startswith("go to"))
+    seen = asyncio.run(play(taskset, task, ["look", "no such command", go, go, *commands[commands.index(go) + 1 :]]))
+    states, state = [game.start], game.start
+    for command in ["look", "no such command", go, go, *commands[commands.index(go) + 1 :]]:
+        state = game.step(state, command).state
+        states.append(state)
+    keys = [observation.state for observation in seen]
+    assert len(set(keys)) == len(set(states)) == len(set(zip(keys, states, strict=True))) > 3
+    assert keys[0] == keys[1] == keys[2]
+    assert asyncio.run(play(taskset, task, []))[0].state == keys[0]
+
+
 def test_the_banner_and_admissible_commands_are_shown_if_their_options_are_set() -> None:
     taskset = AlfworldTaskset(banner=True, admissible_commands=True)
     task = taskset.tasks("eval", 1)[0]

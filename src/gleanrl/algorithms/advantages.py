@@ -5,8 +5,8 @@ entry point, both for a run (`gleanrl.algorithms.batch`) and for the training lo
 
     advantages, returns = estimate("grpo", token_rewards, mask, group)
 
-To add an estimator, decorate a function that takes a `Rewards` with `@estimator`. The ten built-in estimators agree
-with verl's estimators of the same names, except where a docstring states a difference.
+To add an estimator, decorate a function that takes a `Rewards` with `@estimator`. Those of the built-in
+estimators that verl has too agree with verl's, except where a docstring states a difference.
 
 A trajectory is a *member* of its group. A member is *valid* if its score could be computed. A token is *trained* if the
 mask is True at its position; all other positions (context, padding) are untrained. A quantity per trajectory is a
@@ -35,6 +35,8 @@ WHITENING_EPSILON = 1e-8  # added to the variance when advantages are whitened
 INPUTS = {
     "values": "float [N, L], a critic's prediction at each token",
     "reward_baselines": "float [N], the reward of a greedy rollout of each trajectory's task",
+    "turns": "int64 [N, L], the number of each trained token's turn within its trajectory, in ascending order",
+    "states": "int64 [N, L], the state in which each trained token's turn was sampled, equal numbers for equal states",
 }
 
 
@@ -174,22 +176,15 @@ class Rewards:
 
         The mean is 0 where all weights of a group are 0.
         """
-        low, high = self.lowest(weights > 0), self.highest(weights > 0)
-        sums = self.sum_by_group(weights)
-        mean = self.sum_by_group(weights * self.scores) / torch.where(sums > 0, sums, 1.0)
-        # If all scores of a group are equal, the mean is set to exactly that score, because a rounding error of the
-        # division would become a tiny advantage.
-        return torch.where(low == high, low, mean)[self.group]
+        return means_by_class(self.scores, weights, self.group, self.groups)[self.group]
 
     def lowest(self, members: Tensor) -> Tensor:
         """Return float64 [G]: each group's lowest score among those in ``members`` bool [N]; inf if there is none."""
-        empty = self.scores.new_full((self.groups,), torch.inf)
-        return empty.scatter_reduce(0, self.group, torch.where(members, self.scores, torch.inf), "amin")
+        return extremes_by_class(self.scores, members, self.group, self.groups)[0]
 
     def highest(self, members: Tensor) -> Tensor:
         """Return float64 [G]: each group's highest score among those in ``members`` bool [N]; -inf if there is none."""
-        empty = self.scores.new_full((self.groups,), -torch.inf)
-        return empty.scatter_reduce(0, self.group, torch.where(members, self.scores, -torch.inf), "amax")
+        return extremes_by_class(self.scores, members, self.group, self.groups)[1]
 
 
 @dataclass(frozen=True)
@@ -207,11 +202,12 @@ class Estimator:
     """True if the advantage of a member depends on the other members of its group. A run then refuses groups of one
     member, whose advantage would be 0 or the raw score."""
     needs: frozenset[str]
-    """Names of the tensors that the function needs in addition to the rewards: "values" (predictions of a critic) or
-    "reward_baselines" (rewards of greedy rollouts)."""
+    """Names of the tensors that the function needs in addition to the rewards, of `INPUTS`: "values" (predictions of a
+    critic), "reward_baselines" (rewards of greedy rollouts), "turns" and "states" (of turn-level credit)."""
     turn_rewards: bool = False
     """True if an advantage depends on where in the trajectory a reward is earned. A run then places each turn reward
-    at the last token of its turn. For other estimators it places the whole score at the last trained token."""
+    at the last token of its turn. For other estimators it places the whole score at the last trained token. Such an
+    estimator cannot compare parts of a score (``credit.per_part``), which have no place."""
 
     @cached_property
     def options(self) -> frozenset[str]:
@@ -499,6 +495,123 @@ def gae(
     differences[:-1].add_(torch.where(rewards.joined, predicted[1:], 0.0), alpha=gamma)
     advantages = discounted_sums(differences, rewards.joined, gamma * lam)
     return _per_token(rewards, advantages, predicted.add_(advantages), whiten)
+
+
+@estimator("gigpo", group_local=True, group_baseline=True, needs=["turns", "states"], turn_rewards=True)
+def gigpo(
+    rewards: Rewards,
+    *,
+    turns: Tensor,
+    states: Tensor,
+    gamma: float = 0.95,
+    weight: float = 1.0,
+    normalize: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """Compute A_episode + weight * A_turn, the advantage of GiGPO (arXiv 2505.10978).
+
+    A_episode is that of ``grpo``, or that of ``dr_grpo`` with ``normalize=False``. A_turn compares turns of a group
+    that were sampled in the same state: it is (R - mean) / (std + 1e-6), or R - mean with ``normalize=False``, where
+    R = sum over turns j >= k of gamma^(j - k) r_j is the return of turn k, r_j what turn j earned, and mean and std
+    (divisor n-1; 1 where it is 0) are those of the n turns of baseline members in the state. Where n is below 2,
+    A_turn is 0.
+
+    All tokens of a turn have the same advantage. That of a turn outside the baseline is limited to [-sqrt(n), sqrt(n)]
+    with ``normalize``, as ``grpo`` limits that of a trajectory.
+    """
+    _check("weight", weight, "a finite number", lambda x: abs(x) < float("inf"))
+    _check("normalize", normalize, "true or false", lambda x: x in (True, False))
+    found = _TurnReturns.of(rewards, turns, states, gamma)
+    turn_advantages = torch.where(found.counts >= 2, found.returns - found.means, 0.0)
+    episode = (grpo if normalize else dr_grpo).function(rewards)[0][:, 0]
+    if normalize:
+        squares = torch.where(found.baseline, turn_advantages**2, 0.0)
+        variance = squares.new_zeros(found.classes).index_add_(0, found.state, squares)[found.state]
+        variance /= (found.counts - 1).clamp(min=1)
+        deviations = torch.where(variance > 0, variance.sqrt(), 1.0)
+        turn_advantages = limited(turn_advantages / (deviations + EPSILON), found.baseline, found.counts)
+    advantages = rewards.spread((episode[found.member] + weight * turn_advantages)[found.turn])
+    return advantages, advantages
+
+
+@estimator("state_gae", group_local=True, group_baseline=True, needs=["turns", "states"], turn_rewards=True)
+def state_gae(
+    rewards: Rewards, *, turns: Tensor, states: Tensor, gamma: float = 0.95, lam: float = 0.9
+) -> tuple[Tensor, Tensor]:
+    """Compute generalised advantage estimates over turns, with means of the group as the values of states.
+
+    The advantage of turn k is A_k = r_k + gamma * V_k+1 - V_k + gamma * lam * A_k+1, where r_k is what the turn earned
+    and V_k the mean return (as in ``gigpo``) of the turns of baseline members that were sampled in the same state.
+    Where there are fewer than two such turns, V_k is the turn's own return. After the last turn V and A are 0. All
+    tokens of a turn have the same advantage. There is no critic and no whitening (GAGPO, arXiv 2605.13217).
+    """
+    _check("lam", lam, "a number in [0, 1]", lambda x: 0 <= x <= 1)
+    found = _TurnReturns.of(rewards, turns, states, gamma)
+    values = torch.where(found.counts >= 2, found.means, found.returns)
+    # r_k = R_k - gamma R_k+1
+    differences = found.returns - values
+    differences[:-1] += gamma * torch.where(found.joined, (values - found.returns)[1:], 0.0)
+    advantages = rewards.spread(discounted_sums(differences, found.joined, gamma * lam)[found.turn])
+    return advantages, advantages
+
+
+@dataclass(frozen=True)
+class _TurnReturns:
+    """The K turns of the valid members, one member after another, and the mean returns of the states they were in.
+
+    A state is that of a group: turns of different groups are never compared.
+    """
+
+    turn: Tensor  # int64 [T], the turn 0 .. K-1 of each trained token
+    member: Tensor  # int64 [K], the trajectory of each turn
+    joined: Tensor  # bool [K-1], whether a turn and the next one belong to the same trajectory
+    baseline: Tensor  # bool [K], whether the turn's trajectory enters means and deviations
+    state: Tensor  # int64 [K], the turn's state in its group, 0 .. classes-1
+    classes: int
+    returns: Tensor  # float64 [K], discounted sum of what the turn and those after it have earned
+    counts: Tensor  # float64 [K], number of baseline turns in the turn's state
+    means: Tensor  # float64 [K], mean return of the baseline turns in the turn's state; 0 if there is none
+
+    @classmethod
+    def of(cls, rewards: Rewards, turns: Tensor, states: Tensor, gamma: float) -> _TurnReturns:
+        _check("gamma", gamma, "a number in [0, 1]", lambda x: 0 <= x <= 1)
+        numbers = _input("turns", turns, rewards.trained.shape).masked_select(rewards.trained)
+        row = torch.arange(rewards.lengths.numel(), device=numbers.device).repeat_interleave(rewards.lengths)
+        begins = numbers.new_ones(numbers.shape, dtype=torch.bool)
+        begins[1:] = (numbers[1:] != numbers[:-1]) | (row[1:] != row[:-1])
+        turn, member = begins.cumsum(0) - 1, row[begins]
+        key = _input("states", states, rewards.trained.shape).masked_select(rewards.trained)[begins]
+        given, key = torch.unique(key, return_inverse=True)
+        found, state = torch.unique(rewards.group[member] * given.numel() + key, return_inverse=True)
+        classes, baseline, joined = found.numel(), rewards.baseline[member], member[1:] == member[:-1]
+        earned = torch.zeros(member.shape, dtype=torch.float64, device=member.device)
+        returns = discounted_sums(earned.index_add_(0, turn, rewards.rewards_at_tokens()), joined, gamma)
+        counts = returns.new_zeros(classes).index_add_(0, state, baseline.double())[state]
+        means = means_by_class(returns, baseline.double(), state, classes)[state]
+        return cls(turn, member, joined, baseline, state, classes, returns, counts, means)
+
+
+def extremes_by_class(values: Tensor, members: Tensor, index: Tensor, classes: int) -> tuple[Tensor, Tensor]:
+    """Return the lowest and the highest of ``values`` float64 [K] in each class, float64 [classes] each.
+
+    ``index`` int64 [K] is the class of each value; only values where ``members`` bool [K] is True count. The lowest of
+    none is inf, and the highest -inf.
+    """
+    empty = values.new_full((classes,), torch.inf)
+    low = empty.scatter_reduce(0, index, torch.where(members, values, torch.inf), "amin")
+    return low, (-empty).scatter_reduce(0, index, torch.where(members, values, -torch.inf), "amax")
+
+
+def means_by_class(values: Tensor, weights: Tensor, index: Tensor, classes: int) -> Tensor:
+    """Return float64 [classes]: the mean of ``values`` float64 [K] in each class, weighted by ``weights`` float64 [K].
+
+    ``index`` int64 [K] is the class of each value. The mean is 0 where all weights of a class are 0.
+    """
+    low, high = extremes_by_class(values, weights > 0, index, classes)
+    sums = values.new_zeros(classes).index_add_(0, index, weights)
+    mean = values.new_zeros(classes).index_add_(0, index, weights * values) / torch.where(sums > 0, sums, 1.0)
+    # If all values of a class are equal, the mean is set to exactly that value, because a rounding error of the
+    # division would become a tiny advantage.
+    return torch.where(low == high, low, mean)
 
 
 def discounted_sums(values: Tensor, joined: Tensor, factor: float) -> Tensor:

@@ -12,7 +12,7 @@ libraries, which call `advantages.estimate` themselves, pass its ``valid`` mask 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import chain
 from typing import NamedTuple
@@ -289,6 +289,17 @@ def assign_advantages(
                 )
             greedy_scores.append(owner.greedy.score.value)
         inputs["reward_baselines"] = torch.tensor(greedy_scores)
+    if "states" in needs:
+        numbers, states = np.zeros(mask.shape, np.int64), np.zeros(mask.shape, np.int64)
+        known: dict[Hashable, int] = {}
+        for row, member in enumerate(members):
+            keys, end, number = iter(turn_states(member.trajectory)), 0, 0
+            for turn in member.trajectory.turns():
+                begin, end = end, end + turn.tokens.size
+                if turn.sampled:
+                    numbers[row, begin:end] = number = number + 1
+                    states[row, begin:end] = known.setdefault(next(keys), len(known))
+        inputs["turns"], inputs["states"] = torch.from_numpy(numbers), torch.from_numpy(states)
     trained, compared = torch.from_numpy(mask), torch.tensor(baseline, dtype=torch.bool)
     if not credit.per_part:
         found = estimate(
@@ -320,6 +331,27 @@ def assign_advantages(
         returns = advantages
     keep = ~zero_variance if credit.zero_variance == "drop" else np.ones_like(zero_variance)
     return _batch(built, advantages, returns, loss, max_length, keep, zero_variance, estimates=estimates)
+
+
+def turn_states(trajectory: Trajectory) -> list[Hashable]:
+    """Return a key of the state in which each turn was sampled, in the order of `Trajectory.sampled_turns`.
+
+    Equal keys of trajectories of the same task mean the same state. The key is `Turn.state` if the environment gives
+    it. Otherwise it is the roles and texts of the messages since the model's last one, which are the same in many
+    different states where a message does not tell the whole state. A turn that follows no message, because it continues
+    an answer that was cut off, has a key of its own.
+    """
+    keys: list[Hashable] = []
+    for segment in trajectory.segments:
+        observed: list[tuple[str, str]] = []
+        for turn in segment:
+            if turn.sampled:
+                keys.append(turn.state or tuple(observed) or (trajectory.id, len(keys)))
+            if turn.message["role"] == "assistant":
+                observed = []
+            else:
+                observed.append((turn.message["role"], turn.message["content"]))
+    return keys
 
 
 def weighted_batch(groups: Sequence[Group], weights: Sequence[float], loss: LossSettings, max_length: int) -> Batch:

@@ -228,7 +228,7 @@ class CreditSettings(Settings):
 
     estimator: str = "grpo"
     """The advantage estimator: grpo, dr_grpo, grpo_passk, rloo, reinforce_plus_plus, reinforce_plus_plus_baseline, opo,
-    gpg, remax, gae, or the import path of a function that is decorated with
+    gpg, remax, gae, gigpo, state_gae, or the import path of a function that is decorated with
     `@gleanrl.algorithms.advantages.estimator`."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Keyword options of the estimator, such as `gamma` and `lam` of gae. Each estimator documents its own."""

@@ -238,7 +238,7 @@ def _check_estimator(config: Config) -> None:
     if credit.estimator == "grpo_passk" and schedule.min_valid < 2:
         raise UserError("credit.estimator = 'grpo_passk' compares the best two; set schedule.min_valid to 2 or more")
     if credit.per_part:
-        _check_per_part(config, compares_groups=estimator.group_baseline)
+        _check_per_part(config, compares_groups=estimator.group_baseline and not estimator.turn_rewards)
     if not estimator.group_local and _in_chunks(config):
         raise _needs_whole_batch(f"credit.estimator = {credit.estimator!r} normalises over the whole batch", config)
 

@@ -39,6 +39,7 @@ class Context:
         self._joined = 0
         self._closed = True  # False if the last sampled turn does not end with an end token, because it was cut off
         self._calls = 0  # number of tool calls so far
+        self._state: str | None = None  # key of the environment's state in which the next turn is sampled
 
     @property
     def tools(self) -> Tools:
@@ -50,8 +51,8 @@ class Context:
         """The ids of the tokens that end an answer of the model. They may depend on the tools."""
         return self._renderer.stop_tokens
 
-    def observe(self, messages: Sequence[Message], tools: Tools = ()) -> None:
-        """Add the messages that the environment has returned.
+    def observe(self, messages: Sequence[Message], tools: Tools = (), state: str | None = None) -> None:
+        """Add the messages that the environment has returned. ``state``: key of its state now, for the next turn.
 
         ``tools``: function schemas of the tools that the model may call. They are shown to the model if this is the
         first call of the method; in later calls they are ignored.
@@ -60,6 +61,7 @@ class Context:
             ToolsUnknown: the chat template does not support tools.
             ValueError: ``messages`` is empty, although the model's last answer is complete.
         """
+        self._state = state
         if not self._history:
             self._renderer = self._renderer.with_tools(tools)
             messages = [*self._system, *messages]
@@ -90,7 +92,7 @@ class Context:
         """Add the turn that the model has sampled, and return it as a message."""
         message = self._renderer.parse(completion.tokens, self._calls, self._history)
         self._calls += len(message.get("tool_calls", ()))
-        turn = Turn(message, completion.tokens, completion.logprobs, completion.version)
+        turn = Turn(message, completion.tokens, completion.logprobs, completion.version, state=self._state)
         self._closed = completion.tokens.size > 0 and int(completion.tokens[-1]) in self._renderer.ends
         self._history.append(turn)
         self._segment.append(turn)

@@ -139,7 +139,7 @@ class Player:
                         score = await conclude_score(environment, stop, score)
                         break
                     opening = task.prompt if turns == 0 else ()
-                    context.observe((*opening, *observation.messages), observation.tools)
+                    context.observe((*opening, *observation.messages), observation.tools, observation.state)
                     unseen = ()
                     prompt = context.prompt()
                     room = self.max_context - prompt.size

@@ -75,7 +75,9 @@ class EchoEpisode(Environment):
         text = "|".join(self.heard)
         done = len(self.heard) >= self.turns
         score = Score(float(len(self.heard)))
-        return Observation(({"role": "user", "content": text},), done, score, tools=(tool("say"),))
+        return Observation(
+            ({"role": "user", "content": text},), done, score, state=f"after {text}", tools=(tool("say"),)
+        )
 
 
 def tool(name: str) -> Mapping[str, Any]:

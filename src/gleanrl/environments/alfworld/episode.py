@@ -6,6 +6,7 @@ that the expert has played, which a ``react`` prompt contains as examples.
 
 from __future__ import annotations
 
+import hashlib
 import random
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -74,7 +75,8 @@ class AlfworldEnvironment(Environment):
             info["admissible_commands"] = game.admissible(self._state)
         parts = {} if self._prompt == "plain" or not self._turns else {"valid_actions": self._valid / self._turns}
         score = Score(float(won), parts=parts)
-        return Observation(({"role": "user", "content": text},), done=won, score=score, info=info)
+        state = hashlib.blake2b(b"%x" % self._state, digest_size=12).hexdigest()
+        return Observation(({"role": "user", "content": text},), done=won, score=score, state=state, info=info)
 
 
 def open_episode(task: Task, game: Game, *, banner: bool) -> str:

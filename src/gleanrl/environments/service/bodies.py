@@ -161,7 +161,7 @@ class EpisodeAnswer(BaseModel):
     id: EpisodeId
     step: int = Field(description="Number of the step that led to this observation; 0 for the first one.")
     observation: Json = Field(
-        description="An observation, with the fields messages, done, score, reward, info and tools."
+        description="An observation, with the fields messages, done, score, reward, state, info and tools."
     )
 
 

@@ -265,6 +265,7 @@ def _schema(arrow: Any) -> Any:
             ("turn_sampled", arrow.list_(arrow.bool_())),
             ("turn_version", arrow.list_(whole)),
             ("turn_reward", arrow.list_(real)),
+            ("turn_state", arrow.list_(text)),
             ("segment_turns", ints),  # number of turns in each segment
             ("messages", text),  # JSON: one message per turn
             ("score", real),
@@ -305,6 +306,7 @@ def _to_row(entry: Entry) -> dict[str, Any]:
         "turn_sampled": [turn.sampled for turn in turns],
         "turn_version": [turn.version for turn in turns],
         "turn_reward": [turn.reward for turn in turns],
+        "turn_state": [turn.state for turn in turns],
         "segment_turns": [len(segment) for segment in trajectory.segments],
         "messages": _json([dict(turn.message) for turn in turns]),
         "score": trajectory.score.value,
@@ -415,7 +417,7 @@ def _from_row(row: Mapping[str, Any]) -> Incoming:
     Raises `ValueError` or another error if the row is invalid. `import_parquet` catches them and counts such rows.
     """
     sizes, sampled = row["turn_tokens"], row["turn_sampled"]
-    versions, rewards = row["turn_version"], row["turn_reward"]
+    versions, rewards, states = row["turn_version"], row["turn_reward"], row["turn_state"]
     messages, described, info = (json.loads(row[name]) for name in ("messages", "task", "info"))
     tokens = row["tokens"].to_numpy(zero_copy_only=False)
     mask = row["mask"].to_numpy(zero_copy_only=False)
@@ -424,7 +426,15 @@ def _from_row(row: Mapping[str, Any]) -> Incoming:
     if min(sizes, default=0) < 0 or not sum(sizes) == tokens.size == mask.size == logprobs.size:
         counts = f"{tokens.size} tokens, {mask.size} in its mask, {logprobs.size} log-probs, {sum(sizes)} in its turns"
         raise ValueError(f"its lengths differ: {counts}")
-    if not len(sizes) == len(sampled) == len(versions) == len(rewards) == len(messages) == sum(row["segment_turns"]):
+    if (
+        not len(sizes)
+        == len(sampled)
+        == len(versions)
+        == len(rewards)
+        == len(states)
+        == len(messages)
+        == sum(row["segment_turns"])
+    ):
         raise ValueError("its turns are not counted alike")
     named = isinstance(row["trajectory_id"], str) and isinstance(row["task_id"], str)
     if not named or row["tokens"].null_count or None in versions or not all(isinstance(m, dict) for m in messages):
@@ -434,9 +444,9 @@ def _from_row(row: Mapping[str, Any]) -> Incoming:
         raise ValueError("its mask, its log-probs and its turns disagree on what was sampled")
     ends = np.cumsum(sizes)
     turns = [
-        Turn(message, tokens[end - size : end], logprobs[end - size : end] if was_sampled else None, version, reward)
-        for message, size, end, was_sampled, version, reward in zip(
-            messages, sizes, ends, sampled, versions, rewards, strict=True
+        Turn(message, tokens[end - size : end], logprobs[end - size : end] if was_sampled else None, *said)
+        for message, size, end, was_sampled, *said in zip(
+            messages, sizes, ends, sampled, versions, rewards, states, strict=True
         )
     ]
     starts = np.cumsum([0, *row["segment_turns"]]).tolist()
