@@ -109,7 +109,12 @@ def test_a_ranking_gives_evenly_spaced_scores_and_equal_members_equal_ones(worth
     ranking = answered(question.prompt, kind="ranking")["ranking"]
     verdicts, _ = question.read(json.dumps({"ranking": ranking}))
     assert list(verdicts.values()) == pytest.approx([places.index(worth) / (len(places) - 1) for worth in worths])
-    for wrong in (ranking[1:], [*ranking, ranking[0]], [*ranking[1:], ranking[1]], [*ranking[1:], "Z9"]):
+    places_by_name = {name: place for place, name in enumerate(ranking, 1)}
+    in_order_of_names = dict(sorted(places_by_name.items()))  # its order is not the ranking
+    for wrong in (
+        *(ranking[1:], [*ranking, ranking[0]], [*ranking[1:], ranking[1]], [*ranking[1:], "Z9"]),
+        *(in_order_of_names, "".join(ranking)),
+    ):
         with pytest.raises(ValueError):  # noqa: PT011
             question.read(json.dumps({"ranking": wrong}))
 

@@ -4,6 +4,7 @@ out of turns or context are concluded, and every environment is closed."""
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -153,6 +154,16 @@ def test_success_metrics_of_a_graded_reward_use_the_threshold() -> None:
     names = ("reward/success", "groups/all_solved", "groups/none_solved")
     assert [group_metrics(groups, 0.25)[name] for name in names] == [1, 1, 0]
     assert [group_metrics(groups, 0.3)[name] for name in names] == [0, 0, 1]
+
+
+def test_a_part_of_a_score_neither_replaces_another_metric_nor_hides_the_others_as_nan() -> None:
+    trajectory = cut_short(AtTheEnd(TASK))
+    parts = [{"success": 0.0, "mean": 9.0, "style": math.nan, "speed": math.nan}, {"success": 0.5, "style": 3.0}]
+    members = tuple(replace(trajectory, score=Score(0.75, parts=of_member)) for of_member in parts)
+    metrics = group_metrics([Group(GroupSpec(TASK, fresh=2), members, ticket=0)])
+    assert (metrics["reward/success"], metrics["reward/mean"]) == (1.0, 0.75)
+    assert (metrics["reward/part/success"], metrics["reward/part/mean"], metrics["reward/style"]) == (0.25, 9.0, 3.0)
+    assert "reward/speed" not in metrics
 
 
 @pytest.mark.parametrize(("limit", "cut"), [(16, 0), (1, 3)])

@@ -146,6 +146,8 @@ class GroupJudge(JudgeScorer):
         def read(text: str) -> tuple[dict[str, float], str]:
             answer = read_json(text)
             given = answer[self._answer]
+            if self._answer == "ranking" and not isinstance(given, list):
+                raise ValueError("the ranking is not a list")
             if sorted(given) != sorted(names):
                 raise ValueError(f"{self._answer} of {', '.join(given)}, not of {', '.join(sorted(names))}")
             values = {}

@@ -6,6 +6,7 @@ chunk. They are combined to metrics of the step.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
@@ -16,6 +17,7 @@ from gleanrl.types import SUCCESS, Group, StopReason
 
 GROUPS, TOKENS = "schedule/staleness/", "schedule/token_staleness/"
 """Prefixes of the metrics that form the two histograms of staleness. An age in steps follows the prefix."""
+_NAMES = ("greedy", "mean", "std", "success", "valid")  # of metrics reward/NAME that are not parts of scores
 _SUMS = ("tokens/", "time/", "samples/", "updates/", "groups/")
 
 
@@ -90,7 +92,10 @@ def group_metrics(groups: Sequence[Group], success_threshold: float = SUCCESS) -
     for reason in StopReason:
         out[f"stop/{reason}"] = float(np.mean([t.stop == reason for t in fresh]))
     for part in sorted({name for t in valid for name in t.score.parts}):
-        out[f"reward/{part}"] = float(np.mean([t.score.parts[part] for t in valid if part in t.score.parts]))
+        values = [t.score.parts[part] for t in valid if math.isfinite(t.score.parts.get(part, math.nan))]
+        if values:
+            # A part may have the name of one of the metrics above, such as "success".
+            out[f"reward/part/{part}" if part in _NAMES else f"reward/{part}"] = float(np.mean(values))
     by_turn: dict[int, list[float]] = {}
     for trajectory in valid:
         for number, turn in enumerate(trajectory.sampled_turns(), 1):

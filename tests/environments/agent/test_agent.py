@@ -154,6 +154,37 @@ def test_endless_output_of_a_command_costs_one_trajectory(tmp_path: Path) -> Non
     assert (endless.stop, endless.score.valid) == (StopReason.TIMEOUT, False)
 
 
+@pytest.mark.parametrize("background", ["sleep 60 &", "setsid sleep 60 & sleep 0.2;"])
+def test_a_process_that_a_command_leaves_behind_does_not_hold_up_its_episode(background: str, tmp_path: Path) -> None:
+    options = {"command": ["sh", "-c", f"{background} echo 0.5"]}
+    (left,) = play(tmp_path, None, timeout_s=20.0, options=options)
+    assert (left.stop, left.score.value) == (StopReason.DONE, 0.5)
+    assert left.info["episode_s"] < 10
+    options = {"command": ["sh", "-c", f"{background} sleep 60"]}
+    (hung,) = play(tmp_path, None, timeout_s=1.0, options=options)
+    assert (hung.stop, hung.score.valid) == (StopReason.TIMEOUT, False)
+
+
+@pytest.mark.parametrize("printed", ["true", "NaN", "1e999", "0,5", '"0.5"', "[" * 60_000, "9" * 5_000, r"\377"])
+def test_a_last_line_that_is_no_number_is_an_answer_without_a_score(printed: str, tmp_path: Path) -> None:
+    (answered,) = play(tmp_path, None, options={"command": ["printf", printed]})
+    assert (answered.stop, answered.score.valid) == (StopReason.DONE, False)
+    assert answered.score.explanation == "the environment gave no score"
+    assert len(answered.info["last_observation"][0]["content"]) == (1 if printed == r"\377" else len(printed))
+
+
+@pytest.mark.parametrize("command", ["", [], "no-such-program --fast", "/etc/passwd", "echo 'open"])
+def test_a_command_that_cannot_be_started_is_a_mistake_that_one_line_reports(command: Any, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=re.escape(repr(command))) as caught:
+        play(tmp_path, None, options={"command": command})
+    assert "\n" not in str(caught.value)
+
+
+def test_a_dict_without_score_and_answer_is_an_error_that_names_what_it_has(tmp_path: Path) -> None:
+    (wrong,) = play(tmp_path, {"reward": 1.0})
+    assert "neither 'score' nor 'answer', but reward" in str(wrong.score.explanation)
+
+
 def test_agents_cannot_be_served_by_the_environment_service(tmp_path: Path) -> None:
     pytest.importorskip("fastapi")
     pytest.importorskip("uvicorn")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,12 @@ from gleanrl.config.settings import EnvironmentSettings
 from gleanrl.environments import load_taskset
 from gleanrl.environments.adapters.openenv import OpenEnvTaskset
 from gleanrl.environments.service.app import Limits
-from gleanrl.protocols import Environment, Split
-from gleanrl.types import Message
+from gleanrl.protocols import Environment, Observation, Split
+from gleanrl.types import Message, Task
 from gleanrl.utils.errors import UserError
 from tests.environments.service.test_parity import rows
 from tests.environments.service.test_serving import ECHO, asked
-from tests.environments.service.world import TOKEN, Echo, served, serving
+from tests.environments.service.world import TOKEN, Echo, EchoEpisode, served, serving
 
 aiohttp = pytest.importorskip("aiohttp")
 pytest.importorskip("websockets")
@@ -130,6 +131,47 @@ def test_wrong_messages_get_an_error_and_the_session_goes_on() -> None:
                     await asyncio.sleep(0.01)
 
     asyncio.run(main())
+
+
+class Earning(Echo):
+    """Episodes of two steps, which earn turn rewards and have a score at the end or none at all."""
+
+    scored = False
+
+    def environment(self, task: Task) -> EchoEpisode:
+        scored = self.scored
+
+        class Episode(EchoEpisode):
+            def seen(self) -> Observation:
+                seen = super().seen()
+                return seen if scored and seen.done else replace(seen, score=None)
+
+        return Episode(2)
+
+
+class Scored(Earning):
+    scored = True
+
+
+@pytest.mark.parametrize(("taskset", "rewards"), [(Earning(), [None, -0.25, -0.25]), (Scored(), [None, -0.25, 2.25])])
+def test_turn_rewards_are_rewards_and_those_of_an_episode_sum_to_its_score(
+    taskset: Earning, rewards: list[float | None]
+) -> None:
+    async def main() -> list[float | None]:
+        async with (
+            serving(taskset, openenv=True) as (_, url),
+            aiohttp.ClientSession() as session,
+            session.ws_connect(f"{url}/ws") as socket,
+        ):
+            await socket.send_bytes(b'{"type": "reset"}')  # the protocol has texts
+            assert json.loads((await socket.receive()).data)["data"]["code"] == "VALIDATION_ERROR"
+            given = []
+            for said in ('{"type": "reset"}', *['{"type": "step", "data": {"message": "a"}}'] * 2):
+                await socket.send_str(said)
+                given.append(json.loads((await socket.receive()).data)["data"]["reward"])
+            return given
+
+    assert asyncio.run(main()) == rewards
 
 
 def test_a_lost_connection_ends_its_episode_and_a_web_page_or_a_wrong_token_gets_no_session() -> None:

@@ -14,6 +14,7 @@ import math
 import multiprocessing
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -37,6 +38,7 @@ from gleanrl.utils.processes import RemoteError, Served, WorkerDied, WorkerProce
 ARGUMENTS = ("task", "base_url", "api_key", "model")
 """Names of the arguments with which an agent function is called."""
 _TAIL = 1 << 16  # number of bytes at the end of a command's output that are kept
+_REST_S = 1.0  # seconds for which the end of a command's output is read after the command has ended
 _MAX_VARIABLE = 100_000  # length of the longest text that is passed in an environment variable; Linux allows 128 KiB
 Result = tuple[Score | None, str | None]  # the score and the answer of an agent
 
@@ -76,6 +78,8 @@ class AgentTaskset(Taskset):
             raise ValueError("set one of environment.options.agent and environment.options.command")
         if self.agent is not None:
             _ = self._preload
+        if self.command is not None:
+            _words(self.command)
         if self.expert is not None:
             load_object(self.expert)
         _ = self._source
@@ -212,6 +216,10 @@ class _Function(Served):
             return None, result
         if not isinstance(result, Mapping):
             return Score(result), None
+        if result and not {"answer", "score"} & result.keys():
+            raise ValueError(
+                f"the agent returned a dict with neither 'score' nor 'answer', but {', '.join(map(str, result))}"
+            )
         answer, value = result.get("answer"), result.get("score")
         if value is None:
             return None, None if answer is None else str(answer)
@@ -219,8 +227,22 @@ class _Function(Served):
         return Score(value, parts=parts), None if answer is None else str(answer)
 
 
+def _words(command: str | list[str]) -> list[str]:
+    """Return the program and the arguments of a command. Raises `UserError` if there is no such program."""
+    try:
+        words = shlex.split(command) if isinstance(command, str) else command
+    except ValueError as error:
+        raise UserError(f"environment.options.command = {command!r}: {error}") from None
+    if not words or shutil.which(words[0]) is None:
+        raise UserError(f"environment.options.command = {command!r}: there is no such program")
+    return words
+
+
 async def _run_command(command: str | list[str], task_id: str, task: Mapping[str, Any], model: ModelAddress) -> Result:
-    """Run a command as an agent; see `AgentTaskset.command`. It is killed with all processes that it started."""
+    """Run a command as an agent; see `AgentTaskset.command`.
+
+    At its end, all processes of its session are killed.
+    """
     text = json.dumps(task, ensure_ascii=False)
     variables = {
         "OPENAI_BASE_URL": f"{model.url}/v1",
@@ -230,24 +252,27 @@ async def _run_command(command: str | list[str], task_id: str, task: Mapping[str
         "GLEANRL_MODEL": model.name,
         **({"GLEANRL_TASK": text} if len(text) <= _MAX_VARIABLE else {}),
     }
-    words = shlex.split(command) if isinstance(command, str) else command
     pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
-    process = await asyncio.create_subprocess_exec(
-        *words, **pipes, env={**os.environ, **variables}, start_new_session=True
+    transport, output = await asyncio.get_running_loop().subprocess_exec(
+        _Output, *_words(command), **pipes, env={**os.environ, **variables}, start_new_session=True
     )
-    assert process.stdin is not None
-    assert process.stdout is not None
-    assert process.stderr is not None
-    process.stdin.write(text.encode())
-    process.stdin.close()
-    tails = asyncio.gather(_tail(process.stdout), _tail(process.stderr))
     try:
-        status = await process.wait()
+        stdin: Any = transport.get_pipe_transport(0)
+        stdin.write(text.encode())
+        stdin.close()
+        await output.exited.wait()
     finally:
         with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        await asyncio.wait([tails])
-    printed, complained = tails.result()
+            os.killpg(transport.get_pid(), signal.SIGKILL)
+        try:
+            # A process in a session of its own is not killed, and may keep the pipes open.
+            await asyncio.wait_for(output.closed.wait(), _REST_S)
+        except TimeoutError:
+            pass
+        finally:
+            transport.close()
+    status = transport.get_returncode()
+    printed, complained = (output.tails[stream].decode("utf-8", "replace") for stream in (1, 2))
     if status != 0:
         last = complained.strip().splitlines()[-1:] or printed.strip().splitlines()[-1:]
         raise EnvironmentRaised(task_id, f"the command ended with status {status}", "".join(last), complained)
@@ -255,15 +280,29 @@ async def _run_command(command: str | list[str], task_id: str, task: Mapping[str
     if not lines:
         return None, None
     try:
-        value = as_float(json.loads(lines[-1]))
-    except ValueError:
-        value = None
+        number = json.loads(lines[-1])
+    except (ValueError, RecursionError):
+        number = None
+    value = None if isinstance(number, bool) else as_float(number)
     return None if value is None or not math.isfinite(value) else Score(value), lines[-1].strip()
 
 
-async def _tail(stream: asyncio.StreamReader) -> str:
-    """Read a stream to its end, and return its last `_TAIL` bytes as text."""
-    kept = b""
-    while piece := await stream.read(_TAIL):
-        kept = (kept + piece)[-_TAIL:]
-    return kept.decode("utf-8", "replace")
+class _Output(asyncio.SubprocessProtocol):
+    """The last `_TAIL` bytes of what a process writes to its standard output (1) and its standard error (2)."""
+
+    def __init__(self) -> None:
+        self.tails = {1: b"", 2: b""}
+        self.exited = asyncio.Event()
+        self.closed = asyncio.Event()  # set if no process can write any more
+        self._open = {1, 2}
+
+    def pipe_data_received(self, fd: int, data: bytes) -> None:
+        self.tails[fd] = (self.tails[fd] + data)[-_TAIL:]
+
+    def pipe_connection_lost(self, fd: int, exc: Exception | None) -> None:
+        self._open.discard(fd)
+        if not self._open:
+            self.closed.set()
+
+    def process_exited(self) -> None:
+        self.exited.set()

@@ -142,7 +142,11 @@ class OpenEnvRoutes:
         try:
             while True:
                 try:
-                    kind, data = _read_order(await socket.receive_text())
+                    try:
+                        text = await socket.receive_text()
+                    except KeyError:
+                        raise Refused(422, "invalid", "a message is a text, not bytes") from None
+                    kind, data = _read_order(text)
                     if kind == "close":
                         break
                     if kind == "reset":
@@ -162,9 +166,10 @@ class OpenEnvRoutes:
                         await socket.send_text(json.dumps(answer))
                         continue
                     # The service's score is what the episode has earned so far, OpenEnv's reward is that of one step.
-                    score, reward = content["score"], None
-                    if score is not None and score["valid"]:
-                        reward, earned = score["value"] - earned, score["value"]
+                    score, reward = content["score"], content["reward"]
+                    if score is not None:
+                        reward = score["value"] - earned if score["valid"] else None
+                    earned += reward or 0.0
                     shown = {name: content[name] for name in ("messages", "tools")} | {"metadata": content["info"]}
                     result = {"observation": shown, "reward": reward, "done": content["done"]}
                     answer = {"type": "observation", "data": result}
