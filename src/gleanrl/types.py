@@ -209,6 +209,14 @@ LAST_OBSERVATION = "last_observation"
 The model did not see them. The key is missing if there were none.
 """
 
+TURN_ORDER = "turn_order"
+"""Key of a trajectory's ``info`` under which the place in time of each sampled turn is kept, as a list in the order of
+`Trajectory.sampled_turns`.
+
+The key is missing if the turns are in the order of time, as they are unless an agent goes on with a conversation after
+it has begun another one.
+"""
+
 GROUP_UID, GROUP_SIZE = "group_uid", "group_size"
 """Keys of a trajectory's ``info``, as a reward sees it, that hold the id of its group and the number of its fresh
 members."""

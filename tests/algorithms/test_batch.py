@@ -230,7 +230,7 @@ def test_a_turn_that_continues_an_answer_has_a_state_of_its_own() -> None:
     assert second != turn_states(replace(cut, id="other"))[1]
 
 
-def test_each_part_of_a_score_is_normalised_for_itself() -> None:
+def test_each_part_of_a_score_is_normalised_for_itself(caplog: pytest.LogCaptureFixture) -> None:
     members = [Member(1.0), Member(1.0), Member(1.0), Member(None), Member(1.0, replayed=True)]
     parts = [{"right": 0.0, "form": 2.0}, {"right": 1.0, "form": 4.0}, {"form": 9.0, "rare": 1.0}, {}, {"right": 2.0}]
     alike = [{"right": 1.0, "form": 3.0}, {"right": 1.0, "form": 3.0}]
@@ -257,7 +257,11 @@ def test_each_part_of_a_score_is_normalised_for_itself() -> None:
     # All scores are equal, so that the score alone teaches nothing.
     assert advantages()[1] == [0.0] * 6
     assert advantages("drop", right=1.0)[1] == pytest.approx([-0.5 / right, 0.5 / right, 2**0.5], abs=1e-6)
-    assert advantages(unknown=1.0)[1] == [0.0] * 6
+    assert not caplog.messages
+    for _ in range(2):
+        assert advantages(unknown=1.0)[1] == [0.0] * 6
+    assert len(caplog.messages) == 1
+    assert "'unknown'" in caplog.messages[0]
 
 
 def test_dropping_groups_without_variance_removes_them_from_the_denominator() -> None:

@@ -48,6 +48,14 @@ def test_decoupled_ppo_without_a_correction_warns(old: str) -> None:
         assert validate.warnings(load(**settings)) == []
 
 
+def test_stored_trajectories_next_to_a_group_judge_warn() -> None:
+    judged = {"reward__name": "group_judge"}
+    [line] = validate.warnings(load(**judged, replay__enabled="true"))
+    assert "reward.name = 'group_judge'" in line
+    assert "\n" not in line
+    assert validate.warnings(load(**judged)) == []
+
+
 SERVER = {"sampler__name": "openai", "sampler__options.base_url": "http://a/v1"}
 
 
@@ -107,6 +115,12 @@ def test_advantages_of_parts_need_an_estimator_that_compares_a_group_and_parts_t
     for estimator in ("grpo", "dr_grpo", "rloo", "opo"):
         validate.check(load(credit__estimator=estimator, **weighted, **part))
     validate.check(load(**part))  # which parts an environment gives is only known later
+    criteria = '[{name = "form", text = "It has the right form."}]'
+    rubric_reward = {"reward__name": "rubric", "reward__options.criteria": criteria}
+    rubric_reward |= {"reward__options.base_url": "http://localhost:1/v1", "reward__options.model": "judge"}
+    validate.check(load(**rubric_reward, **{"credit__per_part.form": "0.5", "credit__per_part.vote/failed": "0.1"}))
+    with pytest.raises(UserError, match="did you mean 'form'"):
+        validate.check(load(**rubric_reward, **part))
     refused: list[tuple[dict[str, str], str]] = [
         ({"credit__estimator": "gae"}, "compares the members of a group"),
         ({"credit__estimator": "remax"}, "compares the members of a group"),

@@ -12,8 +12,11 @@ libraries, which call `advantages.estimate` themselves, pass its ``valid`` mask 
 
 from __future__ import annotations
 
+import logging
+import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import lru_cache
 from itertools import chain
 from typing import NamedTuple
 
@@ -23,8 +26,10 @@ import torch
 from gleanrl.algorithms.advantages import ESTIMATORS, estimate, zero_variance_members
 from gleanrl.algorithms.loss import aggregation_of, token_weights
 from gleanrl.config.settings import CreditSettings, LossSettings, ReplaySettings
-from gleanrl.types import BoolArray, FloatArray, Group, IntArray, Trajectory, segment_arrays
+from gleanrl.types import TURN_ORDER, BoolArray, FloatArray, Group, IntArray, Trajectory, segment_arrays
 from gleanrl.utils.errors import UserError
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,14 +271,19 @@ def assign_advantages(
             if turn.reward is not None:
                 rewards[row, end - 1] += turn.reward
                 rest[row] -= turn.reward
-    last_trained = mask.shape[1] - 1 - mask[:, ::-1].argmax(-1)
-    rewards[np.arange(len(members)), last_trained] += rest
+    # Estimators that use the place of a reward see the tokens of a member in the order of time.
+    order = _order_of_time(built) if estimator.turn_rewards else None
+    rows, in_time = np.arange(len(members)), mask if order is None else np.take_along_axis(mask, order, 1)
+    last_trained = mask.shape[1] - 1 - in_time[:, ::-1].argmax(-1)
+    rewards[rows, last_trained if order is None else order[rows, last_trained]] += rest
     values = np.zeros(mask.shape, np.float32)
     for sample, span, estimated in zip(built.samples, built.spans, estimates or (), strict=bool(estimates)):
         if estimated.penalty is not None:
             rewards[sample.trajectory, span] -= estimated.penalty
         if estimated.values is not None:
             values[sample.trajectory, span] = estimated.values
+    if order is not None:
+        rewards, values = np.take_along_axis(rewards, order, 1), np.take_along_axis(values, order, 1)
     needs = estimator.needs
     inputs: dict[str, torch.Tensor] = {}
     if "values" in needs and estimates:
@@ -299,8 +309,10 @@ def assign_advantages(
                 if turn.sampled:
                     numbers[row, begin:end] = number = number + 1
                     states[row, begin:end] = known.setdefault(next(keys), len(known))
+        if order is not None:
+            numbers, states = np.take_along_axis(numbers, order, 1), np.take_along_axis(states, order, 1)
         inputs["turns"], inputs["states"] = torch.from_numpy(numbers), torch.from_numpy(states)
-    trained, compared = torch.from_numpy(mask), torch.tensor(baseline, dtype=torch.bool)
+    trained, compared = torch.from_numpy(in_time), torch.tensor(baseline, dtype=torch.bool)
     if not credit.per_part:
         found = estimate(
             credit.estimator,
@@ -312,6 +324,9 @@ def assign_advantages(
             **credit.options,
         )
         advantages, returns = (values.numpy() for values in found)
+        if order is not None:
+            back = order.argsort(1)
+            advantages, returns = np.take_along_axis(advantages, back, 1), np.take_along_axis(returns, back, 1)
         zero_variance = zero_variance_members(torch.from_numpy(scores), group).numpy()
     else:
         advantages, zero_variance = np.zeros(mask.shape, np.float32), np.ones(len(members), np.bool_)
@@ -320,6 +335,8 @@ def assign_advantages(
             rewards = torch.zeros(mask.shape, dtype=torch.float64)
             rewards[:, 0] = torch.tensor(own, dtype=torch.float64)
             has = rewards[:, 0].isfinite()
+            if members and not bool(has.any()):
+                _warn_of_missing_part(part)
             # One member alone is compared with nothing, and some estimators would give it its raw value.
             counts = torch.bincount(group[has & compared], minlength=len(built.groups))
             has &= counts[group] >= 2
@@ -331,6 +348,36 @@ def assign_advantages(
         returns = advantages
     keep = ~zero_variance if credit.zero_variance == "drop" else np.ones_like(zero_variance)
     return _batch(built, advantages, returns, loss, max_length, keep, zero_variance, estimates=estimates)
+
+
+@lru_cache
+def _warn_of_missing_part(part: str) -> None:
+    """Log a warning, once per part, that no score of a batch has it, because its name may be wrong."""
+    log.warning("credit.per_part: no score of a batch has the part %r, so its advantages are 0", part)
+
+
+def _order_of_time(built: SampleSet) -> IntArray | None:
+    """Return the positions of each row of ``built.mask`` in the order of time, int64[N, L].
+
+    Returns None if they are all in this order already. A turn of the context belongs to the sampled turn after it.
+    """
+    order: IntArray | None = None
+    for row, member in enumerate(built.members):
+        places = member.trajectory.info.get(TURN_ORDER)
+        if places is None:
+            continue
+        turns = list(member.trajectory.turns())
+        left, times = list(places), []
+        for turn in turns[::-1]:
+            if turn.sampled:
+                times.append(left.pop())
+            else:
+                times.append(times[-1] if times else math.inf)
+        of_tokens = np.repeat(times[::-1], [turn.tokens.size for turn in turns])
+        if order is None:
+            order = np.tile(np.arange(built.mask.shape[1]), (len(built.members), 1))
+        order[row, : of_tokens.size] = of_tokens.argsort(kind="stable")
+    return order
 
 
 def turn_states(trajectory: Trajectory) -> list[Hashable]:

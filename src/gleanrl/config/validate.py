@@ -205,13 +205,19 @@ def warnings(config: Config) -> list[str]:
     from gleanrl.algorithms.loss import find
     from gleanrl.schedule.schedule import Schedule
 
+    found = []
+    if config.reward.name == "group_judge" and config.replay.enabled:
+        found.append(
+            "reward.name = 'group_judge' compares the members of one group, and replay.enabled compares them with "
+            "stored ones, whose scores are from other groups"
+        )
     old_logprobs, stale = config.learner.old_logprobs, Schedule.from_settings(config.schedule).staleness
     if stale and old_logprobs != "sampler" and find(config.loss).ratio and config.loss.correction == "none":
-        return [
+        found.append(
             f"learner.old_logprobs = {old_logprobs!r} under staleness {stale}: no weight corrects for "
             "proximal / behaviour while loss.correction = 'none'; decoupled PPO uses loss.correction = 'mask'"
-        ]
-    return []
+        )
+    return found
 
 
 def _check_estimator(config: Config) -> None:
@@ -253,12 +259,14 @@ def _check_per_part(config: Config, *, compares_groups: bool) -> None:
     for part, weight in credit.per_part.items():
         if not math.isfinite(weight):
             raise UserError(f"credit.per_part.{part} = {weight}: give a finite weight")
+        known: list[str] | None = None  # which parts other rewards give is not known before they give some
         if config.reward.name == "weighted":
-            known = config.reward.options.get("parts", {})
-            if part.split("/")[0] not in known:
-                raise UserError(
-                    f"credit.per_part: the reward has no part {part!r}{nearest(part, known, list_all=True)}"
-                )
+            known = list(config.reward.options.get("parts", {}))
+        elif config.reward.name == "rubric":
+            criteria = config.reward.options.get("criteria", [])
+            known = [str(given.get("name")) for given in criteria if isinstance(given, dict)] + ["vote", "cost"]
+        if known is not None and part.split("/")[0] not in known:
+            raise UserError(f"credit.per_part: the reward has no part {part!r}{nearest(part, known, list_all=True)}")
     for setting, clashes in (
         ("loss.kl_in = 'reward'", loss.kl_in == "reward" and loss.kl_coefficient > 0),  # the penalty is in no part
         ("schedule.dynamic_sampling", config.schedule.dynamic_sampling),  # drops groups of equal scores

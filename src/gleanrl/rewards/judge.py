@@ -416,8 +416,10 @@ def task_text(request: Request) -> str:
 def check_template(template: str, fields: Collection[str], setting: str = "template") -> list[str]:
     """Return the names of the fields in a template.
 
-    Raises `UserError` with the name of the ``setting`` if one of them is not among ``fields``.
+    Raises `UserError` with the name of the ``setting`` if it is no text, or if a field is not among ``fields``.
     """
+    if not isinstance(template, str):
+        raise UserError(f"{setting} = {template!r}: give a text")
     try:
         parsed = [found for found in Formatter().parse(template) if found[1] is not None]
     except ValueError as error:

@@ -111,6 +111,8 @@ class RubricJudge(JudgeScorer):
         names = check_template(template, _FIELDS)
         if "criteria" not in names or not {"response", "conversation"} & set(names):
             raise UserError("template: it needs {criteria}, and {response} or {conversation}")
+        if not isinstance(criteria, list | tuple) or not all(isinstance(c, Criterion | Mapping) for c in criteria):
+            raise UserError(f"criteria = {criteria!r:.80}: give a list of tables with name and text")
         self._criteria: dict[str, Criterion] = {}
         known = ("name", "text", "weight", "choices")
         for number, given in enumerate(criteria, 1):

@@ -195,6 +195,11 @@ class Conversations:
             segments[exchange] = segment
         return tuple(map(tuple, begun))
 
+    def order(self, segments: Sequence[Segment]) -> list[int]:
+        """Return the place in time of each sampled turn of ``segments``, which `segments` has returned."""
+        places = {id(exchange.answer): place for place, exchange in enumerate(self._ended)}
+        return [places[id(turn)] for segment in segments for turn in segment if turn.sampled]
+
     def _number(self, before: int, key: str) -> int:
         return self._numbers.setdefault((before, key), len(self._numbers))
 

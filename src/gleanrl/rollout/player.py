@@ -21,7 +21,7 @@ from gleanrl.rollout.conversations import PolicyModel
 from gleanrl.rollout.renderer import Renderer
 from gleanrl.rollout.tool_calls import ToolsUnknown
 from gleanrl.schedule.timeline import BusyClock
-from gleanrl.types import LAST_OBSERVATION, Message, Score, StopReason, Task, Trajectory
+from gleanrl.types import LAST_OBSERVATION, TURN_ORDER, Message, Score, StopReason, Task, Trajectory
 from gleanrl.utils.errors import UserError, describe
 
 # An episode is played again if the process of its sampler or environment has died. The number of attempts is limited,
@@ -184,6 +184,10 @@ class Player:
             info[LAST_OBSERVATION] = list(unseen)
         if altered is not None:
             info["altered_sampling"] = altered
+        if agent is not None:
+            order = agent.conversations.order(segments)
+            if order != sorted(order):
+                info[TURN_ORDER] = order
         score = score or sum_of_rewards(turn.reward for segment in segments for turn in segment)
         return Trajectory(trajectory_id, task.id, segments, score, stop, info).scored(score)
 

@@ -7,13 +7,15 @@ import importlib.util
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from gleanrl.algorithms.batch import build
 from gleanrl.config.loading import load
-from gleanrl.config.settings import ContextSettings, EnvironmentSettings
+from gleanrl.config.settings import ContextSettings, CreditSettings, EnvironmentSettings, LossSettings
 from gleanrl.environments import load_taskset
 from gleanrl.environments.agent.endpoint import MAX_BODY_BYTES, Endpoint
 from gleanrl.environments.pool import EnvironmentPool
@@ -25,8 +27,9 @@ from gleanrl.rollout.player import Player
 from gleanrl.runtime.prepare import make_tasks
 from gleanrl.samplers.scripted import ScriptedSampler
 from gleanrl.tracking.monitors import Silent
-from gleanrl.types import StopReason, Task, Trajectory
+from gleanrl.types import Group, GroupSpec, Score, StopReason, Task, Trajectory
 from gleanrl.utils.errors import UserError
+from gleanrl.utils.serialize import decode, encode
 from tests.loop_world import renderer
 
 aiohttp = pytest.importorskip("aiohttp")
@@ -113,6 +116,43 @@ def test_posted_rewards_are_those_of_the_answers_before_them_and_their_sum_is_th
     for wrong in (float("nan"), "much", None, True):
         (refused,) = play(tmp_path, None, rewards=[wrong, 0.5])
         assert "400" in str(refused.score.explanation)
+
+
+DELEGATES = """
+import json, urllib.request
+
+def solve(task, base_url, api_key, model):
+    def post(path, body):
+        headers = {"Authorization": f"Bearer {api_key}", "Content-Type": "application/json"}
+        request = urllib.request.Request(base_url + path, json.dumps(body).encode(), headers)
+        return json.load(urllib.request.urlopen(request))
+
+    def ask(*messages):
+        return post("/chat/completions", {"messages": messages})["choices"][0]["message"]
+
+    question = {"role": "user", "content": "say left or right"}
+    plan = ask(question)
+    ask({"role": "user", "content": "a conversation of its own"})
+    post("/rewards", {"reward": 0.5})
+    ask(question, plan, {"role": "user", "content": "go on"})
+    post("/rewards", {"reward": 1.0})
+"""
+
+
+@pytest.mark.parametrize(("estimator", "options"), [("reinforce_plus_plus", {"whiten": False}), ("remax", {})])
+def test_a_reward_reaches_all_turns_that_came_before_it_in_time(
+    estimator: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    (tmp_path / "delegates.py").write_text(DELEGATES)
+    (earned,) = play(tmp_path, None, options={"agent": f"{tmp_path / 'delegates.py'}:solve"})
+    assert [[turn.reward for turn in s if turn.sampled] for s in earned.segments] == [[None, 1.0], [0.5]]
+    assert earned.info["turn_order"] == [0, 2, 1]
+    earned = decode(encode(earned), Trajectory)  # as a pool keeps it
+    greedy = replace(earned, score=Score(0.0))
+    group = Group(GroupSpec(Task("0"), 1, greedy=True), (earned,), 0, greedy)
+    batch = build([group], CreditSettings(estimator=estimator, options=options), LossSettings(), 1000)
+    ends = [sample.advantages[sample.mask][[0, -1]].tolist() for sample in batch.samples]
+    assert ends == [[1.5, 1.0], [1.5, 1.5]]
 
 
 COMMAND = """
