@@ -1,10 +1,16 @@
 """Measures the memory that each rank of a learner needs to load a model and to publish its weights.
 
     python benchmarks/sharded_memory.py [--model DIRECTORY] [--layouts fsdp tensor pipeline] [--bucket 256]
+    python benchmarks/sharded_memory.py [--model DIRECTORY] [--layouts one fsdp tensor pipeline] --resume
     python benchmarks/sharded_memory.py [--model DIRECTORY] --adapters 8
 
-With ``--adapters RANK`` it only prints the bytes of a publication on Ray, with merged weights and with LoRA adapters of
-this rank.
+With ``--resume`` it prints the memory that each rank needs to load the model and then a checkpoint, which has AdamW's
+moments.
+With ``--adapters RANK`` it prints the bytes of a publication on Ray, with merged weights and with LoRA adapters of this
+rank. It then prints what a sampler in bfloat16 gets of adapters after some updates at a learning rate of 1e-4, each of
+which moves every weight of the adapters by the learning rate in the same direction, which is about the most that AdamW
+does: how many of the adapted weights are those of the base model, and which part of the change arrives (the projection
+of the change that the sampler has on that of the learner).
 
 DIRECTORY is a Hugging Face model whose files are in float32 or bfloat16; by default, a model that has the sizes of
 SmolLM2-135M and random weights in bfloat16. Megatron-core is needed for the layouts "tensor" (three ranks, because the
@@ -19,6 +25,7 @@ RssShmem), without pages of mapped files, which the system drops when memory is 
   keeps.
 * publish, at once: all weights are gathered in float32 before the sampler copies them.
 * publish, buckets: they are gathered in buckets of ``--bucket`` MiB.
+* resume: the model is loaded and then the checkpoint, which one process has written.
 
 The sampler's copy exists before its weights are published and is not counted.
 
@@ -50,9 +57,10 @@ from gleanrl.learners.tiny import build_tokenizer
 from gleanrl.runtime.ray.weights import sent
 from gleanrl.runtime.sharded import learner_ranks
 from gleanrl.utils import weights
-from gleanrl.utils.weights import layout_of
+from gleanrl.utils.weights import AdaptedWeights, layout_of
 
 LAYOUTS: dict[str, dict[str, Any]] = {
+    "one": {},
     "fsdp": {"ranks": 2},
     "tensor": {"backend": "megatron", "ranks": 3, "tensor_parallel": 3},
     "pipeline": {"backend": "megatron", "ranks": 2, "pipeline_parallel": 2},
@@ -137,13 +145,82 @@ def one(model: Path, layout: str, bucket: int, *, mapped: bool) -> None:
             print(*(f"{figure:.0f}" for figure in (load[0], load[1], *(each[0] for each in published))))
 
 
+def write_checkpoint(model: Path, folder: Path) -> None:
+    """Write a checkpoint with AdamW's moments, from one process."""
+    loaded, _ = load_model(ModelSettings(init=str(model), max_context=512, device="cpu"))
+    engine = LocalEngine(loaded, LearnerSettings(), LossSettings(), pad_token=0, temperature=1.0)
+    engine.step(1.0, 0.0)  # makes the moments
+    engine.save(folder)
+
+
+def resume(model: Path, layout: str, folder: Path) -> None:
+    """Print how much each rank's memory grows while it loads model and checkpoint, at the peak and at the end."""
+    import sharded_memory  # the other ranks import this file under this name
+
+    config = Config.model_validate({"learner": LAYOUTS[layout], "model": {"device": "cpu"}, "run": {"threads": 1}})
+    with learner_ranks(config) as ranks:
+        given = ModelSettings(init=str(model), max_context=512, device="cpu")
+        options = {"pad_token": 0, "temperature": 1.0}
+        peak = Peak()
+        loaded, _ = load_model(given, mapped=ranks is not None)
+        if ranks is None:
+            engine: Any = LocalEngine(loaded, config.learner, LossSettings(), **options)
+            engine.load(folder)
+            found = [peak.stop()]
+        else:
+            engine = sharded.ShardedEngine(
+                ranks, loaded, config.learner, LossSettings(), **options, make=sharded_memory.make_and_wait
+            )
+            engine.load(folder)
+            found = [peak.stop(), *engine._everywhere("end")[1:]]
+        for most, stays in found:
+            print(f"{most:.0f} {stays:.0f}")
+
+
+def make_and_wait(ranks: Ranks, *args: Any, **options: Any) -> Any:
+    """Make a rank's engine; its memory is measured until `end` is called in all ranks."""
+    peak = Peak()
+    engine: Any = sharded.make_local(ranks, *args, **options)
+    engine.end = lambda: ranks.gather(peak.stop() if ranks.rank else None)
+    if not ranks.rank:
+        peak.stop()
+    return engine
+
+
 def publication(model: Path, rank: int) -> None:
-    """Print the bytes that each publication sends to the samplers, in float32."""
+    """Print the bytes that each publication sends to the samplers in float32, and what a sampler in bfloat16 gets."""
     loaded, _ = load_model(ModelSettings(init=str(model), max_context=512, device="cpu"))
     engine = LocalEngine(loaded, LearnerSettings(lora_rank=rank), LossSettings(), pad_token=0, temperature=1.0)
     published = engine.weights()
     for name, each in {"merged": published.layout, f"adapters of rank {rank}": layout_of(sent(published))}.items():
         print(f"{name}: {sum(tensor.size for tensor in each.values()) / 1e6:.1f} MB")
+    torch.manual_seed(0)
+    directions = [torch.randn_like(parameter) for parameter in engine.backend.parameters]
+    half = torch.bfloat16
+    base = {name: tensor.float() for name, tensor in engine.weights().base.items()}
+    print("| updates | merged weights that stay | of the change arrives, merged | with adapters |")
+    print("|---|---|---|---|")
+    for update in range(1, 101):
+        for parameter, direction in zip(engine.backend.parameters, directions, strict=True):
+            parameter.grad = direction.clone()
+        engine.step(1.0, 1e-4)
+        if update not in (1, 3, 10, 30, 100):
+            continue
+        wanted, merged = engine.weights(), engine.weights(half)
+        rounded = {name: tensor.to(half).float() for name, tensor in wanted.adapters.items()}
+        applied = AdaptedWeights(wanted.base, rounded, wanted.scale)
+        count = stay = square = from_merged = from_adapters = 0.0
+        for name, tensor in wanted.items():
+            change = tensor - base[name]
+            if not change.any():
+                continue
+            count += change.numel()
+            stay += int((merged[name] == base[name].to(half)).sum())
+            square += float(change.pow(2).sum())
+            from_merged += float((change * (merged[name].float() - base[name].to(half).float())).sum())
+            from_adapters += float((change * (applied[name] - base[name])).sum())
+        shares = stay / count, from_merged / square, from_adapters / square
+        print(f"| {update} | {' | '.join(f'{100 * share:.1f} %' for share in shares)} |", flush=True)
 
 
 def random_model(folder: Path) -> Path:
@@ -159,11 +236,15 @@ def random_model(folder: Path) -> Path:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path)
-    parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
+    parser.add_argument("--layouts", nargs="+", choices=LAYOUTS)
     parser.add_argument("--bucket", type=int, default=256)
     parser.add_argument("--adapters", type=int, metavar="RANK")
-    parser.add_argument("--one", choices=("whole", "mapped"), help=argparse.SUPPRESS)
+    parser.add_argument("--resume", action="store_true")
+    parser.add_argument("--one", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.one is not None and args.resume:
+        resume(args.model, args.layouts[0], Path(args.one))
+        return
     if args.one is not None:
         one(args.model, args.layouts[0], args.bucket, mapped=args.one == "mapped")
         return
@@ -173,17 +254,27 @@ def main() -> None:
             publication(model, args.adapters)
             return
         dtype = AutoConfig.from_pretrained(model).dtype
+        if args.resume:
+            write_checkpoint(model, Path(folder) / "checkpoint")
+            print(f"{model}, {dtype}; growth of private memory in MB")
+            print("| layout | rank | resume | of which stay |")
+            print("|---|---|---|---|")
+            for layout in args.layouts or LAYOUTS:
+                rows = run(model, layout, args.bucket, str(Path(folder) / "checkpoint"), "--resume")
+                for rank, row in enumerate(rows):
+                    print(f"| {layout} | {rank} | {' | '.join(row)} |", flush=True)
+            return
         print(f"{model}, {dtype}, buckets of {args.bucket} MiB; growth of private memory in MB")
         print("| layout | rank | load, whole | load, mapped | held | publish, at once | publish, buckets |")
         print("|---|---|---|---|---|---|---|")
-        for layout in args.layouts:
+        for layout in args.layouts or list(LAYOUTS)[1:]:
             whole, mapped = (run(model, layout, args.bucket, way) for way in ("whole", "mapped"))
             for rank, (before, now) in enumerate(zip(whole, mapped, strict=True)):
                 print(f"| {layout} | {rank} | {before[0]} | {' | '.join(now)} |", flush=True)
 
 
-def run(model: Path, layout: str, bucket: int, way: str) -> list[list[str]]:
-    options = ["--model", str(model), "--layouts", layout, "--bucket", str(bucket), "--one", way]
+def run(model: Path, layout: str, bucket: int, way: str, *more: str) -> list[list[str]]:
+    options = ["--model", str(model), "--layouts", layout, "--bucket", str(bucket), "--one", way, *more]
     paths = os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))
     command = [sys.executable, __file__, *options]
     done = subprocess.run(

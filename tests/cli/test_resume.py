@@ -56,6 +56,19 @@ def test_a_run_killed_and_resumed_equals_an_undisturbed_one_bit_for_bit(
     assert leftovers == []
 
 
+def test_a_checkpoint_needs_no_warm_start(gleanrl: CommandLine, whole: tuple[CommandLine, Ended]) -> None:
+    """On another machine, whose cache is empty, resuming, evaluating and exporting do not repeat the warm start."""
+    killed = gleanrl.train("run", at=("gleanrl.learners.engine:LocalEngine.step", 4, "SIGKILL"))
+    assert killed.status == -9
+    gleanrl.extra["GLEANRL_CACHE"] = str(gleanrl.folder / "cache")
+    commands = [gleanrl.train("run", "--resume"), gleanrl("evaluate", "run"), gleanrl("export", "run", "--out", "it")]
+    for ended in commands:
+        assert ended.status == 0, ended.stderr
+        assert "warm start" not in ended.stderr
+    assert not list((gleanrl.folder / "cache").glob("warm-start/*"))
+    assert_same(gleanrl.run("run"), whole[0].run("whole"))
+
+
 def test_a_run_killed_several_times_equals_an_undisturbed_one(
     gleanrl: CommandLine, whole: tuple[CommandLine, Ended]
 ) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import threading
+import weakref
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,8 @@ import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from gleanrl.algorithms.batch import Batch, GroupSamples, Sample, build
 from gleanrl.algorithms.loss import AGGREGATIONS, aggregation_of, normaliser, scope_of
@@ -524,6 +527,40 @@ def test_a_loaded_learner_continues_bit_for_bit(tmp_path: Path, variant: str) ->
     assert update(second, *batches[2:])["learner/lr"] == last["learner/lr"]
     for name, tensor in straight.weights().items():
         assert torch.equal(second.weights()[name], tensor), name
+
+
+class Allocations(TorchDispatchMode):
+    """Counts the bytes of the tensors that torch makes on the CPU and that still exist."""
+
+    now = peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given, out = tree_leaves((args, kwargs)), func(*args, **(kwargs or {}))
+        known = {id(tensor.untyped_storage()) for tensor in given if isinstance(tensor, Tensor)}
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, Tensor) and id(storage := tensor.untyped_storage()) not in known:
+                self.now += storage.nbytes()
+                self.peak = max(self.peak, self.now)
+                weakref.finalize(storage, self.free, storage.nbytes())
+        return out
+
+    def free(self, size: int) -> None:
+        self.now -= size
+
+
+def test_loading_holds_no_second_copy_of_the_weights(tmp_path: Path) -> None:
+    loss = LossSettings(kl_coefficient=0.1)  # with a reference model
+    learner = make_learner(loss, model=tiny_model(hidden=64))
+    update(learner, make_batch(0, loss))
+    learner.save(tmp_path)
+    other = make_learner(loss, model=tiny_model(3, hidden=64))
+    sizes = [p.numel() for p in other.engine.model.parameters()]
+    with Allocations() as allocated:
+        other.load(tmp_path)
+    close(values(other), values(learner), 0)
+    moments = 2 * 4 * sum(sizes)
+    assert allocated.now < moments + 1000
+    assert allocated.peak < moments + 3 * 4 * max(sizes)  # a tensor is read before it is copied to its place
 
 
 def test_loading_restores_the_random_state(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import torch
 from gleanrl.protocols import Completion, SamplingParams
 from gleanrl.runtime.ray.actors import ActorServer
 from gleanrl.runtime.ray.weights import WeightReceiver, Weights, WeightSource
+from gleanrl.utils.errors import ADVICE, ProcessDied
 from gleanrl.utils.weights import AdaptedWeights
 
 PARAMS = SamplingParams(4, (0,))
@@ -94,13 +95,19 @@ class Numbers(WeightReceiver):
     def __init__(self, _driver: ActorServer, file: str) -> None:
         self._file = file
         self._weights: dict[str, tuple[torch.Tensor, int]] = {}  # lane -> (tokens, version)
+        self._lost = False
         self._bases: list[Weights] = []  # the base weights that were received, each object once
 
     async def pid(self) -> int:
         return os.getpid()
 
+    async def lose(self) -> None:
+        """Make every later call of a sampler fail, as if a worker process of its engine were dead."""
+        self._lost = True
+
     async def publish(self, lane: str, source: Any, version: int) -> float:
         weights = await self.receive(source)
+        self._check()
         if isinstance(weights, AdaptedWeights):
             assert (weights.base["base"].tolist(), weights.scale) == ([0, 1, 2, 3, 4], 0.5)
             if not any(base is weights.base for base in self._bases):
@@ -123,8 +130,13 @@ class Numbers(WeightReceiver):
         note(self._file, f"{self._weights[lane][1]}\n")
 
     async def sample(self, _number: int, _prompt: Any, _params: SamplingParams) -> Any:
+        self._check()
         tokens, version = self._weights["train"]
         sampled = Completion(tokens.to(torch.int32).numpy(), np.zeros(tokens.numel(), np.float32), version, "stop")
         return sampled, {"sampled_tokens": 5.0}
 
     async def leave(self, _number: int) -> None: ...
+
+    def _check(self) -> None:
+        if self._lost:
+            raise ProcessDied(f"worker 1 died with exit code -9{ADVICE}")

@@ -189,6 +189,33 @@ def test_a_broadcast_survives_a_dead_sampler_and_falls_back_to_the_object_store(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["memory", "broadcast"])
+def test_a_sampler_whose_engine_has_lost_a_process_counts_as_dead(cluster: Cluster, tmp_path: Path, way: Any) -> None:
+    async def main() -> None:
+        async with world(cluster, tmp_path, way) as at:
+            train = RaySampler(at.samplers, "train")
+            await at.learn(1)
+            await train.publish(at.weights, 1)
+            first, second = (at.actors.members[number] for number in range(2))
+            async with train.session(1) as one, train.session(2) as two:
+                await first.ask("lose")
+                with pytest.raises(EpisodeLost, match=r"^sampler 0 died: worker 1 died with exit code -9$"):
+                    await one.sample(PROMPT, PARAMS)
+                assert (await two.sample(PROMPT, PARAMS)).version == 1
+            await at.whole()
+            await at.learn(2)
+            await second.ask("lose")
+            await train.publish(at.weights, 2)
+            await at.whole()
+            assert await at.held() == [{"train": (2.0, 2)}] * 2
+            assert at.samplers.way == way
+            assert {first.death, second.death} == {f"sampler {n} died: worker 1 died with exit code -9" for n in (0, 1)}
+            assert cluster.metrics()["service/actors_restarted"] == 2
+
+    asyncio.run(main())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["memory", "broadcast"])
 def test_samplers_that_are_all_dead_at_a_publication_get_its_weights_when_they_start(
     cluster: Cluster, tmp_path: Path, way: Any
 ) -> None:

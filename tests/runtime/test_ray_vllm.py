@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -60,3 +62,23 @@ def test_a_killed_vllm_actor_is_restarted_and_no_step_or_rollout_is_lost(start: 
     rows = [row.metrics for row in command.run.read_metrics()]
     assert sum(row.get("service/actors_restarted", 0) for row in rows) == 1
     assert not gone(processes)
+
+
+def test_a_vllm_actor_whose_tensor_parallel_worker_is_killed_is_replaced(start: Start, tmp_path: Path) -> None:
+    steps = 8
+    command = start(
+        tmp_path, "--run.steps", str(steps), "--sampler.options.tensor_parallel_size", "2", "--evaluation.every", "0",
+        "--evaluation.at_start", "false", "--model.kv_heads", "2",
+    )  # fmt: skip
+    command.until_step(2)
+    processes = command.tree()
+    worker = next(pid for pid, (title, _) in processes.items() if title.strip().endswith("TP1"))
+    os.kill(worker, signal.SIGKILL)
+    ended = command.wait()
+    assert ended.status == 0, ended.stderr
+    assert not find_losses(command.run, steps)
+    died = r"^sampler died: VllmWorker-1, .* died with exit code -9: .*; starting another \(1 of 3\)$"
+    assert len(re.findall(died, ended.stderr, re.MULTILINE)) == 1, ended.stderr
+    assert "--resume" not in ended.stderr
+    assert "Traceback" not in ended.stderr + ended.stdout
+    assert not gone(set(processes))

@@ -83,13 +83,14 @@ def read(
     shapes: Mapping[str, tuple[int, ...]] | None = None,
     weights_only: bool,
 ) -> dict[str, Tensor]:
-    """Read a checkpoint into new tensors, without changing anything, and return them by name.
+    """Read a checkpoint into ``tensors``, in place, and return the states of optimizers and torch's random state.
 
-    The number of processes may differ from the number that wrote it with `write`, and so may the sharding. The result
-    has ``tensors``, with their sharding, the states of optimizers, and torch's random state (see `restore_random`).
+    The number of processes may differ from the number that wrote it with `write`, and so may the sharding. Weights are
+    read in place, so that they are not in memory twice. The result is for `restore_optimizer` and `restore_random`.
 
     Args:
-        tensors: the tensors to read. Those under `BASE` must be equal to the saved ones.
+        tensors: the tensors to read, which may be sharded. That under `BASE` is not read, but must be equal to the
+            saved one.
         parameters: the parameters of optimizers, as ``optimizer/NAME/PARAMETER``. Their states are returned as
             ``optimizer/NAME/PARAMETER/KEY``, sharded like the parameter. An optimizer that had made no update when the
             checkpoint was written has no state.
@@ -99,7 +100,8 @@ def read(
 
     Raises:
         UserError: if a file is missing or damaged, the checkpoint is of another model, or its adapters belong to
-            another base model.
+            another base model. ``tensors`` are unchanged then, except after damage inside a file of the right size,
+            which the checksums of `gleanrl.runtime.checkpoints` find before.
     """
     path = folder / TENSORS
     try:
@@ -122,7 +124,21 @@ def read(
             both = f"{saved[name]} in the file, {shape} in the model"
             raise UserError(f"{path}: is of another model: {name} is {both}; keep [model] unchanged")
 
-    found: dict[str, Tensor] = {name: torch.empty_like(tensor) for name, tensor in tensors.items()}
+    for info in (metadata.storage_data or {}).values():
+        file = path / info.relative_path
+        if not file.is_file() or file.stat().st_size < info.offset + info.length:
+            raise _damaged(path)
+    if BASE in tensors:
+        base = torch.empty_like(tensors[BASE])
+        _load(path, {BASE: base})
+        if not torch.equal(base, tensors[BASE]):
+            raise UserError(
+                f"{path}: its adapters were trained on another base model than the one that this run starts from now: "
+                "model.init has changed, or the warm start was repeated with another version of torch or on another "
+                "machine (then copy the folder warm-start of the cache from there)"
+            )
+
+    found: dict[str, Tensor] = {}
     for key, info in metadata.state_dict_metadata.items():
         name = key.rpartition("/")[0]
         if name not in parameters or not isinstance(info, TensorStorageMetadata):
@@ -134,19 +150,16 @@ def read(
             found[key] = torch.empty(info.size, dtype=dtype)
     if not weights_only:
         found |= {name: value for name, value in _random_state().items() if name in metadata.state_dict_metadata}
-    try:
-        with _torch_errors():
-            dcp.load(found, checkpoint_id=path)
-    except Exception as error:  # reading a truncated file may raise any exception
-        raise _damaged(path) from error
-
-    if BASE in tensors and not torch.equal(found[BASE], tensors[BASE]):
-        raise UserError(
-            f"{path}: its adapters were trained on another base model than the one that this run starts from now: "
-            "model.init has changed, or the warm start was repeated with another version of torch or on another "
-            "machine (then copy the folder warm-start of the cache from there)"
-        )
+    _load(path, {**{name: tensor for name, tensor in tensors.items() if name != BASE}, **found})
     return found
+
+
+def _load(path: Path, tensors: dict[str, Tensor]) -> None:
+    try:
+        with torch.no_grad(), _torch_errors():
+            dcp.load(tensors, checkpoint_id=path)
+    except Exception as error:  # reading a damaged file may raise any exception
+        raise _damaged(path) from error
 
 
 def optimizer_state(name: str, module: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:

@@ -114,7 +114,11 @@ class Engine(Protocol):
         ...
 
     def load(self, folder: Path) -> None:
-        """Load what `save` wrote. An error leaves the engine unchanged, because all files are read first."""
+        """Load what `save` wrote.
+
+        Weights are read in place. If a file is missing, truncated or of another model, the engine is unchanged; after
+        other errors it cannot be used.
+        """
         ...
 
     def usage(self, tokens: int, seconds: float) -> dict[str, float]:

@@ -304,8 +304,9 @@ class TorchLearner:
     def load(self, folder: Path) -> None:
         """Restore the state that `save` wrote.
 
-        Raises `UserError` if a file is missing, damaged or of another model; the message names the file. Nothing is
-        changed then, because all files are read first.
+        Raises `UserError` if a file is missing, truncated or of another model; the message names the file. Nothing is
+        changed then. Other damage is found by the checksums of a run (`gleanrl.runtime.checkpoints`), or raises while
+        weights are read in place, after which the learner cannot be used.
         """
         counters = checkpoint.read_counters(folder)
         self.engine.load(folder)

@@ -272,9 +272,6 @@ class TransformersBackend:
             for parameter, value in module.named_parameters()
         }
         found = checkpoint.read(folder, tensors, parameters, weights_only=not self.trains)
-        with torch.no_grad():
-            for name, target in tensors.items():
-                target.copy_(found[name])
         for name, (module, optimizer) in optimizers.items():
             checkpoint.restore_optimizer(name, module, optimizer, found)
         checkpoint.restore_random(found)

@@ -67,6 +67,10 @@ class Checkpoints:
             shutil.rmtree(old, ignore_errors=True)
         return target
 
+    def exist(self) -> bool:
+        """Return whether there are checkpoints, so that `latest` finds one or raises."""
+        return bool(self._find_all())
+
     def latest(self) -> tuple[Path, dict[str, Any]] | None:
         """Return the folder and the state of the newest undamaged checkpoint, or None if there are no checkpoints.
 

@@ -47,7 +47,7 @@ def run_export(
             "--adapters: the run trained all weights (learner.lora_rank = 0) and has no adapters; leave out --adapters"
         )
     set_up_libraries(config)
-    prepared = prepare_model(config, console)
+    prepared = prepare_model(config, console, restored=True)
     model, tokenizer = prepared.model, prepared.tokenizer
     # The model computes nothing here, so an attention implementation that needs a GPU must not be an error.
     settings = config.learner.model_copy(update={"attn_implementation": AUTO})

@@ -83,7 +83,8 @@ def run_training(config: Config, *, resume: bool, console: Progress, monitors: O
     folder = RunFolder(config.path)
     with learner_ranks(config) as ranks, open_run(folder, config, console, resume=resume):
         scorer = make_scorer(config.reward)
-        prepared = prepare(config, console, mapped=ranks is not None)
+        restored = resume and Checkpoints(folder.checkpoints_path, config.checkpoint.keep).exist()
+        prepared = prepare(config, console, mapped=ranks is not None, restored=restored)
         with atomic.directory(folder.tokenizer_path) as partial:
             prepared.tokenizer.save_pretrained(partial)
         builder = Builder(config, folder, prepared, console, scorer, ranks)
@@ -101,7 +102,8 @@ def run_evaluation(config: Config, checkpoint: Checkpoint | None, console: Progr
     """
     set_up_libraries(config)
     scorer = make_scorer(config.reward)
-    builder = Builder(config, RunFolder(config.path), prepare(config, console, trains=False), console, scorer)
+    prepared = prepare(config, console, trains=False, restored=checkpoint is not None)
+    builder = Builder(config, RunFolder(config.path), prepared, console, scorer)
     return asyncio.run(evaluate_with(builder, checkpoint))
 
 

@@ -100,12 +100,16 @@ class Prepared:
         )
 
 
-def prepare(config: Config, progress: Progress, *, trains: bool = True, mapped: bool = False) -> Prepared:
+def prepare(
+    config: Config, progress: Progress, *, trains: bool = True, mapped: bool = False, restored: bool = False
+) -> Prepared:
     """Make the tasks, the demonstrations and the model of a run, or load them from the cache.
 
     Args:
         trains: whether the run trains, which needs more memory than an evaluation.
         mapped: leave the model's weights in their files, see `load_model`. A warm start trains them, and so reads them.
+        restored: whether a checkpoint will be loaded. It has all weights, unless the run trains adapters, so that the
+            warm start is left out.
 
     Raises:
         UserError: the environment or the model cannot be made, an option is wrong, the splits share tasks, or the model
@@ -119,26 +123,27 @@ def prepare(config: Config, progress: Progress, *, trains: bool = True, mapped: 
     if type(taskset).prepare is not Taskset.prepare:
         with progress.stage("preparing tasks", len(train) + len(evaluation)) as stage:
             taskset.prepare([*train, *evaluation], workers=os.cpu_count() or 1, progress=lambda *_: stage.advance())
-    demonstrations = demonstrate(config, taskset, progress) if needs_expert(config) else ()
+    demonstrations = demonstrate(config, taskset, progress) if needs_expert(config, restored=restored) else ()
     texts = [text for shown in demonstrations for text in shown.texts()]
     # Demonstrations contain neither the system prompt nor some of the environment's messages, such as error messages.
     # These texts are added once per demonstration, so that they have a comparable weight in the vocabulary.
     unsaid = [*taskset.phrases, *filter(None, [config.context.system_prompt])]
     texts += unsaid * len(demonstrations)
-    mapped = mapped and not config.warm_start.enabled
+    warms = needs_warm_start(config, restored=restored)
+    mapped = mapped and not warms
     model, tokenizer = load_model(config.model, texts=texts, seed=derive(config.run.seed, "model"), mapped=mapped)
-    if config.warm_start.enabled:
+    if warms:
         model = warm_start(config, model, tokenizer, demonstrations, progress)
     return Prepared(taskset, train, evaluation, demonstrations, model, tokenizer)
 
 
-def prepare_model(config: Config, progress: Progress) -> Prepared:
+def prepare_model(config: Config, progress: Progress, *, restored: bool) -> Prepared:
     """Make the model of a run for a command that plays no episodes.
 
-    The tasks are made only if the model depends on demonstrations. Raises `UserError` as `prepare` does.
+    The tasks are made only if the model depends on demonstrations. See `prepare` for ``restored`` and the errors.
     """
-    if needs_expert(config):
-        return prepare(config, progress, trains=False)
+    if needs_expert(config, restored=restored):
+        return prepare(config, progress, trains=False, restored=restored)
     return Prepared(None, (), (), (), *load_model(config.model))  # type: ignore[arg-type]  # no tasks are played
 
 
@@ -175,9 +180,14 @@ def check_model(config: Config, progress: Progress, *, trains: bool = True) -> N
     check_memory(config, progress, trains=trains)
 
 
-def needs_expert(config: Config) -> bool:
+def needs_expert(config: Config, *, restored: bool = False) -> bool:
     """Return whether the run needs demonstrations, for its warm start or for the text of the tiny model's tokenizer."""
-    return config.warm_start.enabled or config.model.init == "tiny"
+    return needs_warm_start(config, restored=restored) or config.model.init == "tiny"
+
+
+def needs_warm_start(config: Config, *, restored: bool) -> bool:
+    """Return whether the run needs the weights of its warm start. ``restored``: a checkpoint will be loaded."""
+    return config.warm_start.enabled and (not restored or config.learner.lora_rank > 0)
 
 
 def make_tasks(config: Config, progress: Progress) -> tuple[Taskset, Sequence[Task], Sequence[Task]]:

@@ -43,7 +43,9 @@ def run_serving(
     set_up_libraries(config)
     with place.bind() as listening:  # before the model is loaded, which may take long
         check_model(config, console, trains=False)
-        builder = Builder(config, RunFolder(config.path), prepare_model(config, console), console)
+        builder = Builder(
+            config, RunFolder(config.path), prepare_model(config, console, restored=checkpoint is not None), console
+        )
         renderer = builder.renderer()
 
         async def serve() -> None:

@@ -30,7 +30,7 @@ from gleanrl.samplers import answer_limit
 from gleanrl.schedule.device_lock import TakeDevice
 from gleanrl.schedule.timeline import SpanRecorder
 from gleanrl.types import IntArray
-from gleanrl.utils.errors import UserError
+from gleanrl.utils.errors import ProcessDied, UserError
 from gleanrl.utils.notifier import Notifier
 
 T = TypeVar("T")
@@ -373,7 +373,7 @@ class SessionSampler:
             if not answer.done():
                 failure: Exception = RuntimeError(f"the sampler failed: {type(error).__name__}: {error}")
                 if isinstance(error, UserError):
-                    failure = UserError(str(error))
+                    failure = (ProcessDied if isinstance(error, ProcessDied) else UserError)(str(error))
                 failure.__cause__ = error
                 answer.set_exception(failure)
         self._requests.clear()

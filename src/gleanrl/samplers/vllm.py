@@ -40,7 +40,7 @@ from gleanrl.samplers.canary import ANSWER, Canary
 from gleanrl.samplers.sessions import Request, SessionSampler, Worker
 from gleanrl.schedule.device_lock import TakeDevice
 from gleanrl.schedule.timeline import SpanRecorder
-from gleanrl.utils.errors import UserError
+from gleanrl.utils.errors import ADVICE, ProcessDied, UserError
 from gleanrl.utils.text import first_line, nearest
 from gleanrl.utils.weights import AdaptedWeights, write_safetensors
 
@@ -319,7 +319,7 @@ class VllmWorker(Worker):
 
     @contextmanager
     def _inside(self) -> Iterator[None]:
-        """Call the engine inside this block. Raises `UserError` if one of its worker processes has died."""
+        """Call the engine inside this block. Raises `ProcessDied` if one of its worker processes has."""
         with _INSIDE:
             try:
                 yield
@@ -334,10 +334,9 @@ class VllmWorker(Worker):
                     raise
                 # vLLM then ends the others, with SIGTERM if need be.
                 first = next((each for each in dead if each.exitcode not in (0, -signal.SIGTERM)), dead[0])
-                raise UserError(
+                raise ProcessDied(
                     f"{first.name}, a worker process of vLLM, died with exit code {first.exitcode}: look for lack of "
-                    "memory in the kernel's log (dmesg) and, with VLLM_LOGGING_LEVEL=INFO, at what it prints; continue "
-                    "from the last checkpoint with --resume"
+                    f"memory in the kernel's log (dmesg) and, with VLLM_LOGGING_LEVEL=INFO, at what it prints{ADVICE}"
                 ) from error
 
     # --- requests -------------------------------------------------------------------------------

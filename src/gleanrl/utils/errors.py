@@ -11,11 +11,21 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+ADVICE = "; continue from the last checkpoint with --resume"
+"""The end of messages about dead processes, which is left out where they are replaced."""
+
 
 class UserError(Exception):
     """An error that the user can fix, shown without a stack trace.
 
     The message is one clear line that names the file, the key or the value, and the fix.
+    """
+
+
+class ProcessDied(UserError):
+    """A process that a part of the run needs has died, so that the part cannot be used any more.
+
+    On Ray, the part's actor then counts as dead too and is replaced.
     """
 
 

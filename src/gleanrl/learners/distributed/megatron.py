@@ -427,18 +427,23 @@ class MegatronBackend:
         for kind, stage in self._stages.items():
             tensors |= {f"{kind}/{name}": part for name, part in self.by_name(stage, lambda p: p).items()}
             shapes |= {f"{kind}/{name}": tuple(p.shape) for name, p in self.model.named_parameters()}
-        parameters: dict[str, Tensor] = {}
-        if self.trains:
-            parameters |= {f"{_POLICY}{name}": part for name, part in self.by_name(self._stage, lambda p: p).items()}
-        found = checkpoint.read(folder, tensors, parameters, shapes=shapes, weights_only=not self.trains)
+        policy = {
+            name.replace("weights/", _POLICY, 1): part
+            for name, part in tensors.items()
+            if self.trains and name.startswith("weights/")
+        }
+        found = checkpoint.read(folder, tensors, policy, shapes=shapes, weights_only=not self.trains)
+        del policy
 
-        def part(parameter: nn.Parameter, names: Sequence[str], key: str) -> Tensor:
-            parts = [found[key.format(name)].to_local() for name in names]  # type: ignore[attr-defined]
+        def part(parameter: nn.Parameter, names: Sequence[str], read: dict[str, Tensor], key: str) -> Tensor:
+            # What is copied leaves the memory at once.
+            parts = [read.pop(key.format(name)).to_local() for name in names]  # type: ignore[attr-defined]
             return self._joined(parameter, names, parts)
 
+        # Most parts share the memory of their parameter and have been read in place, but not those of a joined matrix.
         for kind, stage in self._stages.items():
             for parameter, names in names_of(stage, tied=stage.tied).values():
-                parameter.copy_(part(parameter, names, f"{kind}/{{}}"))
+                parameter.copy_(part(parameter, names, tensors, f"{kind}/{{}}"))
         if self.trains:
             steps = [value for key, value in found.items() if key.startswith(_POLICY) and key.endswith("/step")]
             self._updates = int(steps[0]) if steps else 0
@@ -449,7 +454,7 @@ class MegatronBackend:
                 updated, own = share
                 state: dict[str, Tensor] = {"step": torch.tensor(float(self._updates))}
                 for key in _MOMENTS:
-                    moment = part(parameter, names, f"{_POLICY}{{}}/{key}")
+                    moment = part(parameter, names, found, f"{_POLICY}{{}}/{key}")
                     state[key] = moment.flatten()[own].view_as(updated).clone()
                 self._adamw.state[updated] = state
         checkpoint.restore_random(found)

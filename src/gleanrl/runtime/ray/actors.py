@@ -36,7 +36,7 @@ from typing import Any, NamedTuple
 
 from gleanrl.protocols import EpisodeLost
 from gleanrl.runtime.ray.cluster import Cluster, death_or_cause, import_ray
-from gleanrl.utils.errors import UserError
+from gleanrl.utils.errors import ADVICE, ProcessDied, UserError
 from gleanrl.utils.notifier import Notifier
 from gleanrl.utils.text import first_line
 
@@ -287,7 +287,7 @@ class ActorClient:
 
     It calls the actor's service, executes the service's requests to the device lock, records its spans in the timeline,
     and detects the actor's death. After the death, every call raises `ActorDied`, or `LearnerLost` if the actor is the
-    learner or one of its ranks.
+    learner or one of its ranks. A service that raises `ProcessDied` cannot be used any more, so its actor is killed.
 
     Args:
         name: kind and index, such as "sampler 1". The kind also names the actor's process ("ray::SamplerActor").
@@ -317,6 +317,7 @@ class ActorClient:
         self._error = LearnerLost if name.split()[0] in ("learner", "rank") else ActorDied
         self._clock_offset = 0.0  # seconds to add to the actor's times to get times of this process's `perf_counter`
         kind = type(f"{name.split()[0].title()}Actor", (ActorServer,), {})
+        self._cause: str | None = None  # why this client has killed the actor
         self._actor = import_ray().remote(kind).options(**options).remote(make, arguments, os.getcwd())
         self._outbox: asyncio.Queue[Call | LockGranted] = asyncio.Queue()
         self._numbers = count(1)
@@ -415,7 +416,15 @@ class ActorClient:
     def _explain(self, error: Exception) -> Exception:
         """Convert an error of Ray to the exception that the service raised, or to an `ActorDied` with the reason."""
         reason = death_or_cause(error)
-        return self._error(f"{self.name} {reason}") if isinstance(reason, str) else reason
+        return self._error(f"{self.name} {reason}") if isinstance(reason, str) else self._after(reason)
+
+    def _after(self, raised: Exception) -> Exception:
+        """Return what a call raises after its service has ``raised``. If that is `ProcessDied`, the actor is killed."""
+        if not isinstance(raised, ProcessDied):
+            return raised
+        self._cause = self._cause or f"died: {raised}".removesuffix(ADVICE)
+        import_ray().kill(self._actor)
+        return self._error(f"{self.name} {self._cause}")
 
     async def _write(self) -> None:
         """Send the messages in the outbox. Those of one iteration of the event loop are sent by one Ray call."""
@@ -454,11 +463,11 @@ class ActorClient:
                         except UserError as error:
                             failed, value = True, error
                         if failed:
-                            waiting.set_exception(value)
+                            waiting.set_exception(self._after(value))
                         else:
                             waiting.set_result(value)
         except ray.exceptions.RayError as error:
-            death = str(death_or_cause(error))
+            death = self._cause or str(death_or_cause(error))
         await self._end(f"{self.name} {death}")
         # If only the stream failed, the actor still lives and occupies the resources that its replacement needs.
         ray.kill(self._actor)

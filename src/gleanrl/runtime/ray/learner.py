@@ -29,11 +29,10 @@ from gleanrl.runtime.ray.cluster import import_ray
 from gleanrl.runtime.ray.parts import Plans
 from gleanrl.runtime.ray.weights import WeightHandle, WeightSource
 from gleanrl.runtime.sharded import learner_ranks, use_cuda
-from gleanrl.utils.errors import UserError
+from gleanrl.utils.errors import ADVICE, UserError
 from gleanrl.utils.text import first_line
 
 # The end of the error messages of `Ranks`. It is removed here, because a run on Ray resumes automatically.
-_ADVICE = "; continue from the last checkpoint with --resume"
 _CHANGING = ("update", "replay_update", "load")
 
 
@@ -120,7 +119,7 @@ class LearnerService(WeightSource):
             return await super().handle(method, arguments)
         except UserError as error:
             if self._ranks is not None and self._ranks.broken is not None:
-                raise LearnerLost(f"learner: {error}".removesuffix(_ADVICE)) from None
+                raise LearnerLost(f"learner: {error}".removesuffix(ADVICE)) from None
             raise
 
     async def learner(self, method: str, *arguments: Any) -> tuple[Any, int, int]:

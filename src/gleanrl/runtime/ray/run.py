@@ -17,6 +17,7 @@ from gleanrl.config import validate
 from gleanrl.config.settings import Config
 from gleanrl.learners.mapped import stored_weights
 from gleanrl.learners.models import skeleton
+from gleanrl.runtime.checkpoints import Checkpoints
 from gleanrl.runtime.evaluation import EvaluationResult
 from gleanrl.runtime.local import Builder, evaluate_with, set_up_libraries, train_with
 from gleanrl.runtime.prepare import Prepared, prepare
@@ -55,7 +56,8 @@ def run_training(config: Config, *, resume: bool, console: Progress, monitors: O
     with open_run(folder, config, console, resume=resume):
         make_scorer(config.reward)
         with open_cluster(config.ray, console, count_actors(config)) as cluster:
-            prepared = prepare(config, console, mapped=True)
+            restored = resume and Checkpoints(folder.checkpoints_path, config.checkpoint.keep).exist()
+            prepared = prepare(config, console, mapped=True, restored=restored)
             with atomic.directory(folder.tokenizer_path) as written:
                 prepared.tokenizer.save_pretrained(written)
             builder = RayBuilder.make(config, folder, prepared, console, cluster)
@@ -78,9 +80,8 @@ def run_evaluation(config: Config, checkpoint: Checkpoint | None, console: Progr
     set_up_libraries(config)
     make_scorer(config.reward)
     with open_cluster(config.ray, console, count_actors(config)) as cluster:
-        builder = RayBuilder.make(
-            config, RunFolder(config.path), prepare(config, console, mapped=True), console, cluster
-        )
+        prepared = prepare(config, console, mapped=True, restored=checkpoint is not None)
+        builder = RayBuilder.make(config, RunFolder(config.path), prepared, console, cluster)
 
         def work(started: RayBuilder, again: bool) -> Awaitable[EvaluationResult]:
             return evaluate_with(started, checkpoint)
