@@ -10,6 +10,8 @@ import gc
 import os
 import pickle
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -20,6 +22,7 @@ import pytest
 from gleanrl.utils.errors import UserError
 from gleanrl.utils.importing import load_object
 from gleanrl.utils.processes import ProcessPool, RemoteError, Served, WorkerDied, WorkerProcess, WorkerTimeout, pack
+from tests.environments.test_pool import gone
 
 FILE = """
 from gleanrl.utils.processes import Served
@@ -182,6 +185,32 @@ def test_one_process_runs_calls_concurrently_and_its_death_reports_which_never_b
         await worker.close()
 
     asyncio.run(run())
+
+
+ORPHANS = """
+import asyncio, subprocess
+from gleanrl.utils.processes import Served, WorkerProcess, pack
+
+class Spawning(Served):
+    async def spawn(self):
+        print(subprocess.Popen(["sleep", "1000"]).pid, flush=True)
+        await asyncio.sleep(1000)
+
+async def main():
+    await WorkerProcess(pack(Spawning), timeout_s=1000.0).call("spawn")
+
+if __name__ == "__main__":
+    asyncio.run(main())
+"""
+
+
+def test_what_a_worker_has_started_ends_with_a_parent_that_is_killed(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(ORPHANS)
+    with subprocess.Popen([sys.executable, str(tmp_path / "program.py")], stdout=subprocess.PIPE, text=True) as program:
+        assert program.stdout is not None
+        started = int(program.stdout.readline())
+        program.kill()
+    assert gone([started])
 
 
 def test_closing_the_pool_kills_a_process_that_blocks() -> None:

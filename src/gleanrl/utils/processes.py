@@ -435,20 +435,21 @@ def _run(connection: socket.socket) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     os.setpgid(0, 0)  # start a new process group, so that processes that the worker starts can be killed with it
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    threading.Thread(target=_end_with_parent, args=(None, GRACE_S), daemon=True).start()
     asyncio.run(_Server().serve(connection))
+    _end_with_parent(0.1, 0.0)  # the parent's end closes the connection a moment before it can be noticed otherwise
 
 
-def _end_with_parent() -> None:
-    """Wait until the parent has ended, then kill this process and the processes that it started.
+def _end_with_parent(timeout_s: float | None, grace_s: float) -> None:
+    """Wait until the parent has ended, and ``grace_s`` more, then kill this process and the processes that it started.
 
-    Runs in a thread, because the main thread may be blocked. Before the processes are killed, the object has `GRACE_S`
-    seconds to close, the same time as in `WorkerProcess.close`.
+    If the parent has not ended after ``timeout_s`` seconds (None = no limit), return: it kills the processes itself.
+    Runs in a thread too, because the main thread may be blocked. There, the object has `GRACE_S` seconds to close, the
+    same time as in `WorkerProcess.close`.
     """
     parent = multiprocessing.parent_process()
-    if parent is not None:
-        wait([parent.sentinel])
-        time.sleep(GRACE_S)
+    if parent is not None and wait([parent.sentinel], timeout_s):
+        time.sleep(grace_s)
         os.killpg(0, signal.SIGKILL)
 
 

@@ -7,7 +7,6 @@ at the end of the episode.
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import json
 import math
@@ -18,8 +17,9 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
+import threading
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from functools import cached_property, partial
 from typing import Any
 
@@ -38,7 +38,7 @@ from gleanrl.utils.processes import RemoteError, Served, WorkerDied, WorkerProce
 ARGUMENTS = ("task", "base_url", "api_key", "model")
 """Names of the arguments with which an agent function is called."""
 _TAIL = 1 << 16  # number of bytes at the end of a command's output that are kept
-_REST_S = 1.0  # seconds for which the end of a command's output is read after the command has ended
+_REST_S = 1.0  # seconds for which the end of each output of a command is read after the command has ended
 _MAX_VARIABLE = 100_000  # length of the longest text that is passed in an environment variable; Linux allows 128 KiB
 Result = tuple[Score | None, str | None]  # the score and the answer of an agent
 
@@ -160,14 +160,16 @@ class AgentTaskset(Taskset):
         Raises:
             EnvironmentRaised: the agent failed or its process died.
         """
-        given = _as_dict(task)
-        if self.command is not None:
-            return await _run_command(self.command, task.id, given, model)
-        multiprocessing.get_context("forkserver").set_forkserver_preload(self._preload)
+        if self.command is None:
+            make: Callable[[], Served] = partial(_Function, str(self.agent))
+            multiprocessing.get_context("forkserver").set_forkserver_preload(self._preload)
+        else:
+            make = partial(_Command, _words(self.command), os.getcwd(), dict(os.environ))
+            multiprocessing.get_context("forkserver").set_forkserver_preload([__name__])
         # The process has no time limit of its own: `EnvironmentPool` cancels this method if the agent takes too long.
-        worker = WorkerProcess(pack(partial(_Function, str(self.agent))), timeout_s=1e9, forked=True)
+        worker = WorkerProcess(pack(make, raises=(EnvironmentRaised,)), timeout_s=1e9, forked=True)
         try:
-            return await worker.call("solve", given, model, label=f"task {task.id!r}")
+            return await worker.call("solve", _as_dict(task), model, label=f"task {task.id!r}")
         except RemoteError as error:
             raise EnvironmentRaised(task.id, error.kind, error.detail, error.traceback_text) from None
         except WorkerDied as error:
@@ -238,71 +240,64 @@ def _words(command: str | list[str]) -> list[str]:
     return words
 
 
-async def _run_command(command: str | list[str], task_id: str, task: Mapping[str, Any], model: ModelAddress) -> Result:
-    """Run a command as an agent; see `AgentTaskset.command`.
+class _Command(Served):
+    """Runs a command as an agent, in the process of an episode; see `AgentTaskset.command`.
 
-    At its end, all processes of its session are killed.
+    The command is in the process group of this process, so that it ends with it, even if the run is killed.
     """
-    text = json.dumps(task, ensure_ascii=False)
-    variables = {
-        "OPENAI_BASE_URL": f"{model.url}/v1",
-        "OPENAI_API_KEY": model.key,
-        "ANTHROPIC_BASE_URL": model.url,
-        "ANTHROPIC_API_KEY": model.key,
-        "GLEANRL_MODEL": model.name,
-        **({"GLEANRL_TASK": text} if len(text) <= _MAX_VARIABLE else {}),
-    }
-    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
-    transport, output = await asyncio.get_running_loop().subprocess_exec(
-        _Output, *_words(command), **pipes, env={**os.environ, **variables}, start_new_session=True
-    )
-    try:
-        stdin: Any = transport.get_pipe_transport(0)
-        stdin.write(text.encode())
-        stdin.close()
-        await output.exited.wait()
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(transport.get_pid(), signal.SIGKILL)
+
+    def __init__(self, words: Sequence[str], folder: str, environment: Mapping[str, str]) -> None:
+        self._words, self._folder, self._environment = words, folder, environment
+
+    def solve(self, task: Mapping[str, Any], model: ModelAddress) -> Result:
+        text = json.dumps(task, ensure_ascii=False)
+        variables = {
+            "OPENAI_BASE_URL": f"{model.url}/v1",
+            "OPENAI_API_KEY": model.key,
+            "ANTHROPIC_BASE_URL": model.url,
+            "ANTHROPIC_API_KEY": model.key,
+            "GLEANRL_MODEL": model.name,
+            **({"GLEANRL_TASK": text} if len(text) <= _MAX_VARIABLE else {}),
+        }
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a worker ignores it, and the command would inherit that
+        with tempfile.TemporaryFile() as given:
+            given.write(text.encode())
+            given.seek(0)
+            process = subprocess.Popen(
+                self._words,
+                bufsize=0,
+                stdin=given,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                cwd=self._folder,
+                env={**self._environment, **variables},
+            )
+        outputs = bytearray(), bytearray()
+        streams = zip((process.stdout, process.stderr), outputs, strict=True)
+        readers = [threading.Thread(target=_read_tail, args=pair, daemon=True) for pair in streams]
+        for reader in readers:
+            reader.start()
+        status = process.wait()
+        for reader in readers:
+            reader.join(_REST_S)  # processes that the command has left running may keep the pipes open
+        printed, complained = (bytes(output).decode("utf-8", "replace") for output in outputs)
+        if status != 0:
+            last = complained.strip().splitlines()[-1:] or printed.strip().splitlines()[-1:]
+            ended = f"the command ended with status {status}"
+            raise EnvironmentRaised(str(task["id"]), ended, "".join(last), complained)
+        lines = printed.strip().splitlines()
+        if not lines:
+            return None, None
         try:
-            # A process in a session of its own is not killed, and may keep the pipes open.
-            await asyncio.wait_for(output.closed.wait(), _REST_S)
-        except TimeoutError:
-            pass
-        finally:
-            transport.close()
-    status = transport.get_returncode()
-    printed, complained = (output.tails[stream].decode("utf-8", "replace") for stream in (1, 2))
-    if status != 0:
-        last = complained.strip().splitlines()[-1:] or printed.strip().splitlines()[-1:]
-        raise EnvironmentRaised(task_id, f"the command ended with status {status}", "".join(last), complained)
-    lines = printed.strip().splitlines()
-    if not lines:
-        return None, None
-    try:
-        number = json.loads(lines[-1])
-    except (ValueError, RecursionError):
-        number = None
-    value = None if isinstance(number, bool) else as_float(number)
-    return None if value is None or not math.isfinite(value) else Score(value), lines[-1].strip()
+            number = json.loads(lines[-1])
+        except (ValueError, RecursionError):
+            number = None
+        value = None if isinstance(number, bool) else as_float(number)
+        return None if value is None or not math.isfinite(value) else Score(value), lines[-1].strip()
 
 
-class _Output(asyncio.SubprocessProtocol):
-    """The last `_TAIL` bytes of what a process writes to its standard output (1) and its standard error (2)."""
-
-    def __init__(self) -> None:
-        self.tails = {1: b"", 2: b""}
-        self.exited = asyncio.Event()
-        self.closed = asyncio.Event()  # set if no process can write any more
-        self._open = {1, 2}
-
-    def pipe_data_received(self, fd: int, data: bytes) -> None:
-        self.tails[fd] = (self.tails[fd] + data)[-_TAIL:]
-
-    def pipe_connection_lost(self, fd: int, exc: Exception | None) -> None:
-        self._open.discard(fd)
-        if not self._open:
-            self.closed.set()
-
-    def process_exited(self) -> None:
-        self.exited.set()
+def _read_tail(stream: Any, output: bytearray) -> None:
+    """Read a stream to its end, and keep its last `_TAIL` bytes in ``output``."""
+    while piece := stream.read(_TAIL):
+        output += piece
+        del output[:-_TAIL]
