@@ -7,8 +7,9 @@ A dialect (`gleanrl.environments.agent.dialects.Dialect`) reads a request of one
 from __future__ import annotations
 
 import json
+import secrets
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from gleanrl.rollout.thinking import CLOSE, OPEN, written
@@ -58,6 +59,8 @@ class ModelAnswer:
     """Number of tokens that the model has sampled."""
     finish: Literal["stop", "length", "tool_calls"]
     """Why the answer ended: the model or a stop text ended it, a limit of tokens did, or it calls tools."""
+    id: str = field(default_factory=lambda: secrets.token_hex(12))
+    """Name of the answer, in hexadecimal digits. The id of the response ends with it."""
 
 
 def answer_message(message: Message) -> Message:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import secrets
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -57,6 +58,8 @@ class Exchange:
     """The sampled turn; None until the call is answered."""
     shown: Message = field(default_factory=lambda: Message(role="assistant", content=""))
     """The answer in the form in which the agent got it."""
+    id: str = field(default_factory=lambda: secrets.token_hex(12))
+    """`ModelAnswer.id` of the answer."""
 
     def path(self) -> list[Turn]:
         """Return the turns of the whole conversation, up to the answer."""
@@ -161,14 +164,22 @@ class Conversations:
         self._ended.append(exchange)
         return exchange.shown
 
-    def earn(self, reward: float) -> None:
-        """Add ``reward`` to what the answer has earned that was sampled last.
+    def earn(self, reward: float, answer_id: str | None = None) -> None:
+        """Add ``reward`` to what an answer has earned.
 
-        Raises `ValueError` if nothing was sampled, or if the reward is not finite.
+        Args:
+            answer_id: id of the answer (`ModelAnswer.id`); None = the one that was sampled last.
+
+        Raises `ValueError` if there is no such answer, or if the reward is not finite.
         """
-        if not self._ended or self._ended[-1].answer is None:
-            raise ValueError("a reward came before the model's first message, which cannot have earned it")
-        self._ended[-1].answer = self._ended[-1].answer.earned(reward)
+        if answer_id is None:
+            exchange = self._ended[-1] if self._ended else None
+        else:
+            exchange = next((one for one in self._ended if one.id == answer_id), None)
+        if exchange is None or exchange.answer is None:
+            missing = "the model has answered nothing yet" if answer_id is None else f"there is no answer {answer_id!r}"
+            raise ValueError(f"no message of the model can have earned the reward: {missing}")
+        exchange.answer = exchange.answer.earned(reward)
 
     def segments(self) -> tuple[Segment, ...]:
         """Return the segments to train on. Each sampled answer has its log-probs in exactly one of them.
@@ -296,7 +307,7 @@ class PolicyModel:
         cut = completion.finish == "length" and tokens == completion.tokens.size
         self.cut += cut
         finish = "length" if cut else "tool_calls" if message.get("tool_calls") else "stop"
-        return ModelAnswer(message, exchange.prompt.size, tokens, finish)
+        return ModelAnswer(message, exchange.prompt.size, tokens, finish, exchange.id)
 
     def _failed(self, error: Exception) -> Refused:
         if self.on_failure is not None:

@@ -40,9 +40,17 @@ class Endpoint(Protocol):
     """Opens an address at which an agent makes its model calls, such as `Endpoint.open` of the agent environment."""
 
     def __call__(
-        self, answer: Callable[[ModelCall], Awaitable[ModelAnswer]], *, earn: Callable[[float], None]
+        self,
+        answer: Callable[[ModelCall], Awaitable[ModelAnswer]],
+        *,
+        earn: Callable[[float, str | None], None],
+        max_context: int | None = None,
     ) -> AbstractAsyncContextManager[ModelAddress]:
-        """Open an address. ``answer`` answers model calls, and ``earn`` takes turn rewards of the latest answer."""
+        """Open an address.
+
+        ``answer`` answers model calls. ``earn`` takes turn rewards, each with the id of its answer or None for the
+        latest. ``max_context`` is the number of tokens that the model's context can hold; None = not known.
+        """
         ...
 
 
@@ -213,7 +221,7 @@ class Player:
                 "agents need an endpoint, which an environment pool has (ray.environments = 0)"
             )
         failures: list[Exception] = []
-        async with self.endpoint(model.answer, earn=model.conversations.earn) as address:
+        async with self.endpoint(model.answer, earn=model.conversations.earn, max_context=self.max_context) as address:
             running = asyncio.ensure_future(environment.run(address))
 
             def fail(error: Exception) -> None:

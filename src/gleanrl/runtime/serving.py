@@ -85,7 +85,7 @@ def run_serving(
                 endpoint = Endpoint(listening, page)
                 stack.push_async_callback(endpoint.close)
                 key = "" if place.token is None else place.token.reveal()
-                address = await stack.enter_async_context(endpoint.open(answer, key))
+                address = await stack.enter_async_context(endpoint.open(answer, key, max_context=builder.max_context))
                 ready(address.url)
                 await stop.wait()
 

@@ -23,6 +23,7 @@ from gleanrl.protocols import ModelAddress
 from gleanrl.rewards.request import Request
 from gleanrl.rollout.calls import ModelAnswer, ModelCall
 from gleanrl.rollout.conversation import conversation
+from gleanrl.rollout.conversations import PolicyModel
 from gleanrl.rollout.player import Player
 from gleanrl.runtime.prepare import make_tasks
 from gleanrl.samplers.scripted import ScriptedSampler
@@ -30,6 +31,7 @@ from gleanrl.tracking.monitors import Silent
 from gleanrl.types import Group, GroupSpec, Score, StopReason, Task, Trajectory
 from gleanrl.utils.errors import UserError
 from gleanrl.utils.serialize import decode, encode
+from tests.environments.test_pool import gone
 from tests.loop_world import renderer
 
 aiohttp = pytest.importorskip("aiohttp")
@@ -155,6 +157,46 @@ def test_a_reward_reaches_all_turns_that_came_before_it_in_time(
     assert ends == [[1.5, 1.0], [1.5, 1.5]]
 
 
+def test_rewards_of_answers_at_once_are_posted_by_the_ids_of_their_responses() -> None:
+    asked: dict[str, Any] = {
+        "chat/completions": {"messages": [{"role": "user", "content": "say left"}]},
+        "responses": {"input": "left"},
+        "messages": {"messages": [{"role": "user", "content": "right"}], "max_tokens": 9},
+    }
+
+    async def talk() -> None:
+        sampler = ScriptedSampler(lambda *_: renderer().spoken("left").tolist())
+        endpoint = Endpoint()
+        async with sampler.session(0) as session, aiohttp.ClientSession() as client:
+            policy = PolicyModel(renderer(), session, seed=1, temperature=1.0, max_context=77, max_tokens=9)
+            opened = endpoint.open(policy.answer, earn=policy.conversations.earn, max_context=77)
+            async with opened as address:
+
+                async def send(path: str, body: Any) -> tuple[int, Any]:
+                    headers = {"Authorization": f"Bearer {address.key}"}
+                    method, url = "GET" if body is None else "POST", f"{address.url}/v1/{path}"
+                    async with client.request(method, url, json=body, headers=headers) as response:
+                        return response.status, await response.json()
+
+                answers = await asyncio.gather(*(send(path, body) for path, body in asked.items()))
+                ids = [answer["id"] for _, answer in answers]
+                for number, name in reversed([*enumerate(ids, 1)]):
+                    for reward in (number, 0.5):
+                        assert (await send("rewards", {"id": name, "reward": reward}))[0] == 200
+                for wrong in ("chatcmpl-0", ids[0][:-1], "", 7, None):
+                    assert (await send("rewards", {"id": wrong, "reward": 1.0}))[0] == (200 if wrong is None else 400)
+                assert (await send("rewards", {"id": ids[0]}))[0] == 400
+                assert (await send("models", None))[1]["data"][0]["max_model_len"] == 77
+            segments = policy.conversations.segments()
+        await endpoint.close()
+        earned = {segment[0].message["content"]: segment[1].reward for segment in segments}
+        last = segments[-1][0].message["content"]  # None is the latest answer
+        earned[last] = (earned[last] or 0.0) - 1.0
+        assert earned == {"say left": 1.5, "left": 2.5, "right": 3.5}
+
+    asyncio.run(talk())
+
+
 COMMAND = """
 import json, os, urllib.error, urllib.request
 
@@ -223,6 +265,12 @@ def test_a_command_that_cannot_be_started_is_a_mistake_that_one_line_reports(com
 def test_a_dict_without_score_and_answer_is_an_error_that_names_what_it_has(tmp_path: Path) -> None:
     (wrong,) = play(tmp_path, {"reward": 1.0})
     assert "neither 'score' nor 'answer', but reward" in str(wrong.score.explanation)
+
+
+def test_processes_that_a_command_leaves_running_are_killed_with_it(tmp_path: Path) -> None:
+    (played,) = play(tmp_path, None, options={"command": ["sh", "-c", f"sleep 60 & echo $! > {tmp_path}/pid; echo 1"]})
+    assert (played.stop, played.score.value) == (StopReason.DONE, 1.0)
+    assert gone([int((tmp_path / "pid").read_text())])
 
 
 def test_agents_cannot_be_served_by_the_environment_service(tmp_path: Path) -> None:

@@ -9,7 +9,6 @@ thinking, and ``strict`` of a tool.
 from __future__ import annotations
 
 import json
-import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal, Protocol, TypeVar
@@ -239,7 +238,7 @@ class ChatCompletions:
             "completion_tokens": answer.completion_tokens,
             "total_tokens": answer.prompt_tokens + answer.completion_tokens,
         }
-        head = {"id": f"chatcmpl-{secrets.token_hex(12)}", "object": "chat.completion", "created": int(time.time())}
+        head = {"id": f"chatcmpl-{answer.id}", "object": "chat.completion", "created": int(time.time())}
         return {**head, "model": model, "choices": [choice], "usage": usage}
 
     def stream(self, answer: ModelAnswer, call: ModelCall, model: str) -> Iterator[str]:
@@ -374,7 +373,7 @@ class Responses:
         return _call(messages, tools, request.max_output_tokens, request.temperature, (), request.stream)
 
     def write(self, answer: ModelAnswer, call: ModelCall, model: str) -> dict[str, Any]:
-        message, key = answer.message, secrets.token_hex(12)
+        message, key = answer.message, answer.id
         calls = message.get("tool_calls") or []
         status = "incomplete" if answer.finish == "length" else "completed"
         output: list[dict[str, Any]] = []
@@ -586,7 +585,7 @@ class Messages:
             name = entry["function"]["name"]
             content.append({"type": "tool_use", "id": entry["id"], "name": name, "input": arguments})
         return {
-            "id": f"msg_{secrets.token_hex(12)}",
+            "id": f"msg_{answer.id}",
             "type": "message",
             "role": "assistant",
             "model": model,

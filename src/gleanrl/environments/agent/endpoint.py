@@ -40,7 +40,8 @@ accepted."""
 @dataclass(eq=False, slots=True)
 class _Episode:
     answer: Callable[[ModelCall], Awaitable[ModelAnswer]]
-    earn: Callable[[float], None] | None
+    earn: Callable[[float, str | None], None] | None
+    max_context: int | None
     running: set[asyncio.Future[ModelAnswer]] = field(default_factory=set)  # the calls that are being answered
     since: float = field(default_factory=time.monotonic)  # time of the last answer, or of the start
 
@@ -66,7 +67,8 @@ class Endpoint:
         self,
         answer: Callable[[ModelCall], Awaitable[ModelAnswer]],
         key: str | None = None,
-        earn: Callable[[float], None] | None = None,
+        earn: Callable[[float, str | None], None] | None = None,
+        max_context: int | None = None,
     ) -> AsyncIterator[ModelAddress]:
         """Yield the address of a new episode, whose calls ``answer`` answers. It may raise `Refused`.
 
@@ -75,11 +77,13 @@ class Endpoint:
         Args:
             key: the key of the episode; None = a new one. With the empty key, requests need none, and any other key is
                 accepted too; they must come from this machine.
-            earn: called with each turn reward that is posted to ``/v1/rewards``. It raises `ValueError` if the reward
-                is not finite or there is no answer yet. None = turn rewards are refused.
+            earn: called with each turn reward that is posted to ``/v1/rewards``, and with the `ModelAnswer.id` of the
+                answer that it is for, or None for the latest. It raises `ValueError` if the reward is not finite or
+                there is no such answer. None = turn rewards are refused.
+            max_context: maximum number of tokens of a prompt and its answer, which ``/v1/models`` states as vLLM does.
         """
         await self._start()
-        key, episode = f"sk-{secrets.token_urlsafe(24)}" if key is None else key, _Episode(answer, earn)
+        key, episode = f"sk-{secrets.token_urlsafe(24)}" if key is None else key, _Episode(answer, earn, max_context)
         self._episodes[key] = episode
         try:
             yield ModelAddress(self._url, key, MODEL)
@@ -148,10 +152,12 @@ class Endpoint:
         from aiohttp import web
 
         try:
-            self._episode(request)
+            episode = self._episode(request)
         except Refused as refused:
             return web.json_response({"error": {"message": str(refused)}}, status=refused.status)
-        model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "gleanrl"}
+        model: dict[str, Any] = {"id": MODEL, "object": "model", "created": 0, "owned_by": "gleanrl"}
+        if episode.max_context is not None:
+            model["max_model_len"] = episode.max_context
         return web.json_response({"object": "list", "data": [model]})
 
     async def _rewards(self, request: Any) -> Any:
@@ -162,10 +168,14 @@ class Endpoint:
             if episode.earn is None:
                 raise Refused("this model is not trained, so that it takes no turn rewards")
             body = json.loads(await request.read())
-            if not isinstance(body, dict) or body.keys() != {"reward"} or isinstance(body["reward"], bool):
-                raise Refused('a turn reward is posted as {"reward": 0.5}')
-            episode.earn(body["reward"])
-            return web.json_response({"object": "reward", "reward": body["reward"]})
+            if not isinstance(body, dict) or not {"reward"} <= body.keys() <= {"reward", "id"}:
+                raise Refused('a turn reward is posted as {"reward": 0.5} or {"id": "chatcmpl-...", "reward": 0.5}')
+            reward, named = body["reward"], body.get("id")
+            if isinstance(reward, bool) or not isinstance(named, str | None):
+                raise Refused("the reward must be a number, and the id that of a response")
+            # The id of a response is a prefix of its API, such as "chatcmpl-" or "msg_", and the id of the answer.
+            episode.earn(reward, None if named is None else named.replace("_", "-").rpartition("-")[2])
+            return web.json_response({"object": "reward", **body})
         except web.HTTPRequestEntityTooLarge:
             refused = Refused(f"the body is larger than {MAX_BODY_BYTES} bytes", status=413, kind="too_large")
         except (ValueError, TypeError, RecursionError, OverflowError) as error:
