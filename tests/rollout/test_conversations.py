@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -15,57 +14,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gleanrl.learners.tiny import build_tokenizer
 from gleanrl.protocols import Completion, SamplingParams
 from gleanrl.rollout.calls import ModelAnswer, ModelCall, Refused
 from gleanrl.rollout.conversations import PolicyModel
-from gleanrl.rollout.renderer import Renderer
 from gleanrl.samplers.scripted import ScriptedSampler
-from gleanrl.types import IntArray, Message, Segment, StopReason, segment_arrays
+from gleanrl.types import IntArray, Message, Segment, StopReason
+from tests.rollout.hostile import TEXTS, TOOLS, Episode, play, renderer, reply, user
 from tests.strategies import NIGHTLY
-
-TEXTS = ["say left or right", "left", "right. STOP here", "<think>why</think>left", "a summary of it"]
-TOOLS = tuple(
-    {"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": {"x": {}}}}}
-    for name in ("look", "take")
-)
-CALL = '<tool_call>\n{"name": "look", "arguments": {"x": 1}}\n</tool_call>'
-
-
-@lru_cache
-def renderer() -> Renderer:
-    return Renderer(build_tokenizer([*TEXTS, CALL] * 4, 256))
-
-
-@dataclass
-class Session:
-    """Samples random tokens, which the tokenizer would mostly not produce for the same text, or one of some answers.
-
-    ``sampled`` lists each prompt with its completion. Completions arrive in an order that does not depend on the order
-    of the calls.
-    """
-
-    random: Random
-    sampled: list[tuple[IntArray, Completion]] = field(default_factory=list)
-
-    async def sample(self, prompt: IntArray, params: SamplingParams) -> Completion:
-        own = Random(params.seed)
-        end = renderer().end_of_turn
-        for _ in range(self.random.randrange(4)):
-            await asyncio.sleep(0)
-        choice = own.randrange(4)
-        if choice == 0:
-            tokens = [own.randrange(8, 200) for _ in range(own.randrange(1, 8))]
-        else:
-            tokens = renderer().tokenizer(own.choice([*TEXTS, CALL]), add_special_tokens=False)["input_ids"]
-        if own.random() < 0.8:
-            tokens = [*tokens, end]
-        tokens = tokens[: params.max_tokens]
-        logprobs = np.array([-own.random() for _ in tokens], np.float32)
-        finish = "stop" if tokens[-1] == end else "length"
-        completion = Completion(np.array(tokens, np.int32), logprobs, len(self.sampled), finish)
-        self.sampled.append((prompt, completion))
-        return completion
 
 
 def model(session: Any, **options: Any) -> PolicyModel:
@@ -73,100 +28,22 @@ def model(session: Any, **options: Any) -> PolicyModel:
     return PolicyModel(renderer(), session, **{**limits, **options})
 
 
-def user(text: str) -> Message:
-    return Message(role="user", content=text)
-
-
-def reply(message: Message) -> list[Message]:
-    """Return what an agent sends after an answer: the results of its calls, or a message of the user."""
-    results = [
-        Message(role="tool", content="right", tool_call_id=call["id"]) for call in message.get("tool_calls") or ()
-    ]
-    return results or [user("say left or right")]
-
-
-def hostile(random: Random, known: list[list[Message]]) -> list[Message]:
-    """Return the messages of a call that an agent makes of the conversations that it knows."""
-    messages = [Message(**message) for message in random.choice(known)] if known else [user("say left or right")]
-    said = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-    match random.randrange(10):
-        case 0 if len(messages) > 1:  # trimmed
-            del messages[random.randrange(len(messages) - 1)]
-        case 1 if len(messages) > 2:  # another order
-            i = random.randrange(len(messages) - 1)
-            messages[i], messages[i + 1] = messages[i + 1], messages[i]
-        case 2:  # compaction
-            messages = [Message(role="system", content="a summary of it"), user("left")]
-        case 3 if said:  # a message of the model that it has not sampled like this
-            messages[random.choice(said)]["content"] += " changed"
-        case 4:  # a foreign message
-            messages[random.randrange(len(messages)) : 0] = [user("right"), Message(role="assistant", content="right")]
-        case 5 if said:  # a fork at an earlier answer
-            messages = messages[: random.choice(said) + 1]
-        case 6:  # a sub-agent
-            messages = [Message(role="system", content="right"), user(random.choice(TEXTS))]
-        case 7 if said:  # a client that drops the thought and writes the arguments of calls in another form
-            for i in said:
-                messages[i].pop("reasoning_content", None)
-                for call in messages[i].get("tool_calls") or ():
-                    call["function"] = {**call["function"], "arguments": call["function"]["arguments"].replace(" ", "")}
-        case _:
-            pass
-    if messages[-1]["role"] == "assistant":
-        messages += reply(messages[-1])
-    return messages
-
-
-async def play(seed: int, rounds: int) -> tuple[Session, tuple[Segment, ...]]:
-    random = Random(seed)
-    session = Session(Random(seed + 1))
-    policy = model(session, max_context=random.choice([60, 400, 4000]))
-    known: list[list[Message]] = []
-    for _ in range(rounds):
-        wave = []
-        for _ in range(random.choice([1, 1, 1, 2, 4])):
-            call = ModelCall(
-                tuple(hostile(random, known)),
-                tools=random.choice([(), (), (), TOOLS, TOOLS[:1]]),
-                max_tokens=random.choice([None, None, 3]),
-                stop=random.choice([(), (), ("STOP", "nothing")]),
-            )
-            wave += [call] * random.choice([1, 1, 1, 2])  # a retry
-        running = [asyncio.ensure_future(policy.answer(call)) for call in wave]
-        if random.random() < 0.1:
-            await asyncio.sleep(0)
-            running[0].cancel()  # the episode gives it up
-        for call, answer in zip(wave, await asyncio.gather(*running, return_exceptions=True), strict=True):
-            if isinstance(answer, ModelAnswer):
-                known.append([*call.messages, answer.message])
-            else:
-                assert isinstance(answer, Refused | asyncio.CancelledError), answer
-    return session, policy.conversations.segments()
-
-
+@pytest.mark.timeout(3600)  # for 10,000 sequences on a busy machine
 @settings(max_examples=10_000 if NIGHTLY else 300, deadline=None)
 @given(seed=st.integers(0, 2**40), rounds=st.integers(1, 8))
 def test_each_sampled_token_is_trained_exactly_once_whatever_an_agent_sends(seed: int, rounds: int) -> None:
     """Forks, trimming, re-ordering, compaction, calls at once, retries, foreign messages, tools, stops, cut answers."""
-    session, segments = asyncio.run(play(seed, rounds))
-    trained = []
-    for segment in segments:
-        tokens, mask, logprobs = segment_arrays(segment)
-        position = 0
-        for turn in segment:
-            span = slice(position, position := position + turn.tokens.size)
-            assert mask[span].all() == turn.sampled or not turn.tokens.size
-            if turn.sampled:
-                trained.append((tokens[: span.start].tobytes(), turn.version, turn.tokens, logprobs[span]))
-    sampled = {(prompt.tobytes(), completion.version): completion for prompt, completion in session.sampled}
-    assert len(sampled) == len(session.sampled)
-    for prompt, version, tokens, logprobs in trained:
-        completion = sampled.pop((prompt, version))  # fails if it was not sampled after this prompt, or trained before
-        np.testing.assert_array_equal(tokens, completion.tokens[: tokens.size])
-        np.testing.assert_array_equal(logprobs, completion.logprobs[: tokens.size])
-        if tokens.size < completion.tokens.size:
-            assert any(stop in renderer().tokenizer.decode(tokens) for stop in ("STOP", "nothing"))
-    assert len(sampled) <= rounds  # only the answers of calls that were given up are missing
+
+    async def run() -> None:
+        random = Random(seed)
+        episode = Episode(random)
+
+        async def earn(reward: float, answer_id: str | None) -> None:
+            episode.policy.conversations.earn(reward, answer_id)
+
+        episode.check(await play(random, rounds, episode.answer, earn))
+
+    asyncio.run(run())
 
 
 def texts(segments: tuple[Segment, ...]) -> list[list[tuple[str, bool]]]:
@@ -229,14 +106,13 @@ def test_sampled_tokens_are_continued_even_if_the_tokenizer_would_write_them_dif
 
 def test_calls_at_once_have_results_that_do_not_depend_on_which_arrives_first() -> None:
     async def run(order: list[int]) -> Any:
-        session = Session(Random(1))
-        policy = model(session)
+        episode = Episode(Random(1))
         calls = [ModelCall((user(text),)) for text in TEXTS]
-        answers = await asyncio.gather(*(policy.answer(calls[i]) for i in order))
+        answers = await asyncio.gather(*(episode.answer(calls[i]) for i in order))
         opening = (*calls[0].messages, answers[order.index(0)].message)
         forks = [ModelCall((*opening, user(text))) for text in TEXTS]
-        await asyncio.gather(*(policy.answer(forks[i]) for i in order))
-        segments = policy.conversations.segments()
+        await asyncio.gather(*(episode.answer(forks[i]) for i in order))
+        segments = episode.policy.conversations.segments()
         assert len(segments) == 2 * len(TEXTS) - 1
         return sorted([(turn.tokens.tolist(), turn.sampled) for turn in segment] for segment in segments)
 
