@@ -263,13 +263,14 @@ async def play(
     """
     known: list[list[Message]] = []
     earned: dict[str, float] = {}
+    tools = random.choice([(), TOOLS])  # those of most calls
     lost = False  # whether an answer may arrive that no one waits for
     for _ in range(rounds):
         wave = []
         for _ in range(random.choice([1, 1, 1, 2, 4])):
             call = ModelCall(
                 tuple(messages_of_call(random, known)),
-                tools=random.choice([(), (), (), TOOLS, TOOLS[:1]]),
+                tools=random.choice([tools, tools, tools, (), TOOLS, TOOLS[:1]]),
                 max_tokens=random.choice([None, None, 3]),
                 stop=random.choice([(), (), ("STOP", "nothing")]),
                 stream=random.random() < 0.5,

@@ -23,6 +23,9 @@ from tests.strategies import NIGHTLY
 aiohttp = pytest.importorskip("aiohttp")
 
 
+DELAY_S = 0.005  # longest duration of a completion
+
+
 class Client:
     """The client of an episode, which speaks OpenAI's chat completions."""
 
@@ -36,7 +39,9 @@ class Client:
         body |= {"max_tokens": call.max_tokens, "stream": call.stream}
         cut_off = self.random.random() < 0.1
         self.sent += 1
-        async with self.session.post(f"{self.url}/chat/completions", json=body, headers=self.headers) as response:
+        request = self.session.post(f"{self.url}/chat/completions", json=body, headers=self.headers)
+        patience_s = self.random.random() * DELAY_S if self.random.random() < 0.1 else None
+        async with asyncio.timeout(patience_s), request as response:
             if response.status == 400:
                 raise Refused((await response.json())["error"]["message"])
             assert response.status == 200
@@ -72,7 +77,7 @@ class Client:
 
 async def episode(endpoint: Endpoint, session: Any, seed: int, rounds: int) -> None:
     random = Random(seed)
-    played = Episode(random, delay=0.002)
+    played = Episode(random, delay=DELAY_S)
     policy = played.policy
     opened = endpoint.open(played.answer, earn=policy.conversations.earn, max_context=played.max_context)
     async with opened as address:
