@@ -148,7 +148,7 @@ def test_stats_and_verify_work_on_an_empty_pool(say: Shell) -> None:
 def test_show_prints_every_part_of_a_trajectory(say: Shell) -> None:
     asked = Turn({"role": "user", "content": "?"}, np.arange(40, dtype=np.int32))
     call: Message = {"role": "assistant", "content": "ok", "tool_calls": [{"id": "\x1b"}]}  # type: ignore[typeddict-unknown-key]
-    said = Turn(call, np.array([7, 8, 9]), np.array([-0.5, -0.25, -0.75], np.float32), 3)
+    said = Turn(call, np.array([7, 8, 9]), np.array([-0.5, -0.25, -0.75], np.float32), 3, 0.25)
     score = Score(1.0, parts={"speed": 0.5}, explanation="all\x07 well")
     whole = Trajectory("id\n", "t", ((asked, said), (asked, said)), score, StopReason.DONE, {"note": "\x07"})
     with ExperiencePool(say.folder / "p.sqlite") as opened:
@@ -168,10 +168,10 @@ def test_show_prints_every_part_of_a_trajectory(say: Shell) -> None:
     assert [line for line in lines if line.startswith(("segment", "["))] == [
         "segment 1 of 2",
         "[1] user: context, 40 tokens",
-        "[2] assistant: sampled by version 3, 3 tokens, mean log-prob -0.5000",
+        "[2] assistant: sampled by version 3, 3 tokens, mean log-prob -0.5000, reward 0.25",
         "segment 2 of 2",
         "[1] user: context, 40 tokens",
-        "[2] assistant: sampled by version 3, 3 tokens, mean log-prob -0.5000",
+        "[2] assistant: sampled by version 3, 3 tokens, mean log-prob -0.5000, reward 0.25",
     ]
     rows = [line for line in lines if re.match(r"    \d", line)]
     assert " ".join(row.strip() for row in rows[:2]) == " ".join(map(str, range(40)))

@@ -6,6 +6,7 @@ The warm start and the demonstrations are cached by everything that they depend 
 from __future__ import annotations
 
 import copy
+import json
 import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +21,7 @@ import torch
 from gleanrl.config.loading import load
 from gleanrl.config.settings import Config
 from gleanrl.environments import load_taskset
+from gleanrl.environments.agent.taskset import AgentTaskset
 from gleanrl.learners.supervised import fine_tune
 from gleanrl.runtime.evaluation import measure_baselines
 from gleanrl.runtime.prepare import check_parts, demonstrate, prepare, supervised_examples, warm_start
@@ -231,6 +233,63 @@ def test_tasks_that_are_both_trained_and_evaluated_are_refused(tmp_path: Path) -
     config = small(("environment.name", f"{file}:Mine"), ("environment.options", "{}"))
     with pytest.raises(UserError, match=r"training and evaluation share 2 of 6 evaluation tasks \('p-4' is one\)"):
         prepare(config, Silent())
+
+
+EARNS = """
+import json, urllib.request
+
+def solve(task, base_url, api_key, model):
+    def post(path, body):
+        headers = {"Authorization": f"Bearer {api_key}", "Content-Type": "application/json"}
+        request = urllib.request.Request(base_url + path, json.dumps(body).encode(), headers)
+        return json.load(urllib.request.urlopen(request))
+
+    said = []
+    for ask in (task["prompt"], "and now?"):
+        said.append({"role": "user", "content": ask})
+        said.append(post("/chat/completions", {"messages": said})["choices"][0]["message"])
+        post("/rewards", {"reward": float(said[-1]["content"] == task["solution"])})
+
+def expert(task, messages, tools):
+    return task["solution"]
+
+def wrong(task, messages, tools):
+    return "wrong"
+"""
+
+
+def agents(folder: Path, **options: str) -> Config:
+    """Return the configuration of a run whose agents post turn rewards and make two calls in each episode."""
+    (folder / "earns.py").write_text(EARNS)
+    rows = [json.dumps({"prompt": f"say {i}", "solution": str(i)}) for i in range(60)]
+    (folder / "rows.jsonl").write_text("\n".join(rows))
+    options = {"agent": f"{folder / 'earns.py'}:solve", "tasks": str(folder / "rows.jsonl"), **options}
+    table = ", ".join(f"{name} = '{value}'" for name, value in options.items())
+    return small(("environment.name", "agent"), ("environment.options", f"{{{table}}}"))
+
+
+def test_an_agent_that_posts_turn_rewards_can_be_demonstrated_and_their_sum_decides(tmp_path: Path) -> None:
+    config = agents(tmp_path, expert=f"{tmp_path / 'earns.py'}:expert")
+    taskset = load_taskset(config.environment, 0)
+    shown = demonstrate(config, taskset, Silent())
+    assert len(shown) == config.warm_start.demonstrations
+    assert all(len(one.conversations) == 2 for one in shown)
+    tasks = taskset.tasks("eval", 3)  # their demonstrations are not what the agent does
+    assert measure_baselines(taskset, tasks, max_turns=2, seed=0, progress=Silent()) == {}
+    config = agents(tmp_path, expert=f"{tmp_path / 'earns.py'}:wrong")
+    with pytest.raises(UserError, match="solved none"):
+        demonstrate(config, load_taskset(config.environment, 0), Silent())
+
+
+def test_demonstrations_that_no_task_has_end_after_each_task_was_tried(tmp_path: Path) -> None:
+    config = agents(tmp_path)  # the rows have one answer each
+    taskset, own = load_taskset(config.environment, 0), AgentTaskset.agent_expert
+    with (
+        patch.object(AgentTaskset, "agent_expert", autospec=True, side_effect=own) as asked,
+        pytest.raises(NoExpert, match=r"fewer answers.*environment\.options\.expert"),
+    ):
+        demonstrate(config, taskset, Silent())
+    assert asked.call_count == config.environment.warm_start_tasks
 
 
 def test_the_expert_baseline_is_perfect_and_the_random_one_is_poor() -> None:

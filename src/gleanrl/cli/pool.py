@@ -256,6 +256,8 @@ def _show_turn(index: int, turn: Turn) -> None:
     tokens = f"{turn.tokens.size} token{'' if turn.tokens.size == 1 else 's'}"
     if turn.logprobs is not None and turn.tokens.size:
         tokens += f", mean log-prob {turn.logprobs.mean(dtype='f8'):.4f}"
+    if turn.reward is not None:
+        tokens += f", reward {turn.reward:g}"
     print(f"\n[{index}] {safe(str(turn.message.get('role', '?')))}: {what}, {tokens}")
     for text in safe(str(turn.message.get("content", "")), lines=True).split("\n"):
         print(f"    | {text}")

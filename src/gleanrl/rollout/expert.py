@@ -14,10 +14,10 @@ import numpy as np
 from gleanrl.protocols import Completion, Environment, Tools
 from gleanrl.rollout.calls import ModelAnswer, ModelCall, Refused, answer_message
 from gleanrl.rollout.conversations import Conversations
-from gleanrl.rollout.player import Endpoint
+from gleanrl.rollout.player import Endpoint, sum_of_rewards
 from gleanrl.rollout.renderer import Renderer
 from gleanrl.rollout.tool_calls import expert_message
-from gleanrl.types import Message, Score
+from gleanrl.types import Message, Score, finite_reward
 
 Called = tuple[Sequence[Message], Tools]
 """A model call that an expert has answered: the messages with the answer as the last one, and the tools."""
@@ -28,9 +28,12 @@ async def play_expert(
 ) -> tuple[list[Called], Score | None]:
     """Play an episode whose model calls ``expert`` answers, and return the calls and the environment's score, if any.
 
+    If the environment gives no score and the agent posts turn rewards, the score is their sum.
+
     ``expert`` is that of `Taskset.agent_expert`. Errors of the expert and of the environment are raised.
     """
     calls: list[Called] = []
+    earned: list[float] = []
     errors: list[Exception] = []
 
     async def answer(call: ModelCall) -> ModelAnswer:
@@ -43,9 +46,14 @@ async def play_expert(
         calls.append(((*call.messages, message), tuple(call.tools)))
         return ModelAnswer(answer_message(message), 0, 0, "tool_calls" if message.get("tool_calls") else "stop")
 
+    def earn(reward: float, *_: Any) -> None:
+        if not calls:
+            raise ValueError("a reward came before the model's first message, which cannot have earned it")
+        earned.append(finite_reward(reward))
+
     try:
         await environment.reset()
-        async with endpoint(answer, earn=lambda reward, answer_id: None) as address:
+        async with endpoint(answer, earn=earn) as address:
             observation = await environment.run(address)
     except Exception as error:
         raise errors[0] if errors else error from None
@@ -53,7 +61,7 @@ async def play_expert(
         await environment.close()
     if errors:
         raise errors[0]
-    return calls, observation.score
+    return calls, observation.score or (sum_of_rewards(earned) if earned else None)
 
 
 def record(renderer: Renderer, calls: Sequence[Called]) -> Conversations:

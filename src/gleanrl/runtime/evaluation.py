@@ -289,10 +289,11 @@ def measure_baselines(
 
     The keys are ``eval/baseline/expert`` and ``eval/baseline/random``, with the suffixes ``_low`` and ``_high`` for the
     interval. An episode counts as solved if its score is at least ``success_threshold`` and it needs at most
-    ``max_turns`` actions. The result is empty if the environment has no expert for one of the tasks. The random policy
-    is left out if it always takes the same actions as the expert, which happens if each task has only one valid action.
+    ``max_turns`` actions. The result is empty if the environment has no expert for one of the tasks, or has agents. The
+    random policy is left out if it always takes the same actions as the expert, which happens if each task has only one
+    valid action.
     """
-    if not taskset.has_expert:
+    if not taskset.has_expert or taskset.agents:  # a demonstration is not what an agent does with its expert's answers
         return {}
     out: dict[str, float] = {}
     played: dict[str, list[tuple[Message, ...]]] = {}

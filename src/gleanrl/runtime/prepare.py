@@ -248,6 +248,7 @@ def demonstrate(config: Config, taskset: Taskset, progress: Progress) -> Sequenc
     tasks = take_tasks(taskset, config.environment, "warm_start")
     kept: list[Demonstration] = []
     failure: Exception | None = None
+    failures = 0  # number of attempts that an error has ended
     pool = EnvironmentPool(taskset, timeout_s=config.environment.timeout_s)
 
     async def together(playing: Sequence[Coroutine[Any, Any, Any]]) -> list[Any]:
@@ -271,10 +272,10 @@ def demonstrate(config: Config, taskset: Taskset, progress: Progress) -> Sequenc
                             agents.append(play_expert(pool.environment(task), pool.endpoint.open, expert))
                     except NoExpert as error:
                         # In a mixture of environments, tasks of another environment may still have an expert.
-                        failure = error
+                        failure, failures = error, failures + 1
                 for result in background_loop.run(together(agents)) if agents else ():
                     if isinstance(result, NoExpert | EnvironmentFailure):
-                        failure = result
+                        failure, failures = result, failures + 1
                     elif isinstance(result, BaseException):
                         raise UserError(
                             f"environment.options.expert: {describe(result)}{raised_at(result)}"
@@ -291,6 +292,8 @@ def demonstrate(config: Config, taskset: Taskset, progress: Progress) -> Sequenc
                         stage.advance()
                 if isinstance(failure, EnvironmentFailure) and not kept:
                     break  # the agent fails whatever the task
+                if failures == batch[-1] + 1 >= len(tasks):
+                    break  # each task has failed
     finally:
         background_loop.run(pool.close())
     if not kept:

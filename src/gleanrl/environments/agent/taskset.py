@@ -146,7 +146,10 @@ class AgentTaskset(Taskset):
 
         def answer(messages: Sequence[Message], tools: Tools) -> Message:
             if not answers:
-                raise NoExpert(f"the demonstration of task {task.id!r} has fewer answers than the agent has calls")
+                raise NoExpert(
+                    f"the demonstration of task {task.id!r} has fewer answers than the agent has calls; set "
+                    "environment.options.expert to a function that answers them"
+                )
             return answers.pop(0)
 
         return answer
