@@ -9,15 +9,16 @@ import numpy as np
 
 from gleanrl.rollout.thinking import written
 from gleanrl.rollout.tool_calls import read_calls
-from gleanrl.types import LAST_OBSERVATION, Message, Segment, Task, Trajectory
+from gleanrl.types import LAST_OBSERVATION, TURN_ORDER, Message, Segment, Task, Trajectory
 
 
 def conversation(trajectory: Trajectory) -> list[Message]:
     """Return the messages of a trajectory in order, each of them once, even if the context was rewritten.
 
     A segment that begins with another message than all before it is a conversation of its own, of which all messages
-    are included. The text that an agent returned is the last message, if it is not the model's last answer. If
-    experience was inserted into the prompt (``info["unguided"]``), the prompt without it is returned.
+    are included. The last message is the text that an agent returned, or else the model's last answer. This answer is
+    repeated if it is not in the last segment. If experience was inserted into the prompt (``info["unguided"]``), the
+    prompt without it is returned.
     """
     messages = [turn.message for segment in trajectory.segments[:1] for turn in segment]
     for number, segment in enumerate(trajectory.segments[1:], 1):
@@ -38,6 +39,9 @@ def conversation(trajectory: Trajectory) -> list[Message]:
         opening = len(opening_turns(trajectory))
         messages[:opening] = with_prompt(messages[:opening], plain)
     returned = [message for message in trajectory.info.get(LAST_OBSERVATION, ()) if message["role"] == "assistant"]
+    order = trajectory.info.get(TURN_ORDER, ())
+    if not returned and order and order[-1] != max(order):
+        returned = [list(trajectory.sampled_turns())[order.index(max(order))].message]
     return messages + returned
 
 

@@ -173,11 +173,14 @@ class Player:
             except Exception as error:
                 stop, score = StopReason.ERROR, Score.failed(describe(error))
         segments, tools = context.segments(), context.tools
+        order: list[int] = []  # the places in time of an agent's sampled turns
         if agent is not None:
             turns, cut, altered = agent.turns, agent.cut, agent.altered
             segments, tools = agent.conversations.segments(), agent.conversations.tools
-            said = [turn.message for turn in segments[-1] if turn.sampled][-1:] if segments else []
-            if len(unseen) == 1 and said and unseen[0]["content"] == said[0]["content"]:
+            order = agent.conversations.order(segments)
+            said = [turn for segment in segments for turn in segment if turn.sampled]
+            last = said[order.index(max(order))].message["content"] if said else None
+            if len(unseen) == 1 and unseen[0]["content"] == last:
                 unseen = ()  # the agent returned the model's last answer
         info: dict[str, Any] = {
             "turns": turns,
@@ -192,10 +195,8 @@ class Player:
             info[LAST_OBSERVATION] = list(unseen)
         if altered is not None:
             info["altered_sampling"] = altered
-        if agent is not None:
-            order = agent.conversations.order(segments)
-            if order != sorted(order):
-                info[TURN_ORDER] = order
+        if order != sorted(order):
+            info[TURN_ORDER] = order
         score = score or sum_of_rewards(turn.reward for segment in segments for turn in segment)
         return Trajectory(trajectory_id, task.id, segments, score, stop, info).scored(score)
 

@@ -138,6 +138,7 @@ def solve(task, base_url, api_key, model):
     post("/rewards", {"reward": 0.5})
     ask(question, plan, {"role": "user", "content": "go on"})
     post("/rewards", {"reward": 1.0})
+    return task["then"]
 """
 
 
@@ -146,9 +147,15 @@ def test_a_reward_reaches_all_turns_that_came_before_it_in_time(
     estimator: str, options: dict[str, Any], tmp_path: Path
 ) -> None:
     (tmp_path / "delegates.py").write_text(DELEGATES)
-    (earned,) = play(tmp_path, None, options={"agent": f"{tmp_path / 'delegates.py'}:solve"})
+    path = {"agent": f"{tmp_path / 'delegates.py'}:solve"}
+    (earned,) = play(tmp_path, None, options=path)
     assert [[turn.reward for turn in s if turn.sampled] for s in earned.segments] == [[None, 1.0], [0.5]]
     assert earned.info["turn_order"] == [0, 2, 1]
+    answers = [turn.message for turn in earned.sampled_turns()]
+    assert Request.of(Task("0"), earned).messages[-1] is answers[1]  # the last one in time
+    for returned in (answers[1]["content"], answers[2]["content"], "another"):
+        (told,) = play(tmp_path, returned, options=path)
+        assert Request.of(Task("0"), told).response == returned
     earned = decode(encode(earned), Trajectory)  # as a pool keeps it
     greedy = replace(earned, score=Score(0.0))
     group = Group(GroupSpec(Task("0"), 1, greedy=True), (earned,), 0, greedy)
