@@ -23,6 +23,7 @@ from gleanrl.config.settings import Config
 from gleanrl.environments import load_taskset
 from gleanrl.environments.agent.taskset import AgentTaskset
 from gleanrl.learners.supervised import fine_tune
+from gleanrl.learners.tiny import build_model, build_tokenizer
 from gleanrl.runtime.evaluation import measure_baselines
 from gleanrl.runtime.prepare import check_parts, demonstrate, prepare, supervised_examples, warm_start
 from gleanrl.tracking.monitors import Silent
@@ -55,6 +56,33 @@ def small(*overrides: tuple[str, str]) -> Config:
 
 def weights(model: torch.nn.Module) -> list[torch.Tensor]:
     return [p.detach().clone() for p in model.parameters()]
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ({"tensor_parallel": "2"}, "tensor_parallel = 2 does not divide the 3 ranks"),
+        ({"tensor_parallel": "3"}, "tensor_parallel = 3 does not divide the model's num_attention_heads = 2"),
+        ({"backend": "megatron", "pipeline_parallel": "2"}, "1 x 2 does not divide the 3 ranks"),
+        (
+            {"backend": "megatron", "pipeline_parallel": "3"},
+            "3 does not divide the model's 1 layer",
+        ),
+        ({"backend": "megatron", "lora_rank": "2"}, "it trains no adapters"),
+    ],
+)
+@pytest.mark.parametrize("given", [False, True])
+def test_a_layout_that_the_model_does_not_fit_is_refused_before_anything_is_made(
+    cache: Path, tmp_path: Path, settings: dict[str, str], why: str, given: bool
+) -> None:
+    made = small(*((f"learner.{key}", value) for key, value in settings.items()))
+    if given:
+        init = tmp_path / "a config without weights"
+        build_model(made.model, build_tokenizer(["a text"], 512), 0).config.save_pretrained(init)
+        made = made.model_copy(update={"model": made.model.model_copy(update={"init": str(init)})})
+    with pytest.raises(UserError, match=why):
+        prepare(made, Silent(), ranks=3)
+    assert not cache.exists()
 
 
 def test_the_second_prepare_loads_everything_from_the_cache_bit_for_bit(cache: Path) -> None:

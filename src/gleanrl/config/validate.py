@@ -18,6 +18,10 @@ from gleanrl.utils.text import nearest
 CHUNKED = ("pipelined", "pipelined_one_step_off", "bounded_async")
 """The schedule presets in which the learner receives each batch in ``schedule.chunks`` chunks."""
 
+MEGATRON_MISSING = (
+    "learner.backend = 'megatron' needs Megatron-core: pip install --no-deps megatron-core==0.16.1 einops"
+)
+
 
 def check_sections(config: Config) -> None:
     """Check the rules that involve several sections and do not depend on the algorithms.
@@ -322,6 +326,21 @@ def _check_backend(config: Config) -> None:
         if learner.distributed_optimizer:
             raise UserError("learner.distributed_optimizer = true needs learner.backend = 'megatron'")
     elif not config.ray.enabled and importlib.util.find_spec("megatron") is None:
+        raise UserError(MEGATRON_MISSING)
+    if learner.backend == "megatron" and learner.attn_implementation not in ("auto", "sdpa"):
         raise UserError(
-            "learner.backend = 'megatron' needs Megatron-core: pip install --no-deps megatron-core==0.16.1 einops"
+            f"learner.attn_implementation = {learner.attn_implementation!r} needs learner.backend = 'fsdp'; with "
+            "'megatron', attention is torch's own (sdpa)"
         )
+    if config.ray.enabled and learner.ranks == 1:
+        check_one_process(learner)
+
+
+def check_one_process(learner: LearnerSettings) -> None:
+    """Raise `UserError` if the learner needs several processes. A run with one process calls this function."""
+    if learner.tensor_parallel > 1:
+        raise UserError(f"learner.tensor_parallel = {learner.tensor_parallel} does not divide the 1 ranks")
+    if learner.offload_state:
+        raise UserError("learner.offload_state = true needs several processes: set learner.ranks, or use torchrun")
+    if learner.backend == "megatron":
+        raise UserError("learner.backend = 'megatron' needs several processes: set learner.ranks, or use torchrun")

@@ -174,10 +174,14 @@ def load_tokenizer(settings: ModelSettings) -> tuple[str, PreTrainedTokenizerBas
 
 
 def empty_model(settings: ModelSettings) -> PreTrainedModel:
-    """Return the model of ``settings.init`` without memory for its weights (device ``meta``), to count its parameters.
+    """Return the model of ``settings.init`` without memory for its weights (device ``meta``), to read its sizes.
 
-    Raises `UserError` if the model cannot be found, or its configuration describes none.
+    The tiny model has a smaller vocabulary than in a run. Raises `UserError` if the model cannot be found, or its
+    configuration describes none.
     """
+    if settings.init == "tiny":
+        with torch.device("meta"):
+            return build_model(settings, build_tokenizer(["a text"], settings.vocabulary), 0)
     config = _pretrained(AutoConfig, local_directory(settings.init), settings)
     try:
         with torch.device("meta"):

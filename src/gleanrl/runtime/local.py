@@ -84,7 +84,8 @@ def run_training(config: Config, *, resume: bool, console: Progress, monitors: O
     with learner_ranks(config) as ranks, open_run(folder, config, console, resume=resume):
         scorer = make_scorer(config.reward)
         restored = resume and Checkpoints(folder.checkpoints_path, config.checkpoint.keep).exist()
-        prepared = prepare(config, console, mapped=ranks is not None, restored=restored)
+        count = 1 if ranks is None else ranks.count
+        prepared = prepare(config, console, mapped=count > 1, restored=restored, ranks=count)
         with atomic.directory(folder.tokenizer_path) as partial:
             prepared.tokenizer.save_pretrained(partial)
         builder = Builder(config, folder, prepared, console, scorer, ranks)

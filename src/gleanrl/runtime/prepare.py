@@ -22,12 +22,14 @@ import torch
 from safetensors import SafetensorError
 
 import gleanrl
+from gleanrl.algorithms.advantages import ESTIMATORS
 from gleanrl.config.settings import Config, EnvironmentSettings, TaskSettings
 from gleanrl.config.validate import check_agents
 from gleanrl.curriculum.orders import make_curriculum
 from gleanrl.environments import load_taskset
 from gleanrl.environments.pool import EnvironmentFailure, EnvironmentPool
-from gleanrl.learners.models import compute_dtype, load_model, load_tokenizer, resolve_device
+from gleanrl.learners.distributed.sharded import check_layout
+from gleanrl.learners.models import compute_dtype, empty_model, load_model, load_tokenizer, resolve_device
 from gleanrl.learners.supervised import fine_tune
 from gleanrl.learners.tiny import texts_of
 from gleanrl.protocols import Curriculum, Split, Taskset
@@ -101,7 +103,13 @@ class Prepared:
 
 
 def prepare(
-    config: Config, progress: Progress, *, trains: bool = True, mapped: bool = False, restored: bool = False
+    config: Config,
+    progress: Progress,
+    *,
+    trains: bool = True,
+    mapped: bool = False,
+    restored: bool = False,
+    ranks: int = 1,
 ) -> Prepared:
     """Make the tasks, the demonstrations and the model of a run, or load them from the cache.
 
@@ -110,13 +118,14 @@ def prepare(
         mapped: leave the model's weights in their files, see `load_model`. A warm start trains them, and so reads them.
         restored: whether a checkpoint will be loaded. It has all weights, unless the run trains adapters, so that the
             warm start is left out.
+        ranks: number of processes of the learner.
 
     Raises:
         UserError: the environment or the model cannot be made, an option is wrong, the splits share tasks, or the model
             needs more memory than there is.
     """
     torch.manual_seed(derive(config.run.seed, "torch"))
-    check_model(config, progress, trains=trains)
+    check_model(config, progress, trains=trains, ranks=ranks)
     taskset, train, evaluation = make_tasks(config, progress)
     # The result is not used. The call raises `UserError` for wrong options now, before the costly steps below.
     make_curriculum(config.tasks, train, taskset.weights, group=1, seed=0, greedy=False)
@@ -160,19 +169,27 @@ def check_parts(config: Config, progress: Progress) -> None:
     if needs_expert(config):
         take_tasks(taskset, few, "warm_start")
     resolve_device(config.model.device)
-    check_model(config, progress)
+    check_model(config, progress, ranks=config.learner.ranks)
     source = config.replay.seed_from if config.replay.enabled else None
     if source is not None and not Path(source).exists():
         raise UserError(f"replay.seed_from = {source!r}: no such file or folder")
 
 
-def check_model(config: Config, progress: Progress, *, trains: bool = True) -> None:
+def check_model(config: Config, progress: Progress, *, trains: bool = True, ranks: int = 1) -> None:
     """Check a given model's tokenizer and chat template, and the memory that it needs, before costly steps begin.
+
+    Of any model it is checked whether ``ranks`` processes can train it.
 
     Raises:
         UserError: the model cannot be used, its chat template lacks one of ``context.template_options``, or it needs
             more memory than there is.
     """
+    if trains and ranks > 1:
+        # On Ray, the learner may have another device than this process.
+        device = torch.device("meta") if config.ray.enabled else resolve_device(config.model.device)
+        half = config.model.dtype == "bfloat16" and device.type == "cpu"
+        has_critic = "values" in ESTIMATORS.get(config.credit.estimator).needs
+        check_layout(empty_model(config.model), config.learner, ranks, has_critic=has_critic, half_on_cpu=half)
     if config.model.init == "tiny":
         return
     _, tokenizer = load_tokenizer(config.model)

@@ -19,6 +19,7 @@ import torch
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from gleanrl.config.settings import Config
+from gleanrl.config.validate import check_one_process
 from gleanrl.learners.distributed.ranks import Ranks, attempt_store, environment
 from gleanrl.learners.distributed.sharded import dismiss, serve
 from gleanrl.learners.models import resolve_device
@@ -44,12 +45,7 @@ def learner_ranks(config: Config) -> Iterator[Ranks | None]:
     """
     settings, met = config.learner, environment(os.environ)
     if met is None and settings.ranks == 1:
-        if settings.tensor_parallel > 1:
-            raise UserError(f"learner.tensor_parallel = {settings.tensor_parallel} does not divide the 1 ranks")
-        if settings.offload_state:
-            raise UserError("learner.offload_state = true needs several processes: set learner.ranks, or use torchrun")
-        if settings.backend == "megatron":
-            raise UserError("learner.backend = 'megatron' needs several processes: set learner.ranks, or use torchrun")
+        check_one_process(settings)
         yield None
         return
     cuda = use_cuda(config)

@@ -11,11 +11,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
+from gleanrl.config.settings import LearnerSettings
 from gleanrl.learners.distributed.ranks import Ranks
 from gleanrl.learners.distributed.replicas import RankReplicas
 from gleanrl.learners.transformers import Placement
@@ -40,13 +41,10 @@ class Fsdp(Placement):
         tensor_parallel: number of processes that compute each layer together.
         offload: keep shards, their gradients and so the optimizer's state in main memory.
 
-    Raises:
-        UserError: if ``tensor_parallel`` does not divide the number of processes.
+    `check_model` says beforehand whether a model can be placed.
     """
 
     def __init__(self, ranks: Ranks, dtype: torch.dtype, tensor_parallel: int = 1, *, offload: bool = False) -> None:
-        if ranks.count % tensor_parallel:
-            raise UserError(f"learner.tensor_parallel = {tensor_parallel} does not divide the {ranks.count} ranks")
         self._ranks, self._across = ranks, tensor_parallel
         shares = [rank // tensor_parallel for rank in range(ranks.count)]
         self.casts = dtype != torch.float32
@@ -84,7 +82,7 @@ class Fsdp(Placement):
                 for name, buffer in list(module.named_buffers(recurse=False)):
                     setattr(module, name, buffer.to(self._ranks.device))
             if is_layer and self._across > 1:
-                _split_layer(model, unit, self._mesh["tensor"])
+                parallelize_module(unit, self._mesh["tensor"], _plan(model, unit, self._across))
             # By default, FSDP2 does not reshard the root module after a forward pass. It is resharded here, so that all
             # parameters are sharded between two passes.
             fully_shard(unit, mesh=self._mesh["data"], reshard_after_forward=True, **self._policies)
@@ -97,12 +95,27 @@ class Fsdp(Placement):
         return whole if self.replicas.leads else tensor
 
 
-def _split_layer(model: Any, layer: nn.Module, mesh: DeviceMesh) -> None:
-    """Apply tensor parallelism to the linear modules of ``layer``, in place.
+def check_model(model: nn.Module, settings: LearnerSettings, count: int) -> None:
+    """Raise `UserError` if FSDP2 cannot train ``model`` with these settings on ``count`` processes.
+
+    The model's weights are not read.
+    """
+    if (size := settings.tensor_parallel) == 1:
+        return
+    if count % size:
+        raise UserError(f"learner.tensor_parallel = {size} does not divide the {count} ranks")
+    if settings.lora_rank:
+        raise UserError("learner.tensor_parallel splits no adapters; leave out learner.lora_rank, or set it to 1")
+    for layer in layers_of(model):
+        _plan(model, layer, size)
+
+
+def _plan(model: Any, layer: nn.Module, size: int) -> dict[str, ParallelStyle]:
+    """Return how ``size`` processes split the linear modules of ``layer``, by name.
 
     The config of a model of transformers says which of its modules are split by columns and which by rows
     (``base_model_tp_plan``). Embedding and head are not split. Raises `UserError` if the model has no such plan, the
-    plan does not suit this function, or ``mesh`` does not divide the number of attention heads.
+    plan does not suit this function, or ``size`` does not divide the number of attention heads.
     """
     config = model.config.get_text_config()
 
@@ -113,10 +126,10 @@ def _split_layer(model: Any, layer: nn.Module, mesh: DeviceMesh) -> None:
     if not plan:
         raise refuse("transformers has no plan for it")
     for heads in ("num_attention_heads", "num_key_value_heads"):
-        if (count := getattr(config, heads)) % mesh.size():
-            raise UserError(f"learner.tensor_parallel = {mesh.size()} does not divide the model's {heads} = {count}")
+        if (count := getattr(config, heads)) % size:
+            raise UserError(f"learner.tensor_parallel = {size} does not divide the model's {heads} = {count}")
     modules = dict(layer.named_modules())
-    planned = {}
+    planned: dict[str, ParallelStyle] = {}
     for path, style in plan.items():
         name = path.removeprefix(_PREFIX)
         if name == path or name not in modules:
@@ -130,4 +143,4 @@ def _split_layer(model: Any, layer: nn.Module, mesh: DeviceMesh) -> None:
         # between processes.
         if "." in name and name not in planned and any(True for _ in module.parameters(recurse=False)):
             raise refuse(f"its plan says nothing of {name}")
-    parallelize_module(layer, mesh, planned)
+    return planned

@@ -58,51 +58,12 @@ from gleanrl.learners.packed_attention import attend
 from gleanrl.utils.errors import UserError
 from gleanrl.utils.weights import Layout
 
-FAMILIES = ("llama", "qwen2", "qwen3")
 # Micro-batches that a pipeline works on without a pause, for each stage. More make it idle for a smaller share of the
 # time at the start and the end, and other work waits longer for the device.
 WINDOW = 8
 _NO_TOKENS = torch.zeros((), dtype=torch.int)
 _POLICY = f"{checkpoint.OPTIMIZER}policy/"
 _MOMENTS = ("exp_avg", "exp_avg_sq")
-
-
-def check_model(model: nn.Module, settings: LearnerSettings, count: int) -> None:
-    """Raise `UserError` if Megatron-core cannot train ``model`` with these settings on ``count`` processes."""
-    config: Any = model.config
-    tensor, pipeline = settings.tensor_parallel, settings.pipeline_parallel
-
-    def refuse(why: str) -> UserError:
-        return UserError(f"learner.backend = 'megatron': {why}")
-
-    if config.model_type not in FAMILIES:
-        raise refuse(f"not with a {config.model_type} model, only with {', '.join(FAMILIES)}")
-    if settings.lora_rank:
-        raise refuse("it trains no adapters; set learner.lora_rank = 0, or learner.backend = 'fsdp'")
-    if count % (tensor * pipeline):
-        raise refuse(
-            f"learner.tensor_parallel x pipeline_parallel = {tensor} x {pipeline} does not divide the {count} ranks"
-        )
-    for key in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
-        if (size := getattr(config, key)) % tensor:
-            raise refuse(f"learner.tensor_parallel = {tensor} does not divide the model's {key} = {size}")
-    if (tensor - 1) * math.ceil(config.vocab_size / tensor) >= config.vocab_size:
-        raise refuse(f"learner.tensor_parallel = {tensor} leaves a rank without a token of {config.vocab_size}")
-    if config.num_hidden_layers % pipeline:
-        raise refuse(
-            f"learner.pipeline_parallel = {pipeline} does not divide the model's {config.num_hidden_layers} layers"
-        )
-    rotary: Any = model.base_model.rotary_emb  # type: ignore[union-attr]
-    unusual = {
-        "biases in its layers": getattr(config, "attention_bias", False) or getattr(config, "mlp_bias", False),
-        "sliding windows": set(getattr(config, "layer_types", None) or ()) - {"full_attention"},
-        f"the activation {config.hidden_act!r}": config.hidden_act != "silu",
-        f"position embeddings of the type {rotary.rope_type!r}": rotary.attention_scaling != 1
-        or rotary.rope_type not in ("default", "linear", "llama3"),
-    }
-    for what, present in unusual.items():
-        if present:
-            raise refuse(f"not with {what}, which this {config.model_type} model has; use learner.backend = 'fsdp'")
 
 
 class MegatronBackend:
@@ -120,10 +81,7 @@ class MegatronBackend:
         critic: must be None.
 
     The other arguments are those of `TransformersBackend`. ``seed`` is not used, because nothing is initialised at
-    random.
-
-    Raises:
-        UserError: if Megatron-core cannot train this model with these settings (see `check_model`).
+    random. `check_model` says beforehand whether Megatron-core can train the model with these settings.
     """
 
     def __init__(
@@ -140,20 +98,13 @@ class MegatronBackend:
         seed: int = 0,
         trains: bool = True,
     ) -> None:
-        del seed
-        check_model(model, settings, ranks.count)
+        del seed, critic
         self.device, self.settings, self.temperature, self.trains = ranks.device, settings, temperature, trains
         on_gpu = ranks.device.type == "cuda"
         dtype = next(model.parameters()).dtype
         if not on_gpu and compute_dtype != torch.bfloat16:
             compute_dtype = dtype
         compute_dtype = compute_dtype or torch.bfloat16
-        if critic is not None:
-            raise UserError("learner.backend = 'megatron': it has no critic; choose another credit.estimator")
-        if compute_dtype == torch.bfloat16 and not on_gpu:
-            raise UserError(
-                "learner.backend = 'megatron': on a CPU it computes in float32; set model.dtype = 'float32'"
-            )
         if not on_gpu:
             keep_freed_memory()
         tensor, pipeline = settings.tensor_parallel, settings.pipeline_parallel

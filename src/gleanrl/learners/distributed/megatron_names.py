@@ -4,16 +4,23 @@ Megatron-core joins the query, key and value projections to one matrix, in which
 and the gate and up projections to another. Tensor parallelism gives each process a block of rows or columns of every
 matrix. Each block of a joined matrix consists of blocks of the matrices that it is made of, so a process can convert
 its own part without the others.
+
+`check_model` says whether Megatron-core can train a model. Nothing here imports Megatron-core.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from gleanrl.config.settings import LearnerSettings
+from gleanrl.utils.errors import UserError
+
+FAMILIES = ("llama", "qwen2", "qwen3")
 _QKV, _GATE_UP = "self_attention.linear_qkv", "mlp.linear_fc1"
 # Names inside a layer, without ".weight" or ".bias".
 _LAYER = {
@@ -27,6 +34,53 @@ _LAYER = {
     "self_attention.k_layernorm": ("self_attn.k_norm",),
 }
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+def check_model(
+    model: nn.Module, settings: LearnerSettings, count: int, *, has_critic: bool, half_on_cpu: bool
+) -> None:
+    """Raise `UserError` if Megatron-core cannot train ``model`` with these settings on ``count`` processes.
+
+    The model's weights are not read. ``half_on_cpu``: whether passes would compute in bfloat16 on a CPU.
+    """
+    config: Any = model.config
+    tensor, pipeline = settings.tensor_parallel, settings.pipeline_parallel
+
+    def refuse(why: str) -> UserError:
+        return UserError(f"learner.backend = 'megatron': {why}")
+
+    if config.model_type not in FAMILIES:
+        raise refuse(f"not with a {config.model_type} model, only with {', '.join(FAMILIES)}")
+    if settings.lora_rank:
+        raise refuse("it trains no adapters; set learner.lora_rank = 0, or learner.backend = 'fsdp'")
+    if has_critic:
+        raise refuse("it has no critic; choose another credit.estimator")
+    if half_on_cpu:
+        raise refuse("on a CPU it computes in float32; set model.dtype = 'float32'")
+    if count % (tensor * pipeline):
+        raise refuse(
+            f"learner.tensor_parallel x pipeline_parallel = {tensor} x {pipeline} does not divide the {count} ranks"
+        )
+    for key in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
+        if (size := getattr(config, key)) % tensor:
+            raise refuse(f"learner.tensor_parallel = {tensor} does not divide the model's {key} = {size}")
+    if (tensor - 1) * math.ceil(config.vocab_size / tensor) >= config.vocab_size:
+        raise refuse(f"learner.tensor_parallel = {tensor} leaves a rank without a token of {config.vocab_size}")
+    if config.num_hidden_layers % pipeline:
+        raise refuse(
+            f"learner.pipeline_parallel = {pipeline} does not divide the model's {config.num_hidden_layers} layers"
+        )
+    rotary: Any = model.base_model.rotary_emb  # type: ignore[union-attr]
+    unusual = {
+        "biases in its layers": getattr(config, "attention_bias", False) or getattr(config, "mlp_bias", False),
+        "sliding windows": set(getattr(config, "layer_types", None) or ()) - {"full_attention"},
+        f"the activation {config.hidden_act!r}": config.hidden_act != "silu",
+        f"position embeddings of the type {rotary.rope_type!r}": rotary.attention_scaling != 1
+        or rotary.rope_type not in ("default", "linear", "llama3"),
+    }
+    for what, present in unusual.items():
+        if present:
+            raise refuse(f"not with {what}, which this {config.model_type} model has; use learner.backend = 'fsdp'")
 
 
 def names_of(stage: Any, *, tied: bool) -> dict[str, tuple[nn.Parameter, tuple[str, ...]]]:

@@ -20,8 +20,9 @@ from torch import Tensor, nn
 
 from gleanrl.algorithms.batch import Sample
 from gleanrl.config.settings import LearnerSettings
+from gleanrl.config.validate import MEGATRON_MISSING
 from gleanrl.learners.backend import Backend, Pass
-from gleanrl.learners.distributed.fsdp import Fsdp
+from gleanrl.learners.distributed import fsdp, megatron_names
 from gleanrl.learners.distributed.ranks import Ranks
 from gleanrl.learners.engine import LocalEngine, TokenScores, go_on
 from gleanrl.learners.models import skeleton
@@ -31,6 +32,20 @@ from gleanrl.utils.errors import UserError
 from gleanrl.utils.weights import GatheredWeights
 
 
+def check_layout(
+    model: nn.Module, settings: LearnerSettings, count: int, *, has_critic: bool, half_on_cpu: bool
+) -> None:
+    """Raise `UserError` if ``count`` processes cannot train ``model`` with these settings.
+
+    The model's weights are not read, so it may be on the meta device. ``half_on_cpu``: whether passes would compute in
+    bfloat16 on a CPU.
+    """
+    if settings.backend == "megatron":
+        megatron_names.check_model(model, settings, count, has_critic=has_critic, half_on_cpu=half_on_cpu)
+    else:
+        fsdp.check_model(model, settings, count)
+
+
 def make_local(ranks: Ranks, model: nn.Module, settings: LearnerSettings, *args: Any, **options: Any) -> LocalEngine:
     """Make this process's engine, whose model is sharded over ``ranks``.
 
@@ -38,22 +53,26 @@ def make_local(ranks: Ranks, model: nn.Module, settings: LearnerSettings, *args:
     the others pass its `skeleton` and receive their shards from rank 0.
 
     Raises:
-        UserError: if ``learner.tensor_parallel`` cannot be used with these settings or this model.
+        UserError: if the processes cannot train this model with these settings (see `check_layout`), or Megatron-core
+            is not installed.
     """
     dtype = options.pop("compute_dtype", None) or (torch.bfloat16 if ranks.device.type == "cuda" else torch.float32)
+    half_on_cpu = dtype == torch.bfloat16 and ranks.device.type == "cpu"
+    critic = options.get("critic") is not None
+    check_layout(model, settings, ranks.count, has_critic=critic, half_on_cpu=half_on_cpu)
     backend: Callable[..., Backend]
     if settings.backend == "megatron":
         # Megatron-core warns of optional packages that are missing, of its own defaults, and calls functions of torch
         # that have new names.
         warnings.filterwarnings("ignore", module=r"megatron\.")
         warnings.filterwarnings("ignore", "`torch.distributed", FutureWarning)
-        from gleanrl.learners.distributed.megatron import MegatronBackend
-
+        try:
+            from gleanrl.learners.distributed.megatron import MegatronBackend
+        except ModuleNotFoundError as error:
+            raise UserError(f"{MEGATRON_MISSING} (no module {error.name!r})") from None
         backend = partial(MegatronBackend, ranks)
     else:
-        if settings.lora_rank and settings.tensor_parallel > 1:
-            raise UserError("learner.tensor_parallel splits no adapters; leave out learner.lora_rank, or set it to 1")
-        placement = Fsdp(ranks, dtype, settings.tensor_parallel, offload=settings.offload_state)
+        placement = fsdp.Fsdp(ranks, dtype, settings.tensor_parallel, offload=settings.offload_state)
         backend = partial(TransformersBackend, placement=placement)
     return LocalEngine(model, settings, *args, **options, compute_dtype=dtype, backend=backend)
 

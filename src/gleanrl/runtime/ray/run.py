@@ -57,7 +57,7 @@ def run_training(config: Config, *, resume: bool, console: Progress, monitors: O
         make_scorer(config.reward)
         with open_cluster(config.ray, console, count_actors(config)) as cluster:
             restored = resume and Checkpoints(folder.checkpoints_path, config.checkpoint.keep).exist()
-            prepared = prepare(config, console, mapped=True, restored=restored)
+            prepared = prepare(config, console, mapped=True, restored=restored, ranks=config.learner.ranks)
             with atomic.directory(folder.tokenizer_path) as written:
                 prepared.tokenizer.save_pretrained(written)
             builder = RayBuilder.make(config, folder, prepared, console, cluster)
