@@ -327,6 +327,29 @@ def test_a_request_without_the_key_of_a_running_episode_or_with_a_huge_body_is_r
     assert answered == ["hello"]
 
 
+def test_a_body_that_cannot_be_read_is_the_client_s_error_and_an_error_of_the_policy_is_not() -> None:
+    async def answer(call: ModelCall) -> ModelAnswer:
+        raise ValueError("a bug")
+
+    async def talk() -> list[tuple[int, str]]:
+        endpoint, found = Endpoint(), []
+        bodies = [(b"x", {"Content-Encoding": "gzip"}), (b"{", {}), (b"[" * 100_000, {}), (b"\xff", {})]
+        bodies.append((b'{"messages": [{"role": "user", "content": "x"}]}', {}))
+        async with endpoint.open(answer) as address:
+            for body, headers in bodies:
+                headers = {"Authorization": f"Bearer {address.key}", **headers}
+                client = aiohttp.ClientSession(headers=headers)
+                async with client, client.post(f"{address.url}/v1/chat/completions", data=body) as response:
+                    found.append((response.status, await response.text()))
+        await endpoint.close()
+        return found
+
+    *wrong, bug = asyncio.run(talk())
+    assert [status for status, _ in wrong] == [400] * 4
+    assert all("is not JSON" in text for _, text in wrong)
+    assert bug[0] == 500
+
+
 REFUSED = [
     {"context.policy": "strip_thinking"},
     {"context.policy": "window"},

@@ -167,7 +167,7 @@ class Endpoint:
             episode = self._episode(request)
             if episode.earn is None:
                 raise Refused("this model is not trained, so that it takes no turn rewards")
-            body = json.loads(await request.read())
+            body = await _read(request)
             if not isinstance(body, dict) or not {"reward"} <= body.keys() <= {"reward", "id"}:
                 raise Refused('a turn reward is posted as {"reward": 0.5} or {"id": "chatcmpl-...", "reward": 0.5}')
             reward, named = body["reward"], body.get("id")
@@ -176,9 +176,7 @@ class Endpoint:
             # The id of a response is a prefix of its API, such as "chatcmpl-" or "msg_", and the id of the answer.
             episode.earn(reward, None if named is None else named.replace("_", "-").rpartition("-")[2])
             return web.json_response({"object": "reward", **body})
-        except web.HTTPRequestEntityTooLarge:
-            refused = Refused(f"the body is larger than {MAX_BODY_BYTES} bytes", status=413, kind="too_large")
-        except (ValueError, TypeError, RecursionError, OverflowError) as error:
+        except (ValueError, TypeError, OverflowError) as error:
             refused = Refused(f"the turn reward is refused: {error}")
         except Refused as error:
             refused = error
@@ -189,9 +187,7 @@ class Endpoint:
 
         try:
             episode = self._episode(request)
-            if (request.content_length or 0) > MAX_BODY_BYTES:
-                raise web.HTTPRequestEntityTooLarge(MAX_BODY_BYTES, request.content_length or 0)
-            body = json.loads(await request.read())
+            body = await _read(request)
             if not isinstance(body, dict):
                 raise Refused("the body of the request is not a JSON object")
             call = dialect.read(body)
@@ -214,10 +210,23 @@ class Endpoint:
                 return web.json_response(dialect.write(answer, call, MODEL))
             events = "".join(dialect.stream(answer, call, MODEL))
             return web.Response(text=events, content_type="text/event-stream")
-        except web.HTTPRequestEntityTooLarge:
-            refused = Refused(f"the body is larger than {MAX_BODY_BYTES} bytes", status=413, kind="too_large")
-        except (ValueError, RecursionError):
-            refused = Refused("the body of the request is not JSON")
+        except RecursionError:
+            refused = Refused("the body of the request is nested too deeply")
         except Refused as error:
             refused = error
         return web.json_response(dialect.error(refused), status=refused.status)
+
+
+async def _read(request: Any) -> Any:
+    """Return the JSON in the body of a request. Raises `Refused` if the body is too large or holds none."""
+    from aiohttp import web
+
+    too_large = Refused(f"the body is larger than {MAX_BODY_BYTES} bytes", status=413, kind="too_large")
+    if (request.content_length or 0) > MAX_BODY_BYTES:
+        raise too_large
+    try:
+        return json.loads(await request.read())
+    except web.HTTPRequestEntityTooLarge:
+        raise too_large from None
+    except (ValueError, RecursionError, web.RequestPayloadError):
+        raise Refused("the body of the request is not JSON") from None
