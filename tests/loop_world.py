@@ -69,6 +69,7 @@ class RecordingLearner:
 
     consumed: list[tuple[int, ...]] = field(default_factory=list)  # for each update, the trained tokens of each part
     delay: float = 0.0
+    returned: list[str] = field(default_factory=list)  # names of the folders of `return_to`
 
     async def update(self, batch: Batch) -> dict[str, float]:
         await asyncio.sleep(self.delay)
@@ -86,6 +87,9 @@ class RecordingLearner:
 
     def load(self, folder: Path) -> None:
         self.consumed = [tuple(chunk) for chunk in json.loads((folder / "learner.json").read_text())]
+
+    def return_to(self, folder: Path) -> None:
+        self.returned.append(folder.name)
 
     def export(self, folder: Path) -> None:
         pass

@@ -10,6 +10,7 @@ import math
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ from gleanrl.simulate import virtual_time
 from gleanrl.train import Run, StepState, train
 from gleanrl.types import Group, Score, StopReason, Task, Trajectory
 from gleanrl.utils.errors import UserError
-from tests.loop_world import RecordingEvaluator, make_run, renderer, tasks
+from tests.loop_world import RecordingEvaluator, alter_answers, make_run, renderer, tasks
 
 PRESETS = ["sync", "pipelined", "one_step_off", "pipelined_one_step_off", "bounded_async"]
 
@@ -595,3 +596,54 @@ def test_learner_weights_is_called_in_another_thread(tmp_path: Path) -> None:
     run.learner.weights = recorded
     run_to_end(run)
     assert asked == [False, False]
+
+
+def collapsing_run(folder: Path, *, resume: bool = False, returns: bool = True) -> Run:
+    """A run of 40 steps whose sampler solves every task until step 20, and none afterwards until it goes back."""
+    settings = ScheduleSettings(preset="sync", batch=4, group=2, min_valid=1)
+    run = make_run(folder, settings, steps=40, checkpoint_every=5, resume=resume)
+    if resume:
+        found = run.checkpoints.latest()
+        assert found is not None
+        run.watch.load_state_dict(found[1]["watch"])
+    run.return_on_collapse, run.checkpoints.keep = returns, 1
+    words = {w: renderer().tokenizer(w, add_special_tokens=False)["input_ids"] for w in ("left", "right")}
+
+    def answer(completion: Any, seed: int, turn: int) -> Any:
+        tokens = [*words["left" if run.step < 20 or run.learner.returned else "right"], renderer().end_of_turn]
+        return replace(completion, tokens=np.array(tokens, np.int32), logprobs=np.zeros(len(tokens), np.float32))
+
+    alter_answers(run.player.sampler, answer)
+    return run
+
+
+def test_after_a_collapse_the_learner_returns_to_the_last_good_checkpoint(tmp_path: Path) -> None:
+    run = collapsing_run(tmp_path)
+    run_to_end(run)
+    # The mean of ten steps is 0.5 after step 25. Checkpoint 15, after which all steps were good, is kept until then.
+    assert run.learner.returned == ["step-15"]
+    told = {
+        step: metrics["collapse/returns"] for step, _, metrics in run.observer.steps if "collapse/returns" in metrics
+    }
+    assert told == dict.fromkeys(range(25, 41), 1.0)
+    # Steps 31 to 35 and 36 to 40 are as good as the best.
+    assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {"step-30", "step-40"}
+
+
+def test_without_the_setting_a_collapse_is_only_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run = collapsing_run(tmp_path, returns=False)
+    run_to_end(run)
+    assert run.learner.returned == []
+    assert "step 25: success has fallen from 1.00 to 0.50" in caplog.text
+    assert run.observer.steps[-1][2]["collapse/noticed"] == 1
+
+
+def test_a_resumed_run_returns_to_the_checkpoint_that_it_would_have_returned_to(tmp_path: Path) -> None:
+    first = collapsing_run(tmp_path)
+    first.total_steps = 22
+    run_to_end(first)
+    assert first.learner.returned == []
+    second = collapsing_run(tmp_path, resume=True)
+    run_to_end(second)
+    assert second.learner.returned == ["step-15"]
+    assert second.watch.returns == 1

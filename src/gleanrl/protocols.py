@@ -400,6 +400,13 @@ class Learner(Protocol):
         """Restore the state that `save` has written into ``folder``."""
         ...
 
+    def return_to(self, folder: Path) -> None:
+        """Restore weights and optimizers as `save` has written them into ``folder``, and halve the learning rate.
+
+        All counters continue. Called after the last batch of a step.
+        """
+        ...
+
     def export(self, folder: Path) -> None:
         """Write a Hugging Face model directory that transformers and vLLM can load without conversion."""
         ...
@@ -463,11 +470,16 @@ class Evaluator(Protocol):
 class CheckpointStore(Protocol):
     """Stores checkpoints."""
 
-    def save(self, step: int, state: dict[str, Any], write: Callable[[Path], None]) -> Any:
+    def save(self, step: int, state: dict[str, Any], write: Callable[[Path], None], good: int | None = None) -> Any:
         """Store a checkpoint: ``state``, and the files that ``write(folder)`` puts into the given folder.
 
-        If the process is killed meanwhile, no incomplete checkpoint is left.
+        The checkpoint of step ``good`` is kept, however old it is. If the process is killed meanwhile, no incomplete
+        checkpoint is left.
         """
+        ...
+
+    def find(self, step: int) -> Path | None:
+        """Return the folder of the checkpoint of ``step``; None if there is no undamaged one."""
         ...
 
 

@@ -53,6 +53,7 @@ from gleanrl.config.settings import ScheduleSettings
 from gleanrl.curriculum.plan import Plan
 from gleanrl.protocols import CheckpointStore, Evaluator, Learner, Observer, Reward
 from gleanrl.rollout.player import Player
+from gleanrl.schedule.collapse import CollapseWatch
 from gleanrl.schedule.controller import STALE, GroupQueue, StalenessController, Ticket
 from gleanrl.schedule.group_check import RESAMPLED, GroupCheck
 from gleanrl.schedule.step_metrics import StepMetrics
@@ -109,6 +110,8 @@ class Run:
     checkpoint_every: int  # number of steps between checkpoints; 0 = save only at the end
     observer: Observer
     timeline: Timeline
+    watch: CollapseWatch = field(default_factory=CollapseWatch)
+    return_on_collapse: bool = False  # whether the learner goes back to a good checkpoint after a collapse of success
     success_threshold: float = SUCCESS  # minimum score of a solved task, in the metrics of a step
     clock: Callable[[], float] = perf_counter  # returns seconds; must be the clock of ``timeline``
     interruption: Interruption = field(default_factory=Interruption)
@@ -121,7 +124,11 @@ class Run:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the JSON-serialisable part of a checkpoint: all state except the learner's. Call it between steps."""
-        return {"controller": self.controller.state_dict(), "plan": self.plan.state_dict()}
+        return {
+            "controller": self.controller.state_dict(),
+            "plan": self.plan.state_dict(),
+            "watch": self.watch.state_dict(),
+        }
 
     async def save(self, state: dict[str, Any] | None = None) -> None:
         """Write a checkpoint of the last finished step. ``state`` is the result of an earlier call of `state_dict`.
@@ -131,7 +138,7 @@ class Run:
         """
         with self.timeline.span("checkpoint", step=self.step):
             state = self.state_dict() if state is None else state
-            await asyncio.to_thread(self.checkpoints.save, self.step, state, self.learner.save)
+            await asyncio.to_thread(self.checkpoints.save, self.step, state, self.learner.save, self.watch.good)
 
 
 # --- producing groups -----------------------------------------------------------------------------
@@ -280,6 +287,10 @@ async def run_step(run: Run, queue: GroupQueue) -> bool:
     run.step_state = StepState.LEARNING
     metrics = {**totals.result(consumed), **queue.metrics()}
     metrics |= run.plan.observe(consumed, metrics)
+    if (collapse := run.watch.observe(metrics)) is not None:
+        await report_collapse(run, collapse)
+    if run.watch.noticed:
+        metrics |= {"collapse/noticed": float(run.watch.noticed), "collapse/returns": float(run.watch.returns)}
     await finish_shared_evaluation(run)
     with run.timeline.span("publish", step=run.step):
         # in a thread, because the learner may wait for a forward pass that needs the event loop
@@ -289,6 +300,20 @@ async def run_step(run: Run, queue: GroupQueue) -> bool:
     run.observer.on_step(run.step, consumed, {**metrics, "time/step_s": run.clock() - started}, run.plan.refused)
     run.step_state = StepState.BOUNDARY
     return True
+
+
+async def report_collapse(run: Run, collapse: str) -> None:
+    """Log a collapse of success. If the run is set to return, restore the learner from the last good checkpoint."""
+    good = None if run.watch.good is None else run.checkpoints.find(run.watch.good)
+    if not run.return_on_collapse:
+        log.warning("step %d: %s; checkpoint.return_on_collapse would go back", run.step + 1, collapse)
+    elif good is None:
+        log.warning("step %d: %s; there is no checkpoint from before to return to", run.step + 1, collapse)
+    else:
+        await asyncio.to_thread(run.learner.return_to, good)
+        run.watch.returned()
+        message = "step %d: %s; the weights are those of %s again, and the learning rate is halved"
+        log.warning(message, run.step + 1, collapse, good.name)
 
 
 async def finish_shared_evaluation(run: Run) -> None:
@@ -304,6 +329,7 @@ async def save_and_evaluate_if_due(run: Run) -> None:
         # checkpoint cannot evaluate older weights again. The state is captured before this wait, at the end of the
         # step: groups that are sampled during the wait are not in it, and a resumed run samples them again, with the
         # same result.
+        run.watch.saved(run.step)
         state = run.state_dict()
         await run.interruption.unless_interrupted(run.evaluator.finish())
         await run.save(state)

@@ -563,6 +563,28 @@ def test_loading_holds_no_second_copy_of_the_weights(tmp_path: Path) -> None:
     assert allocated.peak < moments + 3 * 4 * max(sizes)  # a tensor is read before it is copied to its place
 
 
+def test_returning_restores_weights_and_optimizer_and_halves_the_learning_rate(tmp_path: Path) -> None:
+    batches = [make_batch(seed) for seed in range(4)]
+    learner, straight = make_learner(lr=0.01), make_learner(lr=0.005)
+    rate = update(learner, batches[0])["learner/lr"]
+    learner.save(tmp_path / "good")
+    saved = {name: tensor.clone() for name, tensor in learner.weights().items()}
+    update(learner, *batches[1:3])
+    learner.return_to(tmp_path / "good")
+    assert all(torch.equal(learner.weights()[name], tensor) for name, tensor in saved.items())
+    assert learner.step == 3
+    learner.save(tmp_path / "later")
+    straight.load(tmp_path / "good")
+    update(straight, batches[3])
+    for one in (learner, make_learner(lr=0.01)):
+        if one is not learner:
+            one.load(tmp_path / "later")
+        assert update(one, batches[3])["learner/lr"] == rate / 2
+        # The optimizer is that of the checkpoint too: a learner with half the rate makes the same update from there.
+        for name, tensor in straight.weights().items():
+            torch.testing.assert_close(one.weights()[name], tensor, rtol=0, atol=1e-7)
+
+
 def test_loading_restores_the_random_state(tmp_path: Path) -> None:
     learner = make_learner()
     learner.save(tmp_path)

@@ -577,6 +577,13 @@ class EvaluationSettings(Settings):
     """Also evaluate the policy before the first step."""
 
 
+class RunCheckpointSettings(CheckpointSettings):
+    return_on_collapse: bool = False
+    """If success falls to half of the run's best or less, restore weights and optimizer from the newest checkpoint
+    after which success was still high, and halve the learning rate from then on. Steps, replay and the order of tasks
+    go on. Without it, a fall is only reported. Not with `tasks.order = "levels"`, where harder tasks lower success."""
+
+
 class RolloutMonitorSettings(MonitorSettings):
     """Where a run writes its metrics, and how many trajectories of each step it writes to the run folder."""
 
@@ -726,7 +733,7 @@ class Config(JobConfig):
     loss: LossSettings = LossSettings()
     learner: LearnerSettings = LearnerSettings()
     evaluation: Changeable[EvaluationSettings] = EvaluationSettings()
-    checkpoint: Changeable[CheckpointSettings] = CheckpointSettings()
+    checkpoint: Changeable[RunCheckpointSettings] = RunCheckpointSettings()
     monitor: Changeable[RolloutMonitorSettings] = RolloutMonitorSettings()
     ray: Changeable[RaySettings] = RaySettings()
 

@@ -247,6 +247,10 @@ def _check_estimator(config: Config) -> None:
         )
     if credit.estimator == "grpo_passk" and schedule.min_valid < 2:
         raise UserError("credit.estimator = 'grpo_passk' compares the best two; set schedule.min_valid to 2 or more")
+    if config.checkpoint.return_on_collapse and not config.checkpoint.every:
+        raise UserError("checkpoint.return_on_collapse needs checkpoints to return to; set checkpoint.every above 0")
+    if config.checkpoint.return_on_collapse and config.tasks.order == "levels":
+        raise UserError("checkpoint.return_on_collapse does not work with tasks.order = 'levels', which lowers success")
     if credit.per_part:
         _check_per_part(config, compares_groups=estimator.group_baseline and not estimator.turn_rewards)
     if not estimator.group_local and _in_chunks(config):

@@ -51,6 +51,7 @@ class _Progress:
     skipped: int = 0  # number of updates skipped because the gradient was not finite
     skipped_in_a_row: int = 0
     last_update: int = -1  # step of the last applied update
+    returns: int = 0  # number of calls of `return_to`, each of which halves the learning rate
     pending_tokens: float = 0.0  # trained tokens in the current mini-batch
     pending_sequences: float = 0.0  # sequences with a trained token in the current mini-batch
 
@@ -296,7 +297,9 @@ class TorchLearner:
         if self._progress.groups % self.groups_per_update:
             raise RuntimeError("a mini-batch is half consumed; save at the end of a step")
         progress = self._progress
-        counters = {name: getattr(progress, name) for name in ("groups", "updates", "skipped", "last_update")}
+        counters = {
+            name: getattr(progress, name) for name in ("groups", "updates", "skipped", "last_update", "returns")
+        }
         folder.mkdir(parents=True, exist_ok=True)
         self.engine.save(folder)
         checkpoint.write_counters(folder, {**counters, "kl_coefficient": self._kl.value})
@@ -315,6 +318,15 @@ class TorchLearner:
             self._kl.value = kl_coefficient
         self._progress, self._learned = _Progress(**counters), Learned()
         self.engine.discard()
+
+    def return_to(self, folder: Path) -> None:
+        """Restore weights, optimizers and random state from ``folder``, and halve the learning rate; counters continue.
+
+        Raises the errors of `load`.
+        """
+        progress = self._progress
+        self.load(folder)
+        self._progress = replace(progress, returns=progress.returns + 1)
 
     def export(self, folder: Path) -> None:
         """Write a Hugging Face model directory: the weights with adapters merged, the config and the tokenizer."""
@@ -358,7 +370,7 @@ class TorchLearner:
         started = perf_counter()
         tokens, sequences = progress.pending_tokens, progress.pending_sequences
         progress.pending_tokens = progress.pending_sequences = 0.0
-        lr = learning_rate(self.settings, step, self.total_steps)
+        lr = learning_rate(self.settings, step, self.total_steps) * 0.5**progress.returns
         meter.rates.append(lr)
         if tokens < 0.5:
             meter.updates_empty += 1

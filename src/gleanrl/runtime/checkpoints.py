@@ -40,8 +40,10 @@ class Checkpoints:
     def __init__(self, folder: Path, keep: int, *, unchecked: Collection[str] = ()) -> None:
         self.folder, self.keep, self.unchecked = folder, keep, frozenset(unchecked)
 
-    def save(self, step: int, state: dict[str, Any], write: Callable[[Path], None]) -> Path:
+    def save(self, step: int, state: dict[str, Any], write: Callable[[Path], None], good: int | None = None) -> Path:
         """Save a checkpoint of ``step``, delete all but the newest ``keep`` checkpoints, and return its path.
+
+        The checkpoint of step ``good`` is not deleted either.
 
         ``state`` must be representable in JSON. ``write`` is called with the checkpoint's folder and writes further
         files into it. If an undamaged checkpoint of ``step`` exists, it is not written again. Checkpoints of later
@@ -64,12 +66,18 @@ class Checkpoints:
             }
             (folder / _MANIFEST).write_text(json.dumps(files, indent=1))
         for old in self._find_all()[: -self.keep]:
-            shutil.rmtree(old, ignore_errors=True)
+            if old.name != f"step-{good}":
+                shutil.rmtree(old, ignore_errors=True)
         return target
 
     def exist(self) -> bool:
         """Return whether there are checkpoints, so that `latest` finds one or raises."""
         return bool(self._find_all())
+
+    def find(self, step: int) -> Path | None:
+        """Return the folder of the checkpoint of ``step``; None if there is no undamaged one."""
+        folder = self.folder / f"step-{step}"
+        return folder if folder.is_dir() and _find_fault(folder) is None else None
 
     def latest(self) -> tuple[Path, dict[str, Any]] | None:
         """Return the folder and the state of the newest undamaged checkpoint, or None if there are no checkpoints.

@@ -54,6 +54,7 @@ from gleanrl.runtime.rewards import RewardSource, make_scorer, reward_source
 from gleanrl.runtime.run_folder import Checkpoint, OpenMonitors, RunFolder, RunInfo
 from gleanrl.runtime.sharded import learner_ranks
 from gleanrl.samplers import SAMPLERS, is_deterministic, shares_with_evaluation
+from gleanrl.schedule.collapse import CollapseWatch
 from gleanrl.schedule.device_lock import DeviceLock, TakeDevice, make_order
 from gleanrl.schedule.schedule import Schedule
 from gleanrl.schedule.timeline import Timeline
@@ -276,6 +277,9 @@ class Builder:
 
             plan = Plan(curriculum, schedule.batch)
             controller = restore(found, learner, plan, schedule, config.run.steps)
+            watch = CollapseWatch()
+            if found is not None:
+                watch.load_state_dict(found[1]["watch"])
             if experience is not None:
                 # Also if the pool was rewound to a checkpoint: another run may have used it while this one had replay
                 # turned off, and set its own tasks.
@@ -342,6 +346,8 @@ class Builder:
                 observer=observer,
                 timeline=timeline,
                 controller=controller,
+                watch=watch,
+                return_on_collapse=config.checkpoint.return_on_collapse,
                 success_threshold=config.reward.success_threshold,
                 interruption=self.interruption,
             )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 from gleanrl.protocols import Metrics
 
 MANY = 0.75
@@ -26,3 +28,16 @@ def equal_scores(counts: Metrics) -> str | None:
         "most tasks are never solved; use easier tasks, a warm start, a larger schedule.group or a reward that "
         "gives partial credit"
     )
+
+
+def collapses(series: Mapping[str, Sequence[float]]) -> str | None:
+    """Return a text that says how often success has collapsed (`gleanrl.schedule.collapse`); None if it has not.
+
+    ``series`` are the values of each metric in the order of steps.
+    """
+    noticed = series.get("collapse/noticed")
+    if not noticed:
+        return None
+    returns = series["collapse/returns"][-1]
+    back = f"the weights went back to an earlier checkpoint {returns:.0f} times" if returns else "the run went on"
+    return f"success collapsed {noticed[-1]:.0f} times, and {back}; run.log says when, and what changed with it"

@@ -230,5 +230,8 @@ class ReplayUpdateLearner:
     def load(self, folder: Path) -> None:
         self.learner.load(folder)
 
+    def return_to(self, folder: Path) -> None:
+        self.learner.return_to(folder)
+
     def export(self, folder: Path) -> None:
         self.learner.export(folder)

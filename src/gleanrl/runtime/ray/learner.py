@@ -33,7 +33,7 @@ from gleanrl.utils.errors import ADVICE, UserError
 from gleanrl.utils.text import first_line
 
 # The end of the error messages of `Ranks`. It is removed here, because a run on Ray resumes automatically.
-_CHANGING = ("update", "replay_update", "load")
+_CHANGING = ("update", "replay_update", "load", "return_to")
 
 
 class RankService(Service):
@@ -195,6 +195,9 @@ class RayLearner:
 
     def load(self, folder: Path) -> None:
         self._take(*self._actor.ask_blocking("learner", "load", folder.absolute()))
+
+    def return_to(self, folder: Path) -> None:
+        self._take(*self._actor.ask_blocking("learner", "return_to", folder.absolute()))
 
     def export(self, folder: Path) -> None:
         self._take(*self._actor.ask_blocking("learner", "export", folder.absolute()))

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gleanrl.runtime.run_folder import Row
-from gleanrl.tracking.hints import equal_scores
+from gleanrl.tracking.hints import collapses, equal_scores
 from gleanrl.types import SUCCESS
 
 LATE = 3
@@ -83,7 +83,7 @@ def facts(rows: Sequence[Row], config: Mapping[str, Any]) -> dict[str, Any]:
         "headline": evaluation[0] if evaluation else None,
         "score": next((line for line in evaluation if line["name"] in SCORES), None),
         "success_threshold": config.get("reward", {}).get("success_threshold", SUCCESS),
-        "hints": [advice] if advice else [],
+        "hints": [text for text in (advice, collapses(series)) if text],
         "evaluation": evaluation,
         "returns": _compare(rows, RETURN) if RETURN in series else None,
         "baselines": _find_baselines(rows),
