@@ -6,10 +6,12 @@ The training loop, evaluation and demonstrations all use `Player.play`.
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 from collections.abc import Awaitable, Callable, Iterable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, suppress
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from time import perf_counter
 from typing import Any, Protocol
 
@@ -23,6 +25,8 @@ from gleanrl.rollout.tool_calls import ToolsUnknown
 from gleanrl.schedule.timeline import BusyClock
 from gleanrl.types import LAST_OBSERVATION, TURN_ORDER, Message, Score, StopReason, Task, Trajectory
 from gleanrl.utils.errors import UserError, describe
+
+log = logging.getLogger(__name__)
 
 # An episode is played again if the process of its sampler or environment has died. The number of attempts is limited,
 # because the episode itself may be the cause.
@@ -177,6 +181,8 @@ class Player:
         if agent is not None:
             turns, cut, altered = agent.turns, agent.cut, agent.altered
             segments, tools = agent.conversations.segments(), agent.conversations.tools
+            if not turns and stop is StopReason.DONE:
+                _warn_of_no_call()
             order = agent.conversations.order(segments)
             said = [turn for segment in segments for turn in segment if turn.sampled]
             last = said[order.index(max(order))].message["content"] if said else None
@@ -236,6 +242,15 @@ class Player:
                 if failures:
                     raise _SamplerFailed from failures[0]
                 raise
+
+
+@lru_cache
+def _warn_of_no_call() -> None:
+    """Log a warning, once, that an agent has not called the model, because it may be calling another one."""
+    log.warning(
+        "an agent has ended without a call of the model, so its episode trains nothing; it must use the base URL and "
+        "the API key that it gets"
+    )
 
 
 class _SamplerFailed(Exception):

@@ -24,7 +24,7 @@ from gleanrl.rewards.request import Request
 from gleanrl.rollout.calls import ModelAnswer, ModelCall
 from gleanrl.rollout.conversation import conversation
 from gleanrl.rollout.conversations import PolicyModel
-from gleanrl.rollout.player import Player
+from gleanrl.rollout.player import Player, _warn_of_no_call
 from gleanrl.runtime.prepare import make_tasks
 from gleanrl.samplers.scripted import ScriptedSampler
 from gleanrl.tracking.monitors import Silent
@@ -97,6 +97,15 @@ def test_a_failing_agent_costs_its_own_trajectory_only(workers: int, tmp_path: P
     assert "the agent broke" in str(raised.score.explanation)
     assert "SIGABRT" in str(crashed.score.explanation)
     assert hung.stop is StopReason.TIMEOUT
+
+
+def test_an_agent_that_never_calls_the_model_is_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    _warn_of_no_call.cache_clear()
+    play(tmp_path, 0.5)
+    assert not caplog.messages
+    (silent, _) = play(tmp_path, 0.5, 1.0, turns=0)
+    assert (silent.score.value, silent.sampled_tokens) == (0.5, 0)
+    assert ["without a call of the model" in message for message in caplog.messages] == [True]
 
 
 def test_a_text_is_the_answer_that_a_reward_reads_and_a_limit_has_a_score(tmp_path: Path) -> None:
