@@ -21,7 +21,14 @@ from gleanrl.rollout.conversations import PolicyModel
 from gleanrl.rollout.renderer import Renderer
 from gleanrl.types import IntArray, Message, Turn, segment_arrays
 
-TEXTS = ["say left or right", "left", "right. STOP here", "<think>why</think>left", "a summary of it"]
+TEXTS = [
+    "say left or right",
+    "left",
+    "right. STOP here",
+    "<think>why</think>left",
+    "<think>so</think>left",
+    "a summary of it",
+]
 TOOLS = tuple(
     {"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": {"x": {}}}}}
     for name in ("look", "take")
@@ -146,7 +153,7 @@ class Episode:
         if choice == 0:
             tokens = [own.randrange(8, 200) for _ in range(own.randrange(1, 8))]
         else:
-            text = own.choice([*TEXTS, CALL, CALL])
+            text = own.choice([*TEXTS, *[CALL] * 4])
             cut = own.randrange(len(text))
             halves = renderer().tokenizer([text[:cut], text[cut:]], add_special_tokens=False)["input_ids"]
             tokens = [*halves[0], *halves[1]]
@@ -275,7 +282,7 @@ async def play(
                 stop=random.choice([(), (), ("STOP", "nothing")]),
                 stream=random.random() < 0.5,
             )
-            wave += [call] * random.choice([1, 1, 1, 2])  # a retry
+            wave += [call] * random.choice([1, 1, 2])  # a retry
         running = [asyncio.ensure_future(ask(call)) for call in wave]
         if random.random() < 0.1:
             await asyncio.sleep(0)

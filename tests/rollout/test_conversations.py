@@ -116,7 +116,7 @@ def test_calls_at_once_have_results_that_do_not_depend_on_which_arrives_first() 
         assert len(segments) == 2 * len(TEXTS) - 1
         return sorted([(turn.tokens.tolist(), turn.sampled) for turn in segment] for segment in segments)
 
-    assert asyncio.run(run([0, 1, 2, 3, 4])) == asyncio.run(run([3, 1, 4, 0, 2]))
+    assert asyncio.run(run([0, 1, 2, 3, 4, 5])) == asyncio.run(run([3, 1, 5, 4, 0, 2]))
 
 
 def test_an_answer_ends_at_a_stop_text_and_the_conversation_goes_on_after_it() -> None:

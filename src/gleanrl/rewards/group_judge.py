@@ -68,9 +68,7 @@ class GroupJudge(JudgeScorer):
     costs.
 
     Args:
-        base_url: address of the API, e.g. ``https://api.openai.com/v1``; ``"env:NAME"`` is read from the environment
-            variable NAME.
-        model: the name under which the API serves the judge.
+        base_url, model: the judge's address and name, as in `JudgeScorer`.
         answer: what the judge gives. ``scores``: a number on the ``scale`` for each member, mapped to 0 to 1.
             ``ranking``: the members from the best to the worst, which get evenly spaced scores from 1 to 0; it does not
             apply to a trajectory that is alone or to equal members.

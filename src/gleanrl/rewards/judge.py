@@ -308,9 +308,7 @@ class Judge(JudgeScorer):
     """A reward that a language model gives as one number. `JudgeScorer` describes votes, retries and costs.
 
     Args:
-        base_url: address of the API, e.g. ``https://api.openai.com/v1`` or ``http://localhost:8000/v1``; ``"env:NAME"``
-            is read from the environment variable NAME.
-        model: the name under which the API serves the judge.
+        base_url, model: the judge's address and name, as in `JudgeScorer`.
         template: the user message. It may contain the fields ``{task}`` (the task's prompt), ``{conversation}`` (the
             whole conversation), ``{response}`` (the last assistant message), ``{low}`` and ``{high}`` (the scale), and
             any value of the task's payload by its path, such as ``{payload.reward_model.ground_truth}``. All other

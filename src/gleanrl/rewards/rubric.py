@@ -83,9 +83,7 @@ class RubricJudge(JudgeScorer):
     `JudgeScorer` describes votes, retries and costs.
 
     Args:
-        base_url: address of the API, e.g. ``https://api.openai.com/v1``; ``"env:NAME"`` is read from the environment
-            variable NAME.
-        model: the name under which the API serves the judge.
+        base_url, model: the judge's address and name, as in `JudgeScorer`.
         criteria: the criteria, each a `Criterion` or a table of its attributes.
         per_call: number of criteria in one call of the judge; None = all of them. The calls of one trajectory are made
             at the same time, and each is retried and stored for itself.
