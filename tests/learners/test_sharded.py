@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +20,7 @@ from gleanrl.learners.distributed.ranks import Ranks
 from gleanrl.learners.torch import TorchLearner
 from gleanrl.utils.errors import UserError
 from tests.builders import tiny_model
-from tests.learners.many import asked, engine_of, led
+from tests.learners.many import asked, ended, engine_of, led
 from tests.learners.test_torch import LOSSES, make_batch, recomputed
 from tests.strategies import NIGHTLY
 
@@ -238,6 +239,22 @@ def test_tensor_parallel_learners_equal_one_process(count: int, tmp_path: Path) 
     on = train_in_layers(None, tmp_path / "one")
     close(train_in_layers(None, tmp_path / "many"), on, 1e-8)
     close(led(count, train_in_layers, tmp_path / "one"), on, 1e-8)
+
+
+def split_aloud(ranks: Ranks) -> list[str]:
+    """Return what torch logs in rank 0 while a learner with tensor parallelism is made, updates and publishes."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("torch.distributed.tensor._redistribute").addHandler(handler)
+    learner = make(ranks, LossSettings(), torch.float32, model=two_headed(torch.float32), tensor_parallel=2)
+    asyncio.run(learner.update(batch_of(0, LossSettings())))
+    dict(learner.weights())
+    return said
+
+
+def test_tensor_parallelism_prints_no_advice_of_torch() -> None:
+    assert ended(2, split_aloud) == ([0, 0], [])
 
 
 def split_badly(ranks: Ranks) -> list[str]:

@@ -6,6 +6,7 @@ denominator of the whole mini-batch, exactly as it does in one process.
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
@@ -46,6 +47,8 @@ class Fsdp(Placement):
 
     def __init__(self, ranks: Ranks, dtype: torch.dtype, tensor_parallel: int = 1, *, offload: bool = False) -> None:
         self._ranks, self._across = ranks, tensor_parallel
+        # torch advises, in every process, to flatten the mesh of two dimensions, which users cannot do.
+        logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
         shares = [rank // tensor_parallel for rank in range(ranks.count)]
         self.casts = dtype != torch.float32
         shape = (ranks.count // tensor_parallel, tensor_parallel)
