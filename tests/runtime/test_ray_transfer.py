@@ -201,10 +201,12 @@ def test_a_sampler_whose_engine_has_lost_a_process_counts_as_dead(cluster: Clust
                 with pytest.raises(EpisodeLost, match=r"^sampler 0 died: worker 1 died with exit code -9$"):
                     await one.sample(PROMPT, PARAMS)
                 assert (await two.sample(PROMPT, PARAMS)).version == 1
+            await first.ended.wait()  # the call failed before the driver noticed the end of the actor
             await at.whole()
             await at.learn(2)
             await second.ask("lose")
             await train.publish(at.weights, 2)
+            await second.ended.wait()
             await at.whole()
             assert await at.held() == [{"train": (2.0, 2)}] * 2
             assert at.samplers.way == way
