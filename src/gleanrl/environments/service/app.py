@@ -171,7 +171,7 @@ class Service:
         add("/profile", self.profile, None, b.ProfileAnswer, "Load, latency, processor time and memory")
         self.openenv = openenv
         if openenv:
-            routes = OpenEnvRoutes(self)
+            routes = OpenEnvRoutes(settings, taskset.version, self.episodes, self.list_tasks)
             for path, endpoint in routes.gets.items():
                 add(path, endpoint, None, None, "OpenEnv's protocol")
             for path, (body, endpoint) in routes.posts.items():

@@ -11,20 +11,18 @@ from __future__ import annotations
 import json
 import re
 import uuid
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
 
 from fastapi import Response, WebSocket, WebSocketDisconnect
 from pydantic import BaseModel, ConfigDict, Field
 
+from gleanrl.config.settings import EnvironmentSettings
 from gleanrl.environments.service.bodies import encode, read_task
-from gleanrl.environments.service.episodes import Answer, Refused
+from gleanrl.environments.service.episodes import Answer, Episodes, Refused
 from gleanrl.protocols import Split
 from gleanrl.types import OpenAIMessage, Task
 from gleanrl.utils.serialize import from_builtins
-
-if TYPE_CHECKING:
-    from gleanrl.environments.service.app import Service
 
 _TYPES: Mapping[Split, str] = {"train": "train", "eval": "test", "warm_start": "train"}
 """The types that OpenEnv knows, by split."""
@@ -84,11 +82,20 @@ class OpenEnvRoutes:
 
     ``gets`` are endpoints by path. ``posts`` are models of bodies and endpoints by path. `session` is the endpoint of
     ``/ws``.
+
+    Args:
+        version: the taskset's.
+        list_tasks: returns the first tasks of a split, each encoded as JSON.
     """
 
-    def __init__(self, service: Service) -> None:
-        self._service = service
-        settings = service.settings
+    def __init__(
+        self,
+        settings: EnvironmentSettings,
+        version: str,
+        episodes: Episodes,
+        list_tasks: Callable[[Split, int], Awaitable[Sequence[bytes]]],
+    ) -> None:
+        self._shown, self._version, self._episodes, self._list_tasks = settings.name, version, episodes, list_tasks
         self._name = re.sub(r"\W+", "_", settings.name).strip("_")
         self._counts = {"train": settings.train_tasks, "eval": settings.eval_tasks}
         self._counts["warm_start"] = settings.warm_start_tasks
@@ -106,8 +113,8 @@ class OpenEnvRoutes:
         }
 
     async def metadata(self) -> Response:
-        about = f"The environment {self._service.settings.name} of Glean RL"
-        return Answer({"name": self._name, "description": about, "version": self._service.taskset.version or None})
+        about = f"The environment {self._shown} of Glean RL"
+        return Answer({"name": self._name, "description": about, "version": self._version or None})
 
     async def schema(self) -> Response:
         return Answer({"action": _ACTION, "observation": _OBSERVATION, "state": _STATE})
@@ -136,7 +143,7 @@ class OpenEnvRoutes:
 
     async def session(self, socket: WebSocket) -> None:
         """Play the episodes of one connection until the client closes it."""
-        episodes = self._service.episodes
+        episodes = self._episodes
         episode, step, earned = "", 0, 0.0
         await socket.accept()
         try:
@@ -188,7 +195,7 @@ class OpenEnvRoutes:
                 await episodes.release(episode)
 
     async def _list(self, split: Split) -> Sequence[bytes]:
-        return await self._service.list_tasks(split, self._counts[split])
+        return await self._list_tasks(split, self._counts[split])
 
     async def _find(self, arguments: _TaskBody) -> Task:
         """Return the task that the arguments of a reset select: by its index, or by a seed, or the first one."""
