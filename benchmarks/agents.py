@@ -5,8 +5,10 @@
 
 Each run is `gleanrl train examples/agents/calculator.toml` with the agent's file. Once step `KILLED_AT` is written,
 the run and all its processes get SIGKILL, and the run is resumed from its last checkpoint. `run` needs the packages of
-``examples/agents/requirements-NAME.txt``, uses one thread, and appends a JSON line to ``results/agents.jsonl`` for
-each agent. `show` prints the table: the share of held-out tasks that are solved, with 95 % intervals.
+``examples/agents/requirements-NAME.txt`` and of ``models.txt``, uses one thread, and appends a JSON line to
+``results/agents.jsonl`` for each agent. `show` prints the table: the share of held-out tasks that are solved, with 95 %
+intervals, and what the training took, with the warm start and both evaluations. CPU seconds are those of all processes
+but the episodes that were under way when the run was killed.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).parent / "results" / "agents.jsonl"
 NAMES = ("plain", "openai_agents", "langgraph_agent", "smolagents_agent")
-KILLED_AT = 7
+KILLED_AT = 5
 
 
 def train(name: str, folder: Path) -> dict[str, Any]:
@@ -37,7 +39,7 @@ def train(name: str, folder: Path) -> dict[str, Any]:
         command += ["--environment.options.expert", f"{file}:expert"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLEANRL_CACHE": str(folder / "cache")}
     metrics = folder / "agent" / "metrics.jsonl"
-    started = time.monotonic()
+    started, cpu_before = time.monotonic(), sum(os.times()[2:4])
     with (folder / "log").open("w") as log:
         first = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log, start_new_session=True)
         while not any("tokens/trained" in row and row["step"] >= KILLED_AT for row in read(metrics)):
@@ -60,6 +62,7 @@ def train(name: str, folder: Path) -> dict[str, Any]:
         "steps": len(trained),
         "replayed": sum(row.get("replay/trajectories", 0) for row in trained.values()),
         "minutes": (time.monotonic() - started) / 60,
+        "cpu_s": sum(os.times()[2:4]) - cpu_before,
     }
 
 
@@ -70,11 +73,11 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def show() -> None:
-    print("| agent | held-out before | after | steps | replayed trajectories | minutes |")
-    print("|---|---|---|---|---|---|")
+    print("| agent | held-out before | after | steps | replayed trajectories | minutes | CPU s |")
+    print("|---|---|---|---|---|---|---|")
     for row in {row["agent"]: row for row in read(RESULTS)}.values():
         before, after = (f"{mean:.1%} [{low:.1%}, {high:.1%}]" for mean, low, high in (row["before"], row["after"]))
-        counts = f"{row['steps']} | {row['replayed']:.0f} | {row['minutes']:.1f}"
+        counts = f"{row['steps']} | {row['replayed']:.0f} | {row['minutes']:.1f} | {row['cpu_s']:.0f}"
         print(f"| `{row['agent']}.py` | {before} | {after} | {counts} |")
 
 
