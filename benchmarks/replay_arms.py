@@ -191,5 +191,6 @@ ARMS: dict[str, Settings] = {
         "replay.pool_from": "batch",
     },
     "replay, adaptive share": {**_BOTH, "replay.min_task_ratio": 0.125},
+    "replay, restarts": {**_BOTH, "replay.restart_share": 0.25},
     "replay, entropy under the current policy": {**_BOTH, "replay.entropy_from": "current"},
 }

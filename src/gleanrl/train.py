@@ -167,7 +167,9 @@ async def make_group(run: Run, ticket: Ticket, spec: GroupSpec) -> Group:
     async def play_member(index: int, temperature: float | None) -> Trajectory:
         nonlocal to_be_played
         seed = derive(run.seed, "rollout", ticket.number, ticket.attempt, index)
-        played = await run.player.play(spec.task, trajectory_id=f"{uid}.{index}", seed=seed, temperature=temperature)
+        played = await run.player.play(
+            spec.task, trajectory_id=f"{uid}.{index}", seed=seed, temperature=temperature, start=spec.start
+        )
         to_be_played -= 1
         if to_be_played == 0:  # the group needs the device no longer, so the schedule may now prefer other work
             run.controller.sampled(ticket)

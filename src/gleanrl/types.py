@@ -217,6 +217,13 @@ The key is missing if the turns are in the order of time, as they are unless an 
 it has begun another one.
 """
 
+START_TURNS = "start_turns"
+"""Key of a trajectory's ``info`` under which the number of turns is kept that were repeated from `GroupSpec.start`.
+
+It is 0 if the environment did not repeat its observations, so that the episode was played from the beginning. The key
+is missing if the group has no start.
+"""
+
 GROUP_UID, GROUP_SIZE = "group_uid", "group_size"
 """Keys of a trajectory's ``info``, as a reward sees it, that hold the id of its group and the number of its fresh
 members."""
@@ -327,8 +334,14 @@ class GroupSpec:
     greedy: bool = False
     """Play the task once more at temperature 0. The score of that attempt is the baseline of the ReMax estimator; the
     attempt itself is never trained on."""
+    start: Segment = ()
+    """Turns of an earlier episode of the task, up to one that the model sampled. All episodes of the group begin with
+    them: the environment gets the same actions, and the model continues from there. They are context and not trained.
+    Empty: episodes begin at the beginning."""
 
     def __post_init__(self) -> None:
+        if self.start and (self.replayed or not self.start[-1].sampled):
+            raise ValueError(f"a start ends with a sampled turn, and nothing is replayed (task {self.task.id!r})")
         if self.fresh < 0 or self.fresh + len(self.replayed) < 1:
             raise ValueError(f"a group needs at least one member (task {self.task.id!r}, fresh={self.fresh})")
         for trajectory in self.replayed:

@@ -101,6 +101,11 @@ def check_replay(replay: ReplaySettings, group: int) -> None:
             f"replay.min_task_ratio = {replay.min_task_ratio} is above replay.task_ratio = {replay.task_ratio}, the "
             "largest share; lower it"
         )
+    if replay.task_ratio + replay.restart_share > 1:
+        raise UserError(
+            f"replay.task_ratio = {replay.task_ratio} and replay.restart_share = {replay.restart_share} are more than "
+            "all groups of a batch; lower one of them"
+        )
 
 
 def check_agents(config: Config) -> None:
@@ -116,6 +121,7 @@ def check_agents(config: Config) -> None:
         ("context.system_prompt", context.system_prompt is not None),
         ("guidance.enabled = true", config.guidance.enabled),
         ("replay.reverify = true", config.replay.enabled and config.replay.reverify),
+        ("replay.restart_share above 0", config.replay.enabled and config.replay.restart_share > 0),
     ):
         if on:
             raise UserError(f"{setting} does not act on the calls of agents (environment {name!r}); leave it out")
@@ -302,6 +308,12 @@ def _check_replay(config: Config) -> None:
     if not replay.enabled:
         return
     check_replay(replay, size)
+    for setting, on in (
+        (f"context.policy = {config.context.policy!r}", config.context.policy != "linear"),
+        ("guidance.enabled = true", config.guidance.enabled),
+    ):
+        if replay.restart_share and on:
+            raise UserError(f"replay.restart_share repeats what the model saw, which {setting} changes; leave one out")
     if not replay.per_group or not ESTIMATORS.get(name).group_baseline:
         return
     own = replay.grouping == "own"

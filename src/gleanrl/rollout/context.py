@@ -91,12 +91,22 @@ class Context:
     def act(self, completion: Completion) -> Message:
         """Add the turn that the model has sampled, and return it as a message."""
         message = self._renderer.parse(completion.tokens, self._calls, self._history)
-        self._calls += len(message.get("tool_calls", ()))
         turn = Turn(message, completion.tokens, completion.logprobs, completion.version, state=self._state)
-        self._closed = completion.tokens.size > 0 and int(completion.tokens[-1]) in self._renderer.ends
+        return self._add(turn)
+
+    def repeat(self, tokens: IntArray) -> Message:
+        """Add a turn of the model from an earlier episode, as context that is not trained, and return it as a message.
+
+        ``tokens`` int32[n] are those that were sampled then.
+        """
+        return self._add(Turn(self._renderer.parse(tokens, self._calls, self._history), tokens))
+
+    def _add(self, turn: Turn) -> Message:
+        self._calls += len(turn.message.get("tool_calls", ()))
+        self._closed = turn.tokens.size > 0 and int(turn.tokens[-1]) in self._renderer.ends
         self._history.append(turn)
         self._segment.append(turn)
-        return message
+        return turn.message
 
     def earn(self, reward: float) -> None:
         """Add ``reward`` to what the turn has earned that the model sampled last. Call it before `observe`.

@@ -15,6 +15,8 @@ from functools import lru_cache
 from time import perf_counter
 from typing import Any, Protocol
 
+import numpy as np
+
 from gleanrl.config.settings import ContextSettings
 from gleanrl.protocols import Environment, EpisodeLost, ModelAddress, Observation, Sampler, SamplingParams, Session
 from gleanrl.rollout.calls import ModelAnswer, ModelCall
@@ -23,7 +25,17 @@ from gleanrl.rollout.conversations import PolicyModel
 from gleanrl.rollout.renderer import Renderer
 from gleanrl.rollout.tool_calls import ToolsUnknown
 from gleanrl.schedule.timeline import BusyClock
-from gleanrl.types import LAST_OBSERVATION, TURN_ORDER, Message, Score, StopReason, Task, Trajectory
+from gleanrl.types import (
+    LAST_OBSERVATION,
+    START_TURNS,
+    TURN_ORDER,
+    Message,
+    Score,
+    Segment,
+    StopReason,
+    Task,
+    Trajectory,
+)
 from gleanrl.utils.errors import UserError, describe
 
 log = logging.getLogger(__name__)
@@ -80,35 +92,56 @@ class Player:
     """Serves the policy to agents over HTTP, such as `gleanrl.environments.agent.endpoint.Endpoint.open`. Needed only
     for environments with agents."""
 
-    async def play(self, task: Task, *, trajectory_id: str, seed: int, temperature: float | None = None) -> Trajectory:
+    async def play(
+        self,
+        task: Task,
+        *,
+        trajectory_id: str,
+        seed: int,
+        temperature: float | None = None,
+        start: Segment = (),
+    ) -> Trajectory:
         """Play ``task`` once and return the trajectory.
 
         If the environment raises an error, the trajectory's score is invalid. If the sampler raises an error, this
         method raises it. If either of them raises `EpisodeLost`, the episode is played again from its start, in all at
-        most `MAX_ATTEMPTS` times.
+        most `MAX_ATTEMPTS` times. If the environment does not answer the actions of ``start`` with the observations in
+        it, token for token, the episode is played again without ``start``.
 
         Args:
             trajectory_id: id of the trajectory that is returned.
             seed: seed of the sampler's session.
             temperature: sampling temperature; None = that of the player.
+            start: turns of an earlier episode with which this one begins (`GroupSpec.start`).
 
         Raises:
             ToolsUnknown: the environment has tools, and the model's chat template does not support tools.
         """
         lost: EpisodeLost | None = None
+        repeated = start
         for _ in range(MAX_ATTEMPTS):
             try:
-                return await self._attempt(task, trajectory_id, seed, temperature)
+                played = await self._attempt(task, trajectory_id, seed, temperature, repeated)
             except EpisodeLost as error:
                 lost = error
+            except _OtherStart:
+                repeated = ()
+            else:
+                number = sum(turn.sampled for turn in repeated)
+                return replace(played, info={**played.info, START_TURNS: number}) if start else played
         score = Score.failed(f"lost {MAX_ATTEMPTS} times: {lost}")
         return Trajectory(trajectory_id, task.id, (), score, StopReason.ERROR, {"turns": 0})
 
-    async def _attempt(self, task: Task, trajectory_id: str, seed: int, temperature: float | None) -> Trajectory:
+    async def _attempt(
+        self, task: Task, trajectory_id: str, seed: int, temperature: float | None, start: Segment
+    ) -> Trajectory:
         started = perf_counter()
         context = make_context(self.renderer, self.context)
         temperature = self.temperature if temperature is None else temperature
         turns, cut, environment_s = 0, 0, 0.0
+        # The positions of the actions in ``start``, and the rewards that these have earned.
+        actions = [position for position, turn in enumerate(start) if turn.sampled]
+        earlier: list[float] = []
         agent: PolicyModel | None = None
         score: Score | None = None
         altered: str | None = None
@@ -141,7 +174,11 @@ class Player:
                         finally:
                             environment_s += perf_counter() - asked - agent.sampling_s
                     score, unseen = observation.score or score, observation.messages
-                    if observation.reward is not None:
+                    if start and turns <= len(actions) and observation.done:
+                        raise _OtherStart
+                    if start and turns and turns <= len(actions):
+                        earlier += [] if observation.reward is None else [observation.reward]
+                    elif observation.reward is not None:
                         (context if agent is None else agent.conversations).earn(observation.reward)
                     if observation.done:
                         stop = (None if agent is None else agent.limit) or StopReason.DONE
@@ -154,6 +191,15 @@ class Player:
                     context.observe((*opening, *observation.messages), observation.tools, observation.state)
                     unseen = ()
                     prompt = context.prompt()
+                    if start and turns <= len(actions):
+                        action = actions[turns] if turns < len(actions) else len(start)
+                        before = np.concatenate([turn.tokens for turn in start[:action]])
+                        if not np.array_equal(prompt if action < len(start) else prompt[: before.size], before):
+                            raise _OtherStart
+                        if action < len(start):
+                            turns += 1
+                            call = environment.step(context.repeat(start[action].tokens))
+                            continue
                     room = self.max_context - prompt.size
                     if room < 1:
                         stop = StopReason.CONTEXT_FULL
@@ -170,7 +216,7 @@ class Player:
                     call = environment.step(context.act(completion))
             except _SamplerFailed as error:
                 raise error.__cause__ or error from None
-            except (EpisodeLost, ToolsUnknown):
+            except (EpisodeLost, ToolsUnknown, _OtherStart):
                 raise
             except TimeoutError as error:
                 stop, score = StopReason.TIMEOUT, Score.failed(f"timeout: {error}")
@@ -203,7 +249,7 @@ class Player:
             info["altered_sampling"] = altered
         if order != sorted(order):
             info[TURN_ORDER] = order
-        score = score or sum_of_rewards(turn.reward for segment in segments for turn in segment)
+        score = score or sum_of_rewards([*earlier, *(turn.reward for segment in segments for turn in segment)])
         return Trajectory(trajectory_id, task.id, segments, score, stop, info).scored(score)
 
     def _model(self, session: Session, seed: int, temperature: float) -> PolicyModel:
@@ -251,6 +297,10 @@ def _warn_of_no_call() -> None:
         "an agent has ended without a call of the model, so its episode trains nothing; it must use the base URL and "
         "the API key that it gets"
     )
+
+
+class _OtherStart(Exception):
+    """Raised if an environment does not repeat the observations of a start."""
 
 
 class _SamplerFailed(Exception):

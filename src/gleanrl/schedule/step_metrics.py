@@ -59,7 +59,8 @@ def group_metrics(groups: Sequence[Group], success_threshold: float = SUCCESS) -
     """Return metrics about the rewards, lengths and stop reasons of a batch.
 
     They are computed from the fresh members, and not from replayed ones. Only ``reward/greedy`` is the mean score of
-    the greedy episodes. A trajectory counts as solved if its score is at least ``success_threshold``.
+    the greedy episodes. A trajectory counts as solved if its score is at least ``success_threshold``. Of groups that
+    begin with turns of an earlier episode (`GroupSpec.start`) only tokens are counted.
     """
     fresh = [t for group in groups for t in group.fresh]
     valid = [t for t in fresh if t.score.valid]
@@ -69,6 +70,9 @@ def group_metrics(groups: Sequence[Group], success_threshold: float = SUCCESS) -
         "tokens/sampled": float(sum(t.sampled_tokens for t in fresh)),
         "tokens/context": float(sum(t.total_tokens - t.sampled_tokens for t in fresh)),
     }
+    groups = [group for group in groups if not group.spec.start]
+    fresh = [t for group in groups for t in group.fresh]
+    valid = [t for t in fresh if t.score.valid]
     values = [[t.score.value for t in group.valid_fresh] for group in groups]
     out["groups/zero_variance"] = float(sum(len(set(v)) < 2 for v in values))
     solved = [[value >= success_threshold for value in v] for v in values]

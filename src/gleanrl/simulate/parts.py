@@ -19,7 +19,7 @@ import numpy as np
 from gleanrl.protocols import Metrics
 from gleanrl.schedule.device_lock import DeviceLock, Work
 from gleanrl.simulate.workload import OVERHEADS, Cluster, Overhead, Workload
-from gleanrl.types import Group, Score, StopReason, Task, Trajectory, Turn
+from gleanrl.types import Group, Score, Segment, StopReason, Task, Trajectory, Turn
 from gleanrl.utils.notifier import Notifier
 
 # A request for a device is delayed by this many seconds, times the position of its work in the order of priority. So if
@@ -262,7 +262,15 @@ class Player:
     sampler: Sampler
     machines: Machines
 
-    async def play(self, task: Task, *, trajectory_id: str, seed: int, temperature: float | None = None) -> Trajectory:
+    async def play(
+        self,
+        task: Task,
+        *,
+        trajectory_id: str,
+        seed: int,
+        temperature: float | None = None,
+        start: Segment = (),
+    ) -> Trajectory:
         burst = await self.sampler.sample(int(trajectory_id.partition(".")[0]))
         await self.machines.receive(1)
         return Trajectory(trajectory_id, task.id, ((burst.turn,),), Score(0.0), StopReason.DONE, {"burst": burst})

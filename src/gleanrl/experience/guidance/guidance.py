@@ -34,7 +34,7 @@ from gleanrl.protocols import Curriculum, Environment, Metrics, Observation, Rew
 from gleanrl.rollout.conversation import opening_turns, with_prompt
 from gleanrl.rollout.player import Player
 from gleanrl.rollout.renderer import Renderer
-from gleanrl.types import Group, GroupSpec, Message, Score, StopReason, Task, Trajectory
+from gleanrl.types import Group, GroupSpec, Message, Score, Segment, StopReason, Task, Trajectory
 from gleanrl.utils.errors import UserError
 from gleanrl.utils.importing import load_object
 from gleanrl.utils.seeding import derive
@@ -216,7 +216,15 @@ class GuidedPlayer(Player):
 
     guide: Guide
 
-    async def play(self, task: Task, *, trajectory_id: str, seed: int, temperature: float | None = None) -> Trajectory:
+    async def play(
+        self,
+        task: Task,
+        *,
+        trajectory_id: str,
+        seed: int,
+        temperature: float | None = None,
+        start: Segment = (),
+    ) -> Trajectory:
         """Play an episode as `Player.play` does.
 
         ``trajectory_id`` must have the form "GROUP.MEMBER". The `Marked` in the task's payload says whether this
@@ -226,7 +234,9 @@ class GuidedPlayer(Player):
         task = unmark(task)
         group, _, member = trajectory_id.rpartition(".")
         if mark is None or not mark["start"] <= int(member) < mark["stop"]:
-            return await Player.play(self, task, trajectory_id=trajectory_id, seed=seed, temperature=temperature)
+            return await Player.play(
+                self, task, trajectory_id=trajectory_id, seed=seed, temperature=temperature, start=start
+            )
         made: list[GuidedEnvironment] = []
         with self.guide.share_text(group, mark["stop"] - mark["start"]) as shared:
 

@@ -16,6 +16,7 @@ from gleanrl.config.validate import check_replay
 from gleanrl.experience.pool.pool import ExperiencePool
 from gleanrl.experience.replay.fresh import FreshPicks
 from gleanrl.experience.replay.recall import COUNTS, EstimatePolicy, Recall, Reverify
+from gleanrl.experience.replay.restarts import Cut, Restarts
 from gleanrl.experience.replay.selection import whole
 from gleanrl.protocols import Curriculum, Metrics
 from gleanrl.types import Group, GroupSpec, Trajectory
@@ -49,6 +50,9 @@ class _State:
     owed: float = 0.0
     # How many probes (groups that play a retired task, at most 1) are still due, by the same rule for every proposal.
     probes_owed: float = 0.0
+    # How many restarted groups (at most 1) are still due, by the same rule.
+    restarts_owed: float = 0.0
+    cuts: dict[str, Cut] = field(default_factory=dict)  # where restarted tasks start (`Restarts`)
     steps: int = 0  # number of calls of `observe`, which is the number of finished steps
     solved: float = 0.0  # number of solved fresh rollouts; earlier steps have less weight (`_MEMORY`)
     tried: float = 0.0  # number of all valid fresh rollouts, weighted in the same way
@@ -129,12 +133,14 @@ class ReplayCurriculum:
         self._recall = Recall(
             pool, settings, group=group, estimate=estimate, reverify=reverify if settings.reverify else None
         )
+        self._restarts = Restarts(pool, settings, group, {})
         self._waiting: list[GroupSpec] = []  # specs that `inner` proposed and no batch has used yet, oldest first
         self._first_step = first_step
         # (finished steps, mark) of the start and of each checkpoint, oldest first
         self._marks = [(first_step, pool.mark())]
         # A run that is resumed with replay may have planned up to ``staleness`` batches ahead of its steps.
         self._state = _State(steps=first_step, batches=first_step + (staleness if first_step else 0))
+        self._restarts.cuts = self._state.cuts
         self._plan_seconds = 0.0  # seconds spent in `propose` since the last step, without those in ``_recall.seconds``
 
     @property
@@ -179,6 +185,7 @@ class ReplayCurriculum:
         due = count * self.task_ratio + (state.owed if carries else 0.0)
         target = whole(due) if state.on else 0
         probes_due = count * settings.probe_fraction + state.probes_owed
+        restarts_due = count * settings.restart_share + state.restarts_owed if state.on else 0.0
 
         picks = FreshPicks(self.inner, self.pool, self._waiting, count)
         if count > len(self._waiting):
@@ -191,7 +198,10 @@ class ReplayCurriculum:
         # `recall` gets a copy of ``taken``, because tasks that it draws but does not return may still be fresh.
         replayed = await self._recall.recall(target, random, set(taken), step=step) if target else []
         taken.update(found.task.id for found in replayed)
-        await picks.fill(count - len(probes) - len(replayed), taken)
+        wanted = min(whole(restarts_due), count - probe_count - target)
+        restarted = self._restarts.draw(wanted, random, set(taken), greedy=greedy) if wanted > 0 else []
+        taken.update(spec.task.id for spec, _ in restarted)
+        await picks.fill(count - len(probes) - len(replayed) - len(restarted), taken)
 
         fresh = [*picks.specs, *(GroupSpec(task, self._group, greedy=greedy) for task in probes)]
         mixed: list[GroupSpec] = []
@@ -204,12 +214,14 @@ class ReplayCurriculum:
                 members.append(trajectory)
             fresh_members = self._group - (len(members) if settings.placement == "replace" else 0)
             mixed.append(GroupSpec(found.task, fresh_members, tuple(members), greedy))
+        mixed += [spec for spec, _ in restarted]
         specs = _interleave(fresh, mixed, random)
 
         # There must be no await from here to the end, so that a checkpoint contains all of these changes or none.
         self._recall.settle()
         self.pool.used([stored.key for found in replayed for stored in found.stored])
-        picks.commit({found.task.id for found in replayed})
+        self._restarts.commit(restarted)
+        picks.commit({spec.task.id for spec in mixed})
         state.proposals += 1
         state.batches += not part
         state.batch = max(state.batch, count)
@@ -218,6 +230,7 @@ class ReplayCurriculum:
             state.owed = due - whole(due) if state.on else 0.0
         # At most 1, so that a long time without retired tasks is not followed by many probes at once.
         state.probes_owed = min(max(probes_due - len(probes), 0.0), 1.0)
+        state.restarts_owed = min(max(restarts_due - len(restarted), 0.0), 1.0)
         if target and not replayed and not state.reported_empty:
             state.reported_empty = True
             log.info("replay is on, but the pool has no task for it yet: training is plainly on-policy until it has")
@@ -257,7 +270,10 @@ class ReplayCurriculum:
         trajectories cover the groups that the step learned from. The solve rates cover dropped groups too.
         """
         state, started = self._state, perf_counter()
-        metrics = dict(self.pool.observe(groups, state.steps, temperature=self._temperature))
+        # Restarted groups say nothing of how hard a task is from its beginning, and their successes are incomplete.
+        restarts = self._restarts.observe(groups) if self.settings.restart_share else {}
+        groups = [group for group in groups if not group.spec.start]
+        metrics = dict(self.pool.observe(groups, state.steps, temperature=self._temperature)) | restarts
         metrics["time/replay_store_s"] = perf_counter() - started
         metrics |= self.inner.observe(groups, training)
 
@@ -334,6 +350,7 @@ class ReplayCurriculum:
         self._marks = [(step, mark) for step, mark in own["marks"]]
         self._waiting = serialize.from_builtins(own["waiting"], list[GroupSpec])
         self._state = _State(**own["state"])
+        self._restarts.cuts = self._state.cuts
 
 
 def _interleave(fresh: list[GroupSpec], replayed: list[GroupSpec], random: np.random.Generator) -> list[GroupSpec]:
