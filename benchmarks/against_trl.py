@@ -202,7 +202,7 @@ def run_trl(job: Job, folder: Path, rows: int) -> list[Step]:
     return record
 
 
-def trl_settings(job: Job, config: Config, folder: Path, rows: int) -> Any:
+def trl_settings(job: Job, config: Config, folder: Path, rows: int, *, bfloat16: bool = False) -> Any:
     from trl.trainer.grpo_config import GRPOConfig
 
     learner, loss = config.learner, config.loss
@@ -230,7 +230,7 @@ def trl_settings(job: Job, config: Config, folder: Path, rows: int) -> Any:
         epsilon_high=loss.clip_high,
         scale_rewards="group",
         use_cpu=True,
-        bf16=False,
+        bf16=bfloat16,
         gradient_checkpointing=False,
         pad_to_multiple_of=None,
         dataloader_num_workers=0,

@@ -1,10 +1,12 @@
 """Compares the learner with the machine's own matrix product, on a real language model.
 
     python benchmarks/real_model.py peak --model DIR [--threads 1] [--dtypes float32 bfloat16]
-    python benchmarks/real_model.py learner --model DIR [--batches turns households] [--lora 0 16] [--rounds 3]
+    python benchmarks/real_model.py learner --model DIR [--dtypes float32 bfloat16] [--batches turns households]
+                                            [--lora 0 16] [--rounds 3]
 
 ``DIR`` is a Hugging Face model directory or a name on the Hub; the figures in the docs are of SmolLM2-135M-Instruct.
-``learner`` needs `pip install 'gleanrl[benchmarks,lora]'`.
+``learner`` needs `pip install 'gleanrl[benchmarks,lora]'`. With bfloat16, all contestants keep float32 weights and
+compute by autocast.
 
 ``peak`` measures matrix products at the shapes of the model's linear layers: the product of a forward pass and the two
 of a backward pass, with as many rows as a micro-batch has tokens, and the product of a forward pass with 32 rows, as in
@@ -15,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import multiprocessing
 import statistics
 import tempfile
@@ -184,6 +187,10 @@ class Job:
     way: str  # one of `WAYS`
     rows: int = 0  # rows of a micro-batch, where the way needs it
     threads: int = 1
+    dtype: str = "float32"  # of forward passes; weights are float32
+
+    def autocast(self) -> torch.autocast:
+        return torch.autocast("cpu", getattr(torch, self.dtype), enabled=self.dtype != "float32")
 
 
 def make_batch(job: Job) -> Batch:
@@ -204,7 +211,8 @@ def make_learner(job: Job, groups: int) -> TorchLearner:
     model = AutoModelForCausalLM.from_pretrained(job.model, dtype=torch.float32)
     settings = LearnerSettings(lr=1e-6, lora_rank=job.rank)
     sizes = {"total_steps": 100, "groups_per_step": groups}
-    return TorchLearner(model, settings, LOSS, **sizes, pad_token=0, temperature=1.0)
+    dtype = getattr(torch, job.dtype)
+    return TorchLearner(model, settings, LOSS, **sizes, pad_token=0, temperature=1.0, compute_dtype=dtype)
 
 
 def score(job: Job) -> tuple[float, list[np.ndarray]]:
@@ -218,12 +226,11 @@ def score(job: Job) -> tuple[float, list[np.ndarray]]:
 
 
 def measure(job: Job, logprobs: Sequence[np.ndarray]) -> tuple[float, float]:
-    """Return the CPU seconds and the gradient norm of one update. A first one, on one group, is not counted."""
+    """Return the CPU seconds and the gradient norm of one update. A first one, of the same batch, is not counted."""
     torch.set_num_threads(job.threads)
     batch = recorded(make_batch(job), logprobs)
-    first = Batch(batch.parts[:1])
     warm_up, update = WAYS[job.way](job, batch)
-    warm_up(first)
+    warm_up(batch)
     started = time.process_time()
     norm = update(batch)
     return time.process_time() - started, norm
@@ -247,7 +254,8 @@ def by_loop(job: Job, batch: Batch) -> tuple[Update, Update]:
     optimizer = torch.optim.AdamW(trained, lr=1e-6, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
 
     def update(batch: Batch) -> float:
-        return plain_update(model, optimizer, batch, job.rows, True, LOSS)
+        with job.autocast():
+            return plain_update(model, optimizer, batch, job.rows, True, LOSS)
 
     return update, update
 
@@ -270,10 +278,10 @@ def by_trl(job: Job, batch: Batch) -> tuple[Update, Update]:
         processing_class=AutoTokenizer.from_pretrained(job.model),
         reward_funcs=[lambda completions, **_: [0.0] * len(completions)],
         train_dataset=Dataset.from_list([{"prompt": "a"}] * count),
-        args=trl_settings(sizes, configuration(sizes, folder), folder, job.rows),
+        args=trl_settings(sizes, configuration(sizes, folder), folder, job.rows, bfloat16=job.dtype == "bfloat16"),
     )
     trainer.create_optimizer()
-    trainer.model.train()
+    model = trainer.accelerator.prepare(trainer.model).train()
 
     def update(batch: Batch) -> float:
         inputs = trl_inputs(batch)
@@ -281,8 +289,8 @@ def by_trl(job: Job, batch: Batch) -> tuple[Update, Update]:
         trainer.current_gradient_accumulation_steps = trainer.args.steps_per_generation = -(-count // job.rows)
         for start in range(0, count, job.rows):
             part = {name: x[start : start + job.rows] if x.ndim else x for name, x in inputs.items()}
-            trainer.accelerator.backward(trainer._compute_loss(trainer.model, part))
-        norm = trainer.accelerator.clip_grad_norm_(trainer.model.parameters(), 1.0)
+            trainer.accelerator.backward(trainer._compute_loss(model, part))
+        norm = trainer.accelerator.clip_grad_norm_(model.parameters(), 1.0)
         trainer.optimizer.step()
         trainer.optimizer.zero_grad()
         return float(norm)
@@ -343,21 +351,25 @@ def show_learner(options: argparse.Namespace, config: Any) -> None:
             f"{name}: {len(sizes)} samples of {min(sizes)} to {max(sizes)} tokens, {sum(sizes)} in all, "
             f"{trained} trained"
         )
-        seconds, logprobs = apart(score, job)
-        print(f"  log-probs of the batch: {seconds:.1f} CPU s")
-        for rank in options.lora:
-            jobs = [replace(job, rank=rank)]
-            jobs += [replace(job, rank=rank, way=way, rows=rows) for way in options.against for rows in options.rows]
+        for dtype, rank in itertools.product(options.dtypes, options.lora):
+            job = replace(job, dtype=dtype, rank=rank)
+            seconds, logprobs = apart(score, job)
+            others = [(way, rows) for way in options.against for rows in options.rows]
+            jobs = [job, *(replace(job, way=way, rows=rows) for way, rows in others)]
             runs: dict[Job, list[tuple[float, float]]] = {job: [] for job in jobs}
             rates = []
             for _ in range(options.rounds):
-                products = peak(config, CPU_TOKENS_PER_MICROBATCH, repeats=2)
+                products = peak(config, CPU_TOKENS_PER_MICROBATCH, getattr(torch, dtype), repeats=2)
                 rates.append(products.frozen if rank else products.training)
                 for each, seen in runs.items():
                     seen.append(apart(measure, each, logprobs))
             rate = statistics.median(rates)
-            ours = statistics.median(seconds for seconds, _ in runs[jobs[0]])
-            print(f"  {f'LoRA {rank}' if rank else 'all weights'}; product {rate / 1e9:.1f} GFLOP per CPU second")
+            ours = statistics.median(seconds for seconds, _ in runs[job])
+            weights = f"LoRA {rank}" if rank else "all weights"
+            print(
+                f"  {dtype}, {weights}; product {rate / 1e9:.1f} GFLOP per CPU second; "
+                f"log-probs of the batch {seconds:.1f} CPU s"
+            )
             for each, seen in runs.items():
                 median = statistics.median(seconds for seconds, _ in seen)
                 way = each.way + (f", {each.rows} rows" if each.rows else "")
