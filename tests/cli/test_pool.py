@@ -6,6 +6,7 @@ import re
 import shutil
 import sqlite3
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +20,7 @@ from gleanrl.experience.pool import transfer
 from gleanrl.experience.pool.pool import Incoming, Stored
 from gleanrl.rollout.renderer import Renderer
 from gleanrl.runtime.records import RolloutRecord, write_rollouts
-from gleanrl.types import StopReason, Trajectory, Turn, segment_arrays
+from gleanrl.types import START_TURNS, StopReason, Trajectory, Turn, segment_arrays
 from tests.cli.conftest import CommandLine
 from tests.experience.pool_world import contents, episode, solved, task
 
@@ -129,6 +130,9 @@ def test_seed_from_rollouts_takes_fresh_successes_and_rebuilds_their_tasks(
         records = [RolloutRecord(step, step, False, None, t) for t in members]
         records.append(RolloutRecord(step, step, True, None, episode("train-3", 1.0, (9, 9))))
         records.append(RolloutRecord(step, -1, False, None, episode("gone", 1.0, (9, step))))
+        # An episode that began with turns of another one is no whole success, and its group measures no solve rate.
+        started = replace(episode("train-3", 1.0, (8, step)), info={START_TURNS: 1})
+        records.append(RolloutRecord(step, 2, False, None, started))
         write_rollouts(run / "rollouts" / f"step-{step:06d}.jsonl.zst", records)
     asked = gleanrl(
         "pool", "new.sqlite", "seed", "--rollouts", "old"

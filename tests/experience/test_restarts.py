@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -101,6 +102,31 @@ def test_an_environment_that_ends_within_the_start_is_played_from_the_beginning(
     whole = play(answers(*["left"] * 4), Counting(TASK))
     start = (*whole.segments[0][:2], *whole.segments[0][2:4])
     assert play(answers("right", "right"), Short(TASK), start).info[START_TURNS] == 0
+
+
+def test_a_start_that_leaves_no_turn_is_not_repeated() -> None:
+    class Long(Counting):
+        def _observe(self, reward: float | None) -> Observation:
+            return replace(super()._observe(reward), done=False)
+
+    whole = play(answers(*["left"] * 4), Long(TASK))
+    assert whole.stop is StopReason.MAX_TURNS
+    again = play(answers(*["right"] * 4), Long(TASK), beginning(whole.segments[0], 4))
+    assert again.info[START_TURNS] == 0
+    assert [turn.message["content"] for turn in again.sampled_turns()] == ["right"] * 4
+
+
+def test_turn_rewards_that_come_with_the_score_are_those_of_the_sampled_turns() -> None:
+    class AtTheEnd(Counting):
+        def _observe(self, reward: float | None) -> Observation:
+            seen = replace(super()._observe(None), reward=None)
+            return replace(seen, score=Score(1.0, turns=(0.1, 0.2, 0.3, 0.4))) if seen.done else seen
+
+    words = ["left", "right", "left", "left"]
+    whole = play(answers(*words), AtTheEnd(TASK))
+    again = play(answers(*words[1:]), AtTheEnd(TASK), beginning(whole.segments[0], 1))
+    assert again.score.valid
+    assert [turn.reward for turn in again.sampled_turns()] == [0.2, 0.3, 0.4]
 
 
 def test_only_what_follows_the_start_is_trained() -> None:

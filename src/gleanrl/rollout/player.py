@@ -106,7 +106,7 @@ class Player:
         If the environment raises an error, the trajectory's score is invalid. If the sampler raises an error, this
         method raises it. If either of them raises `EpisodeLost`, the episode is played again from its start, in all at
         most `MAX_ATTEMPTS` times. If the environment does not answer the actions of ``start`` with the observations in
-        it, token for token, the episode is played again without ``start``.
+        it, token for token, or if no turn is left after them, the episode is played again without ``start``.
 
         Args:
             trajectory_id: id of the trajectory that is returned.
@@ -174,8 +174,8 @@ class Player:
                         finally:
                             environment_s += perf_counter() - asked - agent.sampling_s
                     score, unseen = observation.score or score, observation.messages
-                    if start and turns <= len(actions) and observation.done:
-                        raise _OtherStart
+                    if start and turns <= len(actions) and (observation.done or turns == self.context.max_turns):
+                        raise _OtherStart  # the model would not sample anything
                     if start and turns and turns <= len(actions):
                         earlier += [] if observation.reward is None else [observation.reward]
                     elif observation.reward is not None:
@@ -250,6 +250,9 @@ class Player:
         if order != sorted(order):
             info[TURN_ORDER] = order
         score = score or sum_of_rewards([*earlier, *(turn.reward for segment in segments for turn in segment)])
+        if start and score.turns is not None:
+            # The environment names the rewards of all turns; those of the start are context now.
+            score = replace(score, turns=score.turns[len(actions) :])
         return Trajectory(trajectory_id, task.id, segments, score, stop, info).scored(score)
 
     def _model(self, session: Session, seed: int, temperature: float) -> PolicyModel:

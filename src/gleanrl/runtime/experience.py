@@ -27,7 +27,7 @@ from gleanrl.experience.pool.transfer import Moved
 from gleanrl.experience.replay.recall import EstimatePolicy
 from gleanrl.runtime.prepare import tokenizer_fingerprint
 from gleanrl.runtime.run_folder import RunFolder
-from gleanrl.types import Trajectory
+from gleanrl.types import START_TURNS, Trajectory
 from gleanrl.utils import atomic
 from gleanrl.utils.errors import UserError
 from gleanrl.utils.progress import Progress, Silent
@@ -200,10 +200,15 @@ def seed_from_rollouts(
     tasks = {task.id: task for task in taskset.tasks("train", config.environment.train_tasks)}
 
     def read_groups() -> Iterator[list[Trajectory]]:
-        """Yield the fresh (not replayed) members of every group, in the order of the steps."""
+        """Yield the fresh (not replayed) members of every group, in the order of the steps.
+
+        Episodes that began with turns of a stored success are left out: they lack the log-probs of these turns, and say
+        nothing of how often the task is solved from its beginning.
+        """
         for step in folder.rollout_steps():
             for _, records in groupby(folder.read_rollouts(step), key=lambda record: record.ticket):
-                yield [record.trajectory for record in records if not record.replayed]
+                fresh = [record.trajectory for record in records if not record.replayed]
+                yield [trajectory for trajectory in fresh if not trajectory.info.get(START_TURNS)]
             stage.advance()
 
     # With a limit on rollouts per step, the files may lack members of a group. `seed_from_groups` then computes no
