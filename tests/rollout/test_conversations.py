@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from dataclasses import replace
 from random import Random
 from typing import Any
@@ -146,6 +147,22 @@ def test_calls_beyond_a_limit_are_refused_and_a_shorter_prompt_is_answered_again
     with pytest.raises(Refused) as refused:
         talk(policy, short)
     assert (refused.value.kind, policy.limit, policy.turns) == ("episode_over", StopReason.MAX_TURNS, 2)
+
+
+def test_what_cannot_fit_is_refused_before_it_is_rendered() -> None:
+    call = {
+        "id": "a",
+        "type": "function",
+        "function": {"name": "look", "arguments": json.dumps({"x": "left " * 400_000})},
+    }
+    answer = {"role": "assistant", "content": "", "tool_calls": [call]}
+    for messages in ((user("left"), answer, user("left")), (user(""),) * 60_000):
+        policy = scripted("left", max_context=400)
+        started = time.process_time()
+        with pytest.raises(Refused) as refused:
+            talk(policy, ModelCall(messages))
+        assert refused.value.kind == "context_length"
+        assert time.process_time() - started < 2  # to render it takes ten seconds and more
 
 
 def test_another_temperature_marks_the_trajectory_and_a_greedy_episode_stays_greedy() -> None:

@@ -266,9 +266,10 @@ class PolicyModel:
         if self.turns == self._max_turns:
             self.limit = StopReason.MAX_TURNS
             raise Refused(f"the episode has had all of its {self.turns} model calls", kind="episode_over")
-        size = sum(len(message.get("content") or "") for message in call.messages)
+        size = len(json.dumps([call.messages, call.tools], ensure_ascii=False))  # all that a template may render
         too_long = f"the prompt is longer than the model's context of {self._max_context} tokens"
-        if size > CHARACTERS_PER_TOKEN * self._max_context:
+        # A message has at least one token, so that a body of many empty ones is not rendered either.
+        if size > CHARACTERS_PER_TOKEN * self._max_context or len(call.messages) > self._max_context:
             self.limit = StopReason.CONTEXT_FULL
             raise Refused(too_long, kind="context_length")
         try:

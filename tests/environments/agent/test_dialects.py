@@ -310,6 +310,7 @@ REFUSED: list[tuple[str, Any, dict[str, Any]]] = [
     ("chat", None, {"tools": TOOLS, "parallel_tool_calls": False}),
     ("chat", None, {"max_tokens": 0}),
     ("chat", None, {"temperature": -1}),
+    ("chat", None, {"temperature": 1e-39}),
     ("chat", None, {"extra_body": {"top_k": 3}}),
     ("chat", [], {}),
     ("chat", [{"role": "user", "content": [IMAGE]}], {}),

@@ -168,6 +168,7 @@ class Endpoint:
             if episode.earn is None:
                 raise Refused("this model is not trained, so that it takes no turn rewards")
             body = await _read(request)
+            self._episode(request)  # raises an error if the episode has ended before the body was complete
             if not isinstance(body, dict) or not {"reward"} <= body.keys() <= {"reward", "id"}:
                 raise Refused('a turn reward is posted as {"reward": 0.5} or {"id": "chatcmpl-...", "reward": 0.5}')
             reward, named = body["reward"], body.get("id")
@@ -188,6 +189,7 @@ class Endpoint:
         try:
             episode = self._episode(request)
             body = await _read(request)
+            episode = self._episode(request)  # it may have ended before the body was complete
             if not isinstance(body, dict):
                 raise Refused("the body of the request is not a JSON object")
             call = dialect.read(body)
