@@ -169,7 +169,7 @@ def test_the_start_moves_with_the_success_of_the_group(tmp_path: Path) -> None:
     with ExperiencePool(tmp_path / "pool.sqlite", ReplaySettings()) as pool:
         stored(pool, "hard", 5, solved=0, attempts=4)
         stored(pool, "solved", 5, solved=2, attempts=4)
-        restarts = Restarts(pool, ReplaySettings(), 4, {})
+        restarts = Restarts(pool, ReplaySettings(), 4)
         turns = []
         for rate in (0.5, 0.25, 0.0, 1.0, 0.75, 1.0, 1.0):
             drawn = restarts.draw(3, np.random.default_rng(0), set())
@@ -186,13 +186,33 @@ def test_the_start_moves_with_the_success_of_the_group(tmp_path: Path) -> None:
 def test_a_success_whose_observations_are_not_repeated_is_evicted(tmp_path: Path) -> None:
     with ExperiencePool(tmp_path / "pool.sqlite", ReplaySettings()) as pool:
         stored(pool, "hard", 5, solved=0, attempts=4)
-        restarts = Restarts(pool, ReplaySettings(), 4, {})
+        restarts = Restarts(pool, ReplaySettings(), 4)
         restarts.commit(restarts.draw(1, np.random.default_rng(0), {"another"}))
         [(spec, cut)] = restarts.draw(1, np.random.default_rng(0), set())
         metrics = restarts.observe([restarted(restarts, spec, 0.5, same=False)])
         assert metrics["restart/refused"] == 1
         assert cut[0] not in [each.key for each in pool.stored(["hard"])["hard"]]
         assert restarts.draw(1, np.random.default_rng(0), set()) == []
+
+
+def test_a_late_refusal_does_not_evict_another_success(tmp_path: Path) -> None:
+    with ExperiencePool(tmp_path / "pool.sqlite", ReplaySettings()) as pool:
+        stored(pool, "hard", 5, solved=0, attempts=4)
+        other = group("hard", 1, 4, first=20)  # a second success, with other tokens
+        pool.observe([other, group("hard", 0, 4, first=30)], 2)
+        restarts = Restarts(pool, ReplaySettings(), 4)
+        planned = []
+        for _ in range(2):
+            drawn = restarts.draw(1, np.random.default_rng(0), set())
+            restarts.commit(drawn)
+            planned += drawn
+        early, late = (restarted(restarts, spec, 0.5, same=False) for spec, _ in planned)
+        restarts.observe([early])
+        [(_, cut)] = drawn = restarts.draw(1, np.random.default_rng(0), set())
+        restarts.commit(drawn)
+        assert cut[0] != planned[0][1][0]
+        assert restarts.observe([late])["restart/refused"] == 1
+        assert [each.key for each in pool.stored(["hard"])["hard"]] == [cut[0]]
 
 
 @settings(max_examples=examples(20))

@@ -174,9 +174,10 @@ class Player:
                         finally:
                             environment_s += perf_counter() - asked - agent.sampling_s
                     score, unseen = observation.score or score, observation.messages
-                    if start and turns <= len(actions) and (observation.done or turns == self.context.max_turns):
+                    repeating = bool(start) and turns <= len(actions)  # the model has not sampled anything yet
+                    if repeating and (observation.done or turns == self.context.max_turns):
                         raise _OtherStart  # the model would not sample anything
-                    if start and turns and turns <= len(actions):
+                    if repeating and turns:
                         earlier += [] if observation.reward is None else [observation.reward]
                     elif observation.reward is not None:
                         (context if agent is None else agent.conversations).earn(observation.reward)
@@ -191,7 +192,7 @@ class Player:
                     context.observe((*opening, *observation.messages), observation.tools, observation.state)
                     unseen = ()
                     prompt = context.prompt()
-                    if start and turns <= len(actions):
+                    if repeating:
                         action = actions[turns] if turns < len(actions) else len(start)
                         before = np.concatenate([turn.tokens for turn in start[:action]])
                         if not np.array_equal(prompt if action < len(start) else prompt[: before.size], before):

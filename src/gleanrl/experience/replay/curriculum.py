@@ -16,7 +16,7 @@ from gleanrl.config.validate import check_replay
 from gleanrl.experience.pool.pool import ExperiencePool
 from gleanrl.experience.replay.fresh import FreshPicks
 from gleanrl.experience.replay.recall import COUNTS, EstimatePolicy, Recall, Reverify
-from gleanrl.experience.replay.restarts import Cut, Restarts
+from gleanrl.experience.replay.restarts import Restarts
 from gleanrl.experience.replay.selection import whole
 from gleanrl.protocols import Curriculum, Metrics
 from gleanrl.types import Group, GroupSpec, Trajectory
@@ -52,7 +52,6 @@ class _State:
     probes_owed: float = 0.0
     # How many restarted groups (at most 1) are still due, by the same rule.
     restarts_owed: float = 0.0
-    cuts: dict[str, Cut] = field(default_factory=dict)  # where restarted tasks start (`Restarts`)
     steps: int = 0  # number of calls of `observe`, which is the number of finished steps
     solved: float = 0.0  # number of solved fresh rollouts; earlier steps have less weight (`_MEMORY`)
     tried: float = 0.0  # number of all valid fresh rollouts, weighted in the same way
@@ -133,14 +132,13 @@ class ReplayCurriculum:
         self._recall = Recall(
             pool, settings, group=group, estimate=estimate, reverify=reverify if settings.reverify else None
         )
-        self._restarts = Restarts(pool, settings, group, {})
+        self._restarts = Restarts(pool, settings, group)
         self._waiting: list[GroupSpec] = []  # specs that `inner` proposed and no batch has used yet, oldest first
         self._first_step = first_step
         # (finished steps, mark) of the start and of each checkpoint, oldest first
         self._marks = [(first_step, pool.mark())]
         # A run that is resumed with replay may have planned up to ``staleness`` batches ahead of its steps.
         self._state = _State(steps=first_step, batches=first_step + (staleness if first_step else 0))
-        self._restarts.cuts = self._state.cuts
         self._plan_seconds = 0.0  # seconds spent in `propose` since the last step, without those in ``_recall.seconds``
 
     @property
@@ -333,6 +331,7 @@ class ReplayCurriculum:
             "marks": [list(entry) for entry in self._marks],
             "waiting": serialize.to_builtins(self._waiting),
             "state": asdict(self._state),
+            "cuts": {task: list(cut) for task, cut in self._restarts.cuts.items()},
         }
         return {**self.inner.state_dict(), "replay": own}
 
@@ -350,7 +349,7 @@ class ReplayCurriculum:
         self._marks = [(step, mark) for step, mark in own["marks"]]
         self._waiting = serialize.from_builtins(own["waiting"], list[GroupSpec])
         self._state = _State(**own["state"])
-        self._restarts.cuts = self._state.cuts
+        self._restarts.cuts = dict(own["cuts"])
 
 
 def _interleave(fresh: list[GroupSpec], replayed: list[GroupSpec], random: np.random.Generator) -> list[GroupSpec]:

@@ -31,8 +31,9 @@ class Restarts:
     keeps its entry, with 0 turns, and is not restarted again. ``group`` is the number of members of a group.
     """
 
-    def __init__(self, pool: ExperiencePool, settings: ReplaySettings, group: int, cuts: dict[str, Cut]) -> None:
-        self._pool, self._group, self.cuts = pool, group, cuts
+    def __init__(self, pool: ExperiencePool, settings: ReplaySettings, group: int) -> None:
+        self._pool, self._group = pool, group
+        self.cuts: dict[str, Cut] = {}
         self._threshold = settings.success_threshold
         self._uniform = settings.model_copy(update={"tasks": "uniform"})
 
@@ -85,9 +86,13 @@ class Restarts:
             if not group.spec.start or cut is None:
                 continue
             if any(trajectory.info.get(START_TURNS) == 0 for trajectory in group.fresh):
-                self._pool.evict([cut[0]], "other_start")
-                del self.cuts[group.spec.task.id]
                 refused += 1
+                # If another group of the task was refused before, the cut may be that of another success by now.
+                stored = self._pool.stored([group.spec.task.id])[group.spec.task.id]
+                success = next((each.trajectory for each in stored if each.key == cut[0]), None)
+                if success is None or _begins_with(success.segments[0], group.spec.start):
+                    self._pool.evict([cut[0]], "other_start")
+                    del self.cuts[group.spec.task.id]
             elif valid := group.valid_fresh:
                 rate = sum(trajectory.score.reaches(self._threshold) for trajectory in valid) / len(valid)
                 solved.append(rate)
@@ -104,3 +109,7 @@ def beginning(segment: Segment, turns: int) -> Segment:
     """Return the turns of a segment up to the sampled turn number ``turns``, counted from 1."""
     sampled = [position for position, turn in enumerate(segment) if turn.sampled]
     return segment[: sampled[turns - 1] + 1]
+
+
+def _begins_with(segment: Segment, start: Segment) -> bool:
+    return all(np.array_equal(own.tokens, turn.tokens) for own, turn in zip(segment, start, strict=False))
