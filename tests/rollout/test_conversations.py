@@ -156,7 +156,12 @@ def test_what_cannot_fit_is_refused_before_it_is_rendered() -> None:
         "function": {"name": "look", "arguments": json.dumps({"x": "left " * 400_000})},
     }
     answer = {"role": "assistant", "content": "", "tool_calls": [call]}
-    for messages in ((user("left"), answer, user("left")), (user(""),) * 60_000):
+    thought = {"role": "assistant", "content": "", "reasoning_content": "left " * 400_000}
+    for messages in (
+        (user("left"), answer, user("left")),
+        (user("left"), thought, user("left")),
+        (user(""),) * 60_000,
+    ):
         policy = scripted("left", max_context=400)
         started = time.process_time()
         with pytest.raises(Refused) as refused:

@@ -266,7 +266,7 @@ class PolicyModel:
         if self.turns == self._max_turns:
             self.limit = StopReason.MAX_TURNS
             raise Refused(f"the episode has had all of its {self.turns} model calls", kind="episode_over")
-        size = len(json.dumps([call.messages, call.tools], ensure_ascii=False))  # all that a template may render
+        size = len(json.dumps(call.tools)) + sum(map(_characters, call.messages))
         too_long = f"the prompt is longer than the model's context of {self._max_context} tokens"
         # A message has at least one token, so that a body of many empty ones is not rendered either.
         if size > CHARACTERS_PER_TOKEN * self._max_context or len(call.messages) > self._max_context:
@@ -314,3 +314,10 @@ class PolicyModel:
         if self.on_failure is not None:
             self.on_failure(error)
         return Refused(f"the policy failed: {error}", status=500, kind="server")
+
+
+def _characters(message: Message) -> int:
+    """Return the number of characters of a message that a chat template may render."""
+    calls = message.get("tool_calls") or ()
+    texts = [message.get("content") or "", message.get("reasoning_content") or ""]
+    return sum(map(len, [*texts, *(call["function"]["arguments"] for call in calls)]))

@@ -336,6 +336,45 @@ def test_a_request_without_the_key_of_a_running_episode_or_with_a_huge_body_is_r
     assert answered == ["hello"]
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [("chat/completions", b'{"messages": [{"role": "user", "content": "hello"}]}'), ("rewards", b'{"reward": 1}')],
+)
+def test_a_body_that_is_complete_only_after_its_episode_has_ended_is_refused(path: str, body: bytes) -> None:
+    taken: list[Any] = []
+
+    async def answer(call: ModelCall) -> ModelAnswer:
+        taken.append(call)
+        return ModelAnswer({"role": "assistant", "content": "left"}, 3, 1, "stop")
+
+    async def talk() -> int:
+        endpoint, begun, ended = Endpoint(), asyncio.Event(), asyncio.Event()
+
+        async def halves() -> Any:
+            yield body[:5]
+            begun.set()
+            await ended.wait()
+            yield body[5:]
+
+        async def send(address: ModelAddress) -> int:
+            headers = {"Authorization": f"Bearer {address.key}"}
+            client = aiohttp.ClientSession(headers=headers)
+            async with client, client.post(f"{address.url}/v1/{path}", data=halves()) as response:
+                return response.status
+
+        async with endpoint.open(answer, earn=lambda reward, answer_id: taken.append(reward)) as address:
+            sending = asyncio.ensure_future(send(address))
+            await begun.wait()
+            await asyncio.sleep(0.1)  # the server has the first half
+        ended.set()
+        status = await sending
+        await endpoint.close()
+        return status
+
+    assert asyncio.run(talk()) == 401
+    assert not taken
+
+
 def test_a_body_that_cannot_be_read_is_the_client_s_error_and_an_error_of_the_policy_is_not() -> None:
     async def answer(call: ModelCall) -> ModelAnswer:
         raise ValueError("a bug")

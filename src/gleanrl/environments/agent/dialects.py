@@ -62,10 +62,16 @@ def _text(content: Any) -> str:
     return "".join(part["text"] for part in content or ())
 
 
+def _representable(temperature: float) -> float:
+    if 0 < temperature < 1e-6:  # a sampler divides by it in float32, and the result may not be finite
+        raise Refused("temperature: 0, or a number from 1e-6 to 2")
+    return temperature
+
+
 _TEXTS = ("text", "input_text", "output_text", "reasoning_text", "summary_text")
 _Text = Annotated[str, BeforeValidator(_text)]
 _Count = Annotated[int, Field(ge=1)]
-_Temperature = Annotated[float, Field(ge=0, le=2), AfterValidator(lambda value: _representable(value))]
+_Temperature = Annotated[float, Field(ge=0, le=2), AfterValidator(_representable)]
 _One = Annotated[float, Field(ge=1, le=1)]  # values of parameters that ask for nothing special
 _Zero = Annotated[float, Field(ge=0, le=0)]
 _Request = TypeVar("_Request", bound=BaseModel)
@@ -192,12 +198,6 @@ class _ChatRequest(BaseModel, extra="forbid"):
     prompt_cache_key: Any = None
     prompt_cache_options: Any = None
     prompt_cache_retention: Any = None
-
-
-def _representable(temperature: float) -> float:
-    if 0 < temperature < 1e-6:  # a sampler divides by it in float32, and the result may not be finite
-        raise Refused("temperature: 0, or a number from 1e-6 to 2")
-    return temperature
 
 
 def _plain_format(value: Any, name: str) -> Any:

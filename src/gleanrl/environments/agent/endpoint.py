@@ -160,15 +160,22 @@ class Endpoint:
             model["max_model_len"] = episode.max_context
         return web.json_response({"object": "list", "data": [model]})
 
+    async def _receive(self, request: Any) -> tuple[_Episode, Any]:
+        """Return the episode of a request and its body.
+
+        Raises `Refused` if the key is not that of a running episode, before the body is read or once it is complete.
+        """
+        self._episode(request)
+        body = await _read(request)
+        return self._episode(request), body
+
     async def _rewards(self, request: Any) -> Any:
         from aiohttp import web
 
         try:
-            episode = self._episode(request)
+            episode, body = await self._receive(request)
             if episode.earn is None:
                 raise Refused("this model is not trained, so that it takes no turn rewards")
-            body = await _read(request)
-            self._episode(request)  # raises an error if the episode has ended before the body was complete
             if not isinstance(body, dict) or not {"reward"} <= body.keys() <= {"reward", "id"}:
                 raise Refused('a turn reward is posted as {"reward": 0.5} or {"id": "chatcmpl-...", "reward": 0.5}')
             reward, named = body["reward"], body.get("id")
@@ -187,9 +194,7 @@ class Endpoint:
         from aiohttp import web
 
         try:
-            episode = self._episode(request)
-            body = await _read(request)
-            episode = self._episode(request)  # it may have ended before the body was complete
+            episode, body = await self._receive(request)
             if not isinstance(body, dict):
                 raise Refused("the body of the request is not a JSON object")
             call = dialect.read(body)
