@@ -254,6 +254,32 @@ def test_votes_show_the_group_in_different_orders_and_disagreement_is_a_part_of_
     assert [score.value for score in scores] == pytest.approx([1 - first / 8, first / 8])
     spread = 2 * first / 8 * (1 - first / 8)
     assert [score.parts["vote/disagreement"] for score in scores] == pytest.approx([spread, spread])
+    assert [score.parts["vote/failed"] for score in scores] == [0, 0]
+
+
+def test_a_vote_that_failed_is_counted_in_the_parts_of_every_member() -> None:
+    refusal = {"choices": [{"message": {"content": None, "refusal": "I do not compare."}}]}
+    left = [(200, refusal)]
+
+    def answer(path: str, body: Mapping[str, Any]) -> tuple[int, Any]:
+        said = json.dumps(answered(body["messages"][-1]["content"]))
+        return left.pop() if left else (200, {"choices": [{"message": {"content": said}}]})
+
+    [scores], service, _ = judged([["worth 3", "worth 9", "worth 9"]], plan={"answer": answer}, votes=3)
+    assert len(service.bodies) == 3
+    assert [score.value for score in scores] == pytest.approx([0.3, 0.9, 0.9])
+    assert [score.parts["vote/failed"] for score in scores] == [1, 1, 1]
+
+
+def test_a_judge_that_quotes_the_tags_of_a_thought_in_its_reasoning_scores_the_group() -> None:
+    for thought in ("", "<think>A says </think>{} and B nothing.</think>\n"):
+
+        def says(body: Mapping[str, Any], thought: str = thought) -> str:
+            return thought + json.dumps(answered(body["messages"][-1]["content"]))  # quotes each member
+
+        [scores], service, _ = judged([["<think>so</think>worth 3", "worth 9</think>", "<think>worth 4"]], says)
+        assert len(service.bodies) == 1
+        assert [score.value for score in scores] == pytest.approx([0.3, 0.9, 0.4])
 
 
 def test_a_trajectory_outside_of_a_group_is_judged_alone() -> None:

@@ -112,6 +112,15 @@ def test_verdicts_are_read_whatever_their_case_and_after_a_thought_without_struc
     assert "response_format" not in service.bodies[0]
 
 
+def test_a_judge_may_write_about_the_tags_of_a_thought() -> None:
+    reasons = {"correct": "After </think> it says 4.", "clear": "A lone <think> is left.", "polite": "</think>{}"}
+    said = json.dumps({name: {"reasoning": why, "verdict": ANSWER[name]} for name, why in reasons.items()})
+    for text in (said, f"<think>Is </think> closed?</think>{said}", f"Is it?</think>\n```json\n{said}\n```"):
+        [score], service, _ = rubric_scores(lambda body, text=text: text, "<think>2+2</think>4")
+        assert score.value == pytest.approx(0.875)
+        assert len(service.bodies) == 1
+
+
 def test_a_criterion_that_fails_after_all_attempts_fails_the_score_and_no_other_trajectory() -> None:
     def says(body: Mapping[str, Any]) -> str:
         (name,) = asked_for(body)

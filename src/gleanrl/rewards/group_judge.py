@@ -11,6 +11,7 @@ from typing import Literal, Unpack
 from gleanrl.rewards.http import EXPLANATION, version_of
 from gleanrl.rewards.judge import (
     DISAGREEMENT,
+    FAILED,
     FIELDS,
     JudgeOptions,
     JudgeScorer,
@@ -180,3 +181,10 @@ class GroupJudge(JudgeScorer):
             verdicts = {**verdicts, **{f"{index}/{DISAGREEMENT}": value for index, value in disagreement.items()}}
             disagreement = {}
         return super().score(request, verdicts, disagreement, explanation)
+
+    def combine(self, request: Request, scores: Sequence[Score]) -> Score:
+        score = super().combine(request, scores)
+        if FAILED not in score.parts or not request.group:
+            return score
+        failed = {f"{index}/{FAILED}": score.parts[FAILED] for index in range(len(request.group))}
+        return replace(score, parts={**score.parts, **failed})

@@ -23,7 +23,7 @@ from typing import Any, Literal, Unpack
 
 from gleanrl.rewards.http import EXPLANATION, ServiceScorer, idempotency_key, read_cost, version_of
 from gleanrl.rewards.request import Request, finite, shorten
-from gleanrl.rollout.thinking import answer_of
+from gleanrl.rollout.thinking import CLOSE
 from gleanrl.types import Score
 from gleanrl.utils.errors import UserError
 from gleanrl.utils.http import ConnectionOptions, HttpClient, decode_json
@@ -58,6 +58,8 @@ SCHEMA = {
 FIELDS = ("task", "conversation", "response", "low", "high", "payload")
 DISAGREEMENT = "vote/disagreement"
 """Part of a score that says how far the votes differ, 0 to 1."""
+FAILED = "vote/failed"
+"""Part of a score that says how many votes failed."""
 REMEMBERED = 4096  # largest number of requests that are remembered because their first answer had no verdict
 # Fields of the request's body that ``extra`` must not set, because the judge sets them.
 _OWN = frozenset({"model", "messages", "response_format", "temperature", "max_tokens", "stream", "n"})
@@ -270,7 +272,7 @@ class JudgeScorer(ServiceScorer):
         score = self.score(request, verdicts, disagreement, "\n".join(explanations))
         parts = {**score.parts, **cost}
         if self._votes > 1:
-            parts["vote/failed"] = float(failures)
+            parts[FAILED] = float(failures)
         return replace(score, parts=parts)
 
     def _read(self, question: Question, answer: Any) -> tuple[dict[str, float], str]:
@@ -452,10 +454,17 @@ def read_json(text: str) -> dict[str, Any]:
 
     A key that occurs twice is an error too, because one of its values would be lost.
     """
-    text = answer_of(text).strip()
-    # Some servers do not enforce `response_format`, so the model may put its JSON into a Markdown code block.
-    fenced = _FENCED.match(text)
-    answer = decode_json(fenced[1] if fenced else text)
+    while True:
+        # Some servers do not enforce `response_format`, so the model may put its JSON into a Markdown code block.
+        fenced = _FENCED.match(text.strip())
+        try:
+            answer = decode_json(fenced[1] if fenced else text)
+            break
+        except ValueError:
+            # The answer follows a thought. Its own texts may contain tags too, as those of what is judged.
+            _, closed, text = text.partition(CLOSE)
+            if not closed:
+                raise
     if not isinstance(answer, dict):
         raise ValueError("no JSON object")
     return answer
