@@ -310,7 +310,8 @@ class TaggedCalls:
             if tool["function"]["name"] == name:
                 schema = tool["function"].get("parameters", {})
                 for key, text in arguments.items():
-                    with suppress(ValueError, TypeError, RecursionError):
+                    # A schema may hold anything. Some clients write null for the properties of a tool without any.
+                    with suppress(ValueError, TypeError, AttributeError, RecursionError):
                         value = _PYTHON[text.strip()] if text.strip() in _PYTHON else json.loads(text)
                         if _json_type(value) in _schema_types(schema.get("properties", {}).get(key), schema):
                             arguments[key] = value

@@ -33,6 +33,7 @@ from gleanrl.utils.errors import UserError
 from gleanrl.utils.serialize import decode, encode
 from tests.environments.test_pool import gone
 from tests.loop_world import renderer
+from tests.rollout.test_tool_templates import renderer as templated
 
 aiohttp = pytest.importorskip("aiohttp")
 
@@ -211,6 +212,38 @@ def test_rewards_of_answers_at_once_are_posted_by_the_ids_of_their_responses() -
         assert earned == {"say left": 1.5, "left": 2.5, "right": 3.5}
 
     asyncio.run(talk())
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"type": "object", "properties": None},
+        {"properties": ["a"]},
+        {"properties": {"a": {"$ref": "#/$defs/A"}}, "$defs": None},
+    ],
+)
+def test_a_call_of_a_tool_whose_schema_gives_no_types_is_answered(parameters: dict[str, Any]) -> None:
+    """Some clients write null for the properties of a tool without arguments."""
+    tools = [{"type": "function", "function": {"name": "add", "parameters": parameters}}]
+    body = {"messages": [{"role": "user", "content": "add"}], "tools": tools}
+    called = "\n</think>\n\n<tool_call>\n<function=add>\n<parameter=a>\n3\n</parameter>\n</function>\n</tool_call>"
+    qwen = templated("qwen3_5_think")
+    said = [*qwen.tokenizer(called, add_special_tokens=False)["input_ids"], qwen.end_of_calls]
+
+    async def talk() -> Any:
+        sampler = ScriptedSampler(lambda *_: said)
+        endpoint = Endpoint()
+        async with sampler.session(0) as session, aiohttp.ClientSession() as client:
+            policy = PolicyModel(qwen, session, seed=1, temperature=1.0, max_context=9000, max_tokens=900)
+            opened = endpoint.open(policy.answer, key="")
+            async with opened as address, client.post(f"{address.url}/v1/chat/completions", json=body) as response:
+                assert response.status == 200, await response.text()
+                answer = await response.json()
+        await endpoint.close()
+        assert [turn.tokens.tolist() for segment in policy.conversations.segments() for turn in segment][-1] == said
+        return answer["choices"][0]["message"]["tool_calls"][0]["function"]
+
+    assert asyncio.run(talk()) == {"name": "add", "arguments": '{"a": "3"}'}
 
 
 COMMAND = """
