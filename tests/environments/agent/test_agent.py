@@ -369,6 +369,24 @@ def test_a_request_without_the_key_of_a_running_episode_or_with_a_huge_body_is_r
     assert answered == ["hello"]
 
 
+@pytest.mark.parametrize("path", ["chat/completions", "rewards"])
+def test_a_client_that_dies_while_it_sends_logs_nothing(path: str, caplog: pytest.LogCaptureFixture) -> None:
+    async def talk() -> None:
+        endpoint = Endpoint()
+        async with endpoint.open(lambda call: asyncio.sleep(0, ModelAnswer({}, 3, 1, "stop"))) as address:
+            _, writer = await asyncio.open_connection("127.0.0.1", int(address.url.rpartition(":")[2]))
+            head = f"POST /v1/{path} HTTP/1.1\r\nHost: x\r\nx-api-key: {address.key}\r\nContent-Length: 99\r\n\r\n"
+            writer.write(head.encode() + b'{"mess')
+            await writer.drain()
+            await asyncio.sleep(0.1)  # the server waits for the rest
+            writer.close()
+            await asyncio.sleep(0.1)
+        await endpoint.close()
+
+    asyncio.run(talk())
+    assert not caplog.records, caplog.text
+
+
 @pytest.mark.parametrize(
     ("path", "body"),
     [("chat/completions", b'{"messages": [{"role": "user", "content": "hello"}]}'), ("rewards", b'{"reward": 1}')],

@@ -235,5 +235,5 @@ async def _read(request: Any) -> Any:
         return json.loads(await request.read())
     except web.HTTPRequestEntityTooLarge:
         raise too_large from None
-    except (ValueError, RecursionError, web.RequestPayloadError):
+    except (ValueError, RecursionError, web.RequestPayloadError, ConnectionError):  # the last: the client is gone
         raise Refused("the body of the request is not JSON") from None
