@@ -283,15 +283,16 @@ class Trajectory:
     def scored(self, score: Score) -> Trajectory:
         """Return a copy with ``score``. If the score has turn rewards, they replace those of the sampled turns.
 
-        The copy's score is invalid if the number of turn rewards is not the number of sampled turns.
+        If there is also one for each turn of the start (`GroupSpec.start`), which rewards see as messages of the
+        assistant too, these are dropped. The copy's score is invalid if the number of turn rewards is any other.
         """
         if score.turns is None:
             return replace(self, score=score)
-        sampled = sum(1 for _ in self.sampled_turns())
-        if len(score.turns) != sampled:
+        sampled, repeated = sum(1 for _ in self.sampled_turns()), self.info.get(START_TURNS, 0)
+        if len(score.turns) not in (sampled, repeated + sampled):
             reason = f"the score has {len(score.turns)} turn rewards, and the model sampled {sampled} turns"
             return replace(self, score=Score.failed(reason))
-        rewards = iter(score.turns)
+        rewards = iter(score.turns[len(score.turns) - sampled :])
         segments = tuple(
             tuple(replace(turn, reward=next(rewards)) if turn.sampled else turn for turn in segment)
             for segment in self.segments

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -19,13 +19,16 @@ from gleanrl.config.settings import ContextSettings, CreditSettings, LossSetting
 from gleanrl.experience.pool.pool import ExperiencePool
 from gleanrl.experience.replay.restarts import Restarts, beginning
 from gleanrl.protocols import Environment, Observation
+from gleanrl.rewards import RewardAgent
+from gleanrl.rewards.http import HttpReward
 from gleanrl.rollout.player import Player
 from gleanrl.samplers.scripted import ScriptedSampler
 from gleanrl.simulate import virtual_time
-from gleanrl.train import train
+from gleanrl.train import score_trajectory, train
 from gleanrl.types import START_TURNS, Group, GroupSpec, Message, Score, StopReason, Task, Trajectory, Turn
 from tests.experience.replay_world import group, make_replay_run
 from tests.loop_world import GuessEnvironment, renderer, tasks
+from tests.rewards.service import Plan, Service
 from tests.strategies import examples
 
 PRESETS = ["sync", "pipelined", "one_step_off", "pipelined_one_step_off", "bounded_async"]
@@ -127,6 +130,29 @@ def test_turn_rewards_that_come_with_the_score_are_those_of_the_sampled_turns() 
     again = play(answers(*words[1:]), AtTheEnd(TASK), beginning(whole.segments[0], 1))
     assert again.score.valid
     assert [turn.reward for turn in again.sampled_turns()] == [0.2, 0.3, 0.4]
+
+
+def test_a_service_may_give_a_turn_reward_to_each_answer_that_it_sees() -> None:
+    """It sees those of the start too, and not that the model did not sample them."""
+
+    def answer(path: str, body: Mapping[str, Any]) -> tuple[int, Any]:
+        said = [message["content"] for message in body["messages"] if message["role"] == "assistant"]
+        return 200, {"score": 1.0, "turns": [float(word == "left") for word in said]}
+
+    words = ["left", "right", "right", "left"]
+    whole = play(answers(*words), Counting(TASK))
+
+    async def score(trajectory: Trajectory) -> Trajectory:
+        async with Service(Plan(answer=answer)) as service, RewardAgent(HttpReward(service.url)) as agent:
+            return await score_trajectory(agent, TASK, trajectory)
+
+    for turns in (0, 1, 3):
+        played = play(answers(*words[turns:]), Counting(TASK), beginning(whole.segments[0], turns) if turns else ())
+        scored = asyncio.run(score(played))
+        assert scored.score.value == 1.0
+        assert [turn.reward for turn in scored.sampled_turns()] == [float(word == "left") for word in words[turns:]]
+    failed = played.scored(Score(1.0, turns=(0.0, 1.0, 0.0)))  # neither the sampled turn nor all four
+    assert not failed.score.valid
 
 
 def test_only_what_follows_the_start_is_trained() -> None:
