@@ -77,6 +77,18 @@ def test_every_segment_has_the_advantage_of_its_trajectory(seed: int, estimator:
             assert sample.off_policy == (not fresh[member])
 
 
+@pytest.mark.parametrize("estimator", ["gae", "grpo", "reinforce_plus_plus", "gigpo"])
+def test_a_batch_in_which_the_model_has_sampled_nothing_is_empty(estimator: str) -> None:
+    """Agents may never call the model, and a first prompt may fill the whole context."""
+    members = tuple(Trajectory(str(i), "0", (), Score(float(i)), StopReason.DONE) for i in range(2))
+    groups = [Group(GroupSpec(Task("0"), 2), members, 0)]
+    built = build_samples(groups, 256)
+    batch = assign_advantages(built, CreditSettings(estimator=estimator), LossSettings(), 256, [])
+    assert batch.groups == 1
+    assert not batch.samples
+    assert (batch.parts[0].tokens, batch.parts[0].invalid) == (0, 0)
+
+
 @settings(max_examples=examples(40))
 @given(seed=SEEDS, mode=st.sampled_from(AGGREGATIONS))
 def test_aggregation_weights_count_a_trajectory_as_one_sequence(seed: int, mode: str) -> None:

@@ -286,7 +286,7 @@ def assign_advantages(
         rewards, values = np.take_along_axis(rewards, order, 1), np.take_along_axis(values, order, 1)
     needs = estimator.needs
     inputs: dict[str, torch.Tensor] = {}
-    if "values" in needs and estimates:
+    if "values" in needs and estimates is not None:  # an empty list if no member has a sample
         inputs["values"] = torch.from_numpy(values)
     if "reward_baselines" in needs:
         greedy_scores = []
