@@ -56,6 +56,15 @@ def test_stored_trajectories_next_to_a_group_judge_warn() -> None:
     assert validate.warnings(load(**judged)) == []
 
 
+def test_a_group_judge_scores_no_stored_trajectory_again() -> None:
+    """Alone it would get another score than in its group, and would be evicted."""
+    options = {"reward__options.base_url": "http://a/v1", "reward__options.model": "m"}
+    judged = {"reward__name": "group_judge", **options, "replay__reverify": "true"}
+    with pytest.raises(UserError, match=r"replay\.reverify"):
+        validate.check(load(**judged, replay__enabled="true"))
+    validate.check(load(**judged, replay__enabled="false"))
+
+
 SERVER = {"sampler__name": "openai", "sampler__options.base_url": "http://a/v1"}
 
 

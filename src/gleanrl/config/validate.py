@@ -308,6 +308,11 @@ def _check_replay(config: Config) -> None:
     if not replay.enabled:
         return
     check_replay(replay, size)
+    if replay.reverify and config.reward.name == "group_judge":
+        raise UserError(
+            "replay.reverify scores a stored trajectory alone, and reward.name = 'group_judge' has compared it with "
+            "others, so that the scores would differ and the pool would be emptied; leave it out"
+        )
     for setting, on in (
         (f"context.policy = {config.context.policy!r}", config.context.policy != "linear"),
         ("guidance.enabled = true", config.guidance.enabled),
