@@ -61,6 +61,8 @@ class ModelAnswer:
     """Why the answer ended: the model or a stop text ended it, a limit of tokens did, or it calls tools."""
     id: str = field(default_factory=lambda: secrets.token_hex(12))
     """Name of the answer, in hexadecimal digits. The id of the response ends with it."""
+    stop: str | None = None
+    """The text of `ModelCall.stop` that ended the answer; None if none did."""
 
 
 def answer_message(message: Message) -> Message:

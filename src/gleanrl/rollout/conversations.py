@@ -58,6 +58,8 @@ class Exchange:
     """The sampled turn; None until the call is answered."""
     shown: Message = field(default_factory=lambda: Message(role="assistant", content=""))
     """The answer in the form in which the agent got it."""
+    stop: str | None = None
+    """The stop text that ended the answer; None if none did."""
     id: str = field(default_factory=lambda: secrets.token_hex(12))
     """`ModelAnswer.id` of the answer."""
 
@@ -153,6 +155,8 @@ class Conversations:
                 shown = renderer.tokenizer.decode(tokens[:middle])
                 low, high = (low, middle) if any(text in shown for text in stop) else (middle + 1, high)
             tokens, logprobs = tokens[:low], logprobs[:low]
+            shown = renderer.tokenizer.decode(tokens)
+            exchange.stop = min((text for text in stop if text in shown), key=shown.index)
         message = renderer.parse(tokens, exchange.calls, exchange.path())
         for text in stop:
             message["content"] = message["content"].partition(text)[0]
@@ -305,10 +309,10 @@ class PolicyModel:
             self.limit = None
         assert exchange.answer is not None
         tokens = exchange.answer.tokens.size
-        cut = completion.finish == "length" and tokens == completion.tokens.size
+        cut = completion.finish == "length" and tokens == completion.tokens.size and exchange.stop is None
         self.cut += cut
         finish = "length" if cut else "tool_calls" if message.get("tool_calls") else "stop"
-        return ModelAnswer(message, exchange.prompt.size, tokens, finish, exchange.id)
+        return ModelAnswer(message, exchange.prompt.size, tokens, finish, exchange.id, exchange.stop)
 
     def _failed(self, error: Exception) -> Refused:
         if self.on_failure is not None:

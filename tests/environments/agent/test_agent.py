@@ -214,6 +214,40 @@ def test_rewards_of_answers_at_once_are_posted_by_the_ids_of_their_responses() -
     asyncio.run(talk())
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_response_says_which_text_ended_the_answer(stream: bool) -> None:
+    said = renderer().spoken("left or right").tolist()
+    user = [{"role": "user", "content": "say left"}]
+
+    async def talk() -> list[str]:
+        sampler = ScriptedSampler(lambda *_: said)
+        endpoint, answers = Endpoint(), []
+        async with sampler.session(0) as session, aiohttp.ClientSession() as client:
+            policy = PolicyModel(renderer(), session, seed=1, temperature=1.0, max_context=77, max_tokens=9)
+            async with endpoint.open(policy.answer, key="") as address:
+                for stops, limit in ((["right", " or"], 9), ([" or"], 2), ([" or"], 1), (["up"], 9)):
+                    body = {"messages": user, "max_tokens": limit, "stream": stream}
+                    for path, name in (("messages", "stop_sequences"), ("chat/completions", "stop")):
+                        async with client.post(f"{address.url}/v1/{path}", json={**body, name: stops}) as response:
+                            answers.append(await response.text())
+        await endpoint.close()
+        return answers
+
+    assert len(said) == 4  # left, or, right, and the end of the turn
+    found = [
+        re.findall(r'"(?:stop_reason|stop_sequence|finish_reason)": ("[^"]*"|null)', text)[
+            -2 if place % 2 == 0 else -1 :
+        ]
+        for place, text in enumerate(asyncio.run(talk()))
+    ]
+    assert found == [
+        *(['"stop_sequence"', '" or"'], ['"stop"']),
+        *(['"stop_sequence"', '" or"'], ['"stop"']),  # the limit and the text end the answer at the same token
+        *(['"max_tokens"', "null"], ['"length"']),
+        *(['"end_turn"', "null"], ['"stop"']),
+    ]
+
+
 @pytest.mark.parametrize(
     "parameters",
     [

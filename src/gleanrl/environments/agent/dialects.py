@@ -590,20 +590,23 @@ class Messages:
                 arguments = {UNPARSED: text}
             name = entry["function"]["name"]
             content.append({"type": "tool_use", "id": entry["id"], "name": name, "input": arguments})
+        reason = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}[answer.finish]
+        stopped = answer.stop if answer.finish == "stop" else None
         return {
             "id": f"msg_{answer.id}",
             "type": "message",
             "role": "assistant",
             "model": model,
             "content": content,
-            "stop_reason": {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}[answer.finish],
-            "stop_sequence": None,
+            "stop_reason": reason if stopped is None else "stop_sequence",
+            "stop_sequence": stopped,
             "usage": {"input_tokens": answer.prompt_tokens, "output_tokens": answer.completion_tokens},
         }
 
     def stream(self, answer: ModelAnswer, call: ModelCall, model: str) -> Iterator[str]:
         whole = self.write(answer, call, model)
-        begun = {**whole, "content": [], "stop_reason": None, "usage": {**whole["usage"], "output_tokens": 0}}
+        usage = {**whole["usage"], "output_tokens": 0}
+        begun = {**whole, "content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
         yield _event({"type": "message_start", "message": begun})
         for index, block in enumerate(whole["content"]):
             if block["type"] == "text":
@@ -621,7 +624,7 @@ class Messages:
             for delta in deltas:
                 yield _event({"type": "content_block_delta", "index": index, "delta": delta})
             yield _event({"type": "content_block_stop", "index": index})
-        end = {"stop_reason": whole["stop_reason"], "stop_sequence": None}
+        end = {"stop_reason": whole["stop_reason"], "stop_sequence": whole["stop_sequence"]}
         yield _event({"type": "message_delta", "delta": end, "usage": whole["usage"]})
         yield _event({"type": "message_stop"})
 
