@@ -12,10 +12,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, BertConfig, BertForMaskedLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    BertConfig,
+    BertForMaskedLM,
+    Gemma4TextConfig,
+    Glm4MoeConfig,
+)
 
 from gleanrl.config.settings import ModelSettings
-from gleanrl.learners.models import compute_dtype, empty_model, export, load_model, resolve_device
+from gleanrl.learners.models import compute_dtype, empty_model, export, load_model, merged_weights, resolve_device
 from gleanrl.learners.tiny import build_model, build_tokenizer
 from gleanrl.utils.errors import UserError
 
@@ -158,6 +165,25 @@ def test_an_export_of_several_files_is_loaded_by_transformers(saved: Path, tmp_p
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     for name, parameter in model.named_parameters():
         assert torch.equal(loaded.get_parameter(name), parameter)
+
+
+def test_an_export_has_the_buffers_that_are_stored_with_a_model(tmp_path: Path) -> None:
+    sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "head_dim": 8}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    gemma = Gemma4TextConfig(**sizes, **heads, global_head_dim=8, vocab_size_per_layer_input=64)
+    glm = Glm4MoeConfig(**sizes, **heads, n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=8)
+    for config, buffer in ((gemma, "layers.1.layer_scalar"), (glm, "layers.1.mlp.gate.e_score_correction_bias")):
+        model = AutoModelForCausalLM.from_config(config).eval()
+        with torch.no_grad():
+            model.base_model.get_buffer(buffer).uniform_()
+        model.register_buffer("updates", torch.tensor(3))
+        folder = tmp_path / config.model_type
+        export(folder, model, merged_weights(model))
+        assert load_file(folder / "model.safetensors")["updates"] == 3
+        loaded, found = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+        assert not found["missing_keys"]
+        ids = torch.arange(9)[None]
+        assert torch.equal(loaded(ids).logits, model(ids).logits)
 
 
 def test_a_chat_template_of_the_settings_replaces_the_tokenizers(saved: Path, tmp_path: Path) -> None:

@@ -51,7 +51,7 @@ from gleanrl.utils import atomic
 from gleanrl.utils.cache import cache_dir, one_at_a_time
 from gleanrl.utils.errors import UserError
 from gleanrl.utils.text import first_line, nearest
-from gleanrl.utils.weights import layout_of, write_safetensors
+from gleanrl.utils.weights import GatheredWeights, layout_of, write_safetensors
 
 AUTO, FLASH = "auto", "flash_attention_2"
 HALF = (torch.bfloat16, torch.float16)
@@ -540,15 +540,31 @@ def export_adapters(folder: Path, model: Any, adapters: Mapping[str, Tensor], ba
         config.save_pretrained(str(partial))
 
 
+def _stored_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Return the buffers that the files of ``model`` contain, by name, such as the biases by which routers pick experts.
+
+    They are not trained.
+    """
+    found = {}
+    for prefix, module in model.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
+                found[f"{prefix}.{name}".lstrip(".")] = buffer
+    return found
+
+
 def export(folder: Path, model: Any, weights: Mapping[str, Tensor], tokenizer: Any = None) -> None:
-    """Write a Hugging Face model directory with the config of ``model``, the tensors ``weights`` and the tokenizer.
+    """Write a Hugging Face model directory: config and buffers of ``model``, the tensors ``weights``, the tokenizer.
 
     The tensors are read in the order of the mapping and written one at a time, unless transformers gives them other
     names in files than in the model. ``folder`` appears only once it is complete, so an error leaves no partial
     directory. Raises `UserError` if the disk is full. ``tokenizer`` may be None.
     """
     base = model.get_base_model() if hasattr(model, "peft_config") else model
-    layout = dict(layout_of(weights))
+    trained, buffers = weights, _stored_buffers(base)
+    layout = {**layout_of(trained), **layout_of(buffers)}
+    if buffers:
+        weights = GatheredWeights(layout, lambda names: {n: buffers[n] if n in buffers else trained[n] for n in names})
     named = revert_weight_conversion(base, {n: torch.empty(each.shape, device="meta") for n, each in layout.items()})
     with atomic.directory(folder, needed=sum(each.size for each in layout.values())) as partial, _quiet():
         base.save_pretrained(partial, state_dict={} if named.keys() == layout.keys() else dict(weights))

@@ -19,7 +19,10 @@ import torch
 from torch import Tensor, nn
 
 BUCKET = 256 << 20  # bytes
-_SAFETENSORS = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+_SAFETENSORS = {
+    **{torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"},
+    **{torch.int64: "I64", torch.int32: "I32", torch.uint8: "U8", torch.bool: "BOOL"},
+}
 
 
 class Layout(NamedTuple):
