@@ -70,6 +70,10 @@ BAD_SETTINGS = {
         r"4096 is longer than the 128 positions",
     ),
     "too little memory": (["--model.init", "huge"], r"'huge' needs .* TiB of memory .* are available"),
+    "no module for adapters": (
+        ["--learner.lora_rank", "2", "--learner.lora_targets", "q_proj,vproj"],
+        r"learner.lora_targets = 'q_proj,vproj': the model has no module 'vproj'$",
+    ),
     "unknown key": (["--learner.lrr", "1"], r"'learner.lrr'.*'learner.lr'"),
     "unknown section": (["--lerner.lr", "1"], r"'lerner.lr'.*'learner.lr'"),
     "no section": (["--seed", "1"], r"--seed.*'run.seed'"),

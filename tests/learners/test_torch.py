@@ -20,10 +20,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from gleanrl.algorithms.batch import Batch, GroupSamples, Sample, build
 from gleanrl.algorithms.loss import AGGREGATIONS, aggregation_of, normaliser, scope_of
 from gleanrl.config.settings import CreditSettings, LearnerSettings, LossSettings
+from gleanrl.learners.models import adapter_weights, add_adapters
 from gleanrl.learners.torch import MAX_SKIPPED_IN_A_ROW, TorchLearner
 from gleanrl.utils.errors import UserError
 from tests.builders import Member, make_group, random_groups, tiny_model
@@ -497,9 +499,20 @@ def test_only_adapters_are_trained_and_published_weights_are_merged() -> None:
     with pytest.raises(UserError, match="no adapters"):
         make_learner().export_adapters(Path("adapters"), "base")
     # The embedding and the head of this model are one tensor. Adapters of one module cannot be merged into it.
-    for targets in ("nonsense", "embed_tokens", "q_proj,lm_head"):
+    for targets in ("nonsense", "q_proj,nonsense", "embed_tokens", "q_proj,lm_head"):
         with pytest.raises(UserError, match=rf"learner\.lora_targets = '{targets}'"):
             make_learner(lora_rank=4, lora_targets=targets)
+
+
+def test_adapters_of_experts_are_refused_and_those_of_attention_are_not() -> None:
+    pytest.importorskip("peft")
+    sizes: dict[str, Any] = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    mixture = Qwen3MoeConfig(**sizes, num_key_value_heads=1, head_dim=8, num_experts=4, moe_intermediate_size=8)
+    for targets in ("all-linear", "q_proj,gate_proj,up_proj"):
+        with pytest.raises(UserError, match=rf"learner\.lora_targets = '{targets}': .*mlp\.experts joins"):
+            add_adapters(Qwen3MoeForCausalLM(mixture), LearnerSettings(lora_rank=2, lora_targets=targets), 0)
+    adapted = add_adapters(Qwen3MoeForCausalLM(mixture), LearnerSettings(lora_rank=2, lora_targets="q_proj"), 0)
+    assert len(adapter_weights(adapted)) == 2
 
 
 # --- checkpoints and exports -----------------------------------------------------------------------

@@ -414,18 +414,20 @@ def skeleton(model: nn.Module) -> nn.Module:
 def add_adapters(model: nn.Module, settings: LearnerSettings, seed: int) -> Any:
     """Add LoRA adapters to ``model`` and return the peft model, in which only the adapters are trainable.
 
-    ``seed`` determines the initial values of the adapters. Raises `UserError` if peft is not installed, or if
-    ``learner.lora_targets`` matches no module of the model or one whose weight is tied to that of another.
+    ``seed`` determines the initial values of the adapters. Raises `UserError` if peft is not installed, or if one of
+    ``learner.lora_targets`` matches no module of the model, the experts of a mixture, or a module whose weight is tied
+    to that of another.
     """
     try:
         import peft
     except ImportError:
         raise UserError("learner.lora_rank needs peft: pip install 'gleanrl[lora]'") from None
     targets = settings.lora_targets
+    names = [name.strip() for name in targets.split(",")]
     config = peft.LoraConfig(
         r=settings.lora_rank,
         lora_alpha=settings.lora_alpha,  # type: ignore[arg-type]
-        target_modules=targets if targets == "all-linear" else [name.strip() for name in targets.split(",")],
+        target_modules=targets if targets == "all-linear" else names,
         task_type="CAUSAL_LM",
     )
     with torch.random.fork_rng(), warnings.catch_warnings():
@@ -437,12 +439,22 @@ def add_adapters(model: nn.Module, settings: LearnerSettings, seed: int) -> Any:
         except ValueError as error:
             raise UserError(f"learner.lora_targets = {targets!r}: {str(error).splitlines()[0][:200]}") from error
     users = Counter(id(p) for module in adapted.modules() for p in module.parameters(recurse=False))
-    for name, module in adapted.get_base_model().named_modules():
-        if hasattr(module, "get_delta_weight") and users[id(module.get_base_layer().weight)] > 1:
+    trained = {name: m for name, m in adapted.get_base_model().named_modules() if hasattr(m, "get_delta_weight")}
+    for name, module in trained.items():
+        if not hasattr(module.get_base_layer(), "weight"):
+            raise UserError(
+                f"learner.lora_targets = {targets!r}: {name} joins the weights of several experts, for which there are "
+                "no adapters; name modules of attention, such as 'q_proj,k_proj,v_proj,o_proj'"
+            )
+        if users[id(module.get_base_layer().weight)] > 1:
             raise UserError(
                 f"learner.lora_targets = {targets!r}: {name} shares its weight with another module "
                 "(tie_word_embeddings), which adapters merged into the weight would change too; leave it out"
             )
+    for target in names if targets != "all-linear" else ():
+        # peft raises an error only if none of the targets is found.
+        if not any(f".{name}".endswith(f".{target}") for name in trained):
+            raise UserError(f"learner.lora_targets = {targets!r}: the model has no module {target!r}")
     return adapted
 
 

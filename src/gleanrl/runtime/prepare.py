@@ -29,7 +29,7 @@ from gleanrl.curriculum.orders import make_curriculum
 from gleanrl.environments import load_taskset
 from gleanrl.environments.pool import EnvironmentFailure, EnvironmentPool
 from gleanrl.learners.distributed.sharded import check_layout
-from gleanrl.learners.models import compute_dtype, empty_model, load_model, load_tokenizer, resolve_device
+from gleanrl.learners.models import add_adapters, compute_dtype, empty_model, load_model, load_tokenizer, resolve_device
 from gleanrl.learners.supervised import fine_tune
 from gleanrl.learners.tiny import texts_of
 from gleanrl.protocols import Curriculum, Split, Taskset
@@ -178,7 +178,7 @@ def check_parts(config: Config, progress: Progress) -> None:
 def check_model(config: Config, progress: Progress, *, trains: bool = True, ranks: int = 1) -> None:
     """Check a given model's tokenizer and chat template, and the memory that it needs, before costly steps begin.
 
-    Of any model it is checked whether ``ranks`` processes can train it.
+    Of any model it is checked whether ``ranks`` processes can train it, and whether it can have the run's adapters.
 
     Raises:
         UserError: the model cannot be used, its chat template lacks one of ``context.template_options``, or it needs
@@ -190,6 +190,8 @@ def check_model(config: Config, progress: Progress, *, trains: bool = True, rank
         half = config.model.dtype == "bfloat16" and device.type == "cpu"
         has_critic = "values" in ESTIMATORS.get(config.credit.estimator).needs
         check_layout(empty_model(config.model), config.learner, ranks, has_critic=has_critic, half_on_cpu=half)
+    if trains and config.learner.lora_rank:
+        add_adapters(empty_model(config.model), config.learner, seed=0)
     if config.model.init == "tiny":
         return
     _, tokenizer = load_tokenizer(config.model)
