@@ -85,6 +85,18 @@ def test_a_layout_that_the_model_does_not_fit_is_refused_before_anything_is_made
     assert not cache.exists()
 
 
+def test_the_memory_of_this_process_is_no_limit_for_a_model_that_several_ranks_share(tmp_path: Path) -> None:
+    """Under torchrun the setting ``learner.ranks`` stays 1."""
+    given = prepare(small(), Silent())
+    given.model.save_pretrained(tmp_path / "model")
+    given.tokenizer.save_pretrained(tmp_path / "model")
+    config = small(("model.init", str(tmp_path / "model")))
+    with patch("gleanrl.runtime.memory.available_memory", lambda: 1 << 10):
+        prepare(config, Silent(), ranks=2)
+        with pytest.raises(UserError, match=r"needs .* of memory .*, but 1\.0 KiB are available"):
+            prepare(config, Silent())
+
+
 def test_the_second_prepare_loads_everything_from_the_cache_bit_for_bit(cache: Path) -> None:
     first = prepare(small(), Silent())
     files = {path: path.stat().st_mtime_ns for path in cache.rglob("*") if path.is_file()}

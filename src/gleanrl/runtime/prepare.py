@@ -196,7 +196,8 @@ def check_model(config: Config, progress: Progress, *, trains: bool = True, rank
         return
     _, tokenizer = load_tokenizer(config.model)
     Renderer(tokenizer, template_options=config.context.template_options)
-    check_memory(config, progress, trains=trains)
+    if ranks == 1:  # torchrun starts several, where ``learner.ranks`` is 1
+        check_memory(config, progress, trains=trains)
 
 
 def needs_expert(config: Config, *, restored: bool = False) -> bool:
