@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from transformers import Qwen2ForCausalLM
 
 from gleanrl.algorithms.batch import Batch
 from gleanrl.config.settings import CriticSettings, LearnerSettings, LossSettings
@@ -259,8 +260,14 @@ def test_tensor_parallelism_prints_no_advice_of_torch() -> None:
 
 def split_badly(ranks: Ranks) -> list[str]:
     said: list[str] = []
-    for options in ({"tensor_parallel": 3}, {"tensor_parallel": 2}, {"tensor_parallel": 2, "lora_rank": 2}):
-        model = two_headed(torch.float32) if "lora_rank" in options else tiny_model()
+    odd = two_headed(torch.float32).config
+    odd.intermediate_size = 33
+    for model, options in (
+        (tiny_model(), {"tensor_parallel": 3}),
+        (tiny_model(), {"tensor_parallel": 2}),
+        (Qwen2ForCausalLM(odd), {"tensor_parallel": 2}),
+        (two_headed(torch.float32), {"tensor_parallel": 2, "lora_rank": 2}),
+    ):
         with pytest.raises(UserError) as caught:
             make(ranks, LossSettings(), torch.float32, model=model, **options)
         said.append(str(caught.value))
@@ -268,7 +275,8 @@ def split_badly(ranks: Ranks) -> list[str]:
 
 
 def test_impossible_tensor_parallel_settings_are_refused() -> None:
-    ragged, heads, adapters = led(2, split_badly)
+    ragged, heads, features, adapters = led(2, split_badly)
     assert ragged == "learner.tensor_parallel = 3 does not divide the 2 ranks"
     assert heads == "learner.tensor_parallel = 2 does not divide the model's num_key_value_heads = 1"
+    assert features == "learner.tensor_parallel = 2 does not divide the 33 features of mlp.gate_proj"
     assert "lora_rank" in adapters

@@ -118,7 +118,8 @@ def _plan(model: Any, layer: nn.Module, size: int) -> dict[str, ParallelStyle]:
 
     The config of a model of transformers says which of its modules are split by columns and which by rows
     (``base_model_tp_plan``). Embedding and head are not split. Raises `UserError` if the model has no such plan, the
-    plan does not suit this function, or ``size`` does not divide the number of attention heads.
+    plan does not suit this function, or ``size`` does not divide the number of attention heads or of a module's
+    features.
     """
     config = model.config.get_text_config()
 
@@ -139,6 +140,9 @@ def _plan(model: Any, layer: nn.Module, size: int) -> dict[str, ParallelStyle]:
             continue
         if style not in _STYLES:
             raise refuse(f"its plan asks for {style!r} at {name}")
+        features = modules[name].out_features if style == "colwise" else modules[name].in_features
+        if features % size:
+            raise UserError(f"learner.tensor_parallel = {size} does not divide the {features} features of {name}")
         planned[name] = _STYLES[style]()
     for name, module in modules.items():
         # Modules directly in the layer (norms) get whole hidden states. A module inside attention or MLP that the plan
