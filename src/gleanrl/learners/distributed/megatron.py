@@ -520,7 +520,9 @@ class Stage(GPTModel):
         if config.qk_layernorm:
             attention.q_layernorm = attention.k_layernorm = Norm
         layers = [spec] * (config.num_layers // config.pipeline_model_parallel_size)
-        self.vocabulary, self.tied = theirs.vocab_size, theirs.tie_word_embeddings
+        self.vocabulary = theirs.vocab_size
+        # Not by the config: transformers does not tie embedding and head where they differ in the model's files.
+        self.tied = model.get_input_embeddings().weight is model.get_output_embeddings().weight
         self.vocabulary_part = math.ceil(theirs.vocab_size / config.tensor_model_parallel_size)
         super().__init__(
             config,
