@@ -152,9 +152,11 @@ def test_a_learner_that_is_killed_while_actors_start_is_started_again(
 
 
 def test_an_evaluation_whose_learner_is_killed_begins_again(start: Start, tmp_path: Path) -> None:
-    trained = start(tmp_path, "--run.steps", "2", "--evaluation.every", "0", runtime="local")
+    """One process evaluates what several have trained, as after torchrun, where ``learner.ranks`` is 1."""
+    ranks = ("--learner.ranks", "2", "--learner.offload_state", "true")
+    trained = start(tmp_path, "--run.steps", "2", "--evaluation.every", "0", *ranks, runtime="local")
     assert trained.wait().status == 0
-    command = start(tmp_path, verb="evaluate runs/tiny")
+    command = start(tmp_path, "--learner.ranks", "1", verb="evaluate runs/tiny")
     kill_once_there(command, "Learner", "Learner")
     ended = command.wait()
     assert ended.status == 0, ended.stderr

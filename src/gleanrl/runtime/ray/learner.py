@@ -28,7 +28,7 @@ from gleanrl.runtime.ray.actors import ActorClient, ActorServer, LearnerLost, Se
 from gleanrl.runtime.ray.cluster import import_ray
 from gleanrl.runtime.ray.parts import Plans
 from gleanrl.runtime.ray.weights import WeightHandle, WeightSource
-from gleanrl.runtime.sharded import learner_ranks, use_cuda
+from gleanrl.runtime.sharded import use_cuda
 from gleanrl.utils.errors import ADVICE, UserError
 from gleanrl.utils.text import first_line
 
@@ -94,7 +94,6 @@ class LearnerService(WeightSource):
     def _build(self) -> None:
         config = self._builder.config
         if self._store is None:
-            self._stack.enter_context(learner_ranks(config))
             replace_parameters(self._builder.prepared.model, lambda _, parameter: parameter.detach().clone())
         else:
             try:
