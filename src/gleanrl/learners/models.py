@@ -553,7 +553,7 @@ def export_adapters(folder: Path, model: Any, adapters: Mapping[str, Tensor], ba
 
 
 def _stored_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """Return the buffers that the files of ``model`` contain, by name, such as the biases by which routers pick experts.
+    """Return the buffers that the files of ``model`` contain, by name, such as biases by which a router picks experts.
 
     They are not trained.
     """
