@@ -507,7 +507,8 @@ def test_only_adapters_are_trained_and_published_weights_are_merged() -> None:
 def test_adapters_of_experts_are_refused_and_those_of_attention_are_not() -> None:
     pytest.importorskip("peft")
     sizes: dict[str, Any] = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    mixture = Qwen3MoeConfig(**sizes, num_key_value_heads=1, head_dim=8, num_experts=4, moe_intermediate_size=8)
+    sizes |= {"num_key_value_heads": 1, "head_dim": 8, "num_experts": 4, "moe_intermediate_size": 8}
+    mixture = Qwen3MoeConfig(**sizes)
     for targets in ("all-linear", "q_proj,gate_proj,up_proj"):
         with pytest.raises(UserError, match=rf"learner\.lora_targets = '{targets}': .*mlp\.experts joins"):
             add_adapters(Qwen3MoeForCausalLM(mixture), LearnerSettings(lora_rank=2, lora_targets=targets), 0)
