@@ -14,9 +14,11 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, MistralConfig, MistralForCausalLM
 
 from gleanrl.algorithms.batch import Batch, build
+from gleanrl.algorithms.microbatch import micro_batches
 from gleanrl.config.settings import CreditSettings, LearnerSettings, LossSettings
 from gleanrl.learners.engine import LocalEngine
 from gleanrl.learners.logprobs import can_pack_rows
+from gleanrl.learners.packed_attention import attend
 from gleanrl.types import Group
 from tests.builders import VOCABULARY, Member, make_group, random_groups, tiny_model
 from tests.strategies import examples
@@ -90,6 +92,24 @@ def test_gradients_and_scores_equal_those_of_rows_without_sharing(
     for shared, plain in zip(*(engine.score(samples) for engine in engines), strict=True):
         np.testing.assert_allclose(shared.logprobs, plain.logprobs, atol=1e-6)
         np.testing.assert_allclose(shared.entropy, plain.entropy, atol=1e-6)
+
+
+def test_gradients_of_attention_in_bfloat16_are_those_of_float64_but_for_rounding() -> None:
+    torch.manual_seed(0)
+    micros = micro_batches(make_batch(0, LossSettings()).samples, 1024, share=True)
+    packings = [micro.packing for micro in micros if micro.packing is not None]
+    for kinds in zip(*((packing.parts, packing.batches, packing.shared) for packing in packings), strict=True):
+        assert any(kinds)  # every kind of block is tested
+    for packing in packings:
+        sizes = [(1, heads, packing.positions.shape[1], 16) for heads in (4, 2, 2, 4)]
+        query, key, value, to_out = (2 * torch.randn(size).bfloat16() for size in sizes)
+        found = []
+        for dtype in (torch.bfloat16, torch.float64):
+            inputs = [tensor.detach().clone().to(dtype).requires_grad_() for tensor in (query, key, value)]
+            attend(*inputs, packing).backward(to_out.to(dtype))
+            found.append([tensor.grad.double() for tensor in inputs])
+        for rounded, exact in zip(*found, strict=True):
+            assert (rounded - exact).norm() < 0.01 * exact.norm()
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
