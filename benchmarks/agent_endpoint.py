@@ -3,9 +3,9 @@
     python benchmarks/agent_endpoint.py [--calls 5 30] [--prompt 10 1000] [--repeats 7] [--episodes 1000]
 
 The sampler answers at once with one text. An episode makes --calls calls; its first prompt has --prompt words. In
-process, the environment gives the same messages, and the tokens are checked to be the same. The first table shows
-microseconds of wall time per call, the median of --repeats runs of 20 episodes, one at a time, the client included. The
-last line plays --episodes episodes of 5 calls at once, with the client in the same process.
+process, the environment gives the same messages, and the tokens are checked to be the same. The table shows the tokens
+of an episode, and microseconds of wall time for each call and each of these tokens: medians of --repeats runs of 20
+episodes, one at a time, the client included. The last line plays --episodes episodes of 5 calls at once, with the client in the same process.
 """
 
 from __future__ import annotations
@@ -94,20 +94,24 @@ async def main(args: argparse.Namespace) -> None:
             player = Player(lambda _: made, Sampler(), RENDERER, context, 1.0, 100_000, endpoint=endpoint.open)
             return await player.play(Task("0"), trajectory_id="0", seed=1)
 
-        print("| prompt words | calls | in process, us a call | endpoint, us a call |\n|---|---|---|---|")
+        heads = ["prompt words", "calls", "tokens"]
+        heads += [f"{way}, us a {unit}" for unit in ("call", "token") for way in ("in process", "endpoint")]
+        print(f"| {' | '.join(heads)} |\n{'|---' * len(heads)}|")
         for words in args.prompt:
             for calls in args.calls:
-                assert tokens(await play(words, calls, True)) == tokens(await play(words, calls, False))
-                shown = []
+                played = tokens(await play(words, calls, True))
+                assert played == tokens(await play(words, calls, False))
+                size, shown = len(played[0]), []
                 for over_http in (False, True):
                     runs = []
                     for _ in range(args.repeats):
                         started = time.perf_counter()
                         for _ in range(20):
                             await play(words, calls, over_http)
-                        runs.append((time.perf_counter() - started) / 20 / calls * 1e6)
+                        runs.append((time.perf_counter() - started) / 20 * 1e6)
                     shown.append(statistics.median(runs))
-                print(f"| {words} | {calls} | {shown[0]:.0f} | {shown[1]:.0f} |", flush=True)
+                cells = [f"{us / calls:.0f}" for us in shown] + [f"{us / size:.2f}" for us in shown]
+                print(f"| {words} | {calls} | {size} | {' | '.join(cells)} |", flush=True)
         seconds.clear()
         started = time.perf_counter()
         await asyncio.gather(*(play(10, 5, True) for _ in range(args.episodes)))

@@ -117,6 +117,7 @@ def test_overrides_are_parsed_according_to_the_type_of_their_field() -> None:
         ("learner.updates_per_step", "5", ["schedule.batch = 16", "learner.updates_per_step = 5"]),
         ("context.max_tokens_per_turn", "4096", ["context.max_tokens_per_turn", "model.max_context"]),
         ("sampler.temperature", "0", ["sampler.temperature = 0"]),
+        ("sampler.temperature", "1e-39", ["sampler.temperature = 1e-39"]),
         ("model.heads", "3", ["model.hidden_size = 128", "model.heads = 3"]),
         ("schedule.preset", "synch", ["schedule.preset = 'synch'", "'sync'"]),
         ("replay.exp_ratio", "0.5", ["replay.task_ratio"]),  # names of AgentEvolver

@@ -42,6 +42,8 @@ def check_sections(config: Config) -> None:
         )
     if config.sampler.temperature == 0:
         raise UserError("sampler.temperature = 0 samples every member of a group alike; GRPO needs it above 0")
+    if config.sampler.temperature < 1e-6:  # the sampler divides by it in float32
+        raise UserError(f"sampler.temperature = {config.sampler.temperature} is too small; use 1e-6 or more")
     if model.init == "tiny":
         check_tiny_model(model)
         if context.template_options:
