@@ -1,4 +1,7 @@
-"""Ends the shared processes of the sharded learners' tests after the session."""
+"""Ends the shared processes of the sharded learners' tests after each file.
+
+Their process groups have threads that wake up a hundred times a second, so they would slow down the files after it.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ import pytest
 from tests.learners import many
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def _shared_processes() -> Iterator[None]:
     yield
     while many.shared:

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
@@ -51,8 +50,7 @@ class Fsdp(Placement):
         logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
         shares = [rank // tensor_parallel for rank in range(ranks.count)]
         self.casts = dtype != torch.float32
-        shape = (ranks.count // tensor_parallel, tensor_parallel)
-        self._mesh = init_device_mesh(ranks.device.type, shape, mesh_dim_names=("data", "tensor"))
+        self._mesh = ranks.mesh(data=ranks.count // tensor_parallel, tensor=tensor_parallel)
         peers = self._mesh["data"].get_group()
         self.replicas = RankReplicas(ranks, shares, range(0, ranks.count, tensor_parallel), peers)
         self.device = ranks.device

@@ -39,7 +39,6 @@ from megatron.core.transformer.transformer_block import (  # pyright: ignore[rep
     TransformerBlockSubmodules,
 )
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from gleanrl.algorithms.microbatch import MicroBatch, Packing
@@ -110,9 +109,7 @@ class MegatronBackend:
         tensor, pipeline = settings.tensor_parallel, settings.pipeline_parallel
         data = ranks.count // (tensor * pipeline)
         _set_layout(tensor, pipeline)
-        mesh = init_device_mesh(
-            ranks.device.type, (pipeline, data, tensor), mesh_dim_names=("pipeline", "data", "tensor")
-        )
+        mesh = ranks.mesh(pipeline=pipeline, data=data, tensor=tensor)
         self._stage_mesh, self._tensor, self._pipeline = mesh["data", "tensor"], tensor, pipeline
         self._tensor_rank, self._tensor_group = mesh["tensor"].get_local_rank(), mesh["tensor"].get_group()
         # The last stage computes the loss. Of each replica, the first process of this stage reports the results.

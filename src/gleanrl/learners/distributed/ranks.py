@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore
+from torch.distributed.device_mesh import init_device_mesh
 
 from gleanrl.utils.errors import UserError
 from gleanrl.utils.text import first_line
@@ -68,6 +69,26 @@ class Ranks:
         self._idle: Any = dist.new_group(backend="gloo", timeout=IDLE)
         self.group: Any = dist.new_group(backend="gloo", timeout=WORK)
         """Process group for tensors on the CPU that are exchanged inside a command."""
+        self._meshes: dict[tuple[tuple[str, int], ...], Any] = {}
+        self._groups: dict[tuple[int, ...], Any] = {}
+
+    def mesh(self, **sizes: int) -> Any:
+        """Return the device mesh with dimensions of these names and sizes, in this order.
+
+        It is made once, as torch keeps the groups of a mesh, with several threads each, until the process ends. All
+        processes must call the method at the same time.
+        """
+        key = tuple(sizes.items())
+        if key not in self._meshes:
+            self._meshes[key] = init_device_mesh(self.device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+        return self._meshes[key]
+
+    def among(self, members: Sequence[int]) -> Any:
+        """Return the process group of these ranks for tensors on the CPU. It is made once, as `mesh` says."""
+        key = tuple(members)
+        if key not in self._groups:
+            self._groups[key] = dist.new_group(list(members), timeout=WORK, backend="gloo")
+        return self._groups[key]
 
     def send(self, command: Any) -> None:
         """Send a command from rank 0 to all other processes. Raises `UserError` if one of them has ended."""

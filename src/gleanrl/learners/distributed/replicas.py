@@ -15,7 +15,7 @@ from gleanrl.algorithms.batch import Sample
 from gleanrl.algorithms.loss import Tokens
 from gleanrl.algorithms.microbatch import MAX_PADDING
 from gleanrl.learners.backend import Pass, Replicas, join_tokens
-from gleanrl.learners.distributed.ranks import WORK, Ranks
+from gleanrl.learners.distributed.ranks import Ranks
 
 T = TypeVar("T")
 _HOST = torch.device("cpu")
@@ -34,7 +34,7 @@ class RankReplicas(Replicas):
     def __init__(self, ranks: Ranks, shares: Sequence[int], speakers: Sequence[int], peers: Any) -> None:
         self._ranks, self._shares, self._speakers, self._peers = ranks, shares, speakers, peers
         self.ranks, self.leads = ranks.count, ranks.rank == 0
-        self._reporting: Any = dist.new_group(sorted({0, *speakers}), timeout=WORK, backend="gloo")
+        self._reporting: Any = ranks.among(sorted({0, *speakers}))
 
     def budget(self, tokens: int, limit: int) -> int:
         replicas = len(self._speakers)
