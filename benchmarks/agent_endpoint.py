@@ -5,7 +5,8 @@
 The sampler answers at once with one text. An episode makes --calls calls; its first prompt has --prompt words. In
 process, the environment gives the same messages, and the tokens are checked to be the same. The table shows the tokens
 of an episode, and microseconds of wall time for each call and each of these tokens: medians of --repeats runs of 20
-episodes, one at a time, the client included. The last line plays --episodes episodes of 5 calls at once, with the client in the same process.
+episodes, one at a time, the client included. The last line plays --episodes episodes of 5 calls at once, with the
+client in the same process.
 """
 
 from __future__ import annotations
