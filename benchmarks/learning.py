@@ -147,7 +147,7 @@ def measured(job: Job, folder: Path, save: Path) -> dict[str, Any]:
     if arm == "continued sft":
         fine_tune(
             prepared.model,
-            supervised_examples(config, prepared.tokenizer, prepared.demonstrations),
+            [shown[:2] for shown in supervised_examples(config, prepared.tokenizer, prepared.demonstrations)],
             steps=config.run.steps * config.learner.updates_per_step if limit is None else 10**6,
             batch=config.schedule.batch * config.schedule.group // config.learner.updates_per_step,
             # The rate is half that of the warm start. A lower constant rate would waste the time, and a higher one

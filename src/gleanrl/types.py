@@ -172,8 +172,14 @@ class Turn:
     state: str | None = None
     """Key of the environment's state in which the model sampled the message (`Observation.state`); None if the
     environment gives none, and for a context turn."""
+    body: tuple[int, int] | None = None
+    """Span (start, stop) of the tokens of an observation's text, without those that the chat template adds. None for a
+    sampled turn, before the first sampled turn, and where a later segment repeats the turn. An observation thus has a
+    body at most once in a trajectory. Also None if the template changes the text."""
 
     def __post_init__(self) -> None:
+        if self.body is not None and (self.logprobs is not None or not 0 <= self.body[0] <= self.body[1]):
+            raise ValueError(f"a turn with the body {self.body} must be of the context, and the body a span")
         if self.logprobs is None and self.state is not None:
             raise ValueError("a turn that the model did not sample cannot have a state")
         if self.reward is not None:
@@ -181,6 +187,8 @@ class Turn:
                 raise ValueError("a turn that the model did not sample cannot have a reward")
             object.__setattr__(self, "reward", finite_reward(self.reward))
         object.__setattr__(self, "tokens", _frozen(self.tokens, np.int32))
+        if self.body is not None and self.body[1] > self.tokens.size:
+            raise ValueError(f"the body {self.body} exceeds a turn of {self.tokens.size} tokens")
         if self.logprobs is not None:
             object.__setattr__(self, "logprobs", _frozen(self.logprobs, np.float32))
             if self.logprobs.shape != self.tokens.shape:
@@ -255,6 +263,9 @@ class Trajectory:
     """Why the episode ended."""
     info: Mapping[str, Any] = field(default_factory=dict)
     """Further data of the episode, such as the tools that the model could call."""
+    ending: Segment = ()
+    """Turns of the observation that ended the episode, as they would continue the last segment. The model did not see
+    them, so they are in no segment. Empty unless ``loss.observation_coefficient`` needs them."""
 
     def turns(self) -> Iterator[Turn]:
         """Yield the turns of all segments, in order."""

@@ -72,7 +72,7 @@ def test_demonstrations_have_the_tokens_of_the_agent_s_episodes(name: str, recip
     """An episode in which the model samples the expert's answers has the prompts and tools of the demonstration."""
     config = load(recipe, list(options(name).items()))
     prepared = prepare(config, Silent())
-    shown = supervised_examples(config, prepared.tokenizer, prepared.demonstrations)
+    shown = [example[:2] for example in supervised_examples(config, prepared.tokenizer, prepared.demonstrations)]
     renderer = Renderer(prepared.tokenizer)
     tasks = prepared.taskset.tasks("warm_start", len(prepared.demonstrations))
 

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gleanrl.algorithms.batch import build
+from gleanrl.algorithms.batch import build, build_samples
 from gleanrl.config.settings import ContextSettings, CreditSettings, LossSettings, ReplaySettings, ScheduleSettings
 from gleanrl.experience.pool.pool import ExperiencePool
 from gleanrl.experience.replay.restarts import Restarts, beginning
@@ -168,6 +168,9 @@ def test_only_what_follows_the_start_is_trained() -> None:
         assert sample.mask.sum() == 2 * 2  # a word and the end of the turn, twice
         assert (np.sign(sample.advantages[sample.mask]) == sign).all()
         assert sample.version == 5
+    for sample in build_samples([Group(plan, tuple(members), 0)], 512, observations=True).samples:
+        assert sample.observed is not None
+        assert sample.observed.nonzero()[0].min() > sample.mask.argmax()  # the start's observations are not among them
 
 
 def stored(pool: ExperiencePool, name: str, turns: int, *, solved: int, attempts: int) -> None:

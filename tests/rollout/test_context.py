@@ -179,6 +179,38 @@ def test_trained_tokens_are_exactly_the_sampled_ones(policy, template, turns, wi
         assert turn.version == completion.version
 
 
+@settings(max_examples=examples(40))
+@given(
+    policy=st.sampled_from(["linear", "strip_thinking", "window"]),
+    template=st.sampled_from(["own", "chatml"]),
+    turns=st.lists(
+        st.tuples(
+            st.sampled_from(["go to fridge 1", "<think>why</think>go to fridge 1"]),
+            st.booleans(),
+            st.lists(st.sampled_from(TEXTS[:3]), min_size=1, max_size=3),
+        ),
+        max_size=6,
+    ),
+    window_turns=st.integers(1, 3),
+)
+def test_the_text_of_each_observation_is_the_body_of_exactly_one_turn(policy, template, turns, window_turns) -> None:
+    r = renderer(template)
+    context = make_context(r, ContextSettings(policy=policy, window_turns=window_turns, system_prompt="Nothing."))
+    context.observe(user(TEXTS[0]))
+    for text, closed, observations in turns:
+        context.act(answer(r, text, closed=closed))
+        context.observe([message for observation in observations for message in user(observation)])
+    last = user(TEXTS[1])
+    bodies = []
+    for turn in (*(turn for segment in context.segments() for turn in segment), *context.ending(last)):
+        if turn.body is not None:
+            start, stop = turn.body
+            bodies.append(turn.message["content"])
+            ids = r.tokenizer(turn.message["content"], add_special_tokens=False)["input_ids"]
+            assert turn.tokens[start:stop].tolist() == ids
+    assert bodies == [text for _, _, observations in turns for text in observations] + [TEXTS[1]] * bool(turns)
+
+
 def test_a_tokenizer_without_a_template_is_refused() -> None:
     tokenizer = build_tokenizer(TEXTS, 512)
     tokenizer.chat_template = None

@@ -136,7 +136,7 @@ def test_demonstrations_have_the_options_of_the_chat_template(tmp_path: Path) ->
         config = small(("model.init", str(tmp_path / "model")), ("context.template_options.mode", mode))
         made = prepare(config, Silent())
         trained.append(made.model.get_input_embeddings().weight)
-        tokens, mask = supervised_examples(config, made.tokenizer, made.demonstrations)[0]
+        tokens, mask, _ = supervised_examples(config, made.tokenizer, made.demonstrations)[0]
         assert made.tokenizer.decode(tokens).startswith(f"<|system|>{mode}<|end|>")
         assert not mask[:3].any()
     assert torch.equal(trained[0], trained[2])

@@ -26,7 +26,16 @@ import torch
 from gleanrl.algorithms.advantages import ESTIMATORS, estimate, zero_variance_members
 from gleanrl.algorithms.loss import aggregation_of, token_weights
 from gleanrl.config.settings import CreditSettings, LossSettings, ReplaySettings
-from gleanrl.types import TURN_ORDER, BoolArray, FloatArray, Group, IntArray, Trajectory, segment_arrays
+from gleanrl.types import (
+    TURN_ORDER,
+    BoolArray,
+    FloatArray,
+    Group,
+    IntArray,
+    Segment,
+    Trajectory,
+    segment_arrays,
+)
 from gleanrl.utils.errors import UserError
 
 log = logging.getLogger(__name__)
@@ -54,6 +63,7 @@ class Sample:
     proximal: FloatArray | None = None  # float32[n], log-probs under the weights before the update; None = not computed
     values: FloatArray | None = None  # float32[n], the critic's predictions before the update; None without a critic
     returns: FloatArray | None = None  # float32[n], the critic's targets; None without a critic
+    observed: BoolArray | None = None  # bool[n], True at tokens of the observation loss; None = none. Outside the mask
 
     @property
     def old(self) -> FloatArray:
@@ -67,6 +77,10 @@ class Sample:
         """Return the first token as a sample, which has no trained token."""
         arrays = {f.name: value[:1] for f in fields(self) if isinstance(value := getattr(self, f.name), np.ndarray)}
         return replace(self, **arrays)
+
+    def only_observed(self) -> Sample:
+        """Return a copy without trained tokens, of which only the observation loss is left."""
+        return replace(self, mask=np.zeros_like(self.mask))
 
     @property
     def zero_advantage(self) -> bool:
@@ -157,8 +171,11 @@ def build(groups: Sequence[Group], credit: CreditSettings, loss: LossSettings, m
     return assign_advantages(build_samples(groups, max_length), credit, loss, max_length)
 
 
-def build_samples(groups: Sequence[Group], max_length: int) -> SampleSet:
+def build_samples(groups: Sequence[Group], max_length: int, *, observations: bool = False) -> SampleSet:
     """Cut each valid member into samples, one for each segment that has trained tokens.
+
+    With ``observations``, the samples of fresh members mark the tokens of the observation loss, `Trajectory.ending`
+    included. Tokens beyond ``max_length`` are left out of it.
 
     Raises `UserError` if a sample is longer than ``max_length`` tokens.
     """
@@ -176,10 +193,15 @@ def build_samples(groups: Sequence[Group], max_length: int) -> SampleSet:
             members.append(member)
             start = 0
             parts = [np.zeros(0, np.bool_)]
-            for segment in trajectory.segments:
+            for number, segment in enumerate(trajectory.segments):
+                observed = None
+                if observations and position < fresh:
+                    if number == len(trajectory.segments) - 1:
+                        segment += trajectory.ending
+                    observed = observed_mask(segment)
                 tokens, mask, behaviour = segment_arrays(segment)
                 parts.append(mask)
-                sample = _sample(member, tokens, mask, behaviour, max_length)
+                sample = _sample(member, tokens, mask, behaviour, max_length, observed)
                 if sample is not None:
                     samples.append(sample)
                     spans.append(slice(start, start + sample.tokens.size))
@@ -192,16 +214,23 @@ def build_samples(groups: Sequence[Group], max_length: int) -> SampleSet:
 
 
 def _sample(
-    member: _Member, tokens: IntArray, mask: BoolArray, behaviour: FloatArray, max_length: int
+    member: _Member,
+    tokens: IntArray,
+    mask: BoolArray,
+    behaviour: FloatArray,
+    max_length: int,
+    observed: BoolArray | None = None,
 ) -> Sample | None:
     """Return a sample of a segment, cut after the last trained token because later tokens do not affect the loss.
 
-    Returns None if the segment has no trained token. Raises `UserError` if the sample is longer than ``max_length``.
+    Tokens of ``mask`` are trained, and those of ``observed`` before ``max_length`` enter the observation loss. Returns
+    None if the segment has neither. Raises `UserError` if the sample is longer than ``max_length``.
     """
     trained = mask.nonzero()[0]
-    if not trained.size:
+    seen = np.zeros(0, np.int64) if observed is None else observed[:max_length].nonzero()[0]
+    if not trained.size and not seen.size:
         return None
-    end = int(trained[-1]) + 1
+    end = max(int(places[-1]) + 1 for places in (trained, seen) if places.size)
     if end > max_length:
         raise UserError(
             f"trajectory {member.trajectory.id!r} has {end} tokens, but model.max_context is {max_length}; "
@@ -220,7 +249,20 @@ def _sample(
         version=member.trajectory.version,
         trajectory=member.index,
         group=member.group,
+        observed=observed[:end] if observed is not None and seen.size else None,
     )
+
+
+def observed_mask(segment: Segment) -> BoolArray:
+    """Return the mask of a segment's observation tokens, bool[n]: those of `Turn.body`."""
+    mask = np.zeros(sum(turn.tokens.size for turn in segment), np.bool_)
+    begin = 0
+    for turn in segment:
+        if turn.body is not None:
+            mask[begin + turn.body[0] : begin + turn.body[1]] = True
+        begin += turn.tokens.size
+    mask[:1] = False  # no earlier token predicts the first one
+    return mask
 
 
 def assign_advantages(
@@ -437,19 +479,18 @@ def _batch(
     samples: list[list[Sample]] = [[] for _ in built.groups]
     for index, (sample, span) in enumerate(zip(built.samples, built.spans, strict=True)):
         row = sample.trajectory
-        if not keep[row]:
+        if not keep[row] and sample.observed is None:
             continue
         estimated = estimates[index] if estimates else ModelEstimates()
-        samples[sample.group].append(
-            replace(
-                sample,
-                advantages=advantages[row, span],
-                weights=weights[row, span],
-                proximal=estimated.proximal,
-                values=estimated.values,
-                returns=None if estimated.values is None else returns[row, span],
-            )
+        complete = replace(
+            sample,
+            advantages=advantages[row, span],
+            weights=weights[row, span],
+            proximal=estimated.proximal,
+            values=estimated.values,
+            returns=None if estimated.values is None else returns[row, span],
         )
+        samples[sample.group].append(complete if keep[row] else complete.only_observed())
     rows_of: list[list[int]] = [[] for _ in built.groups]
     for member in built.members:
         rows_of[member.group].append(member.index)

@@ -31,7 +31,7 @@ MAX_PART_PADDING = 0.25  # largest share of such a batch that may be padding
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """B rows of samples for one forward pass, and the flat list of their T trained tokens.
+    """B rows of samples for one forward pass, and the flat list of their T trained and O observation tokens.
 
     A row holds all tokens of its sample except the last one, which is only predicted. Padding is on the right, where
     no trained position of a causal model attends to it. Instead, there may be one packed row of all samples (B = 1),
@@ -40,8 +40,8 @@ class MicroBatch:
 
     tokens: Tensor  # int64 [B, L], token ids
     packing: Packing | None  # describes the packed row; None if the rows are padded
-    index: Tensor  # int64 [T], for each trained token, the position in the flattened [B * L] that predicts it
-    targets: Tensor  # int64 [T], ids of the trained tokens
+    index: Tensor  # int64 [T + O], for each such token, the position in the flattened [B * L] that predicts it
+    targets: Tensor  # int64 [T + O], ids of the trained tokens, then those of the observation loss
     old: Tensor  # float32 [T], log-probs in the denominator of the probability ratio
     behaviour: Tensor  # float32 [T], log-probs recorded at sampling
     advantages: Tensor  # float32 [T]
@@ -175,11 +175,14 @@ def _pad(samples: Sequence[Sample], rows: Sequence[int], pad_token: int) -> Micr
     shape = (len(rows), max(1, *(samples[row].tokens.size - 1 for row in rows)))
     tokens = np.full(shape, pad_token, np.int64)
     index: list[np.ndarray] = []
+    observed: list[np.ndarray] = []
     for line, sample in enumerate(samples[row] for row in rows):
         tokens[line, : sample.tokens.size - 1] = sample.tokens[:-1]
         index.append(line * shape[1] + sample.mask.nonzero()[0] - 1)
+        if sample.observed is not None:
+            observed.append(line * shape[1] + sample.observed.nonzero()[0] - 1)
     real = sum(samples[row].tokens.size - 1 for row in rows)
-    return _micro_batch(samples, rows, tokens, index, None, real)
+    return _micro_batch(samples, rows, tokens, index + observed, None, real)
 
 
 def _micro_batch(
@@ -216,8 +219,10 @@ def _trained(samples: Sequence[Sample]) -> dict[str, Any]:
     def repeated(values: Sequence[int], dtype: type[np.generic]) -> Tensor:
         return torch.from_numpy(np.repeat(np.array(values, dtype), counts))
 
+    targets = [sample.tokens[sample.mask] for sample in samples]
+    targets += [sample.tokens[sample.observed] for sample in samples if sample.observed is not None]
     return {
-        "targets": trained([sample.tokens for sample in samples]).long(),
+        "targets": torch.from_numpy(np.concatenate(targets)).long(),
         "values": where_known([sample.values for sample in samples]),
         "returns": where_known([sample.returns for sample in samples]),
         "version": repeated([sample.version for sample in samples], np.int64),
@@ -296,6 +301,9 @@ def pack(samples: Sequence[Sample], rows: Sequence[int]) -> MicroBatch:
             place(begin, member, 0)
             begin = member + 1
     index = [places[samples[row].mask.nonzero()[0] - 1] for row, places in zip(rows, where, strict=True)]
+    for row, places in zip(rows, where, strict=True):
+        if (observed := samples[row].observed) is not None:
+            index.append(places[observed.nonzero()[0] - 1])
     long = tuple(part for part in parts if part.stop - part.start >= SHORT_PART)
     packing = Packing(torch.from_numpy(np.concatenate(positions)[None]), long, _batches(parts), tuple(shared))
     return _micro_batch(samples, rows, np.concatenate(tokens)[None].astype(np.int64), index, packing, length)

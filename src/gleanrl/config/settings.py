@@ -133,6 +133,8 @@ class WarmStartSettings(Settings):
     """Number of demonstrations in each update."""
     lr: PositiveFloat = 1e-3
     """Peak learning rate of AdamW. It rises linearly in the first 20 updates and decays by a cosine to a tenth."""
+    observation_coefficient: NonNegativeFloat = 0.0
+    """Factor of the observation loss (`loss.observation_coefficient`) in the warm start. 0 = train on actions only."""
 
 
 class SamplerSettings(Settings):
@@ -337,6 +339,10 @@ class LossSettings(Settings):
     values adapt it more slowly."""
     entropy_coefficient: float = 0.0
     """Factor of the entropy bonus of fresh tokens, which is subtracted from the loss. 0 = no bonus."""
+    observation_coefficient: NonNegativeFloat = 0.0
+    """Factor of the observation loss: the mean of -log p over the tokens of the environment's answers in fresh
+    trajectories, which trains the policy to predict them. 0 = no such loss. Without
+    `warm_start.observation_coefficient` it can destroy a policy, because garbage actions have predictable answers."""
 
 
 class ReplaySettings(Settings):

@@ -124,6 +124,8 @@ def check_agents(config: Config) -> None:
         ("guidance.enabled = true", config.guidance.enabled),
         ("replay.reverify = true", config.replay.enabled and config.replay.reverify),
         ("replay.restart_share above 0", config.replay.enabled and config.replay.restart_share > 0),
+        ("loss.observation_coefficient", config.loss.observation_coefficient > 0),
+        ("warm_start.observation_coefficient", config.warm_start.observation_coefficient > 0),
     ):
         if on:
             raise UserError(f"{setting} does not act on the calls of agents (environment {name!r}); leave it out")
@@ -185,6 +187,11 @@ def check(config: Config) -> None:
         raise UserError(
             f"loss.correction = {loss.correction!r} would do nothing: with learner.old_logprobs = 'sampler' the "
             f"ratio of {loss.name} already is current / behaviour; use 'recompute' or 'loglinear'"
+        )
+    if loss.observation_coefficient and loss.correction == "mask":
+        raise UserError(
+            "loss.observation_coefficient does not work with loss.correction = 'mask', whose denominator is known only "
+            "after the gradient; use 'truncate' or 'none'"
         )
     _check_replay(config)
     _check_backend(config)

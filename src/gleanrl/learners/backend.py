@@ -33,6 +33,8 @@ class Pass:
     critic: CriticStatistics
     loss: float = 0.0  # weighted sum of the tokens' losses, not yet divided by the normaliser
     trained: int = 0  # number of trained tokens
+    observed: int = 0  # number of tokens of the observation loss
+    observed_nats: float = 0.0  # sum of -log p over them
     left_out_tokens: float = 0.0  # trained tokens that a masking correction removes from the denominator
     left_out_sequences: float = 0.0  # sequences that a masking correction removes from the denominator
     real: int = 0  # number of input tokens of the samples

@@ -57,6 +57,7 @@ class Engine(Protocol):
         version: int = 0,
         kl_coefficient: float | None = None,
         untouched: bool = False,
+        observation_factor: float = 0.0,
     ) -> Pass:
         """Add the gradient of the loss over ``samples``, and return statistics of the pass.
 
@@ -67,6 +68,7 @@ class Engine(Protocol):
             untouched: whether the weights have not changed since the start of the step. If so, log-probs recorded under
                 these weights differ from the current ones only by the numerical difference between sampler and trainer,
                 which the metrics then report.
+            observation_factor: factor of -log p of each observation token (`Sample.observed`) in the loss.
         """
         ...
 
@@ -184,6 +186,7 @@ class LocalEngine:
         version: int = 0,
         kl_coefficient: float | None = None,
         untouched: bool = False,
+        observation_factor: float = 0.0,
     ) -> Pass:
         """See `Engine.backward`."""
         replicas, device = self.backend.replicas, self.backend.device
@@ -205,8 +208,9 @@ class LocalEngine:
         if scope != "token" and replicas.agree(exceeds):
             logprobs = self._forward("policy", mine)
             if logprobs:
-                tokens, own = replicas.join([self._tokens(mine[k], logp, version) for k, (logp, _) in logprobs.items()])
-                sizes = [micro.targets.numel() for micro in mine]
+                given = [(mine[k], logp[: mine[k].old.numel()]) for k, (logp, _) in logprobs.items()]
+                tokens, own = replicas.join([self._tokens(micro, logp, version) for micro, logp in given])
+                sizes = [micro.old.numel() for micro in mine]
                 contexts = precompute(tokens, self.loss).take(own).split(sizes)
 
         penalised = self.loss.kl_coefficient and self.loss.kl_in == "loss"
@@ -217,17 +221,23 @@ class LocalEngine:
         def loss_of(number: int, logp: Tensor, entropy: Tensor, values: Tensor | None) -> Tensor:
             nonlocal total
             micro = mine[number]
+            count = micro.old.numel()  # the observation tokens come after the trained ones
+            logp, observed, entropy = logp[:count], logp[count:], entropy[:count]
+            values = None if values is None else values[:count]
             result = objective(
                 self._tokens(micro, logp, version),
                 self.loss,
                 kl_coefficient=kl_coefficient,
                 entropy=entropy,
-                ref_logp=reference[number][0] if penalised else None,
+                ref_logp=reference[number][0][:count] if penalised else None,
                 context=contexts[number],
                 current_logp=logp if untouched else None,
             )
             loss = (micro.weights * result.values).sum()
-            sums.append(torch.stack([loss.detach(), result.left_out_tokens, result.left_out_sequences]))
+            nats = -observed.sum()
+            sums.append(torch.stack([loss.detach(), result.left_out_tokens, result.left_out_sequences, nats.detach()]))
+            if observed.numel():
+                loss = loss + observation_factor * nats
             value_statistics = CriticStatistics.empty(device)
             if self.critic is not None and values is not None:
                 losses, value_statistics = critic_loss(micro, values, self.critic.clip)
@@ -237,7 +247,8 @@ class LocalEngine:
             total += Pass(
                 result.statistics,
                 value_statistics,
-                trained=micro.targets.numel(),
+                trained=count,
+                observed=observed.numel(),
                 real=micro.real,
                 computed=micro.computed,
                 padded=micro.tokens.numel(),
@@ -246,9 +257,13 @@ class LocalEngine:
 
         self.backend.backward(mine, loss_of, self.between)
         if sums:
-            weighted, left_out_tokens, left_out_sequences = torch.stack(sums).double().sum(0).tolist()
+            weighted, left_out_tokens, left_out_sequences, nats = torch.stack(sums).double().sum(0).tolist()
             total = replace(
-                total, loss=weighted, left_out_tokens=left_out_tokens, left_out_sequences=left_out_sequences
+                total,
+                loss=weighted,
+                left_out_tokens=left_out_tokens,
+                left_out_sequences=left_out_sequences,
+                observed_nats=nats,
             )
         return replicas.total(total)
 
@@ -279,7 +294,7 @@ class LocalEngine:
 
         The list is empty in a process that does not lead.
         """
-        plans, mine = self._micro_batches(samples)
+        plans, mine = self._micro_batches([replace(sample, observed=None) for sample in samples])
         results = [torch.stack([row.float() for row in rows]).cpu() for rows in self._forward(which, mine).values()]
         kinds = 1 if which == "critic" else 2
         found = [[np.zeros(sample.mask.size, np.float32) for _ in range(kinds)] for sample in samples]

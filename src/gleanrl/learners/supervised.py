@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from time import perf_counter
 
 import numpy as np
@@ -40,6 +41,8 @@ def fine_tune(
     progress: Callable[[int, int, float], None] | None = None,
     deadline_s: float | None = None,
     compute_dtype: torch.dtype | None = None,
+    observed: Sequence[BoolArray] | None = None,
+    observation_coefficient: float = 0.0,
 ) -> dict[str, float]:
     """Train ``model`` in place to predict the marked tokens of ``examples``.
 
@@ -58,6 +61,8 @@ def fine_tune(
         deadline_s: seconds after which training stops even if fewer than ``steps`` updates were made, but not before
             the first one. The learning rate then decays with the elapsed time if that is further along than the steps.
             None = no deadline.
+        observed: for each example, a mask bool[n] that is True at the tokens of the environment's answers.
+        observation_coefficient: factor of the mean of -log p over these tokens of a batch, which is added to the loss.
 
     Returns:
         A dict of ``loss/first`` and ``loss/last`` (means over the first and the last tenth of the steps, in nats per
@@ -67,13 +72,15 @@ def fine_tune(
         ValueError: if no example has a token to predict.
     """
     samples = []
-    for tokens, mask in examples:
+    for number, (tokens, mask) in enumerate(examples):
         mask = np.array(mask, np.bool_)
         mask[:1] = False  # the first token cannot be predicted, because there is no token before it
         if not mask.any():
             continue
-        end = int(mask.nonzero()[0][-1]) + 1
-        samples.append(unscored_sample(np.asarray(tokens[:end], np.int32), mask[:end]))
+        seen_mask = observed[number] if observed is not None and observation_coefficient else np.zeros_like(mask)
+        end = int((mask | seen_mask).nonzero()[0][-1]) + 1
+        sample = unscored_sample(np.asarray(tokens[:end], np.int32), mask[:end])
+        samples.append(replace(sample, observed=seen_mask[:end] if seen_mask.any() else None))
     if not samples:
         raise ValueError("no example has a token to train on")
     device, training = next(model.parameters()).device, model.training
@@ -103,6 +110,9 @@ def fine_tune(
         for group in optimizer.param_groups:
             group["lr"] = lr * (warmup * (LOWEST_RATE + (1 - LOWEST_RATE) * cosine))
         micros = micro_batches([samples[row] for row in rows], budget, share=packs)
+        trained = sum(micro.old.numel() for micro in micros)
+        # The gradient is divided by the number of trained tokens later.
+        factor = observation_coefficient * trained / max(sum(m.targets.numel() for m in micros) - trained, 1)
         total = 0.0
         with packed_attention(model) if packs else nullcontext():
             for whole in micros:
@@ -110,10 +120,12 @@ def fine_tune(
                 with torch.autocast(device.type, dtype=dtype, enabled=dtype != torch.float32):
                     given = micro.tokens, micro.index, micro.targets
                     logp, _ = trained_logprobs(model, *given, temperature=1.0, packing=micro.packing)
-                loss = -logp.sum()
-                loss.backward()
+                count = micro.old.numel()  # the observation tokens come after the trained ones
+                loss = -logp[:count].sum()
                 total += float(loss.detach())
-        trained = sum(micro.targets.numel() for micro in micros)
+                if count < logp.numel():
+                    loss = loss - factor * logp[count:].sum()
+                loss.backward()
         if math.isfinite(finish_gradient(parameters, trained, max_norm=1.0)):
             optimizer.step()
         zero_gradients(parameters)

@@ -12,7 +12,7 @@ import asyncio
 import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from time import perf_counter
@@ -54,6 +54,9 @@ class _Progress:
     returns: int = 0  # number of calls of `return_to`, each of which halves the learning rate
     pending_tokens: float = 0.0  # trained tokens in the current mini-batch
     pending_sequences: float = 0.0  # sequences with a trained token in the current mini-batch
+    # Samples with observation tokens in the current mini-batch. Their gradient is added when it is complete, because
+    # only then the two denominators are known.
+    pending_observed: list[Sample] = field(default_factory=list)
 
 
 class TorchLearner:
@@ -221,6 +224,7 @@ class TorchLearner:
             return False
         progress.groups -= inside
         progress.pending_tokens = progress.pending_sequences = 0.0
+        progress.pending_observed = []
         self._learned = Learned()
         self.engine.discard()
         return True
@@ -350,18 +354,36 @@ class TorchLearner:
         started, progress = perf_counter(), self._progress
         samples = [sample for part in parts for sample in part.samples]
         needed = samples if self._every_sample_matters else [sample for sample in samples if not sample.zero_advantage]
+        meter.samples += len(needed)
+        meter.samples_skipped += len(samples) - len(needed)
+        tokens = progress.pending_tokens + sum(part.tokens for part in parts)
+        sequences = progress.pending_sequences + sum(part.sequences for part in parts)
+        factor = 0.0
+        if self.loss.observation_coefficient:
+            earlier, matter = progress.pending_observed, {id(sample) for sample in needed}
+            own = [sample for sample in samples if sample.observed is not None]
+            if completes:
+                # The gradient is divided by the denominator of the policy loss later, and the observation loss has its
+                # own. Each sample is computed once, except those of earlier chunks.
+                needed = needed + [s.only_observed() for s in own if id(s) not in matter]
+                needed += [sample.only_observed() for sample in earlier]
+                observed = sum(int(s.observed.sum()) for s in (*earlier, *own) if s.observed is not None)
+                denominator = normaliser(aggregation_of(self.loss), tokens, sequences) if tokens >= 0.5 else 1.0
+                factor = self.loss.observation_coefficient * denominator / max(observed, 1)
+            else:
+                needed = [replace(sample, observed=None) for sample in needed]
+            progress.pending_observed = [] if completes else [*earlier, *own]
         seen = self.engine.backward(
             needed,
             version=step,
             kl_coefficient=self._kl.value if self.loss.kl_in == "loss" else 0.0,
             untouched=progress.last_update != step,
+            **({"observation_factor": factor} if factor else {}),
         )
         meter.seen = seen if meter.seen is None else meter.seen + seen
-        meter.samples += len(needed)
-        meter.samples_skipped += len(samples) - len(needed)
         meter.seconds["gradient"] += perf_counter() - started - device.away_s
-        progress.pending_tokens += sum(part.tokens for part in parts) - seen.left_out_tokens
-        progress.pending_sequences += sum(part.sequences for part in parts) - seen.left_out_sequences
+        progress.pending_tokens = tokens - seen.left_out_tokens
+        progress.pending_sequences = sequences - seen.left_out_sequences
         if not completes:
             return
 
@@ -372,12 +394,13 @@ class TorchLearner:
         progress.pending_tokens = progress.pending_sequences = 0.0
         lr = learning_rate(self.settings, step, self.total_steps) * 0.5**progress.returns
         meter.rates.append(lr)
-        if tokens < 0.5:
+        if tokens < 0.5 and not factor:
             meter.updates_empty += 1
             self.engine.discard()
         else:
             policy = self._critic is None or step >= self._critic.warmup_steps
-            norm = self.engine.step(normaliser(aggregation_of(self.loss), tokens, sequences), lr, policy=policy)
+            denominator = normaliser(aggregation_of(self.loss), tokens, sequences) if tokens >= 0.5 else 1.0
+            norm = self.engine.step(denominator, lr, policy=policy)
             if math.isfinite(norm):
                 progress.updates += 1
                 progress.last_update = step
@@ -558,6 +581,7 @@ class Learned:
         tokens, sequences = self._tokens - seen.left_out_tokens, self._sequences - seen.left_out_sequences
         return {
             "loss/policy": seen.loss / max(1.0, normaliser(aggregation_of(loss), tokens, sequences)),
+            **({"loss/observation": seen.observed_nats / seen.observed} if seen.observed else {}),
             **seen.statistics.metrics(),
             **seen.critic.metrics(),
         }

@@ -10,6 +10,7 @@ trained on in exactly one segment, and the loss mask follows from the turns.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -62,6 +63,7 @@ class Context:
             ValueError: ``messages`` is empty, although the model's last answer is complete.
         """
         self._state = state
+        known = len(self._history)
         if not self._history:
             self._renderer = self._renderer.with_tools(tools)
             messages = [*self._system, *messages]
@@ -69,7 +71,10 @@ class Context:
         if not messages and self._closed:
             raise ValueError("the environment said nothing, and the episode goes on")
         if self._history:
-            self._history += self._renderer.extend(messages, closed=self._closed)
+            new = self._renderer.extend(messages, closed=self._closed)
+            if not any(turn.sampled for turn in self._history):  # they answer turns of an earlier episode
+                new = [replace(turn, body=None) for turn in new]
+            self._history += new
         else:
             self._history += self._renderer.start(messages)
         shown = self._view(self._history)
@@ -79,7 +84,8 @@ class Context:
             self._segment += shown[held:]
         else:
             self._closed_segments.append(tuple(self._segment))
-            self._segment = [Turn(turn.message, turn.tokens) if turn.sampled else turn for turn in shown]
+            heard = {id(turn) for turn in self._history[known:]}
+            self._segment = [turn if id(turn) in heard else Turn(turn.message, turn.tokens) for turn in shown]
             self._prompt, self._joined = np.empty(0, np.int32), 0
 
     def prompt(self) -> IntArray:
@@ -107,6 +113,12 @@ class Context:
         self._history.append(turn)
         self._segment.append(turn)
         return turn.message
+
+    def ending(self, messages: Sequence[Message]) -> Segment:
+        """Return the turns with which ``messages`` would continue the last segment; see `Trajectory.ending`."""
+        if not messages or not any(turn.sampled for turn in self._history):
+            return ()
+        return tuple(self._renderer.extend(messages, closed=self._closed))
 
     def earn(self, reward: float) -> None:
         """Add ``reward`` to what the turn has earned that the model sampled last. Call it before `observe`.

@@ -203,7 +203,7 @@ class Conversations:
                 segment = segments[parent]
             else:
                 earlier = [] if parent is None else parent.path()
-                segment = [Turn(turn.message, turn.tokens) if turn.sampled else turn for turn in earlier]
+                segment = [Turn(turn.message, turn.tokens) for turn in earlier]
                 begun.append(segment)
             if exchange.answer is not None:
                 segment += [*exchange.context, exchange.answer]

@@ -42,6 +42,7 @@ T = TypeVar("T")
 
 _MARK = "gleanmark"  # placeholder for an answer's text, by which the text around the answer is found
 _THOUGHT = "gleanthought"  # placeholder for its thought
+_BODY = "gleanbody"  # placeholder for the text of an observation
 _PROBE = "Go, 12 times:\n\n  café → <|unk|>\t{'x': [1]}  "  # text with which `Encoder` compares tokenizer and backend
 # Renderings are kept in two caches: one for messages with at most this many characters in all, one for longer messages.
 _SHORT = 1000
@@ -160,8 +161,11 @@ class Renderer:
 
         ``closed``: whether the assistant turn ends with one of `ends`. If it does not, because the answer was cut off,
         the first turn returned begins with such a token.
+
+        `Turn.body` spans the tokens of each message's content.
         """
-        return [Turn(message, ids) for message, ids in zip(messages, self._extension(messages, closed), strict=True)]
+        rendered = zip(messages, self._extension(messages, closed), strict=True)
+        return [Turn(message, ids, body=body) for message, (ids, body) in rendered]
 
     def parse(self, tokens: IntArray, calls: int = 0, before: Sequence[Turn] = ()) -> Message:
         """Return the message of a turn that consists of the sampled ``tokens``.
@@ -255,14 +259,53 @@ class Renderer:
         show = partial(self._template, generate=False, tools=self.tools)
         return self._encoder.pieces(text, _ends_of_messages(text, messages, show))
 
-    def _render_extension(self, messages: Sequence[Message], closed: bool) -> list[IntArray]:
+    def _render_extension(
+        self, messages: Sequence[Message], closed: bool
+    ) -> list[tuple[IntArray, tuple[int, int] | None]]:
         text = self._text_after_answer(messages, generate=True)
         show = partial(self._text_after_answer, generate=False)
         tokens = self._encoder.pieces(text, _ends_of_messages(text, messages, show))[: len(messages)]
+        bodies: list[tuple[int, int] | None] = [None] * len(messages)
+        if places := self._places_of_bodies(text, messages):
+            ends = np.cumsum([0, *(own.size for own in tokens)])
+            cuts = np.cumsum([own.size for own in self._encoder.pieces(text, places)]).tolist()
+            for number, (start, stop) in enumerate(zip(cuts[::2], cuts[1::2], strict=False)):
+                begin, end = int(ends[number]), int(ends[number + 1])
+                if begin <= start <= stop <= end:
+                    bodies[number] = start - begin, stop - begin
         if closed:  # the assistant turn already ends with the first token here
             first = next(i for i, own in enumerate(tokens) if own.size)
             tokens[first] = tokens[first][1:]
-        return tokens
+            if (body := bodies[first]) is not None:
+                bodies[first] = max(body[0] - 1, 0), max(body[1] - 1, 0)
+        return list(zip(tokens, bodies, strict=True))
+
+    def _places_of_bodies(self, text: str, messages: Sequence[Message]) -> list[int]:
+        """Return where the content of each message begins and ends in ``text``, in characters: two numbers a message.
+
+        ``text`` is the rendering of ``messages`` after an answer. Placeholders in place of the contents show what the
+        template writes between them. The list is empty if the template writes something else than this text, the
+        contents, with or without the whitespace around them, and this text again.
+        """
+        marked = [Message({**message, "content": _BODY}) for message in messages]
+        try:
+            between = self._text_after_answer(marked, generate=True).split(_BODY)
+        except UserError:
+            return []
+        places: list[int] = []
+        end = len(between[0])
+        if len(between) != len(messages) + 1 or not text.startswith(between[0]):
+            return []
+        for message, after in zip(messages, between[1:], strict=True):
+            content = message["content"] or ""
+            for body in (content, content.strip()):
+                if text.startswith(body + after, end):
+                    places += [end, end + len(body)]
+                    end += len(body) + len(after)
+                    break
+            else:
+                return []
+        return places if end == len(text) else []
 
     def _template(self, messages: Sequence[Message], *, generate: bool, tools: Tools = ()) -> str:
         plain = [for_template(message) for message in messages]

@@ -365,7 +365,9 @@ class Builder:
             groups = guide.strip(groups)
         if isinstance(updated, ReplayUpdateLearner):
             updated.remember(groups)
-        config, built = self.config, build_samples(groups, self.max_context)
+        config = self.config
+        observations = config.loss.observation_coefficient > 0
+        built = build_samples(groups, self.max_context, observations=observations)
         estimates = await learner.estimate(built.samples) if learner.needs_estimates else None
         # Guided members are trained like replayed ones. They must not depend on settings of replay that is off, because
         # a resumed run may change these.
@@ -480,6 +482,7 @@ class Builder:
             temperature=self.config.sampler.temperature,
             max_context=self.max_context,
             endpoint=pool.endpoint.open if isinstance(pool, EnvironmentPool) else None,
+            keeps_ending=self.config.loss.observation_coefficient > 0,
         )
 
     def seed(self, name: str) -> int:

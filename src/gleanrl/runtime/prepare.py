@@ -23,6 +23,7 @@ from safetensors import SafetensorError
 
 import gleanrl
 from gleanrl.algorithms.advantages import ESTIMATORS
+from gleanrl.algorithms.batch import observed_mask
 from gleanrl.config.settings import Config, EnvironmentSettings, TaskSettings
 from gleanrl.config.validate import check_agents
 from gleanrl.curriculum.orders import make_curriculum
@@ -354,10 +355,13 @@ def warm_start(
             except (OSError, ValueError, RuntimeError, SafetensorError):  # it is damaged, so train it again
                 shutil.rmtree(folder, ignore_errors=True)
         examples = supervised_examples(config, tokenizer, demonstrations)
+        pairs = [(tokens, mask) for tokens, mask, _ in examples]
         with progress.stage("warm start", settings.steps) as stage:
             fine_tune(
                 model,
-                examples,
+                pairs,
+                observed=[observed for _, _, observed in examples],
+                observation_coefficient=settings.observation_coefficient,
                 steps=settings.steps,
                 batch=settings.batch,
                 lr=settings.lr,
@@ -372,10 +376,11 @@ def warm_start(
 
 def supervised_examples(
     config: Config, tokenizer: Any, demonstrations: Sequence[Demonstration]
-) -> list[tuple[IntArray, BoolArray]]:
-    """Tokenise each demonstration as an episode of the agent, and return its token ids and its mask.
+) -> list[tuple[IntArray, BoolArray, BoolArray]]:
+    """Tokenise each demonstration as an episode of the agent, and return its token ids and two masks.
 
-    Both have shape [tokens]; the mask is True at tokens of the agent's messages. Demonstrations longer than
+    All have shape [tokens]. The first mask is True at tokens of the agent's messages, the second at those of the
+    environment's answers. Demonstrations longer than
     ``model.max_context`` are truncated.
     """
     renderer = Renderer(tokenizer, template_options=config.context.template_options)
@@ -384,7 +389,8 @@ def supervised_examples(
     for shown in demonstrations:
         for segment in shown.segments(renderer, system):
             tokens, mask, _ = segment_arrays(segment)
-            examples.append((tokens[: config.model.max_context], mask[: config.model.max_context]))
+            limit = config.model.max_context
+            examples.append((tokens[:limit], mask[:limit], observed_mask(segment)[:limit]))
     return examples
 
 
