@@ -88,8 +88,15 @@ def test_max_ratio_rejects_trajectories_also_with_recorded_entropy(gleanrl: Comm
 
 @pytest.fixture(
     scope="module",
-    params=[("--replay.pool_updates", "0"), ("--replay.pool_updates", "1", "--guidance.enabled", "true")],
-    ids=["plain", "all"],
+    params=[
+        ("--replay.pool_updates", "0"),
+        ("--replay.pool_updates", "1", "--guidance.enabled", "true"),
+        (
+            *("--replay.restart_share", "0.5", "--loss.observation_coefficient", "0.1"),
+            *("--schedule.preset", "pipelined", "--schedule.group", "2", "--schedule.batch", "4"),
+        ),
+    ],
+    ids=["plain", "all", "restarts and observations"],
 )
 def undisturbed(
     request: pytest.FixtureRequest, make_gleanrl: Callable[[], CommandLine]
@@ -97,6 +104,8 @@ def undisturbed(
     """Settings, and a complete run with them."""
     whole, settings = make_gleanrl(), (*REPLAY, *request.param, "--run.steps", "6", "--checkpoint.every", "2")
     assert whole.train("run", *settings).status == 0
+    if "--replay.restart_share" in settings:
+        assert sum(metrics["restart/groups"] for metrics in rows(whole, "run")) > 0
     return settings, whole
 
 
