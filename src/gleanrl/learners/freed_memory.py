@@ -13,7 +13,7 @@ from pathlib import Path
 # Parameters of glibc's mallopt(3): the number of allocations that are mappings of their own, the free memory at the end
 # of the heap above which it is returned (-1: never), and the number of heaps.
 M_MMAP_MAX, M_TRIM_THRESHOLD, M_ARENA_MAX = -4, -1, -8
-KEPT_BYTES = 4 * 2**30  # freed memory that a process keeps between updates
+KEPT_BYTES = 3 * 2**30  # freed memory that a process keeps between updates
 
 
 def keep_freed_memory() -> None:
