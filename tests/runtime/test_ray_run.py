@@ -175,9 +175,9 @@ def test_a_learner_and_the_only_sampler_may_be_killed_at_once(start: Start, tmp_
 
 
 def kill_once_there(command: Command, appears: str, victim: str) -> set[int]:
-    """Kill a process of kind ``victim`` when the first of kind ``appears`` is there. Returns the learner's ranks."""
+    """Kill a process of kind ``victim`` once it and one of kind ``appears`` are there. Returns the learner's ranks."""
     command.until(r"^starting actors")
-    while not command.actors(appears):
+    while not (command.actors(appears) and command.actors(victim)):
         time.sleep(0.02)
     ranks = set(command.actors(RANK))
     command.kill(victim)
