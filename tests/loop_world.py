@@ -35,7 +35,7 @@ TURNS = 2
 
 @lru_cache
 def renderer() -> Renderer:
-    return Renderer(build_tokenizer(["say left or right", "left", "right"] * 4, 256))
+    return Renderer(build_tokenizer(["say left or right", "left", "right"] * 4, 256), bodies=True)
 
 
 @dataclass

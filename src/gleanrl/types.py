@@ -175,7 +175,8 @@ class Turn:
     body: tuple[int, int] | None = None
     """Span (start, stop) of the tokens of an observation's text, without those that the chat template adds. None for a
     sampled turn, before the first sampled turn, and where a later segment repeats the turn. An observation thus has a
-    body at most once in a trajectory. Also None if the template changes the text."""
+    body at most once in a trajectory. Also None if the template changes the text, and unless
+    ``observation_coefficient`` of ``loss`` or ``warm_start`` needs it."""
 
     def __post_init__(self) -> None:
         if self.body is not None and (self.logprobs is not None or not 0 <= self.body[0] <= self.body[1]):

@@ -35,7 +35,7 @@ def renderer(template: str = "own") -> Renderer:
     if template == "chatml":
         tokenizer.add_special_tokens({"extra_special_tokens": ["<|im_start|>", "<|im_end|>"]})
         tokenizer.chat_template = CHATML
-    return Renderer(tokenizer)
+    return Renderer(tokenizer, bodies=True)
 
 
 def answer(r: Renderer, text: str, *, closed: bool, version: int = 0) -> Completion:

@@ -91,8 +91,6 @@ class Player:
     endpoint: Endpoint | None = None
     """Serves the policy to agents over HTTP, such as `gleanrl.environments.agent.endpoint.Endpoint.open`. Needed only
     for environments with agents."""
-    keeps_ending: bool = False
-    """Whether trajectories get an `ending`, the tokens of the observation that ended the episode."""
 
     async def play(
         self,
@@ -256,7 +254,7 @@ class Player:
         if start and score.turns is not None:
             # The environment names the rewards of all turns; those of the start are context now.
             score = replace(score, turns=score.turns[len(actions) :])
-        ending = context.ending(unseen) if self.keeps_ending and agent is None else ()
+        ending = context.ending(unseen) if self.renderer.bodies and agent is None else ()
         return Trajectory(trajectory_id, task.id, segments, score, stop, info, ending).scored(score)
 
     def _model(self, session: Session, seed: int, temperature: float) -> PolicyModel:

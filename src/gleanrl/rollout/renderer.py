@@ -71,6 +71,7 @@ class Renderer:
         tools: OpenAI function schemas of the tools that the model may call. `start` shows them to the model, and
             `parse` extracts calls from the sampled tokens.
         template_options: values of variables of the chat template, such as ``enable_thinking``, for all renderings.
+        bodies: whether `extend` finds `Turn.body`, which takes as long as two renderings more.
 
     Raises:
         UserError: the tokenizer is slow or has no chat template, or the template does not render messages with text,
@@ -80,7 +81,12 @@ class Renderer:
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, tools: Tools = (), template_options: Mapping[str, Any] | None = None
+        self,
+        tokenizer: Tokenizer,
+        tools: Tools = (),
+        template_options: Mapping[str, Any] | None = None,
+        *,
+        bodies: bool = False,
     ) -> None:
         if not tokenizer.chat_template:
             raise UserError(
@@ -88,6 +94,7 @@ class Renderer:
             )
         self.tokenizer = tokenizer
         self.tools = tuple(tools)
+        self.bodies = bodies
         self._template_options = dict(template_options or {})
         if self._template_options:
             _check_template_options(self._template_options, tokenizer.chat_template)
@@ -124,7 +131,7 @@ class Renderer:
         # all episodes of a group begin with the same messages.
         self._opening, self._extension = cache_rendering(self._render_opening), cache_rendering(self._render_extension)
         self._with_tools = lru_cache(maxsize=64)(
-            lambda key: Renderer(self.tokenizer, json.loads(key), self._template_options)
+            lambda key: Renderer(self.tokenizer, json.loads(key), self._template_options, bodies=bodies)
         )
         if tools:
             own = getattr(tokenizer, "response_template", None) and getattr(tokenizer, "parse_response", None)
@@ -162,7 +169,7 @@ class Renderer:
         ``closed``: whether the assistant turn ends with one of `ends`. If it does not, because the answer was cut off,
         the first turn returned begins with such a token.
 
-        `Turn.body` spans the tokens of each message's content.
+        If the renderer finds `Turn.body`, it spans the tokens of each message's content.
         """
         rendered = zip(messages, self._extension(messages, closed), strict=True)
         return [Turn(message, ids, body=body) for message, (ids, body) in rendered]
@@ -266,7 +273,7 @@ class Renderer:
         show = partial(self._text_after_answer, generate=False)
         tokens = self._encoder.pieces(text, _ends_of_messages(text, messages, show))[: len(messages)]
         bodies: list[tuple[int, int] | None] = [None] * len(messages)
-        if places := self._places_of_bodies(text, messages):
+        if self.bodies and (places := self._places_of_bodies(text, messages)):
             ends = np.cumsum([0, *(own.size for own in tokens)])
             cuts = np.cumsum([own.size for own in self._encoder.pieces(text, places)]).tolist()
             for number, (start, stop) in enumerate(zip(cuts[::2], cuts[1::2], strict=False)):

@@ -471,7 +471,8 @@ class Builder:
         return EnvironmentPool(self.prepared.taskset, workers=settings.workers, timeout_s=settings.timeout_s)
 
     def renderer(self) -> Renderer:
-        return Renderer(self.prepared.tokenizer, template_options=self.config.context.template_options)
+        options, bodies = self.config.context.template_options, self.config.loss.observation_coefficient > 0
+        return Renderer(self.prepared.tokenizer, template_options=options, bodies=bodies)
 
     def player(self, pool: EnvironmentPool, sampler: Sampler) -> Player:
         return Player(
@@ -482,7 +483,6 @@ class Builder:
             temperature=self.config.sampler.temperature,
             max_context=self.max_context,
             endpoint=pool.endpoint.open if isinstance(pool, EnvironmentPool) else None,
-            keeps_ending=self.config.loss.observation_coefficient > 0,
         )
 
     def seed(self, name: str) -> int:

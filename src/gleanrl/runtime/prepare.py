@@ -383,7 +383,8 @@ def supervised_examples(
     environment's answers. Demonstrations longer than
     ``model.max_context`` are truncated.
     """
-    renderer = Renderer(tokenizer, template_options=config.context.template_options)
+    bodies = config.warm_start.observation_coefficient > 0
+    renderer = Renderer(tokenizer, template_options=config.context.template_options, bodies=bodies)
     system = [Message(role="system", content=config.context.system_prompt)] if config.context.system_prompt else []
     examples = []
     for shown in demonstrations:
