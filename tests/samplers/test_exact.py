@@ -202,7 +202,9 @@ def test_probe_raises_if_the_engine_has_a_wrong_weight() -> None:
     model = make_model()
     engine = FusedEngine(model, CONTEXT, torch.float32)
     probe(engine, model, torch.float32)
-    engine.targets["model.layers.1.self_attn.q_proj.weight"].neg_()
+    weights = dict(model.named_parameters())
+    name = "model.layers.1.self_attn.q_proj.weight"
+    engine.load({**weights, name: -weights[name]})
     with pytest.raises(CannotServe, match="differs from its full pass"):
         probe(engine, model, torch.float32)
 

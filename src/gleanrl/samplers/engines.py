@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol, cast
 
 import numpy as np
@@ -23,6 +24,7 @@ from transformers.cache_utils import CacheLayerMixin
 from gleanrl.samplers.canary import check_fit
 from gleanrl.samplers.kv_cache import Feed, KeyValueStore
 from gleanrl.utils.errors import UserError
+from gleanrl.utils.products import Product
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 # Types of rotary position embedding whose frequencies do not depend on the sequence length.
@@ -32,11 +34,6 @@ _FIXED_ROPE = ("default", "linear", "llama3", "yarn")
 _PROBE = ((2, 3), (2, 1), (1, 1))
 # Largest error of the logits that `probe` accepts, as a share of their standard deviation, by the engine's dtype.
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.2, torch.float16: 0.05}
-# Unused entries after each row of a weight that lies in memory as [inputs, outputs]. Rows that start a multiple of a
-# large power of two apart displace each other in the processor's cache; a decoding step of a model of 135 M
-# parameters then takes 2 to 5 % longer.
-_GAP = 16
-_HEAD_BLOCK = 1024  # number of tokens whose rows of the head `FusedEngine` multiplies at once
 # FLOP of attention that take as long as one more call of it, on a CPU and on a GPU.
 _CALL_FLOP = (2_000_000, 300_000_000)
 
@@ -65,19 +62,6 @@ class Engine(Protocol):
         The result is float32 ``[B, vocabulary]``: the logits after the last token of each of the feed's B rows.
         """
         ...
-
-
-def copy_weights(targets: Mapping[str, torch.Tensor], weights: Mapping[str, Any]) -> None:
-    """Copy ``weights`` into the tensors ``targets`` of the same names; convert their dtype and device.
-
-    Raises:
-        ValueError: if a weight is missing or has another shape. Nothing is copied then.
-    """
-    check_fit(targets, weights)
-    with torch.no_grad():
-        for name, weight in weights.items():
-            if name in targets:
-                targets[name].copy_(weight)
 
 
 def choose_engine(model: PreTrainedModel, max_context: int, dtype: torch.dtype) -> Engine:
@@ -156,16 +140,16 @@ class _Layer:
     """
 
     input_norm: torch.Tensor
-    qkv: torch.Tensor
+    qkv: Product
     qkv_bias: torch.Tensor | None
     query_norm: torch.Tensor | None
     key_norm: torch.Tensor | None
-    output: torch.Tensor
+    output: Product
     output_bias: torch.Tensor | None
     mlp_norm: torch.Tensor
-    gate: torch.Tensor
-    up: torch.Tensor
-    down: torch.Tensor
+    gate: Product
+    up: Product
+    down: Product
 
 
 class FusedEngine:
@@ -174,8 +158,8 @@ class FusedEngine:
     It is fast for five reasons. Tokens are packed, and rows of different lengths share a call of attention only where
     this costs less padding than another call. The queries, keys and values are one matrix product. With grouped-query
     attention, the query heads of a group become further queries of one head, so that keys and values are not repeated.
-    The last layer computes only the last token of each row, because no other logits are needed. On a CPU, float32
-    weights have the layout by which products are fastest; for the head this takes a second copy of it.
+    The last layer computes only the last token of each row, because no other logits are needed. On a CPU, weights are
+    packed for its matrix products (see `gleanrl.utils.products`); for a tied head this takes a second copy of it.
 
     Raises:
         CannotServe: if the model is of another family, or has a weight or a setting that this class does not support.
@@ -201,20 +185,22 @@ class FusedEngine:
         self._sin = (angles.sin() * rope.attention_scaling).to(dtype)[:, None]
 
         weights = dict(model.named_parameters())
-        targets: dict[str, torch.Tensor] = {}  # for each parameter, the view of its part of a concatenated weight
+        self._shapes = {name: weight.to("meta") for name, weight in weights.items()}
+        # For each parameter, the tensors and products that take its weights.
+        self._targets: dict[str, list[Callable[[torch.Tensor], Any]]] = {name: [] for name in weights}
 
-        # On a CPU, products of few rows are a tenth faster if float32 weights lie in memory as [inputs, outputs].
-        by_inputs = self.device.type == "cpu" and dtype == torch.float32
-
-        def fused(*names: str, multiplied: bool = False) -> torch.Tensor:
+        def fused(*names: str) -> torch.Tensor:
             sizes = [weights[name].shape[0] for name in names]
-            shape = (sum(sizes), *weights[names[0]].shape[1:])
-            if multiplied and by_inputs:
-                whole = torch.empty(shape[1], shape[0] + _GAP)[:, : shape[0]].t()
-            else:
-                whole = torch.empty(shape, dtype=dtype, device=self.device)
-            targets.update(zip(names, whole.split(sizes), strict=True))
+            whole = torch.empty(sum(sizes), *weights[names[0]].shape[1:], dtype=dtype, device=self.device)
+            for name, part in zip(names, whole.split(sizes), strict=True):
+                self._targets[name].append(part.copy_)
             return whole
+
+        def product(*names: str, kept: torch.Tensor | None = None) -> Product:
+            made = Product([weights[name].shape for name in names], dtype, self.device, kept)
+            for index, name in enumerate(names):
+                self._targets[name].append(partial(made.load, index))
+            return made
 
         def optional(*names: str) -> torch.Tensor | None:
             return fused(*names) if names[0] in weights else None
@@ -226,37 +212,33 @@ class FusedEngine:
             attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
             layer = _Layer(
                 input_norm=fused(f"{prefix}.input_layernorm.weight"),
-                qkv=fused(*(f"{attention}.{part}_proj.weight" for part in "qkv"), multiplied=True),
+                qkv=product(*(f"{attention}.{part}_proj.weight" for part in "qkv")),
                 qkv_bias=optional(*(f"{attention}.{part}_proj.bias" for part in "qkv")),
                 query_norm=optional(f"{attention}.q_norm.weight"),
                 key_norm=optional(f"{attention}.k_norm.weight"),
-                output=fused(f"{attention}.o_proj.weight", multiplied=True),
+                output=product(f"{attention}.o_proj.weight"),
                 output_bias=optional(f"{attention}.o_proj.bias"),
                 mlp_norm=fused(f"{prefix}.post_attention_layernorm.weight"),
-                gate=fused(f"{mlp}.gate_proj.weight", multiplied=True),
-                up=fused(f"{mlp}.up_proj.weight", multiplied=True),
-                down=fused(f"{mlp}.down_proj.weight", multiplied=True),
+                gate=product(f"{mlp}.gate_proj.weight"),
+                up=product(f"{mlp}.up_proj.weight"),
+                down=product(f"{mlp}.down_proj.weight"),
             )
             self._layers.append(layer)
         self._norm = fused("model.norm.weight")
-        head = optional("lm_head.weight")
-        # A model without weights of its own for the output head multiplies by those of the embedding.
-        self._head = self._embedding if head is None else head
-        if unknown := sorted(set(weights) - set(targets)):
+        if "lm_head.weight" in weights:
+            self._head = product("lm_head.weight")
+        else:  # the output head has the weights of the embedding
+            self._head = product("model.embed_tokens.weight", kept=self._embedding)
+        if unknown := sorted(name for name, targets in self._targets.items() if not targets):
             raise CannotServe(f"weight {unknown[0]} is not fused")
-        self.targets: Mapping[str, torch.Tensor] = targets
-        # A copy of the head as [inputs, outputs], in blocks, because a product by the whole head in this layout is
-        # slow: its rows lie too far apart.
-        self._head_blocks: list[torch.Tensor] = []
-        if by_inputs:
-            self._head_blocks = [torch.empty(rows.shape[::-1]) for rows in self._head.split(_HEAD_BLOCK)]
         self.load(weights)
 
     def load(self, weights: Mapping[str, Any]) -> None:
-        copy_weights(self.targets, weights)
-        if self._head_blocks:
-            for block, rows in zip(self._head_blocks, self._head.split(_HEAD_BLOCK), strict=True):
-                block.copy_(rows.t())
+        check_fit(self._shapes, weights)
+        with torch.no_grad():
+            for name, weight in weights.items():
+                for load in self._targets.get(name, ()):
+                    load(weight)
 
     def logits(self, feed: Feed, store: KeyValueStore) -> torch.Tensor:
         """See `Engine.logits`. Letters in shapes are those of `Feed` and `Grid`; "hidden" is the width of the model."""
@@ -266,7 +248,7 @@ class FusedEngine:
         # The query heads of a group become further queries of one head: [L, 1, T * (heads / kv_heads), E].
         grids = [(grid, self._grouped(grid.mask)) for grid in feed.grids(self._waste)]
         for index, layer in enumerate(self._layers):
-            projected = F.linear(self._rms(x, layer.input_norm), layer.qkv, layer.qkv_bias).view(x.shape[0], -1, dim)
+            projected = layer.qkv(self._rms(x, layer.input_norm), layer.qkv_bias).view(x.shape[0], -1, dim)
             rotated, values = projected.split([heads + kv_heads, kv_heads], 1)
             if layer.query_norm is not None and layer.key_norm is not None:
                 queries, keys = rotated.split([heads, kv_heads], 1)
@@ -294,17 +276,12 @@ class FusedEngine:
                 result = result.view(grid.size, kv_heads, grid.columns, -1, dim).transpose(1, 2)
                 attended[grid.tokens] = grid.pack(result.reshape(grid.size, grid.columns, heads, dim))
             attended = attended.view(x.shape[0], -1)
-            x += F.linear(attended, layer.output, layer.output_bias)
+            x += layer.output(attended, layer.output_bias)
             normed = self._rms(x, layer.mlp_norm)
-            gate = F.silu(F.linear(normed, layer.gate), inplace=True)
-            x += F.linear(gate.mul_(F.linear(normed, layer.up)), layer.down)
+            gate = F.silu(layer.gate(normed), inplace=True)
+            x += layer.down(gate.mul_(layer.up(normed)))
         x = self._rms(x, self._norm)
-        if not self._head_blocks:
-            return F.linear(x, self._head).float()
-        logits = x.new_empty(feed.size, self._head.shape[0])
-        for block, out in zip(self._head_blocks, logits.split(_HEAD_BLOCK, 1), strict=True):
-            torch.mm(x, block, out=out)
-        return logits
+        return self._head(x).float()
 
     def _grouped(self, mask: torch.Tensor) -> torch.Tensor:
         mask = mask.to(self._embedding.dtype)[:, None]
@@ -338,12 +315,16 @@ class ModuleEngine:
             self._model.set_attn_implementation("eager")
         self._last_only: dict[str, Any] = {"logits_to_keep": 1} if "logits_to_keep" in accepted else {}
         self._layers = model.config.get_text_config().num_hidden_layers
-        self.targets: Mapping[str, torch.Tensor] = dict(self._model.named_parameters())
+        self._targets = dict(self._model.named_parameters())
         self.device = model.device
         self.load(dict(model.named_parameters()))
 
     def load(self, weights: Mapping[str, Any]) -> None:
-        copy_weights(self.targets, weights)
+        check_fit(self._targets, weights)
+        with torch.no_grad():
+            for name, weight in weights.items():
+                if name in self._targets:
+                    self._targets[name].copy_(weight)
 
     def logits(self, feed: Feed, store: KeyValueStore) -> torch.Tensor:
         cache = Cache(layers=[_RaggedLayer(layer, feed, store) for layer in range(self._layers)])

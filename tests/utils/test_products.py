@@ -1,0 +1,37 @@
+"""Products by packed weights equal those by plain ones."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from gleanrl.utils import products
+from gleanrl.utils.products import Product, can_pack
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("packs", [True, False])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
+@pytest.mark.parametrize("rows", [1, 7, 130])
+def test_a_product_by_several_weights_equals_float64(
+    monkeypatch: pytest.MonkeyPatch, rows: int, dtype: torch.dtype, tolerance: float, packs: bool
+) -> None:
+    if packs and not can_pack(dtype):
+        pytest.skip(f"this installation does not pack {dtype}")
+    monkeypatch.setattr(products, "can_pack", lambda dtype: packs)
+    x, bias = torch.randn(rows, 24).to(dtype), torch.randn(19).to(dtype)
+    product = Product([torch.Size((size, 24)) for size in (11, 5, 3)], dtype, CPU)
+    for _ in range(2):  # weights are replaced by new ones
+        weights = [torch.randn(size, 24).to(dtype) for size in (11, 5, 3)]
+        for index in (2, 0, 1):
+            product.load(index, weights[index])
+        expected = F.linear(x.double(), torch.cat(weights).double(), bias.double())
+        spread = float(expected.std())
+        torch.testing.assert_close(product(x, bias).double(), expected, rtol=0, atol=tolerance * spread)
+        torch.testing.assert_close(product(x).double(), expected - bias.double(), rtol=0, atol=tolerance * spread)
+
+
+def test_a_float16_product_is_not_packed() -> None:
+    assert not can_pack(torch.float16)
