@@ -46,6 +46,7 @@ TORCH = (
     "rewards.model",
     "runtime",
     "samplers",
+    "utils.products",
     "utils.weights",
 )
 NO_TORCH = ("samplers.openai", "samplers.scripted")
