@@ -86,7 +86,8 @@ def run_all(wanted: Sequence[Job], one_run: Callable[[Job], dict[str, Any]], sav
     """Make the ``wanted`` runs that ``save`` does not contain yet, ``jobs`` at once, and append a row for each."""
     os.environ |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
     done = {(row["domain"], row["arm"], row["lr"], row["seed"]) for row in read(save)}
-    with multiprocessing.get_context("spawn").Pool(jobs) as pool:
+    # A process keeps about 100 MB of each run, so it makes a few runs only.
+    with multiprocessing.get_context("spawn").Pool(jobs, maxtasksperchild=4) as pool:
         for row in pool.imap_unordered(one_run, [job for job in wanted if job not in done]):
             with save.open("a") as file:
                 file.write(json.dumps(row) + "\n")
