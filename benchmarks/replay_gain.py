@@ -29,14 +29,14 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import replay_tables as tables
-from replay_arms import ARMS, DOMAINS, HEADLINE, SIZES
+from replay_arms import ARMS, DOMAINS, HEADLINE, SIZES, Settings
 
 RESULTS = Path(__file__).parent / "results" / "replay_gain.jsonl"
 HELD_OUT = 128  # number of held-out tasks on which success is measured
@@ -72,19 +72,23 @@ def main() -> None:
         if args.svg:
             args.svg.write_text(tables.draw([row for row in rows if row["arm"] in args.arms]))
         return
-    save = args.save[0]
-    os.environ |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
-    done = {(row["domain"], row["arm"], row["lr"], row["seed"]) for row in read(save)}
-    wanted = [
+    wanted: list[Any] = [
         (domain, arm, lr, seed)
         for seed in args.seeds
         for domain in args.domains
         for lr in args.lrs or [DOMAINS[domain].get("learner.lr", 1e-4)]
         for arm in args.arms
-        if (domain, arm, lr, seed) not in done
     ]
-    with multiprocessing.get_context("spawn").Pool(args.jobs) as pool:
-        for row in pool.imap_unordered(one_run, wanted):
+    run_all(wanted, one_run, args.save[0], args.jobs)
+
+
+def run_all(wanted: Sequence[Job], one_run: Callable[[Job], dict[str, Any]], save: Path, jobs: int) -> None:
+    """Make the ``wanted`` runs that ``save`` does not contain yet, ``jobs`` at once, and append a row for each."""
+    os.environ |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+    done = {(row["domain"], row["arm"], row["lr"], row["seed"]) for row in read(save)}
+    # A process keeps about 100 MB of each run, so it makes a few runs only.
+    with multiprocessing.get_context("spawn").Pool(jobs, maxtasksperchild=4) as pool:
+        for row in pool.imap_unordered(one_run, [job for job in wanted if job not in done]):
             with save.open("a") as file:
                 file.write(json.dumps(row) + "\n")
             print(tables.line(row), flush=True)
@@ -95,29 +99,36 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def one_run(job: Job) -> dict[str, Any]:
+    with quiet_folder() as folder:
+        return asyncio.run(measured(job, configured(job, folder, {**DOMAINS[job[0]], **ARMS[job[1]]})))
+
+
+@contextlib.contextmanager
+def quiet_folder() -> Iterator[Path]:
+    """Yield a temporary folder for a run. Until it is deleted, nothing is written to stderr."""
     with (
         tempfile.TemporaryDirectory() as folder,
         Path(os.devnull).open("w") as nowhere,
         contextlib.redirect_stderr(nowhere),
     ):
-        return asyncio.run(measured(job, Path(folder)))
+        yield Path(folder)
 
 
-def configured(job: Job, folder: Path) -> Any:
-    """Return the configuration of a run: the settings of its domain and arm, and those that all runs share."""
+def configured(job: Job, folder: Path, settings: Settings) -> Any:
+    """Return the configuration of a run: the ``settings`` of its domain and arm, and those that all runs share."""
     from gleanrl.config.settings import Config
 
-    domain, arm, lr, seed = job
-    settings: dict[str, Any] = {**DOMAINS[domain], **ARMS[arm]}
-    points = settings.pop("points", POINTS)
-    settings |= {
+    _, _, lr, seed = job
+    values: dict[str, Any] = dict(settings)
+    points = values.pop("points", POINTS)
+    values |= {
         **{"run.folder": str(folder), "run.seed": seed, "run.threads": 1, "learner.lr": lr},
-        **{"environment.eval_tasks": settings.pop("held_out", HELD_OUT)},
+        **{"environment.eval_tasks": values.pop("held_out", HELD_OUT)},
         **{"evaluation.every": 0, "evaluation.samples": 1, "evaluation.greedy": False},
-        **{"checkpoint.every": settings["run.steps"] // points, "checkpoint.keep": points + 1},
+        **{"checkpoint.every": values["run.steps"] // points, "checkpoint.keep": points + 1},
         **{"monitor.use": ["file", f"{__file__}:Clock"], "monitor.rollouts_per_step": 0},
     }
-    return Config.model_validate(nested(settings, {}))
+    return Config.model_validate(nested(values, {}))
 
 
 def nested(settings: Mapping[str, Any], data: dict[str, Any]) -> dict[str, Any]:
@@ -146,11 +157,23 @@ class Clock:
         pass
 
 
-async def measured(job: Job, folder: Path) -> dict[str, Any]:
+async def measured(
+    job: Job,
+    config: Any,
+    *,
+    at_start: bool = True,
+    samples: tuple[int, int] = (4, 4),
+    curriculum: Callable[[Any], Any] | None = None,
+) -> dict[str, Any]:
     """Train, evaluate all checkpoints, and return a row of results.
 
     Its curve has the success rates of each checkpoint, with the steps, fresh rollouts, sampled tokens and CPU seconds
     that were spent until then.
+
+    Args:
+        at_start: whether the curve begins with the policy after the warm start.
+        samples: number of attempts at each held-out and at each training task with the last checkpoint.
+        curriculum: returns the curriculum that takes the place of the one of the run.
     """
     import torch
 
@@ -162,16 +185,19 @@ async def measured(job: Job, folder: Path) -> dict[str, Any]:
 
     domain, arm, lr, seed = job
     torch.set_num_threads(1)
-    config = configured(job, folder)
     run_folder, console = RunFolder(config.path), Console()
     prepared = prepare(config, console)
     held_out = prepared.evaluation
     # The run evaluates before and after training in any case, so let it do so on a single task to save time.
     builder = Builder(config, run_folder, replace(prepared, evaluation=held_out[:1]), console)
-    at_first = await evaluated(builder, None, held_out, samples=1)
-    curve = [{"step": 0, "rollouts": 0, "tokens": 0, "cpu_s": 0.0, **at_first}]
+    curve: list[dict[str, float]] = []
+    if at_start:
+        success = await evaluated(builder, None, held_out, samples=(1, 1))
+        curve.append({"step": 0, "rollouts": 0, "tokens": 0, "cpu_s": 0.0, **success})
     start = time.process_time()
     async with builder.run(partial(load_monitors, config.monitor, console=console), resume=False) as run:
+        if curriculum is not None:
+            run.plan.curriculum = curriculum(run.plan.curriculum)
         await train(run)
     clock = [json.loads(text) for text in (run_folder.path / "clock.jsonl").read_text().splitlines()]
     rows = [row for row in run_folder.read_metrics() if "time/step_s" in row.metrics]
@@ -179,7 +205,9 @@ async def measured(job: Job, folder: Path) -> dict[str, Any]:
     for checkpoint in folders:
         step = int(checkpoint.name[5:])
         so_far = [row.metrics for row in rows if row.step <= step]
-        success = await evaluated(builder, checkpoint, held_out, samples=4 if checkpoint == folders[-1] else 1)
+        success = await evaluated(
+            builder, checkpoint, held_out, samples=samples if checkpoint == folders[-1] else (1, 1)
+        )
         curve.append(
             {
                 "step": step,
@@ -215,11 +243,12 @@ def spread_of_uses(pool: Path) -> dict[str, float]:
 
 
 async def evaluated(
-    builder: Any, checkpoint: Path | None, held_out: Sequence[Any], *, samples: int
+    builder: Any, checkpoint: Path | None, held_out: Sequence[Any], *, samples: tuple[int, int]
 ) -> dict[str, float]:
     """Return the success rates of sampled attempts on held-out tasks and on training tasks.
 
-    The weights are those of ``checkpoint``, or those after the warm start if it is None.
+    The weights are those of ``checkpoint``, or those after the warm start if it is None. ``samples`` are the numbers of
+    attempts at each held-out and at each training task.
     """
     from gleanrl.rewards import EnvironmentReward
     from gleanrl.runtime.evaluation import evaluate
@@ -234,9 +263,10 @@ async def evaluated(
             learner.load(checkpoint)
             await sampler.publish(learner.weights(), 0)
         player = builder.player(pool, sampler)
-        for name, tasks in {"held_out": held_out, "train": builder.prepared.train[:HELD_OUT]}.items():
+        splits = {"held_out": held_out, "train": builder.prepared.train[:HELD_OUT]}
+        for (name, tasks), number in zip(splits.items(), samples, strict=True):
             seed = builder.config.run.seed
-            found = await evaluate(player, EnvironmentReward(), tasks, seed=seed, samples=samples, greedy=False)
+            found = await evaluate(player, EnvironmentReward(), tasks, seed=seed, samples=number, greedy=False)
             success[name] = found.metrics()["eval/sampled/pass@1"]
     return success
 

@@ -14,7 +14,10 @@ from typing import Any
 
 Row = Mapping[str, Any]
 # number of seeds -> t quantile (95 %)
-STUDENT = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36, 9: 2.31, 10: 2.26}
+STUDENT = {
+    **{2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36, 9: 2.31, 10: 2.26},
+    **{11: 2.23, 12: 2.20, 13: 2.18},
+}
 AXES = {"rollouts": "rollouts", "tokens": "tokens", "cpu_s": "CPU s"}
 WHAT = {"held-out": "held_out", "training": "train"}
 CONTROLS = ("on-policy", "selection")
@@ -29,7 +32,7 @@ def show(rows: Sequence[Row], headline: Sequence[str]) -> None:
     For a domain, these are the ``headline`` arms at each learning rate, their comparison at the best rate, and all
     other arms.
     """
-    domains = _ordered(row["domain"] for row in rows)
+    domains = ordered(row["domain"] for row in rows)
     best = {domain: tuned([row for row in rows if row["domain"] == domain], headline) for domain in domains}
     for domain, arms in best.items():
         own = [row for row in rows if row["domain"] == domain]
@@ -41,7 +44,7 @@ def show(rows: Sequence[Row], headline: Sequence[str]) -> None:
             _gains(arms, seeds)
             _between(arms, seeds)
             _late(arms)
-        _others(own, [arm for arm in _ordered(row["arm"] for row in own) if arm not in arms])
+        _others(own, [arm for arm in ordered(row["arm"] for row in own) if arm not in arms])
         _uses([row for row in own if "uses" in row])
     _together(best, headline)
 
@@ -51,14 +54,14 @@ def show_sizes(rows: Sequence[Row]) -> None:
     for name, what in WHAT.items():
         print(f"\nSuccess on {name} tasks before RL and at the end, and the gain of replay, paired by seed:\n")
         gains = [f"replay over {control}" for control in CONTROLS]
-        _line(["parameters", "seeds", "before", *CONTROLS, "replay", *gains, "CPU s of a run"], head=True)
+        table_row(["parameters", "seeds", "before", *CONTROLS, "replay", *gains, "CPU s of a run"], head=True)
         for runs in _by_size(rows):
             own = runs["replay"].values()
             cells = [f"{next(iter(own))['parameters'] / 1e6:.1f} M", str(len(own))]
-            cells.append(_mean([row["curve"][0][what] for row in own]))
-            cells += [_mean([_end(row, what) for row in runs[arm].values()]) for arm in (*CONTROLS, "replay")]
-            cells += [_mean(_gain(runs, control, what), "+") for control in CONTROLS]
-            _line([*cells, f"{statistics.mean(row['curve'][-1]['cpu_s'] for row in own):.0f}"])
+            cells.append(mean_text([row["curve"][0][what] for row in own]))
+            cells += [mean_text([final(row, what) for row in runs[arm].values()]) for arm in (*CONTROLS, "replay")]
+            cells += [mean_text(_gain(runs, control, what), "+") for control in CONTROLS]
+            table_row([*cells, f"{statistics.mean(row['curve'][-1]['cpu_s'] for row in own):.0f}"])
 
 
 def _by_size(rows: Sequence[Row]) -> list[dict[str, dict[int, Row]]]:
@@ -77,7 +80,7 @@ def _by_size(rows: Sequence[Row]) -> list[dict[str, dict[int, Row]]]:
 
 
 def _gain(runs: Mapping[str, Mapping[int, Row]], control: str, what: str) -> list[float]:
-    return [_end(row, what) - _end(runs[control][seed], what) for seed, row in runs["replay"].items()]
+    return [final(row, what) - final(runs[control][seed], what) for seed, row in runs["replay"].items()]
 
 
 def tuned(rows: Sequence[Row], arms: Sequence[str]) -> dict[str, dict[int, Row]]:
@@ -96,7 +99,7 @@ def _together(best: Mapping[str, Mapping[str, Mapping[int, Row]]], headline: Seq
     """Print the gains over all domains, paired by domain and seed. Each pair of runs is one observation."""
     print("\n## All domains\n\nDifference in final success, paired by domain and seed (number of pairs in brackets):\n")
     controls = [control for control in ("on-policy", "selection") if control in headline]
-    _line(["arm", *(f"{what}, over {control}" for control in controls for what in WHAT)], head=True)
+    table_row(["arm", *(f"{what}, over {control}" for control in controls for what in WHAT)], head=True)
     for arm in headline:
         cells = [arm]
         for control in controls:
@@ -107,17 +110,17 @@ def _together(best: Mapping[str, Mapping[str, Mapping[int, Row]]], headline: Seq
                 for seed in runs[arm]
             ]
             for what in WHAT.values():
-                gains = [_end(ours, what) - _end(theirs, what) for ours, theirs in pairs]
-                cells.append(f"{_mean(gains, '+')} ({len(gains)})" if gains else "")
-        _line(cells)
+                gains = [final(ours, what) - final(theirs, what) for ours, theirs in pairs]
+                cells.append(f"{mean_text(gains, '+')} ({len(gains)})" if gains else "")
+        table_row(cells)
 
 
 def _rates(rows: Sequence[Row], arms: Sequence[str]) -> None:
     rates = sorted({row["lr"] for row in rows if row["arm"] in arms})
     print("\nFinal success on held-out / training tasks by learning rate (number of seeds in brackets):\n")
-    _line(["arm", *(f"{rate:g}" for rate in rates)], head=True)
+    table_row(["arm", *(f"{rate:g}" for rate in rates)], head=True)
     for arm in arms:
-        _line([arm, *(_cell([r for r in rows if r["arm"] == arm and r["lr"] == rate]) for rate in rates)])
+        table_row([arm, *(_cell([r for r in rows if r["arm"] == arm and r["lr"] == rate]) for rate in rates)])
 
 
 def _budgets(tuned: Mapping[str, Mapping[int, Row]], seeds: Sequence[int]) -> None:
@@ -130,12 +133,12 @@ def _budgets(tuned: Mapping[str, Mapping[int, Row]], seeds: Sequence[int]) -> No
     }
     print(f"\nSuccess after equal budgets of rollouts, tokens or CPU seconds, seeds {', '.join(map(str, seeds))}:\n")
     heads = [f"{what}, equal {name}" for what in WHAT for name in AXES.values()]
-    _line(["arm", "learning rate", *heads, "CPU s of the run"], head=True)
+    table_row(["arm", "learning rate", *heads, "CPU s of the run"], head=True)
     for arm, runs in tuned.items():
         cells = [arm, f"{runs[seeds[0]]['lr']:g}"]
         for what in ("held_out", "train"):
-            cells += [_mean([at(runs[s]["curve"], axis, limits[axis][s], what) for s in seeds]) for axis in AXES]
-        _line([*cells, f"{statistics.mean(runs[s]['curve'][-1]['cpu_s'] for s in seeds):.0f}"])
+            cells += [mean_text([at(runs[s]["curve"], axis, limits[axis][s], what) for s in seeds]) for axis in AXES]
+        table_row([*cells, f"{statistics.mean(runs[s]['curve'][-1]['cpu_s'] for s in seeds):.0f}"])
 
 
 def _gains(tuned: Mapping[str, Mapping[int, Row]], seeds: Sequence[int]) -> None:
@@ -149,16 +152,16 @@ def _gains(tuned: Mapping[str, Mapping[int, Row]], seeds: Sequence[int]) -> None
         "\nDifference in final success, paired by seed, and the share of the rollouts after which the final success of"
         "\non-policy is reached:\n"
     )
-    _line(["arm", *heads, *(f"{what}, reached after" for what in WHAT)], head=True)
+    table_row(["arm", *heads, *(f"{what}, reached after" for what in WHAT)], head=True)
     for arm, runs in tuned.items():
         cells = [arm]
         for control in controls:
             for what in ("held_out", "train"):
-                gains = [_end(runs[s], what) - _end(tuned[control][s], what) for s in seeds]
-                cells.append("" if arm == control else _mean(gains, "+"))
+                gains = [final(runs[s], what) - final(tuned[control][s], what) for s in seeds]
+                cells.append("" if arm == control else mean_text(gains, "+"))
         if "on-policy" in tuned:
             cells += [_reached(tuned, arm, seeds, what) for what in ("held_out", "train")]
-        _line(cells)
+        table_row(cells)
 
 
 def _between(tuned: Mapping[str, Mapping[int, Row]], seeds: Sequence[int]) -> None:
@@ -167,26 +170,26 @@ def _between(tuned: Mapping[str, Mapping[int, Row]], seeds: Sequence[int]) -> No
     if not bases or len(seeds) < 2:
         return
     print("\nDifference in final success to the arms with replay, paired by seed:\n")
-    _line(["arm", *(f"{what}, over {base}" for base in bases for what in WHAT)], head=True)
+    table_row(["arm", *(f"{what}, over {base}" for base in bases for what in WHAT)], head=True)
     for arm, runs in tuned.items():
         cells = [arm]
         for base in bases:
-            gains = {w: [_end(runs[s], w) - _end(tuned[base][s], w) for s in seeds] for w in WHAT.values()}
-            cells += ["" if arm == base else _mean(values, "+") for values in gains.values()]
-        _line(cells)
+            gains = {w: [final(runs[s], w) - final(tuned[base][s], w) for s in seeds] for w in WHAT.values()}
+            cells += ["" if arm == base else mean_text(values, "+") for values in gains.values()]
+        table_row(cells)
 
 
 def _late(tuned: Mapping[str, Mapping[int, Row]]) -> None:
     """Print metrics of the policy and the pool in the last quarter of the runs, as means over steps and seeds."""
     print("\nMeans over the last quarter of the steps. Trained tokens: sampled tokens per step that have a gradient.\n")
-    _line(["arm", "groups without a success", "policy entropy", "retired tasks", "trained tokens"], head=True)
+    table_row(["arm", "groups without a success", "policy entropy", "retired tasks", "trained tokens"], head=True)
     for arm, runs in tuned.items():
         late = [row["late"] for row in runs.values()]
         cells = [arm, f"{statistics.mean(own['groups/none_solved'] / own['groups/consumed'] for own in late):.0%}"]
         cells.append(f"{statistics.mean(own['loss/entropy'] for own in late):.2f}")
         retired = [own["pool/retired"] for own in late if "pool/retired" in own]
         cells.append(f"{statistics.mean(retired):.0f}" if retired else "")
-        _line([*cells, f"{statistics.mean(sum(map(own.get, filter(_trained, own))) for own in late):.0f}"])
+        table_row([*cells, f"{statistics.mean(sum(map(own.get, filter(_trained, own))) for own in late):.0f}"])
 
 
 def _trained(name: str) -> bool:
@@ -198,7 +201,7 @@ def _others(rows: Sequence[Row], arms: Sequence[str]) -> None:
     if not arms:
         return
     print("\nFinal success of all other arms, and the difference at the same learning rate, paired by seed:\n")
-    _line(
+    table_row(
         ["arm", "learning rate", "seeds", *WHAT, *(f"{what}, over {base}" for base in BASES for what in WHAT)],
         head=True,
     )
@@ -206,14 +209,14 @@ def _others(rows: Sequence[Row], arms: Sequence[str]) -> None:
         for rate in sorted({row["lr"] for row in rows if row["arm"] == arm}):
             own = {row["seed"]: row for row in rows if row["arm"] == arm and row["lr"] == rate}
             cells = [arm, f"{rate:g}", str(len(own))]
-            cells += [f"{statistics.mean(_end(row, what) for row in own.values()):.3f}" for what in WHAT.values()]
+            cells += [f"{statistics.mean(final(row, what) for row in own.values()):.3f}" for what in WHAT.values()]
             for base in BASES:
                 runs = {row["seed"]: row for row in rows if row["arm"] == base and row["lr"] == rate}
                 both = sorted(own.keys() & runs.keys())
                 for what in WHAT.values():
-                    gains = [_end(own[seed], what) - _end(runs[seed], what) for seed in both]
-                    cells.append(_mean(gains, "+") if gains else "")
-            _line(cells)
+                    gains = [final(own[seed], what) - final(runs[seed], what) for seed in both]
+                    cells.append(mean_text(gains, "+") if gains else "")
+            table_row(cells)
 
 
 def _uses(rows: Sequence[Row]) -> None:
@@ -221,10 +224,10 @@ def _uses(rows: Sequence[Row]) -> None:
     if not rows:
         return
     print("\nStored trajectories at the end of the run, and how often they were replayed:\n")
-    _line(["arm", "seed", "stored", "never used", "uses of the most used one of each task"], head=True)
+    table_row(["arm", "seed", "stored", "never used", "uses of the most used one of each task"], head=True)
     for row in rows:
         uses = row["uses"]
-        _line([row["arm"], str(row["seed"]), f"{uses['stored']}", f"{uses['never']}", f"{uses['most']:.0%}"])
+        table_row([row["arm"], str(row["seed"]), f"{uses['stored']}", f"{uses['never']}", f"{uses['most']:.0%}"])
 
 
 def best_rate(rows: Sequence[Row], arm: str) -> float:
@@ -236,14 +239,14 @@ def best_rate(rows: Sequence[Row], arm: str) -> float:
     by_rate: dict[float, list[float]] = defaultdict(list)
     for row in rows:
         if row["arm"] == arm:
-            by_rate[row["lr"]].append(_end(row, "held_out") + _end(row, "train"))
+            by_rate[row["lr"]].append(final(row, "held_out") + final(row, "train"))
     most = max(len(values) for values in by_rate.values())
     return max((r for r in by_rate if len(by_rate[r]) == most), key=lambda rate: statistics.mean(by_rate[rate]))
 
 
 def _reached(tuned: Mapping[str, Mapping[int, Row]], arm: str, seeds: Sequence[int], what: str) -> str:
     """Return the share of the fresh rollouts after which the arm's mean curve reaches the final mean of "on-policy"."""
-    goal = statistics.mean(_end(tuned["on-policy"][seed], what) for seed in seeds)
+    goal = statistics.mean(final(tuned["on-policy"][seed], what) for seed in seeds)
     whole = statistics.mean(tuned["on-policy"][seed]["curve"][-1]["rollouts"] for seed in seeds)
     points = mean_curve([tuned[arm][seed] for seed in seeds], "rollouts", what)
     for (x0, y0), (x1, y1) in pairwise(points):
@@ -288,12 +291,12 @@ def draw(rows: Sequence[Row]) -> str:
     It shows success on held-out and on training tasks over fresh rollouts, in a row of panels for each domain, with
     95 % confidence bands.
     """
-    domains = _ordered(row["domain"] for row in rows)
+    domains = ordered(row["domain"] for row in rows)
     panels, width, height = [], 330, 210
     shown: dict[str, str] = {}
     for line, domain in enumerate(domains):
         own = [row for row in rows if row["domain"] == domain]
-        arms = {arm: list(runs.values()) for arm, runs in tuned(own, _ordered(row["arm"] for row in own)).items()}
+        arms = {arm: list(runs.values()) for arm, runs in tuned(own, ordered(row["arm"] for row in own)).items()}
         for column, what in enumerate(("held_out", "train")):
             for arm in arms:
                 shown.setdefault(arm, COLOURS.get(arm) or OTHERS[sum(a not in COLOURS for a in shown) % len(OTHERS)])
@@ -375,7 +378,7 @@ def panel(curves: Mapping[str, Sequence[Row]], what: str, title: str, colours: M
     return "".join(parts)
 
 
-def _end(row: Row, what: str) -> float:
+def final(row: Row, what: str) -> float:
     return row["curve"][-1][what]
 
 
@@ -389,7 +392,7 @@ def line(row: Row) -> str:
     )
 
 
-def _line(cells: Sequence[str], *, head: bool = False) -> None:
+def table_row(cells: Sequence[str], *, head: bool = False) -> None:
     print("| " + " | ".join(cells) + " |")
     if head:
         print("|---" * len(cells) + "|")
@@ -398,15 +401,15 @@ def _line(cells: Sequence[str], *, head: bool = False) -> None:
 def _cell(rows: Sequence[Row]) -> str:
     if not rows:
         return ""
-    held, train = (statistics.mean(_end(row, what) for row in rows) for what in ("held_out", "train"))
+    held, train = (statistics.mean(final(row, what) for row in rows) for what in ("held_out", "train"))
     return f"{held:.3f} / {train:.3f} ({len(rows)})"
 
 
-def _mean(values: Sequence[float], sign: str = "") -> str:
+def mean_text(values: Sequence[float], sign: str = "") -> str:
     """Format the mean and, for more than two values, half the width of its 95 % confidence interval."""
     mean = f"{statistics.mean(values):{sign}.3f}"
     return f"{mean} ± {interval(values):.3f}" if len(values) > 2 else mean
 
 
-def _ordered(names: Any) -> list[str]:
+def ordered(names: Any) -> list[str]:
     return list(dict.fromkeys(names))

@@ -186,7 +186,7 @@ async def measured(job: Job, folder: Path) -> dict[str, Any]:
     builder = Builder(config, run_folder, replace(prepared, evaluation=held_out[:1]), console)
     curve = []
     if job["part"] == "curves":
-        curve.append({"step": 0, **await evaluated(builder, None, held_out, samples=1)})
+        curve.append({"step": 0, **await evaluated(builder, None, held_out, samples=(1, 1))})
     async with builder.run(partial(load_monitors, config.monitor, console=console), resume=False) as run:
         await train(run)
     steps = [row.metrics for row in run_folder.read_metrics() if "time/step_s" in row.metrics]
@@ -194,7 +194,7 @@ async def measured(job: Job, folder: Path) -> dict[str, Any]:
         if job["part"] == "curves":
             step = int(checkpoint.name[5:])
             samples = SAMPLES if step == job["steps"] else 1
-            curve.append({"step": step, **await evaluated(builder, checkpoint, held_out, samples=samples)})
+            curve.append({"step": step, **await evaluated(builder, checkpoint, held_out, samples=(samples, samples))})
     late = steps[-len(steps) // 4 :]
     names = sorted({name for metrics in late for name in metrics if name.startswith(TOLD)})
     told = {name: statistics.mean(metrics.get(name, 0.0) for metrics in late) for name in names}

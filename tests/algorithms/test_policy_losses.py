@@ -144,6 +144,42 @@ def test_the_gradient_is_that_of_the_value_with_detached_parts_held_constant(nam
     np.testing.assert_allclose(value_and_slope(world, config)[1], stopped.numpy(), rtol=1e-9, atol=1e-12)
 
 
+OWN_REPLAY = """
+from gleanrl.algorithms.loss import TokenLosses, replay_loss
+
+def above_the_mean(tokens, settings):
+    return tokens.log_ratio > tokens.log_ratio.mean()
+
+@replay_loss("lower half", scope="update", precompute=above_the_mean)
+def lower_half(tokens, settings):
+    values = -tokens.advantages * tokens.ratio
+    return TokenLosses(values.masked_fill(tokens.precomputed, 0.0), clipped_high=tokens.precomputed)
+"""
+
+
+@pytest.mark.parametrize("importance", ["recorded", "current"])
+def test_a_users_own_loss_of_replayed_tokens_is_chosen_by_its_import_path(tmp_path: Path, importance: Any) -> None:
+    """It gets the result of its precompute, also if the policy loss has a precompute of its own."""
+    (tmp_path / "own.py").write_text(OWN_REPLAY)
+    world, path = make_world(np.random.default_rng(2), tokens=60, sequences=8), f"{tmp_path / 'own.py'}:lower_half"
+    config = settings("gspo", replay_mode=path, replay_coefficient=2.0, replay_importance=importance)
+    assert scope_of(config) == "update"
+    result, slopes = value_and_slope(world, config)
+    plain, plain_slopes = value_and_slope(world, settings("gspo"))
+    fresh, ratio = ~world.replayed, np.exp(world.logp - world.old) if importance == "recorded" else np.ones(60)
+    np.testing.assert_array_equal(result.values.detach()[fresh], plain.values.detach()[fresh])
+    np.testing.assert_array_equal(slopes[fresh], plain_slopes[fresh])
+    kept = np.log(ratio) <= np.log(ratio)[world.replayed].mean()
+    expected = np.where(kept, -2 * world.advantages * ratio, 0.0)[world.replayed]
+    np.testing.assert_allclose(result.values.detach()[world.replayed], expected, rtol=1e-9)
+    np.testing.assert_allclose(slopes[world.replayed], expected, rtol=1e-9)  # d ratio / d logp = ratio
+    share = result.statistics.metrics()["loss/replayed/clip_high"]
+    assert share == pytest.approx((~kept)[world.replayed].mean())
+    zeros, ones = torch.zeros(1, 3), torch.ones(1, 3)
+    padded = padded_policy_loss(zeros, zeros, zeros, ones, off_policy=torch.ones(1), config=config)
+    assert float(padded.loss) == 0
+
+
 def test_gspo_keeps_the_precision_of_a_small_mean_log_ratio() -> None:
     """In float32, with log-probs near -15 and ratios near 1 + 1e-6."""
     old = torch.full((8,), -15.0)

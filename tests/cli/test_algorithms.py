@@ -127,7 +127,14 @@ def test_a_run_killed_and_resumed_equals_an_undisturbed_one_bit_for_bit(
 PAGE = (Path(__file__).parents[2] / "docs" / "howto" / "algorithm.md").read_text()
 MINE, ALONE = re.findall(r"```python[^\n]*\n(.*?)```", PAGE, re.DOTALL)
 BY_NAME, BY_PATH = re.findall(r"```toml\n(.*?)```", PAGE, re.DOTALL)
-PLAIN = "\ndef plain(tokens, settings):\n    return -tokens.advantages * tokens.logp\n"
+PLAIN = """
+def plain(tokens, settings):
+    return -tokens.advantages * tokens.logp
+
+@replay_loss("by_mean", scope="update", precompute=lambda tokens, settings: tokens.logp.mean().expand_as(tokens.logp))
+def by_mean(tokens, settings):
+    return -tokens.advantages * (tokens.logp - tokens.precomputed)
+"""
 
 
 @pytest.mark.parametrize("settings", [BY_NAME, BY_PATH], ids=["by name", "by path"])
@@ -144,6 +151,8 @@ def test_the_algorithm_page_s_own_loss_and_estimator_train(gleanrl: CommandLine,
 
 def toml(value: object) -> str:
     """Return a TOML value as written on the command line."""
+    if isinstance(value, bool):
+        return str(value).lower()
     if isinstance(value, dict):
         return "{" + ", ".join(f"{key} = {item}" for key, item in value.items()) + "}"
     return str(value)
@@ -165,6 +174,20 @@ REFUSED = {
     "no such loss option": ({"loss.name": "kl_cov", "loss.options.shar": "0.1"}, r"did you mean 'share'\?"),
     "not decorated": ({"loss.name": "mine.py:plain"}, r"is a plain function; put @gleanrl.algorithms.loss.policy_loss"),
     "not there": ({"loss.name": "mine.py:pulled_bak"}, r"has no 'pulled_bak'; did you mean 'pulled_back'\?"),
+    "no such replay loss": ({"loss.replay_mode": "shap"}, r"loss.replay_mode: unknown value 'shap'; did you mean"),
+    "no replay loss": ({"loss.replay_mode": "mine.py:pulled_back"}, r"put @gleanrl.algorithms.loss.replay_loss"),
+    "no such ranking": (
+        {"replay.enabled": "true", "replay.select": "newst"},
+        r"replay.select: unknown value 'newst'; did you mean 'newest'",
+    ),
+    "not a ranking": (
+        {"replay.enabled": "true", "replay.select": "mine.py:plain"},
+        r"is a plain function; put @gleanrl.experience.pool.ranking.ranking",
+    ),
+    "a whole update of replayed tokens in chunks": (
+        {"loss.replay_mode": "mine.py:by_mean", "schedule.preset": "pipelined", "schedule.chunks": "2"},
+        r"loss.replay_mode = 'mine.py:by_mean' looks at all tokens of an update, .*use sync or one_step_off",
+    ),
     "whitening in chunks": (
         {"credit.estimator": "gae", "schedule.preset": "pipelined", "schedule.chunks": "2"},
         r"'gae' normalises over the whole batch, .*use sync or one_step_off",

@@ -204,6 +204,15 @@ def test_prune_uses_the_run_s_settings_unless_the_command_line_changes_them(say:
     with ExperiencePool(pool, ReplaySettings(capacity_per_task=9)) as opened:
         opened.add(task("x"), episode("x", tokens=(91, 5), logprobs=(-0.1, -0.1)), step=9)
     assert left("--replay.select", "lowest_entropy") == [3, 8]
+    (say.folder / "mine.py").write_text(
+        "from gleanrl.experience.pool.ranking import newest, ranking\n"
+        "mine = ranking('mine', keep=lambda candidate: -candidate.order)(newest.function)\n"
+    )
+    assert say("a", "prune", "--keep", "1", "--replay.select", "mine.py:mine").startswith("evicted ")
+    with ExperiencePool(pool, read_only=True) as opened:
+        assert [stored.key for stored in opened.stored(["x"])["x"]] == [3]
+    complaint = say.tried("a", "prune", "--keep", "1", "--replay.select", "newst")[2]
+    assert "replay.select: unknown value 'newst'; did you mean 'newest'" in complaint
 
 
 def test_a_change_after_a_mark_warns_that_a_resumed_run_undoes_it(say: Shell, pool: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -24,6 +25,8 @@ REPLAY = (
     "0",
 )
 STEPS = 5
+PAGE = (Path(__file__).parents[2] / "docs" / "howto" / "algorithm.md").read_text()
+MINE = re.findall(r"```python[^\n]*\n(.*?)```", PAGE, re.DOTALL)[0]
 
 
 def rows(gleanrl: CommandLine, name: str) -> list[dict[str, float]]:
@@ -47,6 +50,7 @@ ARMS = {
     "scored again": ("--replay.reverify", "true", "--replay.pool_updates", "1", "--replay.per_group", "2"),
     "a band of ratios": ("--replay.max_ratio", "1.5", "--replay.max_age", "2"),
     "extra updates with a critic": ("--replay.pool_updates", "1", "--credit.estimator", "gae"),
+    "own loss and ranking": ("--loss.replay_mode", "mine.py:unclipped", "--replay.select", "mine.py:shortest"),
     "with a critic": ("--credit.estimator", "gae"),
     "with a greedy baseline": ("--credit.estimator", "remax"),
     "guided, discarded": ("--guidance.enabled", "true"),
@@ -56,6 +60,7 @@ ARMS = {
 
 @pytest.mark.parametrize("name", ARMS)
 def test_every_schedule_and_replay_option_trains(gleanrl: CommandLine, name: str) -> None:
+    (gleanrl.folder / "mine.py").write_text(MINE)
     ended = gleanrl.train("arm", *REPLAY, "--run.steps", str(STEPS), *ARMS[name])
     assert ended.status == 0, ended.stderr
     steps = rows(gleanrl, "arm")

@@ -7,10 +7,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from gleanrl.config.settings import ReplaySettings
 from gleanrl.experience import ExperiencePool, attach_replayed
+from gleanrl.experience.pool.ranking import TaskTrajectories, ranking
 from gleanrl.types import Group
 from gleanrl.utils.errors import UserError
 from tests.experience.pool_world import episode, group, solved, task
@@ -64,6 +66,22 @@ def test_the_pool_settings_choose_the_replayed_members(tmp_path: Path, select: s
             pool.add(task("a"), episode("a", tokens=(token,), logprobs=(logprob,)), attempts=4, successes=2)
         assert tokens(attach_replayed([solved("a", 0, 2)], pool)) == [expected]
         assert [stored.uses for stored in pool.stored(["a"])["a"]] == [int([t] in expected) for t in (1, 3, 2)]
+
+
+def test_a_ranking_of_ages_counts_them_from_the_given_step(tmp_path: Path) -> None:
+    ages: list[list[int]] = []
+
+    @ranking("by age, for a test")
+    def by_age(trajectories: TaskTrajectories, random: np.random.Generator) -> np.ndarray:
+        ages.append(trajectories.age.tolist())
+        return np.argsort(trajectories.age)
+
+    with ExperiencePool(tmp_path / "pool.sqlite", ReplaySettings(select=by_age.name)) as pool:
+        for token, version in ((1, 2), (2, 5), (3, 4)):
+            pool.add(task("a"), episode("a", tokens=(token,), version=version), attempts=4, successes=2)
+        assert tokens(attach_replayed([solved("a", 0, 2)], pool, step=6)) == [[[2]]]
+        attach_replayed([solved("a", 0, 2)], pool, seed=4)
+    assert ages == [[4, 1, 2], [2, 0, 0]]
 
 
 def test_random_choice_follows_the_seed(tmp_path: Path) -> None:

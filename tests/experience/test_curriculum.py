@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from gleanrl.config.settings import ReplaySettings
 from gleanrl.experience.pool.pool import ExperiencePool
+from gleanrl.experience.pool.ranking import TaskTrajectories, ranking
 from gleanrl.experience.replay.curriculum import ReplayCurriculum
 from gleanrl.protocols import Curriculum
 from gleanrl.types import Group, GroupSpec, Score, Task, Trajectory
@@ -504,6 +505,27 @@ def test_select_chooses_by_recorded_entropy_or_by_order_of_storing(
 ) -> None:
     replay = ReplaySettings(select=select, per_group=2, entropy_from="recorded")
     assert replayed(one_task(folder, replay, [-0.7, -0.1, -0.9, -0.2])) == expected
+
+
+def test_a_ranking_sees_entropy_uses_age_score_and_length_and_decides(folder: Path) -> None:
+    seen: list[TaskTrajectories] = []
+
+    @ranking("oldest, for a test", by_entropy=False)
+    def oldest(trajectories: TaskTrajectories, random: np.random.Generator) -> np.ndarray:
+        seen.append(trajectories)
+        return np.lexsort((np.arange(trajectories.age.size), -trajectories.age))
+
+    replay = ReplaySettings(select=oldest.name, per_group=2, task_ratio=1.0, probe_fraction=0, entropy_from="current")
+    curriculum = wrap(folder, replay, Stream(NAMES[:20], 8), estimate=None)
+    for step in range(3):
+        curriculum.observe([group("t39", 1, 4, first=4 * step, logprobs=[-0.1 * (step + 1)], version=step)], {})
+    assert [t.id for spec in propose(curriculum, 1) for t in spec.replayed] == ["t39.0", "t39.4"]
+    (trajectories,) = seen
+    assert trajectories.age.tolist() == [3, 2, 1]
+    np.testing.assert_allclose(trajectories.entropy, [0.1, 0.2, 0.3], rtol=1e-6)
+    assert trajectories.uses.tolist() == [0, 0, 0]
+    assert trajectories.score.tolist() == [1.0, 1.0, 1.0]
+    assert trajectories.length.tolist() == [6, 6, 6]
 
 
 def test_the_current_policy_estimates_all_candidates_in_one_call_and_decides(folder: Path) -> None:

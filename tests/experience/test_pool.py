@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from gleanrl.config.settings import ReplaySettings
 from gleanrl.experience.pool import codec
 from gleanrl.experience.pool.pool import ExperiencePool
+from gleanrl.experience.pool.ranking import ranking
 from gleanrl.types import Group, GroupSpec, Trajectory, Turn
 from gleanrl.utils.errors import UserError
 from tests.experience.pool_world import contents, episode, group, solved, task
@@ -237,6 +238,20 @@ def test_a_full_task_evicts_the_trajectory_that_would_be_selected_last(
         metrics = pool.observe([group("t", [*members, episode("t", 0.0)])], 0)
         assert [each[0] for each in tokens(pool)] == kept
         assert (metrics["pool/admitted"], metrics["pool/refused/full"]) == (3, 3)
+
+
+def test_a_full_task_keeps_what_the_users_own_ranking_keeps(path: Path) -> None:
+    by_default = ranking("own, for a test")(lambda trajectories, random: range(trajectories.age.size))
+    oldest = ranking("oldest kept, for a test", keep=lambda candidate: -candidate.order)(by_default.function)
+    for chosen, kept in ((by_default, [2, 3]), (oldest, [0, 1])):
+        with ExperiencePool(
+            path.with_name(chosen.name), ReplaySettings(select=chosen.name, capacity_per_task=2)
+        ) as pool:
+            for index in range(4):
+                pool.observe([group("t", [episode("t", 1.0, (index,)), episode("t", 0.0)])], index)
+            assert [each[0] for each in tokens(pool)] == kept
+    with pytest.raises(UserError, match=r"replay.select: unknown value 'newst'; did you mean 'newest'"):
+        ExperiencePool(path, ReplaySettings(select="newst"))
 
 
 def test_with_random_selection_a_full_task_keeps_a_uniform_sample_of_all_successes(path: Path) -> None:

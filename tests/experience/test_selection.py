@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gleanrl.config.settings import ReplaySettings
+from gleanrl.experience.pool.ranking import Ranking, TaskTrajectories
 from gleanrl.experience.replay import selection
 
 sizes = st.integers(1, 12)
@@ -130,15 +132,32 @@ def test_buckets_of_one_solve_rate_share_its_weight_by_their_sizes() -> None:
 def test_trajectories_are_ranked_by_entropy_and_ties_go_to_the_newer(entropies: list[float], seed: int) -> None:
     uses = np.random.default_rng(seed).integers(0, 3, len(entropies)).tolist()
 
-    def order(select: str) -> list[int]:
-        return selection.ranked(entropies, uses, select, np.random.default_rng(seed))
-
     indices = range(len(entropies))
+    trajectories = task_trajectories(entropy=entropies, uses=uses)
+
+    def order(select: str) -> list[int]:
+        return selection.ranked(trajectories, select, np.random.default_rng(seed))
+
     assert order("least_used") == sorted(indices, key=lambda i: (uses[i], entropies[i], -i))
     assert order("lowest_entropy") == sorted(indices, key=lambda i: (entropies[i], -i))
     assert order("highest_entropy") == sorted(indices, key=lambda i: (-entropies[i], -i))
     assert order("newest") == sorted(indices, reverse=True)
-    assert sorted(order("random")) == list(indices)
+    assert order("random") == np.random.default_rng(seed).permutation(len(entropies)).tolist()
+
+
+def task_trajectories(**known: Sequence[float]) -> TaskTrajectories:
+    """Return arrays for a ranking, in which all that is not given is 0."""
+    size = max(map(len, known.values()))
+    arrays = {name: np.asarray(known.get(name, [0] * size)) for name in ("entropy", "uses", "age", "score", "length")}
+    return TaskTrajectories(**arrays)  # type: ignore[arg-type] - integers where floats are declared
+
+
+def test_a_ranking_that_omits_a_trajectory_is_refused() -> None:
+    trajectories = task_trajectories(entropy=[0.1, 0.2, 0.3])
+    for wrong in ([0, 1], [0, 1, 1], [1, 2, 3]):
+        broken = Ranking("broken", lambda _, __, wrong=wrong: wrong, keep=lambda candidate: 0, by_entropy=False)
+        with pytest.raises(ValueError, match=r"replay.select 'broken' returned"):
+            broken(trajectories, np.random.default_rng(0))
 
 
 def test_the_places_of_a_source_have_the_limit_as_their_mean_and_draw_nothing_without_limits() -> None:

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from gleanrl.algorithms.batch import Batch, GroupSamples, Sample, build
-from gleanrl.algorithms.loss import AGGREGATIONS, aggregation_of, normaliser, scope_of
+from gleanrl.algorithms.loss import AGGREGATIONS, Tokens, aggregation_of, normaliser, replay_loss, scope_of
 from gleanrl.config.settings import CreditSettings, LearnerSettings, LossSettings
 from gleanrl.learners.models import adapter_weights, add_adapters
 from gleanrl.learners.torch import MAX_SKIPPED_IN_A_ROW, TorchLearner
@@ -159,10 +159,22 @@ def test_a_step_equals_the_naive_one_for_any_chunks_and_micro_batches(
         torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-9, msg=lambda m, n=name: f"{n}: {m}")
 
 
+def mean_replayed_log_ratio(tokens: Tokens, settings: LossSettings) -> Tensor:
+    return tokens.log_ratio.mean().expand_as(tokens.logp)
+
+
+@replay_loss("over the update, for a test", scope="update", precompute=mean_replayed_log_ratio)
+def OVER_THE_UPDATE(tokens: Tokens, settings: LossSettings) -> Tensor:
+    assert tokens.precomputed is not None
+    return -tokens.advantages * (tokens.log_ratio - tokens.precomputed).exp()
+
+
 LOSSES: dict[str, dict[str, Any]] = {
     **{mode: {"aggregation": mode} for mode in AGGREGATIONS},
     **{name: {"name": name} for name in ("gspo", "cispo", "gpg", "reinforce", "clip_cov", "kl_cov")},
     "shape": {"replay_mode": "shape"},
+    "replayed, over the update": {"replay_mode": OVER_THE_UPDATE.name},
+    "replayed, over the update, corrected": {"replay_mode": OVER_THE_UPDATE.name, "correction": "mask"},
     **{
         f"{correction} {level}": {"correction": correction, "correction_level": level, "correction_cap": 1.05}
         for correction in ("truncate", "mask")

@@ -448,8 +448,8 @@ def weighted_batch(groups: Sequence[Group], weights: Sequence[float], loss: Loss
 
     The advantage of every trained token is its group's entry of ``weights``. The settings ``loss``, with which the
     learner must train on the batch, determine how the losses of tokens are aggregated. The loss of a replayed token is
-    minus its advantage times a clipped or shaped probability ratio (`gleanrl.algorithms.loss.replayed_loss`), and not a
-    cross-entropy.
+    that of ``loss.replay_mode`` (`gleanrl.algorithms.loss.replayed_loss`), by default minus its advantage times a
+    clipped probability ratio, and not a cross-entropy.
     """
     built = build_samples(groups, max_length)
     advantages = np.array([weights[m.group] for m in built.members], np.float32)[:, None] * built.mask

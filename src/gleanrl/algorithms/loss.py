@@ -3,7 +3,8 @@
 `objective` computes the loss of each token, all terms included, for a learner. `padded_policy_loss` computes the policy
 loss of padded tensors, for the training loop of another library. To add a policy loss, decorate a function of `Tokens`
 and settings with `@policy_loss`, and set ``loss.name = "file.py:function"`` (for a loss in this file, the name given to
-the decorator). The policy loss applies to fresh tokens only. Replayed tokens always get `replayed_loss`.
+the decorator). The policy loss applies to fresh tokens only. The loss of replayed tokens is chosen in the same way,
+with the decorator `@replay_loss` and the setting ``loss.replay_mode``.
 
 The losses work on a flat list of trained tokens, so that padding, micro-batches and context tokens cannot change a
 result. The loss of an update is ``sum(weights * values) / normaliser``, where ``values`` are the tokens' losses. The
@@ -11,8 +12,8 @@ weights and the normaliser do not depend on how the update's tokens are cut into
 gradient does not depend on it either.
 
 The loss of a token may depend on other tokens (for gspo on its sequence, for clip_cov and kl_cov on the whole update).
-A policy loss declares the tokens that it depends on as its ``scope``. Its ``precompute`` function receives all tokens
-of the scope, without gradient, and the loss receives the result.
+A loss declares the tokens that it depends on as its ``scope``. Its ``precompute`` function receives all tokens of the
+scope, without gradient, and the loss receives the result.
 
 In formulas, A is the advantage, pi the probability of a token under the policy in training, pi_old the probability in
 the denominator of the ratio u = pi / pi_old, and pi_behaviour the probability recorded at sampling.
@@ -65,7 +66,7 @@ class Tokens:
     behaviour_logp: Tensor | None = None
     """float [T]: log-probs recorded at sampling; None if ``old_logp`` holds them."""
     precomputed: Tensor | None = None
-    """[T]: result of the policy loss's ``precompute``."""
+    """[T]: result of the ``precompute`` of the loss that receives these tokens."""
 
     def take(self, index: Tensor | slice) -> Tokens:
         """Return those of these tokens that an index tensor, a bool mask [T] or a slice selects."""
@@ -177,9 +178,13 @@ def policy_loss(
         ratio: whether the loss contains the ratio pi / pi_old. An importance correction multiplies such a loss by
             pi_old / pi_behaviour, and a loss without the ratio by pi / pi_behaviour.
     """
+    _check_scope(name, scope, precompute)
+    return lambda function: POLICY_LOSSES.add(PolicyLoss(name, function, scope, precompute, aggregation, ratio))
+
+
+def _check_scope(name: str, scope: Scope, precompute: Callable[..., Tensor] | None) -> None:
     if (scope == "token") != (precompute is None):
         raise ValueError(f"loss {name!r}: precompute is needed for the scopes sequence and update, and only for them")
-    return lambda function: POLICY_LOSSES.add(PolicyLoss(name, function, scope, precompute, aggregation, ratio))
 
 
 def find(settings: LossSettings) -> PolicyLoss:
@@ -190,6 +195,43 @@ def find(settings: LossSettings) -> PolicyLoss:
             hint = nearest(option, loss.options, list_all=True)
             raise UserError(f"loss.options.{option}: {loss.name!r} has no such option{hint}")
     return loss
+
+
+# --- the interface of a loss of replayed tokens ---
+@dataclass(frozen=True)
+class ReplayLoss:
+    """A loss of replayed tokens: its name, its function and its scope. `replay_loss` describes the fields."""
+
+    name: str
+    function: Callable[[Tokens, LossSettings], TokenLosses | Tensor]
+    scope: Scope
+    precompute: Callable[[Tokens, LossSettings], Tensor] | None
+
+    def __call__(self, tokens: Tokens, settings: LossSettings) -> TokenLosses:
+        result = self.function(tokens, settings)
+        return result if isinstance(result, TokenLosses) else TokenLosses(result)
+
+
+REPLAY_LOSSES: Registry[ReplayLoss] = Registry(
+    "loss.replay_mode", ReplayLoss, "@gleanrl.algorithms.loss.replay_loss(...)"
+)
+
+
+def replay_loss(
+    name: str, *, scope: Scope = "token", precompute: Callable[[Tokens, LossSettings], Tensor] | None = None
+) -> Callable[[Callable[[Tokens, LossSettings], TokenLosses | Tensor]], ReplayLoss]:
+    """Return a decorator that registers ``function(tokens, settings)`` as a loss of replayed tokens under ``name``.
+
+    The function receives the R replayed tokens only. Their ``old_logp`` holds the recorded log-probs, or the current
+    ones with ``replay_importance = "current"``. It returns `TokenLosses`, or only the tokens' losses float [R]. They
+    are multiplied by ``replay_coefficient`` afterwards.
+
+    Args:
+        scope: as in `policy_loss`, but of the replayed tokens only.
+        precompute: ``precompute(tokens, settings) -> [R]``, as in `policy_loss`.
+    """
+    _check_scope(name, scope, precompute)
+    return lambda function: REPLAY_LOSSES.add(ReplayLoss(name, function, scope, precompute))
 
 
 # --- the whole loss of a token ---
@@ -210,6 +252,7 @@ class LossContext(NamedTuple):
     weight: Tensor | None  # float, factor of the importance correction on a token's loss; 0 = the token is left out
     kept: Tensor | None  # float, number of tokens of a token's sequence that the correction does not leave out
     length: Tensor | None  # float, number of tokens of a token's sequence
+    replay_precomputed: Tensor | None = None  # result of the ``precompute`` of the loss of replayed tokens
 
     def take(self, index: Tensor | slice) -> LossContext:
         """Return the `LossContext` of those tokens that an index tensor, a bool mask [T] or a slice selects."""
@@ -256,7 +299,7 @@ def objective(
             log-probs recorded at sampling and the weights have not changed since the start of the step.
 
     Raises:
-        UserError: if the loss is unknown.
+        UserError: if the loss of fresh or of replayed tokens is unknown.
         ValueError: if a term has a coefficient but its input is missing.
     """
     loss = find(config)
@@ -264,7 +307,10 @@ def objective(
     if context is None:
         context = precompute(tokens, config)
     tokens = replace(tokens, precomputed=context.precomputed)
-    policy = _merge(tokens.off_policy, loss(tokens, config), replayed_loss(tokens, config))
+    policy = loss(tokens, config)
+    if bool(tokens.off_policy.any()):
+        replayed = replace(tokens, precomputed=context.replay_precomputed).take(tokens.off_policy)
+        policy = _merge(tokens.off_policy, policy, replayed_loss(replayed, config))
     values, terms = policy.values, torch.zeros_like(policy.values)
     kl = None if ref_logp is None else kl_penalty(tokens.logp, ref_logp, config.kl)
     if kl_coefficient is None:
@@ -312,15 +358,16 @@ def objective(
     return Objective(values + terms, statistics, left_out_tokens, left_out_sequences)
 
 
-def _merge(off_policy: Tensor, of_fresh: TokenLosses, of_replayed: TokenLosses) -> TokenLosses:
-    """Return, for each token, ``of_replayed`` where ``off_policy`` bool [T] is True, and ``of_fresh`` elsewhere.
+def _merge(off_policy: Tensor, losses: TokenLosses, of_replayed: TokenLosses) -> TokenLosses:
+    """Return ``losses`` with those of the R replayed tokens, which ``off_policy`` bool [T] marks, replaced.
 
     A ``clipped_...`` field that is None counts as False everywhere.
     """
     merged = []
-    for fresh, replayed in zip(of_fresh, of_replayed, strict=True):
-        no = torch.zeros_like(off_policy)
-        merged.append(torch.where(off_policy, no if replayed is None else replayed, no if fresh is None else fresh))
+    for every, replayed in zip(losses, of_replayed, strict=True):
+        every = torch.zeros_like(off_policy) if every is None else every
+        replayed = torch.zeros_like(off_policy[off_policy]) if replayed is None else replayed
+        merged.append(every.masked_scatter(off_policy, replayed))
     return TokenLosses(*merged)
 
 
@@ -330,10 +377,10 @@ def scope_of(config: LossSettings) -> Scope:
 
     "token": any tokens; "sequence": all tokens of each sequence; "update": all tokens of the update.
     """
-    scope = find(config).scope
-    if scope == "token" and config.correction != "none":
-        return "sequence" if _counts_sequences(config) or config.correction_level != "token" else "token"
-    return scope
+    scopes = {find(config).scope, REPLAY_LOSSES.get(config.replay_mode).scope}
+    if config.correction != "none" and (_counts_sequences(config) or config.correction_level != "token"):
+        scopes.add("sequence")
+    return "update" if "update" in scopes else "sequence" if "sequence" in scopes else "token"
 
 
 def _counts_sequences(config: LossSettings) -> bool:
@@ -346,8 +393,12 @@ def precompute(tokens: Tokens, config: LossSettings) -> LossContext:
     """Compute the `LossContext` of ``tokens``, without gradient. They must be all tokens of the loss's scope."""
     loss = find(config)
     tokens = replace(tokens, logp=tokens.logp.detach())
+    of_replayed, replayed = REPLAY_LOSSES.get(config.replay_mode), None
+    if of_replayed.precompute is not None and bool(tokens.off_policy.any()):
+        found = of_replayed.precompute(_with_ratio(tokens.take(tokens.off_policy), config), config)
+        replayed = found.new_zeros(tokens.logp.shape).masked_scatter(tokens.off_policy, found)
     if config.correction == "none":
-        return LossContext(loss.precomputed(tokens, config), None, None, None)
+        return LossContext(loss.precomputed(tokens, config), None, None, None, replayed)
     weight = correction_weight(tokens, config, ratio=loss.ratio)
     included = weight > 0
     precomputed = kept = length = None
@@ -356,7 +407,7 @@ def precompute(tokens: Tokens, config: LossSettings) -> LossContext:
         precomputed = seen.new_zeros(weight.shape).masked_scatter(included, seen)
     if _counts_sequences(config):
         kept, length = (tokens.sequence_sum(x.to(weight.dtype)) for x in (included, torch.ones_like(weight)))
-    return LossContext(precomputed, weight, kept, length)
+    return LossContext(precomputed, weight, kept, length, replayed)
 
 
 def correction_weight(tokens: Tokens, config: LossSettings, *, ratio: bool = True) -> Tensor:
@@ -691,24 +742,33 @@ def _highest(values: Tensor, count: int) -> Tensor:
 
 
 # --- replayed tokens ------------------------------------------------------------------------------
-def replayed_loss(tokens: Tokens, settings: LossSettings) -> TokenLosses:
-    """Compute the loss of replayed tokens. It does not depend on the policy loss chosen for fresh tokens.
+@replay_loss("clip")
+def replay_clip(tokens: Tokens, settings: LossSettings) -> TokenLosses:
+    """Compute PPO's clipped loss with the upper bound ``replay_clip_high``; see `clipped`."""
+    return clipped(tokens.ratio, tokens.advantages, settings.clip_low, settings.replay_clip_high, settings.dual_clip)
 
-    ``old_logp`` must hold the recorded log-probs. ``settings.replay_mode`` chooses the loss:
 
-    * "clip": PPO's clipped loss with a separate upper bound, ``replay_clip_high``.
-    * "shape": -A w / (w + beta), where w is the ratio and beta is ``replay_shape``, without clipping (LUFFY,
-      arXiv 2504.14945). Its gradient is beta w / (w + beta)^2 times that of -A log pi; the factor is 0.083 at w = 1
-      and beta = 0.1.
+@replay_loss("shape")
+def replay_shape(tokens: Tokens, settings: LossSettings) -> Tensor:
+    """Compute -A w / (w + beta), where w is the ratio and beta is ``replay_shape`` (LUFFY, arXiv 2504.14945).
 
-    With ``replay_importance = "current"`` the ratio is 1 and only carries the gradient.
+    Its gradient is beta w / (w + beta)^2 times that of -A log pi; the factor is 0.083 at w = 1 and beta = 0.1.
     """
-    current = settings.replay_importance == "current"
-    log_ratio = tokens.logp - tokens.logp.detach() if current else tokens.log_ratio
-    if settings.replay_mode == "shape":
-        # w / (w + beta) equals sigmoid(log w - log beta), whose gradient stays accurate where w is large.
-        result = TokenLosses(-tokens.advantages * (log_ratio - log(settings.replay_shape)).sigmoid())
-    else:
-        ratio = log_ratio.exp() if current else tokens.ratio
-        result = clipped(ratio, tokens.advantages, settings.clip_low, settings.replay_clip_high, settings.dual_clip)
+    # w / (w + beta) equals sigmoid(log w - log beta), whose gradient stays accurate where w is large.
+    return -tokens.advantages * (tokens.log_ratio - log(settings.replay_shape)).sigmoid()
+
+
+def replayed_loss(tokens: Tokens, settings: LossSettings) -> TokenLosses:
+    """Compute the loss of R replayed tokens. It does not depend on the policy loss chosen for fresh tokens.
+
+    ``old_logp`` must hold the recorded log-probs, and ``precomputed`` the result of the loss's ``precompute``.
+    ``settings.replay_mode`` chooses the loss. With ``replay_importance = "current"`` the ratio is 1 and only carries
+    the gradient.
+    """
+    result = REPLAY_LOSSES.get(settings.replay_mode)(_with_ratio(tokens, settings), settings)
     return result._replace(values=settings.replay_coefficient * result.values)
+
+
+def _with_ratio(tokens: Tokens, settings: LossSettings) -> Tokens:
+    """Return replayed tokens with the denominator of their ratio that ``replay_importance`` chooses."""
+    return replace(tokens, old_logp=tokens.logp.detach()) if settings.replay_importance == "current" else tokens

@@ -305,9 +305,10 @@ class LossSettings(Settings):
     correction_floor: NonNegativeFloat = 0.0
     """With `correction = "mask"`, tokens whose w is below this are left out too; 0 = no lower bound."""
 
-    replay_mode: Literal["clip", "shape"] = "clip"
+    replay_mode: str = "clip"
     """Loss of replayed tokens, whose ratio is w and whose advantage is A. clip: PPO's clipped loss with the upper bound
-    1 + replay_clip_high. shape: -A w / (w + replay_shape), without clipping (LUFFY)."""
+    1 + replay_clip_high. shape: -A w / (w + replay_shape), without clipping (LUFFY). Or the import path of a function
+    that is decorated with `@gleanrl.algorithms.loss.replay_loss`."""
     replay_clip_high: NonNegativeFloat = 1.0
     """With `replay_mode = "clip"`, the ratio of replayed tokens is clipped above at 1 + this. The lower bound is that
     of `clip_low`."""
@@ -395,10 +396,11 @@ class ReplaySettings(Settings):
     placement: Literal["add", "replace"] = "add"
     """Whether stored trajectories join `schedule.group` fresh ones (add) or each take the place of a fresh one
     (replace). replace saves sampling; `per_group` must then be below `schedule.group`."""
-    select: Literal["lowest_entropy", "least_used", "highest_entropy", "random", "newest"] = "lowest_entropy"
+    select: str = "lowest_entropy"
     """Which trajectories of a task are replayed, and which remain in the pool when the task has more than
-    `capacity_per_task`. least_used: those replayed least often, of these the ones with the lowest entropy; the lowest
-    entropies remain. Low entropy means that the policy was sure of its tokens."""
+    `capacity_per_task`: lowest_entropy, highest_entropy, random, newest, or least_used: those replayed least often, of
+    these the ones with the lowest entropy; the lowest entropies remain. Low entropy means that the policy was sure of
+    its tokens. Or the import path of a function that is decorated with `@gleanrl.experience.pool.ranking.ranking`."""
     entropy_from: Literal["current", "recorded"] = "recorded"
     """Entropy by which `select` ranks trajectories for replay. recorded: minus the mean log-prob of the sampled tokens
     at sampling, which costs nothing. current: their mean entropy under the learner's weights when the batch is planned,

@@ -173,7 +173,7 @@ def check(config: Config) -> None:
             first such error.
     """
     from gleanrl import environments, samplers
-    from gleanrl.algorithms.loss import find, scope_of
+    from gleanrl.algorithms.loss import REPLAY_LOSSES, find, scope_of
     from gleanrl.curriculum.orders import find_order
     from gleanrl.experience.guidance import guidance
     from gleanrl.rewards.adapter import check_reward
@@ -182,7 +182,9 @@ def check(config: Config) -> None:
     _check_estimator(config)
     loss, sampler = config.loss, config.sampler
     if scope_of(loss) == "update" and _in_chunks(config):
-        raise _needs_whole_batch(f"loss.name = {loss.name!r} looks at all tokens of an update", config)
+        of_replayed = REPLAY_LOSSES.get(loss.replay_mode).scope == "update"
+        setting = f"loss.replay_mode = {loss.replay_mode!r}" if of_replayed else f"loss.name = {loss.name!r}"
+        raise _needs_whole_batch(f"{setting} looks at all tokens of an update", config)
     if loss.correction != "none" and find(loss).ratio and config.learner.old_logprobs == "sampler":
         raise UserError(
             f"loss.correction = {loss.correction!r} would do nothing: with learner.old_logprobs = 'sampler' the "
@@ -312,11 +314,13 @@ def _needs_whole_batch(what: str, config: Config) -> UserError:
 
 def _check_replay(config: Config) -> None:
     from gleanrl.algorithms.advantages import ESTIMATORS
+    from gleanrl.experience.pool.ranking import RANKINGS
 
     replay, name, size = config.replay, config.credit.estimator, config.schedule.group
     if not replay.enabled:
         return
     check_replay(replay, size)
+    RANKINGS.get(replay.select)  # raises for an unknown one
     if replay.reverify and config.reward.name == "group_judge":
         raise UserError(
             "replay.reverify scores a stored trajectory alone, and reward.name = 'group_judge' has compared it with "

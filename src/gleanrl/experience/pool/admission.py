@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from gleanrl.config.settings import ReplaySettings
+from gleanrl.experience.pool.ranking import RANKINGS
 from gleanrl.types import Trajectory
 
 # Log-probs up to this value are accepted, because float32 rounding in an inference engine can give values above 0.
@@ -119,22 +120,9 @@ def refusal(trajectory: Trajectory, temperature: float, limits: Limits) -> str |
 def surplus(candidates: Sequence[Candidate], settings: ReplaySettings) -> list[Candidate]:
     """Return which of a task's candidates to evict, so that ``capacity_per_task`` remain.
 
-    Those that ``select`` ranks last are evicted; of candidates with the same rank, the older ones.
-
-    With ``select = "random"``, the candidates with the smallest digests remain. Digests are uniformly distributed
-    hashes, so the remaining candidates are a uniform sample of all distinct trajectories that the task ever had
-    (bottom-k sampling). No state of a random generator has to be saved for this.
+    Those with the smallest key ``keep`` of the ranking ``select`` are evicted (`ranking`).
     """
     excess = len(candidates) - settings.capacity_per_task
     if excess <= 0:
         return []
-    match settings.select:
-        case "least_used" | "lowest_entropy":
-            order = sorted(candidates, key=lambda c: (-c.entropy, c.order))
-        case "highest_entropy":
-            order = sorted(candidates, key=lambda c: (c.entropy, c.order))
-        case "random":
-            order = sorted(candidates, key=lambda c: (bytes(255 - byte for byte in c.digest), c.order))
-        case "newest":
-            order = sorted(candidates, key=lambda c: c.order)
-    return order[:excess]
+    return sorted(candidates, key=RANKINGS.get(settings.select).keep)[:excess]

@@ -33,6 +33,7 @@ from gleanrl.experience.pool import admission, bucket_index, codec, integrity, m
 from gleanrl.experience.pool.admission import Candidate, Limits
 from gleanrl.experience.pool.bucket_index import TaskRow
 from gleanrl.experience.pool.integrity import Unfit
+from gleanrl.experience.pool.ranking import RANKINGS
 from gleanrl.types import Group, Task, Trajectory
 from gleanrl.utils.errors import UserError
 
@@ -127,8 +128,8 @@ class ExperiencePool:
 
     Raises:
         UserError: the file is not a pool of this version, is damaged, contains (or may contain) tokens of another
-            tokenizer, or another process is writing to it. Methods raise it if the disk is full, or if they find that
-            the file is damaged.
+            tokenizer, another process is writing to it, or ``settings.select`` is unknown. Methods raise it if the disk
+            is full, or if they find that the file is damaged.
     """
 
     def __init__(
@@ -150,6 +151,7 @@ class ExperiencePool:
         self._replaced: dict[str, int] = {}
         with ExitStack() as opened:
             if not read_only:
+                RANKINGS.get(settings.select)  # raises for an unknown one
                 opened.enter_context(schema.writer_lock(self.path))
             self._db = opened.enter_context(closing(schema.connect(self.path, read_only=read_only)))
             self._bind(tokenizer)

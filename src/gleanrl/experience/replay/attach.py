@@ -8,12 +8,15 @@ from dataclasses import replace
 import numpy as np
 
 from gleanrl.experience.pool.pool import ExperiencePool
+from gleanrl.experience.pool.ranking import TaskTrajectories
 from gleanrl.experience.replay.selection import ranked, source_places, within_limits
 from gleanrl.types import Group, GroupSpec
 from gleanrl.utils.errors import UserError
 
 
-def attach_replayed(groups: Sequence[Group], pool: ExperiencePool, *, seed: int = 0) -> list[Group]:
+def attach_replayed(
+    groups: Sequence[Group], pool: ExperiencePool, *, seed: int = 0, step: int | None = None
+) -> list[Group]:
     """Add stored successes of the same task to each group, after its fresh members, and return the new groups.
 
     Use this in a training loop that chooses its prompts and samples the groups itself. In a run of this package,
@@ -33,6 +36,8 @@ def attach_replayed(groups: Sequence[Group], pool: ExperiencePool, *, seed: int 
         groups: groups of fresh members only. Two groups of the same task may get the same successes.
         pool: the pool, open for writing.
         seed: seed of the random choice with ``select = "random"``, for example the number of the step.
+        step: number of the step that will learn from the groups, from which the ages of stored trajectories are
+            counted. Needed only for a ``select`` of your own that looks at ages; by default ``seed``.
 
     Raises:
         UserError: the pool's settings ask for what needs the current policy or a reward, which this function does not
@@ -54,7 +59,7 @@ def attach_replayed(groups: Sequence[Group], pool: ExperiencePool, *, seed: int 
     for group in groups:
         if group.spec.replayed:
             raise ValueError(f"the group of task {group.spec.task.id!r} already holds replayed members")
-    random = np.random.default_rng(seed)
+    random, step = np.random.default_rng(seed), seed if step is None else step
     retired, found = pool.retired(names), pool.stored(names)
     left = source_places(settings.source_limits, len(groups) * settings.per_group, random)
     keys: list[int] = []
@@ -62,7 +67,7 @@ def attach_replayed(groups: Sequence[Group], pool: ExperiencePool, *, seed: int 
     for group, name in zip(groups, names, strict=True):
         stored = found[name] if name not in retired and group.valid_fresh else []
         stored = within_limits(stored, left, settings.per_group)
-        order = ranked([s.entropy for s in stored], [s.uses for s in stored], settings.select, random)
+        order = ranked(TaskTrajectories.of(stored, step), settings.select, random)
         chosen = [stored[index] for index in order[: settings.per_group]]
         keys += [each.key for each in chosen]
         replayed = tuple(each.trajectory for each in chosen)

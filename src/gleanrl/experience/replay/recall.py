@@ -14,6 +14,7 @@ import numpy as np
 
 from gleanrl.config.settings import ReplaySettings
 from gleanrl.experience.pool.pool import ExperiencePool, Stored
+from gleanrl.experience.pool.ranking import RANKINGS, TaskTrajectories
 from gleanrl.experience.replay import selection
 from gleanrl.types import Score, Task, Trajectory
 
@@ -99,11 +100,11 @@ class Recall:
 
         All tasks drawn are added to ``taken``, including those that are not returned.
 
-        ``step`` is the number of the step that will learn from the trajectories; a trajectory older than ``max_age``
-        versions at that step is not used. No source has more of the ``count * per_group`` trajectories than
-        ``source_limits`` allows. If all trajectories of a task are unreadable, too old or beyond these limits, another
-        task is drawn in its place. If all are rejected for their ratio or their new score, the task is left out without
-        replacement.
+        ``step`` is the number of the step that will learn from the trajectories, from which their ages are counted; a
+        trajectory older than ``max_age`` versions at that step is not used. No source has more of the
+        ``count * per_group`` trajectories than ``source_limits`` allows. If all trajectories of a task are unreadable,
+        too old or beyond these limits, another task is drawn in its place. If all are rejected for their ratio or their
+        new score, the task is left out without replacement.
         """
         settings = self._settings
         limits = settings.source_limits
@@ -135,8 +136,8 @@ class Recall:
         candidates = await self._make_candidates([stored for _, stored in found])
         choices = []
         for (task, _), own in zip(found, candidates, strict=True):
-            entropies, uses = [each.entropy for each in own], [each.stored.uses for each in own]
-            order = selection.ranked(entropies, uses, settings.select, random)
+            seen = TaskTrajectories.of([each.stored for each in own], step, [each.entropy for each in own])
+            order = selection.ranked(seen, settings.select, random)
             choices.append(self._choose(task, [own[index] for index in order]))
         chosen = await asyncio.gather(*choices)
         self.seconds += perf_counter() - started
@@ -180,7 +181,7 @@ class Recall:
         the recorded entropies are used without ratios.
         """
         settings = self._settings
-        by_entropy = settings.entropy_from == "current" and settings.select not in ("random", "newest")
+        by_entropy = settings.entropy_from == "current" and RANKINGS.get(settings.select).by_entropy
         asked: list[Stored] = []
         for own in tasks:
             if settings.max_ratio is not None or (by_entropy and len(own) > settings.per_group):

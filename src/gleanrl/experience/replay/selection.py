@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from gleanrl.config.settings import ReplaySettings
 from gleanrl.experience.pool.pool import Stored
+from gleanrl.experience.pool.ranking import RANKINGS, TaskTrajectories
 
 Bucket = tuple[int, int]
 """The pair (successes, attempts) of a task's latest fresh group."""
@@ -134,27 +135,9 @@ def within_limits(stored: Sequence[Stored], left: dict[str, int], per_group: int
     return [each for each in stored if taken[each.source]]
 
 
-def ranked(entropies: Sequence[float], uses: Sequence[int], select: str, random: np.random.Generator) -> list[int]:
-    """Rank a task's trajectories as ``select`` (`ReplaySettings.select`) says, and return their indices, best first.
-
-    ``entropies`` and ``uses`` hold the entropy of each trajectory and how often it was replayed, oldest trajectory
-    first. Of trajectories that are otherwise equal, the newer one is ranked first.
-    """
-    ages = np.arange(len(entropies))[::-1]  # 0 = newest
-    match select:
-        case "least_used":
-            order = np.lexsort((ages, np.asarray(entropies, np.float64), np.asarray(uses, np.int64)))
-        case "lowest_entropy":
-            order = np.lexsort((ages, np.asarray(entropies, np.float64)))
-        case "highest_entropy":
-            order = np.lexsort((ages, -np.asarray(entropies, np.float64)))
-        case "newest":
-            order = np.argsort(ages)
-        case "random":
-            order = random.permutation(len(entropies))
-        case _:
-            raise ValueError(f"there is no way {select!r} to select trajectories")
-    return [int(index) for index in order]
+def ranked(trajectories: TaskTrajectories, select: str, random: np.random.Generator) -> list[int]:
+    """Rank a task's trajectories as ``select`` (`ReplaySettings.select`) says, and return their indices, best first."""
+    return RANKINGS.get(select)(trajectories, random)
 
 
 def whole(share: float) -> int:

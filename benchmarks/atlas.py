@@ -1,0 +1,210 @@
+"""Compares published designs for learning from more of the experience, in one harness and with many seeds.
+
+    python benchmarks/atlas.py run --sweep [--domains NAME ...] [--arms NAME ...] [--jobs N] [--save FILE]
+    python benchmarks/atlas.py run [--seeds 0 1 ...] [--lrs RATE ...] [--domains ...] [--arms ...] [--jobs N]
+    python benchmarks/atlas.py [show] [--domains ...] [--arms ...] [--save FILE] [--svg FILE]
+
+The arms are in `atlas_arms.py`, and docs/reference/atlas.md states their sources and the rules of the comparison. A run
+is made as by `replay_gain.py`, but only its last checkpoint is evaluated. The policy after the warm start, which all
+arms of a domain and seed share, is evaluated once, as the arm `warm start`.
+
+`run --sweep` makes runs with each of `RATES` and the seeds `SWEEP_SEEDS`, by which the rate of each arm is chosen.
+`run` makes the runs that count, with other seeds and the chosen rates. Both append a JSON line to FILE (default:
+`results/atlas.jsonl`) for each run, and skip runs that it already contains. `show` prints the tables.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import statistics
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import replay_tables as tables
+from atlas_arms import ARMS, CURRICULA, DOMAINS, REFERENCE
+from replay_gain import Job, configured, evaluated, measured, quiet_folder, read, run_all
+from replay_tables import WHAT, Row
+
+RESULTS = Path(__file__).parent / "results" / "atlas.jsonl"
+SEEDS = range(13)
+SWEEP_SEEDS = (100, 101, 102)
+RATES = (5e-5, 1e-4, 2e-4)
+SAMPLES = (3, 2)  # attempts at each held-out and at each training task
+WARM_START = "warm start"
+
+Runs = Mapping[str, Mapping[int, Row]]  # by arm and seed
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["run", "show"], nargs="?", default="show")
+    parser.add_argument("--save", type=Path, default=RESULTS, help="JSON lines")
+    parser.add_argument("--svg", type=Path, help="show: draw the differences to the reference there")
+    parser.add_argument("--domains", nargs="+", choices=list(DOMAINS), default=list(DOMAINS), metavar="DOMAIN")
+    parser.add_argument("--arms", nargs="+", choices=list(ARMS), default=list(ARMS), metavar="ARM")
+    parser.add_argument("--sweep", action="store_true", help="run: make the runs that choose the learning rates")
+    parser.add_argument("--lrs", type=float, nargs="+", help="run: default: those of the sweep, or each arm's best one")
+    parser.add_argument("--seeds", type=int, nargs="+", help="run: default: those of the sweep, or 0 to 12")
+    parser.add_argument("--jobs", type=int, default=2, help="runs at once, one thread each")
+    args = parser.parse_args()
+    rows = [row for row in read(args.save) if row["domain"] in args.domains and row["arm"] in (*args.arms, WARM_START)]
+    if args.what == "show":
+        show(rows)
+        if args.svg:
+            args.svg.write_text(draw(pooled(rows)))
+        return
+    seeds = args.seeds or (SWEEP_SEEDS if args.sweep else SEEDS)
+    wanted: list[Job] = [(domain, WARM_START, 0.0, seed) for seed in seeds for domain in args.domains]
+    wanted += [
+        (domain, arm, lr, seed)
+        for seed in seeds
+        for domain in args.domains
+        for arm in args.arms
+        for lr in args.lrs or (RATES if args.sweep else [rate_of(rows, domain, arm)])
+    ]
+    run_all(wanted, one_run, args.save, args.jobs)
+
+
+def one_run(job: Job) -> dict[str, Any]:
+    domain, arm, _, seed = job
+    with quiet_folder() as folder:
+        if arm == WARM_START:
+            return asyncio.run(evaluate_start(job, configured((domain, arm, 1e-4, seed), folder, DOMAINS[domain])))
+        from gleanrl.utils.importing import load_object
+
+        wrap = None if arm not in CURRICULA else partial(load_object(CURRICULA[arm]), seed=seed)
+        config = configured(job, folder, {**DOMAINS[domain], **ARMS[arm]})
+        return asyncio.run(measured(job, config, at_start=False, samples=SAMPLES, curriculum=wrap))
+
+
+async def evaluate_start(job: Job, config: Any) -> dict[str, Any]:
+    """Return a row for the policy after the warm start, before any training."""
+    import torch
+
+    from gleanrl.runtime.local import Builder
+    from gleanrl.runtime.prepare import prepare
+    from gleanrl.runtime.run_folder import RunFolder
+    from gleanrl.tracking.monitors import Console
+
+    torch.set_num_threads(1)
+    console = Console()
+    prepared = prepare(config, console)
+    builder = Builder(config, RunFolder(config.path), prepared, console)
+    success = await evaluated(builder, None, prepared.evaluation, samples=SAMPLES)
+    point = {"step": 0, "rollouts": 0, "tokens": 0, "cpu_s": 0.0, **success}
+    return {"domain": job[0], "arm": job[1], "lr": job[2], "seed": job[3], "curve": [point]}
+
+
+# --- tables -----------------------------------------------------------------------------------------
+def rate_of(rows: Sequence[Row], domain: str, arm: str) -> float:
+    """Return the learning rate of an arm in a domain: the best one of the sweep, or the middle one without a sweep."""
+    swept = [row for row in rows if (row["domain"], row["arm"]) == (domain, arm) and row["seed"] in SWEEP_SEEDS]
+    return tables.best_rate(swept, arm) if swept else RATES[1]
+
+
+def counted(rows: Sequence[Row], domain: str) -> dict[str, dict[int, Row]]:
+    """Return the runs of a domain that count: those of each arm at its rate, without the seeds of the sweep."""
+    own = [row for row in rows if row["domain"] == domain]
+    runs: dict[str, dict[int, Row]] = {}
+    for arm in tables.ordered(row["arm"] for row in own):
+        rate = 0.0 if arm == WARM_START else rate_of(rows, domain, arm)
+        chosen = {row["seed"]: row for row in own if row["arm"] == arm and row["lr"] == rate}
+        runs[arm] = {seed: row for seed, row in chosen.items() if seed not in SWEEP_SEEDS}
+    return {arm: found for arm, found in runs.items() if found}
+
+
+def differences(runs: Runs, arm: str, what: str, *, equal_cpu: bool = False) -> dict[int, float]:
+    """Return the difference of final success between ``arm`` and the reference, for each seed that both have.
+
+    With ``equal_cpu``, the one that took more CPU seconds gets those of the other. Its success there lies on the line
+    from the warm start to its end.
+    """
+    found = {}
+    for seed in runs.get(arm, {}).keys() & runs.get(REFERENCE, {}).keys():
+        curves = [runs[name][seed]["curve"] for name in (arm, REFERENCE)]
+        limit = min(curve[-1]["cpu_s"] for curve in curves)
+        if not equal_cpu:
+            found[seed] = curves[0][-1][what] - curves[1][-1][what]
+        elif seed in runs.get(WARM_START, {}):
+            start = runs[WARM_START][seed]["curve"]
+            ours, theirs = (tables.at([*start, *curve], "cpu_s", limit, what) for curve in curves)
+            found[seed] = ours - theirs
+    return found
+
+
+def pooled(rows: Sequence[Row]) -> dict[str, dict[str, list[float]]]:
+    """Return the differences to the reference over all domains, by arm and by ``WHAT``, best held-out mean first.
+
+    Each is a list with one number for each seed that the arm has in all domains: the mean over the domains.
+    """
+    domains = [counted(rows, domain) for domain in tables.ordered(row["domain"] for row in rows)]
+    found: dict[str, dict[str, list[float]]] = {}
+    for arm in ARMS:
+        for name, what in WHAT.items():
+            by_domain = [differences(runs, arm, what) for runs in domains]
+            seeds = set.intersection(*(set(own) for own in by_domain)) if by_domain else set()
+            if seeds and arm != REFERENCE:
+                means = [statistics.mean(own[seed] for own in by_domain) for seed in sorted(seeds)]
+                found.setdefault(arm, {})[name] = means
+    return dict(sorted(found.items(), key=lambda each: -statistics.mean(each[1]["held-out"])))
+
+
+def show(rows: Sequence[Row]) -> None:
+    """Print a table for each domain, and the ranking over all domains."""
+    for domain in tables.ordered(row["domain"] for row in rows):
+        runs = counted(rows, domain)
+        print(f"\n## {domain}\n\nFinal success, and its difference to {REFERENCE!r}, paired by seed:\n")
+        over = [f"{name}, over {REFERENCE}{at}" for at in ("", " at equal CPU") for name in WHAT]
+        tables.table_row(["arm", "rate", "seeds", *WHAT, *over, "CPU"], head=True)
+        for arm, own in runs.items():
+            cells = [arm, f"{rate_of(rows, domain, arm):g}" if arm != WARM_START else "", str(len(own))]
+            cells += [tables.mean_text([tables.final(row, what) for row in own.values()]) for what in WHAT.values()]
+            for equal_cpu in (False, True):
+                for what in WHAT.values():
+                    gains = [] if arm == WARM_START else differences(runs, arm, what, equal_cpu=equal_cpu).values()
+                    cells.append(tables.mean_text(list(gains), "+") if gains and arm != REFERENCE else "")
+            seeds = [] if arm == WARM_START else sorted(own.keys() & runs.get(REFERENCE, {}).keys())
+            spent = [sum(runs[name][seed]["curve"][-1]["cpu_s"] for seed in seeds) for name in (arm, REFERENCE)]
+            tables.table_row([*cells, f"{spent[0] / spent[1]:.2f}" if seeds else ""])
+    print(f"\n## All domains\n\nDifference to {REFERENCE!r}, mean over domains, paired by seed:\n")
+    tables.table_row(["", "arm", "seeds", *WHAT], head=True)
+    for rank, (arm, gains) in enumerate(pooled(rows).items(), 1):
+        cells = [tables.mean_text(values, "+") for values in gains.values()]
+        tables.table_row([str(rank), arm, str(len(gains["held-out"])), *cells])
+
+
+def draw(gains: Mapping[str, Mapping[str, Sequence[float]]]) -> str:
+    """Draw the differences of `pooled` with their 95 % intervals, and return the text of an SVG."""
+    ends = [
+        abs(statistics.mean(values)) + tables.interval(values)
+        for own in gains.values()
+        for values in own.values()
+        if len(values) > 1
+    ]
+    half, middle, scale = max(ends, default=0.1), 330, 180
+    parts = [f'<path d="M{middle} 24V{30 + 26 * len(gains)}" stroke="#8888"/>']
+    for edge in (-half, 0.0, half):
+        x = middle + scale * edge / half
+        parts.append(f'<text x="{x:.1f}" y="18" text-anchor="middle" fill="#777">{edge:+.2f}</text>')
+    for row, (arm, own) in enumerate(gains.items()):
+        y = 42 + 26 * row
+        parts.append(f'<text x="8" y="{y + 4}" fill="#777">{arm}</text>')
+        for (name, values), shift in zip(own.items(), (-4, 4), strict=True):
+            x = middle + scale * statistics.mean(values) / half
+            colour = "#1d4ed8" if name == "held-out" else "#d97706"
+            if len(values) > 1:
+                width = scale * tables.interval(values) / half
+                parts.append(f'<path d="M{x - width:.1f} {y + shift}h{2 * width:.1f}" stroke="{colour}"/>')
+            parts.append(f'<circle cx="{x:.1f}" cy="{y + shift}" r="3.5" fill="{colour}"/>')
+    bottom = 48 + 26 * len(gains)
+    for at, (name, colour) in zip((8, 120), (("held-out", "#1d4ed8"), ("training", "#d97706")), strict=True):
+        parts.append(f'<text x="{at}" y="{bottom}" fill="{colour}" font-weight="bold">{name}, over replay</text>')
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 540 {bottom + 12}" font-family="sans-serif"'
+    return head + ' font-size="11">' + "".join(parts) + "</svg>\n"
+
+
+if __name__ == "__main__":
+    main()

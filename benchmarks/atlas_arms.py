@@ -1,0 +1,62 @@
+"""The domains and arms that `atlas.py` compares. docs/reference/atlas.md describes each arm and its source."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from replay_arms import ARMS as REPLAY_ARMS
+from replay_arms import DOMAINS as REPLAY_DOMAINS
+from replay_arms import Settings
+
+_DESIGNS = Path(__file__).parent / "atlas_designs.py"
+
+# The warm start learns to predict observations too, so that the arms with an observation loss start from a policy that
+# this loss does not have to change first. All arms of a domain and seed share it.
+_SHARED: Settings = {"warm_start.observation_coefficient": 0.1, "points": 1}
+
+DOMAINS: dict[str, Settings] = {
+    "many tasks": {**REPLAY_DOMAINS["alfworld hard, 256 tasks"], **_SHARED, "run.steps": 60},
+    "few tasks": {**REPLAY_DOMAINS["alfworld hard"], **_SHARED, "run.steps": 60},
+    "easy tasks": {**REPLAY_DOMAINS["alfworld easy"], **_SHARED, "run.steps": 40},
+}
+
+REFERENCE = "replay"
+"""The arm with which all others are compared: the default settings of replay."""
+
+_REPLAY: Settings = REPLAY_ARMS["replay"]
+_ATTACHED: Settings = {"replay.enabled": True, "replay.task_ratio": 0.0, "replay.pool_updates": 0}
+_POOL_ONLY: Settings = {"replay.enabled": True, "replay.task_ratio": 0.0}
+_RESTARTS: Settings = {**_REPLAY, "replay.restart_share": 0.25}
+
+ARMS: dict[str, Settings] = {
+    REFERENCE: _REPLAY,
+    "on-policy": {},
+    "selection": REPLAY_ARMS["selection"],
+    "ExGRPO": REPLAY_ARMS["as published"],
+    "RLEP": {**_ATTACHED, "replay.select": "random", "replay.baseline": "group"},
+    "RePO": {**_ATTACHED, "replay.per_group": 4, "replay.select": "newest", "replay.grouping": "own"},
+    "SPEAR": {**_ATTACHED, "replay.select": "newest", "credit.estimator": f"{_DESIGNS}:recalibrated"},
+    "FreshPER": {**_POOL_ONLY, "replay.tasks": "uniform", "replay.select": f"{_DESIGNS}:fresh_per"},
+    "rollout priority": {
+        **_POOL_ONLY,
+        **{"replay.tasks": "rescue", "replay.select": "newest", "replay.max_age": 10},
+    },
+    "M2PO": {**_REPLAY, "loss.replay_mode": f"{_DESIGNS}:m2po"},
+    "GiGPO": {"credit.estimator": "gigpo"},
+    "GiGPO, replay": {**_REPLAY, "credit.estimator": "gigpo"},
+    "ECHO": {"loss.observation_coefficient": 0.03},
+    "ECHO, replay": {**_REPLAY, "loss.observation_coefficient": 0.03},
+    "restarts": _RESTARTS,
+    "restarts, no prefix": _RESTARTS,
+    "restarts, random cut": _RESTARTS,
+    # Arms that need failures in the pool (TOPR, boundary failures, RePO with failures) belong here once it keeps them.
+}
+
+CURRICULA: dict[str, str] = {
+    "RLEP": f"{_DESIGNS}:AttachToEveryGroup",
+    "RePO": f"{_DESIGNS}:AttachToEveryGroup",
+    "SPEAR": f"{_DESIGNS}:AttachToEveryGroup",
+    "restarts, no prefix": f"{_DESIGNS}:WithoutPrefix",
+    "restarts, random cut": f"{_DESIGNS}:RandomCut",
+}
+"""Import paths of the curricula that change the groups of an arm's `ReplayCurriculum`."""

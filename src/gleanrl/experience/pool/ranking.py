@@ -1,0 +1,140 @@
+"""Rankings of a task's stored trajectories (``replay.select``).
+
+A ranking decides which trajectories of a task are replayed, and which remain in the pool if the task has more than
+``replay.capacity_per_task``. To add one, decorate a function with `@ranking`, and set
+``replay.select = "file.py:function"``:
+
+    @ranking("shortest")
+    def shortest(trajectories: TaskTrajectories, random: np.random.Generator) -> np.ndarray:
+        return np.lexsort((trajectories.age, trajectories.length))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from gleanrl.utils.registry import Registry
+
+if TYPE_CHECKING:
+    from gleanrl.experience.pool.admission import Candidate
+    from gleanrl.experience.pool.pool import Stored
+
+Order = npt.NDArray[np.intp]
+
+
+@dataclass(frozen=True)
+class TaskTrajectories:
+    """The n stored trajectories of one task, oldest first, as a ranking sees them."""
+
+    entropy: npt.NDArray[np.float64]
+    """float64 [n]: mean entropy of the policy at the sampled tokens, in nats: recorded, or under the current policy
+    with ``replay.entropy_from = "current"``."""
+    uses: npt.NDArray[np.int64]
+    """int64 [n]: how often each was replayed."""
+    age: npt.NDArray[np.int64]
+    """int64 [n]: steps between the weights that sampled it and the step that will learn from it; at least 0."""
+    score: npt.NDArray[np.float64]
+    """float64 [n]: score of each trajectory."""
+    length: npt.NDArray[np.int64]
+    """int64 [n]: number of sampled tokens."""
+
+    @staticmethod
+    def of(stored: Sequence[Stored], step: int, entropies: Sequence[float] | None = None) -> TaskTrajectories:
+        """Return the arrays of ``stored``, for the step number ``step``, with ``entropies`` or the recorded ones."""
+        if entropies is None:
+            entropies = [each.entropy for each in stored]
+        return TaskTrajectories(
+            entropy=np.asarray(entropies, np.float64),
+            uses=np.array([each.uses for each in stored], np.int64),
+            age=np.array([max(step - each.version, 0) for each in stored], np.int64),
+            score=np.array([each.trajectory.score.value for each in stored], np.float64),
+            length=np.array([each.trajectory.sampled_tokens for each in stored], np.int64),
+        )
+
+    @property
+    def newest_first(self) -> Order:
+        """intp [n]: 0 for the newest trajectory, n - 1 for the oldest. As a last sort key it breaks ties."""
+        return np.arange(self.entropy.size)[::-1]
+
+
+def _newest(candidate: Candidate) -> Any:
+    return candidate.order
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """A ranking: its name, its function and its properties, which `ranking` describes."""
+
+    name: str
+    function: Callable[[TaskTrajectories, np.random.Generator], npt.ArrayLike]
+    keep: Callable[[Candidate], Any]
+    by_entropy: bool
+
+    def __call__(self, trajectories: TaskTrajectories, random: np.random.Generator) -> list[int]:
+        """Return the indices of the trajectories, best first. Raises `ValueError` if the function omits some."""
+        order = [int(index) for index in np.asarray(self.function(trajectories, random)).reshape(-1)]
+        if sorted(order) != list(range(trajectories.entropy.size)):
+            raise ValueError(f"replay.select {self.name!r} returned {order}, which does not rank every trajectory once")
+        return order
+
+
+RANKINGS: Registry[Ranking] = Registry("replay.select", Ranking, "@gleanrl.experience.pool.ranking.ranking(...)")
+
+
+def ranking(
+    name: str, *, keep: Callable[[Candidate], Any] = _newest, by_entropy: bool = True
+) -> Callable[[Callable[[TaskTrajectories, np.random.Generator], npt.ArrayLike]], Ranking]:
+    """Return a decorator that registers ``function(trajectories, random)`` as a ranking under ``name``.
+
+    The function returns the indices of all trajectories, int [n], best first. ``random`` depends on the seed of the run
+    and the number of the batch.
+
+    Args:
+        keep: the sort key by which the pool chooses what remains of a task that has too many trajectories. It takes an
+            `admission.Candidate`; candidates with the smallest keys are evicted. It must depend on nothing else,
+            because a resumed run must keep the same trajectories. By default the newest remain.
+        by_entropy: whether the function looks at ``entropy``. If not, ``replay.entropy_from = "current"`` costs no
+            forward pass.
+    """
+    return lambda function: RANKINGS.add(Ranking(name, function, keep, by_entropy))
+
+
+@ranking("lowest_entropy", keep=lambda candidate: (-candidate.entropy, candidate.order))
+def lowest_entropy(trajectories: TaskTrajectories, random: np.random.Generator) -> Order:
+    """Rank the trajectories of which the policy was surest first, and the newer one of two that are equal."""
+    return np.lexsort((trajectories.newest_first, trajectories.entropy))
+
+
+@ranking("least_used", keep=lambda candidate: (-candidate.entropy, candidate.order))
+def least_used(trajectories: TaskTrajectories, random: np.random.Generator) -> Order:
+    """Rank those replayed least often first, and of these the lowest entropies. The lowest entropies remain."""
+    return np.lexsort((trajectories.newest_first, trajectories.entropy, trajectories.uses))
+
+
+@ranking("highest_entropy", keep=lambda candidate: (candidate.entropy, candidate.order))
+def highest_entropy(trajectories: TaskTrajectories, random: np.random.Generator) -> Order:
+    """Rank the trajectories of which the policy was least sure first."""
+    return np.lexsort((trajectories.newest_first, -trajectories.entropy))
+
+
+@ranking("newest", by_entropy=False)
+def newest(trajectories: TaskTrajectories, random: np.random.Generator) -> Order:
+    """Rank the trajectories that were stored last first."""
+    return np.argsort(trajectories.newest_first)
+
+
+# Digests are uniformly distributed hashes, so those with the smallest ones are a uniform sample of all distinct
+# trajectories that the task ever had (bottom-k sampling). No state of a random generator has to be saved for this.
+@ranking(
+    "random",
+    keep=lambda candidate: (bytes(255 - byte for byte in candidate.digest), candidate.order),
+    by_entropy=False,
+)
+def shuffled(trajectories: TaskTrajectories, random: np.random.Generator) -> Order:
+    """Rank the trajectories in a random order. A uniform sample of all that the task ever had remains."""
+    return random.permutation(trajectories.entropy.size)

@@ -1,0 +1,82 @@
+"""Tests of the parts of published designs in `benchmarks/atlas_designs.py`, which arms of the atlas name by path."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from gleanrl.algorithms.advantages import estimate
+from gleanrl.algorithms.loss import Tokens, objective, precompute
+from gleanrl.config.settings import LossSettings, ReplaySettings
+from gleanrl.experience.pool.pool import ExperiencePool
+from gleanrl.experience.pool.ranking import RANKINGS, TaskTrajectories
+from gleanrl.experience.replay.curriculum import ReplayCurriculum
+from gleanrl.types import GroupSpec
+from gleanrl.utils.importing import load_object
+from tests.experience.replay_world import Stream, group, retire
+
+DESIGNS = Path(__file__).parents[2] / "benchmarks" / "atlas_designs.py"
+
+
+def test_fresh_per_draws_in_proportion_to_the_decayed_age() -> None:
+    ages, none = np.array([20, 10, 0, 0]), np.zeros(4)
+    trajectories = TaskTrajectories(none, none.astype(np.int64), ages, none, none.astype(np.int64))
+    random, ranking = np.random.default_rng(0), RANKINGS.get(f"{DESIGNS}:fresh_per")
+    first = Counter(ranking(trajectories, random)[0] for _ in range(4000))
+    weights = np.exp(-ages / 10)
+    np.testing.assert_allclose([first[i] / 4000 for i in range(4)], weights / weights.sum(), atol=0.03)
+
+
+def test_m2po_leaves_out_the_fewest_tokens_that_bring_the_second_moment_to_its_bound() -> None:
+    random = np.random.default_rng(1)
+    drift = torch.tensor(random.normal(0, 0.4, 50))
+    off_policy = torch.arange(50) % 5 > 0
+    advantages = torch.tensor(random.normal(size=50))
+    tokens = Tokens(drift - 2, torch.full_like(drift, -2), advantages, torch.arange(50) // 10, off_policy)
+    config = LossSettings(replay_mode=f"{DESIGNS}:m2po")
+    kept = precompute(tokens, config).replay_precomputed
+    assert kept is not None
+    assert not kept[~off_policy].any()
+    squares = np.sort(drift[off_policy].numpy() ** 2)
+    count = max(n for n in range(1, 41) if squares[:n].mean() <= 0.04)
+    assert 0 < count < 40
+    assert int(kept.sum()) == count
+    assert float(drift[kept].square().max()) == pytest.approx(squares[count - 1])
+    result = objective(tokens, config)
+    expected = torch.where(kept, -advantages * drift.exp(), 0.0)[off_policy]
+    torch.testing.assert_close(result.values[off_policy], expected)
+    metrics = result.statistics.metrics()
+    clipped = metrics["loss/replayed/clip_high"] + metrics["loss/replayed/clip_low"]
+    assert clipped == pytest.approx((40 - count) / 40)
+
+
+def test_recalibrated_compares_replayed_members_with_the_median_of_the_groups() -> None:
+    """The means of the fresh members of the three groups are 1/2, 1/4 and 3/4, so the median is 1/2."""
+    scores = [1, 1, 0, 0, 1, 1, 0, 0, 0, 0.25, 1, 1, 1, 0]
+    groups = torch.tensor([0] * 5 + [1] * 5 + [2] * 4)
+    fresh = torch.tensor([True] * 4 + [False] + [True] * 4 + [False] + [True] * 4)
+    rewards, mask = torch.tensor(scores)[:, None], torch.ones(14, 1)
+    ours, _ = estimate(f"{DESIGNS}:recalibrated", rewards, mask, groups, baseline_members=fresh)
+    plain, _ = estimate("grpo", rewards, mask, groups, baseline_members=fresh)
+    torch.testing.assert_close(ours[fresh], plain[fresh])
+    assert ours[~fresh, 0].tolist() == [0.5, 0.0]
+
+
+def test_every_group_of_a_task_with_successes_gets_stored_ones(tmp_path: Path) -> None:
+    replay = ReplaySettings(task_ratio=0.0, per_group=2, select="newest", probe_fraction=0.0)
+    names = ["a", "b", "c", "d"]
+    with ExperiencePool(tmp_path / "pool.sqlite", replay) as pool:
+        inner = ReplayCurriculum(Stream(names, 4), pool, replay, total_batches=9, group=4, seed=0)
+        wrapped = load_object(f"{DESIGNS}:AttachToEveryGroup")(inner, seed=0)
+        wrapped.observe([group("a", 3, 4), group("b", 1, 4), group("c", 0, 4)], {})
+        retire(pool, ["d"])
+        specs: list[GroupSpec] = asyncio.run(wrapped.propose(3))
+        attached = {spec.task.id: [t.id for t in spec.replayed] for spec in specs}
+        assert attached == {"a": ["a.2", "a.1"], "b": ["b.0"], "c": []}
+        assert all(spec.fresh == 4 for spec in specs)
+        assert [stored.uses for stored in pool.stored(["a"])["a"]] == [0, 1, 1]
