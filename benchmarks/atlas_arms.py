@@ -15,9 +15,9 @@ _DESIGNS = Path(__file__).parent / "atlas_designs.py"
 _SHARED: Settings = {"warm_start.observation_coefficient": 0.1, "points": 1}
 
 DOMAINS: dict[str, Settings] = {
-    "many tasks": {**REPLAY_DOMAINS["alfworld hard, 256 tasks"], **_SHARED, "run.steps": 60},
-    "few tasks": {**REPLAY_DOMAINS["alfworld hard"], **_SHARED, "run.steps": 60},
-    "easy tasks": {**REPLAY_DOMAINS["alfworld easy"], **_SHARED, "run.steps": 40},
+    "many tasks": {**REPLAY_DOMAINS["alfworld hard, 256 tasks"], **_SHARED, "run.steps": 40},
+    "few tasks": {**REPLAY_DOMAINS["alfworld hard"], **_SHARED, "run.steps": 40},
+    "easy tasks": {**REPLAY_DOMAINS["alfworld easy"], **_SHARED, "run.steps": 30},
 }
 
 REFERENCE = "replay"
