@@ -142,7 +142,8 @@ def differences(runs: Runs, arm: str, what: str, *, equal_cpu: bool = False) -> 
 def pooled(rows: Sequence[Row], among: Sequence[str]) -> dict[str, dict[str, list[float]]]:
     """Return the differences to the reference over the domains ``among`` that have runs, best held-out mean first.
 
-    They are by arm and by ``WHAT``. Each is a list with one number for each seed that the arm has in all domains: the mean over the domains.
+    They are by arm and by ``WHAT``. Each is a list with one number for each seed that the arm has in all domains: the
+    mean over the domains.
     """
     domains = [runs for domain in among if (runs := counted(rows, domain))]
     found: dict[str, dict[str, list[float]]] = {}
