@@ -420,6 +420,10 @@ class ReplaySettings(Settings):
     `reward.success_threshold`."""
     capacity_per_task: Positive = 8
     """Maximum number of stored trajectories per task. Beyond it, those that `select` ranks last are evicted."""
+    keep_failures: NonNegative = 0
+    """Number of failures of each task that the pool keeps as well, the newest ones with distinct tokens. Failures are
+    fresh trajectories with a valid score below `success_threshold`. They are stored apart from the successes and are
+    never replayed in groups. 0 = none."""
     retire_after: Positive = 2
     """Number of consecutive fresh groups without a failure after which a task is retired: it is neither played nor
     replayed, except by `probe_fraction`."""
