@@ -452,12 +452,17 @@ class ReplaySettings(Settings):
 
     pool_updates: NonNegative = 1
     """Number of extra optimizer updates at the end of each step, after replay has begun. Each trains on `pool_batch`
-    successes with the advantage 1 - solve rate of their task. 0 = none."""
+    successes with the advantage 1 - solve rate of their task, or on `pool_pairs` pairs. 0 = none."""
     pool_batch: Positive = 8
     """Maximum number of successes in an extra update, each from another task or group."""
     pool_from: Literal["pool", "batch"] = "pool"
     """Successes that the extra updates train on. pool: drawn from the pool, as for groups. batch: from the groups of
     the step itself, as a control in experiments."""
+    pool_pairs: NonNegative = 0
+    """Maximum number of pairs in an extra update, each of another task, on which it trains in place of `pool_batch`
+    successes. A pair is a stored failure and the stored success that repeats its actions longest; what follows is
+    trained, the success with the advantage 1 - solve rate, and against the failure with the solve rate. 0 = no pairs.
+    Needs `keep_failures`."""
 
     @field_validator("max_rate")
     @classmethod

@@ -317,6 +317,15 @@ def _check_replay(config: Config) -> None:
     if not replay.enabled:
         return
     check_replay(replay, size)
+    for needed, holds in (
+        ("replay.keep_failures above 0", replay.keep_failures > 0),
+        ("replay.pool_updates above 0", replay.pool_updates > 0),
+        ("replay.pool_from = 'pool'", replay.pool_from == "pool"),
+        ("loss.replay_mode = 'clip'", config.loss.replay_mode == "clip"),
+        ("replay.reverify = false", not replay.reverify),
+    ):
+        if replay.pool_pairs and not holds:
+            raise UserError(f"replay.pool_pairs = {replay.pool_pairs} needs {needed}; set it, or leave pairs out")
     if replay.reverify and config.reward.name == "group_judge":
         raise UserError(
             "replay.reverify scores a stored trajectory alone, and reward.name = 'group_judge' has compared it with "

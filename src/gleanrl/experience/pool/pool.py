@@ -19,6 +19,7 @@ loop of another trainer::
 from __future__ import annotations
 
 import logging
+import math
 import sqlite3
 import threading
 from collections import Counter
@@ -493,6 +494,19 @@ class ExperiencePool:
                 for key, cause in faulty.items():
                     self._evict([key], cause)
         return found
+
+    def failure_entropies(self, low: float, high: float) -> tuple[float, float]:
+        """Return two quantiles of `StoredFailure.entropy` over all failures, of which ``low`` and ``high`` are shares.
+
+        The first is rounded down to the entropy of a failure, the second up. NaN if there are no failures.
+        """
+        with self._reading() as db:
+            (last,) = db.execute("SELECT count(*) - 1 FROM failures").fetchone()
+            if last < 0:
+                return math.nan, math.nan
+            query = "SELECT entropy FROM failures ORDER BY entropy LIMIT 1 OFFSET ?"
+            bounds = [db.execute(query, (place,)).fetchone()[0] for place in (int(low * last), math.ceil(high * last))]
+        return bounds[0], bounds[1]
 
     def sources(self) -> dict[str, int]:
         """Return the number of stored trajectories from each source, by its name. Reads the row of every trajectory."""
