@@ -92,13 +92,13 @@ def test_max_ratio_rejects_trajectories_also_with_recorded_entropy(gleanrl: Comm
     params=[
         ("--replay.pool_updates", "0"),
         ("--replay.pool_updates", "1", "--guidance.enabled", "true"),
-        ("--replay.keep_failures", "2", "--replay.pool_pairs", "4"),
+        ("--replay.keep_failures", "2", "--replay.pool_pairs", "4", "--replay.observation_batch", "3"),
         (
             *("--replay.restart_share", "0.5", "--loss.observation_coefficient", "0.1"),
             *("--schedule.preset", "pipelined", "--schedule.group", "2", "--schedule.batch", "4"),
         ),
     ],
-    ids=["plain", "all", "pairs", "restarts and observations"],
+    ids=["plain", "all", "pairs and observations of the pool", "restarts and observations"],
 )
 def undisturbed(
     request: pytest.FixtureRequest, make_gleanrl: Callable[[], CommandLine]

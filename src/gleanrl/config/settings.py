@@ -463,6 +463,15 @@ class ReplaySettings(Settings):
     successes. A pair is a stored failure and the stored success that repeats its actions longest; what follows is
     trained, the success with the advantage 1 - solve rate, and against the failure with the solve rate. 0 = no pairs.
     Needs `keep_failures`."""
+    observation_batch: NonNegative = 0
+    """Number of trajectories, successes and failures of any age, in one more update after the extra ones, which trains
+    on the environment's answers alone. 0 = no such update. Only trajectories that the run stores with this setting or
+    `loss.observation_coefficient` hold where the answers are."""
+    observation_coefficient: PositiveFloat = 0.1
+    """Factor of the observation loss in the update of `observation_batch`."""
+    observation_from: Literal["pool", "batch"] = "pool"
+    """Trajectories of the update of `observation_batch`. pool: drawn from the pool. batch: fresh ones of the step
+    itself, as a control in experiments."""
 
     @field_validator("max_rate")
     @classmethod

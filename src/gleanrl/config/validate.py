@@ -125,6 +125,7 @@ def check_agents(config: Config) -> None:
         ("replay.reverify = true", config.replay.enabled and config.replay.reverify),
         ("replay.restart_share above 0", config.replay.enabled and config.replay.restart_share > 0),
         ("loss.observation_coefficient", config.loss.observation_coefficient > 0),
+        ("replay.observation_batch", config.replay.enabled and config.replay.observation_batch > 0),
         ("warm_start.observation_coefficient", config.warm_start.observation_coefficient > 0),
     ):
         if on:

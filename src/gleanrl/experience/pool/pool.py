@@ -452,6 +452,27 @@ class ExperiencePool:
                     bucket_index.save(db, row)
         return drawn
 
+    def draw_names(self, count: int, random: np.random.Generator) -> list[str]:
+        """Draw up to ``count`` ids of tasks with a stored trajectory or failure uniformly, without replacement.
+
+        Retired tasks are drawn too, and tasks that `set_tasks` has excluded are not. If most tasks of a pool have
+        neither, fewer may be found than there are.
+        """
+        query = (
+            "SELECT name FROM tasks t WHERE id = ? AND NOT outside AND (live > 0 OR EXISTS "
+            "(SELECT 1 FROM failures WHERE task = t.id))"
+        )
+        names: list[str] = []
+        with self._reading() as db:
+            # Rows of ``tasks`` are never deleted, so their ids are 0, 1, ... without gaps.
+            found = db.execute("SELECT value FROM counters WHERE name = 'tasks'").fetchone()
+            tried: set[int] = set()
+            for number in random.integers(found[0], size=20 * count).tolist() if found else ():
+                if number not in tried and len(names) < count:
+                    tried.add(number)
+                    names += [name for (name,) in db.execute(query, (number,))]
+        return names
+
     def stored(self, task_ids: Sequence[str]) -> dict[str, list[Stored]]:
         """Return the stored trajectories of each task, oldest first; an empty list for a task without any.
 

@@ -17,6 +17,7 @@ import numpy as np
 from gleanrl.algorithms.batch import Batch, Sample, build_samples, weighted_batch
 from gleanrl.config.settings import Config
 from gleanrl.experience.pool.pool import ExperiencePool
+from gleanrl.experience.replay import observations
 from gleanrl.experience.replay.pairs import build_pairs, choose_pairs
 from gleanrl.experience.replay.recall import COUNTS, EstimatePolicy, Recall, Reverify
 from gleanrl.protocols import Learner, Metrics
@@ -106,7 +107,9 @@ class ReplayUpdateLearner:
     Each extra update learns from up to ``replay.pool_batch`` successes or, with ``replay.pool_pairs``, from that many
     pairs of a failure and a success (`gleanrl.experience.replay.pairs`). With ``replay.pool_from = "pool"`` they are
     drawn from the pool in the same way as `ReplayCurriculum` draws them, one per task. With ``"batch"`` they are chosen
-    from the groups of the step. Every sampled token of a success has the advantage 1 - solve rate of its task.
+    from the groups of the step. Every sampled token of a success has the advantage 1 - solve rate of its task. With
+    ``replay.observation_batch``, one more update follows, on observations alone
+    (`gleanrl.experience.replay.observations`).
 
     There are no extra updates before replay has begun, that is while ``begun()`` is false. All other methods call the
     same method of ``learner``.
@@ -194,6 +197,24 @@ class ReplayUpdateLearner:
             if ages:
                 metrics[f"{prefix}/age_mean"] = float(np.mean(ages))
                 metrics[f"{prefix}/age_max"] = float(max(ages))
+        if replay.observation_batch:
+            random = np.random.default_rng(derive(self._seed, "observations", step))
+            prefix, without = "replay_update/observation", 0
+            if replay.observation_from == "pool":
+                shown, without = observations.choose_from_pool(self._pool, replay, random)
+            else:
+                shown = observations.choose_from_step(self._groups, replay.observation_batch, random)
+            extra = observations.observation_batch(shown, self._max_context, replay.observation_coefficient)
+            if extra.groups:
+                update_started = perf_counter()
+                reported = await self.learner.replay_update(extra, step)
+                updating += perf_counter() - update_started
+                for name in ("loss/observation", "learner/grad_norm"):
+                    metrics |= {f"{prefix}/{name}": reported[name]} if name in reported else {}
+            metrics[f"{prefix}/trajectories"] = float(extra.groups)
+            tokens = sum(int(sample.observed.sum()) for sample in extra.samples if sample.observed is not None)
+            metrics[f"{prefix}/tokens"] = float(tokens)
+            metrics[f"{prefix}/without_spans"] = float(without)
         for name in COUNTS:
             metrics[f"replay_update/{name}"] = float(self._recall.counts[name])
         self._recall.counts.clear()
