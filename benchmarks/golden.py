@@ -347,7 +347,7 @@ def timed(name: str) -> bool:
     This includes the size of the pool, because stored trajectories contain durations.
     """
     clock = name == "time" or name.startswith(("time/", "device/", "service/")) or name.endswith(("_s", "_per_s"))
-    return clock or name == "pool/bytes"
+    return clock or name in ("pool/bytes", "pool/failure_bytes")
 
 
 def exported(run: Path) -> dict[str, str]:

@@ -255,7 +255,11 @@ def outcome(folder: RunFolder) -> dict[str, Any]:
 
 def timed(name: str) -> bool:
     """Return whether a metric depends on timing; a trajectory's bytes do too, since it stores its duration."""
-    return name == "pool/bytes" or name.startswith(("time/", "device/", "service/")) or name.endswith(("_s", "_per_s"))
+    return (
+        name in ("pool/bytes", "pool/failure_bytes")
+        or name.startswith(("time/", "device/", "service/"))
+        or name.endswith(("_s", "_per_s"))
+    )
 
 
 def assert_same(one: RunFolder, other: RunFolder) -> None:

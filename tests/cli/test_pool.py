@@ -278,3 +278,23 @@ def test_a_killed_import_or_seed_leaves_whole_batches_and_can_be_repeated(gleanr
         assert pool.stats()["trajectories"] == transfer.BATCH
     ended = gleanrl("pool", "b.sqlite", *given)  # a second run skips what is stored already
     assert f"stored {rows - transfer.BATCH} trajectories; left out {transfer.BATCH}" in ended.stdout
+
+
+def test_failures_are_listed_shown_exported_and_pruned_apart_from_successes(gleanrl: CommandLine) -> None:
+    path = gleanrl.folder / "pool.sqlite"
+    with ExperiencePool(path, ReplaySettings(keep_failures=3), tokenizer="one") as pool:
+        pool.observe([solved("x", 1, 4)], 1)
+    assert "3 failures besides" in gleanrl("pool", "pool.sqlite").stdout
+    listed = gleanrl("pool", "pool.sqlite", "list", "--failures").stdout.splitlines()
+    assert [line.split()[0] for line in listed] == ["key", "-3", "-2", "-1"]
+    shown = gleanrl("pool", "pool.sqlite", "show", "-3")
+    assert "trajectory -3 of task x" in shown.stdout, shown.stderr
+    assert "score 0;" in shown.stdout
+    assert "1 trajectories" in gleanrl("pool", "pool.sqlite", "export", "a.parquet").stdout
+    assert "4 trajectories" in gleanrl("pool", "pool.sqlite", "export", "b.parquet", "--failures").stdout
+    refused = gleanrl("pool", "new.sqlite", "import", "b.parquet", "--failures")
+    assert (refused.status, "keep_failures" in refused.complaint) == (2, True)
+    taken = gleanrl("pool", "new.sqlite", "import", "b.parquet", "--failures", "--replay.keep_failures", "2")
+    assert "stored 4 trajectories" in taken.stdout
+    pruned = gleanrl("pool", "pool.sqlite", "prune", "--keep-failures", "1")
+    assert "evicted 2 trajectories (newer 2), 1 left and 1 failures" in pruned.stdout

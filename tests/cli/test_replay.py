@@ -47,6 +47,7 @@ ARMS = {
     "extra updates": ("--replay.pool_updates", "2", "--replay.pool_batch", "3"),
     "extra updates from the half on": ("--replay.start_progress", "0.5"),
     "extra updates on its own": ("--replay.pool_updates", "1", "--replay.pool_from", "batch"),
+    "extra updates on pairs": ("--replay.keep_failures", "2", "--replay.pool_pairs", "4"),
     "scored again": ("--replay.reverify", "true", "--replay.pool_updates", "1", "--replay.per_group", "2"),
     "a band of ratios": ("--replay.max_ratio", "1.5", "--replay.max_age", "2"),
     "extra updates with a critic": ("--replay.pool_updates", "1", "--credit.estimator", "gae"),
@@ -96,12 +97,13 @@ def test_max_ratio_rejects_trajectories_also_with_recorded_entropy(gleanrl: Comm
     params=[
         ("--replay.pool_updates", "0"),
         ("--replay.pool_updates", "1", "--guidance.enabled", "true"),
+        ("--replay.keep_failures", "2", "--replay.pool_pairs", "4", "--replay.observation_batch", "3"),
         (
             *("--replay.restart_share", "0.5", "--loss.observation_coefficient", "0.1"),
             *("--schedule.preset", "pipelined", "--schedule.group", "2", "--schedule.batch", "4"),
         ),
     ],
-    ids=["plain", "all", "restarts and observations"],
+    ids=["plain", "all", "pairs and observations of the pool", "restarts and observations"],
 )
 def undisturbed(
     request: pytest.FixtureRequest, make_gleanrl: Callable[[], CommandLine]

@@ -16,7 +16,7 @@ from gleanrl.config.settings import ReplaySettings
 from gleanrl.experience.pool.pool import ExperiencePool
 from tests.experience.pool_world import contents, solved
 
-SETTINGS = ReplaySettings(capacity_per_task=2, max_age=30)
+SETTINGS = ReplaySettings(capacity_per_task=2, max_age=30, keep_failures=2)
 KILLS = 30
 
 
@@ -32,7 +32,9 @@ def operate(pool: ExperiencePool, number: int) -> None:
     elif kind == "forget":
         pool.forget(marks[-1])
     elif kind == "used":
-        pool.used([stored.key for each in pool.stored([str(n) for n in range(12)]).values() for stored in each])
+        names = [str(n) for n in range(12)]
+        kept = [*pool.stored(names).values(), *pool.failures(names).values()]
+        pool.used([stored.key for each in kept for stored in each])
     else:
         names = random.choice(12, 3, replace=False)
         pool.observe(

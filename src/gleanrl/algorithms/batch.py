@@ -113,6 +113,8 @@ class Batch:
     """The samples of all groups of a batch, in the order in which the learner consumes the groups."""
 
     parts: tuple[GroupSamples, ...]
+    observation_coefficient: float | None = None
+    """Factor of the observation loss in an extra update; None = ``loss.observation_coefficient``."""
 
     @property
     def groups(self) -> int:
@@ -124,7 +126,7 @@ class Batch:
 
     def cut(self, start: int, stop: int) -> Batch:
         """Return a batch of the groups from index ``start`` up to, but not including, index ``stop``."""
-        return Batch(self.parts[start:stop])
+        return replace(self, parts=self.parts[start:stop])
 
 
 class ModelEstimates(NamedTuple):

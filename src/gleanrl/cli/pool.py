@@ -52,6 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         return made
 
     listed = action("list", _list, "list the trajectories, newest first")
+    listed.add_argument("--failures", action="store_true", help="list the failures instead, whose keys are below 0")
     listed.add_argument("--task", metavar="ID", help="list only the trajectories of this task")
     listed.add_argument("--limit", type=natural, default=50, metavar="N", help="maximum number (default 50, 0 = all)")
     shown = action("show", _show, "print one trajectory, turn by turn, with token ids and log-probs")
@@ -64,8 +65,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     pruned.add_argument("--retired", action="store_true", help="the trajectories of retired tasks")
     pruned.add_argument("--source", metavar="NAME", help="the trajectories from this source")
-    exported = action("export", _export, "write all trajectories to a parquet file, without loss")
+    text = "of each task, all failures but the newest N (the options above except --keep select failures too)"
+    pruned.add_argument("--keep-failures", type=natural, metavar="N", help=text)
+    exported = action("export", _export, "write all successes to a parquet file, without loss")
     exported.add_argument("file", type=Path, metavar="FILE.parquet")
+    exported.add_argument("--failures", action="store_true", help="write the failures too")
     imported = action("import", _import, "store the trajectories of an exported parquet file in the pool", writes=True)
     imported.add_argument("file", type=Path, metavar="FILE.parquet")
     text = "store successes of another run or demonstrations, as if they had been sampled at the pool's newest step"
@@ -76,6 +80,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     text = "store N expert demonstrations of the run's training tasks; docs/howto/pool.md explains their log-probs"
     source.add_argument("--demonstrations", type=positive, metavar="N", help=text)
     for taking in (imported, seeded):
+        text = "store failures too, at most replay.keep_failures of each task (of seed: with --pool)"
+        taking.add_argument("--failures", action="store_true", help=text)
         text = "source to record for the trajectories, for replay.source_limits (default: import, seed, demonstrations)"
         taking.add_argument("--source", type=source_name, metavar="NAME", help=text)
         taking.add_argument(
@@ -184,6 +190,8 @@ def _stats(args: argparse.Namespace) -> int:
         entropy, version, uses = (browse.values(db, column) for column in ("entropy", "version", "uses"))
     size = f"{format_bytes(known['bytes'])} of records in a file of {format_bytes(known['file_bytes'])}"
     print(f"{path}: {known['trajectories']} trajectories of {known['tasks']} tasks, {size}")
+    if known["failures"]:
+        print(f"{known['failures']} failures besides, {format_bytes(known['failure_bytes'])} of records")
     rows = []
     for d in difficulties:
         solved = f"{d.successes}/{d.attempts}" if d.attempts else "not tried"
@@ -208,12 +216,12 @@ def _list(args: argparse.Namespace) -> int:
 
     rows = []
     with browse.reading(_existing(args)) as db:
-        for line in browse.lines(db, args.task, args.limit or -1):
+        for line in browse.lines(db, args.task, args.limit or -1, failures=args.failures):
             sampled = (line.key, line.version, line.step, line.uses, f"{line.entropy:.3f}", f"{line.temperature:g}")
             solved = f"{line.successes}/{line.attempts}{' retired' if line.retired else ''}"
             rows.append((*sampled, line.bytes, safe(line.source), solved, safe(line.task)))
     if args.task is not None and not rows:
-        print(f"no trajectory of task {safe(args.task)}")
+        print(f"no {'failure' if args.failures else 'trajectory'} of task {safe(args.task)}")
         return 0
     table(
         ("key", "version", "step", "uses", "entropy", "temperature", "bytes", "source", "solved", "task"), rows, left=3
@@ -296,8 +304,11 @@ def _verify(args: argparse.Namespace) -> int:
 def _prune(args: argparse.Namespace) -> int:
     from gleanrl.experience.pool import browse
 
-    if args.max_age is None and args.keep is None and not args.retired and args.source is None:
-        raise UserError("say what to evict: --max-age N, --keep N, --retired, --source NAME, or several of them")
+    numbers = (args.max_age, args.keep, args.keep_failures)
+    if numbers == (None, None, None) and not args.retired and args.source is None:
+        raise UserError(
+            "say what to evict: --max-age N, --keep N, --retired, --source NAME, --keep-failures N, or several of them"
+        )
     with _opened(args) as pool:
         with browse.reading(pool.path) as db:
             chosen = browse.prunable(
@@ -307,12 +318,14 @@ def _prune(args: argparse.Namespace) -> int:
                 retired=args.retired,
                 settings=pool.settings,
                 source=args.source,
+                keep_failures=args.keep_failures,
             )
         for cause, keys in chosen.items():
             pool.evict(keys, cause)
         causes = ", ".join(f"{cause} {len(keys)}" for cause, keys in chosen.items())
-        left = pool.stats()["trajectories"]
-        print(f"evicted {sum(map(len, chosen.values()))} trajectories{f' ({causes})' if causes else ''}, {left} left")
+        left = pool.stats()
+        kept = f"{left['trajectories']} left" + (f" and {left['failures']} failures" if left["failures"] else "")
+        print(f"evicted {sum(map(len, chosen.values()))} trajectories{f' ({causes})' if causes else ''}, {kept}")
     return 0
 
 
@@ -323,7 +336,7 @@ def _export(args: argparse.Namespace) -> int:
     with browse.reading(path) as db:
         count = browse.values(db, "uses").size
     with terminal_progress().stage("exporting", count) as stage:
-        written, damaged = transfer.export_parquet(path, args.file, done=stage.advance)
+        written, damaged = transfer.export_parquet(path, args.file, failures=args.failures, done=stage.advance)
     for line in damaged:
         print(f"left out: {safe(line)}", file=sys.stderr)
     print(f"{args.file}: {written} trajectories")
@@ -336,7 +349,9 @@ def _import(args: argparse.Namespace) -> int:
     tokenizer = _agree_on_tokenizer(args, transfer.parquet_tokenizer(args.file), args.file)
     with _opened(args, tokenizer=tokenizer, make=True) as pool:
         with terminal_progress().stage("importing") as stage:
-            moved = transfer.import_parquet(pool, args.file, label=args.source, done=stage.advance)
+            moved = transfer.import_parquet(
+                pool, args.file, label=args.source, failures=args.failures, done=stage.advance
+            )
         _report(moved)
     return 0
 
@@ -349,6 +364,8 @@ def _seed(args: argparse.Namespace) -> int:
 
     count: int | None = args.demonstrations
     label: str | None = args.source
+    if args.failures and args.pool is None:
+        raise UserError("--failures of `seed` needs --pool, because rollouts and demonstrations give successes only")
     if args.pool is not None:
         source = find_pool(args.pool)
         with browse.reading(source) as db:
@@ -367,7 +384,8 @@ def _seed(args: argparse.Namespace) -> int:
             with browse.reading(source) as db:
                 total = browse.values(db, "uses").size
             with terminal_progress().stage("seeding", total) as stage:
-                _report(transfer.seed_from_pool(pool, source, **copied, done=stage.advance))
+                moved = transfer.seed_from_pool(pool, source, **copied, failures=args.failures, done=stage.advance)
+                _report(moved)
         elif count is None:
             _report(experience.seed_from_rollouts(pool, source, **copied, progress=terminal_progress()))
         else:

@@ -235,7 +235,8 @@ class TorchLearner:
         The groups of ``batch`` form a whole mini-batch and are not counted as consumed by the step.
         """
         meter = Meter(1)
-        await self._on_device("train", partial(self._consume, batch.parts, step, True, meter), step=step)
+        given = {"observation_coefficient": batch.observation_coefficient}
+        await self._on_device("train", partial(self._consume, batch.parts, step, True, meter, **given), step=step)
         learned = Learned()
         learned.add(meter, batch)
         return meter.metrics(batch, self.engine) | learned.metrics(self.loss)
@@ -345,12 +346,21 @@ class TorchLearner:
         export_adapters(folder, self.engine.model, self.engine.adapters(), base)
 
     def _consume(
-        self, parts: Sequence[GroupSamples], step: int, completes: bool, meter: Meter, device: DeviceSlice
+        self,
+        parts: Sequence[GroupSamples],
+        step: int,
+        completes: bool,
+        meter: Meter,
+        device: DeviceSlice,
+        observation_coefficient: float | None = None,
     ) -> None:
         """Add the gradient of some groups of a mini-batch to the gradient so far.
 
-        If these groups complete the mini-batch (``completes``), update the weights. Called on the thread that computes.
+        If these groups complete the mini-batch (``completes``), update the weights. ``observation_coefficient`` is that
+        of `Batch`. Called on the thread that computes.
         """
+        if observation_coefficient is None:
+            observation_coefficient = self.loss.observation_coefficient
         started, progress = perf_counter(), self._progress
         samples = [sample for part in parts for sample in part.samples]
         needed = samples if self._every_sample_matters else [sample for sample in samples if not sample.zero_advantage]
@@ -359,7 +369,7 @@ class TorchLearner:
         tokens = progress.pending_tokens + sum(part.tokens for part in parts)
         sequences = progress.pending_sequences + sum(part.sequences for part in parts)
         factor = 0.0
-        if self.loss.observation_coefficient:
+        if observation_coefficient:
             earlier, matter = progress.pending_observed, {id(sample) for sample in needed}
             own = [sample for sample in samples if sample.observed is not None]
             if completes:
@@ -369,7 +379,7 @@ class TorchLearner:
                 needed += [sample.only_observed() for sample in earlier]
                 observed = sum(int(s.observed.sum()) for s in (*earlier, *own) if s.observed is not None)
                 denominator = normaliser(aggregation_of(self.loss), tokens, sequences) if tokens >= 0.5 else 1.0
-                factor = self.loss.observation_coefficient * denominator / max(observed, 1)
+                factor = observation_coefficient * denominator / max(observed, 1)
             else:
                 needed = [replace(sample, observed=None) for sample in needed]
             progress.pending_observed = [] if completes else [*earlier, *own]

@@ -250,7 +250,7 @@ class Builder:
                     keep_marks=config.checkpoint.keep + 1,
                     first_step=max(newest, 0),
                 )
-                if config.replay.pool_updates:
+                if config.replay.pool_updates or config.replay.observation_batch:
                     updated = ReplayUpdateLearner(
                         learner,
                         experience,
@@ -471,7 +471,8 @@ class Builder:
         return EnvironmentPool(self.prepared.taskset, workers=settings.workers, timeout_s=settings.timeout_s)
 
     def renderer(self) -> Renderer:
-        options, bodies = self.config.context.template_options, self.config.loss.observation_coefficient > 0
+        options, replay = self.config.context.template_options, self.config.replay
+        bodies = self.config.loss.observation_coefficient > 0 or (replay.enabled and replay.observation_batch > 0)
         return Renderer(self.prepared.tokenizer, template_options=options, bodies=bodies)
 
     def player(self, pool: EnvironmentPool, sampler: Sampler) -> Player:

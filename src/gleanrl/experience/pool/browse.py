@@ -11,6 +11,7 @@ if a run writes to the pool at the same time::
 from __future__ import annotations
 
 import sqlite3
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,18 +22,21 @@ import numpy.typing as npt
 
 from gleanrl.config.settings import ReplaySettings
 from gleanrl.experience.pool import admission, codec, schema
-from gleanrl.experience.pool.pool import Stored
+from gleanrl.experience.pool.pool import Stored, StoredFailure
 from gleanrl.types import Task
 
+# The queries below read the successes. With ``.format(**_FAILURES)`` instead of ``.format(**_SUCCESSES)``, failures.
+_SUCCESSES = {"table": "trajectories", "blobs": "blobs"}
+_FAILURES = {"table": "failures", "blobs": "failure_blobs"}
 _LINE = (
     "SELECT t.id, k.name, k.attempts, k.successes, k.retired, CAST(t.entropy AS REAL), CAST(t.version AS INTEGER), "
     "CAST(t.temperature AS REAL), CAST(t.step AS INTEGER), CAST(t.uses AS INTEGER), CAST(t.bytes AS INTEGER), "
     "CAST(t.source AS TEXT) "
-    "FROM trajectories t JOIN tasks k ON k.id = t.task "
+    "FROM {table} t JOIN tasks k ON k.id = t.task "
 )
 _RECORD = (
-    "SELECT t.digest, CAST(b.data AS BLOB), CAST(k.data AS BLOB) FROM trajectories t "
-    "LEFT JOIN blobs b USING (id) LEFT JOIN bodies k ON k.id = t.task WHERE t.id = ?"
+    "SELECT t.digest, CAST(b.data AS BLOB), CAST(k.data AS BLOB) FROM {table} t "
+    "LEFT JOIN {blobs} b USING (id) LEFT JOIN bodies k ON k.id = t.task WHERE t.id = ?"
 )
 _COLUMNS = ("entropy", "version", "uses")
 
@@ -41,7 +45,7 @@ _COLUMNS = ("entropy", "version", "uses")
 class Line:
     """What the pool's tables contain about one trajectory. Its tokens and messages are not loaded."""
 
-    key: int
+    key: int  # below 0 for a failure
     task: str  # id of its task
     attempts: int  # number of valid fresh members of the task's latest group
     successes: int  # number of these members that succeeded
@@ -60,7 +64,7 @@ class Entry:
     """A trajectory with all that the pool contains about it, and its task."""
 
     line: Line
-    stored: Stored
+    stored: Stored | StoredFailure
     task: Task
 
 
@@ -125,13 +129,17 @@ def values(db: sqlite3.Connection, column: str) -> npt.NDArray[np.float64]:
     return np.fromiter((row[0] for row in rows), np.float64)
 
 
-def lines(db: sqlite3.Connection, task: str | None = None, limit: int = -1) -> Iterator[Line]:
+def lines(
+    db: sqlite3.Connection, task: str | None = None, limit: int = -1, *, failures: bool = False
+) -> Iterator[Line]:
     """Yield the trajectories of the task with the id ``task``, or of all tasks if it is None, newest first.
 
-    At most ``limit`` trajectories are yielded; a negative limit means all.
+    At most ``limit`` trajectories are yielded; a negative limit means all. With ``failures``, the stored failures are
+    yielded instead.
     """
     where, given = ("WHERE k.name = ? ", (task,)) if task is not None else ("", ())
-    for row in db.execute(f"{_LINE}{where}ORDER BY t.id DESC LIMIT ?", (*given, limit)):
+    query = _LINE.format(**(_FAILURES if failures else _SUCCESSES))
+    for row in db.execute(f"{query}{where}ORDER BY abs(t.id) DESC LIMIT ?", (*given, limit)):
         yield Line(*row)
 
 
@@ -140,23 +148,29 @@ def most_used(db: sqlite3.Connection, limit: int) -> Iterator[Line]:
 
     Trajectories that were never replayed are left out.
     """
-    for row in db.execute(f"{_LINE}WHERE t.uses > 0 ORDER BY t.uses DESC, t.id DESC LIMIT ?", (limit,)):
+    query = _LINE.format(**_SUCCESSES)
+    for row in db.execute(f"{query}WHERE t.uses > 0 ORDER BY t.uses DESC, t.id DESC LIMIT ?", (limit,)):
         yield Line(*row)
 
 
 def entry(db: sqlite3.Connection, key: int) -> Entry | None:
-    """Return the trajectory with the key ``key`` and its task, or None if the pool has no such trajectory.
+    """Return the trajectory or failure with the key ``key`` and its task, or None if the pool has none with this key.
 
     Raises:
         codec.Damaged: the trajectory or its task is damaged.
     """
-    found = db.execute(f"{_LINE}WHERE t.id = ?", (key,)).fetchone()
+    query = _LINE.format(**(_FAILURES if key < 0 else _SUCCESSES))
+    found = db.execute(f"{query}WHERE t.id = ?", (key,)).fetchone()
     return None if found is None else _entry(db, Line(*found))
 
 
-def entries(db: sqlite3.Connection) -> Iterator[Entry | tuple[int, codec.Damaged]]:
-    """Yield every trajectory, oldest first. For a damaged one, yield its key and the error instead."""
-    for row in db.execute(f"{_LINE}ORDER BY t.id"):
+def entries(db: sqlite3.Connection, *, failures: bool = False) -> Iterator[Entry | tuple[int, codec.Damaged]]:
+    """Yield every trajectory, oldest first. For a damaged one, yield its key and the error instead.
+
+    With ``failures``, the stored failures are yielded instead.
+    """
+    query = _LINE.format(**(_FAILURES if failures else _SUCCESSES))
+    for row in db.execute(f"{query}ORDER BY abs(t.id)"):
         line = Line(*row)
         try:
             yield _entry(db, line)
@@ -172,21 +186,26 @@ def prunable(
     retired: bool,
     settings: ReplaySettings,
     source: str | None = None,
+    keep_failures: int | None = None,
 ) -> dict[str, list[int]]:
     """Return the keys of the trajectories that `gleanrl pool prune` evicts, by cause. Causes without any are left out.
 
     The cause ``age`` applies to a trajectory whose version is more than ``max_age`` below the newest step (None =
     never), ``retired`` to the trajectories of retired tasks if ``retired`` is true, and ``source`` to those from the
     source with this name (None = none). The cause ``capacity`` applies to those that a task still has in excess of
-    ``keep`` (None = never); `ReplaySettings.select` chooses them.
+    ``keep`` (None = never); `ReplaySettings.select` chooses them. The first three causes apply to failures too. Of the
+    failures that are then left, ``newer`` applies to all but the ``keep_failures`` newest of each task (None = never).
     """
-    chosen: dict[str, list[int]] = {"age": [], "retired": [], "source": [], "capacity": []}
+    chosen: dict[str, list[int]] = {"age": [], "retired": [], "source": [], "capacity": [], "newer": []}
     oldest = None if max_age is None else newest_step(db) - max_age
     left: dict[int, list[admission.Candidate]] = {}
+    failures: Counter[int] = Counter()  # number of failures that each task keeps
+    columns = "t.id, t.task, k.retired, t.version, t.entropy, t.digest, t.source"
     query = (
-        "SELECT t.id, t.task, k.retired, t.version, t.entropy, t.digest, t.source FROM trajectories t "
-        "JOIN tasks k ON k.id = t.task ORDER BY t.id"
+        f"SELECT {columns} FROM trajectories t JOIN tasks k ON k.id = t.task UNION ALL "
+        f"SELECT {columns} FROM failures t JOIN tasks k ON k.id = t.task ORDER BY 1"
     )
+    # In this order, the failures come first, newest first, because their keys are -1, -2, ...
     for key, task, is_retired, version, entropy, digest, its_source in db.execute(query):
         if oldest is not None and version < oldest:
             chosen["age"].append(key)
@@ -194,6 +213,10 @@ def prunable(
             chosen["retired"].append(key)
         elif its_source == source:
             chosen["source"].append(key)
+        elif key < 0:
+            failures[task] += 1
+            if keep_failures is not None and failures[task] > keep_failures:
+                chosen["newer"].append(key)
         elif keep is not None:
             left.setdefault(task, []).append(admission.Candidate(key, entropy, digest))
     if keep is not None:
@@ -204,10 +227,12 @@ def prunable(
 
 
 def _entry(db: sqlite3.Connection, line: Line) -> Entry:
-    digest, record, body = db.execute(_RECORD, (line.key,)).fetchone()
+    query = _RECORD.format(**(_FAILURES if line.key < 0 else _SUCCESSES))
+    digest, record, body = db.execute(query, (line.key,)).fetchone()
     trajectory, task = codec.decode_trajectory(record or b""), codec.decode_task(body or b"")
     same = trajectory.task_id == task.id == line.task and codec.token_digest(trajectory) == digest
     if not same or not trajectory.score.valid:
         raise codec.Damaged("it is not the one that was stored here")
     noted = (line.entropy, line.version, line.temperature, line.step, line.uses, line.source)
-    return Entry(line, Stored(line.key, trajectory, *noted), task)
+    kind = StoredFailure if line.key < 0 else Stored
+    return Entry(line, kind(line.key, trajectory, *noted), task)

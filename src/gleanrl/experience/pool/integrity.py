@@ -53,8 +53,8 @@ def decode_record(
 def faults(db: sqlite3.Connection, *, records: bool = True, done: Callable[[], object] = lambda: None) -> Iterator[str]:
     """Check the whole pool, and yield a line for each fault. Call this inside a transaction.
 
-    Checks SQLite's own structures, and that the tables agree with one another. If ``records`` is true, every task and
-    trajectory is decoded and checked as well, and ``done`` is called after each trajectory.
+    Checks SQLite's own structures, and that the tables agree with one another. If ``records`` is true, every task,
+    trajectory and failure is decoded and checked as well, and ``done`` is called after each trajectory.
     """
     yield from (row[0] for row in db.execute("PRAGMA integrity_check(20)") if row[0] != "ok")
 
@@ -82,17 +82,25 @@ def faults(db: sqlite3.Connection, *, records: bool = True, done: Callable[[], o
         "outside": "SELECT count(*) FROM tasks WHERE outside",
         "trajectories": "SELECT count(*) FROM trajectories",
         "bytes": "SELECT coalesce(sum(bytes), 0) FROM trajectories",
+        "failures": "SELECT count(*) FROM failures",
+        "failure_bytes": "SELECT coalesce(sum(bytes), 0) FROM failures",
     }.items():
         (real,) = db.execute(query).fetchone()
         if counted[name] != real:
             yield f"{name}: {counted[name]} counted, {real} there"
-    odd = "SELECT count(*) FROM trajectories LEFT JOIN blobs b USING (id) WHERE length(b.data) IS NOT bytes"
-    (lost,) = db.execute(odd).fetchone()
-    (loose,) = db.execute("SELECT count(*) FROM blobs WHERE id NOT IN (SELECT id FROM trajectories)").fetchone()
-    if lost:
-        yield f"{lost} trajectories have no record, or one of another length"
-    if loose:
-        yield f"{loose} records belong to no trajectory"
+    (orphans,) = db.execute("SELECT count(*) FROM failures WHERE task NOT IN (SELECT id FROM tasks)").fetchone()
+    if orphans:
+        yield f"{orphans} failures have no task"
+    if db.execute("SELECT 1 FROM failures WHERE id >= 0 UNION ALL SELECT 1 FROM trajectories WHERE id < 0").fetchone():
+        yield "a failure has the key of a success, or a success that of a failure"
+    for table, blobs in (("trajectories", "blobs"), ("failures", "failure_blobs")):
+        odd = f"SELECT count(*) FROM {table} LEFT JOIN {blobs} b USING (id) WHERE length(b.data) IS NOT bytes"
+        (lost,) = db.execute(odd).fetchone()
+        (loose,) = db.execute(f"SELECT count(*) FROM {blobs} WHERE id NOT IN (SELECT id FROM {table})").fetchone()
+        if lost:
+            yield f"{lost} {table} have no record, or one of another length"
+        if loose:
+            yield f"{loose} records belong to no {'trajectory' if table == 'trajectories' else 'failure'}"
     if records:
         yield from _record_faults(db, done)
 
@@ -105,17 +113,17 @@ def _record_faults(db: sqlite3.Connection, done: Callable[[], object]) -> Iterat
                 yield f"task {name!r}: it is another task"
         except codec.Damaged as error:
             yield f"task {name!r}: {error}"
-    query = (
-        "SELECT t.id, k.name, t.digest, CAST(b.data AS BLOB), t.entropy, t.version, t.temperature, t.step, t.uses, "
-        "t.source "
-        "FROM trajectories t JOIN tasks k ON k.id = t.task JOIN blobs b ON b.id = t.id"
-    )
-    for key, name, digest, data, *columns in db.execute(query):
-        try:
-            decode_record(name, digest, data, columns, admission.Limits())
-        except Unfit as error:
-            yield f"trajectory {key} of task {name!r}: {error}"
-        done()
+    for table, blobs in (("trajectories", "blobs"), ("failures", "failure_blobs")):
+        query = (
+            "SELECT t.id, k.name, t.digest, CAST(b.data AS BLOB), t.entropy, t.version, t.temperature, t.step, t.uses, "
+            f"t.source FROM {table} t JOIN tasks k ON k.id = t.task JOIN {blobs} b ON b.id = t.id"
+        )
+        for key, name, digest, data, *columns in db.execute(query):
+            try:
+                decode_record(name, digest, data, columns, admission.Limits())
+            except Unfit as error:
+                yield f"trajectory {key} of task {name!r}: {error}"
+            done()
 
 
 def _bucket_name(bucket: int) -> str:

@@ -1,5 +1,8 @@
 """The experience pool, which stores successful trajectories of partly solved tasks in one SQLite file.
 
+With ``replay.keep_failures`` it also stores failures, in tables of their own, which only the methods that name failures
+read. All else here that is said of trajectories is said of the successes.
+
 A stored trajectory keeps the token ids and log-probs that were sampled, bit for bit. One process can write to the pool
 and any number of processes can read it. Every method that changes the pool does so in one transaction. After a crash,
 the pool is in the state that the last completed call left. The cost of a call depends on how much it reads or changes
@@ -16,6 +19,7 @@ loop of another trainer::
 from __future__ import annotations
 
 import logging
+import math
 import sqlite3
 import threading
 from collections import Counter
@@ -24,7 +28,7 @@ from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -40,6 +44,7 @@ from gleanrl.utils.errors import UserError
 log = logging.getLogger(__name__)
 
 DEFAULTS = ReplaySettings()
+StoredKind = TypeVar("StoredKind", "Stored", "StoredFailure")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +70,28 @@ class Stored:
 
 
 @dataclass(frozen=True, slots=True)
+class StoredFailure:
+    """A failure in the pool: a trajectory with a valid score below ``success_threshold``."""
+
+    key: int
+    """The pool's id of the failure, below 0; never reused, and never that of a success."""
+    trajectory: Trajectory
+    """The stored trajectory."""
+    entropy: float
+    """Minus the mean recorded log-prob of its sampled tokens, in nats (`admission.entropy`)."""
+    version: int
+    """Version of the weights from which its age counts, as of a `Stored`."""
+    temperature: float
+    """Sampling temperature."""
+    step: int
+    """Step after which it was stored."""
+    uses: int
+    """How often it was trained on."""
+    source: str
+    """Where it came from, as of a `Stored`."""
+
+
+@dataclass(frozen=True, slots=True)
 class PoolTask:
     """A task and its state in the pool."""
 
@@ -87,10 +114,10 @@ class PoolTask:
 
 @dataclass(frozen=True, slots=True)
 class Incoming:
-    """A successful trajectory from another source, as an argument of `ExperiencePool.add_all`."""
+    """A trajectory from another source, which `ExperiencePool.add_all` or `ExperiencePool.add_failures` stores."""
 
     task: Task
-    """The task that was solved."""
+    """The task that was played."""
     trajectory: Trajectory
     """The trajectory to store."""
     step: int = 0
@@ -163,8 +190,10 @@ class ExperiencePool:
 
         Only fresh members with a valid score count; a group without any changes nothing. The successes of a group are
         stored if its solve rate is strictly between ``min_rate`` and ``max_rate`` and `admission.refusal` does not
-        refuse them. Trajectories that are older than ``max_age`` versions at the next step are evicted. ``temperature``
-        is the sampling temperature of the groups. All changes are one transaction.
+        refuse them. Of all groups, the newest ``keep_failures`` distinct failures of each task are stored as well,
+        unless refused. A failure with the same tokens as a stored one replaces it. Trajectories and failures that are
+        older than ``max_age`` versions at the next step are evicted. ``temperature`` is the sampling temperature of the
+        groups. All changes are one transaction.
 
         Returns metrics under ``pool/``: what this call changed, evictions since the last call, and the new sizes.
         """
@@ -176,6 +205,10 @@ class ExperiencePool:
                 oldest = step + 1 - settings.max_age
                 rows = db.execute("SELECT id FROM trajectories WHERE version < ?", (oldest,)).fetchall()
                 self._evict([key for (key,) in rows], "age")
+                rows = db.execute("SELECT id FROM failures WHERE version < ?", (oldest,)).fetchall()
+                self._remove_failures([key for (key,) in rows], "age")
+            # If the run keeps none but the pool has some, those of a task are removed with its next group.
+            failures_kept = settings.keep_failures > 0 or self._counts["failures"] > 0
             for group in groups:
                 valid = group.valid_fresh
                 if not valid:
@@ -195,6 +228,10 @@ class ExperiencePool:
                 seen["unretired"] += row.retired < was_retired
                 if settings.min_rate < len(successes) / len(valid) < settings.max_rate:
                     seen += self._admit(row, successes, step, float(temperature), None, admission.OWN)
+                if failures_kept:
+                    failures = [t for t in valid if not t.score.reaches(settings.success_threshold)]
+                    stored = self._keep_failures(row.id, failures, step, float(temperature), None, admission.OWN)
+                    seen["failures_stored"] += stored
                 bucket_index.save(db, row)
             self._log_replaced()
 
@@ -215,6 +252,10 @@ class ExperiencePool:
                 "pool/trajectories": self._counts["trajectories"],
                 "pool/bytes": self._counts["bytes"],
             }
+            if failures_kept:
+                metrics["pool/failures"] = self._counts["failures"]
+                metrics["pool/failure_bytes"] = self._counts["failure_bytes"]
+                seen["failures_stored"] += 0  # so that it is reported if it is 0
             for name in dict.fromkeys(("admitted", "newly_retired", "unretired", *seen)):
                 metrics[f"pool/{name}"] = seen[name]
             for cause in dict.fromkeys(("capacity", "age", *evicted)):
@@ -262,13 +303,33 @@ class ExperiencePool:
 
     def add_all(self, incoming: Sequence[Incoming]) -> list[bool]:
         """Store each item as `add` does, but all in one transaction. Returns for each whether it was stored."""
-        for each in incoming:
-            if (theirs := each.trajectory.task_id) != each.task.id:
-                raise ValueError(f"a trajectory of task {theirs!r} is not one of task {each.task.id!r}")
-            if not admission.SOURCE_NAME.fullmatch(each.source):
-                raise ValueError(f"{each.source!r} is no name of a source: up to 32 letters, digits, - and _")
+        _check_incoming(incoming)
         with self._writing():
             return [self._add(each) for each in incoming]
+
+    def add_failures(self, incoming: Sequence[Incoming]) -> list[bool]:
+        """Store failures from another source in one transaction, and return for each whether it was stored.
+
+        A failure is not stored if its score is invalid or at least ``success_threshold``, if `admission.refusal`
+        refuses it, or if the pool contains a different task with the same id. Items count as newer than what is stored,
+        and later items as newer than earlier ones: each may replace an older failure of its task, so that
+        ``keep_failures`` remain. The state of the task does not change.
+
+        Raises:
+            ValueError: a trajectory belongs to another task, or a source is no valid name.
+        """
+        _check_incoming(incoming)
+        stored: list[bool] = []
+        with self._writing():
+            for each in incoming:
+                score, number = each.trajectory.score, 0
+                if score.valid and not score.reaches(self.settings.success_threshold):
+                    row, same = self._find_or_add(each.task, int(each.step))
+                    if same:
+                        given = (int(each.step), float(each.temperature), each.version, each.source)
+                        number = self._keep_failures(row.id, [each.trajectory], *given)
+                stored.append(number > 0)
+        return stored
 
     def set_tasks(self, tasks: Iterable[Task]) -> None:
         """Restrict the pool to the training tasks of a run, which calls this when it starts.
@@ -317,17 +378,23 @@ class ExperiencePool:
             shift = max(value or 0 for (value,) in db.execute(newest)) - step
             if shift:
                 db.execute("UPDATE trajectories SET version = version - ?, step = step - ?", (shift, shift))
+                db.execute("UPDATE failures SET version = version - ?, step = step - ?", (shift, shift))
                 db.execute("UPDATE tasks SET step = step - ?", (shift,))
-            relabel = "UPDATE trajectories SET source = ? WHERE source = ?"
-            db.execute(relabel, (admission.EARLIER, admission.OWN))
+            for table in ("trajectories", "failures"):
+                relabel = f"UPDATE {table} SET source = ? WHERE source = ?"
+                db.execute(relabel, (admission.EARLIER, admission.OWN))
 
     def used(self, keys: Sequence[int]) -> None:
-        """Add 1 to the count of uses of each trajectory. Keys that are no longer in the pool are ignored."""
+        """Add 1 to the count of uses of each trajectory or failure. Keys no longer in the pool are ignored."""
         with self._writing() as db:
-            db.executemany("UPDATE trajectories SET uses = uses + 1 WHERE id = ?", [(int(key),) for key in keys])
+            for table in ("trajectories", "failures"):  # no key is in both
+                db.executemany(f"UPDATE {table} SET uses = uses + 1 WHERE id = ?", [(int(key),) for key in keys])
 
     def evict(self, keys: Sequence[int], cause: str) -> None:
-        """Evict trajectories, and count them in the metric ``pool/evicted/CAUSE``. Keys not in the pool are ignored."""
+        """Evict trajectories and failures. Keys not in the pool are ignored.
+
+        The metric ``pool/evicted/CAUSE`` counts the trajectories, and `stats` the failures.
+        """
         with self._writing():
             self._evict(keys, cause)
 
@@ -380,11 +447,33 @@ class ExperiencePool:
                 # The row in ``tasks`` stays. `observe` stores the task in ``bodies`` again with the task's next group.
                 for task_id in damaged:
                     self._evict(_keys_of(db, task_id), "damaged")
+                    self._remove_failures(_keys_of(db, task_id, "failures"), "damaged")
                     db.execute("DELETE FROM bodies WHERE id = ?", (task_id,))
                     row = bucket_index.get(db, task_id)
                     row.retired = row.streak = 0
                     bucket_index.save(db, row)
         return drawn
+
+    def draw_names(self, count: int, random: np.random.Generator) -> list[str]:
+        """Draw up to ``count`` ids of tasks with a stored trajectory or failure uniformly, without replacement.
+
+        Retired tasks are drawn too, and tasks that `set_tasks` has excluded are not. If most tasks of a pool have
+        neither, fewer may be found than there are.
+        """
+        query = (
+            "SELECT name FROM tasks t WHERE id = ? AND NOT outside AND (live > 0 OR EXISTS "
+            "(SELECT 1 FROM failures WHERE task = t.id))"
+        )
+        names: list[str] = []
+        with self._reading() as db:
+            # Rows of ``tasks`` are never deleted, so their ids are 0, 1, ... without gaps.
+            found = db.execute("SELECT value FROM counters WHERE name = 'tasks'").fetchone()
+            tried: set[int] = set()
+            for number in random.integers(found[0], size=20 * count).tolist() if found else ():
+                if number not in tried and len(names) < count:
+                    tried.add(number)
+                    names += [name for (name,) in db.execute(query, (number,))]
+        return names
 
     def stored(self, task_ids: Sequence[str]) -> dict[str, list[Stored]]:
         """Return the stored trajectories of each task, oldest first; an empty list for a task without any.
@@ -392,19 +481,34 @@ class ExperiencePool:
         A trajectory that is damaged or that this run cannot train on is logged and left out. Unless the pool is
         read-only, it is also evicted.
         """
-        found: dict[str, list[Stored]] = {name: [] for name in task_ids}
+        return self._read(task_ids, "trajectories", "blobs", Stored)
+
+    def failures(self, task_ids: Sequence[str]) -> dict[str, list[StoredFailure]]:
+        """Return the stored failures of each task, oldest first; an empty list for a task without any.
+
+        A failure that is damaged, that this run cannot train on, or whose score is a success by the present
+        ``success_threshold`` is treated as `stored` treats a damaged trajectory.
+        """
+        return self._read(task_ids, "failures", "failure_blobs", StoredFailure)
+
+    def _read(
+        self, task_ids: Sequence[str], table: str, blobs: str, kind: Callable[..., StoredKind]
+    ) -> dict[str, list[StoredKind]]:
+        found: dict[str, list[StoredKind]] = {name: [] for name in task_ids}
         faulty: dict[int, str] = {}
         query = (
             "SELECT t.id, t.entropy, t.version, t.temperature, t.step, t.uses, t.source, t.digest, "
-            "CAST(b.data AS BLOB) FROM trajectories t LEFT JOIN blobs b USING (id) "
-            "WHERE t.task = (SELECT id FROM tasks WHERE name = ?) ORDER BY t.id"
+            f"CAST(b.data AS BLOB) FROM {table} t LEFT JOIN {blobs} b USING (id) "
+            "WHERE t.task = (SELECT id FROM tasks WHERE name = ?) ORDER BY abs(t.id)"
         )
         with self._reading() as db:
             for name, into in found.items():
                 for key, *columns, digest, data in db.execute(query, (name,)):
                     try:
                         trajectory = integrity.decode_record(name, digest, data, columns, self._limits)
-                        into.append(Stored(key, trajectory, *columns))
+                        if key < 0 and trajectory.score.reaches(self.settings.success_threshold):
+                            raise Unfit("success", "it is no failure by the present success_threshold")
+                        into.append(kind(key, trajectory, *columns))
                     except Unfit as error:
                         faulty[key] = error.cause
                         log.warning("%s: trajectory %d of task %r is left out (%s)", self.path, key, name, error)
@@ -413,6 +517,19 @@ class ExperiencePool:
                 for key, cause in faulty.items():
                     self._evict([key], cause)
         return found
+
+    def failure_entropies(self, low: float, high: float) -> tuple[float, float]:
+        """Return two quantiles of `StoredFailure.entropy` over all failures, of which ``low`` and ``high`` are shares.
+
+        The first is rounded down to the entropy of a failure, the second up. NaN if there are no failures.
+        """
+        with self._reading() as db:
+            (last,) = db.execute("SELECT count(*) - 1 FROM failures").fetchone()
+            if last < 0:
+                return math.nan, math.nan
+            query = "SELECT entropy FROM failures ORDER BY entropy LIMIT 1 OFFSET ?"
+            bounds = [db.execute(query, (place,)).fetchone()[0] for place in (int(low * last), math.ceil(high * last))]
+        return bounds[0], bounds[1]
 
     def sources(self) -> dict[str, int]:
         """Return the number of stored trajectories from each source, by its name. Reads the row of every trajectory."""
@@ -484,7 +601,10 @@ class ExperiencePool:
             kept = [row[0] for row in db.execute("SELECT id FROM marks ORDER BY id")]
         retired = sizes.pop(bucket_index.RETIRED, 0)
         buckets = {bucket_index.bucket_of(bucket): size for bucket, size in sizes.items() if size}
-        evicted = {n.removeprefix("evicted/"): v for n, v in sorted(counts.items()) if n.startswith("evicted/")}
+        evicted, lost = (
+            {name.removeprefix(prefix): count for name, count in sorted(counts.items()) if name.startswith(prefix)}
+            for prefix in ("evicted/", "failures_evicted/")
+        )
         return {
             "path": str(self.path),
             "file_bytes": self.path.stat().st_size,
@@ -498,6 +618,9 @@ class ExperiencePool:
             "newest_version": newest,
             "buckets": {f"{successes}/{attempts}": size for (successes, attempts), size in buckets.items()},
             "evicted": evicted,
+            "failures": counts["failures"],
+            "failure_bytes": counts["failure_bytes"],
+            "failures_evicted": lost,
             "marks": kept,
         }
 
@@ -553,7 +676,8 @@ class ExperiencePool:
             return
         with self._reading() as db:
             found = db.execute("SELECT value FROM meta WHERE key = 'tokenizer'").fetchone()
-            holds = db.execute("SELECT 1 FROM trajectories LIMIT 1").fetchone() is not None
+            query = "SELECT EXISTS (SELECT 1 FROM trajectories) OR EXISTS (SELECT 1 FROM failures)"
+            (holds,) = db.execute(query).fetchone()
         if found is None and holds and not self.settings.trust_tokenizer:
             raise UserError(
                 f"the experience pool {self.path} does not say which tokenizer its token ids are of; if it is this "
@@ -597,10 +721,11 @@ class ExperiencePool:
     def _replace(self, row: TaskRow, task: Task) -> None:
         """Replace the task of ``row`` by ``task``, a different task with the same id.
 
-        Evicts the trajectories of the old task, and resets its state in ``row``. The caller must save ``row``.
+        Evicts trajectories and failures of the old task, and resets its state in ``row``. The caller must save ``row``.
         """
         self._db.execute("UPDATE bodies SET data = ? WHERE id = ?", (codec.encode_task(task), row.id))
         removed = self._remove(_keys_of(self._db, row.id), "other_task")
+        self._remove_failures(_keys_of(self._db, row.id, "failures"), "other_task")
         row.live -= removed
         row.attempts = row.successes = row.streak = row.retired = 0
         self._replaced[row.name] = removed
@@ -681,7 +806,49 @@ class ExperiencePool:
             seen["admitted"] += 1
         return seen
 
+    def _keep_failures(
+        self,
+        task: int,
+        failures: Sequence[Trajectory],
+        step: int,
+        temperature: float,
+        version: int | None,
+        source: str,
+    ) -> int:
+        """Store the newest ``keep_failures`` of a task's failures, and return how many of ``failures`` were stored.
+
+        ``failures`` are newer than the stored ones, and ordered oldest first. Of those with equal tokens, the newest
+        counts. The arguments are those of `_admit`.
+        """
+        limit = self.settings.keep_failures
+        new: dict[bytes, Trajectory] = {}  # by token digest, newest first
+        for trajectory in reversed(failures):
+            if len(new) < limit and admission.refusal(trajectory, temperature, self._limits) is None:
+                new.setdefault(codec.token_digest(trajectory), trajectory)
+        query = "SELECT id, digest FROM failures WHERE task = ? ORDER BY id"  # newest first
+        stored = self._db.execute(query, (task,)).fetchall()
+        others = [key for key, digest in stored if digest not in new]
+        self._remove_failures([key for key, digest in stored if digest in new], "repeated")
+        self._remove_failures(others[limit - len(new) :], "newer")
+        for digest, trajectory in reversed(new.items()):
+            data = codec.encode_trajectory(trajectory)
+            self._counts.update(next_failure=1, failures=1, failure_bytes=len(data))
+            key, since = -self._counts["next_failure"], int(trajectory.version if version is None else version)
+            columns = (key, task, digest, admission.entropy(trajectory), since, temperature, step, 0, len(data), source)
+            self._db.execute("INSERT INTO failures VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", columns)
+            self._db.execute("INSERT INTO failure_blobs VALUES (?, ?)", (key, data))
+        return len(new)
+
+    def _remove_failures(self, keys: Sequence[int], cause: str) -> None:
+        for key in set(keys):
+            found = self._db.execute("SELECT bytes FROM failures WHERE id = ?", (key,)).fetchone()
+            if found is not None:
+                self._db.execute("DELETE FROM failures WHERE id = ?", (key,))
+                self._db.execute("DELETE FROM failure_blobs WHERE id = ?", (key,))
+                self._counts.update({"failures": -1, "failure_bytes": -found[0], f"failures_evicted/{cause}": 1})
+
     def _evict(self, keys: Sequence[int], cause: str) -> None:
+        self._remove_failures([int(key) for key in keys if key < 0], cause)
         by_task: dict[int, list[int]] = {}
         for key in keys:
             found = self._db.execute("SELECT task FROM trajectories WHERE id = ?", (int(key),)).fetchone()
@@ -706,5 +873,14 @@ class ExperiencePool:
         return len(distinct)
 
 
-def _keys_of(db: sqlite3.Connection, task: int) -> list[int]:
-    return [row[0] for row in db.execute("SELECT id FROM trajectories WHERE task = ?", (task,))]
+def _check_incoming(incoming: Sequence[Incoming]) -> None:
+    """Raise `ValueError` if a trajectory belongs to another task, or a source is no valid name."""
+    for each in incoming:
+        if (theirs := each.trajectory.task_id) != each.task.id:
+            raise ValueError(f"a trajectory of task {theirs!r} is not one of task {each.task.id!r}")
+        if not admission.SOURCE_NAME.fullmatch(each.source):
+            raise ValueError(f"{each.source!r} is no name of a source: up to 32 letters, digits, - and _")
+
+
+def _keys_of(db: sqlite3.Connection, task: int, table: str = "trajectories") -> list[int]:
+    return [row[0] for row in db.execute(f"SELECT id FROM {table} WHERE task = ?", (task,))]

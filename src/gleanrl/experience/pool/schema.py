@@ -29,7 +29,20 @@ _NOT_TEXT = "Could not decode to UTF-8"
 _SCHEMA = "SELECT name, coalesce(sql, '') FROM sqlite_schema WHERE name NOT LIKE 'sqlite_stat%'"
 
 APPLICATION = 0x474C5250  # "GLRP"
-VERSION = 4
+VERSION = 5
+
+_TRAJECTORY = (
+    "id INTEGER PRIMARY KEY",
+    "task INTEGER NOT NULL",
+    "digest BLOB NOT NULL",
+    "entropy REAL NOT NULL",
+    "version INTEGER NOT NULL",
+    "temperature REAL NOT NULL",
+    "step INTEGER NOT NULL",
+    "uses INTEGER NOT NULL",
+    "bytes INTEGER NOT NULL",
+    "source TEXT NOT NULL",  # where it came from (`admission.OWN`)
+)
 
 TABLES = {
     # The state of each task. ``bucket`` and ``position`` (see bucket_index.py) are NULL if the task cannot be drawn.
@@ -47,20 +60,13 @@ TABLES = {
         "position INTEGER",
     ),
     "bodies": ("id INTEGER PRIMARY KEY", "data BLOB NOT NULL"),  # each task, encoded by `codec`
-    "trajectories": (
-        "id INTEGER PRIMARY KEY",
-        "task INTEGER NOT NULL",
-        "digest BLOB NOT NULL",
-        "entropy REAL NOT NULL",
-        "version INTEGER NOT NULL",
-        "temperature REAL NOT NULL",
-        "step INTEGER NOT NULL",
-        "uses INTEGER NOT NULL",
-        "bytes INTEGER NOT NULL",
-        "source TEXT NOT NULL",  # where it came from (`admission.OWN`)
-    ),
+    "trajectories": _TRAJECTORY,  # the successes
     # Each trajectory, encoded by `codec`. The table is separate so that an update of ``uses`` does not copy the blob.
     "blobs": ("id INTEGER PRIMARY KEY", "data BLOB NOT NULL"),
+    # The failures. They have tables of their own, so that no query for successes can return one. Their ids are -1, -2,
+    # ..., so that the id of a failure is never that of a success.
+    "failures": _TRAJECTORY,
+    "failure_blobs": ("id INTEGER PRIMARY KEY", "data BLOB NOT NULL"),
     "buckets": ("id INTEGER PRIMARY KEY", "size INTEGER NOT NULL"),
     "counters": ("id INTEGER PRIMARY KEY", "name TEXT NOT NULL UNIQUE", "value INTEGER NOT NULL"),
 }
@@ -71,6 +77,9 @@ INDEXES = (
     "CREATE UNIQUE INDEX tasks_place ON tasks (bucket, position) WHERE bucket IS NOT NULL",
     "CREATE UNIQUE INDEX trajectories_tokens ON trajectories (task, digest)",
     "CREATE INDEX trajectories_version ON trajectories (version)",
+    "CREATE UNIQUE INDEX failures_tokens ON failures (task, digest)",
+    "CREATE INDEX failures_version ON failures (version)",
+    "CREATE INDEX failures_entropy ON failures (entropy)",
 )
 
 TRACKED = {table: tuple(column.split()[0] for column in columns) for table, columns in TABLES.items()}

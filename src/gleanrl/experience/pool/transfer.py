@@ -17,7 +17,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -56,18 +56,26 @@ class Intake:
 
     Used as ``with Intake(pool, "seed") as intake``. The exit of the block stores the last batch, even if the block
     raises. If the process is killed, the last batch is lost, and the earlier ones are in the pool.
+
+    With ``failures``, trajectories with a valid score below the pool's ``success_threshold`` are stored as failures.
+
+    Raises:
+        UserError: ``failures`` is true, but the pool keeps none.
     """
 
-    def __init__(self, pool: ExperiencePool, default: str, label: str | None = None) -> None:
-        self.moved = Moved()
+    def __init__(self, pool: ExperiencePool, default: str, label: str | None = None, *, failures: bool = False) -> None:
+        if failures and not pool.settings.keep_failures:
+            raise UserError("replay.keep_failures = 0 keeps no failures; set it to the number to keep for each task")
+        self.moved, self._failures = Moved(), failures
         self._pool, self._default, self._label = pool, default, label
         self._waiting: list[Incoming] = []
         self._tokens = 0  # number of tokens in the waiting trajectories
 
     def take(self, incoming: Incoming) -> None:
-        """Accept one trajectory for storing. A trajectory whose score is not a success is counted and left out."""
+        """Accept one trajectory for storing. Without ``failures``, one that is no success is counted and left out."""
         trajectory = incoming.trajectory
-        if not trajectory.score.reaches(self._pool.settings.success_threshold):
+        succeeded = trajectory.score.reaches(self._pool.settings.success_threshold)
+        if not (succeeded or (self._failures and trajectory.score.valid)):
             self.moved.left_out["no success"] += 1
             return
         kept = self._default if incoming.source in (admission.OWN, admission.EARLIER) else incoming.source
@@ -85,7 +93,11 @@ class Intake:
     def _store(self) -> None:
         # Empty the batch first: if storing it fails, the exit of the ``with`` block must not try it again.
         batch, self._waiting, self._tokens = self._waiting, [], 0
-        stored = sum(self._pool.add_all(batch)) if batch else 0
+        threshold = self._pool.settings.success_threshold
+        failures = [incoming for incoming in batch if not incoming.trajectory.score.reaches(threshold)]
+        successes = [incoming for incoming in batch if incoming.trajectory.score.reaches(threshold)]
+        stored = sum(self._pool.add_all(successes)) if successes else 0
+        stored += sum(self._pool.add_failures(failures)) if failures else 0
         self.moved.stored += stored
         if stored < len(batch):
             self.moved.left_out["there already, no room, or not fit to train on"] += len(batch) - stored
@@ -111,7 +123,8 @@ def check_tokenizers(pool: Path, source: str | None, of: object, *, trust: bool)
     own, empty = None, True
     if pool.is_file():
         with browse.reading(pool) as db:
-            own, empty = browse.tokenizer(db), next(browse.lines(db, limit=1), None) is None
+            own = browse.tokenizer(db)
+            empty = not any(next(browse.lines(db, limit=1, failures=kind), None) for kind in (False, True))
     if (own is not None and own == source) or (own is None and empty):
         return own
     if own is not None and source is not None:
@@ -133,9 +146,10 @@ def seed_from_pool(
     step: int = 0,
     trust: bool = False,
     label: str | None = None,
+    failures: bool = False,
     done: Callable[[], object] = lambda: None,
 ) -> Moved:
-    """Copy every trajectory of the pool at ``source`` into ``pool``, with the latest solve rate of its task there.
+    """Copy every success of the pool at ``source`` into ``pool``, with the latest solve rate of its task there.
 
     Args:
         pool: the pool that receives the trajectories.
@@ -143,14 +157,16 @@ def seed_from_pool(
         step: step of this run from which the age of the trajectories counts.
         trust: if only one of the pools has the fingerprint of its tokenizer, assume that both have the same tokenizer.
         label: source that is recorded for them; None = as `Intake` says, with ``seed`` for those of runs.
+        failures: copy its failures too.
         done: called after each trajectory of ``source``.
 
     Raises:
-        UserError: there is no pool at ``source``, or its tokens are (or may be) from another tokenizer.
+        UserError: there is no pool at ``source``, its tokens are (or may be) from another tokenizer, or ``failures`` is
+            true and ``pool`` keeps none.
     """
-    with browse.reading(source) as db, Intake(pool, "seed", label) as intake:
+    with browse.reading(source) as db, Intake(pool, "seed", label, failures=failures) as intake:
         check_tokenizers(pool.path, browse.tokenizer(db), source, trust=trust)
-        for found in browse.entries(db):
+        for found in chain(browse.entries(db), browse.entries(db, failures=True) if failures else ()):
             if isinstance(found, Entry):
                 line = found.line
                 given = (found.task, found.stored.trajectory, step, line.temperature, step)
@@ -204,11 +220,13 @@ def seed_from_groups(
 
 
 # --- to parquet ---------------------------------------------------------------------------------
-def export_parquet(source: Path, target: Path, *, done: Callable[[], object] = lambda: None) -> tuple[int, list[str]]:
-    """Write every trajectory of the pool at ``source`` to the parquet file ``target``.
+def export_parquet(
+    source: Path, target: Path, *, failures: bool = False, done: Callable[[], object] = lambda: None
+) -> tuple[int, list[str]]:
+    """Write every success of the pool at ``source`` to the parquet file ``target``, and with ``failures`` its failures.
 
     An existing parquet file is replaced. ``done`` is called after each trajectory. Returns how many trajectories were
-    written, and one line for each that could not be written because it is damaged.
+    written, and one line for each that could not be written because it is damaged. The keys of failures are below 0.
 
     Raises:
         UserError: there is no pool at ``source``, ``target`` exists and is not a parquet file, the disk is full, or
@@ -229,7 +247,7 @@ def export_parquet(source: Path, target: Path, *, done: Callable[[], object] = l
             marks[_TOKENIZER] = known.encode()
         schema = _schema(arrow).with_metadata(marks)
         with atomic.file(target) as partial, parquet.ParquetWriter(partial, schema, compression="zstd") as writer:
-            for found in browse.entries(db):
+            for found in chain(browse.entries(db), browse.entries(db, failures=True) if failures else ()):
                 done()
                 if not isinstance(found, Entry):
                     damaged.append(f"trajectory {found[0]}: {found[1]}")
@@ -339,7 +357,12 @@ def _table(arrow: Any, rows: Sequence[Mapping[str, Any]], schema: Any) -> Any:
 
 # --- from parquet -------------------------------------------------------------------------------
 def import_parquet(
-    pool: ExperiencePool, source: Path, *, label: str | None = None, done: Callable[[], object] = lambda: None
+    pool: ExperiencePool,
+    source: Path,
+    *,
+    label: str | None = None,
+    failures: bool = False,
+    done: Callable[[], object] = lambda: None,
 ) -> Moved:
     """Store the trajectory of every valid row of the parquet file ``source`` in the pool, in the order of the file.
 
@@ -347,12 +370,14 @@ def import_parquet(
     the exported pool are not retired in this one. An invalid row, for example one with arrays of different lengths or
     with a missing log-prob, is left out, and the first few of them are logged. If a task gets more trajectories than
     its capacity, ``select`` decides which remain. Their source is ``label`` or, if it is None, as `Intake` says, with
-    ``import`` for those of runs. ``done`` is called after each row.
+    ``import`` for those of runs. Rows whose score is no success by ``success_threshold`` are left out or, with
+    ``failures``, stored as failures. ``done`` is called after each row.
 
     Raises:
-        UserError: ``source`` was not written by `export_parquet`, it is damaged, or pyarrow is not installed.
+        UserError: ``source`` was not written by `export_parquet`, it is damaged, pyarrow is not installed, or
+            ``failures`` is true and the pool keeps none.
     """
-    with Intake(pool, "import", label) as intake:
+    with Intake(pool, "import", label, failures=failures) as intake:
         for number, row in enumerate(_rows(source)):
             done()
             try:

@@ -110,12 +110,12 @@ class Recall:
         limits = settings.source_limits
         if not settings.per_group:
             never = [source for source, limit in limits.items() if limit == 0]
-            return [Recalled(task, ()) for task in self._draw(count, random, taken, never)]
+            return [Recalled(task, ()) for task in self.draw_tasks(count, random, taken, never)]
         left = selection.source_places(limits, count * settings.per_group, random)
         found: list[tuple[Task, Sequence[Stored]]] = []
         for _ in range(_ROUNDS):
             used_up = [source for source, number in left.items() if number == 0]
-            drawn = self._draw(count - len(found), random, taken, used_up)
+            drawn = self.draw_tasks(count - len(found), random, taken, used_up)
             if limits:
                 # Tasks are drawn bucket by bucket. In that order the first buckets would get all places of a source.
                 drawn = [drawn[index] for index in random.permutation(len(drawn))]
@@ -155,10 +155,13 @@ class Recall:
             self._pool.evict(self._disproved, "reverify")
             self._disproved = []
 
-    def _draw(
+    def draw_tasks(
         self, count: int, random: np.random.Generator, taken: set[str], without: Sequence[str] = ()
     ) -> list[Task]:
-        """Draw up to ``count`` tasks with a trajectory from another source than those in ``without``."""
+        """Draw up to ``count`` tasks that are not in ``taken``, as ``settings.tasks`` says, and add them to ``taken``.
+
+        Only tasks with a trajectory from another source than those in ``without`` are drawn.
+        """
         sizes = self._pool.buckets(without)
         drawn: list[Task] = []
         while len(drawn) < count:

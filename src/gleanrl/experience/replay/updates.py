@@ -17,6 +17,8 @@ import numpy as np
 from gleanrl.algorithms.batch import Batch, Sample, build_samples, weighted_batch
 from gleanrl.config.settings import Config
 from gleanrl.experience.pool.pool import ExperiencePool
+from gleanrl.experience.replay import observations
+from gleanrl.experience.replay.pairs import build_pairs, choose_pairs
 from gleanrl.experience.replay.recall import COUNTS, EstimatePolicy, Recall, Reverify
 from gleanrl.protocols import Learner, Metrics
 from gleanrl.types import Group, GroupSpec, Task, Trajectory
@@ -102,9 +104,12 @@ class _Success(NamedTuple):
 class ReplayUpdateLearner:
     """Wraps a learner, and makes ``replay.pool_updates`` extra optimizer updates at the end of each step.
 
-    Each extra update learns from up to ``replay.pool_batch`` successes. With ``replay.pool_from = "pool"`` they are
+    Each extra update learns from up to ``replay.pool_batch`` successes or, with ``replay.pool_pairs``, from that many
+    pairs of a failure and a success (`gleanrl.experience.replay.pairs`). With ``replay.pool_from = "pool"`` they are
     drawn from the pool in the same way as `ReplayCurriculum` draws them, one per task. With ``"batch"`` they are chosen
-    from the groups of the step. Every sampled token of a success has the advantage 1 - solve rate of its task.
+    from the groups of the step. Every sampled token of a success has the advantage 1 - solve rate of its task. With
+    ``replay.observation_batch``, one more update follows, on observations alone
+    (`gleanrl.experience.replay.observations`).
 
     There are no extra updates before replay has begun, that is while ``begun()`` is false. All other methods call the
     same method of ``learner``.
@@ -157,23 +162,59 @@ class ReplayUpdateLearner:
         for number in range(replay.pool_updates):
             # "practice" only distinguishes this random stream from others that the run derives from its seed.
             random = np.random.default_rng(derive(self._seed, "practice", step, number))
-            if replay.pool_from == "pool":
-                chosen = await self._choose_from_pool(random, step)
-            else:
-                chosen = self._choose_from_step(random)
             prefix = f"replay_update/{number}"
-            if chosen:
+            if replay.pool_pairs:
+                drawn = choose_pairs(self._pool, self._recall, replay, random, step=step)
+                selected_at = perf_counter()
+                built = await build_pairs(
+                    self.learner.logprobs, drawn, self._config.loss, self._max_context, replay.max_ratio
+                )
+                self._recall.seconds += perf_counter() - selected_at
+                self._recall.counts["rejected"] += built.rejected
+                members = [stored for pair in built.pairs for stored in (pair.success, pair.failure)]
+                self._pool.used([stored.key for stored in members])
+                extra, ages = built.batch, [max(step - stored.version, 0) for stored in members]
+                metrics[f"{prefix}/pairs"] = float(len(built.pairs))
+                if built.pairs:
+                    metrics[f"{prefix}/shared_turns"] = float(np.mean([pair.shared for pair in built.pairs]))
+                    metrics[f"{prefix}/failure_weight"] = float(np.mean(built.weights))
+            else:
+                if replay.pool_from == "pool":
+                    chosen = await self._choose_from_pool(random, step)
+                else:
+                    chosen = self._choose_from_step(random)
                 groups, weights = [success.group for success in chosen], [success.weight for success in chosen]
-                extra = weighted_batch(groups, weights, self._config.loss, self._max_context)
+                extra = Batch(())
+                if chosen:
+                    extra = weighted_batch(groups, weights, self._config.loss, self._max_context)
+                ages = [success.age for success in chosen if success.age is not None]
+            if extra.groups:
                 update_started = perf_counter()
                 reported = await self.learner.replay_update(extra, step)
                 updating += perf_counter() - update_started
                 metrics |= {f"{prefix}/{name}": reported[name] for name in _REPORTED if name in reported}
-            metrics[f"{prefix}/trajectories"] = float(len(chosen))
-            ages = [success.age for success in chosen if success.age is not None]
+            metrics[f"{prefix}/trajectories"] = float(extra.groups)
             if ages:
                 metrics[f"{prefix}/age_mean"] = float(np.mean(ages))
                 metrics[f"{prefix}/age_max"] = float(max(ages))
+        if replay.observation_batch:
+            random = np.random.default_rng(derive(self._seed, "observations", step))
+            prefix, without = "replay_update/observation", 0
+            if replay.observation_from == "pool":
+                shown, without = observations.choose_from_pool(self._pool, replay, random)
+            else:
+                shown = observations.choose_from_step(self._groups, replay.observation_batch, random)
+            extra = observations.observation_batch(shown, self._max_context, replay.observation_coefficient)
+            if extra.groups:
+                update_started = perf_counter()
+                reported = await self.learner.replay_update(extra, step)
+                updating += perf_counter() - update_started
+                for name in ("loss/observation", "learner/grad_norm"):
+                    metrics |= {f"{prefix}/{name}": reported[name]} if name in reported else {}
+            metrics[f"{prefix}/trajectories"] = float(extra.groups)
+            tokens = sum(int(sample.observed.sum()) for sample in extra.samples if sample.observed is not None)
+            metrics[f"{prefix}/tokens"] = float(tokens)
+            metrics[f"{prefix}/without_spans"] = float(without)
         for name in COUNTS:
             metrics[f"replay_update/{name}"] = float(self._recall.counts[name])
         self._recall.counts.clear()
