@@ -49,7 +49,9 @@ ARMS: dict[str, Settings] = {
     "restarts": _RESTARTS,
     "restarts, no prefix": _RESTARTS,
     "restarts, random cut": _RESTARTS,
-    # Arms that need failures in the pool (TOPR, boundary failures, RePO with failures) belong here once it keeps them.
+    "boundary failures": {**_REPLAY, "replay.keep_failures": 2, "replay.pool_pairs": 4},
+    "observations, memory": {**_REPLAY, "replay.keep_failures": 2, "replay.observation_batch": 8},
+    "observations, step": {**_REPLAY, "replay.observation_batch": 8, "replay.observation_from": "batch"},
 }
 
 CURRICULA: dict[str, str] = {
