@@ -114,7 +114,7 @@ class AttachToEveryGroup(_Wrapped):
         attached, keys = [], []
         for spec in specs:
             own = [] if spec.task.id in retired else stored[spec.task.id]
-            order = ranked(TaskTrajectories.of(own, self._steps), pool.settings.select, self._random)
+            order = ranked(own, pool.settings.select, self._random, step=self._steps)
             chosen = [own[index] for index in order[: pool.settings.per_group]]
             keys += [each.key for each in chosen]
             attached.append(replace(spec, replayed=tuple(each.trajectory for each in chosen)))

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gleanrl.config.settings import ReplaySettings
-from gleanrl.experience.pool.ranking import Ranking, TaskTrajectories
+from gleanrl.experience.pool.ranking import RANKINGS, Ranking, TaskTrajectories
 from gleanrl.experience.replay import selection
 
 sizes = st.integers(1, 12)
@@ -136,7 +136,7 @@ def test_trajectories_are_ranked_by_entropy_and_ties_go_to_the_newer(entropies: 
     trajectories = task_trajectories(entropy=entropies, uses=uses)
 
     def order(select: str) -> list[int]:
-        return selection.ranked(trajectories, select, np.random.default_rng(seed))
+        return RANKINGS.get(select)(trajectories, np.random.default_rng(seed))
 
     assert order("least_used") == sorted(indices, key=lambda i: (uses[i], entropies[i], -i))
     assert order("lowest_entropy") == sorted(indices, key=lambda i: (entropies[i], -i))

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from gleanrl.config.settings import ReplaySettings
-from gleanrl.experience.pool.ranking import RANKINGS
+from gleanrl.experience.pool.ranking import RANKINGS, Candidate
 from gleanrl.types import Trajectory
 
 # Log-probs up to this value are accepted, because float32 rounding in an inference engine can give values above 0.
@@ -45,15 +45,6 @@ class Limits:
 
     vocabulary: int | None = None  # token ids must be below this
     context: int | None = None  # largest number of tokens in a segment, counted up to its last sampled token
-
-
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """A stored or new trajectory of a task, with the properties by which `surplus` chooses which ones to evict."""
-
-    order: int  # larger for newer trajectories; for a stored trajectory its key (`Stored.key`)
-    entropy: float
-    digest: bytes  # `codec.token_digest`
 
 
 def entropy(trajectory: Trajectory) -> float:

@@ -23,6 +23,7 @@ import numpy.typing as npt
 from gleanrl.config.settings import ReplaySettings
 from gleanrl.experience.pool import admission, codec, schema
 from gleanrl.experience.pool.pool import Stored, StoredFailure
+from gleanrl.experience.pool.ranking import Candidate
 from gleanrl.types import Task
 
 # The queries below read the successes. With ``.format(**_FAILURES)`` instead of ``.format(**_SUCCESSES)``, failures.
@@ -198,7 +199,7 @@ def prunable(
     """
     chosen: dict[str, list[int]] = {"age": [], "retired": [], "source": [], "capacity": [], "newer": []}
     oldest = None if max_age is None else newest_step(db) - max_age
-    left: dict[int, list[admission.Candidate]] = {}
+    left: dict[int, list[Candidate]] = {}
     failures: Counter[int] = Counter()  # number of failures that each task keeps
     columns = "t.id, t.task, k.retired, t.version, t.entropy, t.digest, t.source"
     query = (
@@ -218,7 +219,7 @@ def prunable(
             if keep_failures is not None and failures[task] > keep_failures:
                 chosen["newer"].append(key)
         elif keep is not None:
-            left.setdefault(task, []).append(admission.Candidate(key, entropy, digest))
+            left.setdefault(task, []).append(Candidate(key, entropy, digest))
     if keep is not None:
         limited = settings.model_copy(update={"capacity_per_task": keep})
         for candidates in left.values():

@@ -34,10 +34,10 @@ import numpy as np
 
 from gleanrl.config.settings import ReplaySettings
 from gleanrl.experience.pool import admission, bucket_index, codec, integrity, marks, schema
-from gleanrl.experience.pool.admission import Candidate, Limits
+from gleanrl.experience.pool.admission import Limits
 from gleanrl.experience.pool.bucket_index import TaskRow
 from gleanrl.experience.pool.integrity import Unfit
-from gleanrl.experience.pool.ranking import RANKINGS
+from gleanrl.experience.pool.ranking import RANKINGS, Candidate
 from gleanrl.types import Group, Task, Trajectory
 from gleanrl.utils.errors import UserError
 

@@ -11,18 +11,14 @@ A ranking decides which trajectories of a task are replayed, and which remain in
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from gleanrl.utils.registry import Registry
-
-if TYPE_CHECKING:
-    from gleanrl.experience.pool.admission import Candidate
-    from gleanrl.experience.pool.pool import Stored
 
 Order = npt.NDArray[np.intp]
 
@@ -43,23 +39,19 @@ class TaskTrajectories:
     length: npt.NDArray[np.int64]
     """int64 [n]: number of sampled tokens."""
 
-    @staticmethod
-    def of(stored: Sequence[Stored], step: int, entropies: Sequence[float] | None = None) -> TaskTrajectories:
-        """Return the arrays of ``stored``, for the step number ``step``, with ``entropies`` or the recorded ones."""
-        if entropies is None:
-            entropies = [each.entropy for each in stored]
-        return TaskTrajectories(
-            entropy=np.asarray(entropies, np.float64),
-            uses=np.array([each.uses for each in stored], np.int64),
-            age=np.array([max(step - each.version, 0) for each in stored], np.int64),
-            score=np.array([each.trajectory.score.value for each in stored], np.float64),
-            length=np.array([each.trajectory.sampled_tokens for each in stored], np.int64),
-        )
-
     @property
     def newest_first(self) -> Order:
         """intp [n]: 0 for the newest trajectory, n - 1 for the oldest. As a last sort key it breaks ties."""
         return np.arange(self.entropy.size)[::-1]
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A stored or new trajectory of a task, with the properties by which the pool chooses which ones to evict."""
+
+    order: int  # larger for newer trajectories; for a stored trajectory its key (`pool.Stored.key`)
+    entropy: float
+    digest: bytes  # `codec.token_digest`
 
 
 def _newest(candidate: Candidate) -> Any:
@@ -95,9 +87,9 @@ def ranking(
     and the number of the batch.
 
     Args:
-        keep: the sort key by which the pool chooses what remains of a task that has too many trajectories. It takes an
-            `admission.Candidate`; candidates with the smallest keys are evicted. It must depend on nothing else,
-            because a resumed run must keep the same trajectories. By default the newest remain.
+        keep: the sort key by which the pool chooses what remains of a task that has too many trajectories. It takes a
+            `Candidate`; those with the smallest keys are evicted. It must depend on nothing else, because a resumed run
+            must keep the same trajectories. By default the newest remain.
         by_entropy: whether the function looks at ``entropy``. If not, ``replay.entropy_from = "current"`` costs no
             forward pass.
     """

@@ -8,7 +8,6 @@ from dataclasses import replace
 import numpy as np
 
 from gleanrl.experience.pool.pool import ExperiencePool
-from gleanrl.experience.pool.ranking import TaskTrajectories
 from gleanrl.experience.replay.selection import ranked, source_places, within_limits
 from gleanrl.types import Group, GroupSpec
 from gleanrl.utils.errors import UserError
@@ -67,7 +66,7 @@ def attach_replayed(
     for group, name in zip(groups, names, strict=True):
         stored = found[name] if name not in retired and group.valid_fresh else []
         stored = within_limits(stored, left, settings.per_group)
-        order = ranked(TaskTrajectories.of(stored, step), settings.select, random)
+        order = ranked(stored, settings.select, random, step=step)
         chosen = [stored[index] for index in order[: settings.per_group]]
         keys += [each.key for each in chosen]
         replayed = tuple(each.trajectory for each in chosen)

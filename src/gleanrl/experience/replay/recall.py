@@ -14,7 +14,7 @@ import numpy as np
 
 from gleanrl.config.settings import ReplaySettings
 from gleanrl.experience.pool.pool import ExperiencePool, Stored
-from gleanrl.experience.pool.ranking import RANKINGS, TaskTrajectories
+from gleanrl.experience.pool.ranking import RANKINGS
 from gleanrl.experience.replay import selection
 from gleanrl.types import Score, Task, Trajectory
 
@@ -136,8 +136,8 @@ class Recall:
         candidates = await self._make_candidates([stored for _, stored in found])
         choices = []
         for (task, _), own in zip(found, candidates, strict=True):
-            seen = TaskTrajectories.of([each.stored for each in own], step, [each.entropy for each in own])
-            order = selection.ranked(seen, settings.select, random)
+            stored, entropies = [each.stored for each in own], [each.entropy for each in own]
+            order = selection.ranked(stored, settings.select, random, step=step, entropies=entropies)
             choices.append(self._choose(task, [own[index] for index in order]))
         chosen = await asyncio.gather(*choices)
         self.seconds += perf_counter() - started

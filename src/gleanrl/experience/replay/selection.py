@@ -135,8 +135,30 @@ def within_limits(stored: Sequence[Stored], left: dict[str, int], per_group: int
     return [each for each in stored if taken[each.source]]
 
 
-def ranked(trajectories: TaskTrajectories, select: str, random: np.random.Generator) -> list[int]:
-    """Rank a task's trajectories as ``select`` (`ReplaySettings.select`) says, and return their indices, best first."""
+def ranked(
+    stored: Sequence[Stored],
+    select: str,
+    random: np.random.Generator,
+    *,
+    step: int,
+    entropies: Sequence[float] | None = None,
+) -> list[int]:
+    """Rank a task's trajectories as ``select`` (`ReplaySettings.select`) says, and return their indices, best first.
+
+    Args:
+        stored: the trajectories, oldest first.
+        step: number of the step that will learn from them, from which their ages are counted.
+        entropies: their mean entropies; None = the recorded ones.
+    """
+    if entropies is None:
+        entropies = [each.entropy for each in stored]
+    trajectories = TaskTrajectories(
+        entropy=np.asarray(entropies, np.float64),
+        uses=np.array([each.uses for each in stored], np.int64),
+        age=np.array([max(step - each.version, 0) for each in stored], np.int64),
+        score=np.array([each.trajectory.score.value for each in stored], np.float64),
+        length=np.array([each.trajectory.sampled_tokens for each in stored], np.int64),
+    )
     return RANKINGS.get(select)(trajectories, random)
 
 
