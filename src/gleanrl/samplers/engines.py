@@ -32,8 +32,10 @@ _FIXED_ROPE = ("default", "linear", "llama3", "yarn")
 # The three forward passes of `probe`: for each pass, the number of tokens that it appends to each of two sequences. The
 # sequences differ in length, and the last pass appends one token to each, like a decoding step.
 _PROBE = ((2, 3), (2, 1), (1, 1))
-# Largest error of the logits that `probe` accepts, as a share of their standard deviation, by the engine's dtype.
-_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.2, torch.float16: 0.05}
+# Largest root mean square error of the logits that `probe` accepts, as a share of their standard deviation, by the
+# engine's dtype. Rounding to bfloat16 gives 0.03 to 0.08 (SmolLM2-135M, before and after training), and up to four
+# times as much in the worst of 100,000 logits, which therefore says little. A wrong norm or position gives above 1.
+_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.03}
 # FLOP of attention that take as long as one more call of it, on a CPU and on a GPU.
 _CALL_FLOP = (2_000_000, 300_000_000)
 
@@ -126,7 +128,7 @@ def probe(engine: Engine, model: PreTrainedModel, dtype: torch.dtype) -> None:
     model.train(was_training)
     expected = torch.stack(last)
     spread = float(expected.std()) or 1.0
-    error = float((answer - expected).abs().max()) / spread
+    error = float((answer - expected).square().mean().sqrt()) / spread
     if not error <= _TOLERANCE[dtype]:
         raise CannotServe(f"its cached pass differs from its full pass by {error:.2g} of the logits' spread")
 
