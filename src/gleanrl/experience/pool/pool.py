@@ -374,7 +374,10 @@ class ExperiencePool:
         the pool for the first time.
         """
         with self._writing() as db:
-            newest = "SELECT max(version) FROM trajectories UNION ALL SELECT max(step) FROM tasks"
+            newest = (
+                "SELECT max(version) FROM trajectories UNION ALL SELECT max(version) FROM failures "
+                "UNION ALL SELECT max(step) FROM tasks"
+            )
             shift = max(value or 0 for (value,) in db.execute(newest)) - step
             if shift:
                 db.execute("UPDATE trajectories SET version = version - ?, step = step - ?", (shift, shift))
