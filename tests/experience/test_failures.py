@@ -272,3 +272,9 @@ def test_a_new_run_counts_ages_from_the_newest_version_of_failures_too(path: Pat
         pool.start_run()
         assert [stored.version for stored in pool.failures(["t"])["t"]] == [0]
         assert [stored.version for stored in pool.stored(["t"])["t"]] == [-487]
+
+
+def test_a_failure_that_is_refused_adds_no_task(path: Path) -> None:
+    with ExperiencePool(path, KEEP, vocabulary=10) as pool:
+        assert pool.add_failures([Incoming(task("t"), episode("t", 0.0, (99, 5)))]) == [False]
+        assert pool.stats()["tasks"] == 0

@@ -323,7 +323,8 @@ class ExperiencePool:
         with self._writing():
             for each in incoming:
                 score, number = each.trajectory.score, 0
-                if score.valid and not score.reaches(self.settings.success_threshold):
+                failed = score.valid and not score.reaches(self.settings.success_threshold)
+                if failed and not admission.refusal(each.trajectory, float(each.temperature), self._limits):
                     row, same = self._find_or_add(each.task, int(each.step))
                     if same:
                         given = (int(each.step), float(each.temperature), each.version, each.source)
