@@ -304,10 +304,13 @@ def objective(
     """
     loss = find(config)
     fresh = ~tokens.off_policy
+    # Micro-batches with observation tokens may have no trained token. A loss and its precompute need not handle that: a
+    # maximum over no tokens, for example, is an error.
+    trained = tokens.logp.numel() > 0
     if context is None:
-        context = precompute(tokens, config)
+        context = precompute(tokens, config) if trained else LossContext(None, None, None, None)
     tokens = replace(tokens, precomputed=context.precomputed)
-    policy = loss(tokens, config)
+    policy = loss(tokens, config) if trained else TokenLosses(tokens.logp)
     if bool(tokens.off_policy.any()):
         replayed = replace(tokens, precomputed=context.replay_precomputed).take(tokens.off_policy)
         policy = _merge(tokens.off_policy, policy, replayed_loss(replayed, config))
