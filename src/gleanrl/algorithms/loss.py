@@ -364,13 +364,14 @@ def objective(
 def _merge(off_policy: Tensor, losses: TokenLosses, of_replayed: TokenLosses) -> TokenLosses:
     """Return ``losses`` with those of the R replayed tokens, which ``off_policy`` bool [T] marks, replaced.
 
-    A ``clipped_...`` field that is None counts as False everywhere.
+    A ``clipped_...`` field that is None counts as False everywhere. If the dtypes differ, the result has the wider one.
     """
     merged = []
     for every, replayed in zip(losses, of_replayed, strict=True):
         every = torch.zeros_like(off_policy) if every is None else every
         replayed = torch.zeros_like(off_policy[off_policy]) if replayed is None else replayed
-        merged.append(every.masked_scatter(off_policy, replayed))
+        dtype = torch.promote_types(every.dtype, replayed.dtype)
+        merged.append(every.to(dtype).masked_scatter(off_policy, replayed.to(dtype)))
     return TokenLosses(*merged)
 
 
