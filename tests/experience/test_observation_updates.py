@@ -95,6 +95,13 @@ def test_successes_and_failures_are_drawn_but_no_demonstrations_or_limited_sourc
     assert set(pool.draw_names(9, random)) == {"t0", "t1", "demo", "other", "known"}
 
 
+def test_demonstrations_are_left_out_whatever_name_their_source_was_given(pool: ExperiencePool) -> None:
+    """`gleanrl pool seed --demonstrations N --source NAME` records NAME as their source."""
+    shown = replace(answered(played("demo", 1, [[5]])), info={"origin": "demonstration"})
+    assert pool.add(task("demo"), shown, source="expert")
+    assert choose_from_pool(pool, KEEP, np.random.default_rng(0)) == ([], 0)
+
+
 def test_a_policy_loss_is_not_called_for_an_update_without_trained_tokens() -> None:
     """A maximum over no tokens, for example, is an error."""
 
