@@ -157,6 +157,19 @@ def lower_half(tokens, settings):
 """
 
 
+PRECISE = """
+from gleanrl.algorithms.loss import policy_loss, replay_loss
+
+@policy_loss("precise fresh")
+def fresh(tokens, settings):
+    return -tokens.advantages.double() * tokens.ratio
+
+@replay_loss("precise stored")
+def stored(tokens, settings):
+    return -tokens.advantages.double() * tokens.ratio
+"""
+
+
 @pytest.mark.parametrize("importance", ["recorded", "current"])
 def test_a_users_own_loss_of_replayed_tokens_is_chosen_by_its_import_path(tmp_path: Path, importance: Any) -> None:
     """It gets the result of its precompute, also if the policy loss has a precompute of its own."""
@@ -178,6 +191,18 @@ def test_a_users_own_loss_of_replayed_tokens_is_chosen_by_its_import_path(tmp_pa
     zeros, ones = torch.zeros(1, 3), torch.ones(1, 3)
     padded = padded_policy_loss(zeros, zeros, zeros, ones, off_policy=torch.ones(1), config=config)
     assert float(padded.loss) == 0
+
+
+def test_losses_of_fresh_and_of_replayed_tokens_may_have_other_dtypes(tmp_path: Path) -> None:
+    (tmp_path / "precise.py").write_text(PRECISE)
+    file = tmp_path / "precise.py"
+    for config in (settings(f"{file}:fresh"), settings("reinforce", replay_mode=f"{file}:stored")):
+        logp = torch.tensor([[-1.0, -2.0], [-0.5, -0.1]], requires_grad=True)
+        result = padded_policy_loss(
+            logp, logp.detach(), torch.ones(2, 2), torch.ones(2, 2), torch.tensor([False, True]), config=config
+        )
+        result.loss.backward()
+        torch.testing.assert_close(logp.grad, torch.full((2, 2), -0.25))
 
 
 def test_gspo_keeps_the_precision_of_a_small_mean_log_ratio() -> None:

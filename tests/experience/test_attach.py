@@ -84,6 +84,17 @@ def test_a_ranking_of_ages_counts_them_from_the_given_step(tmp_path: Path) -> No
     assert ages == [[4, 1, 2], [2, 0, 0]]
 
 
+def test_a_ranking_is_not_called_for_a_task_without_stored_successes(tmp_path: Path) -> None:
+    @ranking("relative length, of a test", by_entropy=False)
+    def relative_length(trajectories: TaskTrajectories, random: np.random.Generator) -> np.ndarray:
+        return np.argsort(trajectories.length / trajectories.length.max())
+
+    with ExperiencePool(tmp_path / "pool.sqlite", ReplaySettings(select="relative length, of a test")) as pool:
+        pool.observe([solved("a", 1, 2)], 0)
+        mixed = attach_replayed([solved("a", 1, 2, first=50), solved("b", 1, 2)], pool)
+    assert [len(each.spec.replayed) for each in mixed] == [1, 0]
+
+
 def test_random_choice_follows_the_seed(tmp_path: Path) -> None:
     with ExperiencePool(tmp_path / "pool.sqlite", ReplaySettings(select="random")) as pool:
         for token in range(8):

@@ -263,3 +263,18 @@ def test_restarted_groups_store_no_failures(path: Path) -> None:
         assert pool.stats()["failures"] == 0
         curriculum.observe([Group(GroupSpec(task("t"), 4), members, 0)], {})
         assert pool.stats()["failures"] == 2
+
+
+def test_a_new_run_counts_ages_from_the_newest_version_of_failures_too(path: Path) -> None:
+    with ExperiencePool(path, KEEP) as pool:
+        pool.add(task("t"), episode("t"), step=3, version=3)
+        pool.add_failures([Incoming(task("t"), episode("t", 0.0, (9, 5)), step=490, version=490)])
+        pool.start_run()
+        assert [stored.version for stored in pool.failures(["t"])["t"]] == [0]
+        assert [stored.version for stored in pool.stored(["t"])["t"]] == [-487]
+
+
+def test_a_failure_that_is_refused_adds_no_task(path: Path) -> None:
+    with ExperiencePool(path, KEEP, vocabulary=10) as pool:
+        assert pool.add_failures([Incoming(task("t"), episode("t", 0.0, (99, 5)))]) == [False]
+        assert pool.stats()["tasks"] == 0

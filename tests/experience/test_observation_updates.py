@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from gleanrl.algorithms.loss import Tokens, policy_loss
 from gleanrl.config.settings import LearnerSettings, LossSettings, ReplaySettings
 from gleanrl.experience import ExperiencePool
 from gleanrl.experience.replay.observations import choose_from_pool, choose_from_step, observation_batch
@@ -92,6 +93,37 @@ def test_successes_and_failures_are_drawn_but_no_demonstrations_or_limited_sourc
     assert pool.draw_names(9, random)
     assert not pool.draw_names(0, random)
     assert set(pool.draw_names(9, random)) == {"t0", "t1", "demo", "other", "known"}
+
+
+def test_demonstrations_are_left_out_whatever_name_their_source_was_given(pool: ExperiencePool) -> None:
+    """`gleanrl pool seed --demonstrations N --source NAME` records NAME as their source."""
+    shown = replace(answered(played("demo", 1, [[5]])), info={"origin": "demonstration"})
+    assert pool.add(task("demo"), shown, source="expert")
+    assert choose_from_pool(pool, KEEP, np.random.default_rng(0)) == ([], 0)
+
+
+def test_a_policy_loss_is_not_called_for_an_update_without_trained_tokens() -> None:
+    """A maximum over no tokens, for example, is an error."""
+
+    def relative(tokens: Tokens, settings: LossSettings) -> torch.Tensor:
+        return tokens.advantages / tokens.advantages.abs().max()
+
+    @policy_loss("relative, of a test", scope="update", precompute=relative)
+    def scaled(tokens: Tokens, settings: LossSettings) -> torch.Tensor:
+        return -relative(tokens, settings) * tokens.ratio
+
+    members = [member for each in make_groups(3) for member in each.valid_fresh]
+    learner = TorchLearner(
+        tiny_model(0),
+        LearnerSettings(tokens_per_microbatch=60),
+        LossSettings(name="relative, of a test"),
+        total_steps=3,
+        groups_per_step=1,
+        pad_token=0,
+        temperature=1.0,
+    )
+    metrics = asyncio.run(learner.replay_update(observation_batch(members, 128, 0.3), 0))
+    assert metrics["updates/done"] == 1
 
 
 def test_the_step_reports_the_update_and_counts_no_uses(pool: ExperiencePool) -> None:

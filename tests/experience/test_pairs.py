@@ -83,6 +83,17 @@ def test_only_the_turns_from_the_first_difference_on_are_trained() -> None:
     assert after(trajectory, 0) == trajectory
 
 
+def test_turns_are_compared_in_the_order_of_time() -> None:
+    """An agent's second conversation, the last segment, may lie between the turns of its first one."""
+    order = {"turn_order": [0, 2, 1]}
+    success = replace(played("t", 1, [[5], [6], [7]], cut=2), info=order)
+    failure = replace(played("t", 0, [[5], [8], [7]], cut=2), info=order)
+    assert shared_turns(success, failure) == 2
+    assert [turn.tokens.tolist() for turn in after(success, 2).sampled_turns()] == [[6]]
+    assert [turn.tokens.tolist() for turn in after(failure, 2).sampled_turns()] == [[8]]
+    assert shared_turns(success, replace(failure, info={})) == 1
+
+
 def choose(pool: ExperiencePool, settings: ReplaySettings = KEEP, step: int = 0) -> list[Pair]:
     return choose_pairs(pool, Recall(pool, settings, group=4), settings, np.random.default_rng(0), step=step)
 

@@ -304,10 +304,13 @@ def objective(
     """
     loss = find(config)
     fresh = ~tokens.off_policy
+    # Micro-batches with observation tokens may have no trained token. A loss and its precompute need not handle that: a
+    # maximum over no tokens, for example, is an error.
+    trained = tokens.logp.numel() > 0
     if context is None:
-        context = precompute(tokens, config)
+        context = precompute(tokens, config) if trained else LossContext(None, None, None, None)
     tokens = replace(tokens, precomputed=context.precomputed)
-    policy = loss(tokens, config)
+    policy = loss(tokens, config) if trained else TokenLosses(tokens.logp)
     if bool(tokens.off_policy.any()):
         replayed = replace(tokens, precomputed=context.replay_precomputed).take(tokens.off_policy)
         policy = _merge(tokens.off_policy, policy, replayed_loss(replayed, config))
@@ -361,13 +364,14 @@ def objective(
 def _merge(off_policy: Tensor, losses: TokenLosses, of_replayed: TokenLosses) -> TokenLosses:
     """Return ``losses`` with those of the R replayed tokens, which ``off_policy`` bool [T] marks, replaced.
 
-    A ``clipped_...`` field that is None counts as False everywhere.
+    A ``clipped_...`` field that is None counts as False everywhere. If the dtypes differ, the result has the wider one.
     """
     merged = []
     for every, replayed in zip(losses, of_replayed, strict=True):
         every = torch.zeros_like(off_policy) if every is None else every
         replayed = torch.zeros_like(off_policy[off_policy]) if replayed is None else replayed
-        merged.append(every.masked_scatter(off_policy, replayed))
+        dtype = torch.promote_types(every.dtype, replayed.dtype)
+        merged.append(every.to(dtype).masked_scatter(off_policy, replayed.to(dtype)))
     return TokenLosses(*merged)
 
 

@@ -203,7 +203,7 @@ class LocalEngine:
             """Whether the tokens that a loss depends on are in more than one micro-batch."""
             trained = [{samples[row].trajectory for row in rows if samples[row].mask.any()} for rows in plans]
             cut = sum(map(len, trained)) > len(set().union(*trained))
-            return len(plans) > 1 and (scope == "update" or cut)
+            return len(plans) > 1 and (cut or (scope == "update" and any(trained)))
 
         if scope != "token" and replicas.agree(exceeds):
             logprobs = self._forward("policy", mine)

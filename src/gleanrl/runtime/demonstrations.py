@@ -22,6 +22,7 @@ from gleanrl.algorithms.batch import build_samples
 from gleanrl.config import loading as configuration
 from gleanrl.environments.pool import EnvironmentFailure
 from gleanrl.experience import ExperiencePool
+from gleanrl.experience.pool.admission import DEMONSTRATION
 from gleanrl.experience.pool.pool import Incoming
 from gleanrl.experience.pool.transfer import Intake, Moved
 from gleanrl.experience.replay.updates import replayed_group
@@ -40,7 +41,6 @@ from gleanrl.utils.errors import NoExpert, UserError
 from gleanrl.utils.progress import Progress
 from gleanrl.utils.seeding import derive
 
-ORIGIN = "demonstration"  # value of `info["origin"]` in the stored trajectories
 _TRIES = 3  # the expert attempts at most this many times as many episodes as demonstrations are wanted
 _AT_ONCE = 64  # number of demonstrations for which the policy computes log-probs in one call
 
@@ -127,7 +127,7 @@ class _Seeding:
                     score = Score(1.0) if given is None else Score.of(given)
                     if not (score.valid and score.value > 0):
                         continue
-                    name = f"{ORIGIN}/{task.id}/{attempt}"
+                    name = f"{DEMONSTRATION}/{task.id}/{attempt}"
                     played = await _play(player, task, answers, name, seed, reward.train)
                     if isinstance(played, str):
                         left_out[played] += 1
@@ -176,7 +176,7 @@ class _Seeding:
                 segments.append(tuple(turns))
             info = {
                 "turns": trajectory.info["turns"],
-                "origin": ORIGIN,
+                "origin": DEMONSTRATION,
                 "scored_by": f"{self.builder.config.run.name}, step {self.policy}",
                 "policy_entropy": float(np.concatenate(entropy).mean(dtype=np.float64)),
                 **({"tools": tools} if (tools := trajectory.info.get("tools")) else {}),

@@ -21,6 +21,9 @@ OWN, EARLIER = "own", "earlier"
 Trajectories that were copied into the pool have other sources: by default ``seed``, ``demonstrations`` or ``import``.
 """
 
+DEMONSTRATION = "demonstration"
+"""Value of ``info["origin"]`` in the demonstrations of an expert, whatever their source is called."""
+
 SOURCE_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,31}")
 """The whole name of a source matches this."""
 

@@ -323,7 +323,8 @@ class ExperiencePool:
         with self._writing():
             for each in incoming:
                 score, number = each.trajectory.score, 0
-                if score.valid and not score.reaches(self.settings.success_threshold):
+                failed = score.valid and not score.reaches(self.settings.success_threshold)
+                if failed and not admission.refusal(each.trajectory, float(each.temperature), self._limits):
                     row, same = self._find_or_add(each.task, int(each.step))
                     if same:
                         given = (int(each.step), float(each.temperature), each.version, each.source)
@@ -374,7 +375,10 @@ class ExperiencePool:
         the pool for the first time.
         """
         with self._writing() as db:
-            newest = "SELECT max(version) FROM trajectories UNION ALL SELECT max(step) FROM tasks"
+            newest = (
+                "SELECT max(version) FROM trajectories UNION ALL SELECT max(version) FROM failures "
+                "UNION ALL SELECT max(step) FROM tasks"
+            )
             shift = max(value or 0 for (value,) in db.execute(newest)) - step
             if shift:
                 db.execute("UPDATE trajectories SET version = version - ?, step = step - ?", (shift, shift))

@@ -68,7 +68,12 @@ class Ranking:
     by_entropy: bool
 
     def __call__(self, trajectories: TaskTrajectories, random: np.random.Generator) -> list[int]:
-        """Return the indices of the trajectories, best first. Raises `ValueError` if the function omits some."""
+        """Return the indices of the trajectories, best first. Raises `ValueError` if the function omits some.
+
+        The function is not called if there are none, so it need not handle empty arrays.
+        """
+        if not trajectories.entropy.size:
+            return []
         order = [int(index) for index in np.asarray(self.function(trajectories, random)).reshape(-1)]
         if sorted(order) != list(range(trajectories.entropy.size)):
             raise ValueError(f"replay.select {self.name!r} returned {order}, which does not rank every trajectory once")

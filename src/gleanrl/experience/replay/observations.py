@@ -13,11 +13,13 @@ import numpy as np
 
 from gleanrl.algorithms.batch import Batch, GroupSamples, build_samples
 from gleanrl.config.settings import ReplaySettings
+from gleanrl.experience.pool import admission
 from gleanrl.experience.pool.pool import ExperiencePool
 from gleanrl.types import Group, GroupSpec, Task, Trajectory
 
 DEMONSTRATIONS = "demonstrations"
-"""Source whose trajectories are left out: the actions of an expert, who may know what the policy cannot."""
+"""Source whose trajectories are left out: the actions of an expert, who may know what the policy cannot. They are left
+out too if they were stored under another source."""
 
 
 def has_observations(trajectory: Trajectory) -> bool:
@@ -44,7 +46,9 @@ def choose_from_pool(
         own = [
             stored.trajectory
             for stored in (*successes[name], *failures[name])
-            if stored.source != DEMONSTRATIONS and settings.source_limits.get(stored.source, 1.0) >= 1.0
+            if stored.source != DEMONSTRATIONS
+            and stored.trajectory.info.get("origin") != admission.DEMONSTRATION
+            and settings.source_limits.get(stored.source, 1.0) >= 1.0
         ]
         usable = [trajectory for trajectory in own if has_observations(trajectory)]
         without += len(own) - len(usable)

@@ -24,7 +24,7 @@ from gleanrl.algorithms.batch import Batch, Sample, build_samples, weighted_batc
 from gleanrl.config.settings import LossSettings, ReplaySettings
 from gleanrl.experience.pool.pool import ExperiencePool, Stored, StoredFailure
 from gleanrl.experience.replay.recall import Recall
-from gleanrl.types import Group, GroupSpec, Task, Trajectory
+from gleanrl.types import TURN_ORDER, Group, GroupSpec, Task, Trajectory
 
 if TYPE_CHECKING:
     from gleanrl.learners.engine import TokenScores
@@ -44,12 +44,20 @@ class Pair(NamedTuple):
     rate: float  # solve rate of the task
 
 
+def _in_time(trajectory: Trajectory) -> list[int]:
+    """Return the indices of the sampled turns, as `Trajectory.sampled_turns` numbers them, in the order of time."""
+    count = sum(1 for _ in trajectory.sampled_turns())
+    places = trajectory.info.get(TURN_ORDER, range(count))
+    return sorted(range(count), key=lambda index: places[index])
+
+
 def shared_turns(one: Trajectory, other: Trajectory) -> int | None:
-    """Return how many sampled turns have the same token ids before the first one that differs.
+    """Return how many sampled turns, in the order of time, have the same token ids before the first one that differs.
 
     Returns None if there is no such turn, because one trajectory's actions are the beginning of the other's.
     """
-    for number, (left, right) in enumerate(zip(one.sampled_turns(), other.sampled_turns(), strict=False)):
+    turns = [[own[index] for index in _in_time(each)] for each in (one, other) for own in [list(each.sampled_turns())]]
+    for number, (left, right) in enumerate(zip(*turns, strict=False)):
         if not np.array_equal(left.tokens, right.tokens):
             return number
     return None
@@ -100,13 +108,14 @@ def choose_pairs(
 
 def after(trajectory: Trajectory, turns: int) -> Trajectory:
     """Return a copy whose first ``turns`` sampled turns are context, which is not trained."""
-    left, segments = turns, []
+    context, number, segments = set(_in_time(trajectory)[:turns]), 0, []
     for segment in trajectory.segments:
         kept = []
         for turn in segment:
-            if turn.sampled and left:
-                left -= 1
-                turn = replace(turn, logprobs=None, version=-1, reward=None, state=None)
+            if turn.sampled:
+                if number in context:
+                    turn = replace(turn, logprobs=None, version=-1, reward=None, state=None)
+                number += 1
             kept.append(turn)
         segments.append(tuple(kept))
     return replace(trajectory, segments=tuple(segments))
