@@ -58,10 +58,14 @@ class PackedLinear(nn.Linear):
 
 
 def use_packed_products(model: nn.Module) -> None:
-    """Make the linear layers of ``model`` `PackedLinear`, in place, if this installation can pack bfloat16."""
+    """Make the linear layers of ``model`` `PackedLinear`, in place, if this installation can pack bfloat16.
+
+    The head remains a plain layer, because `gleanrl.learners.logprobs` multiplies by blocks of its weight.
+    """
     if can_pack(torch.bfloat16):
+        head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None  # type: ignore[operator]
         for module in model.modules():
-            if type(module) is nn.Linear and module.weight.numel() >= _SMALLEST:
+            if type(module) is nn.Linear and module is not head and module.weight.numel() >= _SMALLEST:
                 module.__class__ = PackedLinear
 
 
