@@ -136,3 +136,18 @@ def test_the_head_stays_a_plain_layer_so_that_large_logits_are_not_stored(monkey
     with cast():
         logprobs.trained_logprobs(model, torch.arange(12)[None], torch.arange(8), torch.arange(8), 1.0)
     assert rows == [8]
+
+
+def test_inputs_are_kept_only_for_weights_with_a_gradient() -> None:
+    kept: list[Tensor] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept.append(tensor)
+        return tensor
+
+    model = make_model().requires_grad_(False)
+    x = torch.randn(5, 192, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), cast():
+        model[2](model[0](x)).float().sum().backward()
+    assert kept == []
+    assert x.grad is not None

@@ -87,7 +87,8 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, packed: _Packed) -> Tensor:
-        ctx.save_for_backward(x)
+        if ctx.needs_input_grad[1]:  # under adapters, weights have no gradient
+            ctx.save_for_backward(x)
         ctx.dtype = weight.dtype
         if ctx.needs_input_grad[0]:  # packed now, and not in the backward pass, because the weight may change
             packed.pack_transpose()
@@ -97,8 +98,10 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        (x,), (to_out,) = ctx.saved_tensors, grads
-        rows = to_out.flatten(0, -2)
+        (to_out,) = grads
+        rows, to_weight = to_out.flatten(0, -2), None
         to_x = linear_packed(to_out, ctx.transpose) if ctx.needs_input_grad[0] else None
-        to_weight = (rows.mT @ x.flatten(0, -2)).to(ctx.dtype) if ctx.needs_input_grad[1] else None
+        if ctx.needs_input_grad[1]:
+            (x,) = ctx.saved_tensors
+            to_weight = (rows.mT @ x.flatten(0, -2)).to(ctx.dtype)
         return to_x, to_weight, rows.sum(0) if ctx.needs_input_grad[2] else None, None
