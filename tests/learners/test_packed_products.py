@@ -151,3 +151,18 @@ def test_inputs_are_kept_only_for_weights_with_a_gradient() -> None:
         model[2](model[0](x)).float().sum().backward()
     assert kept == []
     assert x.grad is not None
+
+
+def test_a_weight_in_float64_is_not_cast_as_under_autocast() -> None:
+    model = make_model().double()
+    with cast():
+        assert model(torch.randn(5, 192).double()).dtype == torch.float64
+
+
+def test_an_input_may_be_a_single_vector() -> None:
+    model = make_model()
+    x, to_out = torch.randn(192), torch.randn(128).bfloat16()
+    with cast():
+        one, many = gradients(model, x, to_out), gradients(model, x[None], to_out[None])
+    for found, expected in zip(one, many, strict=True):
+        torch.testing.assert_close(found, expected.view(found.shape), rtol=0.02, atol=0.02 * float(expected.std()))

@@ -48,6 +48,8 @@ class PackedLinear(nn.Linear):
             or not torch.is_autocast_enabled("cpu")
             or torch.get_autocast_dtype("cpu") != torch.bfloat16
             or type(weight) is not nn.Parameter  # a subclass may be a shard of the weight
+            or torch.float64 in (weight.dtype, input.dtype)  # autocast leaves it as it is
+            or input.dim() < 2
         ):
             return F.linear(input, weight, self.bias)
         if self not in kept:
