@@ -31,7 +31,6 @@ from gleanrl.runtime.ray import cluster as clusters
 from gleanrl.runtime.ray.actors import ActorPool, ActorServer
 from gleanrl.runtime.ray.samplers import SamplerPool
 from gleanrl.runtime.ray.weights import Broadcast, Stored, WeightHandle, WeightReceiver, WeightSource
-from gleanrl.samplers.engines import copy_weights
 from gleanrl.tracking.monitors import Console
 
 TENSORS = 20  # number of tensors of equal size that the parameters are divided into
@@ -40,6 +39,12 @@ TENSORS = 20  # number of tensors of equal size that the parameters are divided 
 def tensors(parameters: int, half: bool, value: float) -> dict[str, torch.Tensor]:
     dtype = torch.bfloat16 if half else torch.float32
     return {f"layer.{n}": torch.full((parameters // TENSORS,), value, dtype=dtype) for n in range(TENSORS)}
+
+
+def copy_weights(targets: Mapping[str, torch.Tensor], weights: Mapping[str, torch.Tensor]) -> None:
+    """Copy ``weights`` into the tensors ``targets`` of the same names."""
+    for name, target in targets.items():
+        target.copy_(weights[name])
 
 
 class Holder(WeightSource):

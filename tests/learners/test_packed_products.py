@@ -5,16 +5,25 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
 
+from gleanrl.learners import logprobs
+from gleanrl.learners.fused_head import head_logprobs
 from gleanrl.learners.optim import adamw
 from gleanrl.learners.packed_products import PackedLinear, packed_products, use_packed_products
 from gleanrl.utils.products import can_pack
 
 pytestmark = pytest.mark.skipif(not can_pack(torch.bfloat16), reason="this installation does not pack bfloat16")
+
+SIZES: dict[str, Any] = {
+    **{"vocab_size": 512, "hidden_size": 64, "intermediate_size": 512, "num_hidden_layers": 1},
+    **{"num_attention_heads": 2, "num_key_value_heads": 1},
+}
 
 
 def make_model() -> nn.Sequential:
@@ -109,3 +118,51 @@ def test_without_autocast_a_layer_is_a_usual_one() -> None:
     expected = torch.nn.functional.linear(x, model[0].weight, model[0].bias)
     assert torch.equal(model[0](x), expected)
     assert model.double()(x.double()).dtype == torch.float64
+
+
+def test_the_head_stays_a_plain_layer_so_that_large_logits_are_not_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**SIZES)).eval()
+    use_packed_products(model)
+    assert any(type(module) is PackedLinear for module in model.modules())
+    monkeypatch.setattr(logprobs, "LARGE", 0)
+    rows: list[int] = []
+
+    def watched(hidden: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+        rows.append(hidden.shape[0])
+        return head_logprobs(hidden, *arguments)
+
+    monkeypatch.setattr(logprobs, "head_logprobs", watched)
+    with cast():
+        logprobs.trained_logprobs(model, torch.arange(12)[None], torch.arange(8), torch.arange(8), 1.0)
+    assert rows == [8]
+
+
+def test_inputs_are_kept_only_for_weights_with_a_gradient() -> None:
+    kept: list[Tensor] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept.append(tensor)
+        return tensor
+
+    model = make_model().requires_grad_(False)
+    x = torch.randn(5, 192, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), cast():
+        model[2](model[0](x)).float().sum().backward()
+    assert kept == []
+    assert x.grad is not None
+
+
+def test_a_weight_in_float64_is_not_cast_as_under_autocast() -> None:
+    model = make_model().double()
+    with cast():
+        assert model(torch.randn(5, 192).double()).dtype == torch.float64
+
+
+def test_an_input_may_be_a_single_vector() -> None:
+    model = make_model()
+    x, to_out = torch.randn(192), torch.randn(128).bfloat16()
+    with cast():
+        one, many = gradients(model, x, to_out), gradients(model, x[None], to_out[None])
+    for found, expected in zip(one, many, strict=True):
+        torch.testing.assert_close(found, expected.view(found.shape), rtol=0.02, atol=0.02 * float(expected.std()))

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from gleanrl.utils import products
-from gleanrl.utils.products import Product, can_pack
+from gleanrl.utils.products import Product, can_pack, linear_packed, pack
 
 CPU = torch.device("cpu")
 
@@ -35,3 +35,10 @@ def test_a_product_by_several_weights_equals_float64(
 
 def test_a_float16_product_is_not_packed() -> None:
     assert not can_pack(torch.float16)
+
+
+def test_a_bias_may_be_strided() -> None:
+    if not can_pack(torch.float32):
+        pytest.skip("this installation does not pack float32")
+    x, weight, bias = torch.randn(3, 24), torch.randn(19, 24), torch.randn(38)[::2]
+    torch.testing.assert_close(linear_packed(x, pack(weight), bias), F.linear(x, weight, bias))

@@ -48,6 +48,8 @@ class PackedLinear(nn.Linear):
             or not torch.is_autocast_enabled("cpu")
             or torch.get_autocast_dtype("cpu") != torch.bfloat16
             or type(weight) is not nn.Parameter  # a subclass may be a shard of the weight
+            or torch.float64 in (weight.dtype, input.dtype)  # autocast leaves it as it is
+            or input.dim() < 2
         ):
             return F.linear(input, weight, self.bias)
         if self not in kept:
@@ -58,10 +60,14 @@ class PackedLinear(nn.Linear):
 
 
 def use_packed_products(model: nn.Module) -> None:
-    """Make the linear layers of ``model`` `PackedLinear`, in place, if this installation can pack bfloat16."""
+    """Make the linear layers of ``model`` `PackedLinear`, in place, if this installation can pack bfloat16.
+
+    The head remains a plain layer, because `gleanrl.learners.logprobs` multiplies by blocks of its weight.
+    """
     if can_pack(torch.bfloat16):
+        head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None  # type: ignore[operator]
         for module in model.modules():
-            if type(module) is nn.Linear and module.weight.numel() >= _SMALLEST:
+            if type(module) is nn.Linear and module is not head and module.weight.numel() >= _SMALLEST:
                 module.__class__ = PackedLinear
 
 
@@ -83,7 +89,8 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, packed: _Packed) -> Tensor:
-        ctx.save_for_backward(x)
+        if ctx.needs_input_grad[1]:  # under adapters, weights have no gradient
+            ctx.save_for_backward(x)
         ctx.dtype = weight.dtype
         if ctx.needs_input_grad[0]:  # packed now, and not in the backward pass, because the weight may change
             packed.pack_transpose()
@@ -93,8 +100,10 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        (x,), (to_out,) = ctx.saved_tensors, grads
-        rows = to_out.flatten(0, -2)
+        (to_out,) = grads
+        rows, to_weight = to_out.flatten(0, -2), None
         to_x = linear_packed(to_out, ctx.transpose) if ctx.needs_input_grad[0] else None
-        to_weight = (rows.mT @ x.flatten(0, -2)).to(ctx.dtype) if ctx.needs_input_grad[1] else None
+        if ctx.needs_input_grad[1]:
+            (x,) = ctx.saved_tensors
+            to_weight = (rows.mT @ x.flatten(0, -2)).to(ctx.dtype)
         return to_x, to_weight, rows.sum(0) if ctx.needs_input_grad[2] else None, None

@@ -41,6 +41,8 @@ def pack(weight: torch.Tensor) -> torch.Tensor:
 
 def linear_packed(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """Return ``F.linear(x, weight, bias)`` for a weight that `pack` has packed. It has no gradient."""
+    if bias is not None:
+        bias = bias.contiguous()  # the operator ignores its strides
     return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
 
 
