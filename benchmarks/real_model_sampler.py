@@ -167,6 +167,7 @@ def main() -> None:
     products: list[tuple[float, float]] = []
     streamed: list[tuple[float, float]] = []
     phases: list[tuple[float, float]] = []  # CPU seconds of prefill, with the publication, and of decoding
+    prefilled = answered = 0  # of a run of the sampler, see `PhaseClock`
     for _ in range(arguments.runs):
         rates = [peak(model.config, rows, dtype, train=False).forward for rows in (PREFILL_ROWS, work.episodes)]
         products.append((rates[0], rates[1]))
@@ -180,6 +181,7 @@ def main() -> None:
             print(f"{way}: {sampled} tokens in {measured[way][-1][0]:.1f} CPU s", flush=True)
             if way == "sampler":
                 phases.append((clock.seconds["prefill"], clock.seconds["decode"]))
+                prefilled, answered = clock.prefilled, clock.answered
     print(f"\n{work.episodes} episodes of {work.turns} turns, {arguments.threads} thread(s), medians:")
     print(f"{'way':18} {'CPU s':>8} {'sampled':>8} {'tokens / CPU s':>15}")
     for way, rows in measured.items():
@@ -191,12 +193,12 @@ def main() -> None:
     head = model.config.vocab_size * model.config.hidden_size
     body = weights - head
     sampled = measured["sampler"][0][1]
-    decoded = sampled - clock.answered
-    flops = (2 * body * clock.prefilled + 2 * head * clock.answered, 2 * (body + head) * decoded)
+    decoded = sampled - answered
+    flops = (2 * body * prefilled + 2 * head * answered, 2 * (body + head) * decoded)
     columns = f"{'GFLOP / CPU s':>14} {'product alone':>14} {'share':>7} {'from memory':>12}"
     print(f"\n{'phase':10} {'tokens':>8} {'CPU s':>8} {columns}")
     ideal = total = 0.0
-    for which, (name, tokens) in enumerate((("prefill", clock.prefilled), ("decoding", decoded))):
+    for which, (name, tokens) in enumerate((("prefill", prefilled), ("decoding", decoded))):
         seconds = statistics.median(phase[which] for phase in phases)
         rate = statistics.median(product[which] for product in products)
         least = flops[which] / rate
@@ -205,7 +207,7 @@ def main() -> None:
         cells = f"{flops[which] / seconds / 1e9:14.1f} {rate / 1e9:14.1f} {least / seconds:7.0%} {read / 1e9:12.1f}"
         print(f"{name:10} {tokens:8} {seconds:8.2f} {cells}")
     cells = f"{sum(flops) / total / 1e9:14.1f} {'':14} {ideal / total:7.0%}"
-    print(f"{'both':10} {clock.prefilled + decoded:8} {total:8.2f} {cells}")
+    print(f"{'both':10} {prefilled + decoded:8} {total:8.2f} {cells}")
     if arguments.profile:
         clock.profiling = True
         asyncio.run(by_sampler())
