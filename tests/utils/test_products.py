@@ -42,3 +42,24 @@ def test_a_bias_may_be_strided() -> None:
         pytest.skip("this installation does not pack float32")
     x, weight, bias = torch.randn(3, 24), torch.randn(19, 24), torch.randn(38)[::2]
     torch.testing.assert_close(linear_packed(x, pack(weight), bias), F.linear(x, weight, bias))
+
+
+def test_products_are_computed_with_few_different_numbers_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """OneDNN compiles code for each number of rows, and keeps it."""
+    if not can_pack(torch.float32):
+        pytest.skip("this installation does not pack float32")
+    product = Product([torch.Size((5, 24))], torch.float32, CPU)
+    weight = torch.randn(5, 24)
+    product.load(0, weight)
+    numbers: list[int] = []
+
+    def counted(x: torch.Tensor, *arguments: torch.Tensor | None) -> torch.Tensor:
+        numbers.append(len(x))
+        return linear_packed(x, *arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(products, "linear_packed", counted)
+    for rows in range(300):
+        x = torch.randn(rows, 24)
+        torch.testing.assert_close(product(x), F.linear(x, weight))
+        assert rows <= numbers[-1] <= 1.13 * rows
+    assert len(set(numbers)) < 60

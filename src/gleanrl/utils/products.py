@@ -46,6 +46,16 @@ def linear_packed(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | No
     return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
 
 
+def _computed_rows(count: int) -> int:
+    """Return the number of rows, at least ``count``, with which a product of ``count`` rows is computed.
+
+    For each number of rows oneDNN compiles code, in about 0.6 ms and 0.4 MB that are not released. So it gets at most
+    eight different numbers between two powers of two, which adds at most an eighth to the rows.
+    """
+    step = 1 << max(0, (count - 1).bit_length() - 4)
+    return -(-count // step) * step
+
+
 class Product:
     """``F.linear`` by the rows of one or several weights, packed where the device can.
 
@@ -86,6 +96,8 @@ class Product:
 
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         if self._packed is not None:
-            return linear_packed(x, self._packed, bias)
+            count = len(x)
+            padded = F.pad(x, (0, 0, 0, more)) if (more := _computed_rows(count) - count) else x
+            return linear_packed(padded, self._packed, bias)[:count]
         assert self._plain is not None, "no weights were loaded"
         return F.linear(x, self._plain, bias)
