@@ -63,3 +63,14 @@ def test_products_are_computed_with_few_different_numbers_of_rows(monkeypatch: p
         torch.testing.assert_close(product(x), F.linear(x, weight))
         assert rows <= numbers[-1] <= 1.13 * rows
     assert len(set(numbers)) < 60
+
+
+def test_a_load_that_ended_early_leaves_nothing_to_the_next_one() -> None:
+    product = Product([torch.Size((2, 4))] * 3, torch.float32, CPU)
+    old, new = torch.ones(2, 4), torch.full((2, 4), 2.0)
+    for index in (0, 1):
+        product.load(index, old)
+    product.start()
+    for index in (2, 1, 0):
+        product.load(index, new)
+    assert torch.equal(product(torch.ones(1, 4)), torch.full((1, 6), 8.0))

@@ -22,7 +22,6 @@ from gleanrl.learners.freed_memory import keep_freed_memory, return_freed_memory
 from gleanrl.learners.logprobs import can_pack_rows, trained_logprobs
 from gleanrl.learners.optim import adamw, finish_gradient, zero_gradients
 from gleanrl.learners.packed_attention import packed_attention
-from gleanrl.learners.packed_products import packed_products, use_packed_products
 from gleanrl.types import BoolArray, IntArray
 from gleanrl.utils.seeding import derive
 
@@ -89,8 +88,6 @@ def fine_tune(
     budget = microbatch_budget(TOKENS_PER_MICROBATCH, device)
     if device.type == "cpu":
         keep_freed_memory()
-        if dtype == torch.bfloat16:
-            use_packed_products(model)
     model.eval()  # turn dropout off, because RL trains without it too
     packs = can_pack_rows(model)
     parameters = [p for p in model.parameters() if p.requires_grad]
@@ -117,7 +114,7 @@ def fine_tune(
         # The gradient is divided by the number of trained tokens later.
         factor = observation_coefficient * trained / max(sum(m.targets.numel() for m in micros) - trained, 1)
         total = 0.0
-        with packed_products(), packed_attention(model) if packs else nullcontext():
+        with packed_attention(model) if packs else nullcontext():
             for whole in micros:
                 micro = whole.to(device)
                 with torch.autocast(device.type, dtype=dtype, enabled=dtype != torch.float32):

@@ -37,7 +37,6 @@ from gleanrl.learners.models import (
 )
 from gleanrl.learners.optim import adamw, finish_gradient, zero_gradients
 from gleanrl.learners.packed_attention import use_packed_attention
-from gleanrl.learners.packed_products import packed_products, use_packed_products
 from gleanrl.utils.weights import Layout, layers_of
 
 T = TypeVar("T")
@@ -125,8 +124,6 @@ class TransformersBackend:
         wholes = [whole for whole in (model, reference) if whole is not None]
         for whole in wholes:
             without_dropout(whole)
-            if device.type == "cpu" and self.compute_dtype == torch.bfloat16:
-                use_packed_products(whole)
         self.packs_rows = placement.replicas.agree(lambda: all(map(can_pack_rows, wholes)))
         if self.packs_rows:
             for whole in wholes:
@@ -159,7 +156,6 @@ class TransformersBackend:
         self.discard()
 
     @torch.no_grad()
-    @packed_products()
     def forward(
         self,
         which: Which,
@@ -181,7 +177,6 @@ class TransformersBackend:
                 with self.model.disable_adapter():
                     receive(number, self._logprobs(self.model, micro))
 
-    @packed_products()
     def backward(
         self,
         micros: Sequence[MicroBatch],

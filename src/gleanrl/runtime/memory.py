@@ -106,6 +106,4 @@ def estimate(config: Config, device: torch.device, *, trains: bool) -> tuple[dic
         rows += min(config.sampler.max_rows, config.schedule.batch * config.schedule.group)
     caches = 2 * layers * keys * width * config.model.max_context * rows * (copies > 0)
     growing = {"activations": per_token * width * tokens, "keys and values": caches, "warm start": supervised}
-    if device.type == "cpu" and width == 2:  # a weight and its transpose, see `gleanrl.learners.packed_products`
-        growing["packed weights"] = 2 * width * parameters
     return whole, growing

@@ -198,8 +198,11 @@ class FusedEngine:
                 self._targets[name].append(part.copy_)
             return whole
 
+        self._products: list[Product] = []
+
         def product(*names: str, kept: torch.Tensor | None = None) -> Product:
             made = Product([weights[name].shape for name in names], dtype, self.device, kept)
+            self._products.append(made)
             for index, name in enumerate(names):
                 self._targets[name].append(partial(made.load, index))
             return made
@@ -237,6 +240,8 @@ class FusedEngine:
 
     def load(self, weights: Mapping[str, Any]) -> None:
         check_fit(self._shapes, weights)
+        for product in self._products:
+            product.start()
         with torch.no_grad():
             for name, weight in weights.items():
                 for load in self._targets.get(name, ()):

@@ -81,6 +81,10 @@ class Product:
         self._packed: torch.Tensor | None = None
         self._loaded: set[int] = set()
 
+    def start(self) -> None:
+        """Forget the weights of a load that did not end, before the first `load` of new ones."""
+        self._loaded.clear()
+
     def load(self, index: int, weight: torch.Tensor) -> None:
         """Copy a weight, the ``index``-th of those in the product; convert its dtype and device.
 
