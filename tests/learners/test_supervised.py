@@ -112,6 +112,26 @@ def test_freed_memory_is_kept_up_to_a_limit() -> None:
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries decide by themselves")
+def test_memory_that_each_update_needs_is_kept_and_growth_is_returned() -> None:
+    code = """
+import os, torch
+from pathlib import Path
+from gleanrl.learners.freed_memory import keep_freed_memory, return_freed_memory
+def after_update(floats):
+    del_me = torch.ones(floats)
+    del del_me
+    return_freed_memory(kept=2**20)
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+keep_freed_memory()
+sizes = [after_update(2**26) for _ in range(3)]  # 256 MiB
+grown = after_update(2**27)
+print(min(sizes) > max(sizes) - 2**26, grown < min(sizes) - 2**27)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "True True\n"
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries decide by themselves")
 def test_memory_in_use_does_not_count_as_freed() -> None:
     """A process of its own, in which the model's weights are allocated before freed memory is kept."""
     code = """

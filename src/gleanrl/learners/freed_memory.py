@@ -30,19 +30,31 @@ def keep_freed_memory() -> None:
                 library.mallopt(parameter, value)
 
 
+_needed = 0  # bytes of freed memory after the first update since memory was last returned; 0 = not known
+
+
 def return_freed_memory(kept: int = 0) -> None:
     """Return the memory that `keep_freed_memory` keeps to the system, if it is more than ``kept`` bytes.
 
-    Micro-batches of different lengths leave holes of different sizes, so what is kept grows over many updates.
+    Micro-batches of different lengths leave holes of different sizes, so what is kept grows over many updates. With
+    ``kept`` above 0, which is for calls after each update, memory that one update needs is not returned: the next one
+    would ask for it again. It is returned once it has grown by a quarter.
     """
+    global _needed
     with suppress(OSError, AttributeError):
         library = ctypes.CDLL(None)
         library.mallinfo2.restype = _MallocInfo
         _, resident, of_files, *_ = (int(pages) for pages in Path("/proc/self/statm").read_text().split())
         info = library.mallinfo2()
         # What was allocated before `keep_freed_memory`, such as a model's weights, may be mappings of its own.
-        if (resident - of_files) * os.sysconf("SC_PAGE_SIZE") - info.in_use - info.mapped > kept:
+        free = (resident - of_files) * os.sysconf("SC_PAGE_SIZE") - info.in_use - info.mapped
+        if free <= kept:
+            return
+        if kept and not _needed:
+            _needed = free
+        elif free > 1.25 * _needed or not kept:
             library.malloc_trim(0)
+            _needed = 0
 
 
 class _MallocInfo(ctypes.Structure):
