@@ -117,14 +117,14 @@ def test_memory_that_each_update_needs_is_kept_and_growth_is_returned() -> None:
 import os, torch
 from pathlib import Path
 from gleanrl.learners.freed_memory import keep_freed_memory, return_freed_memory
-def after_update(floats):
-    del_me = torch.ones(floats)
-    del del_me
+def after_update(blocks):
+    tensors = [torch.ones(2**20) for _ in range(blocks)]  # 4 MiB each
+    tensors.clear()
     return_freed_memory(kept=2**20)
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 keep_freed_memory()
-sizes = [after_update(2**26) for _ in range(3)]  # 256 MiB
-grown = after_update(2**27)
+sizes = [after_update(64) for _ in range(5)]
+grown = after_update(128)
 print(min(sizes) > max(sizes) - 2**26, grown < min(sizes) - 2**27)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
