@@ -397,10 +397,10 @@ class ReplaySettings(Settings):
     """Whether stored trajectories join `schedule.group` fresh ones (add) or each take the place of a fresh one
     (replace). replace saves sampling; `per_group` must then be below `schedule.group`."""
     select: str = "lowest_entropy"
-    """Which trajectories of a task are replayed, and which remain in the pool when the task has more than
-    `capacity_per_task`: lowest_entropy, highest_entropy, random, newest, or least_used: those replayed least often, of
-    these the ones with the lowest entropy; the lowest entropies remain. Low entropy means that the policy was sure of
-    its tokens. Or the import path of a function that is decorated with `@gleanrl.experience.pool.ranking.ranking`."""
+    """Which trajectories of a task are replayed, and which remain in the pool beyond `capacity_per_task`:
+    lowest_entropy (the policy was sure of its tokens), highest_entropy, random, newest, least_used (then
+    lowest_entropy, which also remains), or the import path of a function that is decorated with
+    `@gleanrl.experience.pool.ranking.ranking`."""
     entropy_from: Literal["current", "recorded"] = "recorded"
     """Entropy by which `select` ranks trajectories for replay. recorded: minus the mean log-prob of the sampled tokens
     at sampling, which costs nothing. current: their mean entropy under the learner's weights when the batch is planned,
