@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -127,3 +128,16 @@ def checkpoint_tensors(folder: Path, prefix: str = "") -> dict[str, torch.Tensor
     with warnings.catch_warnings(action="ignore"):
         dcp.load(found, checkpoint_id=folder / "tensors", no_dist=True)
     return {name.removeprefix(prefix): tensor for name, tensor in found.items()}
+
+
+def applied_gradients(learner: Any) -> list[list[torch.Tensor]]:
+    """Return a list to which each update of ``learner``, a `TorchLearner`, adds the gradient of each parameter."""
+    applied: list[list[torch.Tensor]] = []
+    step = learner.engine.step
+
+    def watched(normaliser: float, lr: float, **options: Any) -> float:
+        applied.append([p.grad / normaliser for p in learner.engine.backend.parameters])
+        return step(normaliser, lr, **options)
+
+    learner.engine.step = watched
+    return applied

@@ -20,7 +20,7 @@ from gleanrl.experience import ExperiencePool
 from gleanrl.experience.replay.observations import choose_from_pool, choose_from_step, observation_batch
 from gleanrl.learners.torch import TorchLearner
 from gleanrl.types import Group, Trajectory, Turn
-from tests.builders import tiny_model
+from tests.builders import applied_gradients, tiny_model
 from tests.experience.pool_world import group, solved, task
 from tests.experience.test_pairs import played
 from tests.experience.test_replay_updates import Recorder, updated
@@ -53,14 +53,7 @@ def test_the_gradient_is_that_of_the_observation_loss_alone_with_its_own_coeffic
         pad_token=0,
         temperature=1.0,
     )
-    applied: list[list[torch.Tensor]] = []
-    step = learner.engine.step
-
-    def watched(normaliser: float, lr: float, **options: Any) -> float:
-        applied.append([p.grad / normaliser for p in learner.engine.backend.parameters])  # type: ignore[attr-defined]
-        return step(normaliser, lr, **options)
-
-    learner.engine.step = watched  # type: ignore[method-assign]
+    applied = applied_gradients(learner)
     metrics = asyncio.run(learner.replay_update(observation_batch(members, 128, 0.3), 0))
     naive = tiny_model(0, torch.float64)
     expected = observation_loss(naive, groups)

@@ -24,7 +24,7 @@ from gleanrl.learners.engine import TokenScores
 from gleanrl.learners.torch import TorchLearner
 from gleanrl.types import Score, StopReason, Task, Trajectory, Turn
 from gleanrl.utils.errors import UserError
-from tests.builders import tiny_model
+from tests.builders import applied_gradients, tiny_model
 from tests.experience.pool_world import group, task
 from tests.experience.test_replay_updates import Recorder, updated
 
@@ -206,14 +206,7 @@ def test_the_gradient_of_a_batch_of_pairs_equals_a_float64_reference() -> None:
         pad_token=0,
         temperature=1.0,
     )
-    applied: list[list[torch.Tensor]] = []
-    step = learner.engine.step
-
-    def watched(normaliser: float, lr: float, **options: Any) -> float:
-        applied.append([p.grad / normaliser for p in learner.engine.backend.parameters])  # type: ignore[attr-defined]
-        return step(normaliser, lr, **options)
-
-    learner.engine.step = watched  # type: ignore[method-assign]
+    applied = applied_gradients(learner)
     built = asyncio.run(build_pairs(learner.logprobs, pairs, loss, 64))
     asyncio.run(learner.replay_update(built.batch, 0))
     naive = tiny_model(0, torch.float64)

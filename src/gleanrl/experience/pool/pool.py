@@ -48,11 +48,11 @@ StoredKind = TypeVar("StoredKind", "Stored", "StoredFailure")
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
-    """A trajectory in the pool."""
+class _Record:
+    """What the pool contains about a trajectory."""
 
     key: int
-    """The pool's id of the trajectory; never reused for another trajectory."""
+    """The pool's id of the trajectory; never reused for another one. That of a failure is below 0."""
     trajectory: Trajectory
     """The stored trajectory."""
     entropy: float
@@ -64,31 +64,22 @@ class Stored:
     step: int
     """Step after which it was stored."""
     uses: int
-    """How often it was replayed."""
+    """How often it was replayed, or a failure trained on."""
     source: str
     """Where it came from: ``own``, ``earlier``, or the name that was given when it was copied into the pool."""
 
 
 @dataclass(frozen=True, slots=True)
-class StoredFailure:
-    """A failure in the pool: a trajectory with a valid score below ``success_threshold``."""
+class Stored(_Record):
+    """A trajectory in the pool: a success."""
 
-    key: int
-    """The pool's id of the failure, below 0; never reused, and never that of a success."""
-    trajectory: Trajectory
-    """The stored trajectory."""
-    entropy: float
-    """Minus the mean recorded log-prob of its sampled tokens, in nats (`admission.entropy`)."""
-    version: int
-    """Version of the weights from which its age counts, as of a `Stored`."""
-    temperature: float
-    """Sampling temperature."""
-    step: int
-    """Step after which it was stored."""
-    uses: int
-    """How often it was trained on."""
-    source: str
-    """Where it came from, as of a `Stored`."""
+
+@dataclass(frozen=True, slots=True)
+class StoredFailure(_Record):
+    """A failure in the pool: a trajectory with a valid score below ``success_threshold``.
+
+    It is not a `Stored`, so that it cannot be passed where a success is needed.
+    """
 
 
 @dataclass(frozen=True, slots=True)
