@@ -21,7 +21,7 @@ from gleanrl.learners.distributed.ranks import Ranks
 from gleanrl.learners.supervised import fine_tune
 from gleanrl.learners.torch import TorchLearner
 from gleanrl.types import Group, Trajectory, Turn
-from tests.builders import VOCABULARY, Member, make_group, random_groups, tiny_model
+from tests.builders import VOCABULARY, Member, applied_gradients, make_group, random_groups, tiny_model
 from tests.learners.many import asked, led
 from tests.learners.test_sharded import gradients_of, make
 from tests.learners.test_torch import naive_loss, update
@@ -116,14 +116,7 @@ def test_a_step_equals_the_reference_for_any_chunks_micro_batches_and_rows(
     backend: Any = learner.engine.backend  # type: ignore[attr-defined]
     assert backend.packs_rows
     backend.packs_rows = packed
-    applied: list[list[Tensor]] = []
-    step = learner.engine.step
-
-    def watched(normaliser: float, lr: float, **options: Any) -> float:
-        applied.append([p.grad / normaliser for p in backend.parameters])
-        return step(normaliser, lr, **options)
-
-    learner.engine.step = watched  # type: ignore[method-assign]
+    applied = applied_gradients(learner)
     cuts = [0, *sorted(data.draw(st.sets(st.integers(1, GROUPS - 1)))), GROUPS]
     metrics = update(learner, *(batch.cut(start, stop) for start, stop in itertools.pairwise(cuts)))
 

@@ -28,7 +28,7 @@ from gleanrl.config.settings import CreditSettings, LearnerSettings, LossSetting
 from gleanrl.learners.models import adapter_weights, add_adapters
 from gleanrl.learners.torch import MAX_SKIPPED_IN_A_ROW, TorchLearner
 from gleanrl.utils.errors import UserError
-from tests.builders import Member, make_group, random_groups, tiny_model
+from tests.builders import Member, applied_gradients, make_group, random_groups, tiny_model
 from tests.strategies import NIGHTLY, examples
 
 GROUPS, STEPS = 4, 6
@@ -137,14 +137,7 @@ def test_a_step_equals_the_naive_one_for_any_chunks_and_micro_batches(
     cuts = sorted(data.draw(st.sets(st.integers(1, GROUPS - 1))))
     bounds = [0, *cuts, GROUPS]
     pieces = [batch.cut(start, stop) for start, stop in itertools.pairwise(bounds)]
-    applied: list[list[Tensor]] = []
-    step = learner.engine.step
-
-    def watched(normaliser: float, lr: float, **options: Any) -> float:
-        applied.append([p.grad / normaliser for p in learner.engine.backend.parameters])  # type: ignore[attr-defined]
-        return step(normaliser, lr, **options)
-
-    learner.engine.step = watched  # type: ignore[method-assign]
+    applied = applied_gradients(learner)
     metrics = update(learner, *pieces)
     if not batch.samples:
         assert metrics["updates/empty"] == 1
