@@ -8,7 +8,8 @@ from replay_arms import ARMS as REPLAY_ARMS
 from replay_arms import DOMAINS as REPLAY_DOMAINS
 from replay_arms import Settings
 
-_DESIGNS = Path(__file__).parent / "atlas_designs.py"
+_HERE = Path(__file__).parent
+_DESIGNS, _CURRICULA, _HINDSIGHT = _HERE / "atlas_designs.py", _HERE / "atlas_curricula.py", _HERE / "hindsight.py"
 
 # The warm start learns to predict observations too, so that the arms with an observation loss start from a policy that
 # this loss does not have to change first. All arms of a domain and seed share it.
@@ -52,13 +53,17 @@ ARMS: dict[str, Settings] = {
     "boundary failures": {**_REPLAY, "replay.keep_failures": 2, "replay.pool_pairs": 4},
     "observations, memory": {**_REPLAY, "replay.keep_failures": 2, "replay.observation_batch": 8},
     "observations, step": {**_REPLAY, "replay.observation_batch": 8, "replay.observation_from": "batch"},
+    "hindsight": _REPLAY,
+    "hindsight, without proof": _REPLAY,
 }
 
 CURRICULA: dict[str, str] = {
-    "RLEP": f"{_DESIGNS}:AttachToEveryGroup",
-    "RePO": f"{_DESIGNS}:AttachToEveryGroup",
-    "SPEAR": f"{_DESIGNS}:AttachToEveryGroup",
-    "restarts, no prefix": f"{_DESIGNS}:WithoutPrefix",
-    "restarts, random cut": f"{_DESIGNS}:RandomCut",
+    "RLEP": f"{_CURRICULA}:AttachToEveryGroup",
+    "RePO": f"{_CURRICULA}:AttachToEveryGroup",
+    "SPEAR": f"{_CURRICULA}:AttachToEveryGroup",
+    "restarts, no prefix": f"{_CURRICULA}:WithoutPrefix",
+    "restarts, random cut": f"{_CURRICULA}:RandomCut",
+    "hindsight": f"{_HINDSIGHT}:Hindsight",
+    "hindsight, without proof": f"{_HINDSIGHT}:WithoutProof",
 }
 """Import paths of the curricula that change the groups of an arm's `ReplayCurriculum`."""

@@ -173,7 +173,7 @@ async def measured(
     Args:
         at_start: whether the curve begins with the policy after the warm start.
         samples: number of attempts at each held-out and at each training task with the last checkpoint.
-        curriculum: returns the curriculum that takes the place of the one of the run.
+        curriculum: returns the curriculum that takes the place of the one of the run that it gets.
     """
     import torch
 
@@ -197,7 +197,7 @@ async def measured(
     start = time.process_time()
     async with builder.run(partial(load_monitors, config.monitor, console=console), resume=False) as run:
         if curriculum is not None:
-            run.plan.curriculum = curriculum(run.plan.curriculum)
+            run.plan.curriculum = curriculum(run)
         await train(run)
     clock = [json.loads(text) for text in (run_folder.path / "clock.jsonl").read_text().splitlines()]
     rows = [row for row in run_folder.read_metrics() if "time/step_s" in row.metrics]

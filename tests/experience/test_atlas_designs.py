@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -20,7 +21,8 @@ from gleanrl.types import GroupSpec
 from gleanrl.utils.importing import load_object
 from tests.experience.replay_world import Stream, group, retire
 
-DESIGNS = Path(__file__).parents[2] / "benchmarks" / "atlas_designs.py"
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+DESIGNS, CURRICULA = BENCHMARKS / "atlas_designs.py", BENCHMARKS / "atlas_curricula.py"
 
 
 def test_fresh_per_draws_in_proportion_to_the_decayed_age() -> None:
@@ -72,7 +74,8 @@ def test_every_group_of_a_task_with_successes_gets_stored_ones(tmp_path: Path) -
     names = ["a", "b", "c", "d"]
     with ExperiencePool(tmp_path / "pool.sqlite", replay) as pool:
         inner = ReplayCurriculum(Stream(names, 4), pool, replay, total_batches=9, group=4, seed=0)
-        wrapped = load_object(f"{DESIGNS}:AttachToEveryGroup")(inner, seed=0)
+        run = SimpleNamespace(plan=SimpleNamespace(curriculum=inner))
+        wrapped = load_object(f"{CURRICULA}:AttachToEveryGroup")(run, seed=0)
         wrapped.observe([group("a", 3, 4), group("b", 1, 4), group("c", 0, 4)], {})
         retire(pool, ["d"])
         specs: list[GroupSpec] = asyncio.run(wrapped.propose(3))

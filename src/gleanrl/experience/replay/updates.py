@@ -95,7 +95,9 @@ def replayed_group(task: Task, trajectories: Sequence[Trajectory]) -> Group:
     return Group(GroupSpec(task, 0, tuple(trajectories)), tuple(trajectories), -1)
 
 
-class _Success(NamedTuple):
+class ReplayedSuccess(NamedTuple):
+    """A success on which an extra update trains."""
+
     group: Group  # group with the trajectory as its only member
     weight: float  # advantage of every sampled token: 1 - solve rate of the task
     age: int | None  # age in versions; None for a trajectory of the current step
@@ -180,7 +182,7 @@ class ReplayUpdateLearner:
                     metrics[f"{prefix}/failure_weight"] = float(np.mean(built.weights))
             else:
                 if replay.pool_from == "pool":
-                    chosen = await self._choose_from_pool(random, step)
+                    chosen = await self.choose_from_pool(random, step)
                 else:
                     chosen = self._choose_from_step(random)
                 groups, weights = [success.group for success in chosen], [success.weight for success in chosen]
@@ -225,7 +227,8 @@ class ReplayUpdateLearner:
         self._groups = []
         return metrics
 
-    async def _choose_from_pool(self, random: np.random.Generator, step: int) -> list[_Success]:
+    async def choose_from_pool(self, random: np.random.Generator, step: int) -> list[ReplayedSuccess]:
+        """Draw up to ``pool_batch`` successes from the pool, each of another task, and count their uses."""
         found = await self._recall.recall(self._config.replay.pool_batch, random, set(), step=step)
         self._recall.settle()
         self._pool.used([recalled.stored[0].key for recalled in found])
@@ -236,22 +239,22 @@ class ReplayUpdateLearner:
         for recalled in found:
             stored = recalled.stored[0]
             group = replayed_group(recalled.task, [stored.trajectory])
-            chosen.append(_Success(group, 1 - rates.get(recalled.task.id, 0.0), max(step - stored.version, 0)))
+            chosen.append(ReplayedSuccess(group, 1 - rates.get(recalled.task.id, 0.0), max(step - stored.version, 0)))
         return chosen
 
-    def _choose_from_step(self, random: np.random.Generator) -> list[_Success]:
+    def _choose_from_step(self, random: np.random.Generator) -> list[ReplayedSuccess]:
         """Return up to ``pool_batch`` successes of this step, each from another group.
 
         Only groups in which some fresh members succeeded and some failed are eligible.
         """
-        candidates: list[_Success] = []
+        candidates: list[ReplayedSuccess] = []
         for group in self._groups:
             valid = group.valid_fresh
             successes = [t for t in valid if t.score.reaches(self._config.replay.success_threshold)]
             if successes and len(successes) < len(valid):
                 pick = successes[int(random.integers(len(successes)))]
                 weight = 1 - len(successes) / len(valid)
-                candidates.append(_Success(replayed_group(group.spec.task, [pick]), weight, None))
+                candidates.append(ReplayedSuccess(replayed_group(group.spec.task, [pick]), weight, None))
         order = random.permutation(len(candidates))[: self._config.replay.pool_batch]
         return [candidates[index] for index in sorted(order.tolist())]
 

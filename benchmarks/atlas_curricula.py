@@ -1,0 +1,96 @@
+"""Curricula of published designs that `atlas_arms.py` names by path.
+
+They wrap the run's `ReplayCurriculum` and change the groups that it plans. `atlas.py` puts them in its place.
+docs/reference/atlas.md states where each differs from its publication.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from gleanrl.experience.replay.curriculum import ReplayCurriculum
+from gleanrl.experience.replay.restarts import beginning
+from gleanrl.experience.replay.selection import ranked
+from gleanrl.protocols import Metrics
+from gleanrl.train import Run
+from gleanrl.types import Group, GroupSpec, Segment
+
+
+class Wrapped:
+    """A curriculum that passes everything to the one of ``run``. Runs with it cannot be resumed."""
+
+    def __init__(self, run: Run, *, seed: int) -> None:
+        assert isinstance(run.plan.curriculum, ReplayCurriculum)
+        self.inner, self._random, self._steps = run.plan.curriculum, np.random.default_rng([seed, 1]), 0
+
+    async def propose(self, count: int) -> list[GroupSpec]:
+        return await self.inner.propose(count)
+
+    def observe(self, groups: Sequence[Group], training: Metrics) -> Metrics:
+        self._steps += 1
+        return self.inner.observe(groups, training)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        raise NotImplementedError("the state of the random generator is not saved")
+
+
+class AttachToEveryGroup(Wrapped):
+    """Adds up to ``replay.per_group`` stored successes to every group whose task has some, and selects no tasks.
+
+    Needs ``replay.task_ratio = 0``. `attach_replayed` does the same after sampling.
+    """
+
+    async def propose(self, count: int) -> list[GroupSpec]:
+        specs, pool = await self.inner.propose(count), self.inner.pool
+        names = [spec.task.id for spec in specs]
+        stored, retired = pool.stored(names), pool.retired(names)
+        attached, keys = [], []
+        for spec in specs:
+            own = [] if spec.task.id in retired else stored[spec.task.id]
+            order = ranked(own, pool.settings.select, self._random, step=self._steps)
+            chosen = [own[index] for index in order[: pool.settings.per_group]]
+            keys += [each.key for each in chosen]
+            attached.append(replace(spec, replayed=tuple(each.trajectory for each in chosen)))
+        pool.used(keys)
+        return attached
+
+
+class WithoutPrefix(Wrapped):
+    """Plays the tasks that ``replay.restart_share`` restarts from their beginning."""
+
+    async def propose(self, count: int) -> list[GroupSpec]:
+        return [replace(spec, start=()) for spec in await self.inner.propose(count)]
+
+
+class RandomCut(Wrapped):
+    """Restarts the tasks that ``replay.restart_share`` restarts after a random number of turns of the same success.
+
+    The number is drawn uniformly, from one turn to all but one. When a task is no longer restarted depends on the
+    usual rule, as if its start had moved by it.
+    """
+
+    async def propose(self, count: int) -> list[GroupSpec]:
+        specs = await self.inner.propose(count)
+        stored = self.inner.pool.stored([spec.task.id for spec in specs if spec.start])
+        cut: list[GroupSpec] = []
+        for spec in specs:
+            if spec.start:
+                segments = [each.trajectory.segments[0] for each in reversed(stored[spec.task.id])]
+                success = next(segment for segment in segments if _begins_with(segment, spec.start))
+                turns = sum(turn.sampled for turn in success)
+                spec = replace(spec, start=beginning(success, int(self._random.integers(1, turns))))
+            cut.append(spec)
+        return cut
+
+
+def _begins_with(segment: Segment, start: Segment) -> bool:
+    return len(segment) > len(start) and all(
+        np.array_equal(own.tokens, turn.tokens) for own, turn in zip(segment, start, strict=False)
+    )

@@ -1,0 +1,207 @@
+"""Hindsight with proof: failures of ALFWorld as successes of the goals that they reached instead.
+
+`atlas_arms.py` names `Hindsight` and `WithoutProof` by path. Sources: hindsight experience replay (HER, arXiv
+1707.01495) and hindsight instruction replay (HiR, arXiv 2512.23457).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from atlas_curricula import Wrapped
+from gleanrl.environments.alfworld.games import game_of
+from gleanrl.environments.alfworld.households import GOALS, LAMP, goal_library
+from gleanrl.experience.replay.recall import Disagrees
+from gleanrl.experience.replay.reverify import replay_actions
+from gleanrl.experience.replay.updates import ReplayedSuccess, ReplayUpdateLearner, replayed_group
+from gleanrl.protocols import Metrics
+from gleanrl.train import Run
+from gleanrl.types import Group, GroupSpec, Score, StopReason, Task, Trajectory, Turn
+
+SHARE = 4  # an extra update has at most one relabelled failure for so many trajectories
+MEMORY = 0.9  # with each further step, the weight of earlier steps in the solve rate of a kind shrinks by this factor
+_THING = r"([a-z]+) \d+"
+_MOVED = re.compile(rf"move {_THING} to {_THING}")
+_LIT = re.compile(rf"use {_THING}")
+_TOOK = re.compile(rf"take {_THING} from {_THING}")
+
+
+def proposed(commands: Sequence[str]) -> Iterator[tuple[int, str, str, str]]:
+    """Yield goals that ``commands`` may have reached: the number of commands until then, kind, object and receptacle.
+
+    Each move of an object may have reached all kinds of goals that bring it there, and switching on a lamp may have
+    shown the object that was taken last.
+    """
+    held = ""
+    for count, command in enumerate(commands, 1):
+        if took := _TOOK.fullmatch(command):
+            held = took[1]
+        elif moved := _MOVED.fullmatch(command):
+            for kind in GOALS:
+                if kind != "examine":
+                    yield count, kind, moved[1], moved[2]
+        elif (lit := _LIT.fullmatch(command)) and held and lit[1] == LAMP.lower():
+            yield count, "examine", held, ""
+
+
+def with_goal(task: Task, kind: str, target: str, destination: str) -> Task | None:
+    """Return the task of the same household with another goal, or None if the household has no such things."""
+    problem = task.payload["problem"]
+    names = {name.lower(): name for name in re.findall(r"[oO]bjectType \S+ (\w+)Type\)", problem)}
+    names |= {name.lower(): name for name in re.findall(r"receptacleType \S+ (\w+)Type\)", problem)}
+    if target not in names or (destination and destination not in names):
+        return None
+    text = goal_library()[GOALS[kind].library]
+    goal = text["pddl"].replace("#", "-")
+    goal = goal.format(obj=names[target], recep=names.get(destination, ""), toggle=LAMP)
+    payload = {
+        **task.payload,
+        "problem": problem[: problem.index("(:goal")] + " ".join(goal.split()),
+        "task": text["templates"][0].format(obj=target, recep=destination, toggle=LAMP.lower()),
+        **{"goal": kind, "target": target, "destination": destination},
+    }
+    digest = hashlib.blake2b(f"{payload['problem']}\n{payload['task']}".encode(), digest_size=8).hexdigest()
+    return Task(id=f"alfworld-{kind}-{digest}", payload=payload, kind=kind)
+
+
+def achieved(task: Task, commands: Sequence[str]) -> list[tuple[int, Task]]:
+    """Return the goals that are true after some of ``commands`` and were false before the first one.
+
+    They are goals of ALFWorld's own grammar, each with the number of commands after which it is true for the first
+    time. The engine decides what is true. The goal of ``task`` itself is left out.
+    """
+    found: dict[str, tuple[int, Task]] = {}
+    refused: set[str] = {task.id}
+    own = (task.payload["goal"], task.payload["target"], task.payload["destination"])
+    for _, *goal in proposed(commands):
+        other = with_goal(task, *goal)
+        if other is None or tuple(goal) == own or other.id in refused or other.id in found:
+            continue
+        game = game_of(other)
+        state = game.start
+        if not game.won(state):
+            for count, command in enumerate(commands, 1):
+                state = game.step(state, command).state
+                if game.won(state):
+                    found[other.id] = (count, other)
+                    break
+        if other.id not in found:
+            refused.add(other.id)
+    return list(found.values())
+
+
+class Hindsight(Wrapped):
+    """Adds failures of other goals to the extra updates of replay, as successes of the goals that they reached.
+
+    A failure is cut where it reached a goal of `achieved`, and its first message is rendered with that goal. Its
+    sampled tokens and recorded log-probs stay. It is kept if the environment of the new task, played again, gives it
+    the score 1. A quarter of the trajectories of an extra update are such failures, drawn uniformly, with the advantage
+    1 - solve rate of their kind of goal, which is 1 for kinds that the run does not play. The newest of each new task
+    is kept for the rest of the run.
+    """
+
+    def __init__(self, run: Run, *, seed: int) -> None:
+        super().__init__(run, seed=seed)
+        assert isinstance(run.learner, ReplayUpdateLearner)
+        self._player, self._learner = run.player, run.learner
+        self._choose = run.learner.choose_from_pool
+        run.learner.choose_from_pool = self.choose  # type: ignore[method-assign]
+        self._failures: list[tuple[Task, Trajectory]] = []  # of the last step
+        self.kept: dict[str, tuple[Task, Trajectory]] = {}
+        self.counts: Counter[str] = Counter()
+        self._solved: Counter[str] = Counter()
+        self._tried: Counter[str] = Counter()
+
+    def goals(self, task: Task, commands: Sequence[str]) -> list[tuple[int, Task]]:
+        return achieved(task, commands)
+
+    async def proved(self, task: Task, trajectory: Trajectory) -> bool:
+        """Return whether the environment of ``task`` gives the actions of ``trajectory`` the score 1."""
+        try:
+            score = await replay_actions(self._player.environment(task), self._player.renderer, trajectory)
+        except Disagrees:
+            return False
+        return score.valid and score.value == 1.0
+
+    def observe(self, groups: Sequence[Group], training: Metrics) -> Metrics:
+        metrics = dict(super().observe(groups, training))
+        for counts in (self._solved, self._tried):
+            for kind in counts:
+                counts[kind] *= MEMORY  # type: ignore[assignment]
+        for group in groups:
+            kind = group.spec.task.kind
+            for member in group.valid_fresh:
+                solved = member.score.reaches(1.0)
+                self._tried[kind] += 1
+                self._solved[kind] += solved
+                if not solved and len(member.segments) == 1:
+                    self._failures.append((group.spec.task, member))
+        return metrics | {f"hindsight/{name}": float(count) for name, count in self.counts.items()}
+
+    async def propose(self, count: int) -> list[GroupSpec]:
+        failures, self._failures = self._failures, []
+        for task, failure in failures:
+            commands = [str(turn.message["content"]).strip() for turn in failure.sampled_turns()]
+            for turns, other in self.goals(task, commands):
+                relabelled = await self.relabelled(task, failure, turns, other)
+                self.counts["relabelled"] += 1
+                if await self.proved(other, relabelled):
+                    self.counts["kept"] += 1
+                    self.kept[other.id] = (other, relabelled)
+        return await super().propose(count)
+
+    async def relabelled(self, task: Task, failure: Trajectory, turns: int, other: Task) -> Trajectory:
+        """Return the first ``turns`` sampled turns of ``failure`` as a success of ``other``."""
+        [segment] = failure.segments
+        places = [place for place, turn in enumerate(segment) if turn.sampled]
+        before, after = await self._opening(task), await self._opening(other)
+        shown = np.concatenate([turn.tokens for turn in before])
+        recorded = np.concatenate([turn.tokens for turn in segment[: places[0]]])
+        if not np.array_equal(shown, recorded):
+            raise ValueError(f"the first message of {task.id} is not the one that trajectory {failure.id} begins with")
+        segment = (*after, *segment[places[0] : places[turns - 1] + 1])
+        return replace(
+            failure,
+            **{"id": f"{failure.id}-as-{other.id}", "task_id": other.id, "segments": (segment,)},
+            **{"score": Score(1.0), "stop": StopReason.DONE, "ending": ()},
+        )
+
+    async def _opening(self, task: Task) -> list[Turn]:
+        environment = self._player.environment(task)
+        try:
+            return self._player.renderer.start((await environment.reset()).messages)
+        finally:
+            await environment.close()
+
+    async def choose(self, random: np.random.Generator, step: int) -> list[ReplayedSuccess]:
+        """Return the successes of an extra update, of which up to a quarter are replaced by relabelled failures."""
+        chosen = await self._choose(random, step)
+        relabelled = list(self.kept.values())
+        order = random.permutation(len(relabelled))[: len(chosen) // SHARE]
+        for place, index in enumerate(order):
+            task, trajectory = relabelled[index]
+            rate = self._solved[task.kind] / self._tried[task.kind] if self._tried[task.kind] else 0.0
+            age = max(step - trajectory.version, 0)
+            chosen[place] = ReplayedSuccess(replayed_group(task, [trajectory]), 1 - rate, age)
+            self.counts["trained"] += 1
+        return chosen
+
+
+class WithoutProof(Hindsight):
+    """A control: a failure counts as a success of the first goal that its commands name, reached or not."""
+
+    def goals(self, task: Task, commands: Sequence[str]) -> list[tuple[int, Task]]:
+        own = (task.payload["goal"], task.payload["target"], task.payload["destination"])
+        for turns, *goal in proposed(commands):
+            if tuple(goal) != own and (other := with_goal(task, *goal)) is not None:
+                return [(turns, other)]
+        return []
+
+    async def proved(self, task: Task, trajectory: Trajectory) -> bool:
+        return True
