@@ -59,6 +59,8 @@ def main() -> None:
             args.svg.write_text(draw(pooled(rows, args.domains)))
         return
     seeds = args.seeds or (SWEEP_SEEDS if args.sweep else SEEDS)
+    if not (args.sweep or args.lrs) and (unswept := [arm for arm in args.arms if not is_swept(rows, arm)]):
+        parser.error(f"`run --sweep` is not complete for {', '.join(unswept)}; complete it, or name --arms or --lrs")
     if args.sweep:
         args.domains = [SWEEP_DOMAIN]
     wanted: list[Job] = [(domain, WARM_START, 0.0, seed) for seed in seeds for domain in args.domains]
@@ -103,10 +105,19 @@ async def evaluate_start(job: Job, config: Any) -> dict[str, Any]:
 
 
 # --- tables -----------------------------------------------------------------------------------------
+def sweep_of(rows: Sequence[Row], arm: str) -> list[Row]:
+    return [row for row in rows if (row["domain"], row["arm"]) == (SWEEP_DOMAIN, arm) and row["seed"] in SWEEP_SEEDS]
+
+
+def is_swept(rows: Sequence[Row], arm: str) -> bool:
+    """Return whether all runs that choose the learning rate of an arm were made."""
+    found = {(row["lr"], row["seed"]) for row in sweep_of(rows, arm)}
+    return all((lr, seed) in found for lr in RATES for seed in SWEEP_SEEDS)
+
+
 def rate_of(rows: Sequence[Row], arm: str) -> float:
-    """Return the learning rate of an arm: the best one of the sweep, or the middle one without a sweep."""
-    swept = [row for row in rows if (row["domain"], row["arm"]) == (SWEEP_DOMAIN, arm) and row["seed"] in SWEEP_SEEDS]
-    return tables.best_rate(swept, arm) if swept else RATES[1]
+    """Return the learning rate of an arm: the best one of the sweep, or the middle one if it is not complete."""
+    return tables.best_rate(sweep_of(rows, arm), arm) if is_swept(rows, arm) else RATES[1]
 
 
 def counted(rows: Sequence[Row], domain: str) -> dict[str, dict[int, Row]]:

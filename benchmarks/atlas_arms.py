@@ -54,7 +54,7 @@ ARMS: dict[str, Settings] = {
     "observations, memory": {**_REPLAY, "replay.keep_failures": 2, "replay.observation_batch": 8},
     "observations, step": {**_REPLAY, "replay.observation_batch": 8, "replay.observation_from": "batch"},
     "hindsight": _REPLAY,
-    "hindsight, without proof": _REPLAY,
+    "hindsight, wrong goals": _REPLAY,
 }
 
 CURRICULA: dict[str, str] = {
@@ -64,6 +64,6 @@ CURRICULA: dict[str, str] = {
     "restarts, no prefix": f"{_CURRICULA}:WithoutPrefix",
     "restarts, random cut": f"{_CURRICULA}:RandomCut",
     "hindsight": f"{_HINDSIGHT}:Hindsight",
-    "hindsight, without proof": f"{_HINDSIGHT}:WithoutProof",
+    "hindsight, wrong goals": f"{_HINDSIGHT}:WrongGoals",
 }
 """Import paths of the curricula that change the groups of an arm's `ReplayCurriculum`."""

@@ -1,6 +1,6 @@
 """Hindsight with proof: failures of ALFWorld as successes of the goals that they reached instead.
 
-`atlas_arms.py` names `Hindsight` and `WithoutProof` by path. Sources: hindsight experience replay (HER, arXiv
+`atlas_arms.py` names `Hindsight` and `WrongGoals` by path. Sources: hindsight experience replay (HER, arXiv
 1707.01495) and hindsight instruction replay (HiR, arXiv 2512.23457).
 """
 
@@ -83,17 +83,27 @@ def achieved(task: Task, commands: Sequence[str]) -> list[tuple[int, Task]]:
         other = with_goal(task, *goal)
         if other is None or tuple(goal) == own or other.id in refused or other.id in found:
             continue
-        game = game_of(other)
-        state = game.start
-        if not game.won(state):
-            for count, command in enumerate(commands, 1):
-                state = game.step(state, command).state
-                if game.won(state):
-                    found[other.id] = (count, other)
-                    break
-        if other.id not in found:
+        if count := reached(other, commands):
+            found[other.id] = (count, other)
+        else:
             refused.add(other.id)
     return list(found.values())
+
+
+def reached(task: Task, commands: Sequence[str]) -> int:
+    """Return the number of commands after which the goal is reached for the first time.
+
+    It is 0 if the goal is never reached, or if it is true at the start.
+    """
+    game = game_of(task)
+    state = game.start
+    if game.won(state):
+        return 0
+    for count, command in enumerate(commands, 1):
+        state = game.step(state, command).state
+        if game.won(state):
+            return count
+    return 0
 
 
 class Hindsight(Wrapped):
@@ -183,8 +193,9 @@ class Hindsight(Wrapped):
         """Return the successes of an extra update, of which up to a quarter are replaced by relabelled failures."""
         chosen = await self._choose(random, step)
         relabelled = list(self.kept.values())
-        order = random.permutation(len(relabelled))[: len(chosen) // SHARE]
-        for place, index in enumerate(order):
+        drawn = random.permutation(len(relabelled))[: len(chosen) // SHARE]
+        # ``chosen`` is ordered by solve rate, so the places are random too.
+        for place, index in zip(random.permutation(len(chosen)), drawn, strict=False):
             task, trajectory = relabelled[index]
             rate = self._solved[task.kind] / self._tried[task.kind] if self._tried[task.kind] else 0.0
             age = max(step - trajectory.version, 0)
@@ -193,15 +204,26 @@ class Hindsight(Wrapped):
         return chosen
 
 
-class WithoutProof(Hindsight):
-    """A control: a failure counts as a success of the first goal that its commands name, reached or not."""
+class WrongGoals(Hindsight):
+    """A control: the failures of `Hindsight`, with other goals of the same kinds, which they have not reached.
+
+    Each goal of `achieved` is replaced by one with another object or receptacle of the household, drawn at random.
+    """
 
     def goals(self, task: Task, commands: Sequence[str]) -> list[tuple[int, Task]]:
-        own = (task.payload["goal"], task.payload["target"], task.payload["destination"])
-        for turns, *goal in proposed(commands):
-            if tuple(goal) != own and (other := with_goal(task, *goal)) is not None:
-                return [(turns, other)]
-        return []
+        return [(turns, wrong) for turns, other in achieved(task, commands) if (wrong := self._wrong(other, commands))]
+
+    def _wrong(self, task: Task, commands: Sequence[str]) -> Task | None:
+        problem = task.payload["problem"]
+        targets = sorted({name.lower() for name in re.findall(r"\(objectType \S+ (\w+)Type\)", problem)})
+        places = sorted({name.lower() for name in re.findall(r"\(receptacleType \S+ (\w+)Type\)", problem)})
+        kind, destination = task.payload["goal"], task.payload["destination"]
+        goals = [(target, place) for target in targets for place in (places if destination else [""])]
+        for index in self._random.permutation(len(goals)):
+            other = with_goal(task, kind, *goals[index])
+            if other is not None and not reached(other, commands):
+                return other
+        return None
 
     async def proved(self, task: Task, trajectory: Trajectory) -> bool:
         return True

@@ -30,6 +30,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -83,15 +84,33 @@ def main() -> None:
 
 
 def run_all(wanted: Sequence[Job], one_run: Callable[[Job], dict[str, Any]], save: Path, jobs: int) -> None:
-    """Make the ``wanted`` runs that ``save`` does not contain yet, ``jobs`` at once, and append a row for each."""
+    """Make the ``wanted`` runs that ``save`` does not contain yet, ``jobs`` at once, and append a row for each.
+
+    A run that fails does not end the others. Raises `SystemExit` at the end if there were any.
+    """
     os.environ |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
     done = {(row["domain"], row["arm"], row["lr"], row["seed"]) for row in read(save)}
-    # A process keeps about 100 MB of each run, so it makes a few runs only.
-    with multiprocessing.get_context("spawn").Pool(jobs, maxtasksperchild=4) as pool:
-        for row in pool.imap_unordered(one_run, [job for job in wanted if job not in done]):
+    failed: list[str] = []
+    with ThreadPoolExecutor(jobs) as threads:
+        started = {threads.submit(alone, one_run, job): job for job in wanted if job not in done}
+        for future in as_completed(started):
+            try:
+                row = future.result()
+            except Exception as error:
+                failed.append(f"{started[future]}: {type(error).__name__}: {error}")
+                print(f"failed: {failed[-1]}", flush=True)
+                continue
             with save.open("a") as file:
                 file.write(json.dumps(row) + "\n")
             print(tables.line(row), flush=True)
+    if failed:
+        raise SystemExit("\n".join([f"{len(failed)} runs failed:", *failed]))
+
+
+def alone(one_run: Callable[[Job], dict[str, Any]], job: Job) -> dict[str, Any]:
+    """Make a run in a process of its own, so that neither its caches nor its memory are those of another run."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+        return process.submit(one_run, job).result()
 
 
 def read(path: Path) -> list[dict[str, Any]]:

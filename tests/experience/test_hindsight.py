@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from gleanrl.environments.alfworld.games import game_of, household_task
@@ -68,3 +70,21 @@ def test_the_tasks_own_goal_is_left_out(achieved: Any) -> None:
         *("go to fridge 1", "open fridge 1", "move plate 1 to fridge 1"),
     ]
     assert goals(achieved(task(), commands)) == {(7, "put a plate in fridge")}
+
+
+def test_wrong_goals_are_of_the_same_kinds_and_never_reached(monkeypatch: pytest.MonkeyPatch, achieved: Any) -> None:
+    module = import_module("hindsight")
+    control = object.__new__(module.WrongGoals)
+    control._random = np.random.default_rng(0)
+    commands = [
+        *("go to countertop 1", "take apple 1 from countertop 1", "go to microwave 1", "heat apple 1 with microwave 1"),
+        *("go to fridge 1", "open fridge 1", "move apple 1 to fridge 1"),
+    ]
+    right, wrong = achieved(task(), commands), control.goals(task(), commands)
+    assert [(turns, other.kind) for turns, other in wrong] == [(turns, other.kind) for turns, other in right]
+    for _, other in wrong:
+        game = game_of(other)
+        state = game.start
+        for command in commands:
+            state = game.step(state, command).state
+            assert not game.won(state)
