@@ -37,7 +37,6 @@ import asyncio
 import contextlib
 import json
 import math
-import multiprocessing
 import os
 import statistics
 import tempfile
@@ -63,7 +62,7 @@ from gleanrl.tracking.monitors import Console, load_monitors
 from gleanrl.train import train
 from gleanrl.types import Group
 from gleanrl.utils.seeding import derive
-from replay_gain import read
+from replay_gain import read, rows_of
 from replay_tables import interval
 
 RESULTS = Path(__file__).parent / "results" / "real_model.jsonl"
@@ -111,17 +110,15 @@ def main() -> None:
     shared = {"recipe": args.recipe, "settings": rest, "equal": args.equal, "points": args.points}
     save = args.save[0]
     seen = [row["job"] for row in read(save)]
-    os.environ |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
     # With `--equal seconds`, the arms of the second wave need the time of `grpo`.
     waves = [["before", "grpo"], ["continued sft", "filtered bc", "grpo with replay"]]
-    with multiprocessing.get_context("spawn").Pool(args.jobs, maxtasksperchild=1) as pool:
-        for wave in waves:
-            # Arms are in the outer loop, so that the first run of a seed has cached its warm start for the others.
-            jobs = [{**shared, "arm": arm, "seed": seed} for arm in wave if arm in args.arms for seed in args.seeds]
-            for row in pool.imap_unordered(partial(one_run, save=save), [job for job in jobs if job not in seen]):
-                with save.open("a") as file:
-                    file.write(json.dumps(row) + "\n")
-                print(json.dumps(row), flush=True)
+    for wave in waves:
+        # Arms are in the outer loop, so that the first run of a seed has cached its warm start for the others.
+        jobs = [{**shared, "arm": arm, "seed": seed} for arm in wave if arm in args.arms for seed in args.seeds]
+        for row in rows_of([job for job in jobs if job not in seen], partial(one_run, save=save), args.jobs):
+            with save.open("a") as file:
+                file.write(json.dumps(row) + "\n")
+            print(json.dumps(row), flush=True)
     show(read(save))
 
 

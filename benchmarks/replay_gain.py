@@ -84,30 +84,36 @@ def main() -> None:
 
 
 def run_all(wanted: Sequence[Job], one_run: Callable[[Job], dict[str, Any]], save: Path, jobs: int) -> None:
-    """Make the ``wanted`` runs that ``save`` does not contain yet, ``jobs`` at once, and append a row for each.
+    """Make the ``wanted`` runs that ``save`` does not contain yet, ``jobs`` at once, and append a row for each."""
+    done = {(row["domain"], row["arm"], row["lr"], row["seed"]) for row in read(save)}
+    for row in rows_of([job for job in wanted if job not in done], one_run, jobs):
+        with save.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+        print(tables.line(row), flush=True)
+
+
+def rows_of(wanted: Sequence[Any], one_run: Callable[[Any], dict[str, Any]], jobs: int) -> Iterator[dict[str, Any]]:
+    """Make the ``wanted`` runs, ``jobs`` at once, and yield the row of each when it is done.
 
     A run that fails does not end the others. Raises `SystemExit` at the end if there were any.
     """
     os.environ |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
-    done = {(row["domain"], row["arm"], row["lr"], row["seed"]) for row in read(save)}
     failed: list[str] = []
     with ThreadPoolExecutor(jobs) as threads:
-        started = {threads.submit(alone, one_run, job): job for job in wanted if job not in done}
+        started = {threads.submit(alone, one_run, job): job for job in wanted}
         for future in as_completed(started):
             try:
                 row = future.result()
             except Exception as error:
                 failed.append(f"{started[future]}: {type(error).__name__}: {error}")
                 print(f"failed: {failed[-1]}", flush=True)
-                continue
-            with save.open("a") as file:
-                file.write(json.dumps(row) + "\n")
-            print(tables.line(row), flush=True)
+            else:
+                yield row
     if failed:
         raise SystemExit("\n".join([f"{len(failed)} runs failed:", *failed]))
 
 
-def alone(one_run: Callable[[Job], dict[str, Any]], job: Job) -> dict[str, Any]:
+def alone(one_run: Callable[[Any], dict[str, Any]], job: Any) -> dict[str, Any]:
     """Make a run in a process of its own, so that neither its caches nor its memory are those of another run."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
         return process.submit(one_run, job).result()
