@@ -122,13 +122,14 @@ class PolicyLoss:
 
     def __call__(self, tokens: Tokens, settings: LossSettings) -> TokenLosses:
         result = self.function(tokens, settings, **_taken(self._options[0], settings.options))
-        return result if isinstance(result, TokenLosses) else TokenLosses(result)
+        return _checked(f"loss.name {self.name!r}", result, tokens)
 
     def precomputed(self, tokens: Tokens, settings: LossSettings) -> Tensor | None:
         """Return [T], the result of ``precompute`` for all tokens of the scope; None if the loss has no precompute."""
         if self.precompute is None:
             return None
-        return self.precompute(tokens, settings, **_taken(self._options[1], settings.options))
+        found = self.precompute(tokens, settings, **_taken(self._options[1], settings.options))
+        return _checked_precompute(f"loss.name {self.name!r}", found, tokens)
 
     @cached_property
     def options(self) -> frozenset[str] | None:
@@ -139,6 +140,30 @@ class PolicyLoss:
     @cached_property
     def _options(self) -> tuple[frozenset[str] | None, frozenset[str] | None]:
         return _options_of(self.function), frozenset() if self.precompute is None else _options_of(self.precompute)
+
+
+def _checked(name: str, result: Any, tokens: Tokens) -> TokenLosses:
+    """Return the result of a loss function as `TokenLosses`.
+
+    Raises `UserError` unless it has one value for each of ``tokens``, with a gradient if their log-probs have one.
+    """
+    losses = result if isinstance(result, TokenLosses) else TokenLosses(result)
+    if not isinstance(losses.values, Tensor):
+        raise UserError(f"{name} returned {type(losses.values).__name__}, not a tensor or TokenLosses")
+    for field, value in losses._asdict().items():
+        if value is not None and value.shape != tokens.logp.shape:
+            wanted = list(tokens.logp.shape)
+            raise UserError(f"{name} returned {field} of shape {list(value.shape)}, not one for each token: {wanted}")
+    if torch.is_grad_enabled() and tokens.logp.requires_grad and not losses.values.requires_grad:
+        raise UserError(f"{name} returned values without a gradient, so nothing would be learned; use tokens.logp")
+    return losses
+
+
+def _checked_precompute(name: str, result: Any, tokens: Tokens) -> Tensor:
+    if not isinstance(result, Tensor) or result.shape != tokens.logp.shape:
+        found = f"shape {list(result.shape)}" if isinstance(result, Tensor) else type(result).__name__
+        raise UserError(f"{name}: precompute returned {found}, not one value for each token: {list(tokens.logp.shape)}")
+    return result
 
 
 def _options_of(function: Callable[..., Any]) -> frozenset[str] | None:
@@ -193,7 +218,7 @@ def find(settings: LossSettings) -> PolicyLoss:
     if settings.options and loss.options is not None:
         for option in settings.options.keys() - loss.options:
             hint = nearest(option, loss.options, list_all=True)
-            raise UserError(f"loss.options.{option}: {loss.name!r} has no such option{hint}")
+            raise UserError(f"loss.options.{option}: the policy loss {loss.name!r} has no such option{hint}")
     return loss
 
 
@@ -208,8 +233,7 @@ class ReplayLoss:
     precompute: Callable[[Tokens, LossSettings], Tensor] | None
 
     def __call__(self, tokens: Tokens, settings: LossSettings) -> TokenLosses:
-        result = self.function(tokens, settings)
-        return result if isinstance(result, TokenLosses) else TokenLosses(result)
+        return _checked(f"loss.replay_mode {self.name!r}", self.function(tokens, settings), tokens)
 
 
 REPLAY_LOSSES: Registry[ReplayLoss] = Registry(
@@ -222,9 +246,9 @@ def replay_loss(
 ) -> Callable[[Callable[[Tokens, LossSettings], TokenLosses | Tensor]], ReplayLoss]:
     """Return a decorator that registers ``function(tokens, settings)`` as a loss of replayed tokens under ``name``.
 
-    The function receives the R replayed tokens only. Their ``old_logp`` holds the recorded log-probs, or the current
-    ones with ``replay_importance = "current"``. It returns `TokenLosses`, or only the tokens' losses float [R]. They
-    are multiplied by ``replay_coefficient`` afterwards.
+    Unlike a policy loss, it has no options. The function receives the R replayed tokens only. Their ``old_logp`` holds
+    the recorded log-probs, or the current ones with ``replay_importance = "current"``. It returns `TokenLosses`, or
+    only the tokens' losses float [R]. They are multiplied by ``replay_coefficient`` afterwards.
 
     Args:
         scope: as in `policy_loss`, but of the replayed tokens only.
@@ -399,7 +423,10 @@ def precompute(tokens: Tokens, config: LossSettings) -> LossContext:
     tokens = replace(tokens, logp=tokens.logp.detach())
     of_replayed, replayed = REPLAY_LOSSES.get(config.replay_mode), None
     if of_replayed.precompute is not None and bool(tokens.off_policy.any()):
-        found = of_replayed.precompute(_with_ratio(tokens.take(tokens.off_policy), config), config)
+        seen = _with_ratio(tokens.take(tokens.off_policy), config)
+        found = _checked_precompute(
+            f"loss.replay_mode {of_replayed.name!r}", of_replayed.precompute(seen, config), seen
+        )
         replayed = found.new_zeros(tokens.logp.shape).masked_scatter(tokens.off_policy, found)
     if config.correction == "none":
         return LossContext(loss.precomputed(tokens, config), None, None, None, replayed)

@@ -421,7 +421,7 @@ class ReplaySettings(Settings):
     """Minimum score of a success, in the pool and in replay's solve rates. If it is not set, it is
     `reward.success_threshold`."""
     capacity_per_task: Positive = 8
-    """Maximum number of stored trajectories per task. Beyond it, those that `select` ranks last are evicted."""
+    """Maximum number of stored trajectories per task. Beyond it, some are evicted, as the ranking `select` says."""
     keep_failures: NonNegative = 0
     """Number of failures of each task that the pool keeps as well, the newest ones with distinct tokens. Failures are
     fresh trajectories with a valid score below `success_threshold`. They are stored apart from the successes and are

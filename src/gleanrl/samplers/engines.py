@@ -29,12 +29,14 @@ from gleanrl.utils.products import Product
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 # Types of rotary position embedding whose frequencies do not depend on the sequence length.
 _FIXED_ROPE = ("default", "linear", "llama3", "yarn")
-# The three forward passes of `probe`: for each pass, the number of tokens that it appends to each of two sequences. The
-# sequences differ in length, and the last pass appends one token to each, like a decoding step.
-_PROBE = ((2, 3), (2, 1), (1, 1))
+# The three forward passes of `probe`: for each pass, the number of tokens that it appends to each of eight sequences.
+# The sequences differ in length, and the last pass appends one token to each, like a decoding step. Rounding can be ten
+# times as large in one sequence as in another, so two of them would say little.
+_PROBE = ((2, 3, 1, 4, 3, 2, 1, 4), (2, 1, 3, 1, 1, 3, 2, 1), (1, 1, 1, 1, 1, 1, 1, 1))
 # Largest root mean square error of the logits that `probe` accepts, as a share of their standard deviation, by the
 # engine's dtype. Rounding to bfloat16 gives 0.03 to 0.08 (SmolLM2-135M, before and after training), and up to four
-# times as much in the worst of 100,000 logits, which therefore says little. A wrong norm or position gives above 1.
+# times as much in the worst of 100,000 logits, which therefore says little. One wrong norm gives 0.9, and positions
+# that are off by one 0.46.
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.03}
 # FLOP of attention that take as long as one more call of it, on a CPU and on a GPU.
 _CALL_FLOP = (2_000_000, 300_000_000)
@@ -100,7 +102,7 @@ def choose_engine(model: PreTrainedModel, max_context: int, dtype: torch.dtype) 
 
 @torch.inference_mode()
 def probe(engine: Engine, model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Compare the logits of ``engine`` with those of ``model`` on two short sequences of random tokens.
+    """Compare the logits of ``engine`` with those of ``model`` on eight short sequences of random tokens.
 
     The engine gets the sequences in several feeds, and so uses its cache. The model computes each in one pass.
 
@@ -109,8 +111,8 @@ def probe(engine: Engine, model: PreTrainedModel, dtype: torch.dtype) -> None:
     """
     vocabulary = int(model.config.get_text_config().vocab_size)
     random = np.random.default_rng(0)
-    rows = [random.integers(vocabulary, size=sum(step[row] for step in _PROBE)).astype(np.int32) for row in (0, 1)]
-    answer, store, done = torch.empty(0), KeyValueStore(), [0, 0]
+    rows = [random.integers(vocabulary, size=sum(counts)).astype(np.int32) for counts in zip(*_PROBE, strict=True)]
+    answer, store, done = torch.empty(0), KeyValueStore(), [0] * len(rows)
     try:
         store.reserve(len(rows), max(row.size for row in rows))
         for step in _PROBE:

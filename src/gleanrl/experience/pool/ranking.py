@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from gleanrl.utils.errors import UserError
 from gleanrl.utils.registry import Registry
 
 Order = npt.NDArray[np.intp]
@@ -68,16 +69,18 @@ class Ranking:
     by_entropy: bool
 
     def __call__(self, trajectories: TaskTrajectories, random: np.random.Generator) -> list[int]:
-        """Return the indices of the trajectories, best first. Raises `ValueError` if the function omits some.
+        """Return the indices of the trajectories, best first. Raises `UserError` if the function returns others.
 
         The function is not called if there are none, so it need not handle empty arrays.
         """
         if not trajectories.entropy.size:
             return []
-        order = [int(index) for index in np.asarray(self.function(trajectories, random)).reshape(-1)]
-        if sorted(order) != list(range(trajectories.entropy.size)):
-            raise ValueError(f"replay.select {self.name!r} returned {order}, which does not rank every trajectory once")
-        return order
+        count = trajectories.entropy.size
+        found = self.function(trajectories, random)
+        order = np.asarray(found)
+        if order.shape != (count,) or order.dtype.kind not in "iu" or sorted(order.tolist()) != list(range(count)):
+            raise UserError(f"replay.select {self.name!r} returned {found}, not each index from 0 to {count - 1} once")
+        return order.tolist()
 
 
 RANKINGS: Registry[Ranking] = Registry("replay.select", Ranking, "@gleanrl.experience.pool.ranking.ranking(...)")
@@ -98,6 +101,8 @@ def ranking(
         by_entropy: whether the function looks at ``entropy``. If not, ``replay.entropy_from = "current"`` costs no
             forward pass.
     """
+    if not callable(keep):
+        raise UserError(f"replay.select {name!r}: keep must be a function of a Candidate, not {keep!r}")
     return lambda function: RANKINGS.add(Ranking(name, function, keep, by_entropy))
 
 
