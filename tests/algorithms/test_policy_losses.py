@@ -392,13 +392,11 @@ def test_a_users_loss_may_precompute_values_over_the_whole_update(own: Path) -> 
 def test_invalid_losses_and_options_raise_errors_that_name_the_fault(own: Path) -> None:
     with pytest.raises(UserError, match="plain function"):
         find(LossSettings(name=f"{own}:plain"))
-    with pytest.raises(
-        UserError, match=r"loss\.options\.pover: the policy loss '.*_squares' has no such option; did you mean 'power'"
-    ):
+    with pytest.raises(UserError, match=r"loss\.options\.pover: .*did you mean 'power'"):
         find(LossSettings(name=f"{own}:squares", options={"pover": 1.0}))
-    with pytest.raises(UserError, match=r"loss\.options\.lo: 'clip_cov' has no such option; did you mean 'low'"):
+    with pytest.raises(UserError, match=r"loss\.options\.lo: .*did you mean 'low'"):
         find(LossSettings(name="clip_cov", options={"lo": 1.0}))
-    with pytest.raises(UserError, match=r"loss\.options\.share: 'ppo' has no such option; known are none"):
+    with pytest.raises(UserError, match=r"loss\.options\.share: .*known are none"):
         find(LossSettings(name="ppo", options={"share": 1.0}))
     with pytest.raises(UserError, match=r"loss\.name: unknown value 'clip-cov'; did you mean 'clip_cov'"):
         find(LossSettings(name="clip-cov"))
