@@ -38,6 +38,42 @@ def test_a_run_with_one_sampler_actor_equals_the_local_runtime_bit_for_bit(start
         assert_same(local.run, command.run)
 
 
+REPLAY = {
+    "replay.enabled": "true",
+    "replay.start_progress": "0",
+    "replay.keep_failures": "2",
+    "replay.pool_pairs": "3",
+    "replay.observation_batch": "4",
+    "replay.restart_share": "0.5",
+    "loss.observation_coefficient": "0.03",
+}
+
+
+@pytest.mark.parametrize("own", [("--runtime", "ray"), ("--learner.ranks", "2")])
+def test_what_the_pool_adds_to_a_step_is_the_same_on_ray_and_on_two_ranks(
+    start: Start, tmp_path: Path, own: tuple[str, str]
+) -> None:
+    settings = ["--run.steps", "6", "--run.threads", "1"]
+    settings += [text for name, value in REPLAY.items() for text in (f"--{name}", value)]
+    local = start(tmp_path / "local", *settings, runtime="local")
+    assert local.wait().status == 0
+    last = [metrics for _, metrics in outcome(local.run)["metrics"] if "replay_update/0/pairs" in metrics]
+    assert sum(metrics["replay_update/0/pairs"] for metrics in last) > 0
+    assert sum(metrics["replay_update/observation/tokens"] for metrics in last) > 0
+    if own[0] == "--runtime":
+        other = start(tmp_path / "other", *settings, runtime=own[1])
+        assert other.wait().status == 0, other.said
+        assert_same(local.run, other.run)
+        return
+    other = start(tmp_path / "other", *settings, *own, runtime="local")
+    assert other.wait().status == 0, other.said
+    one, two = outcome(local.run), outcome(other.run)
+    for (_, first), (_, second) in zip(one["metrics"], two["metrics"], strict=True):
+        for name in ("loss/policy", "replay_update/0/learner/grad_norm", "replay_update/observation/loss/observation"):
+            if name in first:
+                assert second[name] == pytest.approx(first[name], rel=1e-3, abs=1e-5)
+
+
 def test_a_learner_on_two_nodes_equals_the_local_runtime_and_survives_a_killed_rank(
     start: Start, tmp_path: Path
 ) -> None:
