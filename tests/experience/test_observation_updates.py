@@ -148,8 +148,8 @@ def test_an_update_without_observations_logs_its_cause(
     pool: ExperiencePool, caplog: pytest.LogCaptureFixture, source: str
 ) -> None:
     pool.observe([group("t", [played("t", 1, [[5]]), played("t", 0, [[7]])])], 0)
-    settings = {"pool_updates": 0, "observation_batch": 3, "observation_from": source, "keep_failures": 4}
-    metrics = updated(pool, Recorder(), [solved("v", 1, 2)], **settings)
+    settings: dict[str, Any] = {"pool_updates": 0, "observation_batch": 3, "observation_from": source}
+    metrics = updated(pool, Recorder(), [solved("v", 1, 2)], keep_failures=4, **settings)
     assert metrics["replay_update/observation/trajectories"] == 0
     [line] = [record.getMessage() for record in caplog.records if "observation_batch" in record.getMessage()]
     assert ("2 do not hold" in line) == (source == "pool")
