@@ -598,8 +598,8 @@ def test_learner_weights_is_called_in_another_thread(tmp_path: Path) -> None:
     assert asked == [False, False]
 
 
-def collapsing_run(folder: Path, *, resume: bool = False, returns: bool = True) -> Run:
-    """A run of 40 steps whose sampler solves every task until step 20, and none afterwards until it goes back."""
+def collapsing_run(folder: Path, *, resume: bool = False, returns: bool = True, solved_until: int = 20) -> Run:
+    """A run of 40 steps that solves every task in the first ``solved_until``, and none then until it goes back."""
     settings = ScheduleSettings(preset="sync", batch=4, group=2, min_valid=1)
     run = make_run(folder, settings, steps=40, checkpoint_every=5, resume=resume)
     if resume:
@@ -610,7 +610,10 @@ def collapsing_run(folder: Path, *, resume: bool = False, returns: bool = True) 
     words = {w: renderer().tokenizer(w, add_special_tokens=False)["input_ids"] for w in ("left", "right")}
 
     def answer(completion: Any, seed: int, turn: int) -> Any:
-        tokens = [*words["left" if run.step < 20 or run.learner.returned else "right"], renderer().end_of_turn]
+        tokens = [
+            *words["left" if run.step < solved_until or run.learner.returned else "right"],
+            renderer().end_of_turn,
+        ]
         return replace(completion, tokens=np.array(tokens, np.int32), logprobs=np.zeros(len(tokens), np.float32))
 
     alter_answers(run.player.sampler, answer)
@@ -626,8 +629,8 @@ def test_after_a_collapse_the_learner_returns_to_the_last_good_checkpoint(tmp_pa
         step: metrics["collapse/returns"] for step, _, metrics in run.observer.steps if "collapse/returns" in metrics
     }
     assert told == dict.fromkeys(range(25, 41), 1.0)
-    # Steps 31 to 35 and 36 to 40 are as good as the best.
-    assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {"step-30", "step-40"}
+    # Steps 36 to 40 are as good as the best.
+    assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {"step-35", "step-40"}
 
 
 def test_without_the_setting_a_collapse_is_only_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -647,3 +650,26 @@ def test_a_resumed_run_returns_to_the_checkpoint_that_it_would_have_returned_to(
     run_to_end(second)
     assert second.learner.returned == ["step-15"]
     assert second.watch.returns == 1
+
+
+@pytest.mark.parametrize(("interrupted", "good"), [(False, "step-15"), (True, "step-10")])
+def test_a_resumed_run_knows_good_checkpoints_from_before(tmp_path: Path, interrupted: bool, good: str) -> None:
+    """The last step of a run judges the checkpoint before it. That of an interruption does not, and keeps it."""
+    first = collapsing_run(tmp_path)
+    first.total_steps = 17
+    if interrupted:
+        first.total_steps = 40
+        on_step = first.observer.on_step
+
+        def stop(step: int, *rest: Any) -> None:
+            on_step(step, *rest)
+            if step == 17:
+                first.interruption.interrupt()
+
+        first.observer.on_step = stop
+    run_to_end(first)
+    assert first.step == 17
+    assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {good, "step-15", "step-17"}
+    second = collapsing_run(tmp_path, resume=True, solved_until=17)
+    run_to_end(second)
+    assert second.learner.returned == [good]

@@ -7,7 +7,7 @@ has a default. The other interfaces are protocols: a class implements one by hav
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -470,11 +470,11 @@ class Evaluator(Protocol):
 class CheckpointStore(Protocol):
     """Stores checkpoints."""
 
-    def save(self, step: int, state: dict[str, Any], write: Callable[[Path], None], good: int | None = None) -> Any:
+    def save(self, step: int, state: dict[str, Any], write: Callable[[Path], None], kept: Collection[int] = ()) -> Any:
         """Store a checkpoint: ``state``, and the files that ``write(folder)`` puts into the given folder.
 
-        The checkpoint of step ``good`` is kept, however old it is. If the process is killed meanwhile, no incomplete
-        checkpoint is left.
+        The checkpoints of the steps in ``kept`` stay, however old they are. If the process is killed meanwhile, no
+        incomplete checkpoint is left.
         """
         ...
 

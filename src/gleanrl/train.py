@@ -138,7 +138,8 @@ class Run:
         """
         with self.timeline.span("checkpoint", step=self.step):
             state = self.state_dict() if state is None else state
-            await asyncio.to_thread(self.checkpoints.save, self.step, state, self.learner.save, self.watch.good)
+            kept = [step for step in (self.watch.good, self.watch.newest) if step is not None]
+            await asyncio.to_thread(self.checkpoints.save, self.step, state, self.learner.save, kept)
 
 
 # --- producing groups -----------------------------------------------------------------------------
@@ -310,7 +311,7 @@ async def report_collapse(run: Run, collapse: str) -> None:
     if not run.return_on_collapse:
         log.warning("step %d: %s; checkpoint.return_on_collapse would go back", run.step + 1, collapse)
     elif good is None:
-        log.warning("step %d: %s; there is no checkpoint from before to return to", run.step + 1, collapse)
+        log.warning("step %d: %s; no checkpoint is known to be good, so the weights stay", run.step + 1, collapse)
     else:
         await asyncio.to_thread(run.learner.return_to, good)
         run.watch.returned()
@@ -325,13 +326,17 @@ async def finish_shared_evaluation(run: Run) -> None:
 
 
 async def save_and_evaluate_if_due(run: Run) -> None:
+    last = run.step == run.total_steps
     due = run.checkpoint_every and run.step % run.checkpoint_every == 0
-    if due and run.step < run.total_steps:  # the last checkpoint is written after the last evaluation
+    # A checkpoint that is written because of an interruption or an error does not count. A resumed run then goes back
+    # to the same checkpoint as a run that was never interrupted.
+    if due or last:
+        run.watch.saved(run.step)
+    if due and not last:  # the last checkpoint is written after the last evaluation
         # The running evaluation must finish before the checkpoint is written, because a run that resumes from this
         # checkpoint cannot evaluate older weights again. The state is captured before this wait, at the end of the
         # step: groups that are sampled during the wait are not in it, and a resumed run samples them again, with the
         # same result.
-        run.watch.saved(run.step)
         state = run.state_dict()
         await run.interruption.unless_interrupted(run.evaluator.finish())
         await run.save(state)

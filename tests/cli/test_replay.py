@@ -25,7 +25,8 @@ REPLAY = (
     "0",
 )
 STEPS = 5
-PAGE = (Path(__file__).parents[2] / "docs" / "howto" / "algorithm.md").read_text()
+DOCS = Path(__file__).parents[2] / "docs"
+PAGE = (DOCS / "howto" / "algorithm.md").read_text()
 MINE = re.findall(r"```python[^\n]*\n(.*?)```", PAGE, re.DOTALL)[0]
 
 
@@ -83,6 +84,40 @@ def test_every_schedule_and_replay_option_trains(gleanrl: CommandLine, name: str
         assert begun == ([False] * 3 + [True] * 2 if "half" in name else [True] * STEPS)
     with ExperiencePool(gleanrl.run("arm").path / "experience.sqlite") as pool:
         assert pool.verify() == []
+
+
+def documented_metrics() -> re.Pattern[str]:
+    """Return a pattern of the metrics in the tables of the pages on metrics and on replay."""
+    patterns = []
+    for page in ("reference/metrics.md", "concepts/replay.md"):
+        for cell in re.findall(r"^\| (`[^|]+) \|", (DOCS / page).read_text(), re.MULTILINE):
+            first, *others = re.findall("`([^`]+)`", cell)
+            parts = first.split("/")
+            names = [first]
+            for other in others:
+                # "/max" stands for the first name with another end
+                stems = ["/".join(parts[:count]) for count in range(1, len(parts))] if other[0] in "./" else [""]
+                names += [stem + other.removeprefix("...") for stem in stems]
+            for name in names:
+                placeholders = re.sub(r"\b(NAME|CAUSE|KIND|NN|S_of_N|I|K)\b", ".+", re.escape(name))
+                patterns.append(placeholders.replace(re.escape("..."), ".+"))
+    return re.compile("|".join(f"(?:{pattern})" for pattern in patterns))
+
+
+def test_every_metric_of_a_run_with_all_of_replay_is_documented(gleanrl: CommandLine) -> None:
+    options = (
+        *("--replay.keep_failures", "2", "--replay.pool_pairs", "4", "--replay.observation_batch", "3"),
+        *("--replay.restart_share", "0.5", "--schedule.group", "2", "--schedule.batch", "4"),
+    )
+    ended = gleanrl.train("run", *REPLAY, *options, "--run.steps", "6")
+    assert ended.status == 0, ended.stderr
+    names = {name for row in gleanrl.run("run").read_metrics() for name in row.metrics}
+    made = {"restart/success", "replay/age_max", "replay_update/0/failure_weight", "pool/failures"}
+    assert {*made, "replay_update/observation/loss/observation"} <= names
+    documented = documented_metrics()
+    assert not documented.fullmatch("replay/unknown")
+    bounded = {name for name in names if documented.fullmatch(re.sub("_(low|high)$", "", name))}
+    assert sorted(name for name in names - bounded if not documented.fullmatch(name)) == []
 
 
 def test_max_ratio_rejects_trajectories_also_with_recorded_entropy(gleanrl: CommandLine) -> None:

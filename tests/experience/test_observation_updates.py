@@ -77,9 +77,12 @@ def test_successes_and_failures_are_drawn_but_no_demonstrations_or_limited_sourc
     pool.set_tasks([task(name) for name in ("t0", "t1", "demo", "other", "known")])
     random, seen = np.random.default_rng(0), Counter[tuple[str, float]]()
     for _ in range(200):
-        drawn, without = choose_from_pool(pool, KEEP.model_copy(update={"source_limits": {"import": 0.5}}), random)
+        drawn, without, excluded = choose_from_pool(
+            pool, KEEP.model_copy(update={"source_limits": {"import": 0.5}}), random
+        )
         assert len({trajectory.task_id for trajectory in drawn}) == len(drawn) <= 3
         assert without >= len(drawn)
+        assert len(drawn) + excluded <= 3
         seen.update((trajectory.task_id, trajectory.score.value) for trajectory in drawn)
     assert set(seen) == {("t0", 1.0), ("t0", 0.0), ("t1", 1.0), ("t1", 0.0)}
     assert max(seen.values()) < 1.5 * min(seen.values())
@@ -92,7 +95,7 @@ def test_demonstrations_are_left_out_whatever_name_their_source_was_given(pool: 
     """`gleanrl pool seed --demonstrations N --source NAME` records NAME as their source."""
     shown = replace(answered(played("demo", 1, [[5]])), info={"origin": "demonstration"})
     assert pool.add(task("demo"), shown, source="expert")
-    assert choose_from_pool(pool, KEEP, np.random.default_rng(0)) == ([], 0)
+    assert choose_from_pool(pool, KEEP, np.random.default_rng(0)) == ([], 0, 1)
 
 
 def test_a_policy_loss_is_not_called_for_an_update_without_trained_tokens() -> None:
@@ -138,5 +141,15 @@ def test_the_step_reports_the_update_and_counts_no_uses(pool: ExperiencePool) ->
     metrics = updated(pool, learner, step_groups, observation_from="batch", **settings)
     assert metrics["replay_update/observation/trajectories"] == 2
     assert len(choose_from_step(step_groups, 1, np.random.default_rng(0))) == 1
-    with_none = updated(pool, Recorder(), [solved("v", 1, 2)], observation_from="batch", **settings)
-    assert with_none["replay_update/observation/trajectories"] == 0
+
+
+@pytest.mark.parametrize("source", ["pool", "batch"])
+def test_an_update_without_observations_logs_its_cause(
+    pool: ExperiencePool, caplog: pytest.LogCaptureFixture, source: str
+) -> None:
+    pool.observe([group("t", [played("t", 1, [[5]]), played("t", 0, [[7]])])], 0)
+    settings: dict[str, Any] = {"pool_updates": 0, "observation_batch": 3, "observation_from": source}
+    metrics = updated(pool, Recorder(), [solved("v", 1, 2)], keep_failures=4, **settings)
+    assert metrics["replay_update/observation/trajectories"] == 0
+    [line] = [record.getMessage() for record in caplog.records if "observation_batch" in record.getMessage()]
+    assert ("2 do not hold" in line) == (source == "pool")

@@ -95,7 +95,7 @@ def test_turns_are_compared_in_the_order_of_time() -> None:
 
 
 def choose(pool: ExperiencePool, settings: ReplaySettings = KEEP, step: int = 0) -> list[Pair]:
-    return choose_pairs(pool, Recall(pool, settings, group=4), settings, np.random.default_rng(0), step=step)
+    return choose_pairs(pool, Recall(pool, settings, group=4), settings, np.random.default_rng(0), step=step)[0]
 
 
 def test_a_failure_is_paired_with_the_success_that_shares_most_turns(pool: ExperiencePool) -> None:
@@ -262,6 +262,29 @@ def test_without_any_pair_no_update_is_made(pool: ExperiencePool) -> None:
     learner = Scoring()
     metrics = updated(pool, learner, pool_pairs=2, keep_failures=4)
     assert (metrics["replay_update/0/pairs"], metrics["replay_update/0/trajectories"], learner.updates) == (0, 0, [])
+
+
+@pytest.mark.parametrize(
+    ("won", "lost", "settings", "cause"),
+    [
+        ([[5]], [[6]], {"source_limits": {"own": 0.5}}, "replay.source_limits"),
+        ([[5]], None, {}, "no stored failure"),
+        ([[5], [6]], [[5]], {}, "depart"),
+        ([[5]], [[6]], {"max_ratio": 1.5}, "replay.max_ratio"),  # `Scoring` gives a ratio of 1 / e
+    ],
+)
+def test_updates_without_a_pair_log_their_cause_once(
+    pool: ExperiencePool, caplog: pytest.LogCaptureFixture, won: Any, lost: Any, settings: dict[str, Any], cause: str
+) -> None:
+    updated(pool, Scoring(), pool_pairs=2, keep_failures=4, **settings)
+    assert "pool_pairs" not in caplog.text  # the pool is empty, which is reported elsewhere
+    pool.observe([group("t", [played("t", 1, won), *([] if lost is None else [played("t", 0, lost)])])], 0)
+    if lost is None:
+        pool.add(task("t"), played("t", 1, won))
+    metrics = updated(pool, Scoring(), pool_pairs=2, keep_failures=4, pool_updates=2, **settings)
+    assert [metrics[f"replay_update/{number}/pairs"] for number in (0, 1)] == [0, 0]
+    [line] = [record.getMessage() for record in caplog.records if "replay.pool_pairs" in record.getMessage()]
+    assert cause in line
 
 
 @pytest.mark.parametrize(

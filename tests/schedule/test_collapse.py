@@ -79,10 +79,32 @@ def test_a_checkpoint_is_good_if_success_stays_near_the_best_after_it() -> None:
     # After 15 steps the best is the mean of 0.4 and 0.6, after 20 it is 0.6. Then success falls to a third: noticed.
     assert found == [None, 5, 10, 15, 15, 15, 15]
     assert watch.noticed == 1
-    watch.returned()
-    play(watch, *[0.5] * 5)
-    watch.saved(40)
-    assert watch.good == 35
+
+
+def test_a_checkpoint_of_the_first_ten_steps_is_compared_with_the_steps_so_far() -> None:
+    watch = CollapseWatch()
+    for saved, success in ((3, 0.5), (6, 0.6), (9, 0.1)):
+        play(watch, *[success] * 3)
+        watch.saved(saved)
+    assert watch.good == 3
+
+
+def test_the_last_checkpoint_before_a_return_is_not_judged_by_the_steps_after_it() -> None:
+    watch = CollapseWatch()
+    for step in range(1, 26):
+        text = play(watch, 0.8 if step <= 18 else 0.0)
+        if text:
+            watch.returned()
+            break
+        if step % 5 == 0:
+            watch.saved(step)
+    assert (watch.good, step) == (10, 23)  # step-20 was saved during the fall
+    play(watch, 0.8, 0.8)
+    watch.saved(25)
+    assert watch.good == 10
+    play(watch, *[0.8] * 5)
+    watch.saved(30)
+    assert watch.good == 25
 
 
 def test_a_resumed_watch_continues_as_if_nothing_had_happened() -> None:

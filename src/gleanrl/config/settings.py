@@ -461,10 +461,10 @@ class ReplaySettings(Settings):
     """Successes that the extra updates train on. pool: drawn from the pool, as for groups. batch: from the groups of
     the step itself, as a control in experiments."""
     pool_pairs: NonNegative = 0
-    """Maximum number of pairs in an extra update, each of another task, on which it trains in place of `pool_batch`
-    successes. A pair is a stored failure and the stored success that repeats its actions longest; what follows is
-    trained, the success with the advantage 1 - solve rate, and against the failure with the solve rate. 0 = no pairs.
-    Needs `keep_failures`."""
+    """Maximum number of pairs in an extra update, each of another task, in place of `pool_batch` successes. A pair is a
+    stored failure and the success that repeats its actions longest; what follows is trained. 0 = no pairs. Needs
+    `keep_failures`, `pool_updates`, `pool_from = "pool"` and `loss.replay_mode = "clip"`, and does not work with
+    `reverify`."""
     observation_batch: NonNegative = 0
     """Number of trajectories, successes and failures of any age, in one more update after the extra ones, which trains
     on the environment's answers alone. 0 = no such update. Only trajectories that the run stores with this setting or

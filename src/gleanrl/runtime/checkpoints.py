@@ -40,10 +40,10 @@ class Checkpoints:
     def __init__(self, folder: Path, keep: int, *, unchecked: Collection[str] = ()) -> None:
         self.folder, self.keep, self.unchecked = folder, keep, frozenset(unchecked)
 
-    def save(self, step: int, state: dict[str, Any], write: Callable[[Path], None], good: int | None = None) -> Path:
+    def save(self, step: int, state: dict[str, Any], write: Callable[[Path], None], kept: Collection[int] = ()) -> Path:
         """Save a checkpoint of ``step``, delete all but the newest ``keep`` checkpoints, and return its path.
 
-        The checkpoint of step ``good`` is not deleted either.
+        The checkpoints of the steps in ``kept`` are not deleted either.
 
         ``state`` must be representable in JSON. ``write`` is called with the checkpoint's folder and writes further
         files into it. If an undamaged checkpoint of ``step`` exists, it is not written again. Checkpoints of later
@@ -66,7 +66,7 @@ class Checkpoints:
             }
             (folder / _MANIFEST).write_text(json.dumps(files, indent=1))
         for old in self._find_all()[: -self.keep]:
-            if old.name != f"step-{good}":
+            if int(old.name[5:]) not in kept:
                 shutil.rmtree(old, ignore_errors=True)
         return target
 

@@ -20,7 +20,8 @@ WINDOW = 10
 FALL = 0.5
 """Success has collapsed if it is at most this share of the run's best, and the difference is not chance."""
 GOOD = 0.8
-"""A checkpoint is good if success was at least this share of the run's best in the steps after it."""
+"""A checkpoint is good if success, from it to the next call of `CollapseWatch.saved`, was at least this share of the
+run's best."""
 DEVIATIONS = 4.0
 """Standard errors that a fall must exceed. All attempts at one task count as one observation in it."""
 CHANGED = 2.0
@@ -46,7 +47,7 @@ class CollapseWatch:
     good: int | None = None
     """Step of the newest checkpoint that is known to be good; None if there is none."""
     newest: int | None = None
-    """Step of the newest checkpoint, of which this is not known yet."""
+    """Step of the newest checkpoint, of which this is not known yet; None if there is none since the last return."""
     noticed: int = 0
     """Number of collapses so far."""
     fallen: bool = False
@@ -87,18 +88,23 @@ class CollapseWatch:
         return text
 
     def returned(self) -> None:
-        """Note that the run has gone back to the good checkpoint. The steps until now no longer count."""
-        self.returns, self.fallen, self.recent = self.returns + 1, False, []
+        """Note that the run has gone back to the good checkpoint. The steps until now no longer count.
+
+        The newest checkpoint was saved before the return, so the steps from now on do not say whether it is good.
+        """
+        self.returns, self.fallen, self.recent, self.newest = self.returns + 1, False, [], None
 
     def saved(self, step: int) -> None:
         """Note that a checkpoint of ``step``, the number of finished steps, is about to be saved.
 
-        The steps since the checkpoint before it say whether that one is good.
+        The steps since the checkpoint before it, at most the last `WINDOW`, say whether that one is good. In the first
+        steps, which have no best mean yet, they are compared with the mean of all steps.
         """
         since = [] if self.newest is None else self.recent[self.newest - step :]
-        if since and self.best and not self.fallen:
+        if since and not self.fallen:
             success = fmean(row[_SUCCESS] for row in since)
-            if success > 0 and success >= GOOD * self.best[_SUCCESS]:
+            best = self.best[_SUCCESS] if self.best else fmean(row[_SUCCESS] for row in self.recent)
+            if success > 0 and success >= GOOD * best:
                 self.good = self.newest
         self.newest = step
 

@@ -39,5 +39,9 @@ def collapses(series: Mapping[str, Sequence[float]]) -> str | None:
     if not noticed:
         return None
     returns = series["collapse/returns"][-1]
-    back = f"the weights went back to an earlier checkpoint {returns:.0f} times" if returns else "the run went on"
-    return f"success collapsed {noticed[-1]:.0f} times, and {back}; run.log says when, and what changed with it"
+    back = f"the weights went back to an earlier checkpoint {_times(returns)}" if returns else "the run went on"
+    return f"success collapsed {_times(noticed[-1])}, and {back}; run.log says when, and what changed with it"
+
+
+def _times(count: float) -> str:
+    return "once" if count == 1 else f"{count:.0f} times"

@@ -280,6 +280,13 @@ def test_groups_without_variance_give_a_hint() -> None:
     assert "always" in always
 
 
+def test_the_number_of_collapses_is_a_hint() -> None:
+    collapsed = {"collapse/noticed": 1.0, "collapse/returns": 1.0}
+    for count, word in ((1, "once"), (2, "2 times")):
+        [text] = facts([Row(1, 0.0, {name: count * value for name, value in collapsed.items()})], {})["hints"]
+        assert text.count(word) == 2
+
+
 # --- timeline -----------------------------------------------------------------------------------
 def span(kind: str, start: float, end: float, **tags: Any) -> dict[str, Any]:
     return {"kind": kind, "start": start, "end": end, **tags}

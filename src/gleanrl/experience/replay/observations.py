@@ -29,19 +29,19 @@ def has_observations(trajectory: Trajectory) -> bool:
 
 def choose_from_pool(
     pool: ExperiencePool, settings: ReplaySettings, random: np.random.Generator
-) -> tuple[list[Trajectory], int]:
+) -> tuple[list[Trajectory], int, int]:
     """Draw up to ``observation_batch`` stored trajectories, one each of tasks that are drawn uniformly.
 
     Of a task, one is drawn from its successes and failures that have observations. Demonstrations, and trajectories
     from a source that ``source_limits`` limits, are left out.
 
-    Returns the trajectories, and how many of those tasks' trajectories have no observations because they were stored
-    without.
+    Returns the trajectories, how many of those tasks' trajectories have no observations because they were stored
+    without, and how many were left out for their source.
     """
     names = pool.draw_names(settings.observation_batch, random)
     successes, failures = pool.stored(names), pool.failures(names)
     chosen: list[Trajectory] = []
-    without = 0
+    without = excluded = 0
     for name in names:
         own = [
             stored.trajectory
@@ -52,9 +52,10 @@ def choose_from_pool(
         ]
         usable = [trajectory for trajectory in own if has_observations(trajectory)]
         without += len(own) - len(usable)
+        excluded += len(successes[name]) + len(failures[name]) - len(own)
         if usable:
             chosen.append(usable[int(random.integers(len(usable)))])
-    return chosen, without
+    return chosen, without, excluded
 
 
 def choose_from_step(groups: Sequence[Group], count: int, random: np.random.Generator) -> list[Trajectory]:

@@ -14,6 +14,7 @@ Sources: TOPR (arXiv 2503.14286) for the loss of failures.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
@@ -70,8 +71,10 @@ def choose_pairs(
     random: np.random.Generator,
     *,
     step: int,
-) -> list[Pair]:
+) -> tuple[list[Pair], Counter[str]]:
     """Return up to ``pool_pairs`` pairs of different tasks, for an update of ``step``.
+
+    Also returns why other drawn tasks gave no pair: texts for the log, with the number of tasks of each.
 
     ``recall`` draws the tasks. Of a task, one failure is drawn from those within `PERCENTILES`. Of the successes that
     share equally many turns with it, the newest is taken. Trajectories older than ``max_age``, and those from a source
@@ -85,25 +88,34 @@ def choose_pairs(
     lowest, highest = pool.failure_entropies(*PERCENTILES)
     taken: set[str] = set()
     pairs: list[Pair] = []
+    reasons: Counter[str] = Counter()
     for _ in range(_ROUNDS):
         drawn = recall.draw_tasks(settings.pool_pairs - len(pairs), random, taken)
         names = [task.id for task in drawn]
         failures, successes, rates = pool.failures(names), pool.stored(names), pool.rates(names)
         for task in drawn:
-            within = [f for f in failures[task.id] if usable(f) and lowest <= f.entropy <= highest]
-            if not within:
-                continue
-            failure = within[int(random.integers(len(within)))]
+            lost, won = list(filter(usable, failures[task.id])), list(filter(usable, successes[task.id]))
+            within = [failure for failure in lost if lowest <= failure.entropy <= highest]
             best: Pair | None = None
-            for success in filter(usable, successes[task.id]):
-                shared = shared_turns(success.trajectory, failure.trajectory)
-                if shared is not None and (best is None or shared >= best.shared):
-                    best = Pair(task, success, failure, shared, rates.get(task.id, 0.0))
+            if within:
+                failure = within[int(random.integers(len(within)))]
+                for success in won:
+                    shared = shared_turns(success.trajectory, failure.trajectory)
+                    if shared is not None and (best is None or shared >= best.shared):
+                        best = Pair(task, success, failure, shared, rates.get(task.id, 0.0))
             if best is not None:
                 pairs.append(best)
+            elif not failures[task.id]:
+                reasons["have no stored failure (the run stores its own as it goes on)"] += 1
+            elif not lost or not won:
+                reasons["have only trajectories that replay.source_limits or replay.max_age leaves out of pairs"] += 1
+            elif not within:
+                reasons["have only failures of too high or too low log-prob (raise replay.keep_failures)"] += 1
+            else:
+                reasons["have no success whose actions depart from the failure's (others may be stored later)"] += 1
         if not drawn or len(pairs) >= settings.pool_pairs:
             break
-    return pairs
+    return pairs, reasons
 
 
 def after(trajectory: Trajectory, turns: int) -> Trajectory:

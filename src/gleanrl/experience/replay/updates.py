@@ -7,6 +7,7 @@ from the experience pool or from the step itself.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from time import perf_counter
@@ -26,6 +27,8 @@ from gleanrl.utils.seeding import derive
 
 if TYPE_CHECKING:
     from gleanrl.learners.engine import TokenScores
+
+log = logging.getLogger(__name__)
 
 _REPORTED = (
     "loss/policy",
@@ -139,6 +142,7 @@ class ReplayUpdateLearner:
         )
         self._groups: list[Group] = []  # groups of the current step, for ``pool_from = "batch"``
         self._consumed = 0  # number of groups that `update` was called with so far
+        self._warned: set[str] = set()  # settings whose update had nothing to train on, which is logged once
 
     def remember(self, groups: Sequence[Group]) -> None:
         """Store the groups from which the batch of the next `update` was built.
@@ -166,13 +170,18 @@ class ReplayUpdateLearner:
             random = np.random.default_rng(derive(self._seed, "practice", step, number))
             prefix = f"replay_update/{number}"
             if replay.pool_pairs:
-                drawn = choose_pairs(self._pool, self._recall, replay, random, step=step)
+                drawn, reasons = choose_pairs(self._pool, self._recall, replay, random, step=step)
                 selected_at = perf_counter()
                 built = await build_pairs(
                     self.learner.logprobs, drawn, self._config.loss, self._max_context, replay.max_ratio
                 )
                 self._recall.seconds += perf_counter() - selected_at
                 self._recall.counts["rejected"] += built.rejected
+                if drawn and not built.pairs:
+                    self._warn("pool_pairs", step, f"replay.max_ratio leaves out all {len(drawn)} pairs; raise it")
+                elif reasons and not drawn:
+                    found = "; ".join(f"{count} {reason}" for reason, count in reasons.most_common())
+                    self._warn("pool_pairs", step, f"of {reasons.total()} drawn tasks, {found}")
                 members = [stored for pair in built.pairs for stored in (pair.success, pair.failure)]
                 self._pool.used([stored.key for stored in members])
                 extra, ages = built.batch, [max(step - stored.version, 0) for stored in members]
@@ -201,9 +210,9 @@ class ReplayUpdateLearner:
                 metrics[f"{prefix}/age_max"] = float(max(ages))
         if replay.observation_batch:
             random = np.random.default_rng(derive(self._seed, "observations", step))
-            prefix, without = "replay_update/observation", 0
+            prefix, without, excluded = "replay_update/observation", 0, 0
             if replay.observation_from == "pool":
-                shown, without = observations.choose_from_pool(self._pool, replay, random)
+                shown, without, excluded = observations.choose_from_pool(self._pool, replay, random)
             else:
                 shown = observations.choose_from_step(self._groups, replay.observation_batch, random)
             extra = observations.observation_batch(shown, self._max_context, replay.observation_coefficient)
@@ -213,6 +222,17 @@ class ReplayUpdateLearner:
                 updating += perf_counter() - update_started
                 for name in ("loss/observation", "learner/grad_norm"):
                     metrics |= {f"{prefix}/{name}": reported[name]} if name in reported else {}
+            elif without or excluded:
+                cause = (
+                    f"of {without + excluded} stored trajectories, {without} do not hold where the environment's "
+                    f"answers are, and {excluded} are demonstrations or of a source in replay.source_limits. "
+                    "Trajectories that a run stores with this setting or loss.observation_coefficient hold it, if the "
+                    "environment answers"
+                )
+                self._warn("observation_batch", step, cause)
+            elif replay.observation_from == "batch":
+                cause = "no fresh trajectory of the step has a valid score and an answer of the environment"
+                self._warn("observation_batch", step, cause)
             metrics[f"{prefix}/trajectories"] = float(extra.groups)
             tokens = sum(int(sample.observed.sum()) for sample in extra.samples if sample.observed is not None)
             metrics[f"{prefix}/tokens"] = float(tokens)
@@ -226,6 +246,12 @@ class ReplayUpdateLearner:
         metrics["time/replay_update_update_s"] = updating
         self._groups = []
         return metrics
+
+    def _warn(self, setting: str, step: int, cause: str) -> None:
+        """Log that the update of ``replay.<setting>`` had nothing to train on, the first time that this happens."""
+        if setting not in self._warned:
+            log.warning("replay: step %d: nothing to train on for replay.%s: %s", step + 1, setting, cause)
+        self._warned.add(setting)
 
     async def choose_from_pool(self, random: np.random.Generator, step: int) -> list[ReplayedSuccess]:
         """Draw up to ``pool_batch`` successes from the pool, each of another task, and count their uses."""
