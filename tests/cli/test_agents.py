@@ -120,7 +120,7 @@ def test_the_pool_of_a_run_of_an_agent_is_seeded_with_demonstrations(
 ) -> None:
     ended = undisturbed("pool", "run", "seed", "--demonstrations", "5")
     assert ended.status == 0, ended.stderr
-    assert ended.stdout.startswith("stored 5 trajectories\n")
+    assert ended.stdout.startswith("stored 5 successes\n")
     episodes_ended(undisturbed)
     with ExperiencePool(undisturbed.run("run").experience_path, read_only=True) as pool:
         stored = [one for found in pool.stored([f"train-{i}" for i in range(10)]).values() for one in found]

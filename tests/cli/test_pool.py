@@ -46,7 +46,7 @@ def test_a_pool_can_be_read_by_every_form_of_its_name_while_another_process_writ
         listed = gleanrl("pool", "a", "list", "--task", "x", "--limit", "2")
         refused = gleanrl("pool", "a", "prune", "--keep", "1")
     assert {(ended.status, ended.stdout) for ended in shown} == {(0, shown[0].stdout)}, shown[0].stderr
-    assert "6 trajectories of 3 tasks" in shown[0].stdout
+    assert "6 successes of 3 tasks" in shown[0].stdout
     assert re.search(r"3/4 +1 +1 +0 +3\n", shown[0].stdout)
     assert re.search(r"4/4 +1 +0 +1 +2\n", shown[0].stdout)
     assert "age in versions at step 9: 0 to 8" in shown[0].stdout
@@ -90,22 +90,22 @@ def test_prune_evicts_by_count_retirement_and_age(gleanrl: CommandLine, pool: Pa
     assert "say what to evict" in gleanrl("pool", "a", "prune").complaint
     assert contents(pool) == before
     ended = gleanrl("pool", "a", "prune", "--keep", "2", "--retired", "--replay.select", "newest")
-    assert ended.stdout == "evicted 3 trajectories (retired 2, capacity 1), 3 left\n", ended.stderr
+    assert ended.stdout == "evicted 3 successes (retired: 2, more than 2 a task: 1); 3 successes left\n", ended.stderr
     with ExperiencePool(pool, read_only=True) as opened:
         assert [stored.key for stored in opened.stored(["x"])["x"]] == [2, 3]
         assert opened.verify() == []
-    assert "(age 2), 1 left" in gleanrl("pool", "a", "prune", "--max-age", "7").stdout
+    assert "(age: 2); 1 success left" in gleanrl("pool", "a", "prune", "--max-age", "7").stdout
 
 
 def test_an_exported_pool_can_be_imported_under_the_same_tokenizer_only(gleanrl: CommandLine, pool: Path) -> None:
     pytest.importorskip("pyarrow")
-    assert gleanrl("pool", "a", "export", "a.parquet").stdout == "a.parquet: 6 trajectories\n"
-    assert gleanrl("pool", "b.sqlite", "import", "a.parquet").stdout == "stored 6 trajectories\n"
+    assert gleanrl("pool", "a", "export", "a.parquet").stdout == "a.parquet: 6 successes\n"
+    assert gleanrl("pool", "b.sqlite", "import", "a.parquet").stdout == "stored 6 successes\n"
     assert contents(gleanrl.folder / "b.sqlite")["blobs"] == contents(pool)["blobs"]
     assert "own and earlier" in gleanrl("pool", "d.sqlite", "import", "a.parquet", "--source", "own").stderr
     assert gleanrl("pool", "d.sqlite", "import", "a.parquet", "--source", "teacher").status == 0
     assert "teacher" in gleanrl("pool", "d.sqlite", "list", "--limit", "1").stdout.splitlines()[1].split()
-    assert "(source 6), 0 left" in gleanrl("pool", "d.sqlite", "prune", "--source", "teacher").stdout
+    assert "(source: 6); 0 successes left" in gleanrl("pool", "d.sqlite", "prune", "--source", "teacher").stdout
     ExperiencePool(gleanrl.folder / "c.sqlite", tokenizer="two").close()
     assert "another tokenizer" in gleanrl("pool", "c.sqlite", "import", "a.parquet").complaint
 
@@ -137,7 +137,7 @@ def test_seed_from_rollouts_takes_fresh_successes_and_rebuilds_their_tasks(
     asked = gleanrl(
         "pool", "new.sqlite", "seed", "--rollouts", "old"
     )  # an empty pool takes rollouts without a known tokenizer
-    assert asked.stdout == "stored 3 trajectories; left out 2: its task is not one of its run's\n", asked.stderr
+    assert asked.stdout == "stored 3 successes; left out 2: its task is not one of its run's\n", asked.stderr
     with ExperiencePool(gleanrl.folder / "new.sqlite", read_only=True) as pool:
         assert pool.buckets() == {(1, 4): 1}
         [known] = pool.draw((1, 4), 1, np.random.default_rng(0))
@@ -146,7 +146,7 @@ def test_seed_from_rollouts_takes_fresh_successes_and_rebuilds_their_tasks(
     again = gleanrl("pool", "new.sqlite", "seed", "--rollouts", "old")
     assert "--trust-tokenizer" in again.complaint
     copied = gleanrl("pool", "copy.sqlite", "seed", "--pool", "new.sqlite")
-    assert copied.stdout == "stored 3 trajectories\n", copied.stderr
+    assert copied.stdout == "stored 3 successes\n", copied.stderr
 
 
 @pytest.mark.parametrize(
@@ -184,7 +184,7 @@ def demonstrated(make_gleanrl: Callable[[], CommandLine]) -> tuple[CommandLine, 
     own = {row[0] for row in contents(path)["trajectories"]}
     ended = gleanrl("pool", "run", "seed", "--demonstrations", "5")
     assert ended.status == 0, ended.stderr
-    assert ended.stdout.startswith("stored 5 trajectories\n")
+    assert ended.stdout.startswith("stored 5 successes\n")
     assert "log-probs are unknown, so those of the policy at step 2 were stored instead" in ended.stdout
     assert gleanrl("pool", "run", "verify").status == 0
     return gleanrl, path, own
@@ -240,7 +240,7 @@ def test_demonstrations_are_stored_once_and_a_new_run_replays_them(
     rows = [row.metrics for row in gleanrl.run("new").read_metrics() if "replay/on" in row.metrics]
     assert any("loss/replayed/ratio/mean" in row for row in rows)
     again = gleanrl("pool", "run", "seed", "--demonstrations", "5")
-    assert again.stdout.startswith("stored 0 trajectories; left out 5: there already"), again.stderr
+    assert again.stdout.startswith("stored 0 successes; left out 5: there already"), again.stderr
 
 
 def test_seeding_demonstrations_skips_tasks_without_an_expert(gleanrl: CommandLine) -> None:
@@ -248,7 +248,7 @@ def test_seeding_demonstrations_skips_tasks_without_an_expert(gleanrl: CommandLi
     short = ("--replay.enabled", "true", "--run.steps", "1", "--evaluation.every", "0", nobody)
     assert gleanrl.train("run", *short).status == 0
     ended = gleanrl("pool", "run", "seed", "--demonstrations", "3")
-    assert ended.stdout.startswith("stored 3 trajectories"), ended.stderr
+    assert ended.stdout.startswith("stored 3 successes"), ended.stderr
 
 
 def test_impossible_demonstrations_are_one_line(gleanrl: CommandLine) -> None:
@@ -277,24 +277,39 @@ def test_a_killed_import_or_seed_leaves_whole_batches_and_can_be_repeated(gleanr
         assert pool.verify() == []
         assert pool.stats()["trajectories"] == transfer.BATCH
     ended = gleanrl("pool", "b.sqlite", *given)  # a second run skips what is stored already
-    assert f"stored {rows - transfer.BATCH} trajectories; left out {transfer.BATCH}" in ended.stdout
+    assert f"stored {rows - transfer.BATCH} successes; left out {transfer.BATCH}" in ended.stdout
 
 
 def test_failures_are_listed_shown_exported_and_pruned_apart_from_successes(gleanrl: CommandLine) -> None:
-    path = gleanrl.folder / "pool.sqlite"
+    path = gleanrl.folder / "runs" / "a" / "experience.sqlite"
+    path.parent.mkdir(parents=True)
+    (path.parent / "config.toml").write_text("[replay]\nenabled = true\nkeep_failures = 3\n")
     with ExperiencePool(path, ReplaySettings(keep_failures=3), tokenizer="one") as pool:
-        pool.observe([solved("x", 1, 4)], 1)
-    assert "3 failures besides" in gleanrl("pool", "pool.sqlite").stdout
-    listed = gleanrl("pool", "pool.sqlite", "list", "--failures").stdout.splitlines()
-    assert [line.split()[0] for line in listed] == ["key", "-3", "-2", "-1"]
-    shown = gleanrl("pool", "pool.sqlite", "show", "-3")
-    assert "trajectory -3 of task x" in shown.stdout, shown.stderr
+        pool.observe([solved("x", 1, 4), solved("unsolved", 0, 1), solved("y", 2, 2)], 1)
+    lines = gleanrl("pool", "a").stdout.splitlines()
+    assert [line.split(",")[0] for line in lines[:2]] == [
+        "runs/a/experience.sqlite: 1 success of 1 task",
+        "4 failures of 2 tasks",
+    ]
+    assert gleanrl("pool", "a", "verify").stdout.endswith("sound; 1 success of 1 task and 4 failures of 2 tasks read\n")
+    listed = gleanrl("pool", "a", "list", "--failures").stdout.splitlines()
+    assert [line.split()[0] for line in listed] == ["key", "-4", "-3", "-2", "-1"]
+    shown = gleanrl("pool", "a", "show", "-3")
+    assert "failure -3 of task x" in shown.stdout, shown.stderr
     assert "score 0;" in shown.stdout
-    assert "1 trajectories" in gleanrl("pool", "pool.sqlite", "export", "a.parquet").stdout
-    assert "4 trajectories" in gleanrl("pool", "pool.sqlite", "export", "b.parquet", "--failures").stdout
-    refused = gleanrl("pool", "new.sqlite", "import", "b.parquet", "--failures")
-    assert (refused.status, "keep_failures" in refused.complaint) == (2, True)
+    assert "no failure -9; `gleanrl pool a list --failures`" in gleanrl("pool", "a", "show", "-9").complaint
+    assert gleanrl("pool", "a", "export", "a.parquet").stdout == "a.parquet: 1 success\n"
+    exported = gleanrl("pool", "a", "export", "b.parquet", "--failures")
+    assert exported.stdout == "b.parquet: 1 success and 4 failures\n"
+    refused = gleanrl("pool", "runs/a/experience.sqlite", "import", "b.parquet", "--failures")
+    assert (refused.status, "name the run's folder" in refused.complaint) == (2, True)
     taken = gleanrl("pool", "new.sqlite", "import", "b.parquet", "--failures", "--replay.keep_failures", "2")
-    assert "stored 4 trajectories" in taken.stdout
-    pruned = gleanrl("pool", "pool.sqlite", "prune", "--keep-failures", "1")
-    assert "evicted 2 trajectories (newer 2), 1 left and 1 failures" in pruned.stdout
+    assert taken.stdout.startswith("stored 1 success and 3 failures; left out 1: "), taken.stderr
+    before = contents(path)
+    for again in (("import", "b.parquet", "--source", "again"), ("seed", "--pool", "new.sqlite")):
+        ended = gleanrl("pool", "a", *again, "--failures")
+        assert ended.stdout.startswith("stored 0 successes and 0 failures; left out "), ended.stderr
+        assert contents(path) == before
+    pruned = gleanrl("pool", "a", "prune", "--keep-failures", "1")
+    assert pruned.stdout == "evicted 2 failures (more than 1 a task: 2); 1 success and 2 failures left\n", pruned.stderr
+    assert "failures evicted so far: newer 2\n" in gleanrl("pool", "a").stdout

@@ -101,7 +101,7 @@ def test_stats_prints_sizes_entropy_age_and_uses(say: Shell, pool: Path) -> None
         opened.evict([3, 4, 5], "age")
     lines = say("a").splitlines()
     assert re.fullmatch(
-        r"runs/a/experience.sqlite: 4 trajectories of 4 tasks, \d+ B of records in a file of [\d.]+ KiB", lines[0]
+        r"runs/a/experience.sqlite: 4 successes of 3 tasks, \d+ B of records in a file of [\d.]+ KiB", lines[0]
     )
     table = [line.split() for line in lines[1:6]]
     assert table == [
@@ -139,10 +139,10 @@ def test_on_a_terminal_long_actions_show_their_progress_on_standard_error(
 def test_stats_and_verify_work_on_an_empty_pool(say: Shell) -> None:
     ExperiencePool(say.folder / "empty.sqlite").close()
     lines = say("empty.sqlite").splitlines()
-    assert lines[0].startswith("empty.sqlite: 0 trajectories of 0 tasks, 0 B of records in a file of")
+    assert lines[0].startswith("empty.sqlite: 0 successes of 0 tasks, 0 B of records in a file of")
     assert lines[-2:] == ["evicted so far: none", "tokenizer: not known"]
     assert len(lines) == 4
-    assert say("empty.sqlite", "verify") == "empty.sqlite: sound; 0 trajectories of 0 tasks read\n"
+    assert say("empty.sqlite", "verify") == "empty.sqlite: sound; 0 successes of 0 tasks read\n"
 
 
 def test_show_prints_every_part_of_a_trajectory(say: Shell) -> None:
@@ -216,11 +216,11 @@ def test_prune_uses_the_run_s_settings_unless_the_command_line_changes_them(say:
 
 
 def test_a_change_after_a_mark_warns_that_a_resumed_run_undoes_it(say: Shell, pool: Path) -> None:
-    assert say("a", "prune", "--max-age", "8") == "evicted 0 trajectories, 6 left\n"
+    assert say("a", "prune", "--max-age", "8") == "evicted nothing; 6 successes left\n"
     with ExperiencePool(pool) as opened:
         opened.mark()
     lines = say("a", "prune", "--max-age", "7").splitlines()
-    assert lines[0] == "evicted 5 trajectories (age 5), 1 left"
+    assert lines[0] == "evicted 5 successes (age: 5); 1 success left"
     assert lines[1].startswith("a resumed run goes back to its checkpoint, which undoes this")
     assert len(lines) == 2
     assert "say what to evict" in say.tried("a", "prune")[2]
@@ -233,7 +233,7 @@ def test_a_damaged_trajectory_is_named_and_not_exported(say: Shell, pool: Path) 
     db.commit()
     db.close()
     status, out, err = say.tried("a", "export", "a.parquet")
-    assert (status, out) == (1, "a.parquet: 5 trajectories\n")
+    assert (status, out) == (1, "a.parquet: 5 successes\n")
     assert err.startswith("left out: ")
     assert "2" in err
     status, out, err = say.tried("a", "verify")
@@ -249,11 +249,11 @@ def test_seeding_from_an_unknown_tokenizer_needs_trust_tokenizer(say: Shell) -> 
     status, out, err = say.tried(*argv)
     assert (status, out) == (2, "")
     assert "--trust-tokenizer" in err
-    assert say(*argv, "--trust-tokenizer") == "stored 2 trajectories\n"
+    assert say(*argv, "--trust-tokenizer") == "stored 2 successes\n"
     again = say(*argv, "--trust-tokenizer")
-    assert again == "stored 0 trajectories; left out 2: there already, no room, or not fit to train on\n"
+    assert again == "stored 0 successes; left out 2: there already, no room, or not fit to train on\n"
     assert "tokenizer: one\n" in say("a")
-    assert say("c.sqlite", "seed", "--pool", "a") == "stored 8 trajectories\n"
+    assert say("c.sqlite", "seed", "--pool", "a") == "stored 8 successes\n"
     assert "tokenizer: one\n" in say("c.sqlite")
     with ExperiencePool(say.folder / "c.sqlite", read_only=True) as made:
         assert {stored.version for stored in made.stored(["x"])["x"]} == {0}
@@ -271,7 +271,7 @@ def test_a_name_is_tried_as_a_path_before_it_is_a_run_under_runs(say: Shell, poo
     run.mkdir()
     (run / "config.toml").write_text("")
     pool.rename(run / "experience.sqlite")
-    assert say("odd.sqlite").startswith("odd.sqlite/experience.sqlite: 6 trajectories")
+    assert say("odd.sqlite").startswith("odd.sqlite/experience.sqlite: 6 successes")
     status, _, err = say.tried("a", "list")
     assert status == 2
     assert err.endswith("no experience pool at runs/a/experience.sqlite\n")
@@ -280,8 +280,8 @@ def test_a_name_is_tried_as_a_path_before_it_is_a_run_under_runs(say: Shell, poo
     assert say.tried("b.sqlite", "list")[2].endswith("there is no experience pool at b.sqlite\n")
     (say.folder / "a").mkdir()
     (say.folder / "a" / "config.toml").write_text(f'[replay]\npath = "{run}/experience.sqlite"\n')
-    assert say("a").startswith(f"{run}/experience.sqlite: 6 trajectories")
-    assert say("a", "prune", "--keep", "9") == "evicted 0 trajectories, 6 left\n"
+    assert say("a").startswith(f"{run}/experience.sqlite: 6 successes")
+    assert say("a", "prune", "--keep", "9") == "evicted nothing; 6 successes left\n"
 
 
 def test_a_closed_output_pipe_is_no_error(tmp_path: Path, pool: Path) -> None:

@@ -191,7 +191,7 @@ def test_a_damaged_failure_is_evicted_and_reported(path: Path) -> None:
     with ExperiencePool(path, KEEP) as pool:
         pool.observe([solved("t", 2, 4)], 0)
         pool._db.execute("UPDATE failure_blobs SET data = x'00' WHERE id = -1")
-        assert any("1 failures have no record" in fault for fault in pool.verify())
+        assert any("failures without a record of their length: 1" in fault for fault in pool.verify())
         assert any("trajectory -1 of task 't'" in fault for fault in pool.verify())
         assert (tokens(pool), len(pool.stored(["t"])["t"])) == ([[3, 5]], 2)
         pool.evict([-2, 1, -77], "asked")
@@ -206,8 +206,8 @@ def test_exports_and_seeds_hold_failures_only_if_asked(path: Path, tmp_path: Pat
         pool.observe([solved("t", 2, 5), solved("u", 0, 2, version=3)], 4)
         failures = read_all(pool)
     file = tmp_path / "pool.parquet"
-    assert transfer.export_parquet(path, file) == (2, [])
-    assert transfer.export_parquet(path, file, failures=True) == (6, [])
+    assert transfer.export_parquet(path, file) == (2, 0, [])
+    assert transfer.export_parquet(path, file, failures=True) == (2, 4, [])
     with ExperiencePool(tmp_path / "plain.sqlite", tokenizer="one") as plain:
         moved = transfer.import_parquet(plain, file)
         assert (moved.stored, moved.left_out["no success"], plain.stats()["failures"]) == (2, 4, 0)
@@ -215,17 +215,65 @@ def test_exports_and_seeds_hold_failures_only_if_asked(path: Path, tmp_path: Pat
             transfer.import_parquet(plain, file, failures=True)
     with ExperiencePool(tmp_path / "copy.sqlite", KEEP, tokenizer="one") as copied:
         assert transfer.import_parquet(copied, file).stored == 2
-        assert transfer.import_parquet(copied, file, failures=True).stored == 4
+        assert transfer.import_parquet(copied, file, failures=True).failures == 4
         assert [(a[0], a[1:]) for a in read_all(copied)] == [(a[0], a[1:]) for a in failures]
         assert {s.source for s in copied.failures(["t"])["t"]} == {"import"}
         assert copied.verify() == []
         assert copied.rates(["t", "u"]) == {"t": 0.4}  # failures say nothing of a task's state
     with ExperiencePool(tmp_path / "seeded.sqlite", KEEP, tokenizer="one") as seeded:
         assert transfer.seed_from_pool(seeded, path).stored == 2
-        assert transfer.seed_from_pool(seeded, path, failures=True, label="other").stored == 4
+        assert transfer.seed_from_pool(seeded, path, failures=True, label="other").failures == 4
         assert {(s.source, s.version) for s in seeded.failures(["u"])["u"]} == {("other", 0)}
         assert not any(seeded.add_all([Incoming(task("t"), episode("t", 0.0, (70,)))]))
         assert not any(seeded.add_failures([Incoming(task("t"), episode("t", 1.0, (70,)))]))
+
+
+def test_copying_failures_again_changes_nothing(path: Path, tmp_path: Path) -> None:
+    file, other = tmp_path / "pool.parquet", tmp_path / "other.sqlite"
+    with ExperiencePool(path, KEEP, tokenizer="one") as pool:
+        pool.observe([solved("t", 2, 5), solved("u", 0, 2, version=3)], 4)
+        transfer.export_parquet(path, file, failures=True)
+        before = contents(path)
+        moved = transfer.import_parquet(pool, file, failures=True, label="again")
+        assert (moved.stored, moved.failures, moved.left_out.total()) == (0, 0, 6)
+        assert contents(path) == before
+    with ExperiencePool(other, KEEP, tokenizer="one") as seeded:
+        moved = transfer.seed_from_pool(seeded, path, failures=True)
+        assert (moved.stored, moved.failures, moved.left_out.total()) == (2, 4, 0)
+        before = contents(other)
+        assert transfer.seed_from_pool(seeded, path, failures=True).left_out.total() == 6
+        assert contents(other) == before
+        assert seeded.stats()["failures_evicted"] == {}
+        seeded.observe([group("t", [episode("t", 0.0, (4, 5), version=9)])], 9)  # sampled, so it replaces the copy
+        assert [(s.version, s.source) for s in seeded.failures(["t"])["t"]] == [(0, "seed"), (9, "own")]
+
+
+@pytest.mark.parametrize("batch", [1, 2, 1_000])  # 2: a transaction ends between the failures of a task
+def test_copied_failures_take_free_places_only_and_the_newest_of_the_source_come_first(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, batch: int
+) -> None:
+    monkeypatch.setattr(transfer, "BATCH", batch)
+    file, other = tmp_path / "pool.parquet", tmp_path / "other.sqlite"
+    with ExperiencePool(path, ReplaySettings(keep_failures=4), tokenizer="one") as pool:
+        pool.observe([solved("u", 0, 1), solved("t", 0, 4), solved("v", 0, 3)], 500)
+    transfer.export_parquet(path, file, failures=True)
+    for copy_into in (
+        lambda pool: transfer.import_parquet(pool, file, failures=True),
+        lambda pool: transfer.seed_from_pool(pool, path, failures=True),
+    ):
+        other.unlink(missing_ok=True)
+        with ExperiencePool(other, ReplaySettings(keep_failures=3), tokenizer="one") as pool:
+            pool.observe([solved("t", 0, 2, first=8), solved("u", 0, 3, first=8)], 1)
+            assert copy_into(pool).failures == 4
+            own = [s for name in "tu" for s in pool.failures([name])[name] if s.source == "own"]
+            assert len(own) == 5
+            assert (tokens(pool)[:2], tokens(pool)[2:]) == ([[8, 5], [9, 5]], [[3, 5]])
+            if batch > 2:
+                assert tokens(pool, "v") == [[0, 5], [1, 5], [2, 5]]  # oldest first, as in the source
+            before = contents(other)
+            assert copy_into(pool).failures == 0
+            assert contents(other) == before
+            assert pool.verify() == []
 
 
 def read_all(pool: ExperiencePool) -> list[tuple[Any, ...]]:

@@ -878,7 +878,7 @@ def test_a_damaged_record_is_evicted_and_never_returned(
     ("change", "line"),
     [
         ("UPDATE blobs SET data = 'text' WHERE id = 1", "trajectory 1 of task 't': it is cut off"),
-        ("UPDATE blobs SET data = 'text' WHERE id = 1", "1 trajectories have no record, or one of another length"),
+        ("UPDATE blobs SET data = 'text' WHERE id = 1", "trajectories without a record of their length: 1"),
         (f"UPDATE blobs SET data = x'{_blob_of('other').hex()}' WHERE id = 1", "not the one that was stored here"),
         ("UPDATE bodies SET data = x'00' WHERE id = 0", "task 't': it is cut off"),
         (
@@ -891,8 +891,8 @@ def test_a_damaged_record_is_evicted_and_never_returned(
         ("UPDATE tasks SET position = 9 WHERE name = 't'", "the positions of bucket 2/3 have gaps"),
         ("UPDATE buckets SET size = 3", "has not 3 tasks"),
         ("DELETE FROM buckets", "bucket 2/3 is not counted"),
-        ("DELETE FROM trajectories WHERE id = 1", "1 records belong to no trajectory"),
-        ("DELETE FROM tasks WHERE name = 't'", "2 trajectories have no task"),
+        ("DELETE FROM trajectories WHERE id = 1", "records of no trajectory: 1"),
+        ("DELETE FROM tasks WHERE name = 't'", "trajectories without a task: 2"),
         ("UPDATE counters SET value = 5 WHERE name = 'bytes'", "bytes: 5 counted"),
     ],
 )

@@ -84,7 +84,7 @@ def test_an_exported_pool_is_imported_bit_for_bit(
         for each in several:
             pool.add(task("t"), each, step=3, version=version, temperature=0.7, attempts=4, successes=1)
         stored = pool.stats()["trajectories"]
-    assert transfer.export_parquet(folder / "a.sqlite", folder / "a.parquet") == (stored, [])
+    assert transfer.export_parquet(folder / "a.sqlite", folder / "a.parquet") == (stored, 0, [])
     assert transfer.parquet_tokenizer(folder / "a.parquet") == "one"
     with ExperiencePool(folder / "b.sqlite", ROOMY) as pool:
         assert transfer.import_parquet(pool, folder / "a.parquet").stored == stored

@@ -80,7 +80,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     text = "store N expert demonstrations of the run's training tasks; docs/howto/pool.md explains their log-probs"
     source.add_argument("--demonstrations", type=positive, metavar="N", help=text)
     for taking in (imported, seeded):
-        text = "store failures too, at most replay.keep_failures of each task (of seed: with --pool)"
+        text = "store failures too, where a task has fewer than replay.keep_failures (of seed: with --pool)"
         taking.add_argument("--failures", action="store_true", help=text)
         text = "source to record for the trajectories, for replay.source_limits (default: import, seed, demonstrations)"
         taking.add_argument("--source", type=source_name, metavar="NAME", help=text)
@@ -157,6 +157,11 @@ def _opened(args: argparse.Namespace, *, tokenizer: str | None = None, make: boo
     settings = _settings(args.run, args.overrides)
     if vars(args).get("trust_tokenizer"):
         settings = settings.model_copy(update={"trust_tokenizer": True})
+    if vars(args).get("failures") and not settings.keep_failures and Path(args.run).suffix == ".sqlite":
+        raise UserError(
+            f"{args.run} is opened with the default settings, and replay.keep_failures = 0 keeps no failures; name the "
+            "run's folder, whose settings then count, or add --replay.keep_failures N"
+        )
     with ExperiencePool(path, settings, tokenizer=tokenizer) as pool:
         yield pool
         if pool.stats()["marks"]:
@@ -187,18 +192,21 @@ def _stats(args: argparse.Namespace) -> int:
         known, sources = pool.stats(), pool.sources()
     with browse.reading(path) as db:
         difficulties, now, tokenizer = browse.difficulties(db), browse.newest_step(db), browse.tokenizer(db)
+        successes, solved_tasks, failures, failed_tasks = browse.sizes(db)
         entropy, version, uses = (browse.values(db, column) for column in ("entropy", "version", "uses"))
     size = f"{format_bytes(known['bytes'])} of records in a file of {format_bytes(known['file_bytes'])}"
-    print(f"{path}: {known['trajectories']} trajectories of {known['tasks']} tasks, {size}")
-    if known["failures"]:
-        print(f"{known['failures']} failures besides, {format_bytes(known['failure_bytes'])} of records")
+    print(f"{path}: {_count(successes, 'success')} of {_count(solved_tasks, 'task')}, {size}")
+    if failures:
+        size = format_bytes(known["failure_bytes"])
+        print(f"{_count(failures, 'failure')} of {_count(failed_tasks, 'task')}, {size} of records")
     rows = []
     for d in difficulties:
         solved = f"{d.successes}/{d.attempts}" if d.attempts else "not tried"
         rows.append((solved, d.tasks, d.replayable, d.retired, d.trajectories))
     table(("solved", "tasks", "replayable", "retired", "trajectories"), rows)
     if known["outside"]:
-        print(f"{known['outside']} of the tasks are not training tasks of the last run, which did not draw them")
+        tasks = f"{known['outside']} of all {known['tasks']} tasks"
+        print(f"{tasks} are not training tasks of the last run, which did not draw them")
     if sources:
         print(f"sources: {', '.join(f'{safe(name)} {count}' for name, count in sources.items())}")
     if entropy.size:
@@ -207,6 +215,9 @@ def _stats(args: argparse.Namespace) -> int:
         print(f"uses: {spread(uses, '.0f')}; {int((uses == 0).sum())} never used")
     evicted = ", ".join(f"{cause} {count}" for cause, count in known["evicted"].items())
     print(f"evicted so far: {evicted or 'none'}")
+    if known["failures_evicted"]:
+        evicted = ", ".join(f"{cause} {count}" for cause, count in known["failures_evicted"].items())
+        print(f"failures evicted so far: {evicted}")
     print(f"tokenizer: {safe(tokenizer) if tokenizer else 'not known'}")
     return 0
 
@@ -233,15 +244,16 @@ def _show(args: argparse.Namespace) -> int:
     from gleanrl.experience.pool import browse, codec
 
     path = _existing(args)
+    kind, listed = ("failure", "list --failures") if args.key < 0 else ("trajectory", "list")
     try:
         with browse.reading(path) as db:
             found = browse.entry(db, args.key)
     except codec.Damaged as error:
-        raise UserError(f"{path}: trajectory {args.key} is damaged: {error}") from None
+        raise UserError(f"{path}: {kind} {args.key} is damaged: {error}") from None
     if found is None:
-        raise UserError(f"{path} has no trajectory {args.key}; `gleanrl pool {args.run} list` shows the keys")
+        raise UserError(f"{path} has no {kind} {args.key}; `gleanrl pool {args.run} {listed}` shows the keys")
     line, trajectory = found.line, found.stored.trajectory
-    print(f"trajectory {line.key} of task {safe(line.task)}, {safe(trajectory.id)}")
+    print(f"{kind} {line.key} of task {safe(line.task)}, {safe(trajectory.id)}")
     parts = "".join(f", {safe(name)} {value:g}" for name, value in trajectory.score.parts.items())
     print(f"score {trajectory.score.value:g}{parts}; ended by {trajectory.stop.value}")
     print(f"{trajectory.sampled_tokens} of {trajectory.total_tokens} tokens sampled, entropy {line.entropy:.4f}")
@@ -287,16 +299,19 @@ def _show_turn(index: int, turn: Turn) -> None:
 
 def _verify(args: argparse.Namespace) -> int:
     from gleanrl.experience import ExperiencePool
+    from gleanrl.experience.pool import browse
 
     path = _existing(args)
-    with ExperiencePool(path, read_only=True) as pool:
-        with terminal_progress().stage("verifying") as stage:
-            faults = pool.verify(done=stage.advance)
-        known = pool.stats()
+    with ExperiencePool(path, read_only=True) as pool, terminal_progress().stage("verifying") as stage:
+        faults = pool.verify(done=stage.advance)
     for fault in faults:
         print(f"{path}: {safe(fault)}")
     if not faults:
-        print(f"{path}: sound; {known['trajectories']} trajectories of {known['tasks']} tasks read")
+        with browse.reading(path) as db:
+            successes, solved_tasks, failures, failed_tasks = browse.sizes(db)
+        checked = f"{_count(successes, 'success')} of {_count(solved_tasks, 'task')}"
+        checked += f" and {_count(failures, 'failure')} of {_count(failed_tasks, 'task')}" if failures else ""
+        print(f"{path}: sound; {checked} read")
     return 1 if faults else 0
 
 
@@ -320,12 +335,20 @@ def _prune(args: argparse.Namespace) -> int:
                 source=args.source,
                 keep_failures=args.keep_failures,
             )
+        words = {"capacity": f"more than {args.keep} a task", "newer": f"more than {args.keep_failures} a task"}
+        evicted: dict[str, list[str]] = {"success": [], "failure": []}  # what is evicted of each, by cause
+        totals = dict.fromkeys(evicted, 0)
         for cause, keys in chosen.items():
             pool.evict(keys, cause)
-        causes = ", ".join(f"{cause} {len(keys)}" for cause, keys in chosen.items())
+            failures = sum(key < 0 for key in keys)
+            for kind, count in (("success", len(keys) - failures), ("failure", failures)):
+                if count:
+                    evicted[kind].append(f"{words.get(cause, cause)}: {count}")
+                    totals[kind] += count
         left = pool.stats()
-        kept = f"{left['trajectories']} left" + (f" and {left['failures']} failures" if left["failures"] else "")
-        print(f"evicted {sum(map(len, chosen.values()))} trajectories{f' ({causes})' if causes else ''}, {kept}")
+        said = [f"{_count(totals[kind], kind)} ({', '.join(causes)})" for kind, causes in evicted.items() if causes]
+        kept = _counts(left["trajectories"], left["failures"], bool(left["failures"] or totals["failure"]))
+        print(f"evicted {' and '.join(said) or 'nothing'}; {kept} left")
     return 0
 
 
@@ -334,12 +357,12 @@ def _export(args: argparse.Namespace) -> int:
 
     path = _existing(args)
     with browse.reading(path) as db:
-        count = browse.values(db, "uses").size
-    with terminal_progress().stage("exporting", count) as stage:
-        written, damaged = transfer.export_parquet(path, args.file, failures=args.failures, done=stage.advance)
+        successes, _, failures, _ = browse.sizes(db)
+    with terminal_progress().stage("exporting", successes + failures * args.failures) as stage:
+        *written, damaged = transfer.export_parquet(path, args.file, failures=args.failures, done=stage.advance)
     for line in damaged:
         print(f"left out: {safe(line)}", file=sys.stderr)
-    print(f"{args.file}: {written} trajectories")
+    print(f"{args.file}: {_counts(*written, args.failures)}")
     return 1 if damaged else 0
 
 
@@ -352,7 +375,7 @@ def _import(args: argparse.Namespace) -> int:
             moved = transfer.import_parquet(
                 pool, args.file, label=args.source, failures=args.failures, done=stage.advance
             )
-        _report(moved)
+        _report(moved, args.failures)
     return 0
 
 
@@ -382,17 +405,17 @@ def _seed(args: argparse.Namespace) -> int:
         copied: dict[str, Any] = {"step": now, "trust": args.trust_tokenizer, "label": label}
         if isinstance(source, Path):
             with browse.reading(source) as db:
-                total = browse.values(db, "uses").size
-            with terminal_progress().stage("seeding", total) as stage:
+                successes, _, failures, _ = browse.sizes(db)
+            with terminal_progress().stage("seeding", successes + failures * args.failures) as stage:
                 moved = transfer.seed_from_pool(pool, source, **copied, failures=args.failures, done=stage.advance)
-                _report(moved)
+                _report(moved, args.failures)
         elif count is None:
-            _report(experience.seed_from_rollouts(pool, source, **copied, progress=terminal_progress()))
+            _report(experience.seed_from_rollouts(pool, source, **copied, progress=terminal_progress()), False)
         else:
             moved, policy = demonstrations.seed_from_demonstrations(
                 pool, source, count, step=now, console=Console(), label=label
             )
-            _report(moved)
+            _report(moved, False)
             print(
                 f"The expert's log-probs are unknown, so those of the policy at step {policy} were stored instead. The "
                 "importance weight therefore measures how far the policy has moved since that step. It does not "
@@ -412,6 +435,16 @@ def _agree_on_tokenizer(args: argparse.Namespace, theirs: str | None, of: object
     return transfer.check_tokenizers(find_pool(args.run), theirs, of, trust=args.trust_tokenizer) or theirs
 
 
-def _report(moved: Moved) -> None:
+def _report(moved: Moved, failures: bool) -> None:
     left_out = "".join(f"; left out {count}: {reason}" for reason, count in moved.left_out.items())
-    print(f"stored {moved.stored} trajectories{left_out}")
+    print(f"stored {_counts(moved.stored, moved.failures, failures)}{left_out}")
+
+
+def _counts(successes: int, failures: int, both: bool) -> str:
+    """Return for example "1 success and 2 failures", without the failures unless ``both``."""
+    return _count(successes, "success") + (f" and {_count(failures, 'failure')}" if both else "")
+
+
+def _count(count: int, noun: str) -> str:
+    ending = "" if count == 1 else "es" if noun.endswith("s") else "s"
+    return f"{count} {noun}{ending}"

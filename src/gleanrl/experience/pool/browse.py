@@ -119,6 +119,12 @@ def difficulties(db: sqlite3.Connection) -> list[Difficulty]:
     return [Difficulty(*row) for row in db.execute(query)]
 
 
+def sizes(db: sqlite3.Connection) -> tuple[int, int, int, int]:
+    """Return the number of successes and of the tasks that have any, and then the same of failures."""
+    query = "SELECT count(*), count(DISTINCT task) FROM "
+    return *db.execute(query + "trajectories").fetchone(), *db.execute(query + "failures").fetchone()
+
+
 def values(db: sqlite3.Connection, column: str) -> npt.NDArray[np.float64]:
     """Return float64 [trajectories]: one column of every trajectory, which is "entropy", "version" or "uses".
 
@@ -168,10 +174,11 @@ def entry(db: sqlite3.Connection, key: int) -> Entry | None:
 def entries(db: sqlite3.Connection, *, failures: bool = False) -> Iterator[Entry | tuple[int, codec.Damaged]]:
     """Yield every trajectory, oldest first. For a damaged one, yield its key and the error instead.
 
-    With ``failures``, the stored failures are yielded instead.
+    With ``failures``, the stored failures are yielded instead, task by task and newest first, which is the order that
+    `ExperiencePool.add_failures` needs.
     """
     query = _LINE.format(**(_FAILURES if failures else _SUCCESSES))
-    for row in db.execute(f"{query}ORDER BY abs(t.id)"):
+    for row in db.execute(f"{query}ORDER BY {'t.task, t.id' if failures else 't.id'}"):
         line = Line(*row)
         try:
             yield _entry(db, line)

@@ -66,7 +66,7 @@ def faults(db: sqlite3.Connection, *, records: bool = True, done: Callable[[], o
         if row.bucket != row.wanted_bucket or (row.bucket is None) != (row.position is None):
             yield f"task {row.name!r} stands in another bucket than its own"
     if live:
-        yield f"{live.total()} trajectories have no task"
+        yield f"trajectories without a task: {live.total()}"
 
     query = "SELECT bucket, count(*), min(position), max(position) FROM tasks WHERE bucket IS NOT NULL GROUP BY bucket"
     places = {bucket: (count, low, high) for bucket, count, low, high in db.execute(query)}
@@ -90,7 +90,7 @@ def faults(db: sqlite3.Connection, *, records: bool = True, done: Callable[[], o
             yield f"{name}: {counted[name]} counted, {real} there"
     (orphans,) = db.execute("SELECT count(*) FROM failures WHERE task NOT IN (SELECT id FROM tasks)").fetchone()
     if orphans:
-        yield f"{orphans} failures have no task"
+        yield f"failures without a task: {orphans}"
     if db.execute("SELECT 1 FROM failures WHERE id >= 0 UNION ALL SELECT 1 FROM trajectories WHERE id < 0").fetchone():
         yield "a failure has the key of a success, or a success that of a failure"
     for table, blobs in (("trajectories", "blobs"), ("failures", "failure_blobs")):
@@ -98,9 +98,9 @@ def faults(db: sqlite3.Connection, *, records: bool = True, done: Callable[[], o
         (lost,) = db.execute(odd).fetchone()
         (loose,) = db.execute(f"SELECT count(*) FROM {blobs} WHERE id NOT IN (SELECT id FROM {table})").fetchone()
         if lost:
-            yield f"{lost} {table} have no record, or one of another length"
+            yield f"{table} without a record of their length: {lost}"
         if loose:
-            yield f"{loose} records belong to no {'trajectory' if table == 'trajectories' else 'failure'}"
+            yield f"records of no {'trajectory' if table == 'trajectories' else 'failure'}: {loose}"
     if records:
         yield from _record_faults(db, done)
 

@@ -301,26 +301,39 @@ class ExperiencePool:
     def add_failures(self, incoming: Sequence[Incoming]) -> list[bool]:
         """Store failures from another source in one transaction, and return for each whether it was stored.
 
-        A failure is not stored if its score is invalid or at least ``success_threshold``, if `admission.refusal`
-        refuses it, or if the pool contains a different task with the same id. Items count as newer than what is stored,
-        and later items as newer than earlier ones: each may replace an older failure of its task, so that
-        ``keep_failures`` remain. The state of the task does not change.
+        ``incoming`` is ordered newest first. A failure is not stored if its score is invalid or at least
+        ``success_threshold``, if `admission.refusal` refuses it, if the pool contains a different task with the same
+        id, if its task has a failure with the same tokens, or if it has ``keep_failures`` failures already. So no
+        stored failure is replaced. The state of the task does not change.
 
         Raises:
             ValueError: a trajectory belongs to another task, or a source is no valid name.
         """
         _check_incoming(incoming)
         stored: list[bool] = []
-        with self._writing():
+        new: list[tuple[int, bytes, Incoming]] = []
+        known: dict[int, set[bytes]] = {}  # id of each task -> token digests of its failures, those in ``new`` included
+        with self._writing() as db:
             for each in incoming:
-                score, number = each.trajectory.score, 0
+                stored.append(False)
+                score = each.trajectory.score
                 failed = score.valid and not score.reaches(self.settings.success_threshold)
-                if failed and not admission.refusal(each.trajectory, float(each.temperature), self._limits):
-                    row, same = self._find_or_add(each.task, int(each.step))
-                    if same:
-                        given = (int(each.step), float(each.temperature), each.version, each.source)
-                        number = self._keep_failures(row.id, [each.trajectory], *given)
-                stored.append(number > 0)
+                if not failed or admission.refusal(each.trajectory, float(each.temperature), self._limits):
+                    continue
+                row, same = self._find_or_add(each.task, int(each.step))
+                if not same:
+                    continue
+                if row.id not in known:
+                    found = db.execute("SELECT digest FROM failures WHERE task = ?", (row.id,))
+                    known[row.id] = {digest for (digest,) in found}
+                digest = codec.token_digest(each.trajectory)
+                if digest not in known[row.id] and len(known[row.id]) < self.settings.keep_failures:
+                    known[row.id].add(digest)
+                    new.append((row.id, digest, each))
+                    stored[-1] = True
+            for number, digest, each in reversed(new):  # the newest last, because the order of the keys is that of age
+                given = (int(each.step), float(each.temperature), each.version, each.source)
+                self._insert_failure(number, digest, each.trajectory, *given)
         return stored
 
     def set_tasks(self, tasks: Iterable[Task]) -> None:
@@ -826,13 +839,25 @@ class ExperiencePool:
         self._remove_failures([key for key, digest in stored if digest in new], "repeated")
         self._remove_failures(others[limit - len(new) :], "newer")
         for digest, trajectory in reversed(new.items()):
-            data = codec.encode_trajectory(trajectory)
-            self._counts.update(next_failure=1, failures=1, failure_bytes=len(data))
-            key, since = -self._counts["next_failure"], int(trajectory.version if version is None else version)
-            columns = (key, task, digest, admission.entropy(trajectory), since, temperature, step, 0, len(data), source)
-            self._db.execute("INSERT INTO failures VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", columns)
-            self._db.execute("INSERT INTO failure_blobs VALUES (?, ?)", (key, data))
+            self._insert_failure(task, digest, trajectory, step, temperature, version, source)
         return len(new)
+
+    def _insert_failure(
+        self,
+        task: int,
+        digest: bytes,
+        trajectory: Trajectory,
+        step: int,
+        temperature: float,
+        version: int | None,
+        source: str,
+    ) -> None:
+        data = codec.encode_trajectory(trajectory)
+        self._counts.update(next_failure=1, failures=1, failure_bytes=len(data))
+        key, since = -self._counts["next_failure"], int(trajectory.version if version is None else version)
+        columns = (key, task, digest, admission.entropy(trajectory), since, temperature, step, 0, len(data), source)
+        self._db.execute("INSERT INTO failures VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", columns)
+        self._db.execute("INSERT INTO failure_blobs VALUES (?, ?)", (key, data))
 
     def _remove_failures(self, keys: Sequence[int], cause: str) -> None:
         for key in set(keys):

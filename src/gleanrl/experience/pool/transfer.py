@@ -44,7 +44,8 @@ _NUMBER, _TOKENIZER = b"gleanrl.pool", b"gleanrl.tokenizer"
 class Moved:
     """How many trajectories an import or a seeding has stored in the pool, and how many it has left out."""
 
-    stored: int = 0
+    stored: int = 0  # successes
+    failures: int = 0
     left_out: Counter[str] = field(default_factory=Counter)  # reason -> number of trajectories left out for it
 
 
@@ -97,10 +98,11 @@ class Intake:
         failures = [incoming for incoming in batch if not incoming.trajectory.score.reaches(threshold)]
         successes = [incoming for incoming in batch if incoming.trajectory.score.reaches(threshold)]
         stored = sum(self._pool.add_all(successes)) if successes else 0
-        stored += sum(self._pool.add_failures(failures)) if failures else 0
+        kept = sum(self._pool.add_failures(failures)) if failures else 0
         self.moved.stored += stored
-        if stored < len(batch):
-            self.moved.left_out["there already, no room, or not fit to train on"] += len(batch) - stored
+        self.moved.failures += kept
+        if stored + kept < len(batch):
+            self.moved.left_out["there already, no room, or not fit to train on"] += len(batch) - stored - kept
 
 
 def check_tokenizers(pool: Path, source: str | None, of: object, *, trust: bool) -> str | None:
@@ -222,11 +224,12 @@ def seed_from_groups(
 # --- to parquet ---------------------------------------------------------------------------------
 def export_parquet(
     source: Path, target: Path, *, failures: bool = False, done: Callable[[], object] = lambda: None
-) -> tuple[int, list[str]]:
+) -> tuple[int, int, list[str]]:
     """Write every success of the pool at ``source`` to the parquet file ``target``, and with ``failures`` its failures.
 
-    An existing parquet file is replaced. ``done`` is called after each trajectory. Returns how many trajectories were
-    written, and one line for each that could not be written because it is damaged. The keys of failures are below 0.
+    An existing parquet file is replaced. ``done`` is called after each trajectory. Returns how many successes and
+    how many failures were written, and one line for each that could not be written because it is damaged. The keys of
+    failures are below 0.
 
     Raises:
         UserError: there is no pool at ``source``, ``target`` exists and is not a parquet file, the disk is full, or
@@ -240,7 +243,7 @@ def export_parquet(
                 start = file.read(4)
         if start != b"PAR1":
             raise UserError(f"{target} is there and is no parquet file; give another name")
-    written, damaged, waiting = 0, [], []
+    successes, failed, damaged, waiting = 0, 0, [], []
     with browse.reading(source) as db:
         marks = {_NUMBER: FORMAT}
         if (known := browse.tokenizer(db)) is not None:
@@ -257,12 +260,13 @@ def export_parquet(
                 except (ValueError, TypeError) as error:
                     damaged.append(f"trajectory {found.line.key}: {error}")
                     continue
-                written += 1
+                successes += found.line.key > 0
+                failed += found.line.key < 0
                 if len(waiting) == ROWS:
                     writer.write_table(_table(arrow, waiting, schema))
                     waiting = []
             writer.write_table(_table(arrow, waiting, schema))
-    return written, damaged
+    return successes, failed, damaged
 
 
 def _schema(arrow: Any) -> Any:
@@ -365,6 +369,8 @@ def import_parquet(
     done: Callable[[], object] = lambda: None,
 ) -> Moved:
     """Store the trajectory of every valid row of the parquet file ``source`` in the pool, in the order of the file.
+
+    Failures are stored as `ExperiencePool.add_failures` says: they take free places only.
 
     Each trajectory keeps its version, temperature and step. Its count of uses starts at 0. Tasks that were retired in
     the exported pool are not retired in this one. An invalid row, for example one with arrays of different lengths or
