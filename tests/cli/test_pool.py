@@ -278,38 +278,3 @@ def test_a_killed_import_or_seed_leaves_whole_batches_and_can_be_repeated(gleanr
         assert pool.stats()["trajectories"] == transfer.BATCH
     ended = gleanrl("pool", "b.sqlite", *given)  # a second run skips what is stored already
     assert f"stored {rows - transfer.BATCH} successes; left out {transfer.BATCH}" in ended.stdout
-
-
-def test_failures_are_listed_shown_exported_and_pruned_apart_from_successes(gleanrl: CommandLine) -> None:
-    path = gleanrl.folder / "runs" / "a" / "experience.sqlite"
-    path.parent.mkdir(parents=True)
-    (path.parent / "config.toml").write_text("[replay]\nenabled = true\nkeep_failures = 3\n")
-    with ExperiencePool(path, ReplaySettings(keep_failures=3), tokenizer="one") as pool:
-        pool.observe([solved("x", 1, 4), solved("unsolved", 0, 1), solved("y", 2, 2)], 1)
-    lines = gleanrl("pool", "a").stdout.splitlines()
-    assert [line.split(",")[0] for line in lines[:2]] == [
-        "runs/a/experience.sqlite: 1 success of 1 task",
-        "4 failures of 2 tasks",
-    ]
-    assert gleanrl("pool", "a", "verify").stdout.endswith("sound; 1 success of 1 task and 4 failures of 2 tasks read\n")
-    listed = gleanrl("pool", "a", "list", "--failures").stdout.splitlines()
-    assert [line.split()[0] for line in listed] == ["key", "-4", "-3", "-2", "-1"]
-    shown = gleanrl("pool", "a", "show", "-3")
-    assert "failure -3 of task x" in shown.stdout, shown.stderr
-    assert "score 0;" in shown.stdout
-    assert "no failure -9; `gleanrl pool a list --failures`" in gleanrl("pool", "a", "show", "-9").complaint
-    assert gleanrl("pool", "a", "export", "a.parquet").stdout == "a.parquet: 1 success\n"
-    exported = gleanrl("pool", "a", "export", "b.parquet", "--failures")
-    assert exported.stdout == "b.parquet: 1 success and 4 failures\n"
-    refused = gleanrl("pool", "runs/a/experience.sqlite", "import", "b.parquet", "--failures")
-    assert (refused.status, "name the run's folder" in refused.complaint) == (2, True)
-    taken = gleanrl("pool", "new.sqlite", "import", "b.parquet", "--failures", "--replay.keep_failures", "2")
-    assert taken.stdout.startswith("stored 1 success and 3 failures; left out 1: "), taken.stderr
-    before = contents(path)
-    for again in (("import", "b.parquet", "--source", "again"), ("seed", "--pool", "new.sqlite")):
-        ended = gleanrl("pool", "a", *again, "--failures")
-        assert ended.stdout.startswith("stored 0 successes and 0 failures; left out "), ended.stderr
-        assert contents(path) == before
-    pruned = gleanrl("pool", "a", "prune", "--keep-failures", "1")
-    assert pruned.stdout == "evicted 2 failures (more than 1 a task: 2); 1 success and 2 failures left\n", pruned.stderr
-    assert "failures evicted so far: newer 2\n" in gleanrl("pool", "a").stdout

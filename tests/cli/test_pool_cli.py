@@ -18,7 +18,7 @@ from gleanrl.cli.main import main
 from gleanrl.config.settings import ReplaySettings
 from gleanrl.experience import ExperiencePool
 from gleanrl.types import Message, Score, StopReason, Trajectory, Turn
-from tests.experience.pool_world import episode, solved, task
+from tests.experience.pool_world import contents, episode, solved, task
 
 
 class Shell:
@@ -293,3 +293,36 @@ def test_a_closed_output_pipe_is_no_error(tmp_path: Path, pool: Path) -> None:
         command = [sys.executable, "-m", "gleanrl", "pool", "many.sqlite", "list", "--limit", "0"]
         ended = subprocess.run(command, stdout=closed, stderr=subprocess.PIPE, timeout=240, check=False)
     assert (ended.returncode, ended.stderr) == (0, b"")
+
+
+def test_failures_are_listed_shown_exported_and_pruned_apart_from_successes(say: Shell) -> None:
+    pytest.importorskip("pyarrow")
+    path = say.folder / "runs" / "b" / "experience.sqlite"
+    path.parent.mkdir()
+    (path.parent / "config.toml").write_text("[replay]\nenabled = true\nkeep_failures = 3\n")
+    with ExperiencePool(path, ReplaySettings(keep_failures=3), tokenizer="one") as opened:
+        opened.observe([solved("x", 1, 4), solved("unsolved", 0, 1), solved("y", 2, 2)], 1)
+    lines = [line.split(",")[0] for line in say("b").splitlines()[:2]]
+    assert lines == ["runs/b/experience.sqlite: 1 success of 1 task", "4 failures of 2 tasks"]
+    assert say("b", "verify").endswith("sound; 1 success of 1 task and 4 failures of 2 tasks read\n")
+    listed = say("b", "list", "--failures").splitlines()
+    assert [line.split()[0] for line in listed] == ["key", "-4", "-3", "-2", "-1"]
+    shown = say("b", "show", "-3")
+    assert shown.startswith("failure -3 of task x")
+    assert "score 0;" in shown
+    assert "no failure -9; `gleanrl pool b list --failures`" in say.tried("b", "show", "-9")[2]
+
+    assert say("b", "export", "a.parquet") == "a.parquet: 1 success\n"
+    assert say("b", "export", "b.parquet", "--failures") == "b.parquet: 1 success and 4 failures\n"
+    status, _, complaint = say.tried("runs/b/experience.sqlite", "import", "b.parquet", "--failures")
+    assert (status, "name the run's folder" in complaint) == (2, True)
+    taken = say("new.sqlite", "import", "b.parquet", "--failures", "--replay.keep_failures", "2")
+    assert taken.startswith("stored 1 success and 3 failures; left out 1: ")
+    before = contents(path)
+    for again in (("import", "b.parquet", "--source", "again"), ("seed", "--pool", "new.sqlite")):
+        assert say("b", *again, "--failures").startswith("stored 0 successes and 0 failures; left out ")
+        assert contents(path) == before
+
+    pruned = say("b", "prune", "--keep-failures", "1")
+    assert pruned == "evicted 2 failures (more than 1 a task: 2); 1 success and 2 failures left\n"
+    assert "failures evicted so far: newer 2\n" in say("b")
