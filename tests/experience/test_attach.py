@@ -147,15 +147,6 @@ def test_a_group_that_already_has_replayed_members_is_refused(pool: ExperiencePo
         attach_replayed([mixed], pool)
 
 
-@pytest.mark.parametrize("wrong", [[0], [0, 0, 1], [0, 1, 3], None, [0.0, 1.0, 2.0], "abc"])
-def test_a_ranking_that_leaves_out_a_trajectory_is_refused_in_one_line(wrong: Any) -> None:
-    own = ranking("wrong, of a test")(lambda trajectories, random: wrong)
-    three = np.arange(3)
-    with pytest.raises(UserError, match=r"replay.select 'wrong, of a test'") as caught:
-        own(TaskTrajectories(three.astype(float), three, three, three.astype(float), three), np.random.default_rng(0))
-    assert "\n" not in str(caught.value)
-
-
 def test_what_a_ranking_keeps_must_be_a_function() -> None:
     with pytest.raises(UserError, match="keep"):
         ranking("wrong keep, of a test", keep="shortest")  # type: ignore[arg-type]

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from gleanrl.config.settings import ReplaySettings
 from gleanrl.experience.pool.ranking import RANKINGS, Ranking, TaskTrajectories
 from gleanrl.experience.replay import selection
+from gleanrl.utils.errors import UserError
 
 sizes = st.integers(1, 12)
 pool_buckets = st.dictionaries(
@@ -154,9 +155,9 @@ def task_trajectories(**known: Sequence[float]) -> TaskTrajectories:
 
 def test_a_ranking_that_omits_a_trajectory_is_refused() -> None:
     trajectories = task_trajectories(entropy=[0.1, 0.2, 0.3])
-    for wrong in ([0, 1], [0, 1, 1], [1, 2, 3]):
+    for wrong in ([0, 1], [0, 1, 1], [1, 2, 3], None, [0.0, 1.0, 2.0], "abc"):
         broken = Ranking("broken", lambda _, __, wrong=wrong: wrong, keep=lambda candidate: 0, by_entropy=False)
-        with pytest.raises(ValueError, match=r"replay.select 'broken' returned"):
+        with pytest.raises(UserError, match=r"replay.select 'broken' returned"):
             broken(trajectories, np.random.default_rng(0))
 
 
