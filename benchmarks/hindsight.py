@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -15,7 +14,7 @@ from dataclasses import replace
 import numpy as np
 
 from atlas_curricula import Wrapped
-from gleanrl.environments.alfworld.games import game_of
+from gleanrl.environments.alfworld.games import game_of, generated_task
 from gleanrl.environments.alfworld.households import GOALS, LAMP, goal_library
 from gleanrl.experience.replay.recall import Disagrees
 from gleanrl.experience.replay.reverify import replay_actions
@@ -32,42 +31,48 @@ _LIT = re.compile(rf"use {_THING}")
 _TOOK = re.compile(rf"take {_THING} from {_THING}")
 
 
-def proposed(commands: Sequence[str]) -> Iterator[tuple[int, str, str, str]]:
-    """Yield goals that ``commands`` may have reached: the number of commands until then, kind, object and receptacle.
+def proposed(commands: Sequence[str]) -> Iterator[tuple[str, str, str]]:
+    """Yield goals that ``commands`` may have reached: kind, object and receptacle.
 
     Each move of an object may have reached all kinds of goals that bring it there, and switching on a lamp may have
     shown the object that was taken last.
     """
     held = ""
-    for count, command in enumerate(commands, 1):
+    for command in commands:
         if took := _TOOK.fullmatch(command):
             held = took[1]
         elif moved := _MOVED.fullmatch(command):
             for kind in GOALS:
                 if kind != "examine":
-                    yield count, kind, moved[1], moved[2]
+                    yield kind, moved[1], moved[2]
         elif (lit := _LIT.fullmatch(command)) and held and lit[1] == LAMP.lower():
-            yield count, "examine", held, ""
+            yield "examine", held, ""
+
+
+def _kinds(task: Task, what: str) -> dict[str, str]:
+    """Return the kinds of things in the household, in lower case -> as the problem names them.
+
+    ``what`` is "object" or "receptacle".
+    """
+    return {name.lower(): name for name in re.findall(rf"\({what}Type \S+ (\w+)Type\)", task.payload["problem"])}
 
 
 def with_goal(task: Task, kind: str, target: str, destination: str) -> Task | None:
     """Return the task of the same household with another goal, or None if the household has no such things."""
     problem = task.payload["problem"]
-    names = {name.lower(): name for name in re.findall(r"[oO]bjectType \S+ (\w+)Type\)", problem)}
-    names |= {name.lower(): name for name in re.findall(r"receptacleType \S+ (\w+)Type\)", problem)}
-    if target not in names or (destination and destination not in names):
+    targets, places = _kinds(task, "object"), _kinds(task, "receptacle")
+    if target not in targets or (destination and destination not in places):
         return None
     text = goal_library()[GOALS[kind].library]
     goal = text["pddl"].replace("#", "-")
-    goal = goal.format(obj=names[target], recep=names.get(destination, ""), toggle=LAMP)
+    goal = goal.format(obj=targets[target], recep=places.get(destination, ""), toggle=LAMP)
     payload = {
         **task.payload,
         "problem": problem[: problem.index("(:goal")] + " ".join(goal.split()),
         "task": text["templates"][0].format(obj=target, recep=destination, toggle=LAMP.lower()),
         **{"goal": kind, "target": target, "destination": destination},
     }
-    digest = hashlib.blake2b(f"{payload['problem']}\n{payload['task']}".encode(), digest_size=8).hexdigest()
-    return Task(id=f"alfworld-{kind}-{digest}", payload=payload, kind=kind)
+    return generated_task(payload)
 
 
 def achieved(task: Task, commands: Sequence[str]) -> list[tuple[int, Task]]:
@@ -76,18 +81,13 @@ def achieved(task: Task, commands: Sequence[str]) -> list[tuple[int, Task]]:
     They are goals of ALFWorld's own grammar, each with the number of commands after which it is true for the first
     time. The engine decides what is true. The goal of ``task`` itself is left out.
     """
-    found: dict[str, tuple[int, Task]] = {}
-    refused: set[str] = {task.id}
+    found: list[tuple[int, Task]] = []
     own = (task.payload["goal"], task.payload["target"], task.payload["destination"])
-    for _, *goal in proposed(commands):
-        other = with_goal(task, *goal)
-        if other is None or tuple(goal) == own or other.id in refused or other.id in found:
-            continue
-        if count := reached(other, commands):
-            found[other.id] = (count, other)
-        else:
-            refused.add(other.id)
-    return list(found.values())
+    for goal in dict.fromkeys(proposed(commands)):
+        other = None if goal == own else with_goal(task, *goal)
+        if other is not None and (count := reached(other, commands)):
+            found.append((count, other))
+    return found
 
 
 def reached(task: Task, commands: Sequence[str]) -> int:
@@ -214,11 +214,10 @@ class WrongGoals(Hindsight):
         return [(turns, wrong) for turns, other in achieved(task, commands) if (wrong := self._wrong(other, commands))]
 
     def _wrong(self, task: Task, commands: Sequence[str]) -> Task | None:
-        problem = task.payload["problem"]
-        targets = sorted({name.lower() for name in re.findall(r"\(objectType \S+ (\w+)Type\)", problem)})
-        places = sorted({name.lower() for name in re.findall(r"\(receptacleType \S+ (\w+)Type\)", problem)})
-        kind, destination = task.payload["goal"], task.payload["destination"]
-        goals = [(target, place) for target in targets for place in (places if destination else [""])]
+        kind, places = task.payload["goal"], [""]
+        if task.payload["destination"]:
+            places = sorted(_kinds(task, "receptacle"))
+        goals = [(target, place) for target in sorted(_kinds(task, "object")) for place in places]
         for index in self._random.permutation(len(goals)):
             other = with_goal(task, kind, *goals[index])
             if other is not None and not reached(other, commands):

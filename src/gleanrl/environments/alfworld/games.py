@@ -25,7 +25,7 @@ GAME, TRAJECTORY = "game.tw-pddl", "traj_data.json"
 
 
 def household_task(household: Household) -> Task:
-    """Make the task of a generated household. Its id contains a hash of the PDDL problem and of the goal in words."""
+    """Make the task of a generated household."""
     payload = {
         "problem": household.pddl(),
         "task": household.task(),
@@ -34,8 +34,13 @@ def household_task(household: Household) -> Task:
         "target": household.target.lower(),
         "destination": household.destination.lower(),
     }
+    return generated_task(payload)
+
+
+def generated_task(payload: dict[str, Any]) -> Task:
+    """Make the task of this payload. Its id contains a hash of the PDDL problem and of the goal in words."""
     digest = hashlib.blake2b(f"{payload['problem']}\n{payload['task']}".encode(), digest_size=8).hexdigest()
-    return Task(id=f"alfworld-{household.goal}-{digest}", payload=payload, kind=household.goal)
+    return Task(id=f"alfworld-{payload['goal']}-{digest}", payload=payload, kind=payload["goal"])
 
 
 def game_of(task: Task) -> Game:
