@@ -26,6 +26,7 @@ REFERENCE = "replay"
 
 _REPLAY: Settings = REPLAY_ARMS["replay"]
 _ATTACHED: Settings = {"replay.enabled": True, "replay.task_ratio": 0.0, "replay.pool_updates": 0}
+_OUTCOMES: Settings = {**_ATTACHED, "replay.per_group": 4, "replay.keep_failures": 4}
 _POOL_ONLY: Settings = {"replay.enabled": True, "replay.task_ratio": 0.0}
 _RESTARTS: Settings = {**_REPLAY, "replay.restart_share": 0.25}
 
@@ -35,7 +36,8 @@ ARMS: dict[str, Settings] = {
     "selection": REPLAY_ARMS["selection"],
     "ExGRPO": REPLAY_ARMS["as published"],
     "RLEP": {**_ATTACHED, "replay.select": "random", "replay.baseline": "group"},
-    "RePO": {**_ATTACHED, "replay.per_group": 4, "replay.select": "newest", "replay.grouping": "own"},
+    "RePO": {**_OUTCOMES, "credit.estimator": f"{_DESIGNS}:compared_apart"},
+    "TOPR": {**_OUTCOMES, "credit.estimator": f"{_DESIGNS}:signs", "loss.replay_mode": f"{_DESIGNS}:topr"},
     "SPEAR": {**_ATTACHED, "replay.select": "newest", "credit.estimator": f"{_DESIGNS}:recalibrated"},
     "FreshPER": {**_POOL_ONLY, "replay.tasks": "uniform", "replay.select": f"{_DESIGNS}:fresh_per"},
     "rollout priority": {
@@ -59,7 +61,8 @@ ARMS: dict[str, Settings] = {
 
 CURRICULA: dict[str, str] = {
     "RLEP": f"{_CURRICULA}:AttachToEveryGroup",
-    "RePO": f"{_CURRICULA}:AttachToEveryGroup",
+    "RePO": f"{_CURRICULA}:AttachNewestOutcomes",
+    "TOPR": f"{_CURRICULA}:AttachNewestOutcomes",
     "SPEAR": f"{_CURRICULA}:AttachToEveryGroup",
     "restarts, no prefix": f"{_CURRICULA}:WithoutPrefix",
     "restarts, random cut": f"{_CURRICULA}:RandomCut",
@@ -67,3 +70,13 @@ CURRICULA: dict[str, str] = {
     "hindsight, wrong goals": f"{_HINDSIGHT}:WrongGoals",
 }
 """Import paths of the curricula that change the groups of an arm's `ReplayCurriculum`."""
+
+CONTROLS: dict[str, str] = {
+    "on-policy": REFERENCE,
+    "selection": REFERENCE,
+    "restarts, no prefix": "restarts",
+    "restarts, random cut": "restarts",
+    "observations, step": "observations, memory",
+    "hindsight, wrong goals": "hindsight",
+}
+"""The arms that are controls of another one, and get as many seeds as it does."""

@@ -62,6 +62,26 @@ class AttachToEveryGroup(Wrapped):
         return attached
 
 
+class AttachNewestOutcomes(Wrapped):
+    """Adds the newest stored trajectories of its task, successes and failures, to every group; selects no tasks.
+
+    A group gets up to ``replay.per_group`` of them. Needs ``replay.task_ratio = 0`` and ``replay.keep_failures``.
+    """
+
+    async def propose(self, count: int) -> list[GroupSpec]:
+        specs, pool = await self.inner.propose(count), self.inner.pool
+        names = [spec.task.id for spec in specs]
+        successes, failures = pool.stored(names), pool.failures(names)
+        attached, keys = [], []
+        for spec in specs:
+            own = [*successes[spec.task.id], *failures[spec.task.id]]
+            newest = sorted(own, key=lambda each: (-each.version, each.key))[: pool.settings.per_group]
+            keys += [each.key for each in newest]
+            attached.append(replace(spec, replayed=tuple(each.trajectory for each in newest)))
+        pool.used(keys)
+        return attached
+
+
 class WithoutPrefix(Wrapped):
     """Plays the tasks that ``replay.restart_share`` restarts from their beginning."""
 

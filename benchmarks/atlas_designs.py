@@ -1,9 +1,11 @@
-"""Parts of published designs that `atlas_arms.py` names by path: a ranking, a loss and an estimator.
+"""Parts of published designs that `atlas_arms.py` names by path: a ranking, losses and estimators.
 
 docs/reference/atlas.md states where each part differs from its publication.
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -53,6 +55,36 @@ def m2po(tokens: Tokens, settings: LossSettings) -> TokenLosses:
         clipped_high=left_out & (tokens.log_ratio > 0),
         clipped_low=left_out & (tokens.log_ratio <= 0),
     )
+
+
+def policy_has_left(tokens: Tokens, settings: LossSettings) -> Tensor:
+    """Return [R]: min(1, p / b), where p is a trajectory's probability now and b the one recorded at sampling."""
+    return tokens.sequence_sum(tokens.log_ratio).clamp(max=0).exp()
+
+
+@replay_loss("topr", scope="sequence", precompute=policy_has_left)
+def topr(tokens: Tokens, settings: LossSettings) -> TokenLosses:
+    """Compute -A log pi where A > 0, without a ratio, and -A min(1, p / b) log pi where A < 0."""
+    assert tokens.precomputed is not None
+    weights = torch.where(tokens.advantages > 0, 1.0, tokens.precomputed)
+    return TokenLosses(-tokens.advantages * weights * tokens.logp, clipped_low=tokens.advantages * (1 - weights) < 0)
+
+
+@estimator("signs", group_local=True, group_baseline=False)
+def signs(rewards: Rewards) -> tuple[Tensor, Tensor]:
+    """Compute 1 for scores of at least one half, and -1 for lower ones. No trajectory is compared with another one."""
+    advantages = torch.where(rewards.scores >= 0.5, 1.0, -1.0)[:, None]
+    return advantages, advantages
+
+
+@estimator("compared_apart", group_local=True, group_baseline=True)
+def compared_apart(rewards: Rewards) -> tuple[Tensor, Tensor]:
+    """Compute the advantages of ``grpo`` for the fresh members and for the replayed members of a group, each apart."""
+    stored = replace(rewards, baseline=rewards.valid & ~rewards.baseline)
+    fresh, replayed = (ESTIMATORS.get("grpo")(each)[0] for each in (rewards, stored))
+    # a single stored trajectory has none that it can be compared with
+    advantages = torch.where(rewards.baseline[:, None], fresh, replayed.masked_fill(stored.lone[:, None], 0.0))
+    return advantages, advantages
 
 
 @estimator("recalibrated", group_local=False, group_baseline=True)

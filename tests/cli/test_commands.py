@@ -106,10 +106,22 @@ def test_doubtful_settings_are_one_line_of_warning_at_the_start(gleanrl: Command
     assert line.startswith("gleanrl: warning: learner.old_logprobs = 'recompute' under staleness 1")
 
 
+def test_settings_of_replay_without_replay_are_named_in_a_warning(gleanrl: CommandLine) -> None:
+    given = ("--replay.keep_failures", "2", "--replay.task_ratio", "0.3")
+    ended = gleanrl.train("run", *given, "--replay.enabled", "false", "--dry-run")
+    assert ended.status == 0
+    [line] = ended.stderr.splitlines()
+    assert line.startswith("gleanrl: warning: ")
+    assert "replay.keep_failures" in line
+    assert "replay.task_ratio" in line
+    assert gleanrl.train("run", *given, "--replay.enabled", "true", "--dry-run").stderr == ""
+
+
 def test_doctor_ends_with_whether_training_is_possible(gleanrl: CommandLine) -> None:
     ended = gleanrl("doctor")
     assert ended.stdout.splitlines()[-1] == ("not ready" if ended.status else "ready to train")
     assert "torch" in ended.stdout
+    assert "bfloat16" in ended.stdout
     assert ended.stderr == ""
 
 

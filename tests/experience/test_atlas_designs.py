@@ -83,3 +83,50 @@ def test_every_group_of_a_task_with_successes_gets_stored_ones(tmp_path: Path) -
         assert attached == {"a": ["a.2", "a.1"], "b": ["b.0"], "c": []}
         assert all(spec.fresh == 4 for spec in specs)
         assert [stored.uses for stored in pool.stored(["a"])["a"]] == [0, 1, 1]
+
+
+def test_the_newest_outcomes_of_a_task_join_its_groups(tmp_path: Path) -> None:
+    replay = ReplaySettings(task_ratio=0.0, per_group=3, select="newest", probe_fraction=0.0, keep_failures=4)
+    with ExperiencePool(tmp_path / "pool.sqlite", replay) as pool:
+        inner = ReplayCurriculum(Stream(["a", "b"], 4), pool, replay, total_batches=9, group=4, seed=0)
+        run = SimpleNamespace(plan=SimpleNamespace(curriculum=inner))
+        wrapped = load_object(f"{CURRICULA}:AttachNewestOutcomes")(run, seed=0)
+        wrapped.observe([group("a", 1, 2), group("b", 0, 2)], {})
+        specs: list[GroupSpec] = asyncio.run(wrapped.propose(2))
+        assert {spec.task.id: sorted(t.score.value for t in spec.replayed) for spec in specs} == {
+            "a": [0.0, 1.0],
+            "b": [0.0, 0.0],
+        }
+        newer = [group("a", 1, 2, first=2, version=1)]
+        wrapped.observe(newer, {})
+        attached = {spec.task.id: spec.replayed for spec in asyncio.run(wrapped.propose(2))}
+        assert {t.id for t in attached["a"]} > {t.id for t in newer[0].trajectories}
+        assert len(attached["a"]) == 3
+
+
+def test_compared_apart_is_grpo_of_either_part_of_a_group() -> None:
+    """A group of four fresh and three stored members, one without a fresh success, and one with a stored one alone."""
+    scores = [1, 1, 0, 0, 1, 0, 0, 0, 0, 1, 0, 1, 0, 1]
+    groups = torch.tensor([0] * 7 + [1] * 4 + [2] * 3)
+    fresh = torch.tensor([True] * 4 + [False] * 3 + [True] * 2 + [False] * 2 + [True] * 2 + [False])
+    rewards, mask = torch.tensor(scores, dtype=torch.float64)[:, None], torch.ones(14, 1)
+    ours, _ = estimate(f"{DESIGNS}:compared_apart", rewards, mask, groups, baseline_members=fresh)
+    for part in (fresh, ~fresh):
+        alone, _ = estimate("grpo", rewards[part], mask[part], groups[part])
+        expected = torch.where(groups[part][:, None] == 2, 0.0, alone) if part is not fresh else alone
+        torch.testing.assert_close(ours[part], expected)
+
+
+def test_topr_tapers_only_failures_and_by_the_ratio_of_the_whole_trajectory() -> None:
+    drift = torch.tensor([0.2, -0.5, -0.4, 0.1, 0.3, 0.2, -0.1, -0.3], dtype=torch.float64)
+    logp = (drift - 2).requires_grad_()
+    sequence, old = torch.tensor([0, 0, 1, 1, 2, 2, 3, 3]), torch.full_like(drift, -2)
+    rewards = torch.tensor([1.0, 0.0, 0.0, 1.0])[:, None]
+    advantages, _ = estimate(f"{DESIGNS}:signs", rewards, torch.ones(4, 1), torch.zeros(4, dtype=torch.int64))
+    assert advantages[:, 0].tolist() == [1, -1, -1, 1]
+    per_token = advantages[sequence, 0].double()
+    tokens = Tokens(logp, old, per_token, sequence, torch.ones(8, dtype=torch.bool))
+    values = objective(tokens, LossSettings(replay_mode=f"{DESIGNS}:topr")).values
+    (gradient,) = torch.autograd.grad(values.sum(), logp)
+    weights = [1, 1, np.exp(-0.3), np.exp(-0.3), 1, 1, 1, 1]  # the third trajectory has become more probable
+    torch.testing.assert_close(gradient, -per_token * torch.tensor(weights))

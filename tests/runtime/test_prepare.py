@@ -25,7 +25,14 @@ from gleanrl.environments.agent.taskset import AgentTaskset
 from gleanrl.learners.supervised import fine_tune
 from gleanrl.learners.tiny import build_model, build_tokenizer
 from gleanrl.runtime.evaluation import measure_baselines
-from gleanrl.runtime.prepare import check_parts, demonstrate, prepare, supervised_examples, warm_start
+from gleanrl.runtime.prepare import (
+    check_model,
+    check_parts,
+    demonstrate,
+    prepare,
+    supervised_examples,
+    warm_start,
+)
 from gleanrl.tracking.monitors import Silent
 from gleanrl.utils.errors import NoExpert, UserError
 from gleanrl.utils.importing import file_versions, load_object
@@ -52,6 +59,16 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def small(*overrides: tuple[str, str]) -> Config:
     return load("quickstart", [*SMALL, *overrides])
+
+
+class Recorder(Silent):
+    """Keeps the lines that it is told to print."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def print(self, text: str) -> None:
+        self.lines.append(text)
 
 
 def weights(model: torch.nn.Module) -> list[torch.Tensor]:
@@ -95,6 +112,14 @@ def test_the_memory_of_this_process_is_no_limit_for_a_model_that_several_ranks_s
         prepare(config, Silent(), ranks=2)
         with pytest.raises(UserError, match=r"needs .* of memory .*, but 1\.0 KiB are available"):
             prepare(config, Silent())
+
+
+@pytest.mark.parametrize(("dtype", "slow", "lines"), [("bfloat16", True, 1), ("bfloat16", False, 0), ("auto", True, 0)])
+def test_a_run_says_that_this_processor_is_slow_in_bfloat16(dtype: str, slow: bool, lines: int) -> None:
+    progress = Recorder()
+    with patch("gleanrl.runtime.prepare.bfloat16_is_slow", lambda: slow):
+        check_model(small(("model.dtype", dtype)), progress)
+    assert ["bfloat16" in line for line in progress.lines] == [True] * lines
 
 
 def test_the_second_prepare_loads_everything_from_the_cache_bit_for_bit(cache: Path) -> None:

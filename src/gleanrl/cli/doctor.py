@@ -50,11 +50,14 @@ def _doctor(args: argparse.Namespace) -> int:
     if importlib.util.find_spec("torch") is not None:
         import torch
 
+        from gleanrl.utils.products import bfloat16_is_slow
+
         if torch.cuda.is_available():
             kind = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}"
             found = f"{kind}, bfloat16 {'yes' if torch.cuda.is_bf16_supported() else 'no'}"
         else:
-            found = f"none; CPU with {torch.get_num_threads()} threads"
+            slow = "slow" if bfloat16_is_slow() else "yes"
+            found = f"none; CPU with {torch.get_num_threads()} threads, bfloat16 {slow}"
         print(f"accelerator   {found}")
     free = shutil.disk_usage(Path.cwd()).free / 1e9
     print(f"free disk     {free:.1f} GB here")

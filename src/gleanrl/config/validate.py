@@ -239,6 +239,10 @@ def warnings(config: Config) -> list[str]:
             f"learner.old_logprobs = {old_logprobs!r} under staleness {stale}: no weight corrects for "
             "proximal / behaviour while loss.correction = 'none'; decoupled PPO uses loss.correction = 'mask'"
         )
+    if not config.replay.enabled:
+        default = type(config.replay)()
+        if unused := [f"replay.{name}" for name, value in config.replay if value != getattr(default, name)]:
+            found.append(f"no effect while replay.enabled is false: {', '.join(unused)}")
     return found
 
 

@@ -42,6 +42,7 @@ from gleanrl.utils import atomic, background_loop
 from gleanrl.utils.cache import cache_dir, one_at_a_time
 from gleanrl.utils.errors import NoExpert, UserError, defined_at, describe, raised_at
 from gleanrl.utils.importing import file_versions
+from gleanrl.utils.products import bfloat16_is_slow
 from gleanrl.utils.progress import Progress
 from gleanrl.utils.seeding import derive
 
@@ -185,6 +186,12 @@ def check_model(config: Config, progress: Progress, *, trains: bool = True, rank
         UserError: the model cannot be used, its chat template lacks one of ``context.template_options``, or it needs
             more memory than there is.
     """
+    on_cpu = not config.ray.enabled and resolve_device(config.model.device).type == "cpu"
+    if on_cpu and config.model.dtype == "bfloat16" and bfloat16_is_slow():
+        progress.print(
+            "this processor has no instructions for bfloat16, so everything takes many times as long as with "
+            "model.dtype = 'float32'"
+        )
     if trains and ranks > 1:
         # On Ray, the learner may have another device than this process.
         device = torch.device("meta") if config.ray.enabled else resolve_device(config.model.device)

@@ -31,6 +31,18 @@ def can_pack(dtype: torch.dtype) -> bool:
     return torch.equal(found, F.linear(x, weight, bias))  # of small whole numbers, so that rounding plays no part
 
 
+def bfloat16_is_slow() -> bool:
+    """Return whether products in bfloat16 take many times as long as in float32 on this machine's CPU.
+
+    So it is on x86 processors without AVX-512, for which oneDNN has only reference code: on one thread with AVX2,
+    1.2 GFLOP/s instead of 75. False where it is not known.
+    """
+    try:
+        return not torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    except (AttributeError, RuntimeError):  # an installation of torch without oneDNN
+        return False
+
+
 _TRIED = ((6, (2, 3)), (15, (5, 3)), (5, (5,)))
 
 
