@@ -9,6 +9,7 @@ pool. Arms:
 * ``off``: without replay.
 * ``default``: the default settings, which include extra updates on stored successes (pool updates).
 * ``default-current``: as ``default``, but trajectories are selected by their entropy under the current policy.
+* ``restarts``, ``pairs``, ``observations``, ``observation loss``, ``gigpo``: the default with this mechanism.
 * PLACEMENT-PER_GROUP-ENTROPY_FROM, such as ``add-1-current``: these three settings, without extra updates.
 
 A row shows medians in milliseconds over all steps but the first two: the time of the step; of planning (plan) and
@@ -45,7 +46,15 @@ ARMS = [
     f"{placement}-{per_group}-{source}"
     for placement, per_group, source in product(("add", "replace"), (1, 2), ("current", "recorded"))
 ]
-DEFAULTS = {"default": {}, "default-current": {"entropy_from": "current"}}
+NAMED = {
+    "default": {},
+    "default-current": {"replay.entropy_from": "current"},
+    "restarts": {"replay.restart_share": "0.25"},
+    "pairs": {"replay.keep_failures": "2", "replay.pool_pairs": "4"},
+    "observations": {"replay.keep_failures": "2", "replay.observation_batch": "8"},
+    "observation loss": {"loss.observation_coefficient": "0.03"},
+    "gigpo": {"credit.estimator": "gigpo"},
+}
 PARTS = {
     **{part: f"time/replay_{part}_s" for part in ("plan", "select", "store")},
     **{f"x-{part}": f"time/replay_update_{part}_s" for part in ("plan", "select", "update")},
@@ -56,7 +65,7 @@ COLD = 2  # number of first steps of a run that are not counted
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--arms", nargs="+", choices=["off", *DEFAULTS, *ARMS], default=["off", *DEFAULTS, *ARMS])
+    parser.add_argument("--arms", nargs="+", choices=["off", *NAMED, *ARMS], default=["off", *NAMED, *ARMS])
     parser.add_argument("--steps", type=int, default=12, help="of an arm")
     parser.add_argument("--fill", type=int, default=24, help="steps of the run that fills the pool")
     parser.add_argument("--pool", type=Path, help="a pool to begin with instead, or where to keep the one made")
@@ -73,21 +82,22 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         pool = args.pool or Path(folder) / "pool.sqlite"
         if not pool.exists():
-            run("fill", args.fill, Path(folder), [*settings, *replay("add-1-recorded"), ("replay.path", str(pool))])
+            # failures, and where observations are in a trajectory, are stored only where something needs them
+            stored = [*replay("observations"), ("replay.path", str(pool))]
+            run("fill", args.fill, Path(folder), [*settings, *stored])
         describe(pool)
         heading = f"{'arm':<20}{'step':>9}" + "".join(f"{part:>9}" for part in PARTS)
         print(f"{heading}{'share':>9}{'replayed':>10}{'extra':>7}   (ms of {args.clock} time)", flush=True)
         for arm in args.arms:
-            own = [] if arm == "off" else [*replay(arm), ("replay.seed_from", str(pool))]
+            own = [] if arm == "off" else [("replay.seed_from", str(pool)), *replay(arm)]
             show(arm, run(arm, args.steps, Path(folder), [*settings, *own])[COLD:])
 
 
 def replay(arm: str) -> list[tuple[str, str]]:
-    if arm in DEFAULTS:
-        values = DEFAULTS[arm]
-    else:
-        placement, per_group, source = arm.split("-")
-        values = {"placement": placement, "per_group": per_group, "entropy_from": source, "pool_updates": "0"}
+    if arm in NAMED:
+        return [("replay.enabled", "true"), *NAMED[arm].items()]
+    placement, per_group, source = arm.split("-")
+    values = {"placement": placement, "per_group": per_group, "entropy_from": source, "pool_updates": "0"}
     return [("replay.enabled", "true"), *((f"replay.{name}", value) for name, value in values.items())]
 
 
