@@ -66,6 +66,7 @@ class ReplayTrainer(GRPOTrainer):
             raise UserError("ReplayTrainer stores log-probs of the policy: sample from the whole vocabulary")
         super().__init__(args=args, **options)
         self.pool = pool
+        pool.start_run()  # steps are counted from 0 again, and the ages of what is stored count on
 
     def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> torch.Tensor:
         """Return the rewards [N, reward functions], and store them, because TRL's batch contains only advantages."""

@@ -155,6 +155,7 @@ def train(args: argparse.Namespace, pool_file: Path) -> None:
     tasks = {task.id: task for task in word_tasks(args.words, length=4, seed=args.seed)}
     order = random.Random(args.seed)
     with ExperiencePool(pool_file, vocabulary=len(tokenizer)) as pool:
+        pool.start_run()  # steps are counted from 0 again, and the ages of what is stored count on
         for step in range(args.steps):
             chosen = order.sample(list(tasks.values()), args.prompts)
             batch = roll_out(model, tokenizer, chosen, args.members)

@@ -138,7 +138,7 @@ class Run:
         """
         with self.timeline.span("checkpoint", step=self.step):
             state = self.state_dict() if state is None else state
-            kept = [step for step in (self.watch.good, self.watch.newest) if step is not None]
+            kept = self.watch.kept_steps
             await asyncio.to_thread(self.checkpoints.save, self.step, state, self.learner.save, kept)
 
 

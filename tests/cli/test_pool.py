@@ -130,9 +130,11 @@ def test_seed_from_rollouts_takes_fresh_successes_and_rebuilds_their_tasks(
         records = [RolloutRecord(step, step, False, None, t) for t in members]
         records.append(RolloutRecord(step, step, True, None, episode("train-3", 1.0, (9, 9))))
         records.append(RolloutRecord(step, -1, False, None, episode("gone", 1.0, (9, step))))
-        # An episode that began with turns of another one is no whole success, and its group measures no solve rate.
+        # An episode that began with turns of another one is no whole success, and its group measures no solve rate. Nor
+        # does one that was sampled with a guidance text that training removes.
         started = replace(episode("train-3", 1.0, (8, step)), info={START_TURNS: 1})
-        records.append(RolloutRecord(step, 2, False, None, started))
+        helped = replace(episode("train-3", 1.0, (7, step)), info={"guided": "discard"})
+        records += [RolloutRecord(step, 2, False, None, started), RolloutRecord(step, step, False, None, helped)]
         write_rollouts(run / "rollouts" / f"step-{step:06d}.jsonl.zst", records)
     asked = gleanrl(
         "pool", "new.sqlite", "seed", "--rollouts", "old"

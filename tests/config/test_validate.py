@@ -142,3 +142,17 @@ def test_advantages_of_parts_need_an_estimator_that_compares_a_group_and_parts_t
     for settings, why in refused:
         with pytest.raises(UserError, match=why):
             validate.check(load(**{**weighted, **part, **settings}))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"schedule__group": "1"},
+        {"schedule__group": "4", "replay__min_rate": "0.3", "replay__max_rate": "0.45"},
+        {"replay__start_progress": "1.0"},
+        {"schedule__preset": "bounded_async", "schedule__staleness": "3", "replay__max_age": "3"},
+    ],
+)
+def test_settings_under_which_nothing_is_ever_replayed_are_named(settings: dict[str, str]) -> None:
+    [line] = validate.warnings(load(**settings, replay__enabled="true"))
+    assert "replay" in line

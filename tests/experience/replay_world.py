@@ -116,6 +116,7 @@ def make_replay_run(
         group=schedule.group,
         seed=7,
         staleness=run.controller.schedule.staleness,
+        ordered=run.controller.schedule.ordered,
         estimate=estimate,
     )
     run.plan = Plan(curriculum, run.controller.schedule.batch)

@@ -13,7 +13,7 @@ import pytest
 from gleanrl.config.settings import ReplaySettings
 from gleanrl.experience import ExperiencePool, attach_replayed
 from gleanrl.experience.pool.ranking import TaskTrajectories, ranking
-from gleanrl.types import Group
+from gleanrl.types import Group, GroupSpec, Task
 from gleanrl.utils.errors import UserError
 from tests.experience.pool_world import episode, group, solved, task
 
@@ -150,3 +150,12 @@ def test_a_group_that_already_has_replayed_members_is_refused(pool: ExperiencePo
 def test_what_a_ranking_keeps_must_be_a_function() -> None:
     with pytest.raises(UserError, match="keep"):
         ranking("wrong keep, of a test", keep="shortest")  # type: ignore[arg-type]
+
+
+def test_a_task_of_the_same_id_with_another_prompt_gets_nothing(tmp_path: Path) -> None:
+    with ExperiencePool(tmp_path / "pool.sqlite") as pool:
+        pool.observe([solved("t", 1, 4)], 0)
+        other = Task("t", ({"role": "user", "content": "another problem"},), {"answer": 99})
+        for spec_task, expected in ((other, 0), (solved("t", 1, 4).spec.task, 1)):
+            fresh = Group(GroupSpec(spec_task, 4), solved("t", 0, 4).trajectories, 0)
+            assert [len(mixed.spec.replayed) for mixed in attach_replayed([fresh], pool)] == [expected]

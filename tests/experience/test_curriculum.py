@@ -1008,3 +1008,25 @@ def test_an_inner_curriculum_that_proposes_nothing_raises_an_error_that_names_it
 
     with pytest.raises(ValueError, match=r"Dry.propose\(4\) proposed nothing"):
         propose(wrap(folder, ReplaySettings(), Dry(NAMES, 4)), 4)
+
+
+def test_retired_tasks_are_probed_in_places_that_replay_leaves_free(folder: Path) -> None:
+    curriculum = wrap(folder, ReplaySettings(task_ratio=1.0, probe_fraction=0.25), Stream(NAMES[:20], 4), 4)
+    curriculum.pool.observe([group("t25", 2, 4)], 0)
+    retire(curriculum.pool, NAMES[30:])
+    for _ in range(3):
+        specs = propose(curriculum, 4)
+        assert sum(bool(spec.replayed) for spec in specs) == 1
+        assert sum(int(spec.task.id[1:]) >= 30 for spec in specs) == 1
+
+
+def test_a_checkpoint_that_is_kept_for_longer_can_be_resumed_from(folder: Path) -> None:
+    curriculum = wrap(folder, ReplaySettings(), Stream(NAMES, 4), 4, keep_marks=2, kept_steps=lambda: [4])
+    saved = {}
+    for step in range(1, 9):
+        curriculum.observe([group(f"t{step}", 2, 4)], {})
+        saved[step] = curriculum.state_dict()
+    curriculum.pool.close()
+    resumed = wrap(folder, ReplaySettings(), Stream(NAMES, 4), 4, keep_marks=2, first_step=4)
+    resumed.load_state_dict(saved[4])
+    assert sorted(resumed.pool.rates(NAMES)) == ["t1", "t2", "t3", "t4"]

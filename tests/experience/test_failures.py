@@ -326,3 +326,14 @@ def test_a_failure_that_is_refused_adds_no_task(path: Path) -> None:
     with ExperiencePool(path, KEEP, vocabulary=10) as pool:
         assert pool.add_failures([Incoming(task("t"), episode("t", 0.0, (99, 5)))]) == [False]
         assert pool.stats()["tasks"] == 0
+
+
+def test_copied_failures_keep_their_order_where_a_transaction_ends(path: Path, tmp_path: Path) -> None:
+    with ExperiencePool(path, KEEP) as source:
+        source.observe([group("alone", [episode("alone", 0.0, (4, 5)), episode("alone", 1.0, (5, 5))])], 0)
+        pairs = [[episode(f"t{i}", 0.0, (4, 5)), episode(f"t{i}", 0.0, (6, 5))] for i in range(transfer.BATCH // 2 + 5)]
+        source.observe([group(own[0].task_id, own) for own in pairs], 0)
+        with ExperiencePool(tmp_path / "copy.sqlite", KEEP) as copied:
+            transfer.seed_from_pool(copied, path, failures=True)
+            for own in pairs:
+                assert tokens(copied, own[0].task_id) == tokens(source, own[0].task_id)

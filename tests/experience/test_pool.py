@@ -955,3 +955,13 @@ def test_an_error_in_the_middle_of_a_call_undoes_the_whole_call(pool: Experience
             [solved("u", 1, 2), group("t", [episode("t", 1.0, (9,), info={"x": object()}), episode("t", 0.0)])], 1
         )
     assert contents(pool.path) == before
+
+
+def test_what_is_no_success_by_a_higher_threshold_is_no_longer_replayed(path: Path) -> None:
+    partly = [episode("t", 0.6, (4, 5)), episode("t", 0.0, (6, 5))]
+    with ExperiencePool(path, ReplaySettings(success_threshold=0.5)) as pool:
+        pool.observe([group("t", partly)], 0)
+        assert len(pool.stored(["t"])["t"]) == 1
+    with ExperiencePool(path, ReplaySettings(success_threshold=0.9)) as pool:
+        assert pool.stored(["t"])["t"] == []
+        assert pool.buckets() == {}

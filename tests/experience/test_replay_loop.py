@@ -299,16 +299,23 @@ def test_replayed_members_of_dropped_groups_are_not_counted_in_the_metrics(tmp_p
         assert metrics.get("replay/age_max", 0) == max(ages, default=0)
 
 
-@pytest.mark.parametrize("preset", ["sync", "pipelined", "one_step_off", "pipelined_one_step_off"])
-def test_no_replayed_trajectory_is_older_than_max_age_when_it_is_trained(tmp_path: Path, preset: str) -> None:
-    schedule = ScheduleSettings(preset=preset, batch=4, group=6, chunks=2)
-    replay = REPLAY.model_copy(update={"max_age": 2})
-    run, _ = make_replay_run(
+@pytest.mark.parametrize("preset", ["sync", "pipelined", "one_step_off", "pipelined_one_step_off", "bounded_async"])
+@pytest.mark.parametrize("earlier", [False, True])
+def test_no_replayed_trajectory_is_older_than_max_age_when_it_is_trained(
+    tmp_path: Path, preset: Any, earlier: bool
+) -> None:
+    """``earlier``: the pool has trajectories of another run, which are as old as they may be in the first steps."""
+    schedule = ScheduleSettings(preset=preset, batch=4, group=6, chunks=2, staleness=2)
+    oldest = 4 if preset == "bounded_async" else 2
+    replay = REPLAY.model_copy(update={"max_age": oldest})
+    run, curriculum = make_replay_run(
         tmp_path, schedule, replay, steps=10, problems=tasks(9), learner_delay=0.002, sample_delay=jitter()
     )
+    if earlier:
+        curriculum.pool.observe([group(f"task-{i}", 2, 4, first=1, version=-oldest) for i in range(9)], -1)
     virtual_time.run(train(run))
     ages = [m["replay/age_max"] for _, _, m in run.observer.steps if "replay/age_max" in m]
-    assert max(ages) == 2
+    assert max(ages) == oldest if schedule.preset != "bounded_async" else 0 < max(ages) <= oldest
 
 
 def test_trajectories_of_a_sampler_with_altered_sampling_are_not_stored(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import sqlite3
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import pytest
 from gleanrl.algorithms.batch import Batch, Sample, build
 from gleanrl.config.settings import Config, CreditSettings, LossSettings, ScheduleSettings
 from gleanrl.experience import ExperiencePool
+from gleanrl.experience.replay.restarts import beginning
 from gleanrl.experience.replay.updates import ReplayUpdateLearner, make_policy_estimator
 from gleanrl.learners.engine import TokenScores
 from gleanrl.types import FloatArray, Group, Score, StopReason, Task, Trajectory, Turn
@@ -222,3 +224,14 @@ def test_with_pool_from_batch_successes_are_scores_of_at_least_success_threshold
         assert "replay_update/0/age_max" not in metrics
     [part] = learner.updates[0][0].parts
     assert {int(sample.tokens[3]) for sample in part.samples} <= {0, 1, 2}
+
+
+def test_restarted_groups_give_no_successes_to_updates_from_the_batch(pool: ExperiencePool) -> None:
+    """Their rate is that from a late turn on, and not that of the task."""
+    plain = solved("t", 1, 4)
+    start = beginning(plain.trajectories[0].segments[0], 1)
+    restarted = replace(plain, spec=replace(plain.spec, start=start))
+    for groups, updates in (([restarted], 0), ([plain], 1)):
+        learner = Recorder()
+        updated(pool, learner, groups, pool_from="batch")
+        assert len(learner.updates) == updates

@@ -212,6 +212,22 @@ def test_the_start_moves_with_the_success_of_the_group(tmp_path: Path) -> None:
         assert restarts.draw(3, np.random.default_rng(0), set()) == []  # it is solved from its beginning now
 
 
+def test_a_group_with_fewer_members_is_hard_by_its_rate(tmp_path: Path) -> None:
+    with ExperiencePool(tmp_path / "pool.sqlite", ReplaySettings()) as pool:
+        for name, solved, attempts in (("a", 1, 4), ("b", 1, 3), ("c", 1, 2), ("d", 2, 4), ("e", 0, 1)):
+            stored(pool, name, 5, solved=solved, attempts=attempts)
+        drawn = Restarts(pool, ReplaySettings(), 4).draw(9, np.random.default_rng(0), set())
+        assert sorted(spec.task.id for spec, _ in drawn) == ["a", "b", "e"]
+
+
+def test_successes_of_limited_sources_are_not_restarted(tmp_path: Path) -> None:
+    limited = ReplaySettings(source_limits={"own": 0.5})
+    with ExperiencePool(tmp_path / "pool.sqlite", limited) as pool:
+        stored(pool, "hard", 5, solved=0, attempts=4)
+        assert Restarts(pool, limited, 4).draw(1, np.random.default_rng(0), set()) == []
+        assert len(Restarts(pool, ReplaySettings(), 4).draw(1, np.random.default_rng(0), set())) == 1
+
+
 def test_a_success_whose_observations_are_not_repeated_is_evicted(tmp_path: Path) -> None:
     with ExperiencePool(tmp_path / "pool.sqlite", ReplaySettings()) as pool:
         stored(pool, "hard", 5, solved=0, attempts=4)

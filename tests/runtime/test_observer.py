@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,9 @@ from gleanrl.runtime.run_folder import RunFolder
 from gleanrl.schedule.device_lock import DeviceLock
 from gleanrl.schedule.timeline import DEVICE_WORK, Timeline
 from gleanrl.tracking.monitors import Monitors
-from gleanrl.types import LAST_OBSERVATION, Message, Score, StopReason, Task, Trajectory
+from gleanrl.types import LAST_OBSERVATION, Group, GroupSpec, Message, Score, StopReason, Task, Trajectory
 from tests.builders import random_groups, tiny_model
+from tests.experience.pool_world import episode
 
 
 class Kept:
@@ -138,3 +140,17 @@ def test_a_run_without_rewards_to_wait_for_has_no_reward_wait_metric(tmp_path: P
     watching.on_step(1, [], {})
     assert "time/reward_wait_s" not in kept.steps[0]
     assert kept.steps[0]["time/idle_s"] > 0
+
+
+def test_a_record_has_the_advantage_of_its_own_member(tmp_path: Path) -> None:
+    """A stored trajectory of an earlier run may have the same id as a fresh one: ids count from 0 in every run."""
+    made = RunObserver(
+        RunFolder(tmp_path), Monitors([]), Timeline(), rollouts_per_step=-1, counters=dict, training=Kept()
+    )
+    fresh = [episode("t", float(i == 0), (10 + i, 5)) for i in range(2)]
+    stored = replace(episode("t", 1.0, (20, 5)), id=fresh[1].id)
+    mixed = Group(GroupSpec(Task("t"), 2, (stored,)), (*fresh, stored), 3)
+    made.on_batch([mixed], build([mixed], CreditSettings(), LossSettings(), 64))
+    made.on_step(1, [mixed], {"time/step_s": 1.0})
+    written = [record.advantage for record in RunFolder(tmp_path).read_rollouts(1)]
+    assert np.sign(written).tolist() == [1, -1, 1]

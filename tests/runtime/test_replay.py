@@ -279,3 +279,37 @@ def test_no_pool_is_opened_where_replay_is_off(tmp_path: Path) -> None:
     with open_pool(configured(enabled=False), RunFolder(tmp_path), Tokenizer(), resume=False) as pool:
         assert pool is None
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_goes_back_only_to_its_own_marks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs r and x set marks of the same numbers, in pools of their own, then in one file under two spellings."""
+    monkeypatch.chdir(tmp_path)
+
+    def opened(name: str, path: str, *, newest: int | None = None) -> Any:
+        config = Config.model_validate({"run": {"name": name}, "replay": {"enabled": True, "path": path}})
+        resumed: dict[str, Any] = {"resume": newest is not None, "uses_pool": bool(newest), "newest": newest or -1}
+        return open_pool(config, RunFolder(tmp_path / name), Tokenizer(), **resumed)
+
+    marks = {}
+    for name in ("r", "x"):
+        with opened(name, f"{name}.sqlite") as pool:
+            pool.observe([solved(name, 1, 4)], 0)
+            marks[name] = pool.mark()
+            pool.observe([solved(f"{name} later", 1, 4)], 1)
+    theirs = contents(tmp_path / "x.sqlite")
+    with opened("r", "x.sqlite", newest=1) as pool, pytest.raises(UserError, match="no mark"):
+        pool.rewind(marks["r"])
+    assert contents(tmp_path / "x.sqlite") == theirs
+    with opened("x", "r.sqlite", newest=0) as pool:  # killed before its first checkpoint: it begins to use that pool
+        assert pool.rates(["r", "r later"]) == {"r": 0.25, "r later": 0.25}
+    for spelling in ("r.sqlite", "./r.sqlite", str(tmp_path / "r.sqlite")):
+        with opened("r", spelling, newest=1) as pool, pytest.raises(UserError, match="another run"):
+            pool.rewind(marks["r"])
+    shutil.copyfile("r.sqlite", "copy.sqlite")
+    with opened("r", "copy.sqlite", newest=1) as pool:
+        pool.rewind(marks["r"])
+        assert pool.rates(["r", "r later"]) == {"r": 0.25}
+    with opened("x", "copy.sqlite") as pool:
+        pool.observe([solved("x", 1, 4)], 0)
+    with opened("r", "./copy.sqlite", newest=1) as pool, pytest.raises(UserError, match="another run"):
+        pool.rewind(marks["r"])  # the copy is the run's own pool by now

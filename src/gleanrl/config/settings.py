@@ -449,8 +449,9 @@ class ReplaySettings(Settings):
 
     restart_share: Fraction = 0.0
     """Fraction of a batch's groups that restart a task: their episodes begin with the first turns of a stored success,
-    which are repeated and not trained. Only tasks whose latest fresh group had at most one success are restarted. 0 =
-    none. For environments that repeat their observations exactly if the actions are the same."""
+    which are repeated and not trained. Only tasks whose latest fresh group had at most one success, or a rate nearest
+    to that, are restarted. 0 = none. For environments that repeat their observations exactly if the actions are the
+    same."""
 
     pool_updates: NonNegative = 1
     """Number of extra optimizer updates at the end of each step, after replay has begun. Each trains on `pool_batch`

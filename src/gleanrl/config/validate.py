@@ -239,7 +239,23 @@ def warnings(config: Config) -> list[str]:
             f"learner.old_logprobs = {old_logprobs!r} under staleness {stale}: no weight corrects for "
             "proximal / behaviour while loss.correction = 'none'; decoupled PPO uses loss.correction = 'mask'"
         )
-    if not config.replay.enabled:
+    if config.replay.enabled:
+        replay, size = config.replay, config.schedule.group
+        if not any(replay.min_rate < solved / size < replay.max_rate for solved in range(size + 1)):
+            found.append(
+                f"replay.enabled stores successes of groups with a solve rate between replay.min_rate = "
+                f"{replay.min_rate:g} and replay.max_rate = {replay.max_rate:g}, which no group of schedule.group = "
+                f"{size} has"
+            )
+        schedule = Schedule.from_settings(config.schedule)
+        if replay.max_age is not None and replay.max_age <= schedule.staleness and not schedule.ordered:
+            found.append(
+                f"replay.max_age = {replay.max_age} under schedule.staleness = {schedule.staleness}: what is stored may "
+                "be too old when a group is trained, so nothing is replayed"
+            )
+        if replay.start_solve_rate is None and replay.start_progress >= 1:
+            found.append(f"replay never begins with replay.start_progress = {replay.start_progress:g}")
+    else:
         default = type(config.replay)()
         if unused := [f"replay.{name}" for name, value in config.replay if value != getattr(default, name)]:
             found.append(f"no effect while replay.enabled is false: {', '.join(unused)}")

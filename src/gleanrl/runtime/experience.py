@@ -91,16 +91,23 @@ def open_pool(
         note = json.loads(note_path.read_text())
     else:
         atomic.write_text(note_path, json.dumps(note))
-    # If the pool is opened with the name of a run, a rewind fails if it would undo changes of another run, that is, if
-    # another run has set a later mark. A run that is resumed with another `replay.path` uses a copy of its pool. Other
-    # runs do not use this copy, so the check is switched off with None.
-    owner = note["run"] if note["pool"] == settings.path else None
+    # A rewind fails if another run has set the mark, or a later one, because it would undo changes of that run. If the
+    # file is not the one that the run has used so far, it may be a copy, in which no changes are lost.
+    path = folder.locate_pool(settings.path)
+    file = str(path.resolve()) if settings.path else None
+    moved = file != note["file"]
     mark = tokenizer_fingerprint(tokenizer, config.context.template_options)
     takes = {"tokenizer": mark, "vocabulary": len(tokenizer), "max_context": max_context}
-    with ExperiencePool(folder.locate_pool(settings.path), settings, run=owner, **takes) as pool:
+    with ExperiencePool(path, settings, run=note["run"], **takes) as pool:
+        # ``newest`` is below the noted step if that step's checkpoint is damaged by now.
+        again = newest <= note["step"] and note["mark"] is not None and pool.has_mark(note["mark"])
+        own = moved and (uses_pool or again) and pool.adopt_marks()
+        if own or not uses_pool:
+            note |= {"pool": settings.path, "file": file}
+        if own:
+            atomic.write_text(note_path, json.dumps(note))
         if not uses_pool:
-            # ``newest`` is below the noted step if that step's checkpoint is damaged by now.
-            if newest <= note["step"] and note["mark"] is not None and note["mark"] in pool.stats()["marks"]:
+            if again:
                 # undo everything that an earlier start of this run wrote before it was killed, seeding included
                 pool.rewind(note["mark"])
             else:
@@ -203,12 +210,15 @@ def seed_from_rollouts(
         """Yield the fresh (not replayed) members of every group, in the order of the steps.
 
         Episodes that began with turns of a stored success are left out: they lack the log-probs of these turns, and say
-        nothing of how often the task is solved from its beginning.
+        nothing of how often the task is solved from its beginning. So are those with
+        a guidance text that training removed.
         """
         for step in folder.rollout_steps():
             for _, records in groupby(folder.read_rollouts(step), key=lambda record: record.ticket):
                 fresh = [record.trajectory for record in records if not record.replayed]
-                yield [trajectory for trajectory in fresh if not trajectory.info.get(START_TURNS)]
+                yield [
+                    each for each in fresh if not (each.info.get(START_TURNS) or admission.has_removed_guidance(each))
+                ]
             stage.advance()
 
     # With a limit on rollouts per step, the files may lack members of a group. `seed_from_groups` then computes no

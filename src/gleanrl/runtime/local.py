@@ -245,9 +245,11 @@ class Builder:
                     seed=self.seed("replay"),
                     temperature=config.sampler.temperature,
                     staleness=schedule.staleness,
+                    ordered=schedule.ordered,
                     estimate=estimate,
                     reverify=reverify,
                     keep_marks=config.checkpoint.keep + 1,
+                    kept_steps=lambda: watch.kept_steps,
                     first_step=max(newest, 0),
                 )
                 if config.replay.pool_updates or config.replay.observation_batch:

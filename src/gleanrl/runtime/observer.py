@@ -47,7 +47,7 @@ class RunObserver:
     ) -> None:
         self._folder, self._monitors, self._timeline = folder, monitors, timeline
         self._rollouts_per_step = rollouts_per_step
-        self._advantages: dict[str, float] = {}
+        self._advantages: dict[tuple[int, int], float] = {}  # by the group's ticket and the place in the group
         self._counters, self._before = counters, dict(counters())
         self._gauges = gauges
         self._training = training
@@ -58,7 +58,7 @@ class RunObserver:
 
         Called for each batch, before the learner is updated with it.
         """
-        valid = [t.id for group in groups for t in group.trajectories if t.score.valid]
+        valid = [(group.ticket, n) for group in groups for n, t in enumerate(group.trajectories) if t.score.valid]
         for sample in batch.samples:
             self._advantages[valid[sample.trajectory]] = float(sample.advantages[sample.mask].mean())
 
@@ -83,7 +83,8 @@ class RunObserver:
         known, self._advantages = self._advantages, {}
         records: list[RolloutRecord] = []
         for group in groups:
-            records += group_records(group, step, [known.get(t.id, math.nan) for t in group.trajectories])
+            advantages = [known.get((group.ticket, number), math.nan) for number in range(len(group.trajectories))]
+            records += group_records(group, step, advantages)
         if self._rollouts_per_step >= 0:
             records = records[: self._rollouts_per_step]
         if records:

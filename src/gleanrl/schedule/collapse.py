@@ -55,6 +55,11 @@ class CollapseWatch:
     returns: int = 0
     """Number of times that the run has gone back to a good checkpoint."""
 
+    @property
+    def kept_steps(self) -> list[int]:
+        """Steps of the checkpoints to which the run may go back, so that they are not deleted."""
+        return [step for step in (self.good, self.newest) if step is not None]
+
     def observe(self, metrics: Metrics) -> str | None:
         """Note the metrics of a step. If success has collapsed, return a text that says so.
 

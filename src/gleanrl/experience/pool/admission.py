@@ -97,16 +97,20 @@ def find_defect(trajectory: Trajectory, limits: Limits) -> str | None:
     return None if recorded.any() else "zero_logprobs"
 
 
+def has_removed_guidance(trajectory: Trajectory) -> bool:
+    """Return whether a trajectory was sampled with a guidance text that training leaves out of its prompt."""
+    return trajectory.info.get("guided") not in (None, False, "keep")
+
+
 def refusal(trajectory: Trajectory, temperature: float, limits: Limits) -> str | None:
     """Return why a trajectory is not admitted to the pool, "altered" or "unfit", or None if it is admitted.
 
     A trajectory is altered if its log-probs are not those of the policy, given the prompt that training would use.
-    There are three cases: it was sampled with guidance that training removes (``info["guided"]`` is set and not
-    "keep"), the sampler altered the distribution, for example by top-p (``info["altered_sampling"]``), or it was
-    decoded greedily (``temperature`` is 0). A trajectory is unfit if it has one of the `DEFECTS`.
+    There are three cases: `has_removed_guidance`, the sampler altered the distribution, for example by top-p
+    (``info["altered_sampling"]``), or it was decoded greedily (``temperature`` is 0). A trajectory is unfit if it has
+    one of the `DEFECTS`.
     """
-    stripped = trajectory.info.get("guided") not in (None, False, "keep")
-    if stripped or trajectory.info.get("altered_sampling") or not temperature > 0:
+    if has_removed_guidance(trajectory) or trajectory.info.get("altered_sampling") or not temperature > 0:
         return "altered"
     return "unfit" if find_defect(trajectory, limits) else None
 

@@ -68,6 +68,20 @@ def other_owner(db: sqlite3.Connection, number: int, owner: str) -> str | None:
     return None if found is None else str(found[0])
 
 
+def is_owner(db: sqlite3.Connection, number: int, owner: str) -> bool:
+    """Return whether there is a mark ``number`` and ``owner`` has set it."""
+    query = f"SELECT 1 FROM marks JOIN meta ON key = '{_OWNER}' || id WHERE id = ? AND value = ?"
+    return db.execute(query, (number, owner)).fetchone() is not None
+
+
+def adopt(db: sqlite3.Connection, owner: str) -> bool:
+    """Make ``owner`` the owner of all marks since the first one that it has set. Returns whether it has set any."""
+    own = f"SELECT min(id) FROM marks JOIN meta ON key = '{_OWNER}' || id WHERE value = ?"
+    since = f"SELECT '{_OWNER}' || id FROM marks WHERE id > ({own})"
+    db.execute(f"UPDATE meta SET value = ? WHERE key IN ({since})", (owner, owner))
+    return db.execute(own, (owner,)).fetchone()[0] is not None
+
+
 def last_owner(db: sqlite3.Connection) -> str | None:
     """Return the owner of the latest mark; None if there is no mark or it has no owner."""
     query = f"SELECT value FROM meta WHERE key = '{_OWNER}' || (SELECT max(id) FROM marks)"

@@ -141,7 +141,8 @@ class ExperiencePool:
         max_context: largest number of tokens in a segment, up to its last sampled token. Longer trajectories are
             treated in the same way. None: no check.
         run: name of the run that opens the pool. It is stored with the marks of this object, so that `rewind` can
-            refuse to undo the changes of another run. None: `rewind` does not check this.
+            refuse a mark that another run has set, and to undo the changes of another run. None: `rewind` does not
+            check this.
         read_only: do not take the lock of the writer. Methods that change the pool then raise `UserError`.
 
     Raises:
@@ -486,10 +487,24 @@ class ExperiencePool:
     def stored(self, task_ids: Sequence[str]) -> dict[str, list[Stored]]:
         """Return the stored trajectories of each task, oldest first; an empty list for a task without any.
 
-        A trajectory that is damaged or that this run cannot train on is logged and left out. Unless the pool is
-        read-only, it is also evicted.
+        A trajectory that is damaged, that this run cannot train on, or whose score is no success by the present
+        ``success_threshold`` is logged and left out. Unless the pool is read-only, it is also evicted.
         """
         return self._read(task_ids, "trajectories", "blobs", Stored)
+
+    def same_tasks(self, tasks: Iterable[Task]) -> set[str]:
+        """Return the ids of those ``tasks`` that the pool has with the same prompt and payload."""
+        found = set[str]()
+        query = "SELECT CAST(data AS BLOB) FROM bodies WHERE id = (SELECT id FROM tasks WHERE name = ?)"
+        with self._reading() as db:
+            for task in tasks:
+                body = db.execute(query, (task.id,)).fetchone()
+                try:
+                    if body is not None and codec.is_same_task(body[0], task):
+                        found.add(task.id)
+                except codec.Damaged as error:
+                    log.warning("%s: task %r is damaged (%s)", self.path, task.id, error)
+        return found
 
     def failures(self, task_ids: Sequence[str]) -> dict[str, list[StoredFailure]]:
         """Return the stored failures of each task, oldest first; an empty list for a task without any.
@@ -514,8 +529,11 @@ class ExperiencePool:
                 for key, *columns, digest, data in db.execute(query, (name,)):
                     try:
                         trajectory = integrity.decode_record(name, digest, data, columns, self._limits)
-                        if key < 0 and trajectory.score.reaches(self.settings.success_threshold):
+                        succeeded = trajectory.score.reaches(self.settings.success_threshold)
+                        if key < 0 and succeeded:
                             raise Unfit("success", "it is no failure by the present success_threshold")
+                        if key > 0 and not succeeded:
+                            raise Unfit("no_success", "it is no success by the present success_threshold")
                         into.append(kind(key, trajectory, *columns))
                     except Unfit as error:
                         faulty[key] = error.cause
@@ -570,24 +588,42 @@ class ExperiencePool:
         with self._reading() as db:
             return marks.last_owner(db)
 
+    def has_mark(self, mark: int) -> bool:
+        """Return whether `rewind` finds ``mark``: whether there is such a mark and it is of the run of this object."""
+        with self._reading() as db:
+            if self._run is not None:
+                return marks.is_owner(db, mark, self._run)
+            return db.execute("SELECT 1 FROM marks WHERE id = ?", (mark,)).fetchone() is not None
+
+    def adopt_marks(self) -> bool:
+        """Let `rewind` undo the changes of other runs since the first mark of the run of this object.
+
+        For a copy of a file, which those runs do not use. Returns whether the run has set a mark in it.
+        """
+        assert self._run is not None
+        with self._writing() as db:
+            return marks.adopt(db, self._run)
+
     def rewind(self, mark: int) -> None:
         """Restore all tasks, trajectories and counts to their state at ``mark``, and delete later marks.
 
         ``mark`` itself remains, so that the pool can be rewound to it again.
 
         Raises:
-            UserError: there is no such mark, or another run has set a later mark, so that its changes would be lost.
+            UserError: there is no such mark, another run has set it, or another run has set a later mark, so that its
+                changes would be lost.
         """
+        found = self.has_mark(mark)
         with self._writing() as db:
-            if self._run is not None and (other := marks.other_owner(db, mark, self._run)):
+            if found and self._run is not None and (other := marks.other_owner(db, mark, self._run)):
                 raise UserError(
                     f"another run ({other}) has used the experience pool {self.path} since, and going back would undo "
                     "that: resume with replay.path set to a copy of the file, or start a new run with it"
                 )
-            if not marks.rewind(db, schema.TRACKED, mark):
+            if not found or not marks.rewind(db, schema.TRACKED, mark):
                 raise UserError(
-                    f"the experience pool {self.path} has no mark {mark}: it is not the pool of this checkpoint, or "
-                    "went on without it; put its own pool back, or start a new run"
+                    f"the experience pool {self.path} has no mark {mark} of this run: it is not the pool of this "
+                    "checkpoint, or went on without it; put its own pool back, or start a new run"
                 )
 
     def forget(self, mark: int) -> None:

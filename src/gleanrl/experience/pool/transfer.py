@@ -79,11 +79,13 @@ class Intake:
         if not (succeeded or (self._failures and trajectory.score.valid)):
             self.moved.left_out["no success"] += 1
             return
+        # The failures of a task must be stored in one transaction, because `add_failures` gets the newest first.
+        same_task = bool(self._waiting) and self._waiting[-1].task.id == incoming.task.id
+        if not same_task and (len(self._waiting) >= BATCH or self._tokens >= BATCH_TOKENS):
+            self._store()
         kept = self._default if incoming.source in (admission.OWN, admission.EARLIER) else incoming.source
         self._waiting.append(replace(incoming, source=self._label or kept))
         self._tokens += trajectory.total_tokens
-        if len(self._waiting) >= BATCH or self._tokens >= BATCH_TOKENS:
-            self._store()
 
     def __enter__(self) -> Intake:
         return self

@@ -24,9 +24,9 @@ def attach_replayed(
     Each group gets up to ``per_group`` successes. If its task has more, those that the pool's setting ``select`` ranks
     first are added. ``source_limits`` limits the share of a source, of ``per_group`` successes for each group. Settings
     about planning, such as ``task_ratio`` and ``placement``, have no effect here. The pool counts each added success as
-    used. A group is returned unchanged if its task is retired, if the pool contains no success on it that the limits
-    allow, or if no fresh member has a valid score, because the advantage of a replayed member is computed relative to
-    the fresh ones.
+    used. A group is returned unchanged if its task is retired, if the pool's task with this id has another prompt or
+    payload, if the pool contains no success on it that the limits allow, or if no fresh member has a valid score,
+    because the advantage of a replayed member is computed relative to the fresh ones.
 
     Call this function before `ExperiencePool.observe`, which stores the successes of the groups. In the opposite order
     a group would get its own successes again.
@@ -60,11 +60,12 @@ def attach_replayed(
             raise ValueError(f"the group of task {group.spec.task.id!r} already holds replayed members")
     random, step = np.random.default_rng(seed), seed if step is None else step
     retired, found = pool.retired(names), pool.stored(names)
+    known = [pool.same_tasks([group.spec.task]) for group in groups]  # two data sets may use the same ids
     left = source_places(settings.source_limits, len(groups) * settings.per_group, random)
     keys: list[int] = []
     mixed: list[Group] = []
-    for group, name in zip(groups, names, strict=True):
-        stored = found[name] if name not in retired and group.valid_fresh else []
+    for group, name, same in zip(groups, names, known, strict=True):
+        stored = found[name] if name in same and name not in retired and group.valid_fresh else []
         stored = within_limits(stored, left, settings.per_group)
         order = ranked(stored, settings.select, random, step=step)
         chosen = [stored[index] for index in order[: settings.per_group]]

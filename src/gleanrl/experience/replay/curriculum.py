@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from time import perf_counter
 from typing import Any
@@ -94,12 +94,14 @@ class ReplayCurriculum:
         temperature: sampling temperature of the run, stored with admitted trajectories.
         staleness: how many steps ahead of training a batch may be planned. Needed because ``max_age`` applies at the
             step that trains on the batch.
+        ordered: whether step n learns from batch n (`Schedule.ordered`), unless groups are dropped.
         estimate: returns the mean entropy and log-ratio of trajectories under the weights that the learner has during
             `propose` (see `EstimatePolicy`). If it is None or raises, trajectories are ranked by their recorded
             entropy, and ``max_ratio`` is not applied.
         reverify: scores a trajectory again. Called only if ``settings.reverify`` is on.
         keep_marks: number of checkpointed steps whose marks stay in the pool. It must be one more than the number of
             checkpoints kept, because a mark is set before its checkpoint replaces the oldest one.
+        kept_steps: returns the steps of checkpoints that are kept for longer, whose marks stay too.
         first_step: number of steps that the run has finished, if it was started without replay and is resumed with it.
 
     Raises:
@@ -118,9 +120,11 @@ class ReplayCurriculum:
         seed: int,
         temperature: float = 1.0,
         staleness: int = 0,
+        ordered: bool = True,
         estimate: EstimatePolicy | None = None,
         reverify: Reverify | None = None,
         keep_marks: int = 3,
+        kept_steps: Callable[[], Collection[int]] = tuple,
         first_step: int = 0,
     ) -> None:
         check_replay(settings, group)
@@ -128,7 +132,8 @@ class ReplayCurriculum:
             raise UserError("replay.reverify is on, but the reward cannot score a stored trajectory; turn it off")
         self.inner, self.pool, self.settings = inner, pool, settings
         self._total_batches, self._group, self._seed = max(total_batches, 1), group, seed
-        self._temperature, self._staleness, self._keep_marks = temperature, staleness, keep_marks
+        self._temperature, self._staleness, self._ordered = temperature, staleness, ordered
+        self._keep_marks, self._kept_steps = keep_marks, kept_steps
         self._recall = Recall(
             pool, settings, group=group, estimate=estimate, reverify=reverify if settings.reverify else None
         )
@@ -172,10 +177,11 @@ class ReplayCurriculum:
         self._begin_if_due()
         random = np.random.default_rng(derive(self._seed, "replay", state.proposals))
         part = count < state.batch  # whether the groups replace dropped groups of a batch that was planned before
-        # Estimate the step that will learn from these groups. Usually step n learns from batch n. But if groups are
-        # dropped, groups of a later batch can replace them. Batches are then planned early, and their number is higher
-        # than that of the step. Therefore limit the step to what the staleness bound allows.
-        step = max(state.steps, min(state.batches - part, state.steps + self._staleness))
+        # Estimate the step that will learn from these groups. In ordered schedules, step n usually learns from batch n.
+        # But if groups are dropped, groups of a later batch can replace them. Batches are then planned early, and their
+        # number is higher than that of the step. Therefore limit the step to what the staleness bound allows.
+        latest = state.steps + self._staleness
+        step = max(state.steps, min(state.batches - part, latest)) if self._ordered else latest
         taken = set(state.in_batch) if part else set()
         # With an adaptive share, too. Else a share below one group would end replay: the effective sample size, which
         # sets the share, would never be measured again.
@@ -189,14 +195,14 @@ class ReplayCurriculum:
         if count > len(self._waiting):
             await picks.ask(count - len(self._waiting))
         greedy = self._waiting[0].greedy
-        probe_count = min(whole(probes_due), count - target)
-        probes = [found.task for found in self.pool.draw(None, probe_count, random, taken)] if probe_count else []
-        taken.update(task.id for task in probes)
         # Tasks to replay are drawn before fresh ones are picked, which would leave none of a few tasks for replay.
         # `recall` gets a copy of ``taken``, because tasks that it draws but does not return may still be fresh.
         replayed = await self._recall.recall(target, random, set(taken), step=step) if target else []
         taken.update(found.task.id for found in replayed)
-        wanted = min(whole(restarts_due), count - probe_count - target)
+        probe_count = min(whole(probes_due), count - len(replayed))
+        probes = [found.task for found in self.pool.draw(None, probe_count, random, taken)] if probe_count else []
+        taken.update(task.id for task in probes)
+        wanted = min(whole(restarts_due), count - probe_count - len(replayed))
         restarted = self._restarts.draw(wanted, random, set(taken), greedy=greedy) if wanted > 0 else []
         taken.update(spec.task.id for spec, _ in restarted)
         await picks.fill(count - len(probes) - len(replayed) - len(restarted), taken)
@@ -320,11 +326,12 @@ class ReplayCurriculum:
         Marks of earlier steps are removed from the pool if no checkpoint that is kept needs them.
         """
         self._marks.append((self._state.steps, self.pool.mark()))
-        kept = sorted({step for step, _ in self._marks})[-self._keep_marks :]
-        self._marks = [(step, mark) for step, mark in self._marks if step >= kept[0]]
+        marked = sorted({step for step, _ in self._marks})
+        oldest = min([*marked[-self._keep_marks :], *(step for step in self._kept_steps() if step in marked)])
+        self._marks = [(step, mark) for step, mark in self._marks if step >= oldest]
         # While the mark of the first step is kept, forget nothing: a run that is killed before its first checkpoint is
         # complete starts again, and rewinds the pool to the mark that was set before the run.
-        if kept[0] != self._first_step:
+        if oldest != self._first_step:
             self.pool.forget(self._marks[0][1])
         own = {
             "mark": self._marks[-1][1],

@@ -35,6 +35,7 @@ class Restarts:
         self._pool, self._group = pool, group
         self.cuts: dict[str, Cut] = {}
         self._threshold = settings.success_threshold
+        self._limited = [source for source, limit in settings.source_limits.items() if limit < 1]
         self._uniform = settings.model_copy(update={"tasks": "uniform"})
 
     def draw(
@@ -42,21 +43,23 @@ class Restarts:
     ) -> list[tuple[GroupSpec, Cut]]:
         """Draw up to ``count`` tasks that are not in ``taken``, and return a spec with a start and the cut of each.
 
-        Tasks are drawn uniformly from those whose latest fresh group had at most one success and that have a stored
-        success of at least two turns. The ids of all tasks drawn are added to ``taken``. Nothing else is changed:
-        `commit` stores the cuts.
+        Tasks are drawn uniformly from those whose latest fresh group had at most one success, or a rate nearest to
+        that, and that have a stored success of at least two turns. Successes of sources in ``source_limits`` are not
+        used. The ids of all tasks drawn are added to ``taken``. Nothing else is changed: `commit` stores the cuts.
         """
         done = {task for task, (_, turns, _) in self.cuts.items() if turns == 0}
-        hard = {bucket: size for bucket, size in self._pool.buckets().items() if bucket[0] * self._group <= bucket[1]}
+        sizes = self._pool.buckets(self._limited)
+        hard = {bucket: size for bucket, size in sizes.items() if selection.level(bucket, self._group) <= 1}
         found: list[tuple[GroupSpec, Cut]] = []
         for bucket, number in selection.tasks_by_bucket(hard, count, self._group, self._uniform, random).items():
-            drawn = [each.task for each in self._pool.draw(bucket, number, random, taken | done)]
+            drawn = [each.task for each in self._pool.draw(bucket, number, random, taken | done, self._limited)]
             stored = self._pool.stored([task.id for task in drawn])
             for task in drawn:
                 taken.add(task.id)
-                cut = self._cut(self.cuts.get(task.id), stored[task.id])
+                own = [each for each in stored[task.id] if each.source not in self._limited]
+                cut = self._cut(self.cuts.get(task.id), own)
                 if cut is not None:
-                    [success] = [each.trajectory for each in stored[task.id] if each.key == cut[0]]
+                    [success] = [each.trajectory for each in own if each.key == cut[0]]
                     spec = GroupSpec(task, self._group, greedy=greedy, start=beginning(success.segments[0], cut[1]))
                     found.append((spec, cut))
         return found

@@ -271,11 +271,12 @@ class ReplayUpdateLearner:
     def _choose_from_step(self, random: np.random.Generator) -> list[ReplayedSuccess]:
         """Return up to ``pool_batch`` successes of this step, each from another group.
 
-        Only groups in which some fresh members succeeded and some failed are eligible.
+        Only groups in which some fresh members succeeded and some failed are eligible, and no restarted ones, whose
+        rates are not those of their tasks.
         """
         candidates: list[ReplayedSuccess] = []
         for group in self._groups:
-            valid = group.valid_fresh
+            valid = [] if group.spec.start else group.valid_fresh
             successes = [t for t in valid if t.score.reaches(self._config.replay.success_threshold)]
             if successes and len(successes) < len(valid):
                 pick = successes[int(random.integers(len(successes)))]
