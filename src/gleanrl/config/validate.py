@@ -250,8 +250,8 @@ def warnings(config: Config) -> list[str]:
         schedule = Schedule.from_settings(config.schedule)
         if replay.max_age is not None and replay.max_age <= schedule.staleness and not schedule.ordered:
             found.append(
-                f"replay.max_age = {replay.max_age} under schedule.staleness = {schedule.staleness}: what is stored may "
-                "be too old when a group is trained, so nothing is replayed"
+                f"replay.max_age = {replay.max_age} under schedule.staleness = {schedule.staleness}: what is stored "
+                "may be too old when a group is trained, so nothing is replayed"
             )
         if replay.start_solve_rate is None and replay.start_progress >= 1:
             found.append(f"replay never begins with replay.start_progress = {replay.start_progress:g}")
