@@ -206,7 +206,16 @@ async def produce_groups(run: Run) -> AsyncIterator[GroupQueue]:
     check = GroupCheck(run.settings)
 
     async def produce_one(ticket: Ticket, spec: GroupSpec) -> None:
-        group = await make_group(run, ticket, spec)
+        try:
+            group = await make_group(run, ticket, spec)
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            # Such a cancellation is no error for the task group, which would wait for the ticket forever.
+            raise RuntimeError(
+                f"task {spec.task.id!r}: an episode was cancelled by code that it calls, such as the environment"
+            ) from None
         reason = check.refusal(group, resampled=run.plan.dropped(RESAMPLED))
         if reason is None:
             queue.put(ticket, group)
