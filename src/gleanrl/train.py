@@ -377,8 +377,10 @@ async def save_and_evaluate_if_due(run: Run) -> None:
 async def start_evaluation_if_due(run: Run) -> None:
     """Start an evaluation before the first step, after the last step, and after every ``evaluate_every`` steps.
 
-    Training continues while the evaluation runs.
+    Training continues while the evaluation runs. No evaluation is started if one has failed.
     """
+    if run.evaluation_error is not None:
+        return
     if run.step in (0, run.total_steps) or (run.evaluate_every and run.step % run.evaluate_every == 0):
         await run.interruption.unless_interrupted(run.evaluator.start(run.step, run.evaluation_failed))
 

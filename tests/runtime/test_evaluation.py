@@ -137,6 +137,7 @@ def test_a_failed_evaluation_ends_the_run_after_the_step_and_saves_it(
         settings = ScheduleSettings(preset=preset, batch=2, group=2, chunks=2)
         slow, fast = tasks(4, delay=8), [replace(task, id=f"fast-{task.id}") for task in tasks(4)]
         run = make_run(tmp_path, settings, steps=30, learner_delay=2, sample_delay=1, problems=[*slow, *fast])
+        run.evaluate_every = 0
         with_evaluator(run, ScriptedSampler(fail, delay=fails_at))
         with pytest.raises(RuntimeError, match="evaluation of step 0 was cancelled" if cancels else "engine died"):
             await train(run)
@@ -151,6 +152,7 @@ def test_a_failed_evaluation_ends_the_run_after_the_step_and_saves_it(
 def test_a_failed_evaluation_ends_the_wait_for_the_groups_of_a_step(tmp_path: Path) -> None:
     async def main() -> float:
         run = make_run(tmp_path, ScheduleSettings(preset="sync", batch=2, group=2), steps=30, sample_delay=50)
+        run.evaluate_every = 0
         with_evaluator(run, ScriptedSampler(lambda prompt, seed: [], delay=123))
         with pytest.raises(ValueError, match="the script answered nothing"):
             await train(run)
@@ -159,6 +161,18 @@ def test_a_failed_evaluation_ends_the_wait_for_the_groups_of_a_step(tmp_path: Pa
         return asyncio.get_running_loop().time()
 
     assert virtual_time.run(main()) == pytest.approx(123, abs=0.1)
+
+
+def test_after_a_failed_evaluation_no_other_is_started(tmp_path: Path) -> None:
+    async def main() -> float:
+        run = make_run(tmp_path, ScheduleSettings(preset="sync", batch=2, group=2), steps=30, learner_delay=50)
+        run.evaluate_every = run.checkpoint_every = 1
+        with_evaluator(run, ScriptedSampler(lambda prompt, seed: [], delay=30))
+        with pytest.raises(ValueError, match="the script answered nothing"):
+            await train(run)
+        return asyncio.get_running_loop().time()
+
+    assert virtual_time.run(main()) == pytest.approx(50, abs=0.1)
 
 
 @pytest.mark.parametrize("preset", ["one_step_off", "bounded_async"])

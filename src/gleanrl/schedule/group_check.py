@@ -35,7 +35,7 @@ class GroupCheck:
         # For the latest episodes: whether each of them got a score.
         self._scored: deque[bool] = deque(maxlen=UNSCORED_WINDOWS * window)
         self._most_invalid = UNSCORED_WINDOWS * window
-        self._invalid = 0  # number of episodes of the groups that were refused as `INVALID` since another group
+        self._invalid = 0  # number of episodes of the latest groups, all of which were refused as `INVALID`
 
     def refusal(self, group: Group, *, resampled: int) -> str | None:
         """Return the reason for dropping the group, or None if the learner may train on it.
