@@ -272,6 +272,20 @@ def test_a_cancellation_by_an_environment_itself_ends_the_run_with_an_error(tmp_
         run_to_end(run)
 
 
+def test_a_cancellation_by_the_curriculum_itself_ends_the_run_with_an_error(tmp_path: Path) -> None:
+    run = make_run(tmp_path, ScheduleSettings(batch=2, group=2), steps=3)
+    chosen = run.plan.next
+
+    async def disconnected(ticket: Ticket) -> Any:
+        if ticket.number == 3:
+            raise asyncio.CancelledError
+        return await chosen(ticket)
+
+    run.plan.next = disconnected
+    with pytest.raises(RuntimeError, match="cancelled by code that it calls: the curriculum"):
+        run_to_end(run)
+
+
 def test_an_error_in_the_sampler_stops_the_run_and_is_raised(tmp_path: Path) -> None:
     run = make_run(tmp_path, ScheduleSettings(batch=2, group=2), steps=2)
 

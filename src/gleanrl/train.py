@@ -239,6 +239,10 @@ async def produce_groups(run: Run) -> AsyncIterator[GroupQueue]:
             while isinstance(error, BaseExceptionGroup):
                 error = error.exceptions[0]
             queue.fail(error)
+        except asyncio.CancelledError:
+            if producer.cancelling():
+                raise
+            queue.fail(RuntimeError("the production of groups was cancelled by code that it calls: the curriculum"))
         except Exception as error:
             queue.fail(error)
 

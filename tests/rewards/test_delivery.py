@@ -157,6 +157,19 @@ def test_an_exception_of_the_source_is_raised_although_the_consumer_was_busy_whe
     virtual_time.run(main())
 
 
+def test_a_source_that_cancels_itself_raises_an_error() -> None:
+    async def broken() -> AsyncIterator[list[Any]]:
+        yield group(1)
+        raise asyncio.CancelledError
+
+    async def main() -> None:
+        async with RewardAgent(sleep_then_score) as agent:
+            with pytest.raises(RuntimeError, match="the source of the groups cancelled itself"):
+                await asyncio.wait_for(_all(agent.score_groups(broken())), 60)
+
+    virtual_time.run(main())
+
+
 def test_an_outage_is_raised_to_the_consumer() -> None:
     async def broken(request: Request) -> float:
         raise ConnectionRefusedError("port 1")

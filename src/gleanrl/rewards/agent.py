@@ -320,6 +320,10 @@ class RewardAgent:
                         delivered.clear()
                         await delivered.wait()
                 results.put_nowait(None)
+            except asyncio.CancelledError:
+                if taking.cancelling():
+                    raise
+                results.put_nowait(RuntimeError("the source of the groups cancelled itself"))
             except Exception as error:
                 results.put_nowait(error)
 
