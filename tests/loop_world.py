@@ -115,7 +115,7 @@ class RecordingEvaluator:
     cancelled: bool = False
     shares_sampler: bool = False
 
-    async def start(self, step: int) -> None:
+    async def start(self, step: int, on_error: Callable[[BaseException], None]) -> None:
         self.started.append(step)
 
     async def finish(self) -> None:

@@ -21,15 +21,16 @@ import pytest
 from gleanrl.config.settings import ScheduleSettings
 from gleanrl.curriculum.orders import TaskStream
 from gleanrl.curriculum.plan import Plan
+from gleanrl.protocols import Observation
 from gleanrl.rewards import Fatal, NotApplicable, Request, RewardAgent
 from gleanrl.runtime.checkpoints import restore
 from gleanrl.schedule.controller import Ticket
 from gleanrl.schedule.timeline import Timeline, read_timeline
 from gleanrl.simulate import virtual_time
 from gleanrl.train import Run, StepState, train
-from gleanrl.types import Group, Score, StopReason, Task, Trajectory
+from gleanrl.types import Group, Message, Score, StopReason, Task, Trajectory
 from gleanrl.utils.errors import UserError
-from tests.loop_world import RecordingEvaluator, alter_answers, make_run, renderer, tasks
+from tests.loop_world import GuessEnvironment, RecordingEvaluator, alter_answers, make_run, renderer, tasks
 
 PRESETS = ["sync", "pipelined", "one_step_off", "pipelined_one_step_off", "bounded_async"]
 
@@ -216,6 +217,73 @@ def test_tasks_to_which_the_reward_does_not_apply_are_dropped_without_failing(tm
 def test_a_reward_that_never_applies_ends_the_run(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"^none of the last 128 episodes got a score; the last one: .*not apply"):
         train_picky(tmp_path, lambda task: False)
+
+
+@pytest.mark.parametrize("greedy", [False, True])
+def test_a_run_none_of_whose_groups_can_be_trained_on_ends(tmp_path: Path, greedy: bool) -> None:
+    """Only one member of each group has a score, or the greedy episode, which is the baseline, has none."""
+
+    class Partial(Outage):
+        async def score(self, task: Task, trajectory: Trajectory) -> Score:
+            index = int(trajectory.id.rpartition(".")[2])
+            return Score.failed("it cannot be judged") if (index == 4 if greedy else index > 0) else Score(1.0)
+
+    settings = ScheduleSettings(preset="one_step_off", batch=4, group=4, max_failed_fraction=1.0)
+    run = make_run(tmp_path, settings, steps=5)
+    run.plan = Plan(TaskStream(tasks(12), 4, seed=1, greedy=greedy), 4)
+    run.rewards = Partial(math.inf)
+    needs = "and a score of the greedy episode" if greedy else "members with a score; the last"
+    with pytest.raises(UserError, match=rf"no group of the last 1\d\d episodes.*min_valid = 2 .*{needs}.*be judged$"):
+        run_to_end(run)
+
+
+def test_a_run_with_a_usable_group_now_and_then_goes_on(tmp_path: Path) -> None:
+    calls = 0
+
+    class Rare(Outage):
+        async def score(self, task: Task, trajectory: Trajectory) -> Score:
+            nonlocal calls
+            group, index = calls // 4, int(trajectory.id.rpartition(".")[2])
+            calls += 1
+            return Score.failed("it cannot be judged") if index > 0 and group % 20 else Score(1.0)
+
+    run = make_run(tmp_path, ScheduleSettings(batch=4, group=4, max_failed_fraction=1.0), steps=4)
+    run.rewards = Rare(math.inf)
+    run_to_end(run)
+    assert run.step == 4
+    assert sum(metrics["groups/dropped_invalid"] for _, _, metrics in run.observer.steps) > 128 / 4
+
+
+@pytest.mark.parametrize("preset", ["sync", "one_step_off"])
+def test_a_cancellation_by_an_environment_itself_ends_the_run_with_an_error(tmp_path: Path, preset: Any) -> None:
+    """A client library may cancel its pending calls when its connection breaks."""
+
+    class Disconnected(GuessEnvironment):
+        async def step(self, message: Message) -> Observation:
+            if self.task.id == "task-3":
+                answer = asyncio.get_running_loop().create_future()
+                answer.cancel()
+                await answer
+            return await super().step(message)
+
+    run = make_run(tmp_path, ScheduleSettings(preset=preset, batch=4, group=2), steps=5)
+    run.player = replace(run.player, environment=Disconnected)
+    with pytest.raises(RuntimeError, match="task 'task-3': an episode was cancelled by code that it calls"):
+        run_to_end(run)
+
+
+def test_a_cancellation_by_the_curriculum_itself_ends_the_run_with_an_error(tmp_path: Path) -> None:
+    run = make_run(tmp_path, ScheduleSettings(batch=2, group=2), steps=3)
+    chosen = run.plan.next
+
+    async def disconnected(ticket: Ticket) -> Any:
+        if ticket.number == 3:
+            raise asyncio.CancelledError
+        return await chosen(ticket)
+
+    run.plan.next = disconnected
+    with pytest.raises(RuntimeError, match="cancelled by code that it calls: the curriculum"):
+        run_to_end(run)
 
 
 def test_an_error_in_the_sampler_stops_the_run_and_is_raised(tmp_path: Path) -> None:

@@ -451,15 +451,16 @@ class Evaluator(Protocol):
         """Whether evaluations use training's sampler, which must keep its weights then until they have finished."""
         ...
 
-    async def start(self, step: int) -> None:
+    async def start(self, step: int, on_error: Callable[[BaseException], None]) -> None:
         """Wait until the previous evaluation has finished, take a snapshot of the weights, and start to evaluate it.
 
-        Returns without waiting for the result.
+        Returns without waiting for the result. If the evaluation fails, ``on_error`` is called with the error at once;
+        `finish` and `cancel` do not raise it.
         """
         ...
 
     async def finish(self) -> None:
-        """Wait for the running evaluation, if there is one."""
+        """Wait until the running evaluation, if there is one, has ended."""
         ...
 
     async def cancel(self) -> None:

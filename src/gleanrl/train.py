@@ -116,6 +116,7 @@ class Run:
     clock: Callable[[], float] = perf_counter  # returns seconds; must be the clock of ``timeline``
     interruption: Interruption = field(default_factory=Interruption)
     step_state: StepState = StepState.BOUNDARY
+    evaluation_error: BaseException | None = None  # the error of an evaluation that failed in the background
 
     @property
     def step(self) -> int:
@@ -129,6 +130,11 @@ class Run:
             "plan": self.plan.state_dict(),
             "watch": self.watch.state_dict(),
         }
+
+    def evaluation_failed(self, error: BaseException) -> None:
+        """Let the run end with ``error`` before its next step. A step that has begun is finished first."""
+        self.evaluation_error = self.evaluation_error or error
+        self.interruption.cancel_waiting()
 
     async def save(self, state: dict[str, Any] | None = None) -> None:
         """Write a checkpoint of the last finished step. ``state`` is the result of an earlier call of `state_dict`.
@@ -206,7 +212,16 @@ async def produce_groups(run: Run) -> AsyncIterator[GroupQueue]:
     check = GroupCheck(run.settings)
 
     async def produce_one(ticket: Ticket, spec: GroupSpec) -> None:
-        group = await make_group(run, ticket, spec)
+        try:
+            group = await make_group(run, ticket, spec)
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            # Such a cancellation is no error for the task group, which would wait for the ticket forever.
+            raise RuntimeError(
+                f"task {spec.task.id!r}: an episode was cancelled by code that it calls, such as the environment"
+            ) from None
         reason = check.refusal(group, resampled=run.plan.dropped(RESAMPLED))
         if reason is None:
             queue.put(ticket, group)
@@ -224,6 +239,10 @@ async def produce_groups(run: Run) -> AsyncIterator[GroupQueue]:
             while isinstance(error, BaseExceptionGroup):
                 error = error.exceptions[0]
             queue.fail(error)
+        except asyncio.CancelledError:
+            if producer.cancelling():
+                raise
+            queue.fail(RuntimeError("the production of groups was cancelled by code that it calls: the curriculum"))
         except Exception as error:
             queue.fail(error)
 
@@ -241,7 +260,8 @@ async def train(run: Run) -> None:
     """Train until ``run.total_steps`` steps are done or the run is interrupted, then write a checkpoint.
 
     A `UserError`, such as the error for too many failed episodes, also ends the run. Then the finished steps are saved
-    before the error is raised, unless the current step has already changed the weights.
+    before the error is raised, unless the current step has already changed the weights. Any error of an evaluation ends
+    the run between two steps, and the finished steps are saved.
 
     An interruption cancels an evaluation that is running, because waiting for its rewards could take minutes. A resumed
     run no longer has the weights of that step, so it does not repeat the evaluation.
@@ -249,12 +269,20 @@ async def train(run: Run) -> None:
     try:
         await start_evaluation_if_due(run)
         async with produce_groups(run) as queue:
-            while run.step < run.total_steps and not run.interruption.interrupted and await run_step(run, queue):
+            while (
+                run.step < run.total_steps
+                and not run.interruption.interrupted
+                and run.evaluation_error is None
+                and await run_step(run, queue)
+            ):
                 await save_and_evaluate_if_due(run)
         await run.interruption.unless_interrupted(run.evaluator.finish())
+        if run.evaluation_error is not None:
+            raise run.evaluation_error
         await run.save()
-    except UserError:
-        await save_finished_steps(run)
+    except BaseException as error:
+        if isinstance(error, UserError) or error is run.evaluation_error:
+            await save_finished_steps(run)
         raise
     finally:
         await run.evaluator.cancel()
@@ -263,7 +291,8 @@ async def train(run: Run) -> None:
 async def run_step(run: Run, queue: GroupQueue) -> bool:
     """Learn from the groups of one step and publish the new weights.
 
-    Returns True if the step is finished, False if an interruption came before the step's first chunk.
+    Returns True if the step is finished, False if an interruption or the failure of an evaluation came before the
+    step's first chunk.
     """
     started = run.clock()
     consumed: list[Group] = []
@@ -320,9 +349,15 @@ async def report_collapse(run: Run, collapse: str) -> None:
 
 
 async def finish_shared_evaluation(run: Run) -> None:
-    """Wait for the running evaluation if it uses training's sampler, which is to lose its weights."""
+    """Wait for the running evaluation if it uses training's sampler, which is to lose its weights.
+
+    An interruption cancels the evaluation, also one that came while the learner worked: the result of two versions of
+    the weights would be reported as the result of one.
+    """
     if run.evaluator.shares_sampler:
         await run.interruption.unless_interrupted(run.evaluator.finish())
+        if run.interruption.interrupted:
+            await run.evaluator.cancel()
 
 
 async def save_and_evaluate_if_due(run: Run) -> None:
@@ -346,10 +381,12 @@ async def save_and_evaluate_if_due(run: Run) -> None:
 async def start_evaluation_if_due(run: Run) -> None:
     """Start an evaluation before the first step, after the last step, and after every ``evaluate_every`` steps.
 
-    Training continues while the evaluation runs.
+    Training continues while the evaluation runs. No evaluation is started if one has failed.
     """
+    if run.evaluation_error is not None:
+        return
     if run.step in (0, run.total_steps) or (run.evaluate_every and run.step % run.evaluate_every == 0):
-        await run.interruption.unless_interrupted(run.evaluator.start(run.step))
+        await run.interruption.unless_interrupted(run.evaluator.start(run.step, run.evaluation_failed))
 
 
 async def save_finished_steps(run: Run) -> None:

@@ -185,6 +185,27 @@ def test_a_reward_that_raises_cancelled_error_gives_a_failed_score() -> None:
     assert "cancelled itself" in (run(reward, lambda agent: ask(agent, 1)).explanation or "")
 
 
+@pytest.mark.parametrize("hedge", [0.0, 0.1])
+def test_a_reward_that_cancels_its_own_task_gives_a_failed_score(hedge: float) -> None:
+    async def reward(request: Request) -> float:
+        if request.response == "-1":
+            task = asyncio.current_task()
+            assert task is not None
+            task.cancel()
+        await asyncio.sleep(1)
+        return 1.0
+
+    async def use(agent: RewardAgent) -> list[Score]:
+        scores = await asyncio.wait_for(asyncio.gather(*(ask(agent, n) for n in range(-1, 70))), 60)
+        assert agent.metrics()["service/failed/cancelled"] == 1
+        return scores
+
+    own, *others = run(reward, use, hedge_share=hedge)
+    assert not own.valid
+    assert own.explanation == "the reward cancelled itself"
+    assert [score.value for score in others] == [1.0] * 70
+
+
 @pytest.mark.parametrize(
     "error", [SystemExit(0), GradersPanic("index out of range")], ids=lambda error: type(error).__name__
 )
@@ -252,6 +273,13 @@ def test_a_payload_that_is_not_json_gives_a_failed_score() -> None:
         return await ask(agent, 1, task=make_task(x=object()))
 
     assert "JSON" in (run(Service(), use).explanation or "")
+
+
+def test_a_payload_that_contains_itself_gives_a_failed_score() -> None:
+    own: dict[str, Any] = {}
+    own["own"] = own
+    score = run(Service(), lambda agent: ask(agent, 1, task=make_task(x=own)))
+    assert (score.explanation or "").startswith("the payload of task 't'")
 
 
 # --- cancellation -----------------------------------------------------------------------------------

@@ -135,6 +135,41 @@ def test_a_slow_source_is_awaited_and_its_exception_reaches_the_consumer() -> No
     virtual_time.run(main())
 
 
+def test_an_exception_of_the_source_is_raised_although_the_consumer_was_busy_when_it_came() -> None:
+    async def broken() -> AsyncIterator[list[Any]]:
+        yield group(1)
+        await asyncio.sleep(2)
+        raise LookupError("no more rows")
+
+    async def main() -> None:
+        seen = []
+
+        async def consume() -> None:
+            async for index, _ in agent.score_groups(broken()):
+                seen.append(index)
+                await asyncio.sleep(10)
+
+        async with RewardAgent(sleep_then_score) as agent:
+            with pytest.raises(LookupError, match="no more rows"):
+                await consume()
+        assert seen == [0]
+
+    virtual_time.run(main())
+
+
+def test_a_source_that_cancels_itself_raises_an_error() -> None:
+    async def broken() -> AsyncIterator[list[Any]]:
+        yield group(1)
+        raise asyncio.CancelledError
+
+    async def main() -> None:
+        async with RewardAgent(sleep_then_score) as agent:
+            with pytest.raises(RuntimeError, match="the source of the groups cancelled itself"):
+                await asyncio.wait_for(_all(agent.score_groups(broken())), 60)
+
+    virtual_time.run(main())
+
+
 def test_an_outage_is_raised_to_the_consumer() -> None:
     async def broken(request: Request) -> float:
         raise ConnectionRefusedError("port 1")

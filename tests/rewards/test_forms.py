@@ -147,6 +147,17 @@ def test_an_object_or_path_that_is_no_reward_raises_a_user_error(reward: Any) ->
         load_reward(reward)
 
 
+@pytest.mark.parametrize("slots", [0, -1])
+def test_slots_below_one_are_refused(slots: int) -> None:
+    class Reward:
+        async def compute_score(self, request: Request) -> float:
+            return 1.0
+
+    Reward.slots = slots  # type: ignore[attr-defined]
+    with pytest.raises(UserError, match=rf"slots is {slots}, but must be at least 1"):
+        RewardAgent(Reward)
+
+
 # --- return values --------------------------------------------------------------------------------
 @pytest.mark.parametrize("value", [True, 1, 1.0, np.float32(1), np.int64(1), np.bool_(True), np.array([[1.0]])])
 def test_every_numeric_type_is_accepted_as_a_score(value: Any) -> None:

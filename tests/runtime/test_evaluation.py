@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,15 +16,20 @@ from hypothesis import strategies as st
 
 from gleanrl.config import loading as configuration
 from gleanrl.config import validate
-from gleanrl.runtime.evaluation import Evaluation, mean_interval, pass_at_k
+from gleanrl.config.settings import EvaluationSettings, ScheduleSettings
+from gleanrl.runtime.evaluation import BackgroundEvaluator, Evaluation, mean_interval, pass_at_k
 from gleanrl.runtime.local import Builder
 from gleanrl.runtime.prepare import prepare
 from gleanrl.runtime.run_folder import RunFolder
+from gleanrl.samplers.scripted import ScriptedSampler
+from gleanrl.simulate import virtual_time
 from gleanrl.tracking.monitors import Console, load_monitors
-from gleanrl.train import train
+from gleanrl.train import Run, train
 from gleanrl.types import Score, StopReason, Task, Trajectory
 from gleanrl.utils.errors import UserError
+from gleanrl.utils.progress import Silent
 from tests.cli.conftest import CONFIG
+from tests.loop_world import make_run, tasks
 
 
 @given(n=st.integers(1, 8), data=st.data())
@@ -98,6 +105,103 @@ def test_a_graded_reward_has_a_mean_score_and_success_rates_for_any_threshold(
     else:
         assert "eval/sampled/score_high" not in metrics
     assert metrics["eval/sampled/pass@1"] == pytest.approx(np.mean(np.array(scores) >= threshold))
+
+
+# --- evaluations in the background ----------------------------------------------------------------------
+def with_evaluator(run: Run, sampler: Any, **payload: Any) -> list[tuple[int, set[int]]]:
+    """Give the run a `BackgroundEvaluator`. Returns a list of its results: step, and versions of the weights."""
+    results: list[tuple[int, set[int]]] = []
+
+    def report(step: int, evaluation: Evaluation) -> None:
+        turns = [turn for t in evaluation.attempts() for segment in t.segments for turn in segment if turn.sampled]
+        results.append((step, {turn.version for turn in turns}))
+
+    own = tasks(3, **payload)
+    run.evaluator = BackgroundEvaluator(
+        run.player, sampler, run.rewards, own, EvaluationSettings(samples=1), 0.5, 0, run.learner.weights, report,
+        Silent(),
+    )  # fmt: skip
+    return results
+
+
+@pytest.mark.parametrize("cancels", [False, True])
+@pytest.mark.parametrize("preset", ["sync", "pipelined", "one_step_off", "bounded_async"])
+@pytest.mark.parametrize("fails_at", [50, 55, 60, 65, 70])
+def test_a_failed_evaluation_ends_the_run_after_the_step_and_saves_it(
+    tmp_path: Path, preset: Any, fails_at: float, cancels: bool
+) -> None:
+    def fail(prompt: Any, seed: int) -> Any:
+        raise asyncio.CancelledError if cancels else RuntimeError("the engine died")
+
+    async def main() -> None:
+        settings = ScheduleSettings(preset=preset, batch=2, group=2, chunks=2)
+        slow, fast = tasks(4, delay=8), [replace(task, id=f"fast-{task.id}") for task in tasks(4)]
+        run = make_run(tmp_path, settings, steps=30, learner_delay=2, sample_delay=1, problems=[*slow, *fast])
+        run.evaluate_every = 0
+        with_evaluator(run, ScriptedSampler(fail, delay=fails_at))
+        with pytest.raises(RuntimeError, match="evaluation of step 0 was cancelled" if cancels else "engine died"):
+            await train(run)
+        assert fails_at <= asyncio.get_running_loop().time() < fails_at + 25  # the longest step takes less than 25 s
+        saved = run.checkpoints.latest()
+        assert saved is not None
+        assert 0 < saved[1]["controller"]["step"] == run.step == len(run.observer.steps) < 30
+
+    virtual_time.run(main())
+
+
+def test_a_failed_evaluation_ends_the_wait_for_the_groups_of_a_step(tmp_path: Path) -> None:
+    async def main() -> float:
+        run = make_run(tmp_path, ScheduleSettings(preset="sync", batch=2, group=2), steps=30, sample_delay=50)
+        run.evaluate_every = 0
+        with_evaluator(run, ScriptedSampler(lambda prompt, seed: [], delay=123))
+        with pytest.raises(ValueError, match="the script answered nothing"):
+            await train(run)
+        assert run.step == 1
+        assert run.checkpoints.latest() is not None
+        return asyncio.get_running_loop().time()
+
+    assert virtual_time.run(main()) == pytest.approx(123, abs=0.1)
+
+
+def test_after_a_failed_evaluation_no_other_is_started(tmp_path: Path) -> None:
+    async def main() -> float:
+        run = make_run(tmp_path, ScheduleSettings(preset="sync", batch=2, group=2), steps=30, learner_delay=50)
+        run.evaluate_every = run.checkpoint_every = 1
+        with_evaluator(run, ScriptedSampler(lambda prompt, seed: [], delay=30))
+        with pytest.raises(ValueError, match="the script answered nothing"):
+            await train(run)
+        return asyncio.get_running_loop().time()
+
+    assert virtual_time.run(main()) == pytest.approx(50, abs=0.1)
+
+
+@pytest.mark.parametrize("preset", ["one_step_off", "bounded_async"])
+def test_ctrl_c_during_an_update_cancels_an_evaluation_that_uses_training_s_sampler(
+    tmp_path: Path, preset: Any
+) -> None:
+    """The evaluation of step 2 would go on with the weights of step 3 otherwise, while the run is saved."""
+
+    async def main() -> None:
+        settings = ScheduleSettings(preset=preset, batch=2, group=2, chunks=2, staleness=1)
+        run = make_run(tmp_path, settings, steps=6, learner_delay=10, sample_delay=1)
+        results = with_evaluator(run, run.player.sampler, delay=22)
+        update, save = run.learner.update, run.save
+
+        async def interrupted_update(batch: Any) -> Any:
+            if run.step == 2:
+                asyncio.get_running_loop().call_later(5, run.interruption.interrupt)
+            return await update(batch)
+
+        async def slow_save() -> None:
+            await asyncio.sleep(60)
+            await save()
+
+        run.learner.update, run.save = interrupted_update, slow_save
+        await train(run)
+        assert run.step == 3
+        assert results == [(0, {0})]
+
+    virtual_time.run(main())
 
 
 # --- one sampler for training and evaluation ------------------------------------------------------------

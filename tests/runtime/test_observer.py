@@ -15,7 +15,7 @@ from gleanrl.algorithms.batch import build
 from gleanrl.config.settings import CreditSettings, LearnerSettings, LossSettings
 from gleanrl.learners.torch import TorchLearner
 from gleanrl.runtime import observer
-from gleanrl.runtime.evaluation import Evaluation
+from gleanrl.runtime.evaluation import Evaluation, EvaluationWork
 from gleanrl.runtime.observer import RunObserver
 from gleanrl.runtime.run_folder import RunFolder
 from gleanrl.schedule.device_lock import DeviceLock
@@ -112,6 +112,34 @@ def test_idle_time_is_divided_by_what_was_waited_for(tmp_path: Path, monkeypatch
     assert first["device/idle_share"] == 0.5
     assert (first["time/reward_wait_s"], first["time/environment_s"], first["time/idle_s"]) == (5.0, 1.0, 0.0)
     assert (second["time/reward_wait_s"], second["time/environment_s"], second["time/idle_s"]) == (2.0, 0.0, 1.0)
+
+
+def test_a_burst_of_an_evaluation_counts_in_the_steps_in_which_it_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sampler records the span of a burst only when the burst ends."""
+    clock = Clock()
+    monkeypatch.setattr(observer, "perf_counter", clock)
+    timeline = Timeline(clock=clock)
+    work = EvaluationWork(DeviceLock(timeline=timeline, clock=clock), timeline)
+    watching, kept = observing(tmp_path, timeline)
+
+    async def two_steps() -> None:
+        timeline.record("train", 0.0, 2.0)
+        clock.now = 2.0
+        async with work.device_lock("sample"):
+            clock.now = 9.0
+            watching.on_step(1, [], {})
+            clock.now = 10.0
+            work.record("decode", 2.0, 10.0)
+        timeline.record("train", 10.0, 14.0)
+        clock.now = 18.0
+        watching.on_step(2, [], {})
+
+    asyncio.run(two_steps())
+    first, second = kept.steps
+    assert (first["time/evaluate_s"], first["device/idle_share"]) == (7.0, 0.0)
+    assert (second["time/evaluate_s"], second["time/idle_s"]) == (1.0, 4.0)
 
 
 def test_a_lone_surrogate_in_an_explanation_is_written_escaped_into_the_samples(tmp_path: Path) -> None:

@@ -259,6 +259,12 @@ def test_a_malformed_latency_is_refused(text: str) -> None:
         Latency.parse(text)
 
 
+@pytest.mark.parametrize("sigma", ["40", "1e200"])
+def test_a_sigma_in_seconds_is_refused(sigma: str) -> None:
+    with pytest.raises(UserError, match="logarithm"):
+        Latency.parse(f"lognormal:12:{sigma}")
+
+
 @pytest.mark.parametrize(("text", "named"), [("1.5\nsoon\n", "line 2"), ("\n", "no latency")])
 def test_a_latency_file_without_valid_seconds_is_refused(tmp_path: Path, text: str, named: str) -> None:
     path = tmp_path / "latencies"

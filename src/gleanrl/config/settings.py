@@ -222,7 +222,8 @@ class ScheduleSettings(Settings):
     dropped and another is sampled in its place."""
     max_failed_fraction: Changeable[Fraction] = 0.5
     """Stop the run with an error if more than this fraction of the last `batch` x `group` episodes (at least 32)
-    failed. If no episode has a score for a long time, the run stops in any case."""
+    failed. If for a long time no episode has a score, or every group has too few members with
+    one, the run stops in any case."""
 
 
 class CreditSettings(Settings):

@@ -242,6 +242,8 @@ class RewardAdapter(Scorer):
         self.slots = slots if isinstance(slots, int) else None
         if not self._is_async:
             self.slots, self.lane_slots = None, RewardSettings().workers
+        elif self.slots is not None and self.slots < 1:
+            raise UserError(f"reward {name}: slots is {slots}, but must be at least 1 (None = no limit)")
         self._configured = False
         self._threads: Threads | None = None
         self._processes: Processes | None = None

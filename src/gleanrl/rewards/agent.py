@@ -320,17 +320,22 @@ class RewardAgent:
                         delivered.clear()
                         await delivered.wait()
                 results.put_nowait(None)
+            except asyncio.CancelledError:
+                if taking.cancelling():
+                    raise
+                results.put_nowait(RuntimeError("the source of the groups cancelled itself"))
             except Exception as error:
                 results.put_nowait(error)
 
         taking = loop.create_task(take_groups())
+        complete = False  # whether the last group was taken
         try:
-            while sizes or not taking.done():
+            while sizes or not complete:
                 result = await results.get()
                 if isinstance(result, Exception):
                     raise result
                 if result is None:
-                    await taking
+                    complete = True
                     continue
                 members -= sizes.pop(result[0])
                 delivered.set()
@@ -371,7 +376,7 @@ class RewardAgent:
         if not request.nonce and (self.settings.cache or self._journal is not None):
             try:
                 key = request.key(self._scorer.version)
-            except TypeError as error:
+            except (TypeError, ValueError, RecursionError) as error:  # the last two: it contains itself
                 waiter.set_result(self._fail("payload", f"the payload of task {request.task.id!r}: {error}"))
                 return waiter
         if key is not None and key in self._cache:
@@ -437,7 +442,11 @@ class RewardAgent:
             outcome = score
         except UserError as error:
             outcome = error
-        except Exception as error:
+        except (Exception, asyncio.CancelledError) as error:
+            if isinstance(error, asyncio.CancelledError):
+                if job not in self._jobs:  # `_leave` or `_stop` has cancelled the task
+                    raise
+                error = Fatal("the reward cancelled itself", cause="cancelled")
             applicable, reason = not isinstance(error, NotApplicable), reason_of(error)
             try:
                 budget.ended(applicable, reason)

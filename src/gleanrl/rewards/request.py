@@ -105,7 +105,8 @@ class Request:
 
         Equal requests have the same key in every process. The hash covers the task's id and payload, the messages, the
         score that the environment gave with its turn rewards, the members of a group that is scored in one call, and
-        the part of a divided request. Raises `TypeError` if the payload is not JSON-serialisable.
+        the part of a divided request. Raises `TypeError`, `ValueError` or
+        `RecursionError` if the payload is not JSON-serialisable.
         """
         own = self.own.value if self.own.valid else None
         hashed = [version, self.task.id, self.task.payload, self.messages, own]

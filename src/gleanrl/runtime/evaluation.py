@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractAsyncContextManager, suppress
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
 from itertools import compress
 from typing import Any
@@ -212,32 +212,43 @@ class BackgroundEvaluator:
     def shares_sampler(self) -> bool:
         return self.sampler is self.player.sampler
 
-    async def start(self, step: int) -> None:
+    async def start(self, step: int, on_error: Callable[[BaseException], None]) -> None:
         """Start an evaluation of the current weights, which are those of ``step``.
 
         They are copied to the evaluation's sampler. Training's sampler has them already.
 
-        First waits for the previous evaluation. Returns without waiting for the new one.
+        First waits for the previous evaluation. Returns without waiting for the new one. If the new one fails,
+        ``on_error`` is called with the error.
         """
         if step in self.done:
             return
         await self.finish()  # the sampler can hold only one snapshot, and the previous evaluation still samples from it
         if not self.shares_sampler:
             await self.sampler.publish(await asyncio.to_thread(self.weights), step)
+
+        def ended(task: asyncio.Task[None]) -> None:
+            if not task.cancelled():
+                error = task.exception()
+            elif task.cancelling():  # the run has cancelled the evaluation
+                error = None
+            else:
+                error = RuntimeError(f"the evaluation of step {step} was cancelled by the code that it calls")
+            if error is not None:
+                on_error(error)
+
         self._running = asyncio.create_task(self._evaluate(step))
+        self._running.add_done_callback(ended)
 
     async def finish(self) -> None:
-        """Wait until the running evaluation, if there is one, has been reported."""
-        running, self._running = self._running, None
-        if running is not None:
-            await running
+        """Wait until the running evaluation, if there is one, has been reported or has failed."""
+        if self._running is not None:
+            await asyncio.gather(self._running, return_exceptions=True)
+            self._running = None
 
     async def cancel(self) -> None:
-        running, self._running = self._running, None
-        if running is not None:
-            running.cancel()
-            with suppress(asyncio.CancelledError):
-                await running
+        if self._running is not None:
+            self._running.cancel()
+        await self.finish()
 
     async def _evaluate(self, step: int) -> None:
         player = replace(self.player, sampler=self.sampler)

@@ -88,27 +88,29 @@ class DeviceLock:
 
     async def acquire(self, work: Work) -> None:
         """Wait until the device is granted. ``async with`` calls this method."""
-        if not self._held:
-            self._held = True
-            return
-        asked = self._clock()
-        granted = asyncio.get_running_loop().create_future()
-        self.waiting[work].append(granted)
-        try:
-            await granted
-        except asyncio.CancelledError:
-            if granted.done() and not granted.cancelled():  # the device was granted before the caller was cancelled
-                self.release()
-            raise
-        start = self._clock()
-        if self._timeline is not None and start > asked:
+        if self._held:
+            asked = self._clock()
+            granted = asyncio.get_running_loop().create_future()
+            self.waiting[work].append(granted)
             try:
-                self._timeline.record("wait", asked, start, who=work, what="device")
-            except BaseException:
-                # The span could not be written, e.g. because the disk is full. If `acquire` raises, its caller does not
-                # release the device.
-                self.release()
+                await granted
+            except asyncio.CancelledError:
+                if granted.done() and not granted.cancelled():  # the device was granted before the caller was cancelled
+                    self.release()
                 raise
+            start = self._clock()
+            if self._timeline is not None and start > asked:
+                try:
+                    self._timeline.record("wait", asked, start, who=work, what="device")
+                except BaseException:
+                    # The span could not be written, e.g. because the disk is full. If `acquire` raises, its caller does
+                    # not release the device.
+                    self.release()
+                    raise
+        self._held = True
+        if self._timeline is not None:
+            # The work records its spans when they end. A burst of an evaluation may end long after a step of training.
+            self._timeline.begin(self, work)
 
     def release(self) -> None:
         """Grant the device to the next caller, in the next iteration of the event loop.
@@ -125,6 +127,8 @@ class DeviceLock:
                         return
             self._held = False
 
+        if self._timeline is not None:
+            self._timeline.end(self)
         asyncio.get_running_loop().call_soon(pass_on)
 
 

@@ -19,8 +19,8 @@ The metrics ``groups/REASON`` count the groups that were dropped for each reason
 """
 
 MIN_EPISODES = 32  # the share of failed episodes is checked only once this many episodes have ended
-# A run stops if no episode of this many windows got a score. A window is as many episodes as a batch has, or
-# `MIN_EPISODES` if that is more.
+# A run stops if no episode of this many windows got a score, or if no group of them had enough members with a score. A
+# window is as many episodes as a batch has, or `MIN_EPISODES` if that is more.
 UNSCORED_WINDOWS = 4
 
 
@@ -34,6 +34,8 @@ class GroupCheck:
         self._failed: deque[bool] = deque(maxlen=window)
         # For the latest episodes: whether each of them got a score.
         self._scored: deque[bool] = deque(maxlen=UNSCORED_WINDOWS * window)
+        self._most_invalid = UNSCORED_WINDOWS * window
+        self._invalid = 0  # number of episodes of the latest groups, all of which were refused as `INVALID`
 
     def refusal(self, group: Group, *, resampled: int) -> str | None:
         """Return the reason for dropping the group, or None if the learner may train on it.
@@ -42,7 +44,8 @@ class GroupCheck:
 
         Raises:
             UserError: more than ``schedule.max_failed_fraction`` failed in the latest window of episodes to which the
-                reward applies, or no episode of the latest `UNSCORED_WINDOWS` windows got a score.
+                reward applies; no episode of the latest `UNSCORED_WINDOWS` windows got a score; or all groups of these
+                windows had too few members with a score.
         """
         settings = self._settings
         self._scored.extend(t.score.valid for t in group.fresh)
@@ -60,13 +63,24 @@ class GroupCheck:
                 f"schedule.max_failed_fraction = {settings.max_failed_fraction}{why}"
             )
 
-        if group.spec.fresh and len(group.valid_fresh) < min(settings.min_valid, group.spec.fresh):
+        # The score of the greedy episode is the baseline of all members.
+        greedy = [] if group.greedy is None else [group.greedy]
+        too_few = group.spec.fresh and len(group.valid_fresh) < min(settings.min_valid, group.spec.fresh)
+        if too_few or not all(t.score.valid for t in greedy):
+            played = [*group.fresh, *greedy]
+            self._invalid += len(played)
+            if self._invalid >= self._most_invalid:
+                last = next(t for t in reversed(played) if not t.score.valid)
+                needs = f"schedule.min_valid = {settings.min_valid} members with a score"
+                if greedy:
+                    needs += " and a score of the greedy episode"
+                raise UserError(
+                    f"no group of the last {self._invalid} episodes can be trained on, because a group needs {needs}; "
+                    f"the last episode without a score: {last.score.explanation}"
+                )
             return INVALID
-        members = [*group.trajectories]
-        if group.greedy is not None:
-            if not group.greedy.score.valid:
-                return INVALID  # the score of the greedy episode is the baseline of all members
-            members.append(group.greedy)
+        self._invalid = 0
+        members = [*group.trajectories, *greedy]
         has_variance = len({t.score.value for t in members if t.score.valid}) > 1
         may_resample = settings.dynamic_sampling and resampled < (settings.max_resample - 1) * settings.batch
         return RESAMPLED if may_resample and not has_variance else None

@@ -49,7 +49,7 @@ class Timeline:
         self._lock = threading.Lock()
         self._lines: list[str] = []
         self._spans: defaultdict[str, deque[tuple[float, float]]] = defaultdict(lambda: deque(maxlen=_SPANS_KEPT))
-        self._open: dict[object, tuple[str, float]] = {}  # kind and start of each `span` whose body is still running
+        self._open: dict[object, tuple[str, float]] = {}  # kind and start of the work that is still running, by its key
         self._flushed = self._origin = clock()
         if path is None:
             return
@@ -84,6 +84,17 @@ class Timeline:
             if len(self._lines) >= _FLUSH_LINES or self._clock() - self._flushed >= _FLUSH_SECONDS:
                 self._flush(self.path)
 
+    def begin(self, key: object, kind: str) -> None:
+        """Count the time from now on as work of ``kind`` in `busy`, until `end` is called with the same key.
+
+        Nothing is recorded. This is for work whose spans are recorded only when they end.
+        """
+        self._open[key] = (kind, self._clock())
+
+    def end(self, key: object) -> None:
+        """End the work that `begin` has begun. Does nothing if there is none with this key."""
+        self._open.pop(key, None)
+
     @contextmanager
     def span(self, kind: str, *, least_s: float = 0.0, **tags: Any) -> Iterator[None]:
         """Record the time in which the ``with`` body runs as a span, if it takes at least ``least_s`` seconds.
@@ -111,7 +122,7 @@ class Timeline:
     def busy(self, kinds: str | Collection[str], since: float, until: float) -> float:
         """Return for how many seconds between ``since`` and ``until`` at least one span of ``kinds`` was running.
 
-        A `span` whose body is still running counts as if it ended at ``until``.
+        A `span` whose body is still running, and work that has begun (`begin`) and not ended, count until ``until``.
         """
         names = {kinds} if isinstance(kinds, str) else kinds
         found = [span for kind in names for span in self.spans(kind) if span[1] > since]

@@ -400,7 +400,7 @@ class Evaluator:
         self._workload = machines.workload
         self._running: asyncio.Task[None] | None = None
 
-    async def start(self, step: int) -> None:
+    async def start(self, step: int, on_error: Callable[[BaseException], None]) -> None:
         if step == 0 or not self._workload.evaluate_every:
             return
         await self.finish()

@@ -21,6 +21,7 @@ from gleanrl.utils.settings import Settings
 
 Preset = Literal["sync", "pipelined", "one_step_off", "pipelined_one_step_off", "bounded_async"]
 PRESETS: tuple[Preset, ...] = get_args(Preset)
+_MAX_SIGMA = 10.0  # a time one standard deviation above the median is then 22,000 times as long
 FORMS = "constant:SECONDS, uniform:LOW:HIGH, exponential:MEAN, lognormal:MEDIAN:SIGMA, or a file of seconds, one a line"
 
 
@@ -57,6 +58,11 @@ class Latency:
                     raise UserError(f"--latency is {text!r}: {low:g} s is more than {high:g} s")
                 case "exponential", [mean]:
                     return cls(text, mean, lambda r: r.expovariate(1 / mean) if mean else 0.0)
+                case "lognormal", [median, sigma] if sigma > _MAX_SIGMA:
+                    raise UserError(
+                        f"--latency is {text!r}: SIGMA is the standard deviation of the logarithm of the seconds, "
+                        f"at most {_MAX_SIGMA:g}"
+                    )
                 case "lognormal", [median, sigma]:
                     mean = median * math.exp(sigma**2 / 2)
                     heavy = sigma**2 > math.log(2)

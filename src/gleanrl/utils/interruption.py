@@ -18,27 +18,33 @@ class Interruption:
     def __init__(self) -> None:
         self.interrupted = False
         self._waiting: asyncio.Future[Any] | None = None
+        self._cancelled: asyncio.Future[Any] | None = None
 
     def interrupt(self) -> None:
         self.interrupted = True
+        self.cancel_waiting()
+
+    def cancel_waiting(self) -> None:
+        """Cancel the work that is awaited through `unless_interrupted` now, without setting the flag."""
+        self._cancelled = self._waiting
         if self._waiting is not None:
             self._waiting.cancel()
 
     async def unless_interrupted(self, work: Awaitable[T]) -> T | None:
-        """Await ``work`` and return its result, or None if `interrupt` cancelled it.
+        """Await ``work`` and return its result, or None if `interrupt` or `cancel_waiting` cancelled it.
 
         Only one caller at a time may wait. If the flag is set already, ``work`` is cancelled at once.
         """
         waiting = self._waiting = asyncio.ensure_future(work)
         if self.interrupted:
-            waiting.cancel()
+            self.cancel_waiting()
         try:
             return await waiting
         except asyncio.CancelledError:
             caller = asyncio.current_task()
             caller_is_cancelled = caller is not None and caller.cancelling() > 0
-            if self.interrupted and waiting.cancelled() and not caller_is_cancelled:
+            if waiting is self._cancelled and waiting.cancelled() and not caller_is_cancelled:
                 return None
             raise
         finally:
-            self._waiting = None
+            self._waiting = self._cancelled = None
