@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from gleanrl.buffer import TensorTrajectory, TrajectoryReplayBuffer, lerobot, transfer
+from gleanrl.buffer import TensorTrajectory, TrajectoryReplayBuffer, checkpoint, lerobot, transfer
 from gleanrl.utils.errors import UserError
 from tests.buffer.world import trajectory
 
@@ -68,11 +68,34 @@ def test_splitting_reports_its_progress_after_each_part(source: Path, tmp_path: 
     assert len(reports) == len(written) == 3
 
 
+@pytest.mark.parametrize("max_rows", [None, 12 * 18])
+def test_a_split_of_a_buffer_that_is_being_written_has_each_trajectory_once(
+    tmp_path: Path, max_rows: int | None
+) -> None:
+    """With ``max_rows``, the writer also drops trajectories that the split has not read yet."""
+    with TrajectoryReplayBuffer(tmp_path / "live", segment_bytes=1 << 12, max_rows=max_rows) as live:
+        live.add_trajectories([trajectory(number, wide=False) for number in range(12)])
+
+        def write_more() -> None:
+            first = live.trajectory_counter
+            live.add_trajectories([trajectory(first + number, wide=False) for number in range(12)])
+
+        written = transfer.split(tmp_path / "live", tmp_path / "split", 3, done=write_more)
+    assert [count for count, _ in written] == [4, 4, 4]
+    found = []
+    for part in range(3):
+        with TrajectoryReplayBuffer(tmp_path / "split" / f"rank-{part}", read_only=True) as reader:
+            found += [int(reader.trajectory(number).versions[0, 0, 0]) for number in range(4)]
+    assert found == list(range(12))
+
+
 def test_the_size_of_what_is_there_does_not_count_dropped_rows(source: Path) -> None:
-    every, nbytes = transfer.extent([source])
+    with checkpoint.opened([source]) as before:
+        every, nbytes = transfer.extent(before)
     with TrajectoryReplayBuffer(source, segment_bytes=1 << 18, max_rows=2 * 18) as buffer:
         buffer.add_trajectories([made(4)])
-    left, rest = transfer.extent([source])
+    with checkpoint.opened([source]) as after:
+        left, rest = transfer.extent(after)
     assert left < every == 4
     assert rest / left == pytest.approx(nbytes / every, rel=0.01)
 

@@ -252,11 +252,25 @@ class TrajectoryReplayBuffer(Sampler):
             UserError: there is no checkpoint, it is damaged, or the disk is full.
         """
         self.write_queue.flush()
-        writer = self._writer()
+        self._writer()
         rank, ranks = (local_rank, world_size) if is_distributed else (0, 1)
         paths = checkpoint.shards(Path(load_path))
+        with checkpoint.opened(paths, pickles=pickles) as sources:
+            self._load(paths, sources, rank=rank, ranks=ranks, before_commit=before_commit)
+
+    def _load(
+        self,
+        paths: Sequence[Path],
+        sources: Sequence[checkpoint.Source],
+        *,
+        rank: int,
+        ranks: int,
+        before_commit: Callable[[], object] = bool,
+    ) -> None:
+        """Do what `load_checkpoint` does, with the checkpoints at ``paths`` opened as ``sources``."""
+        writer = self._writer()
         state = checkpoint.read_sampler_state(paths, seed=self.seed, stream=self.rank, rank=rank, ranks=ranks)
-        same = checkpoint.load(writer, paths, rank=rank, ranks=ranks, pickles=pickles, before_commit=before_commit)
+        same = checkpoint.load(writer, sources, rank=rank, ranks=ranks, before_commit=before_commit)
         if same and self.priorities is not None and state.priorities is not None:
             self.priorities.restore(writer, state.priorities)
         self.stream.restore(state.generator)
