@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import resource
 from collections.abc import Callable
@@ -238,3 +239,19 @@ def test_an_rlinf_checkpoint_contains_the_trajectories_present_when_the_save_beg
         assert len(saved) == 10
         for number in range(10):
             assert_same(saved.trajectory(number), trajectory(number, 20))
+
+
+@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="counts files in memory by their name in /proc")
+def test_a_closed_buffer_in_memory_frees_its_files() -> None:
+    gc.collect()  # buffers of other tests
+    before = files_in_memory()
+    buffer = TrajectoryReplayBuffer()
+    buffer.add_trajectories([trajectory(0)])
+    assert files_in_memory() > before
+    buffer.close()
+    assert files_in_memory() == before
+
+
+def files_in_memory() -> int:
+    links = [os.readlink(link) for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
+    return sum("memfd:" in link for link in links)

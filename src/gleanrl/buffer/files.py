@@ -128,6 +128,10 @@ class Files:
         else:
             self._in_memory.pop(self.where(name), None)
 
+    def close(self) -> None:
+        """Free all files in memory."""
+        self._in_memory.clear()
+
     def names(self) -> list[str]:
         """Return the names of all files that start with the prefix, sorted and without the prefix."""
         if self.folder is not None:

@@ -454,6 +454,8 @@ class MixedReplayBuffer:
                 batch = buffer.sample(count, **{**how, "indices": True})
                 batches.append(batch)
                 demonstration.append(torch.full((len(batch["indices"]),), shown))
+        if any(INSTRUCTIONS in batch for batch in batches):  # rows of a buffer without task descriptions get empty ones
+            batches = [{INSTRUCTIONS: [""] * len(batch["indices"]), **batch} for batch in batches]
         batch = batches[0] if len(batches) == 1 else _joined(*batches)
         if not how.get("indices"):
             del batch["indices"]
@@ -481,12 +483,12 @@ class MixedReplayBuffer:
 
 
 def _joined(first: Batch, second: Batch) -> Batch:
-    """Concatenate the fields that both batches have. Rows of a batch without task descriptions get empty ones."""
+    """Concatenate the fields that both batches have. Raises `UserError` if a field differs in more than its length."""
     joined: Batch = {}
-    if INSTRUCTIONS in first or INSTRUCTIONS in second:
-        first, second = ({INSTRUCTIONS: [""] * len(own["indices"]), **own} for own in (first, second))
     for name in first.keys() & second.keys():
         ours, theirs = first[name], second[name]
+        if type(ours) is not type(theirs):
+            raise UserError(f"{name}: a tensor in one of online and demonstrations, and several fields in the other")
         if isinstance(ours, dict):
             joined[name] = _joined(ours, theirs)
         elif isinstance(ours, Tensor):

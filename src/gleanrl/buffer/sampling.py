@@ -27,7 +27,7 @@ from gleanrl.buffer.background import Ahead, RandomStream
 from gleanrl.buffer.log import FAILURE, INTERVENED, SUCCESS
 from gleanrl.buffer.priorities import Priorities
 from gleanrl.buffer.reader import Reader, Snapshot
-from gleanrl.buffer.table import INSTRUCTION, LEFT, Index, RowRanges, Schema
+from gleanrl.buffer.table import INSTRUCTION, LEFT, Index, RowRanges, Schema, words
 from gleanrl.buffer.trajectory import FLAGS, INSTRUCTIONS, FieldPath, put
 from gleanrl.utils.errors import UserError
 from gleanrl.utils.settings import Fraction, NonNegative, Positive
@@ -325,6 +325,9 @@ class Sampler:
     def read(self, indices: Indices, fields: FieldNames | None = None) -> Batch:
         """Return the rows with these ``indices`` (see `sample`) as a batch, in the same order.
 
+        Indices are valid until the content of the buffer is replaced by `TrajectoryReplayBuffer.load_checkpoint`.
+        Afterwards the same indices are other rows, or none.
+
         Raises `UserError` if one of the rows was dropped since, or if the buffer is empty.
         """
         with self._held() as now:
@@ -587,7 +590,8 @@ def _read(now: Snapshot, found: Pieces, count: int, fields: Collection[str] | No
         for path, first in parts[0][1].items():
             columns[path] = torch.empty(count, *first.shape[1:], dtype=first.dtype)
             for places, own in parts:
-                columns[path][places] = own[path]
+                # as integers of their width, because torch cannot set elements of some dtypes, such as uint16
+                words(columns[path])[places] = words(own[path])
     batch: Batch = {}
     for path in paths:
         put(batch, path, columns[path])

@@ -35,17 +35,16 @@ class Transitions:
 
         Steps of a chunk after the end of its episode were not executed, so their rewards are ignored.
         """
-        rewards, terminated, truncated = (batch[name] for name in ("rewards", "terminations", "truncations"))
+        rewards, terminated, truncated = batch["rewards"], batch["terminations"].bool(), batch["truncations"].bool()
         ended = (terminated | truncated).long()
         before = ended.cumsum(dim=1) - ended  # number of episode ends before each step of the chunk
         acted = before == 0
         powers = gamma ** torch.arange(rewards.shape[1])
         steps = acted.sum(dim=1)
         discounts = gamma ** steps.float() * (~(terminated & acted).any(dim=1)).float()
-        found = (
-            *(batch["curr_obs"]["states"], batch["actions"], (rewards * acted * powers).sum(dim=1), discounts),
-            batch["next_obs"]["states"],
-        )
+        # not a product with `acted`, because an environment may have left NaN where no step was executed
+        returns = (torch.where(acted, rewards, 0) * powers).sum(dim=1)
+        found = (batch["curr_obs"]["states"], batch["actions"], returns, discounts, batch["next_obs"]["states"])
         return cls(*(tensor.float().to(device) for tensor in found))
 
 
