@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -46,6 +46,11 @@ class Transitions:
         returns = (torch.where(acted, rewards, 0) * powers).sum(dim=1)
         found = (batch["curr_obs"]["states"], batch["actions"], returns, discounts, batch["next_obs"]["states"])
         return cls(*(tensor.float().to(device) for tensor in found))
+
+    @classmethod
+    def joined(cls, parts: Sequence[Transitions]) -> Transitions:
+        """Return one batch with the transitions of all ``parts``, in order."""
+        return cls(*(torch.cat([getattr(part, own.name) for part in parts]) for own in fields(cls)))
 
 
 class SAC:
