@@ -399,3 +399,37 @@ def test_a_data_set_that_cannot_be_read_is_an_error_and_loads_nothing(recorded: 
         with pytest.raises(UserError, match=str(recorded)):
             buffer.load_checkpoint(recorded)
         assert len(buffer) == 1
+
+
+@pytest.mark.parametrize("name", ["success", "next_obs", "curr_obs", "model_weights_id", "actions", "weights"])
+def test_a_feature_of_a_data_set_with_a_name_of_the_buffer_is_left_out_with_a_warning(
+    name: str, tmp_path: Path
+) -> None:
+    parquet = pytest.importorskip("pyarrow.parquet")
+    with TrajectoryReplayBuffer(tmp_path / "source") as buffer:
+        buffer.add_trajectories([{**vars(trajectory(0, batch=1)), "other": torch.full((6, 1, 1), 7.0)}])
+    out = tmp_path / "out"
+    transfer.export("lerobot", [tmp_path / "source"], out)
+    info = json.loads((out / "meta" / "info.json").read_text())
+    # the renamed feature comes first
+    info["features"] = {name: info["features"].pop("other"), **info["features"]}
+    (out / "meta" / "info.json").write_text(json.dumps(info))
+    [file] = (out / "data").rglob("*.parquet")
+    frames = parquet.read_table(file)
+    parquet.write_table(frames.rename_columns([name if own == "other" else own for own in frames.column_names]), file)
+    with TrajectoryReplayBuffer() as buffer:
+        with pytest.warns(UserWarning, match=rf"no place for {name} \(the field {name}"):
+            buffer.load_checkpoint(out)
+        loaded = buffer.trajectory(0)
+    assert loaded.actions is not None
+    assert torch.equal(loaded.actions, trajectory(0, batch=1).actions)
+    assert (loaded.success, loaded.model_weights_id, dict(loaded.extra_fields)) == (None, "", {})
+    assert loaded.next_obs.keys() == loaded.curr_obs.keys() == {"states", "deep.small"}
+
+
+@pytest.mark.parametrize("dtype", [torch.complex32, torch.complex128])
+def test_a_dtype_that_safetensors_lacks_is_named(dtype: torch.dtype, tmp_path: Path) -> None:
+    with TrajectoryReplayBuffer(tmp_path / "source") as buffer:
+        buffer.add_trajectories([{"wave": torch.zeros(2, 1, 3, dtype=dtype)}])
+    with pytest.raises(UserError, match=r"wave: safetensors has no complex\d+; store real and imaginary parts"):
+        transfer.export("safetensors", [tmp_path / "source"], tmp_path / "out")

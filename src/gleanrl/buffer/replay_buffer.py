@@ -111,9 +111,12 @@ class TrajectoryReplayBuffer(Sampler):
         folder = path or auto_save_path or None
         self.path = Path(folder) if folder is not None else None
         if rank is None:
-            rank = int(os.environ.get("RANK", "0"))
             if torch.distributed.is_available() and torch.distributed.is_initialized():
                 rank = torch.distributed.get_rank()
+            elif (given := os.environ.get("RANK", "0")).isdecimal():
+                rank = int(given)
+            else:
+                raise UserError(f"the environment variable RANK is {given!r}, not a number; unset it, or give rank=...")
         self.seed, self.rank = seed, rank
         self.trajectory_format = trajectory_format
         storage: BufferReader | rlinf.RLinfReader

@@ -237,7 +237,9 @@ class Sampler:
             if not _total(ranges):
                 raise UserError("the buffer is empty")
             tables = [own.table for own in ranges]
-            _fields(tuple([now.tables[number].schema for number in tables]), ("rewards", "next_obs"))
+            paths = _fields(tuple([now.tables[number].schema for number in tables]), ("rewards", "next_obs"))
+            if ("rewards",) not in paths:
+                raise UserError("rewards: several fields in one; an n-step return needs a single tensor")
             accept = None if only is None else only.row_filter(now)
             found = pieces(draw(num_chunks, ranges, accept, self.generator), ranges)
             batch = _read(now, found, num_chunks, None, tables)
@@ -249,6 +251,8 @@ class Sampler:
                 runs = _runs(now, number, rows, left)
                 last.append((number, places, runs[:, -1]))
                 own = table.read(runs.reshape(-1), [("rewards",)])["rewards",].reshape(*runs.shape, -1)
+                if own.is_floating_point() and own.itemsize == 1:  # torch does not calculate with float8
+                    own = own.float()
                 flags = table.read(runs[:, -1], [(name,) for name in FLAGS if (name,) in table.schema.paths])
                 ends = {path[0]: flag.reshape(len(runs), -1).ne(0) for path, flag in flags.items()}
                 # [n, chunk steps, C]: whether the environment step was executed as a part of the n-step return

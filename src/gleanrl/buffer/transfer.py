@@ -11,6 +11,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from gleanrl.buffer import checkpoint, lerobot, rlinf
@@ -184,7 +185,7 @@ def _export_safetensors(found: Iterable[FlatTrajectory], out: Path) -> int:
 
     Raises:
         UserError: two tensors of a trajectory would have the same name, or the name is one that safetensors uses
-            itself, or the disk is full.
+            itself, or safetensors lacks the dtype of a tensor, or the disk is full.
     """
     from safetensors.torch import save_file
 
@@ -200,6 +201,9 @@ def _export_safetensors(found: Iterable[FlatTrajectory], out: Path) -> int:
                 dotted = ".".join(path)
                 if dotted == "__metadata__":
                     raise UserError(f"{dotted}: safetensors uses this name itself; give the field another one")
+                if tensor.dtype in (torch.complex32, torch.complex128):
+                    name = str(tensor.dtype).removeprefix("torch.")
+                    raise UserError(f"{quoted(path)}: safetensors has no {name}; store real and imaginary parts")
                 if dotted in tensors:
                     raise UserError(f"{quoted(path)}: another tensor is also called {dotted}")
                 tensors[dotted] = tensor.contiguous().clone()

@@ -79,7 +79,7 @@ class BufferWriter(BufferReader):
         self._new_segment = False  # whether a segment was started since `Manifest.known` was last written
         self._lock_file = -1
         if folder is not None:
-            folder.mkdir(parents=True, exist_ok=True)
+            atomic.create_folder(folder)
             there = Manifest.read(Files(folder, writable=False))
             if there is not None and there.end is not None:
                 why = "a checkpoint is not written into; load it into a buffer with a folder of its own"
