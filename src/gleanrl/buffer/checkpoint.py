@@ -234,15 +234,14 @@ def trajectories_of_rank(sources: Sequence[Source], *, rank: int, ranks: int) ->
             if (2 * before + count) * ranks // (2 * total) == rank:
                 mine.append(position)
             before += count
-        if mine and isinstance(source, lerobot.DataSetReader):
+        if isinstance(source, lerobot.DataSetReader):
             yield from source.trajectories(mine)
-        elif mine:
-            first = source.snapshot.first_id
-            for position in mine:
-                try:
-                    yield source.trajectory(first + position, verify=True)
-                except UserError as error:
-                    raise UserError(f"{source.folder}: {error}") from None
+            continue
+        for position in mine:
+            try:
+                yield source.trajectory(source.snapshot.first_id + position, verify=True)
+            except UserError as error:
+                raise UserError(f"{source.folder}: {error}") from None
 
 
 @dataclass(frozen=True)

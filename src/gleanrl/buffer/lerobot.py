@@ -351,7 +351,8 @@ class DataSetReader:
             raise UserError(f"{file}: version {self._info.codebase_version}, not {VERSION}; {why}")
         self._dtypes: dict[str, np.dtype[Any]] = {}
         self._paths: dict[str, FieldPath] = {}  # feature -> path of the field that it becomes
-        left_out, taken = [], {(name,) for name in NOT_FEATURES}
+        taken: set[FieldPath] = {(name,) for name in NOT_FEATURES}
+        left_out = []
         # LeRobot's own names come first, so that they keep their fields if another feature would become the same field
         for key in sorted(self._info.features, key=lambda key: key not in NAMES.values()):
             feature = self._info.features[key]

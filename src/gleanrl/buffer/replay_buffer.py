@@ -69,7 +69,8 @@ class TrajectoryReplayBuffer(Sampler):
         max_bytes: largest total size of the files, in bytes.
         max_age: largest age of a trajectory, in seconds.
         segment_bytes: approximate size in bytes of a file with rows. A smaller size is used if a file would take more
-            than a quarter of ``max_bytes`` or ``max_rows``.
+            than a quarter of ``max_bytes`` or ``max_rows``. A file has at least the rows with which each large field
+            fills whole pages: up to 4,096 rows, or 256 if the bytes of each large field are a multiple of 16.
         priority_exponent: enables `sample_prioritized`, which draws each chunk step in proportion to
             priority ** ``priority_exponent``. None: the buffer keeps no priorities.
         read_only: open the buffer only for reading. Another process may be writing it. Each sample includes all
