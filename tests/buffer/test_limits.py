@@ -302,3 +302,13 @@ def test_max_age_keeps_the_newest_trajectory() -> None:
         for number in range(3):
             buffer.add_trajectories([plain(number)])
             assert len(buffer) == 1
+
+
+def test_a_quota_of_less_than_two_files_is_a_warning_that_names_the_field() -> None:
+    def image(width: int) -> dict[str, torch.Tensor]:
+        return {"rewards": torch.zeros(100, 1, 1), "image": torch.zeros(100, 1, width, dtype=torch.uint8)}
+
+    with TrajectoryReplayBuffer(max_bytes=4 << 20) as buffer:
+        buffer.add_trajectories([image(1280)])
+        with pytest.warns(UserWarning, match=r"pad image uint8\[1281\], so that its 1281 bytes"):
+            buffer.add_trajectories([image(1281)])

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import math
 import os
 import re
 import time
@@ -175,6 +176,15 @@ class BufferWriter(BufferReader):
                 return table
         table = Table.create(self._opened.files, len(tables), schema, self._capacity(schema))
         tables.append(table)
+        quota, nbytes = self.limits.nbytes, table.columns.segment_nbytes
+        uneven = [field for field in schema.large if field.nbytes % 16]  # `segment_rows` is large because of these
+        if quota is not None and uneven and nbytes > quota // 2:
+            field = min(uneven, key=lambda field: math.gcd(field.nbytes, 16))
+            warnings.warn(
+                f"max_bytes = {quota} is little for files of {nbytes} bytes, so at times few trajectories are left; "
+                f"raise it, or pad {field}, so that its {field.nbytes} bytes become a multiple of 16",
+                stacklevel=2,
+            )
         return table
 
     def _capacity(self, schema: Schema) -> tuple[int, int]:

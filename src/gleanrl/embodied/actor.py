@@ -65,13 +65,15 @@ class ActorWorker:
         except UserError as error:
             raise UserError(f"the demonstrations cannot be used: {error}") from None
         self.demonstrations.generator.set_state(state)
-        found = {"curr_obs.states": batch["curr_obs"]["states"], "next_obs.states": batch["next_obs"]["states"]}
-        found |= {name: batch[name] for name in FIELDS if name in batch}
-        obs, chunk = self.sac.actor.body.weights[0].shape[1], self._config.environment.chunk
-        for name, tensor in found.items():
-            size = obs if name.endswith(".states") else self.sac.actor.actions if name == "actions" else chunk
-            if tensor.shape[1:] != (size,):
-                shape = list(tensor.shape[1:])
+        obs = self.sac.actor.body.weights[0].shape[1]
+        sizes = {"curr_obs.states": obs, "next_obs.states": obs, "actions": self.sac.actor.actions}
+        for name in FIELDS:
+            value: Any = batch
+            for key in name.split("."):
+                value = value[key]
+            size = sizes.get(name, self._config.environment.chunk)
+            if value.shape[1:] != (size,):
+                shape = list(value.shape[1:])
                 raise UserError(f"the demonstrations' {name} have the shape {shape} in each chunk step, not [{size}]")
 
     def learn(self, rollout: Rollout) -> dict[str, float]:
