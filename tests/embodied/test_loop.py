@@ -272,15 +272,14 @@ def test_too_few_demonstrations_for_a_batch_are_an_error_before_learning_begins(
 
 
 def test_demonstrations_of_other_dtypes_are_converted() -> None:
-    with parts(config(warmup=0), shown=20) as (worker, actor), TrajectoryReplayBuffer(seed=3) as wide:
-        given = actor.demonstrations
-        assert given is not None
-        actor.demonstrations = wide
-        for number in range(len(given)):
-            own = vars(given.trajectory(number))
+    with parts(config(warmup=0), shown=20) as (worker, actor):
+        assert actor.demonstrations is not None
+        given = [vars(actor.demonstrations.trajectory(number)) for number in range(len(actor.demonstrations))]
+        actor.demonstrations.clear()
+        for own in given:
             observed = {name: {"states": own[name]["states"].double()} for name in ("curr_obs", "next_obs")}
             flags = {name: own[name].to(torch.uint8) for name in ("dones", "terminations", "truncations")}
-            wide.add_trajectories([{**own, **observed, **flags, "actions": own["actions"].double()}])
+            actor.demonstrations.add_trajectories([{**own, **observed, **flags, "actions": own["actions"].double()}])
         actor.check()
         assert [actor.learn(rollout)["updates/done"] for rollout in collected(worker, 2)] == [5, 5]
 
