@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from gleanrl.buffer import TensorTrajectory, TrajectoryReplayBuffer
+from gleanrl.buffer.log import Manifest
 from gleanrl.utils.errors import UserError
 from tests.buffer.world import WAIT, assert_same, disk_usage, trajectory
 
@@ -252,3 +253,62 @@ def test_a_segment_is_smaller_than_max_rows_and_max_bytes(tmp_path: Path) -> Non
         for number in range(30):
             buffer.add_trajectories([plain(number)])
         assert len(buffer) >= 4
+
+
+def test_max_bytes_drops_everything_that_must_go_with_one_manifest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Trajectories of two schemas take turns, so that the oldest ones of a segment do not follow each other."""
+    writes, write = list[int](), Manifest.write
+    monkeypatch.setattr(
+        Manifest, "write", lambda manifest, files: writes.append(manifest.first) or write(manifest, files)
+    )
+    quota = 1 << 20
+    with TrajectoryReplayBuffer(tmp_path / "buffer", max_bytes=quota) as buffer:
+        for number in range(700):
+            before = len(writes)
+            buffer.add_trajectories([{"actions": torch.zeros(4, 1, 16 + number % 2), "state": torch.zeros(4, 1, 100)}])
+            # one for the dropped trajectories, one for a shorter log, one for a new segment
+            assert len(writes) <= before + 3
+            assert disk_usage(tmp_path / "buffer") <= quota + SLACK
+        assert 100 < len(buffer) < 600
+
+
+@pytest.mark.parametrize("back", [0.0, 100.0])
+def test_max_age_keeps_young_trajectories_although_the_clock_was_set_back(
+    back: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = 1000.0
+    monkeypatch.setattr("time.time", lambda: clock)
+    with TrajectoryReplayBuffer(max_age=50) as buffer:
+        buffer.add_trajectories([plain(0), plain(1)])
+        clock -= back
+        buffer.add_trajectories([plain(2), plain(3)])
+        clock = 1001.0
+        buffer.add_trajectories([plain(4)])
+        assert len(buffer) == 5
+        clock = 1040.0
+        buffer.add_trajectories([plain(5)])
+        clock = 1060.0
+        buffer.add_trajectories([plain(6)])
+        assert buffer.trajectory_counter - len(buffer) == 5
+        clock = 2000.0
+        buffer.add_trajectories([plain(7)])
+        assert len(buffer) == 1
+
+
+def test_max_age_keeps_the_newest_trajectory() -> None:
+    with TrajectoryReplayBuffer(max_age=1e-9) as buffer:
+        for number in range(3):
+            buffer.add_trajectories([plain(number)])
+            assert len(buffer) == 1
+
+
+def test_a_quota_of_less_than_two_files_is_a_warning_that_names_the_field() -> None:
+    def image(width: int) -> dict[str, torch.Tensor]:
+        return {"rewards": torch.zeros(100, 1, 1), "image": torch.zeros(100, 1, width, dtype=torch.uint8)}
+
+    with TrajectoryReplayBuffer(max_bytes=4 << 20) as buffer:
+        buffer.add_trajectories([image(1280)])
+        with pytest.warns(UserWarning, match=r"pad image uint8\[1281\], so that its 1281 bytes"):
+            buffer.add_trajectories([image(1281)])

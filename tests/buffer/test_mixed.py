@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from gleanrl.buffer import MixedReplayBuffer, TrajectoryReplayBuffer
 from gleanrl.buffer.log import Manifest
@@ -77,3 +78,23 @@ def test_a_damaged_demonstration_checkpoint_leaves_both_buffers_unchanged(
         intact.load_checkpoint(tmp_path / "checkpoint" / "online")
         assert_same(intact.trajectory(1), trajectory(9))
         assert intact.verify() == []
+
+
+def test_observations_may_have_tensors_called_task_descriptions() -> None:
+    tokens = {"curr_obs": {"task_descriptions": torch.arange(12).reshape(4, 1, 3)}}
+    with mixed() as both:
+        both.online.add_trajectories([{**tokens, "task_descriptions": ["lift"]}])
+        both.demonstrations.add_trajectories([tokens])
+        batch = both.sample(8)
+    assert batch["curr_obs"]["task_descriptions"].shape == (8, 3)
+    assert batch["task_descriptions"] == ["lift"] * 4 + [""] * 4
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+def test_a_field_that_is_a_tensor_in_only_one_buffer_is_named(swapped: bool) -> None:
+    kinds: list[dict[str, Any]] = [{"curr_obs": torch.zeros(4, 1, 2)}, {"curr_obs": {"x": torch.zeros(4, 1, 2)}}]
+    with mixed() as both:
+        both.online.add_trajectories([kinds[swapped]])
+        both.demonstrations.add_trajectories([kinds[not swapped]])
+        with pytest.raises(UserError, match="curr_obs: a tensor in one"):
+            both.sample(4)

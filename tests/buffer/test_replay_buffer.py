@@ -395,3 +395,33 @@ def test_closing_twice_closes_no_other_files(tmp_path: Path, where: str | None) 
     buffer.close()
     for other in others:
         other.close()
+
+
+def test_a_folder_that_is_a_file_or_below_one_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with TrajectoryReplayBuffer() as buffer:
+        for path in (tmp_path / "file", tmp_path / "file" / "below"):
+            with pytest.raises(UserError, match="a file is there"):
+                TrajectoryReplayBuffer(path)
+        with pytest.raises(UserError, match="a file is there"):
+            buffer.save_checkpoint(tmp_path / "file" / "below")
+
+
+@pytest.mark.parametrize("value", ["", "abc", "-1", "1.5"])
+def test_an_environment_variable_that_is_no_rank_is_refused(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", value)
+    with pytest.raises(UserError, match="RANK is"):
+        TrajectoryReplayBuffer()
+    with TrajectoryReplayBuffer(rank=2) as buffer:
+        assert buffer.rank == 2
+
+
+def test_n_step_returns_are_of_float8_rewards_too_and_not_of_several(buffer: TrajectoryReplayBuffer) -> None:
+    rewards, observed = torch.ones(4, 1, 1), {"x": torch.zeros(4, 1, 1)}
+    common = {"curr_obs": observed, "next_obs": observed}
+    with TrajectoryReplayBuffer(seed=0) as other:
+        other.add_trajectories([{**common, "rewards": rewards.to(torch.float8_e5m2)}])
+        assert set(other.sample_n_step(64, 2, 0.5)["n_step_rewards"].tolist()) == {1.0, 1.5}
+    buffer.add_trajectories([{**common, "rewards": {"a": rewards}}])
+    with pytest.raises(UserError, match="rewards: several fields"):
+        buffer.sample_n_step(4, 2, 0.5)

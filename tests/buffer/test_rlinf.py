@@ -447,3 +447,17 @@ def test_arguments_have_rlinf_s_names(tmp_path: Path) -> None:
         # ids count from 0 in each part
         assert (buffer.size, buffer.trajectory_counter, buffer.total_samples) == (1, 1, 18)
         assert len(buffer.sample_chunks(num_chunks=4)["actions"]) == 4
+
+
+@pytest.mark.parametrize("shape", [None, ["a", "b"], 5])
+def test_an_index_with_a_malformed_shape_is_refused_by_its_name(shape: Any, tmp_path: Path) -> None:
+    with TrajectoryReplayBuffer(trajectory_format="pt") as buffer:
+        buffer.add_trajectories([trajectory(0)])
+        buffer.save_checkpoint(tmp_path / "rlinf")
+        index = json.loads((tmp_path / "rlinf" / "trajectory_index.json").read_text())
+        index["trajectory_index"]["0"]["shape"] = shape
+        (tmp_path / "rlinf" / "trajectory_index.json").write_text(json.dumps(index))
+        with pytest.raises(UserError, match="not an index of RLinf's"):
+            TrajectoryReplayBuffer(tmp_path / "rlinf", read_only=True)
+        with pytest.raises(UserError, match="not an index of RLinf's"):
+            buffer.load_checkpoint(tmp_path / "rlinf")

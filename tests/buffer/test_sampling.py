@@ -241,3 +241,39 @@ def test_rows_are_drawn_in_proportion_to_their_priorities_however_many_there_are
             assert abs(drawn[row] - wanted) < 5 * wanted**0.5
         buffer.update_priorities(torch.tensor([*chosen]), torch.full((5,), 1e-12))
         assert len(set(buffer.sample_prioritized(40)["indices"].tolist())) > 20
+
+
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.uint32, torch.uint64, torch.complex64, torch.float8_e5m2])
+@pytest.mark.parametrize("width", [3, 1200])
+def test_a_field_of_any_dtype_can_be_sampled_from_trajectories_with_different_fields(
+    dtype: torch.dtype, width: int
+) -> None:
+    values = torch.arange(8)[:, None].expand(8, width).to(dtype)
+    parts = [{"values": part.reshape(4, 1, width), "number": torch.zeros(4, 1, 1)} for part in values.split(4)]
+    for i, part in enumerate(parts):
+        part["number"] += torch.arange(4 * i, 4 * i + 4)[:, None, None]
+    with TrajectoryReplayBuffer(seed=0) as buffer:
+        buffer.add_trajectories([parts[0], {**parts[1], "rewards": torch.zeros(4, 1, 1)}])
+        batch = buffer.sample(8)
+    assert len(batch["number"].unique()) > 3
+    wanted = values[batch["number"][:, 0].long()]
+    assert torch.equal(batch["values"].view(torch.uint8), wanted.contiguous().view(torch.uint8))
+
+
+def test_new_rows_get_the_highest_priority_of_any_row_whatever_their_fields() -> None:
+    with TrajectoryReplayBuffer(seed=0, priority_exponent=1.0) as buffer:
+        buffer.add_trajectories([trajectory(0)])
+        buffer.update_priorities(torch.arange(18), torch.full((18,), 1000.0))
+        buffer.add_trajectories([trajectory(1), trajectory(2, extra=True)])
+        drawn = buffer.sample_prioritized(3000)["versions"].reshape(-1)
+    counts = Counter(drawn.tolist())
+    assert min(counts[number] for number in range(3)) > 900
+
+
+def test_versions_of_which_some_are_unknown_still_meet_a_condition() -> None:
+    with TrajectoryReplayBuffer(seed=0) as buffer:
+        buffer.add_trajectories([{"versions": column(float("nan"), 3, 5)}, {"versions": column(*[float("nan")] * 2)}])
+        batch = buffer.sample(1, only=Only(versions=(2, 4)))
+        assert batch["versions"].tolist() == [[3]]
+        with pytest.raises(UserError, match="no row"):
+            buffer.sample(1, only=Only(versions=(-1, 2)))

@@ -251,8 +251,8 @@ def test_rows_of_a_replaced_buffer_are_not_in_a_prioritized_sample(tmp_path: Pat
 
 def test_priorities_of_rows_that_are_no_longer_covered_are_dropped() -> None:
     own = TablePriorities()
-    own.cover(0, 100)
-    own.cover(0, 10)
+    own.extend(100, 1.0)
+    own.keep(0, 10)
     assert own.tree.total == 10
-    own.cover(0, 20)
+    own.extend(20, 1.0)
     assert own.tree.total == 20

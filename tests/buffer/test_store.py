@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import resource
 from collections.abc import Callable
@@ -15,6 +16,7 @@ import torch
 
 from gleanrl.buffer import TensorTrajectory, TrajectoryReplayBuffer, files
 from gleanrl.buffer.log import Manifest
+from gleanrl.utils.errors import UserError
 from tests.buffer.world import assert_same, rows, same, trajectory
 
 SMALL = 1 << 18  # bytes of a segment; a few trajectories fit
@@ -238,3 +240,54 @@ def test_an_rlinf_checkpoint_contains_the_trajectories_present_when_the_save_beg
         assert len(saved) == 10
         for number in range(10):
             assert_same(saved.trajectory(number), trajectory(number, 20))
+
+
+@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="counts files in memory by their name in /proc")
+def test_a_closed_buffer_in_memory_frees_its_files() -> None:
+    gc.collect()  # buffers of other tests
+    before = files_in_memory()
+    buffer = TrajectoryReplayBuffer()
+    buffer.add_trajectories([trajectory(0)])
+    assert files_in_memory() > before
+    buffer.close()
+    assert files_in_memory() == before
+
+
+def files_in_memory() -> int:
+    links = [os.readlink(link) for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
+    return sum("memfd:" in link for link in links)
+
+
+def test_a_process_with_too_many_open_files_gets_an_error_that_says_what_to_change(tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    for path in (None, tmp_path / "buffer"):
+        with TrajectoryReplayBuffer(path) as buffer:
+            buffer.add_trajectories([{"rewards": torch.zeros(1, 1, 1)}])
+            used = set(map(int, os.listdir("/dev/fd")))
+            limit = [number for number in range(soft) if number not in used][20]
+            resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+            try:
+                with pytest.raises(UserError, match=rf"limit of {limit} open files: .*ulimit -n"):
+                    add_shapes(buffer)
+            finally:
+                resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+            assert buffer.verify() == []
+            buffer.add_trajectories([{"rewards": torch.zeros(1, 1, 60)}])
+
+
+def add_shapes(buffer: TrajectoryReplayBuffer) -> None:
+    for width in range(2, 60):
+        buffer.add_trajectories([{"rewards": torch.zeros(1, 1, width)}])
+
+
+def test_the_names_of_new_folders_are_synced_to_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced, sync = set[Path](), files.atomic.sync
+
+    def watched(path: Path) -> None:
+        synced.add(path)
+        sync(path)
+
+    monkeypatch.setattr("gleanrl.utils.atomic.sync", watched)
+    with TrajectoryReplayBuffer(tmp_path / "a" / "b") as buffer:
+        buffer.save_checkpoint(tmp_path / "c" / "d")
+    assert {tmp_path, tmp_path / "a", tmp_path / "a" / "b", tmp_path / "c"} <= synced

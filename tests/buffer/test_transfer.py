@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from gleanrl.buffer import TensorTrajectory, TrajectoryReplayBuffer, lerobot, transfer
+from gleanrl.buffer import TensorTrajectory, TrajectoryReplayBuffer, checkpoint, lerobot, transfer
 from gleanrl.utils.errors import UserError
 from tests.buffer.world import trajectory
 
@@ -68,11 +68,34 @@ def test_splitting_reports_its_progress_after_each_part(source: Path, tmp_path: 
     assert len(reports) == len(written) == 3
 
 
+@pytest.mark.parametrize("max_rows", [None, 12 * 18])
+def test_a_split_of_a_buffer_that_is_being_written_has_each_trajectory_once(
+    tmp_path: Path, max_rows: int | None
+) -> None:
+    """With ``max_rows``, the writer also drops trajectories that the split has not read yet."""
+    with TrajectoryReplayBuffer(tmp_path / "live", segment_bytes=1 << 12, max_rows=max_rows) as live:
+        live.add_trajectories([trajectory(number, wide=False) for number in range(12)])
+
+        def write_more() -> None:
+            first = live.trajectory_counter
+            live.add_trajectories([trajectory(first + number, wide=False) for number in range(12)])
+
+        written = transfer.split(tmp_path / "live", tmp_path / "split", 3, done=write_more)
+    assert [count for count, _ in written] == [4, 4, 4]
+    found = []
+    for part in range(3):
+        with TrajectoryReplayBuffer(tmp_path / "split" / f"rank-{part}", read_only=True) as reader:
+            found += [int(reader.trajectory(number).versions[0, 0, 0]) for number in range(4)]
+    assert found == list(range(12))
+
+
 def test_the_size_of_what_is_there_does_not_count_dropped_rows(source: Path) -> None:
-    every, nbytes = transfer.extent([source])
+    with checkpoint.opened([source]) as before:
+        every, nbytes = transfer.extent(before)
     with TrajectoryReplayBuffer(source, segment_bytes=1 << 18, max_rows=2 * 18) as buffer:
         buffer.add_trajectories([made(4)])
-    left, rest = transfer.extent([source])
+    with checkpoint.opened([source]) as after:
+        left, rest = transfer.extent(after)
     assert left < every == 4
     assert rest / left == pytest.approx(nbytes / every, rel=0.01)
 
@@ -376,3 +399,37 @@ def test_a_data_set_that_cannot_be_read_is_an_error_and_loads_nothing(recorded: 
         with pytest.raises(UserError, match=str(recorded)):
             buffer.load_checkpoint(recorded)
         assert len(buffer) == 1
+
+
+@pytest.mark.parametrize("name", ["success", "next_obs", "curr_obs", "model_weights_id", "actions", "weights"])
+def test_a_feature_of_a_data_set_with_a_name_of_the_buffer_is_left_out_with_a_warning(
+    name: str, tmp_path: Path
+) -> None:
+    parquet = pytest.importorskip("pyarrow.parquet")
+    with TrajectoryReplayBuffer(tmp_path / "source") as buffer:
+        buffer.add_trajectories([{**vars(trajectory(0, batch=1)), "other": torch.full((6, 1, 1), 7.0)}])
+    out = tmp_path / "out"
+    transfer.export("lerobot", [tmp_path / "source"], out)
+    info = json.loads((out / "meta" / "info.json").read_text())
+    # the renamed feature comes first
+    info["features"] = {name: info["features"].pop("other"), **info["features"]}
+    (out / "meta" / "info.json").write_text(json.dumps(info))
+    [file] = (out / "data").rglob("*.parquet")
+    frames = parquet.read_table(file)
+    parquet.write_table(frames.rename_columns([name if own == "other" else own for own in frames.column_names]), file)
+    with TrajectoryReplayBuffer() as buffer:
+        with pytest.warns(UserWarning, match=rf"no place for {name} \(the field {name}"):
+            buffer.load_checkpoint(out)
+        loaded = buffer.trajectory(0)
+    assert loaded.actions is not None
+    assert torch.equal(loaded.actions, trajectory(0, batch=1).actions)
+    assert (loaded.success, loaded.model_weights_id, dict(loaded.extra_fields)) == (None, "", {})
+    assert loaded.next_obs.keys() == loaded.curr_obs.keys() == {"states", "deep.small"}
+
+
+@pytest.mark.parametrize("dtype", [torch.complex32, torch.complex128])
+def test_a_dtype_that_safetensors_lacks_is_named(dtype: torch.dtype, tmp_path: Path) -> None:
+    with TrajectoryReplayBuffer(tmp_path / "source") as buffer:
+        buffer.add_trajectories([{"wave": torch.zeros(2, 1, 3, dtype=dtype)}])
+    with pytest.raises(UserError, match=r"wave: safetensors has no complex\d+; store real and imaginary parts"):
+        transfer.export("safetensors", [tmp_path / "source"], tmp_path / "out")

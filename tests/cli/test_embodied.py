@@ -253,3 +253,15 @@ def test_a_damaged_learner_file_falls_back_to_the_previous_checkpoint(embodied: 
     found = embodied.train("run", "--resume", "--run.steps", "9")
     assert found.status == 0, found.stderr
     assert "at step 6 of 9" in found.stderr
+
+
+def test_a_damaged_buffer_of_a_killed_run_does_not_prevent_its_resume(
+    embodied: CommandLine, ended: tuple[CommandLine, Ended]
+) -> None:
+    assert embodied.train("whole", at=(LEARN, 6, "SIGKILL")).status == -9
+    run = embodied.run("whole")
+    for file in (run.path / "buffer").rglob("*-texts-*"):
+        file.unlink()
+    resumed = embodied.train("whole", "--resume")
+    assert resumed.status == 0, resumed.stderr
+    assert outcome(run) == outcome(ended[0].run("whole"))

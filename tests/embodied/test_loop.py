@@ -269,3 +269,41 @@ def test_too_few_demonstrations_for_a_batch_are_an_error_before_learning_begins(
         there, taken = (20, 21) if newest else (40, 41)
         with pytest.raises(UserError, match=f"hold {there} chunk steps, and a batch takes {taken}: show more"):
             actor.check()
+
+
+def test_demonstrations_of_other_dtypes_are_converted() -> None:
+    with parts(config(warmup=0), shown=20) as (worker, actor):
+        assert actor.demonstrations is not None
+        given = [vars(actor.demonstrations.trajectory(number)) for number in range(len(actor.demonstrations))]
+        actor.demonstrations.clear()
+        for own in given:
+            observed = {name: {"states": own[name]["states"].double()} for name in ("curr_obs", "next_obs")}
+            flags = {name: own[name].to(torch.uint8) for name in ("dones", "terminations", "truncations")}
+            actor.demonstrations.add_trajectories([{**own, **observed, **flags, "actions": own["actions"].double()}])
+        actor.check()
+        assert [actor.learn(rollout)["updates/done"] for rollout in collected(worker, 2)] == [5, 5]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"rewards": None}, "cannot be used: rewards: not every trajectory"),
+        ({"actions": torch.zeros(20, 1, 3)}, r"actions have the shape \[3\] in each chunk step, not \[4\]"),
+        ({"rewards": torch.zeros(20, 1, 1)}, r"rewards have the shape \[1\] in each chunk step, not \[2\]"),
+        ({"curr_obs": {"states": torch.zeros(20, 1, 9)}}, r"curr_obs.states have the shape \[9\]"),
+    ],
+)
+def test_demonstrations_that_do_not_fit_are_an_error_before_learning_begins(change: dict[str, Any], said: str) -> None:
+    flags = {name: torch.zeros(20, 1, 2, dtype=torch.bool) for name in ("terminations", "truncations")}
+    observed = {name: {"states": torch.zeros(20, 1, 3)} for name in ("curr_obs", "next_obs")}
+    right = {"actions": torch.zeros(20, 1, 4), "rewards": torch.zeros(20, 1, 2), **flags, **observed}
+    with parts(config(), shown=0) as (_, actor):
+        assert actor.demonstrations is not None
+        actor.demonstrations.add_trajectories([right])
+        state = actor.demonstrations.generator.get_state()
+        actor.check()
+        assert actor.demonstrations.generator.get_state().equal(state)
+        actor.demonstrations.add_trajectories([{**right, **change}])
+        actor.demonstrations.window = 1
+        with pytest.raises(UserError, match=said):
+            actor.check()

@@ -208,3 +208,18 @@ def test_sac_and_n_step_returns_of_one_chunk_step_discount_alike() -> None:
     torch.testing.assert_close(batch["n_step_rewards"], found.rewards)
     torch.testing.assert_close(batch["n_step_discounts"], found.discounts)
     assert 0 < (found.discounts == 0).sum() < 200
+
+
+def test_what_an_environment_leaves_after_an_episode_has_ended_does_not_count() -> None:
+    nothing = float("nan")
+    batch: dict[str, Any] = {
+        "rewards": torch.tensor([[1.0, 2.0, nothing]]),
+        "terminations": torch.tensor([[0, 1, 0]], dtype=torch.uint8),
+        "truncations": torch.zeros(1, 3, dtype=torch.uint8),
+        "actions": torch.zeros(1, 3),
+        "curr_obs": {"states": torch.zeros(1, 2)},
+        "next_obs": {"states": torch.zeros(1, 2)},
+    }
+    found = Transitions.of(batch, GAMMA, torch.device("cpu"))
+    assert found.rewards.tolist() == pytest.approx([1 + GAMMA * 2])
+    assert found.discounts.tolist() == [0]

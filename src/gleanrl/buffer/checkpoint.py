@@ -12,7 +12,7 @@ import os
 import re
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,9 @@ PARTS = (Manifest.NAME, STATE, PRIORITIES)  # files that are not links to files 
 PRIORITY_KEYS = ("first", "weights")
 # Bytes of rows that are added in one commit. Each commit waits for the disk, so many small commits would be slow.
 COMMIT_NBYTES = 64 << 20
+
+
+Source = BufferReader | rlinf.RLinfReader | lerobot.DataSetReader
 
 
 class State(CheckedJson, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -132,13 +135,33 @@ def open_reader(path: Path, *, pickles: bool = False) -> BufferReader | rlinf.RL
     return rlinf.RLinfReader(path, pickles=pickles) if rlinf.is_directory(path) else BufferReader(path)
 
 
+@contextmanager
+def opened(paths: Iterable[Path], *, pickles: bool = False) -> Iterator[list[Source]]:
+    """Open buffers, checkpoints, directories of RLinf and LeRobot data sets, and close them when the block ends.
+
+    A source keeps the trajectories that it had when it was opened, even if another process writes to its folder
+    meanwhile. ``pickles``: see `rlinf.Directory`.
+    """
+    with ExitStack() as stack:
+        sources = list[Source]()
+        for path in paths:
+            if lerobot.is_data_set(path):
+                sources.append(lerobot.DataSetReader(path))
+            elif rlinf.is_directory(path):
+                # each file is read once, so none of them stays mapped
+                reader = rlinf.RLinfReader(path, open_files=1, pickles=pickles)
+                sources.append(stack.enter_context(closing(reader)))
+            else:
+                sources.append(stack.enter_context(closing(BufferReader(path))))
+        yield sources
+
+
 def load(
     writer: BufferWriter,
-    paths: Sequence[Path],
+    sources: Sequence[Source],
     *,
     rank: int,
     ranks: int,
-    pickles: bool = False,
     before_commit: Callable[[], object] = bool,
 ) -> bool:
     """Replace the content of a buffer by the trajectories that rank ``rank`` of ``ranks`` loads from checkpoints.
@@ -149,19 +172,16 @@ def load(
 
     Args:
         writer: the buffer.
-        paths: the checkpoints, as returned by `shards`.
+        sources: the checkpoints, as yielded by `opened`.
         rank, ranks: see `trajectories_of_rank`.
-        pickles: see `rlinf.Directory`.
         before_commit: called after all new files are written and before they replace the old content. If it raises an
             error, the buffer keeps its old content.
     """
-    if len(paths) == 1 and ranks == 1 and (paths[0] / Manifest.NAME).is_file():
-        with closing(BufferReader(paths[0])) as source:
-            if writer.can_adopt(source):
-                writer.adopt(source, before_commit)
-                return True
+    if len(sources) == ranks == 1 and isinstance(source := sources[0], BufferReader) and writer.can_adopt(source):
+        writer.adopt(source, before_commit)
+        return True
     with writer.replacing():
-        add_all(writer, trajectories_of_rank(paths, rank=rank, ranks=ranks, pickles=pickles))
+        add_all(writer, trajectories_of_rank(sources, rank=rank, ranks=ranks))
         before_commit()
     return False
 
@@ -184,48 +204,44 @@ def add_all(writer: BufferWriter, trajectories: Iterable[FlatTrajectory]) -> Non
         writer.add(batch)
 
 
-def trajectories_of_rank(
-    paths: Sequence[Path], *, rank: int, ranks: int, pickles: bool = False
-) -> Iterator[FlatTrajectory]:
+def trajectories_of_rank(sources: Sequence[Source], *, rank: int, ranks: int) -> Iterator[FlatTrajectory]:
     """Yield the trajectories that rank ``rank`` of ``ranks`` loads.
 
-    The trajectories of all checkpoints, one checkpoint after the other, are cut into ``ranks`` consecutive parts with
-    nearly equal numbers of rows. A trajectory is never cut.
+    The trajectories of all ``sources`` (see `opened`), one source after the other, are cut into ``ranks`` consecutive
+    parts with nearly equal numbers of rows. A trajectory is never cut. If several ranks read the same open sources,
+    their parts fit together even if another process writes to the folders meanwhile.
 
     Raises:
         UserError: a file is missing or damaged.
     """
-    counts: list[list[int]] = []  # for each checkpoint, the number of rows of each trajectory
-    for path in paths:
-        if lerobot.is_data_set(path):
-            counts.append(lerobot.DataSetReader(path).lengths)
+    counts: list[list[int]] = []  # for each source, the number of rows of each trajectory
+    for source in sources:
+        if isinstance(source, lerobot.DataSetReader):
+            counts.append(source.lengths)
             continue
-        with closing(open_reader(path, pickles=pickles)) as reader:
-            # Missing files are an error here only in the native format. RLinf's index may list files that are missing;
-            # an error is raised when the trajectory of such a file is read.
-            if isinstance(reader, BufferReader):
-                for why in reader.lost_files():
-                    raise UserError(f"{why}; {SALVAGE}")
-            records = reader.snapshot.records
-            counts.append((records["steps"].astype("int64") * records["batch"]).tolist())
+        # Missing files are an error here only in the native format. RLinf's index may list files that are missing; an
+        # error is raised when the trajectory of such a file is read.
+        if isinstance(source, BufferReader):
+            for why in source.lost_files():
+                raise UserError(f"{why}; {SALVAGE}")
+        records = source.snapshot.records
+        counts.append((records["steps"].astype("int64") * records["batch"]).tolist())
     total, before = sum(map(sum, counts)), 0
-    for path, own in zip(paths, counts, strict=True):
+    for source, own in zip(sources, counts, strict=True):
         mine = []
         for position, count in enumerate(own):
             # a trajectory belongs to the part that contains its middle row
             if (2 * before + count) * ranks // (2 * total) == rank:
                 mine.append(position)
             before += count
-        if mine and lerobot.is_data_set(path):
-            yield from lerobot.DataSetReader(path).trajectories(mine)
-        elif mine:
-            with closing(open_reader(path, pickles=pickles)) as reader:
-                first = reader.snapshot.first_id
-                for position in mine:
-                    try:
-                        yield reader.trajectory(first + position, verify=True)
-                    except UserError as error:
-                        raise UserError(f"{path}: {error}") from None
+        if isinstance(source, lerobot.DataSetReader):
+            yield from source.trajectories(mine)
+            continue
+        for position in mine:
+            try:
+                yield source.trajectory(source.snapshot.first_id + position, verify=True)
+            except UserError as error:
+                raise UserError(f"{source.folder}: {error}") from None
 
 
 @dataclass(frozen=True)

@@ -196,10 +196,14 @@ class Columns:
         self.end = first + count
         return touched
 
-    def nbytes(self, rows: int) -> int:
-        """Return the disk space in bytes that the kept segments occupy once all rows below ``rows`` are written."""
+    def nbytes(self, rows: int, kept: int = 0) -> int:
+        """Return the disk space in bytes of the kept segments once all rows below ``rows`` are written.
+
+        Segments with only rows below ``kept`` do not count.
+        """
         segments, more = divmod(rows, self.capacity)
-        return ((segments - self._first) * self.capacity + self._reserved(more)) * sum(self._widths)
+        segments -= max(self._first, kept // self.capacity)
+        return (segments * self.capacity + self._reserved(more)) * sum(self._widths)
 
     @property
     def segment_end(self) -> int:

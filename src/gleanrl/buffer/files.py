@@ -8,8 +8,10 @@ from __future__ import annotations
 import copy
 import errno
 import os
+import resource
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Self
 
@@ -17,6 +19,7 @@ import msgspec
 from msgspec.structs import replace
 
 from gleanrl.utils import atomic
+from gleanrl.utils.errors import UserError
 
 try:
     from isal.isal_zlib import crc32  # computes the same checksums as zlib, but faster
@@ -27,6 +30,22 @@ __all__ = ["CheckedJson", "Files", "crc32", "write_all"]
 
 # errors of `os.link` that mean that the file system cannot link the file, for example because it is on another disk
 NO_LINKS = {errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}
+
+
+@contextmanager
+def explaining_open_files() -> Iterator[None]:
+    """Raise `UserError` if the block fails because this process has too many open files; let any other error pass."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno != errno.EMFILE:
+            raise
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        raise UserError(
+            f"this process has its limit of {limit} open files: a buffer has one or two for each set of fields and "
+            "shapes of its trajectories, and in memory also one for each file of about segment_bytes; raise the limit "
+            "(ulimit -n), choose a larger segment_bytes, or pad fields to fewer shapes"
+        ) from error
 
 
 class MemoryFile:
@@ -67,6 +86,7 @@ class Files:
         """Return the path of a file on disk, or the full name of a file in memory."""
         return self.prefix + name if self.folder is None else f"{self.folder}/{self.prefix}{name}"
 
+    @explaining_open_files()
     def create(self, name: str, nbytes: int = 0) -> int:
         """Create a file of ``nbytes`` zeros, without allocating disk space (see `reserve`), and return its descriptor.
 
@@ -102,6 +122,7 @@ class Files:
         if nbytes and self.folder is not None and hasattr(os, "posix_fallocate"):
             os.posix_fallocate(file, at, nbytes)
 
+    @explaining_open_files()
     def open(self, name: str) -> int:
         """Open a file and return its descriptor. Raises `FileNotFoundError` if there is no such file."""
         path = self.where(name)
@@ -111,6 +132,7 @@ class Files:
             raise FileNotFoundError(path)
         return os.dup(self._in_memory[path].descriptor)
 
+    @explaining_open_files()
     def replace(self, name: str, data: bytes) -> None:
         """Create the file ``name``, or replace it atomically. The data are on disk when this returns."""
         if self.folder is not None:
@@ -127,6 +149,10 @@ class Files:
             Path(self.where(name)).unlink(missing_ok=True)
         else:
             self._in_memory.pop(self.where(name), None)
+
+    def close(self) -> None:
+        """Free all files in memory."""
+        self._in_memory.clear()
 
     def names(self) -> list[str]:
         """Return the names of all files that start with the prefix, sorted and without the prefix."""

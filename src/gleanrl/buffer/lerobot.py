@@ -23,7 +23,9 @@ import torch
 
 from gleanrl.buffer.columns import Field
 from gleanrl.buffer.trajectory import (
+    ADDED_TO_BATCHES,
     FLAGS,
+    NOT_TENSORS,
     FieldPath,
     FlatTrajectory,
     TensorTrajectory,
@@ -52,6 +54,8 @@ SUCCESS = "next.success"  # LeRobot's feature that says whether the episode has 
 CAMERAS = ("image", "video")  # what `dtype` says for pixels
 # columns that every LeRobot data set has
 OWN_FEATURES = ("timestamp", "frame_index", "episode_index", "index", "task_index")
+# names that mean something else in a trajectory or in a batch, so no feature can become a field of this name
+NOT_FEATURES = (*NOT_TENSORS, *ADDED_TO_BATCHES, "curr_obs", "next_obs", "forward_inputs", "extra_fields")
 # pandas metadata of tasks.parquet: LeRobot expects the task texts to be the index of the data frame
 _TASK_INDEX = {
     "index_columns": ["task"],
@@ -316,8 +320,9 @@ def is_data_set(path: Path) -> bool:
 class DataSetReader:
     """Reads a LeRobot data set, each episode as a trajectory with B = 1.
 
-    A feature becomes the field from which `export` would make it. The next observation of a frame is the observation of
-    the next frame. An episode's last frame has none, so it gets its own observation instead.
+    A feature becomes the field from which `export` would make it. Features of texts, and features whose names mean
+    something else in the buffer, are left out with a warning. The next observation of a frame is the observation of the
+    next frame. An episode's last frame has none, so it gets its own observation instead.
 
     Every episode ends with its last frame. Without ``next.done`` the frame counts as done. Without ``terminations`` a
     frame that is done and not truncated terminates. If no flag of the data set ends the last frame, it is truncated.
@@ -345,10 +350,24 @@ class DataSetReader:
             why = "LeRobot's script convert_dataset_v21_to_v30 converts older data sets"
             raise UserError(f"{file}: version {self._info.codebase_version}, not {VERSION}; {why}")
         self._dtypes: dict[str, np.dtype[Any]] = {}
+        self._paths: dict[str, FieldPath] = {}  # feature -> path of the field that it becomes
+        taken: set[FieldPath] = {(name,) for name in NOT_FEATURES}
         left_out = []
-        for key, feature in self._info.features.items():
+        # LeRobot's own names come first, so that they keep their fields if another feature would become the same field
+        for key in sorted(self._info.features, key=lambda key: key not in NAMES.values()):
+            feature = self._info.features[key]
             if key in OWN_FEATURES:
                 continue
+            field_path = next((own for own, name in NAMES.items() if name == key), None)
+            if field_path is None:
+                first, _, rest = key.partition(".")
+                first = "curr_obs" if first == "observation" else first
+                field_path = (first, rest) if rest and first in ("curr_obs", "forward_inputs") else (key,)
+            if field_path in taken:
+                left_out.append(f"{key} (the field {quoted(field_path)} has another meaning or is given twice)")
+                continue
+            taken.add(field_path)
+            self._paths[key] = field_path
             if feature.dtype in CAMERAS:
                 self._dtypes[key] = np.dtype(np.uint8)
             elif re.fullmatch(r"bool|u?int\d+|float\d+", feature.dtype):
@@ -427,12 +446,7 @@ class DataSetReader:
             if key == SUCCESS:
                 success = bool(values.any())
                 continue
-            name = next((path for path, own in NAMES.items() if own == key), None)
-            if name is None:
-                first, _, rest = key.partition(".")
-                first = "curr_obs" if first == "observation" else first
-                name = (first, rest) if rest and first in ("curr_obs", "forward_inputs") else (key,)
-            put(fields, name, torch.from_numpy(values))
+            put(fields, self._paths[key], torch.from_numpy(values))
 
         flags = {name: fields[name].bool() for name in FLAGS if name in fields}
         last = torch.zeros_like(next(iter(flags.values()), torch.zeros(count, 1, 1, dtype=torch.bool)))

@@ -33,7 +33,7 @@ RECORD = np.dtype(
         ("row", "<i8"),  # the trajectory's first row in the table `schema`
         ("final", "<i8"),  # the first of its final observations (see `table`), which have row numbers of their own
         ("text", "<i8"),  # offset of the trajectory's text (see `Texts`)
-        ("version_low", "<f8"),  # lowest version of the weights that acted; -1 if versions are unknown
+        ("version_low", "<f8"),  # lowest version of the weights that acted, without NaN; -1 if versions are unknown
         ("version_high", "<f8"),  # highest version of the weights that acted; -1 if versions are unknown
         ("time", "<f8"),  # time at which the trajectory was added, seconds since 1970
         ("reward", "<f8"),  # sum of all rewards of the trajectory

@@ -101,11 +101,9 @@ class TablePriorities:
         self.tree = SumTree()
         self.base = 0  # number of the row at position 0 of the tree
 
-    def cover(self, first: int, end: int) -> None:
-        """Keep priorities of only the rows from ``first`` to ``end`` - 1.
-
-        New rows get the highest weight of the other rows, so that each of them is drawn soon, or 1 if there are none.
-        """
+    def keep(self, first: int, end: int) -> None:
+        """Remove the priorities of all rows that are not among the rows from ``first`` to ``end`` - 1."""
+        end = max(first, min(end, self.end))
         if (first, end) == (self.first, self.end):
             return
         if first - self.base > max(self.tree.capacity // 2, end - first):
@@ -117,13 +115,16 @@ class TablePriorities:
             self.tree.set(np.arange(self.first, min(first, self.end)) - self.base, 0.0)
         if end < self.end:
             self.tree.set(np.arange(max(end, self.first), self.end) - self.base, 0.0)
+        self.first, self.end = first, end
+
+    def extend(self, end: int, weight: float) -> None:
+        """Give ``weight`` to all rows from ``self.end`` to ``end`` - 1."""
         if end - self.base > self.tree.capacity:
             smaller, self.tree = self.tree, SumTree(max(end - self.base, 2 * self.tree.capacity))
             every = np.arange(smaller.capacity)
             self.tree.set(every, smaller.at(every))
-        if end > self.end:
-            self.tree.set(np.arange(max(self.end, first), end) - self.base, self.tree.highest or 1.0)
-        self.first, self.end = first, end
+        self.tree.set(np.arange(self.end, end) - self.base, weight)
+        self.end = end
 
 
 class Priorities:
@@ -220,7 +221,11 @@ class Priorities:
                 self._own.append(own)
 
     def _cover(self, reader: Reader) -> Snapshot:
-        """Add rows that are new in the newest snapshot, remove dropped rows, and return the snapshot."""
+        """Add rows that are new in the newest snapshot, remove dropped rows, and return the snapshot.
+
+        New rows get the highest weight of the other rows of all tables, so that each of them is drawn soon, or 1 if
+        there are none.
+        """
         now = reader.snapshot
         if self._epoch != now.epoch:
             self._own, self._epoch = [], now.epoch
@@ -228,5 +233,10 @@ class Priorities:
         for table in now.tables:
             if table.number == len(self._own):
                 self._own.append(TablePriorities())
-            self._own[table.number].cover(*now.spans[table.number])
+            self._own[table.number].keep(*now.spans[table.number])
+        grown = [(own, end) for own, (_, end) in zip(self._own, now.spans, strict=True) if end > own.end]
+        if grown:
+            highest = max(own.tree.highest for own in self._own)
+            for own, end in grown:
+                own.extend(end, highest or 1.0)
         return now

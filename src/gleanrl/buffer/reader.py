@@ -305,6 +305,7 @@ class BufferReader(Reader):
                 if self._manifest_file >= 0:
                     os.close(self._manifest_file)
                 self._opened.close()
+            self._all.close()
 
     def _check_open(self) -> None:
         if self._closed:

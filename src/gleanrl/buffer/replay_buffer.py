@@ -69,7 +69,8 @@ class TrajectoryReplayBuffer(Sampler):
         max_bytes: largest total size of the files, in bytes.
         max_age: largest age of a trajectory, in seconds.
         segment_bytes: approximate size in bytes of a file with rows. A smaller size is used if a file would take more
-            than a quarter of ``max_bytes`` or ``max_rows``.
+            than a quarter of ``max_bytes`` or ``max_rows``. A file has at least the rows with which each large field
+            fills whole pages: up to 4,096 rows, or 256 if the bytes of each large field are a multiple of 16.
         priority_exponent: enables `sample_prioritized`, which draws each chunk step in proportion to
             priority ** ``priority_exponent``. None: the buffer keeps no priorities.
         read_only: open the buffer only for reading. Another process may be writing it. Each sample includes all
@@ -111,9 +112,12 @@ class TrajectoryReplayBuffer(Sampler):
         folder = path or auto_save_path or None
         self.path = Path(folder) if folder is not None else None
         if rank is None:
-            rank = int(os.environ.get("RANK", "0"))
             if torch.distributed.is_available() and torch.distributed.is_initialized():
                 rank = torch.distributed.get_rank()
+            elif (given := os.environ.get("RANK", "0")).isdecimal():
+                rank = int(given)
+            else:
+                raise UserError(f"the environment variable RANK is {given!r}, not a number; unset it, or give rank=...")
         self.seed, self.rank = seed, rank
         self.trajectory_format = trajectory_format
         storage: BufferReader | rlinf.RLinfReader
@@ -252,11 +256,25 @@ class TrajectoryReplayBuffer(Sampler):
             UserError: there is no checkpoint, it is damaged, or the disk is full.
         """
         self.write_queue.flush()
-        writer = self._writer()
+        self._writer()
         rank, ranks = (local_rank, world_size) if is_distributed else (0, 1)
         paths = checkpoint.shards(Path(load_path))
+        with checkpoint.opened(paths, pickles=pickles) as sources:
+            self._load(paths, sources, rank=rank, ranks=ranks, before_commit=before_commit)
+
+    def _load(
+        self,
+        paths: Sequence[Path],
+        sources: Sequence[checkpoint.Source],
+        *,
+        rank: int,
+        ranks: int,
+        before_commit: Callable[[], object] = bool,
+    ) -> None:
+        """Do what `load_checkpoint` does, with the checkpoints at ``paths`` opened as ``sources``."""
+        writer = self._writer()
         state = checkpoint.read_sampler_state(paths, seed=self.seed, stream=self.rank, rank=rank, ranks=ranks)
-        same = checkpoint.load(writer, paths, rank=rank, ranks=ranks, pickles=pickles, before_commit=before_commit)
+        same = checkpoint.load(writer, sources, rank=rank, ranks=ranks, before_commit=before_commit)
         if same and self.priorities is not None and state.priorities is not None:
             self.priorities.restore(writer, state.priorities)
         self.stream.restore(state.generator)
@@ -440,6 +458,8 @@ class MixedReplayBuffer:
                 batch = buffer.sample(count, **{**how, "indices": True})
                 batches.append(batch)
                 demonstration.append(torch.full((len(batch["indices"]),), shown))
+        if any(INSTRUCTIONS in batch for batch in batches):  # rows of a buffer without task descriptions get empty ones
+            batches = [{INSTRUCTIONS: [""] * len(batch["indices"]), **batch} for batch in batches]
         batch = batches[0] if len(batches) == 1 else _joined(*batches)
         if not how.get("indices"):
             del batch["indices"]
@@ -467,12 +487,12 @@ class MixedReplayBuffer:
 
 
 def _joined(first: Batch, second: Batch) -> Batch:
-    """Concatenate the fields that both batches have. Rows of a batch without task descriptions get empty ones."""
+    """Concatenate the fields that both batches have. Raises `UserError` if a field differs in more than its length."""
     joined: Batch = {}
-    if INSTRUCTIONS in first or INSTRUCTIONS in second:
-        first, second = ({INSTRUCTIONS: [""] * len(own["indices"]), **own} for own in (first, second))
     for name in first.keys() & second.keys():
         ours, theirs = first[name], second[name]
+        if type(ours) is not type(theirs):
+            raise UserError(f"{name}: a tensor in one of online and demonstrations, and several fields in the other")
         if isinstance(ours, dict):
             joined[name] = _joined(ours, theirs)
         elif isinstance(ours, Tensor):

@@ -103,6 +103,9 @@ class Directory:
             listed = [str(key) for key in content.get("trajectory_id_list", content.get("trajectory_uuid_list", known))]
             self.entries = [(key, known[key]) for key in listed if key in known]
             self.counts = [int(entry["num_samples"]) for _, entry in self.entries]
+            for key, entry in self.entries:
+                if "shape" in entry and not all(isinstance(length, int) for length in entry["shape"]):
+                    raise ValueError(f"shape of {key}: {entry['shape']}")
         except (KeyError, AttributeError, TypeError, ValueError) as error:
             raise UserError(f"{index}: not an index of RLinf's ({error})") from None
         found = [file for file in os.scandir(path) if file.name.startswith("trajectory_")]

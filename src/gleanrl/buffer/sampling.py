@@ -27,7 +27,7 @@ from gleanrl.buffer.background import Ahead, RandomStream
 from gleanrl.buffer.log import FAILURE, INTERVENED, SUCCESS
 from gleanrl.buffer.priorities import Priorities
 from gleanrl.buffer.reader import Reader, Snapshot
-from gleanrl.buffer.table import INSTRUCTION, LEFT, Index, RowRanges, Schema
+from gleanrl.buffer.table import INSTRUCTION, LEFT, Index, RowRanges, Schema, words
 from gleanrl.buffer.trajectory import FLAGS, INSTRUCTIONS, FieldPath, put
 from gleanrl.utils.errors import UserError
 from gleanrl.utils.settings import Fraction, NonNegative, Positive
@@ -237,7 +237,9 @@ class Sampler:
             if not _total(ranges):
                 raise UserError("the buffer is empty")
             tables = [own.table for own in ranges]
-            _fields(tuple([now.tables[number].schema for number in tables]), ("rewards", "next_obs"))
+            paths = _fields(tuple([now.tables[number].schema for number in tables]), ("rewards", "next_obs"))
+            if ("rewards",) not in paths:
+                raise UserError("rewards: several fields in one; an n-step return needs a single tensor")
             accept = None if only is None else only.row_filter(now)
             found = pieces(draw(num_chunks, ranges, accept, self.generator), ranges)
             batch = _read(now, found, num_chunks, None, tables)
@@ -249,6 +251,8 @@ class Sampler:
                 runs = _runs(now, number, rows, left)
                 last.append((number, places, runs[:, -1]))
                 own = table.read(runs.reshape(-1), [("rewards",)])["rewards",].reshape(*runs.shape, -1)
+                if own.is_floating_point() and own.itemsize == 1:  # torch does not calculate with float8
+                    own = own.float()
                 flags = table.read(runs[:, -1], [(name,) for name in FLAGS if (name,) in table.schema.paths])
                 ends = {path[0]: flag.reshape(len(runs), -1).ne(0) for path, flag in flags.items()}
                 # [n, chunk steps, C]: whether the environment step was executed as a part of the n-step return
@@ -324,6 +328,9 @@ class Sampler:
     @checked
     def read(self, indices: Indices, fields: FieldNames | None = None) -> Batch:
         """Return the rows with these ``indices`` (see `sample`) as a batch, in the same order.
+
+        Indices are valid until the content of the buffer is replaced by `TrajectoryReplayBuffer.load_checkpoint`.
+        Afterwards the same indices are other rows, or none.
 
         Raises `UserError` if one of the rows was dropped since, or if the buffer is empty.
         """
@@ -587,7 +594,8 @@ def _read(now: Snapshot, found: Pieces, count: int, fields: Collection[str] | No
         for path, first in parts[0][1].items():
             columns[path] = torch.empty(count, *first.shape[1:], dtype=first.dtype)
             for places, own in parts:
-                columns[path][places] = own[path]
+                # as integers of their width, because torch cannot set elements of some dtypes, such as uint16
+                words(columns[path])[places] = words(own[path])
     batch: Batch = {}
     for path in paths:
         put(batch, path, columns[path])

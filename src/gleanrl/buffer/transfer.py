@@ -11,6 +11,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from gleanrl.buffer import checkpoint, lerobot, rlinf
@@ -28,19 +29,17 @@ LEAST_SEGMENT = 1 << 20  # lower limit for the size in bytes of the files of a s
 RANK = "rank-{}"  # name of the folder with the checkpoint of a rank
 
 
-def extent(paths: Iterable[Path], *, pickles: bool = False) -> tuple[int, int]:
-    """Return the total number of trajectories in some folders, and the approximate size of their rows in bytes."""
+def extent(sources: Iterable[checkpoint.Source]) -> tuple[int, int]:
+    """Return the total number of trajectories of some sources, and the approximate size of their rows in bytes."""
     total = nbytes = 0
-    for path in paths:
-        if lerobot.is_data_set(path):
-            data_set = lerobot.DataSetReader(path)
-            total, nbytes = total + len(data_set.lengths), nbytes + sum(data_set.lengths) * data_set.row_nbytes
+    for source in sources:
+        if isinstance(source, lerobot.DataSetReader):
+            total, nbytes = total + len(source.lengths), nbytes + sum(source.lengths) * source.row_nbytes
             continue
-        with closing(checkpoint.open_reader(path, pickles=pickles)) as reader:
-            now = reader.snapshot
-            total += now.next_id - now.first_id
-            spans = zip(now.tables, now.spans, strict=True)
-            nbytes += sum((end - first) * own.schema.row_nbytes for own, (first, end) in spans)
+        now = source.snapshot
+        total += now.next_id - now.first_id
+        spans = zip(now.tables, now.spans, strict=True)
+        nbytes += sum((end - first) * own.schema.row_nbytes for own, (first, end) in spans)
     return total, nbytes
 
 
@@ -95,12 +94,13 @@ def merge(found: Iterable[FlatTrajectory], out: Path, nbytes: int = SEGMENT_NBYT
 
 
 def split(path: Path, out: Path, parts: int, *, pickles: bool = False, done: Done = bool) -> list[tuple[int, int]]:
-    """Split a checkpoint into ``parts`` checkpoints of nearly equal size, one for each rank.
+    """Split a buffer or checkpoint into ``parts`` checkpoints of nearly equal size, one for each rank.
 
-    Trajectories are divided in the same way as `TrajectoryReplayBuffer.load_checkpoint` divides them among ranks.
+    Trajectories are divided in the same way as `TrajectoryReplayBuffer.load_checkpoint` divides them among ranks. What
+    another process adds to the buffer or drops from it during the call has no effect.
 
     Args:
-        path: a checkpoint, or a folder with the checkpoints of several ranks.
+        path: a buffer, a checkpoint, or a folder with the checkpoints of several ranks.
         out: the new folder, which gets a subfolder for each part.
         parts: number of parts.
         pickles: also read RLinf's ``.pkl`` files, which can run any code when they are read.
@@ -113,21 +113,23 @@ def split(path: Path, out: Path, parts: int, *, pickles: bool = False, done: Don
         UserError: there are fewer trajectories than parts, the folder exists, or the disk is full.
     """
     check_new(out)
-    there, nbytes = extent(checkpoint.shards(path), pickles=pickles)
-    if not 1 <= parts <= there:
-        raise UserError(f"{path}: {there} trajectories cannot be split into {parts} parts")
-    segment_nbytes = min(SEGMENT_NBYTES, max(LEAST_SEGMENT, nbytes // parts))
-    written = []
-    with atomic.directory(out) as folder:
-        for rank in range(parts):
-            with TrajectoryReplayBuffer(folder / "part", rank=rank, segment_bytes=segment_nbytes) as buffer:
-                buffer.load_checkpoint(path, is_distributed=True, local_rank=rank, world_size=parts, pickles=pickles)
-                buffer.save_checkpoint(folder / RANK.format(rank))
-                written.append((len(buffer), buffer.total_samples))
-            for file in (folder / "part").iterdir():
-                file.unlink()
-            (folder / "part").rmdir()
-            done()
+    paths, written = checkpoint.shards(path), []
+    # All parts are cut from the same open sources, because another process may be writing to the buffer.
+    with checkpoint.opened(paths, pickles=pickles) as sources:
+        there, nbytes = extent(sources)
+        if not 1 <= parts <= there:
+            raise UserError(f"{path}: {there} trajectories cannot be split into {parts} parts")
+        segment_nbytes = min(SEGMENT_NBYTES, max(LEAST_SEGMENT, nbytes // parts))
+        with atomic.directory(out) as folder:
+            for rank in range(parts):
+                with TrajectoryReplayBuffer(folder / "part", rank=rank, segment_bytes=segment_nbytes) as buffer:
+                    buffer._load(paths, sources, rank=rank, ranks=parts)
+                    buffer.save_checkpoint(folder / RANK.format(rank))
+                    written.append((len(buffer), buffer.total_samples))
+                for file in (folder / "part").iterdir():
+                    file.unlink()
+                (folder / "part").rmdir()
+                done()
     return written
 
 
@@ -183,7 +185,7 @@ def _export_safetensors(found: Iterable[FlatTrajectory], out: Path) -> int:
 
     Raises:
         UserError: two tensors of a trajectory would have the same name, or the name is one that safetensors uses
-            itself, or the disk is full.
+            itself, or safetensors lacks the dtype of a tensor, or the disk is full.
     """
     from safetensors.torch import save_file
 
@@ -199,6 +201,9 @@ def _export_safetensors(found: Iterable[FlatTrajectory], out: Path) -> int:
                 dotted = ".".join(path)
                 if dotted == "__metadata__":
                     raise UserError(f"{dotted}: safetensors uses this name itself; give the field another one")
+                if tensor.dtype in (torch.complex32, torch.complex128):
+                    name = str(tensor.dtype).removeprefix("torch.")
+                    raise UserError(f"{quoted(path)}: safetensors has no {name}; store real and imaginary parts")
                 if dotted in tensors:
                     raise UserError(f"{quoted(path)}: another tensor is also called {dotted}")
                 tensors[dotted] = tensor.contiguous().clone()

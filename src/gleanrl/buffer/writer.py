@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import math
 import os
 import re
 import time
 import warnings
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
@@ -45,6 +47,7 @@ OURS = re.compile(r"\d{3,}-((rows|last)-\d{3,}-\d{6,}|(log|texts)-\d{6,}|schema-
 # Segments are made small enough that this many fit into each limit, because dropping works by whole segments. If the
 # rows are so large that the smallest possible segment exceeds this size, fewer segments fit.
 PARTS = 4
+EXAMINED = 1 << 10  # number of log records whose ages are examined at once
 SHORTEN = 1 << 20  # bytes of dropped trajectories up to which the log and the texts are not rewritten
 
 
@@ -77,7 +80,7 @@ class BufferWriter(BufferReader):
         self._new_segment = False  # whether a segment was started since `Manifest.known` was last written
         self._lock_file = -1
         if folder is not None:
-            folder.mkdir(parents=True, exist_ok=True)
+            atomic.create_folder(folder)
             there = Manifest.read(Files(folder, writable=False))
             if there is not None and there.end is not None:
                 why = "a checkpoint is not written into; load it into a buffer with a folder of its own"
@@ -173,6 +176,15 @@ class BufferWriter(BufferReader):
                 return table
         table = Table.create(self._opened.files, len(tables), schema, self._capacity(schema))
         tables.append(table)
+        quota, nbytes = self.limits.nbytes, table.columns.segment_nbytes
+        uneven = [field for field in schema.large if field.nbytes % 16]  # `segment_rows` is large because of these
+        if quota is not None and uneven and nbytes > quota // 2:
+            field = min(uneven, key=lambda field: math.gcd(field.nbytes, 16))
+            warnings.warn(
+                f"max_bytes = {quota} is little for files of {nbytes} bytes, so at times few trajectories are left; "
+                f"raise it, or pad {field}, so that its {field.nbytes} bytes become a multiple of 16",
+                stacklevel=2,
+            )
         return table
 
     def _capacity(self, schema: Schema) -> tuple[int, int]:
@@ -203,20 +215,21 @@ class BufferWriter(BufferReader):
             if before <= now.first_id:
                 return
             first = min(before, now.next_id)
-            rows, finals = list[int](), list[int]()
-            for table in self._opened.tables:
-                if (found := table.index.find(first)) is not None:
-                    record = self.record(found[0])
-                    rows.append(int(record["row"]))
-                    finals.append(int(record["final"]))
-                else:  # the table has no trajectories anymore, so its last segment is dropped even if it is not full
-                    rows.append(table.columns.segment_end)
-                    finals.append(table.final_columns.segment_end)
-            fresh = replace(self.manifest, first=first, rows=tuple(rows), finals=tuple(finals), known=now.next_id)
+            kept = [self._kept_from(table, first) for table in self._opened.tables]
+            rows, finals = tuple(row for row, _ in kept), tuple(final for _, final in kept)
+            fresh = replace(self.manifest, first=first, rows=rows, finals=finals, known=now.next_id)
             if not self._uncommitted:
                 fresh.write(self._all)
             self._opened.manifest = fresh
             self._drop_segments()
+
+    def _kept_from(self, table: Table, first: int) -> tuple[int, int]:
+        """Return the first row and the first final observation of a table that belong to ids from ``first`` on."""
+        if (found := table.index.find(first)) is not None:
+            record = self.record(found[0])
+            return int(record["row"]), int(record["final"])
+        # the table has no such trajectories, so its last segment is dropped even if it is not full
+        return table.columns.segment_end, table.final_columns.segment_end
 
     def _make_room(self, trajectories: Sequence[FlatTrajectory]) -> None:
         """Drop the oldest trajectories until the new ``trajectories`` fit into ``limits.nbytes``.
@@ -238,33 +251,44 @@ class BufferWriter(BufferReader):
             counts[schema] = before[0] + trajectory.count, before[1] + finals
             texts += RECORD.itemsize + len(text_of(trajectory).encode())
             texts += sum(len(description_line(text)) for text in set(trajectory.instructions))
+        added = {self._table_for(schema).number: count for schema, count in counts.items()}
 
-        def needed(*, new_segment: bool) -> int:
-            total = texts
-            for schema, (rows, finals) in counts.items():
-                table = self._table_for(schema)
-                row = table.columns.segment_end if new_segment else table.columns.end
-                final = table.final_columns.segment_end if new_segment else table.final_columns.end
-                total += table.columns.nbytes(row + rows) - table.columns.nbytes(row)
-                total += table.final_columns.nbytes(final + finals) - table.final_columns.nbytes(final)
+        def nbytes_of_rows(first: int) -> int:
+            """Return the bytes of all segments once ids below ``first`` are dropped and the new rows are added."""
+            total = 0
+            for table in self._opened.tables:
+                new = added.get(table.number, (0, 0))
+                for part, kept, count in zip(table.parts, self._kept_from(table, first), new, strict=True):
+                    total += part.nbytes(max(part.end, kept) + count, kept)
             return total
 
-        least = needed(new_segment=True)
+        def fits(first: int) -> bool:
+            """Return whether the new ones fit once ids below ``first`` are dropped. If so, this holds for later ids."""
+            dropped, left = self._log_nbytes(first)
+            if self._is_worth_shortening(dropped, left):
+                dropped = 0
+            return nbytes_of_rows(first) + dropped + left + texts <= quota
+
+        least = nbytes_of_rows(self.snapshot.next_id) + texts
         if least > quota:
             raise UserError(f"max_bytes = {quota}: what is added at once needs {least}")
-        while self.nbytes + needed(new_segment=False) > quota:
+        while True:
             now = self.snapshot
+            if nbytes_of_rows(now.first_id) + sum(self._log_nbytes(now.first_id)) + texts <= quota:
+                return
             empty = now.first_id >= now.next_id
             if self.shorten_log(always=empty):
                 continue
             if empty:  # all trajectories are dropped, and the files that remain cannot be made smaller
                 raise UserError(f"max_bytes = {quota}: there is no room for {least} more")
-            self.drop(now.first_id + self._count_in_segment(0))
+            # All trajectories that must go are dropped together, because each drop writes a manifest to the disk.
+            following = now.first_id + 1
+            self.drop(following + bisect_left(range(following, now.next_id), True, key=fits))
 
     def _evict(self) -> None:
         """Drop the trajectories that exceed the limits of rows and age.
 
-        The newest trajectory is kept even if it exceeds the limit of rows on its own.
+        The newest trajectory is always kept. A trajectory is never dropped before all that were added before it.
         """
         now, limit = self.snapshot, self.limits.rows
         if limit is not None and now.count_rows() > limit:
@@ -277,7 +301,14 @@ class BufferWriter(BufferReader):
                 self.drop(now.first_id + (whole if rows_after[whole - 1] >= limit * 3 / 4 else few))
         if self.limits.age_s is not None:
             now = self.snapshot
-            old = int(np.searchsorted(now.records["time"], time.time() - self.limits.age_s))
+            since, old, last = time.time() - self.limits.age_s, 0, len(now.records) - 1
+            # The times need not increase, because the clock may have been set back. So the search ends at the first
+            # trajectory that is young enough, which is usually among the first records.
+            while old < last:
+                young = now.records["time"][old : min(old + EXAMINED, last)] >= since
+                old += int(np.argmax(young)) if young.any() else len(young)
+                if young.any():
+                    break
             self.drop(now.first_id + old)
 
     def _count_in_segment(self, position: int) -> int:
@@ -297,14 +328,11 @@ class BufferWriter(BufferReader):
         The kept records and texts are copied to new files, which readers open at their next refresh. With ``always``,
         this is done if dropped trajectories occupy any bytes. Returns whether new files were made.
         """
-        texts, now = self._opened.texts, self.snapshot
-        kept = now.records
-        begin = int(kept["text_begin"][0]) if len(kept) else texts.end
-        dropped = (now.first_id - self.manifest.base) * RECORD.itemsize + begin - texts.begin
-        left = len(kept) * RECORD.itemsize + texts.end - begin
-        least = 0 if always else max(left, min(SHORTEN, (self.limits.nbytes or SHORTEN) // 8))
-        if self._uncommitted or dropped <= least:
+        now = self.snapshot
+        dropped, left = self._log_nbytes(now.first_id)
+        if not (self._is_worth_shortening(dropped, left) or (always and dropped and not self._uncommitted)):
             return False
+        texts, begin = self._opened.texts, self._texts_begin(now.first_id)
         number = int(self.manifest.log[-6:]) + 1
         fresh = replace(
             self.manifest,
@@ -317,8 +345,24 @@ class BufferWriter(BufferReader):
         with self._replacing_files(fresh):
             texts.copy(fresh.texts, begin)
             with closing(Log(self._opened.files, fresh.log, writable=True)) as log:
-                log.append(kept.copy())
+                log.append(now.records.copy())
         return True
+
+    def _texts_begin(self, first: int) -> int:
+        """Return the offset from which on the trajectories with ids from ``first`` on have their texts."""
+        kept = self.snapshot.records[first - self.snapshot.first_id :]
+        return int(kept["text_begin"][0]) if len(kept) else self._opened.texts.end
+
+    def _log_nbytes(self, first: int) -> tuple[int, int]:
+        """Return how many bytes of the log and the texts are of ids below ``first``, and how many of all others."""
+        texts, begin = self._opened.texts, self._texts_begin(first)
+        dropped = (first - self.manifest.base) * RECORD.itemsize + begin - texts.begin
+        return dropped, (self.snapshot.next_id - first) * RECORD.itemsize + texts.end - begin
+
+    def _is_worth_shortening(self, dropped: int, left: int) -> bool:
+        """Return whether `shorten_log` rewrites the log and the texts, for numbers of bytes from `_log_nbytes`."""
+        least = min(SHORTEN, (self.limits.nbytes or SHORTEN) // 8)
+        return not self._uncommitted and dropped > max(left, least)
 
     # --- replacing everything --------------------------------------------------------------------
     def can_adopt(self, source: BufferReader) -> bool:
@@ -476,8 +520,10 @@ def block_statistics(block: TrajectoryBlock) -> dict[str, Any]:
         found["flags"] |= np.where(intervened.reshape(n, -1).any(dim=1).numpy(), INTERVENED, 0)
     versions = block.columns.get(("versions",))
     if versions is not None and versions.numel():
-        lowest, highest = versions.reshape(n, -1).double().aminmax(dim=1)
-        found["version_low"], found["version_high"] = lowest.numpy(), highest.numpy()
+        values = versions.reshape(n, -1).double().numpy()
+        known = ~np.isnan(values)
+        for name, extreme, start in (("version_low", np.min, np.inf), ("version_high", np.max, -np.inf)):
+            found[name] = np.where(known.any(axis=1), extreme(values, axis=1, initial=start, where=known), -1.0)
     rewards = block.columns.get(("rewards",))
     if rewards is not None:
         found["reward"] = rewards.double().numpy().reshape(n, -1).sum(axis=1)

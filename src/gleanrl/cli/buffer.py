@@ -182,12 +182,13 @@ def _describe_values(column: Tensor) -> tuple[str, str, str]:
 
 # --- writing ------------------------------------------------------------------------------------
 def _merge(args: argparse.Namespace) -> int:
-    from gleanrl.buffer import transfer
+    from gleanrl.buffer import checkpoint, transfer
     from gleanrl.tracking.monitors import Console
 
     paths = [part for path in (args.path, *args.more) for part in _parts(path)]
     left_out: list[str] | None = [] if args.skip_damaged else None
-    total, nbytes = transfer.extent(paths, pickles=args.pickles)
+    with checkpoint.opened(paths, pickles=args.pickles) as sources:
+        total, nbytes = transfer.extent(sources)
     transfer.check_new(args.out)
     with Console().stage("merging", total) as stage:
         found = transfer.trajectories(paths, pickles=args.pickles, left_out=left_out, done=stage.advance)
@@ -197,12 +198,13 @@ def _merge(args: argparse.Namespace) -> int:
 
 
 def _export(args: argparse.Namespace) -> int:
-    from gleanrl.buffer import transfer
+    from gleanrl.buffer import checkpoint, transfer
     from gleanrl.tracking.monitors import Console
 
     paths = _parts(args.path)
     left_out: list[str] | None = [] if args.skip_damaged else None
-    total, _ = transfer.extent(paths, pickles=args.pickles)
+    with checkpoint.opened(paths, pickles=args.pickles) as sources:
+        total, _ = transfer.extent(sources)
     transfer.check_new(args.out)
     with Console().stage("exporting", total) as stage:
         how: Any = {"pickles": args.pickles, "left_out": left_out, "done": stage.advance}

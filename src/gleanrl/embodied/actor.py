@@ -40,7 +40,6 @@ class ActorWorker:
     ) -> None:
         self.sac, self.buffer, self.demonstrations, self._config = sac, buffer, demonstrations, config
         share = config.demonstrations.share if demonstrations is not None else 0.0
-        self.source = buffer if demonstrations is None else MixedReplayBuffer(buffer, demonstrations, share)
         # numbers of chunk steps in a batch that come from the policy and from the demonstrations
         self._own, self._shown = MixedReplayBuffer.divide(config.learner.batch, share)
         self.step = 0  # number of steps done, i.e. of calls of `learn`
@@ -49,14 +48,33 @@ class ActorWorker:
         self._publish()
 
     def check(self) -> None:
-        """Raise `UserError` if there are too few demonstrations to fill their share of a batch."""
-        if self.demonstrations is not None and (there := self.demonstrations.window_samples) < self._shown:
+        """Raise `UserError` if the demonstrations lack a field, have other shapes than the run, or are too few."""
+        if self.demonstrations is None or not self._shown:
+            return
+        if (there := self.demonstrations.window_samples) < self._shown:
             newest, batch = self._config.demonstrations.newest, self._config.learner.batch
             chosen = f"the newest {newest} trajectories" if newest else "the demonstrations"
             raise UserError(
                 f"{chosen} hold {there} chunk steps, and a batch takes {self._shown}: show more, or lower "
                 f"demonstrations.share = {self._config.demonstrations.share:g} or learner.batch = {batch}"
             )
+        # One chunk step shows the shapes of all. The random state is restored, so that training does not depend on it.
+        state = self.demonstrations.generator.get_state()
+        try:
+            batch = self.demonstrations.sample(1, fields=FIELDS)
+        except UserError as error:
+            raise UserError(f"the demonstrations cannot be used: {error}") from None
+        self.demonstrations.generator.set_state(state)
+        obs = self.sac.actor.body.weights[0].shape[1]
+        sizes = {"curr_obs.states": obs, "next_obs.states": obs, "actions": self.sac.actor.actions}
+        for name in FIELDS:
+            value: Any = batch
+            for key in name.split("."):
+                value = value[key]
+            size = sizes.get(name, self._config.environment.chunk)
+            if value.shape[1:] != (size,):
+                shape = list(value.shape[1:])
+                raise UserError(f"the demonstrations' {name} have the shape {shape} in each chunk step, not [{size}]")
 
     def learn(self, rollout: Rollout) -> dict[str, float]:
         """Make one step: store a trajectory, make the updates that are due, and publish the policy. Returns the step's
@@ -73,8 +91,13 @@ class ActorWorker:
         totals: dict[str, Any] = {}
         generator = torch.Generator().manual_seed(derive(config.run.seed, "update", self.step))
         for _ in range(due):
-            batch = self.source.sample(settings.batch, fields=FIELDS)
-            losses = self.sac.update(Transitions.of(batch, settings.gamma, self.sac.device), generator)
+            # each part is converted before they are joined, because demonstrations may have other dtypes
+            parts = []
+            for buffer, count in ((self.buffer, self._own), (self.demonstrations, self._shown)):
+                if buffer is not None and count:
+                    batch = buffer.sample(count, fields=FIELDS)
+                    parts.append(Transitions.of(batch, settings.gamma, self.sac.device))
+            losses = self.sac.update(Transitions.joined(parts), generator)
             for name, value in losses.items():
                 totals[name] = totals.get(name, 0.0) + value
         self.step += 1

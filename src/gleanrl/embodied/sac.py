@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -35,18 +35,22 @@ class Transitions:
 
         Steps of a chunk after the end of its episode were not executed, so their rewards are ignored.
         """
-        rewards, terminated, truncated = (batch[name] for name in ("rewards", "terminations", "truncations"))
+        rewards, terminated, truncated = batch["rewards"], batch["terminations"].bool(), batch["truncations"].bool()
         ended = (terminated | truncated).long()
         before = ended.cumsum(dim=1) - ended  # number of episode ends before each step of the chunk
         acted = before == 0
         powers = gamma ** torch.arange(rewards.shape[1])
         steps = acted.sum(dim=1)
         discounts = gamma ** steps.float() * (~(terminated & acted).any(dim=1)).float()
-        found = (
-            *(batch["curr_obs"]["states"], batch["actions"], (rewards * acted * powers).sum(dim=1), discounts),
-            batch["next_obs"]["states"],
-        )
+        # not a product with `acted`, because an environment may have left NaN where no step was executed
+        returns = (torch.where(acted, rewards, 0) * powers).sum(dim=1)
+        found = (batch["curr_obs"]["states"], batch["actions"], returns, discounts, batch["next_obs"]["states"])
         return cls(*(tensor.float().to(device) for tensor in found))
+
+    @classmethod
+    def joined(cls, parts: Sequence[Transitions]) -> Transitions:
+        """Return one batch with the transitions of all ``parts``, in order."""
+        return cls(*(torch.cat([getattr(part, own.name) for part in parts]) for own in fields(cls)))
 
 
 class SAC:

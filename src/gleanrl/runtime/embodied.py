@@ -117,9 +117,9 @@ async def _train(
         environments = stack.enter_context(open_environments(config, "training", config.environment.count))
         held_out = stack.enter_context(open_environments(config, "evaluation", config.evaluation.episodes))
 
-        if found is None:
-            # The folder may contain the buffers of a run that was killed before its first checkpoint.
-            shutil.rmtree(folder.path / BUFFERS, ignore_errors=True)
+        # The folder may contain the buffers of a run that was killed. The buffers of the checkpoint replace them, so a
+        # damaged file among them must not prevent the run from being resumed.
+        shutil.rmtree(folder.path / BUFFERS, ignore_errors=True)
         sac = SAC(environments.obs_size, environments.action_size, config.learner, config.run.seed)
         window, max_rows = config.buffer.window, config.buffer.max_rows
         online = stack.enter_context(open_buffer(config, folder, "online", window, max_rows))

@@ -50,7 +50,7 @@ def file(path: Path | str, *, needed: int | None = None) -> Iterator[Path]:
         UserError: the disk is full.
     """
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    create_folder(path.parent)
     partial = _partial(path)
     try:
         with _explaining_full_disk(path, partial, needed):
@@ -74,7 +74,7 @@ def directory(path: Path | str, *, needed: int | None = None) -> Iterator[Path]:
     found next to it under a name that begins with ``.partial-``.
     """
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    create_folder(path.parent)
     partial = _partial(path)
     _open_folders.add(partial.name)
     try:
@@ -92,6 +92,20 @@ def directory(path: Path | str, *, needed: int | None = None) -> Iterator[Path]:
     finally:
         shutil.rmtree(partial, ignore_errors=True)  # after an error the new folder, after an exchange the old one
         _open_folders.discard(partial.name)
+
+
+def create_folder(path: Path) -> None:
+    """Create a folder and its missing parents. They are on disk when this returns, so that they survive a power cut.
+
+    Raises `UserError` if ``path`` or a parent is a file.
+    """
+    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError):
+        raise UserError(f"{path}: a file is there, or at one of its parents; name another folder") from None
+    for folder in missing:
+        sync(folder.parent)
 
 
 def left_behind(path: Path) -> list[Path]:
