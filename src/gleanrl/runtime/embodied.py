@@ -118,8 +118,12 @@ async def _train(
         held_out = stack.enter_context(open_environments(config, "evaluation", config.evaluation.episodes))
 
         # The folder may contain the buffers of a run that was killed. The buffers of the checkpoint replace them, so a
-        # damaged file among them must not prevent the run from being resumed.
-        shutil.rmtree(folder.path / BUFFERS, ignore_errors=True)
+        # damaged file among them must not prevent the run from being resumed. Until the checkpoint is loaded, they are
+        # kept, because the checkpoint may be damaged too.
+        live, replaced = folder.path / BUFFERS, folder.path / f"{BUFFERS}.replaced"
+        if found is not None and live.exists() and not replaced.exists():
+            live.rename(replaced)
+        shutil.rmtree(live, ignore_errors=True)
         sac = SAC(environments.obs_size, environments.action_size, config.learner, config.run.seed)
         window, max_rows = config.buffer.window, config.buffer.max_rows
         online = stack.enter_context(open_buffer(config, folder, "online", window, max_rows))
@@ -133,6 +137,7 @@ async def _train(
         actor = ActorWorker(sac, online, shown, config)
         if found is not None:
             actor.load(found[0], found[1]["step"])
+            shutil.rmtree(replaced, ignore_errors=True)
             console.print(f"resuming {folder.path} at step {actor.step} of {steps}")
         actor.check()
         worker = make_worker(config, environments, actor.progress)
