@@ -84,7 +84,8 @@ class Ended:
         """The one line of an error; fails if there is a stack trace or more than one such line."""
         assert "Traceback" not in self.stderr, self.stderr
         assert "never retrieved" not in self.stderr, self.stderr
-        lines = [line for line in self.stderr.splitlines() if line.startswith("gleanrl: ")]
+        found = [line for line in self.stderr.splitlines() if line.startswith("gleanrl: ")]
+        lines = [line for line in found if not line.startswith("gleanrl: warning: ")]
         assert len(lines) == 1, self.stderr
         assert self.stderr.endswith(lines[0] + "\n"), self.stderr
         return lines[0].removeprefix("gleanrl: ")
