@@ -492,19 +492,16 @@ class ExperiencePool:
         """
         return self._read(task_ids, "trajectories", "blobs", Stored)
 
-    def same_tasks(self, tasks: Iterable[Task]) -> set[str]:
-        """Return the ids of those ``tasks`` that the pool has with the same prompt and payload."""
-        found = set[str]()
+    def has_task(self, task: Task) -> bool:
+        """Return whether the pool's task with this id has the same prompt and payload. False if it is damaged."""
         query = "SELECT CAST(data AS BLOB) FROM bodies WHERE id = (SELECT id FROM tasks WHERE name = ?)"
         with self._reading() as db:
-            for task in tasks:
-                body = db.execute(query, (task.id,)).fetchone()
-                try:
-                    if body is not None and codec.is_same_task(body[0], task):
-                        found.add(task.id)
-                except codec.Damaged as error:
-                    log.warning("%s: task %r is damaged (%s)", self.path, task.id, error)
-        return found
+            body = db.execute(query, (task.id,)).fetchone()
+        try:
+            return body is not None and codec.is_same_task(body[0], task)
+        except codec.Damaged as error:
+            log.warning("%s: task %r is damaged (%s)", self.path, task.id, error)
+            return False
 
     def failures(self, task_ids: Sequence[str]) -> dict[str, list[StoredFailure]]:
         """Return the stored failures of each task, oldest first; an empty list for a task without any.

@@ -60,12 +60,12 @@ def attach_replayed(
             raise ValueError(f"the group of task {group.spec.task.id!r} already holds replayed members")
     random, step = np.random.default_rng(seed), seed if step is None else step
     retired, found = pool.retired(names), pool.stored(names)
-    known = [pool.same_tasks([group.spec.task]) for group in groups]  # two data sets may use the same ids
     left = source_places(settings.source_limits, len(groups) * settings.per_group, random)
     keys: list[int] = []
     mixed: list[Group] = []
-    for group, name, same in zip(groups, names, known, strict=True):
-        stored = found[name] if name in same and name not in retired and group.valid_fresh else []
+    for group, name in zip(groups, names, strict=True):
+        usable = name not in retired and group.valid_fresh and pool.has_task(group.spec.task)
+        stored = found[name] if usable else []
         stored = within_limits(stored, left, settings.per_group)
         order = ranked(stored, settings.select, random, step=step)
         chosen = [stored[index] for index in order[: settings.per_group]]
