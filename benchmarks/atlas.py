@@ -8,11 +8,11 @@ The arms are in `atlas_arms.py`, and docs/reference/atlas.md states their source
 is made as by `replay_gain.py`, but only its last checkpoint is evaluated. The policy after the warm start, which all
 arms of a domain and seed share, is evaluated once, as the arm `warm start`.
 
-`run --sweep` makes runs in `SWEEP_DOMAIN` with each of `RATES` and the first of `SWEEP_SEEDS`, then with the second seed
-and each arm's best two rates. The better one of these is the arm's rate in all domains.
-`run` makes the runs that count, with other seeds and the chosen rates: `FIRST_SEEDS` of all arms, then `SEEDS` of those
-that `goes_on` names. Both append a JSON line to FILE (default:
-`results/atlas.jsonl`) for each run, and skip runs that it already contains. `show` prints the tables.
+`run --sweep` makes runs in `SWEEP_DOMAIN` with each of `RATES` and the first of `SWEEP_SEEDS`, then with the second
+seed and each arm's best two rates. The better one of these is the arm's rate in all domains. `run` makes the runs that
+count, with other seeds and the chosen rates: `FIRST_SEEDS` of all arms, then `SEEDS` of those that `goes_on` names. Both
+append a JSON line to FILE (default: `results/atlas.jsonl`) for each run, and skip runs that it already contains. `show`
+prints the tables.
 """
 
 from __future__ import annotations
@@ -67,7 +67,9 @@ def main() -> None:
         first, second = SWEEP_SEEDS
         run_all(wanted(rows, [first], [SWEEP_DOMAIN], args.arms, RATES), one_run, args.save, args.jobs)
         rows = read(args.save)
-        jobs = [each for arm in args.arms for each in wanted(rows, [second], [SWEEP_DOMAIN], [arm], best_two(rows, arm))]
+        jobs = [
+            each for arm in args.arms for each in wanted(rows, [second], [SWEEP_DOMAIN], [arm], best_two(rows, arm))
+        ]
         run_all(list(dict.fromkeys(jobs)), one_run, args.save, args.jobs)
         return
     run_all(wanted(rows, args.seeds or FIRST_SEEDS, args.domains, args.arms, args.lrs), one_run, args.save, args.jobs)

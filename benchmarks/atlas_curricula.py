@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from gleanrl.experience.pool.pool import Stored, StoredFailure
 from gleanrl.experience.replay.curriculum import ReplayCurriculum
 from gleanrl.experience.replay.restarts import beginning
 from gleanrl.experience.replay.selection import ranked
@@ -49,37 +50,38 @@ class AttachToEveryGroup(Wrapped):
 
     async def propose(self, count: int) -> list[GroupSpec]:
         specs, pool = await self.inner.propose(count), self.inner.pool
-        names = [spec.task.id for spec in specs]
-        stored, retired = pool.stored(names), pool.retired(names)
+        best = self.best_first([spec.task.id for spec in specs])
         attached, keys = [], []
         for spec in specs:
-            own = [] if spec.task.id in retired else stored[spec.task.id]
-            order = ranked(own, pool.settings.select, self._random, step=self._steps)
-            chosen = [own[index] for index in order[: pool.settings.per_group]]
+            chosen = best[spec.task.id][: pool.settings.per_group]
             keys += [each.key for each in chosen]
             attached.append(replace(spec, replayed=tuple(each.trajectory for each in chosen)))
         pool.used(keys)
         return attached
 
+    def best_first(self, names: Sequence[str]) -> Mapping[str, Sequence[Stored | StoredFailure]]:
+        """Return the stored trajectories of each task that may be added, in the order in which they are chosen."""
+        pool, ordered = self.inner.pool, {}
+        retired = pool.retired(names)
+        for name, own in pool.stored(names).items():
+            usable = [] if name in retired else own
+            order = ranked(usable, pool.settings.select, self._random, step=self._steps)
+            ordered[name] = [usable[index] for index in order]
+        return ordered
 
-class AttachNewestOutcomes(Wrapped):
-    """Adds the newest stored trajectories of its task, successes and failures, to every group; selects no tasks.
 
-    A group gets up to ``replay.per_group`` of them. Needs ``replay.task_ratio = 0`` and ``replay.keep_failures``.
+class AttachNewestOutcomes(AttachToEveryGroup):
+    """Adds the newest stored trajectories of its task instead, successes and failures, of retired tasks too.
+
+    Needs ``replay.keep_failures``.
     """
 
-    async def propose(self, count: int) -> list[GroupSpec]:
-        specs, pool = await self.inner.propose(count), self.inner.pool
-        names = [spec.task.id for spec in specs]
-        successes, failures = pool.stored(names), pool.failures(names)
-        attached, keys = [], []
-        for spec in specs:
-            own = [*successes[spec.task.id], *failures[spec.task.id]]
-            newest = sorted(own, key=lambda each: (-each.version, each.key))[: pool.settings.per_group]
-            keys += [each.key for each in newest]
-            attached.append(replace(spec, replayed=tuple(each.trajectory for each in newest)))
-        pool.used(keys)
-        return attached
+    def best_first(self, names: Sequence[str]) -> Mapping[str, Sequence[Stored | StoredFailure]]:
+        successes, failures = self.inner.pool.stored(names), self.inner.pool.failures(names)
+        return {
+            name: sorted([*successes[name], *failures[name]], key=lambda each: (-each.version, each.key))
+            for name in names
+        }
 
 
 class WithoutPrefix(Wrapped):
