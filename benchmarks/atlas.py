@@ -11,8 +11,8 @@ arms of a domain and seed share, is evaluated once, as the arm `warm start`.
 `run --sweep` makes runs in `SWEEP_DOMAIN` with each of `RATES` and the first of `SWEEP_SEEDS`, then with the second
 seed and each arm's best two rates. The better one of these is the arm's rate in all domains. `run` makes the runs that
 count, with other seeds and the chosen rates: `FIRST_SEEDS` of all arms, then `SEEDS` of those that `goes_on` names.
-Both append a JSON line to FILE (default: `results/atlas.jsonl`) for each run, and skip runs that it already contains. `show`
-prints the tables.
+Both append a JSON line to FILE (default: `results/atlas.jsonl`) for each run, and skip runs that it already contains.
+`show` prints the tables.
 """
 
 from __future__ import annotations
