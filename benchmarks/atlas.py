@@ -8,9 +8,9 @@ The arms are in `atlas_arms.py`, and docs/reference/atlas.md states their source
 is made as by `replay_gain.py`, but only its last checkpoint is evaluated. The policy after the warm start, which all
 arms of a domain and seed share, is evaluated once, as the arm `warm start`.
 
-`run --sweep` makes runs in `SWEEP_DOMAIN` with each of `RATES` and the first of `SWEEP_SEEDS`, then with the second
-seed and each arm's best two rates. The better one of these is the arm's rate in all domains. `run` makes the runs that
-count, with other seeds and the chosen rates: `FIRST_SEEDS` of all arms, then `SEEDS` of those that `goes_on` names.
+`run --sweep` makes runs in `FIRST_DOMAIN` with `SWEEP_SEED` and each of `RATES`; the best rate of an arm is its rate
+in all domains. `run` makes the runs that count, with other seeds, in three stages: `FIRST_SEEDS` in `FIRST_DOMAIN`, the
+same seeds in all domains, and all `SEEDS`. After a stage, only the arms that `goes_on` names go on, with their controls.
 Both append a JSON line to FILE (default: `results/atlas.jsonl`) for each run, and skip runs that it already contains.
 `show` prints the tables.
 """
@@ -34,9 +34,9 @@ RESULTS = Path(__file__).parent / "results" / "atlas.jsonl"
 FIRST_SEEDS = range(5)
 SEEDS = range(13)
 AIM = 0.05  # gain of held-out success over the reference that is worth a change of the default
-SWEEP_SEEDS = (100, 101)
-SWEEP_DOMAIN = "few tasks"
-RATES = (5e-5, 1e-4, 2e-4, 4e-4)
+FIRST_DOMAIN = "few tasks"
+SWEEP_SEED = 100
+RATES = (5e-5, 1e-4, 2e-4)
 SAMPLES = (3, 2)  # attempts at each held-out and at each training task
 WARM_START = "warm start"
 
@@ -55,8 +55,9 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", help="run: default: as above")
     parser.add_argument("--jobs", type=int, default=2, help="runs at once, one thread each")
     args = parser.parse_args()
-    rows = [row for row in read(args.save) if row["arm"] in (*args.arms, WARM_START)]
+    rows = read(args.save)
     if args.what == "show":
+        rows = [row for row in rows if row["arm"] in (*args.arms, WARM_START)]
         show(rows, args.domains)
         if args.svg:
             args.svg.write_text(draw(pooled(rows, args.domains)))
@@ -64,20 +65,18 @@ def main() -> None:
     if not (args.sweep or args.lrs) and (unswept := [arm for arm in args.arms if not is_swept(rows, arm)]):
         parser.error(f"`run --sweep` is not complete for {', '.join(unswept)}; complete it, or name --arms or --lrs")
     if args.sweep:
-        first, second = SWEEP_SEEDS
-        run_all(wanted(rows, [first], [SWEEP_DOMAIN], args.arms, RATES), one_run, args.save, args.jobs)
-        rows = read(args.save)
-        jobs = [
-            each for arm in args.arms for each in wanted(rows, [second], [SWEEP_DOMAIN], [arm], best_two(rows, arm))
-        ]
-        run_all(list(dict.fromkeys(jobs)), one_run, args.save, args.jobs)
+        swept = [arm for arm in args.arms if tuned_as(arm) == arm]
+        run_all(wanted(rows, [SWEEP_SEED], [FIRST_DOMAIN], swept, RATES), one_run, args.save, args.jobs)
         return
-    run_all(wanted(rows, args.seeds or FIRST_SEEDS, args.domains, args.arms, args.lrs), one_run, args.save, args.jobs)
-    if args.seeds is None:
+    if args.seeds is not None:
+        run_all(wanted(rows, args.seeds, args.domains, args.arms, args.lrs), one_run, args.save, args.jobs)
+        return
+    arms = [arm for arm in args.arms if tuned_as(arm) == arm]  # the controls of an arm that goes on follow
+    for domains, seeds in (([FIRST_DOMAIN], FIRST_SEEDS), (args.domains, FIRST_SEEDS), (args.domains, SEEDS)):
+        print(f"{', '.join(arms)}: {', '.join(domains)}, {len(seeds)} seeds", flush=True)
+        run_all(wanted(rows, seeds, domains, arms, args.lrs), one_run, args.save, args.jobs)
         rows = read(args.save)
-        arms = [arm for arm in args.arms if goes_on(rows, arm)]
-        print(f"more seeds: {', '.join(arms)}", flush=True)
-        run_all(wanted(rows, SEEDS, args.domains, arms, args.lrs), one_run, args.save, args.jobs)
+        arms = [arm for arm in args.arms if goes_on(rows, arm, domains)]
 
 
 def wanted(
@@ -94,18 +93,14 @@ def wanted(
     ]
 
 
-def goes_on(rows: Sequence[Row], arm: str) -> bool:
-    """Return whether an arm gets all `SEEDS`: whether a gain of `AIM` is within its interval after the first ones.
+def goes_on(rows: Sequence[Row], arm: str, domains: Sequence[str]) -> bool:
+    """Return whether a gain of `AIM` is within an arm's interval of the held-out difference over all ``domains``.
 
-    The interval is that of the held-out difference to the reference over all domains. A control goes on with the arm
-    that it belongs to, and the reference and its controls always do.
+    A control goes on with the arm that it belongs to, and the reference and its controls always do.
     """
     arm = CONTROLS.get(arm, arm)
-    if arm == REFERENCE:
-        return True
-    first = [row for row in rows if row["seed"] in FIRST_SEEDS or row["seed"] in SWEEP_SEEDS]
-    gains = pooled(first, list(DOMAINS)).get(arm, {}).get("held-out", [])
-    return len(gains) == len(FIRST_SEEDS) and statistics.mean(gains) + tables.interval(gains) >= AIM
+    gains = pooled(rows, domains).get(arm, {}).get("held-out", [])
+    return arm == REFERENCE or (len(gains) > 1 and statistics.mean(gains) + tables.interval(gains) >= AIM)
 
 
 def one_run(job: Job) -> dict[str, Any]:
@@ -139,28 +134,26 @@ async def evaluate_start(job: Job, config: Any) -> dict[str, Any]:
 
 
 # --- tables -----------------------------------------------------------------------------------------
-def sweep_of(rows: Sequence[Row], arm: str) -> list[Row]:
-    own = [row for row in rows if (row["domain"], row["arm"]) == (SWEEP_DOMAIN, arm)]
-    return [row for row in own if row["seed"] in SWEEP_SEEDS and row["lr"] in RATES]
+def tuned_as(arm: str) -> str:
+    """Return the arm whose learning rate an arm has: that of its arm for a control, and else its own."""
+    return arm if CONTROLS.get(arm, REFERENCE) == REFERENCE else CONTROLS[arm]
 
 
-def best_two(rows: Sequence[Row], arm: str) -> list[float]:
-    """Return the rates of an arm with the highest sums of held-out and training success with the first sweep seed."""
-    first = [row for row in sweep_of(rows, arm) if row["seed"] == SWEEP_SEEDS[0]]
-    success = {row["lr"]: tables.final(row, "held_out") + tables.final(row, "train") for row in first}
-    return sorted(success, key=lambda lr: -success[lr])[:2]
+def sweep_of(rows: Sequence[Row], arm: str) -> dict[float, float]:
+    """Return the sum of held-out and training success of the sweep's runs of an arm, by rate."""
+    own = [row for row in rows if (row["domain"], row["arm"], row["seed"]) == (FIRST_DOMAIN, tuned_as(arm), SWEEP_SEED)]
+    return {row["lr"]: tables.final(row, "held_out") + tables.final(row, "train") for row in own if row["lr"] in RATES}
 
 
 def is_swept(rows: Sequence[Row], arm: str) -> bool:
     """Return whether all runs that choose the learning rate of an arm were made."""
-    found = {(row["lr"], row["seed"]) for row in sweep_of(rows, arm)}
-    first, second = SWEEP_SEEDS
-    return all((lr, first) in found for lr in RATES) and all((lr, second) in found for lr in best_two(rows, arm))
+    return len(sweep_of(rows, arm)) == len(RATES)
 
 
 def rate_of(rows: Sequence[Row], arm: str) -> float:
     """Return the learning rate of an arm: the best one of the sweep, or 1e-4 if it is not complete."""
-    return tables.best_rate(sweep_of(rows, arm), arm) if is_swept(rows, arm) else RATES[1]
+    success = sweep_of(rows, arm)
+    return max(success, key=lambda rate: success[rate]) if is_swept(rows, arm) else RATES[1]
 
 
 def counted(rows: Sequence[Row], domain: str) -> dict[str, dict[int, Row]]:
@@ -170,7 +163,7 @@ def counted(rows: Sequence[Row], domain: str) -> dict[str, dict[int, Row]]:
     for arm in tables.ordered(row["arm"] for row in own):
         rate = 0.0 if arm == WARM_START else rate_of(rows, arm)
         chosen = {row["seed"]: row for row in own if row["arm"] == arm and row["lr"] == rate}
-        runs[arm] = {seed: row for seed, row in chosen.items() if seed not in SWEEP_SEEDS}
+        runs[arm] = {seed: row for seed, row in chosen.items() if seed in SEEDS}
     return {arm: found for arm, found in runs.items() if found}
 
 
