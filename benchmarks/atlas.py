@@ -9,8 +9,8 @@ is made as by `replay_gain.py`, but only its last checkpoint is evaluated. The p
 arms of a domain and seed share, is evaluated once, as the arm `warm start`.
 
 `run --sweep` makes runs in `FIRST_DOMAIN` with `SWEEP_SEED` and each of `RATES`; the best rate of an arm is its rate
-in all domains. `run` makes the runs that count, with other seeds, in three stages: `FIRST_SEEDS` in `FIRST_DOMAIN`, the
-same seeds in all domains, and all `SEEDS`. After a stage, only the arms that `goes_on` names go on, with their controls.
+in all domains. `run` makes the runs that count, with other seeds, in three stages: `FIRST_SEEDS` in `FIRST_DOMAIN`,
+the same seeds in all domains, all `SEEDS`. After a stage, only arms that `goes_on` names go on, with their controls.
 Both append a JSON line to FILE (default: `results/atlas.jsonl`) for each run, and skip runs that it already contains.
 `show` prints the tables.
 """
