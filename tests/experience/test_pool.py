@@ -243,13 +243,15 @@ def test_a_full_task_evicts_the_trajectory_that_would_be_selected_last(
 def test_a_full_task_keeps_what_the_users_own_ranking_keeps(path: Path) -> None:
     by_default = ranking("own, for a test")(lambda trajectories, random: range(trajectories.age.size))
     oldest = ranking("oldest kept, for a test", keep=lambda candidate: -candidate.order)(by_default.function)
-    for chosen, kept in ((by_default, [2, 3]), (oldest, [0, 1])):
-        with ExperiencePool(
-            path.with_name(chosen.name), ReplaySettings(select=chosen.name, capacity_per_task=2)
-        ) as pool:
-            for index in range(4):
-                pool.observe([group("t", [episode("t", 1.0, (index,)), episode("t", 0.0)])], index)
+    best = ranking("best kept, for a test", keep=lambda candidate: (candidate.score, -candidate.length))
+    episodes = [(0.75, (0,)), (1.0, (1, 1, 1)), (1.0, (2,)), (0.5, (3,))]  # score, sampled tokens
+    for chosen, kept in ((by_default, [2, 3]), (oldest, [0, 1]), (best(by_default.function), [1, 2])):
+        settings = ReplaySettings(select=chosen.name, capacity_per_task=2, success_threshold=0.5)
+        with ExperiencePool(path.with_name(chosen.name), settings) as pool:
+            for index, (score, sampled) in enumerate(episodes):
+                pool.observe([group("t", [episode("t", score, sampled), episode("t", 0.0)])], index)
             assert [each[0] for each in tokens(pool)] == kept
+            assert pool.verify() == []
     with pytest.raises(UserError, match=r"replay.select: unknown value 'newst'; did you mean 'newest'"):
         ExperiencePool(path, ReplaySettings(select="newst"))
 
@@ -886,6 +888,7 @@ def test_a_damaged_record_is_evicted_and_never_returned(
             "trajectory 1 of task 't': its entropy, version, temperature, step, uses or source is no valid value",
         ),
         (f"UPDATE blobs SET data = x'{_blob_of('t', 5.0).hex()}' WHERE id = 1", "a log-prob of it is above 0"),
+        ("UPDATE trajectories SET length = 9 WHERE id = 1", "trajectory 1 of task 't': the score or the length"),
         ("UPDATE tasks SET live = 7 WHERE name = 't'", "counts 7 trajectories"),
         ("UPDATE tasks SET successes = 1 WHERE name = 't'", "another bucket than its own"),
         ("UPDATE tasks SET position = 9 WHERE name = 't'", "the positions of bucket 2/3 have gaps"),

@@ -208,13 +208,13 @@ def prunable(
     oldest = None if max_age is None else newest_step(db) - max_age
     left: dict[int, list[Candidate]] = {}
     failures: Counter[int] = Counter()  # number of failures that each task keeps
-    columns = "t.id, t.task, k.retired, t.version, t.entropy, t.digest, t.source"
+    columns = "t.id, t.task, k.retired, t.version, t.entropy, t.score, t.length, t.digest, t.source"
     query = (
         f"SELECT {columns} FROM trajectories t JOIN tasks k ON k.id = t.task UNION ALL "
         f"SELECT {columns} FROM failures t JOIN tasks k ON k.id = t.task ORDER BY 1"
     )
     # In this order, the failures come first, newest first, because their keys are -1, -2, ...
-    for key, task, is_retired, version, entropy, digest, its_source in db.execute(query):
+    for key, task, is_retired, version, *properties, its_source in db.execute(query):
         if oldest is not None and version < oldest:
             chosen["age"].append(key)
         elif retired and is_retired:
@@ -226,7 +226,7 @@ def prunable(
             if keep_failures is not None and failures[task] > keep_failures:
                 chosen["newer"].append(key)
         elif keep is not None:
-            left.setdefault(task, []).append(Candidate(key, entropy, digest))
+            left.setdefault(task, []).append(Candidate(key, *properties))
     if keep is not None:
         limited = settings.model_copy(update={"capacity_per_task": keep})
         for candidates in left.values():

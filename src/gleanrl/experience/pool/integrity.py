@@ -115,14 +115,18 @@ def _record_faults(db: sqlite3.Connection, done: Callable[[], object]) -> Iterat
             yield f"task {name!r}: {error}"
     for table, blobs in (("trajectories", "blobs"), ("failures", "failure_blobs")):
         query = (
-            "SELECT t.id, k.name, t.digest, CAST(b.data AS BLOB), t.entropy, t.version, t.temperature, t.step, t.uses, "
-            f"t.source FROM {table} t JOIN tasks k ON k.id = t.task JOIN {blobs} b ON b.id = t.id"
+            "SELECT t.id, k.name, t.digest, t.score, t.length, CAST(b.data AS BLOB), t.entropy, t.version, "
+            f"t.temperature, t.step, t.uses, t.source FROM {table} t "
+            f"JOIN tasks k ON k.id = t.task JOIN {blobs} b ON b.id = t.id"
         )
-        for key, name, digest, data, *columns in db.execute(query):
+        for key, name, digest, score, length, data, *columns in db.execute(query):
             try:
-                decode_record(name, digest, data, columns, admission.Limits())
+                trajectory = decode_record(name, digest, data, columns, admission.Limits())
             except Unfit as error:
                 yield f"trajectory {key} of task {name!r}: {error}"
+            else:
+                if (score, length) != (trajectory.score.value, trajectory.sampled_tokens):
+                    yield f"trajectory {key} of task {name!r}: the score or the length in the table is not its own"
             done()
 
 

@@ -25,7 +25,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
@@ -814,8 +814,9 @@ class ExperiencePool:
         Returns how many were ``admitted``, and how many were refused as ``refused/REASON``. ``version`` is the version
         from which their age counts; None = each trajectory's own. The caller must save ``row``.
         """
-        stored = self._db.execute("SELECT id, entropy, digest FROM trajectories WHERE task = ?", (row.id,)).fetchall()
-        known = {digest for _, _, digest in stored}
+        query = "SELECT id, entropy, score, length, digest FROM trajectories WHERE task = ?"
+        stored = [Candidate(*each) for each in self._db.execute(query, (row.id,))]
+        known = {candidate.digest for candidate in stored}
         new: list[tuple[Candidate, Trajectory]] = []
         seen: Counter[str] = Counter()
         for trajectory in trajectories:
@@ -829,10 +830,10 @@ class ExperiencePool:
             known.add(digest)
             # Larger than the keys of all stored trajectories, because new trajectories rank as newer.
             order = self._counts["next_key"] + len(new) + 1
-            new.append((Candidate(order, admission.entropy(trajectory), digest), trajectory))
-        candidates = [*(Candidate(*each) for each in stored), *(candidate for candidate, _ in new)]
+            new.append((_candidate(order, trajectory, digest), trajectory))
+        candidates = [*stored, *(candidate for candidate, _ in new)]
         surplus = {candidate.order for candidate in admission.surplus(candidates, self.settings)}
-        row.live -= self._remove([key for key, _, _ in stored if key in surplus], "capacity")
+        row.live -= self._remove([each.order for each in stored if each.order in surplus], "capacity")
         for candidate, trajectory in new:
             if candidate.order in surplus:
                 seen["refused/full"] += 1
@@ -840,12 +841,41 @@ class ExperiencePool:
             data = codec.encode_trajectory(trajectory)
             self._counts.update(next_key=1, trajectories=1, bytes=len(data))
             key, since = self._counts["next_key"], int(trajectory.version if version is None else version)
-            columns = (key, row.id, candidate.digest, candidate.entropy, since, temperature, step, 0, len(data), source)
-            self._db.execute("INSERT INTO trajectories VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", columns)
+            self._insert("trajectories", row.id, replace(candidate, order=key), since, temperature, step, data, source)
             self._db.execute("INSERT INTO blobs VALUES (?, ?)", (key, data))
             row.live += 1
             seen["admitted"] += 1
         return seen
+
+    def _insert(
+        self,
+        table: str,
+        task: int,
+        candidate: Candidate,
+        version: int,
+        temperature: float,
+        step: int,
+        data: bytes,
+        source: str,
+    ) -> None:
+        """Add a row with the key ``candidate.order`` to ``table``. ``data`` is the encoded trajectory."""
+        columns = {
+            "id": candidate.order,
+            "task": task,
+            "digest": candidate.digest,
+            "entropy": candidate.entropy,
+            "score": candidate.score,
+            "length": candidate.length,
+            "version": version,
+            "temperature": temperature,
+            "step": step,
+            "uses": 0,
+            "bytes": len(data),
+            "source": source,
+        }
+        names = ", ".join(columns)
+        values = ", ".join(f":{name}" for name in columns)
+        self._db.execute(f"INSERT INTO {table} ({names}) VALUES ({values})", columns)
 
     def _keep_failures(
         self,
@@ -888,8 +918,7 @@ class ExperiencePool:
         data = codec.encode_trajectory(trajectory)
         self._counts.update(next_failure=1, failures=1, failure_bytes=len(data))
         key, since = -self._counts["next_failure"], int(trajectory.version if version is None else version)
-        columns = (key, task, digest, admission.entropy(trajectory), since, temperature, step, 0, len(data), source)
-        self._db.execute("INSERT INTO failures VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", columns)
+        self._insert("failures", task, _candidate(key, trajectory, digest), since, temperature, step, data, source)
         self._db.execute("INSERT INTO failure_blobs VALUES (?, ?)", (key, data))
 
     def _remove_failures(self, keys: Sequence[int], cause: str) -> None:
@@ -924,6 +953,11 @@ class ExperiencePool:
             self._db.execute("DELETE FROM blobs WHERE id = ?", (key,))
             self._counts.update({"trajectories": -1, "bytes": -size, f"evicted/{cause}": 1})
         return len(distinct)
+
+
+def _candidate(order: int, trajectory: Trajectory, digest: bytes) -> Candidate:
+    entropy = admission.entropy(trajectory)
+    return Candidate(order, entropy, trajectory.score.value, trajectory.sampled_tokens, digest)
 
 
 def _check_incoming(incoming: Sequence[Incoming]) -> None:

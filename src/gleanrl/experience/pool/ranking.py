@@ -4,7 +4,7 @@ A ranking decides which trajectories of a task are replayed, and which remain in
 ``replay.capacity_per_task``. To add one, decorate a function with `@ranking`, and set
 ``replay.select = "file.py:function"``:
 
-    @ranking("shortest")
+    @ranking("shortest", keep=lambda candidate: (-candidate.length, candidate.order))
     def shortest(trajectories: TaskTrajectories, random: np.random.Generator) -> np.ndarray:
         return np.lexsort((trajectories.age, trajectories.length))
 """
@@ -52,6 +52,8 @@ class Candidate:
 
     order: int  # larger for newer trajectories; for a stored trajectory its key (`pool.Stored.key`)
     entropy: float
+    score: float
+    length: int  # number of sampled tokens
     digest: bytes  # `codec.token_digest`
 
 

@@ -29,13 +29,15 @@ _NOT_TEXT = "Could not decode to UTF-8"
 _SCHEMA = "SELECT name, coalesce(sql, '') FROM sqlite_schema WHERE name NOT LIKE 'sqlite_stat%'"
 
 APPLICATION = 0x474C5250  # "GLRP"
-VERSION = 5
+VERSION = 6
 
 _TRAJECTORY = (
     "id INTEGER PRIMARY KEY",
     "task INTEGER NOT NULL",
     "digest BLOB NOT NULL",
     "entropy REAL NOT NULL",
+    "score REAL NOT NULL",
+    "length INTEGER NOT NULL",  # number of sampled tokens
     "version INTEGER NOT NULL",
     "temperature REAL NOT NULL",
     "step INTEGER NOT NULL",
