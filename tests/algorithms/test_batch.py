@@ -234,6 +234,23 @@ def test_turn_level_credit_compares_turns_after_the_same_observation() -> None:
     assert advantages(group) == [[0.5, 0.5], [-0.5]]
 
 
+def test_equal_scores_have_no_advantage_whether_or_not_turns_have_rewards() -> None:
+    members = []
+    for name, reward in (("a", None), ("b", None), ("c", 10.1), ("d", 10.1)):
+        plain = conversation(name, [(f"{name}{n}", None) for n in range(10)], 101.0)
+        turns = [replace(turn, reward=reward) if turn.sampled else turn for turn in plain.segments[0]]
+        members.append(replace(plain, segments=(tuple(turns),)))
+    group = Group(GroupSpec(Task("task"), fresh=4), tuple(members), ticket=0)
+    batch = build([group], CreditSettings(estimator="gigpo", options={"weight": 0.0}), LossSettings(), 64)
+    first = [sample.advantages[sample.mask][0] for sample in batch.samples]
+    np.testing.assert_allclose(first, 0.0, atol=1e-6)
+
+
+def test_an_empty_text_is_a_state_like_any_other() -> None:
+    [state] = turn_states(conversation("a", [("seen", "")], 1.0))
+    assert state == ""
+
+
 def test_a_turn_that_continues_an_answer_has_a_state_of_its_own() -> None:
     turns = conversation("cut", [("a", None), ("b", None)], 1.0).segments[0]
     cut = replace(conversation("cut", [], 1.0), segments=((*turns[:2], turns[3]),))

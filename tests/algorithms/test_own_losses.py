@@ -59,3 +59,29 @@ def test_a_precompute_must_return_one_value_for_each_token(kind: str) -> None:
 def test_a_loss_without_a_gradient_is_accepted_where_none_is_asked_for() -> None:
     with torch.no_grad():
         assert objective(tokens(), LossSettings()).values.shape == (6,)
+
+
+def test_a_loss_need_not_handle_that_a_correction_leaves_out_all_tokens() -> None:
+    def over_all(tokens: Tokens, settings: LossSettings) -> torch.Tensor:
+        return tokens.ratio.max().expand_as(tokens.logp)  # an error without tokens
+
+    @policy_loss("over all, of a test", scope="update", precompute=over_all)
+    def scaled(tokens: Tokens, settings: LossSettings) -> torch.Tensor:
+        assert tokens.precomputed is not None
+        return -tokens.advantages * tokens.ratio / tokens.precomputed
+
+    logp = torch.linspace(-2, -1, 4).requires_grad_()
+    old = logp.detach() - 0.1
+    given = Tokens(logp, old, torch.ones(4), torch.arange(4) // 2, torch.zeros(4, dtype=torch.bool), old - 3)
+    result = objective(given, LossSettings(name="over all, of a test", correction="mask", correction_cap=2.0))
+    result.values.sum().backward()
+    assert result.left_out_tokens == 4
+    assert logp.grad is not None
+    assert not logp.grad.any()
+
+
+@pytest.mark.parametrize("share", ["0.001", 0.0, 2])
+def test_a_share_of_tokens_that_is_none_is_refused(share: object) -> None:
+    for name in ("clip_cov", "kl_cov"):
+        with pytest.raises(UserError, match=r"loss\.options\.share"):
+            objective(tokens(), LossSettings(name=name, options={"share": share}))

@@ -102,6 +102,15 @@ BAD_SETTINGS = {
     "no such loss": (["--loss.name", "poo"], r"'poo'.*'?ppo'?"),
     "no such monitor": (["--monitor.use", "['fiel']"], r"'fiel'.*'file'"),
     "no such sampler": (["--sampler.name", "transformer"], r"no sampler 'transformer'; did you mean 'transformers'\?"),
+    "an option of another sampler": (
+        ["--sampler.options.gpu_memory_utilization", "0.4"],
+        r"sampler.options: transformers has no 'gpu_memory_utilization', only prefill_tokens",
+    ),
+    "an option that a run sets": (
+        ["--sampler.evaluation_options.dtype", "float32"],
+        r"sampler.evaluation_options: dtype follows from the run's other settings",
+    ),
+    "no tokens in a pass": (["--sampler.options.prefill_tokens", "0"], r"sampler.options.prefill_tokens = 0"),
     "no such retriever": ([*GUIDED, "bm26"], r"guidance.retriever = 'bm26'"),
     "a retriever without what it needs": ([*GUIDED, "reme"], r"guidance.options: reme.*'url'"),
     "no such reward": (["--reward.name", "juge"], r"no reward 'juge'; did you mean 'judge'\?"),

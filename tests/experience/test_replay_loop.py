@@ -320,7 +320,7 @@ def test_no_replayed_trajectory_is_older_than_max_age_when_it_is_trained(
 
 def test_trajectories_of_a_sampler_with_altered_sampling_are_not_stored(tmp_path: Path) -> None:
     run, curriculum = make_replay_run(tmp_path, ScheduleSettings(batch=4, group=4), REPLAY, steps=2)
-    run.player.sampler._altered = "top_p=0.9"
+    run.player.sampler.altered = "top_p=0.9"
     run_to_end(run)
     played = [t for groups in groups_of(run) for g in groups for t in g.fresh]
     assert {t.info["altered_sampling"] for t in played} == {"top_p=0.9"}

@@ -126,13 +126,19 @@ def test_a_new_critic_predicts_zero_and_leaves_the_policy_unchanged(kind: Any) -
 
 @pytest.mark.parametrize("kind", ["own", "shared"])
 @pytest.mark.parametrize("clip", [None, 0.05])
+@pytest.mark.parametrize("correction", ["none", "mask"])
 @settings(max_examples=examples(8), phases=[Phase.reuse, Phase.generate])  # shrinking would take minutes
 @given(seed=st.integers(0, 2**32 - 1), budget=st.sampled_from([1, 60, 10_000]))
 def test_the_gradient_of_the_value_loss_equals_the_naive_one(
-    kind: Any, clip: float | None, seed: int, budget: int
+    kind: Any, clip: float | None, correction: Any, seed: int, budget: int
 ) -> None:
-    """The reference adds up one token at a time; advantages of 0 remove the policy loss."""
-    learner = make_learner(CriticSettings(model=kind, clip=clip, coefficient=0.7), tokens_per_microbatch=budget)
+    """The reference adds up one token at a time; advantages of 0 remove the policy loss.
+
+    Tokens that the correction leaves out have no value loss, since they are not in the denominator either.
+    """
+    loss = LossSettings(correction=correction, correction_cap=1.05)
+    critic_settings = CriticSettings(model=kind, clip=clip, coefficient=0.7)
+    learner = make_learner(critic_settings, loss, tokens_per_microbatch=budget, old_logprobs="recompute")
     critic = shaken(learner)
     batch = with_credit(learner, drafted(seed))
     if not batch.samples:
@@ -143,6 +149,7 @@ def test_the_gradient_of_the_value_loss_equals_the_naive_one(
             sample,
             advantages=np.zeros_like(sample.advantages),
             values=sample.values + random.normal(0, 0.1, sample.tokens.size).astype(np.float32),  # type: ignore[operator]
+            proximal=sample.behaviour + random.normal(0, 0.05, sample.tokens.size).astype(np.float32),
         )
         for sample in batch.samples
     ]
@@ -154,6 +161,9 @@ def test_the_gradient_of_the_value_loss_equals_the_naive_one(
     for sample in quiet:
         values = plain_values(body, critic, sample)
         for t in sample.mask.nonzero()[0]:
+            ratio = np.exp(float(sample.old[t]) - float(sample.behaviour[t]))
+            if correction == "mask" and not 0.5 <= ratio <= 1.05:
+                continue
             new, old, target = values[t], float(sample.values[t]), float(sample.returns[t])  # type: ignore[index]
             error = (new - target) ** 2
             if clip is not None:

@@ -206,6 +206,7 @@ def test_a_chat_template_of_the_settings_replaces_the_tokenizers(saved: Path, tm
         ({"chat_template": "chatml.jinja"}, r"model\.chat_template"),
         ({"device": "cuda:99"}, r"model\.device = 'cuda:99'"),
         ({"device": "abacus"}, r"model\.device = 'abacus' is no device"),
+        ({"device": "mps"}, r"model\.device = 'mps': Glean RL runs on cpu and cuda"),
         ({"init": "/no/such/place"}, "no such directory"),
         ({"init": "./no-such-place"}, "no such directory"),
         ({"init": "someone/some-model-that-is-not-there"}, "HF_HUB_OFFLINE forbids"),

@@ -20,6 +20,7 @@ from gleanrl.experience.replay.reverify import replay_actions
 from gleanrl.protocols import Completion, Environment, EpisodeLost, Observation, SamplingParams, Session, Taskset
 from gleanrl.rollout import player as rollout
 from gleanrl.rollout.player import MAX_ATTEMPTS, Player
+from gleanrl.rollout.renderer import Renderer
 from gleanrl.samplers.scripted import ScriptedSampler
 from gleanrl.schedule.step_metrics import group_metrics
 from gleanrl.types import LAST_OBSERVATION, Group, GroupSpec, IntArray, Message, Score, StopReason, Task, Trajectory
@@ -133,6 +134,31 @@ def cut_short(environment: Any, *, max_context: int = 10_000, max_turns: int = 3
     make = environment if callable(environment) else lambda task: environment
     player = Player(make, sampler, renderer(), ContextSettings(max_turns=max_turns), 1.0, max_context)
     return asyncio.run(player.play(TASK, trajectory_id="t", seed=3))
+
+
+@dataclass
+class Unrenderable(GuessEnvironment):
+    """Answers with a message that the chat template refuses, as the last observation or before."""
+
+    last: bool = True
+
+    async def step(self, message: Message) -> Observation:
+        observation = await super().step(message)
+        return replace(observation, messages=(Message(role="user", content="refuse this"),), done=self.last)
+
+
+@pytest.mark.parametrize("last", [True, False])
+def test_an_observation_that_the_chat_template_refuses_costs_only_its_episode(last: bool) -> None:
+    tokenizer = renderer().tokenizer
+    refuse = "{% for m in messages %}{% if 'refuse' in m.content %}{{ raise_exception('no') }}{% endif %}{% endfor %}"
+    tokenizer.chat_template = refuse + tokenizer.chat_template
+    shown = Renderer(tokenizer, bodies=True)
+    sampler = ScriptedSampler(lambda *_: shown.spoken("right").tolist())
+    player = Player(lambda task: Unrenderable(task, last=last), sampler, shown, ContextSettings(), 1.0, 10_000)
+    trajectory = asyncio.run(player.play(TASK, trajectory_id="t", seed=3))
+    assert trajectory.stop is (StopReason.DONE if last else StopReason.ERROR)
+    assert trajectory.score.valid is last  # the model does not see the last one
+    assert trajectory.ending == ()
 
 
 def test_an_episode_out_of_turns_or_context_gets_its_score_from_conclude() -> None:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from gleanrl.rollout.tool_calls import (
     Call,
     CallReader,
+    GemmaCalls,
     JsonCalls,
     NamedCalls,
     ResponseTemplate,
@@ -245,3 +246,11 @@ def test_values_that_are_no_strict_json_or_utf8_are_replaced(arguments: str, car
     assert len(text) < 300
     if carried is not None:
         assert message["function"]["arguments"] == carried
+
+
+def test_a_call_of_many_spaces_is_read_in_linear_time() -> None:
+    """A quadratic reading takes minutes, in which no other episode goes on."""
+    _, cut = GemmaCalls().read("<|tool_call>call:f{a" + " " * 200_000)
+    assert len(cut) == 1
+    _, [call] = GemmaCalls().read("<|tool_call>call:f{two  words : 1, b: [2], c: {d: null}}<tool_call|>")
+    assert call.arguments == {"two  words": 1, "b": [2], "c": {"d": None}}

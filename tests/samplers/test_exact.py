@@ -13,7 +13,15 @@ import torch
 import torch.nn.functional as F
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from transformers import BloomConfig, BloomForCausalLM, MistralConfig, MistralForCausalLM, Qwen2ForCausalLM
+from transformers import (
+    BloomConfig,
+    BloomForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen2ForCausalLM,
+)
 
 from gleanrl.protocols import SamplingParams
 from gleanrl.samplers.engines import CannotServe, FusedEngine, ModuleEngine, choose_engine, probe
@@ -196,6 +204,26 @@ def test_bfloat16_log_probs_are_within_half_a_nat_of_float32() -> None:
         return await asyncio.gather(*(converse(sampler, seed) for seed in range(4)))
 
     assert_exact(model, asyncio.run(run()), tolerance=0.5)
+
+
+@pytest.mark.parametrize("build", [FusedEngine, ModuleEngine])
+def test_bfloat16_keeps_the_positions_of_long_sequences(build: type) -> None:
+    """Frequencies of rotary positions that are rounded to bfloat16 give an error of 0.15."""
+    sizes = {"hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 2, "initializer_range": 0.2}
+    config = LlamaConfig(
+        **sizes, vocab_size=VOCABULARY, num_attention_heads=1, num_key_value_heads=1, max_position_embeddings=4096
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = LlamaForCausalLM(config).eval()
+    prompt = np.random.default_rng(0).integers(3, VOCABULARY, 1200).astype(np.int32)
+    engine, store = build(model, 4096, torch.bfloat16), KeyValueStore()
+    feed = Feed([0], [0], [prompt], engine.device)
+    store.reserve(1, feed.extent)
+    with torch.inference_mode():
+        wanted = model(torch.from_numpy(prompt.astype(np.int64))[None]).logits[0, -1]
+        error = (engine.logits(feed, store)[0] - wanted).square().mean().sqrt() / wanted.std()
+    assert error < 0.1
 
 
 def test_probe_raises_if_the_engine_has_a_wrong_weight() -> None:

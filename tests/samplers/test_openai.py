@@ -107,6 +107,11 @@ def test_requests_ask_the_server_to_sample_from_the_full_distribution(server: Co
     run(test())
 
 
+def test_extra_fields_cannot_change_the_distribution(server: CompletionsServer) -> None:
+    with pytest.raises(UserError, match=r"sampler.options.extra: top_p is 1.0 in every request"):
+        make_client(server, extra={"top_p": 0.9})
+
+
 def test_sessions_beyond_max_rows_open_in_order_of_arrival(server: CompletionsServer) -> None:
     async def test() -> list[int]:
         sampler, order = make_client(server, max_rows=2), []

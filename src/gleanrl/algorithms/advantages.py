@@ -662,7 +662,8 @@ def limited(values: Tensor, members: Tensor, count: Tensor) -> Tensor:
 
     Only values where ``members`` bool [K] is False are limited. ``count`` (one number, or [K]) is the number of scores
     from which the mean and the deviation were computed. None of n scores lies sqrt(n) deviations away from their mean,
-    but another score may lie any number of deviations away.
+    but another score may lie any number of deviations away. Where the scores of tokens are whitened, ``count`` is the
+    number of trajectories, because the limit that the number of tokens gives would hardly ever apply.
     """
     limit = count.double().clamp(min=1).sqrt()
     return torch.where(members, values, values.clamp(-limit, limit))

@@ -307,7 +307,8 @@ def assign_advantages(
 
     # The token rewards of a member sum to its score: what its turn rewards leave is earned at the last trained token.
     estimator = ESTIMATORS.get(credit.estimator)
-    rewards, rest = np.zeros(mask.shape, np.float32), np.array([member.trajectory.score.value for member in members])
+    # In float64, so that members with equal scores have equal sums.
+    rewards, rest = np.zeros(mask.shape), np.array([member.trajectory.score.value for member in members])
     for row, member in enumerate(members if estimator.turn_rewards else ()):
         end = 0
         for turn in member.trajectory.turns():
@@ -437,7 +438,8 @@ def turn_states(trajectory: Trajectory) -> list[Hashable]:
         observed: list[tuple[str, str]] = []
         for turn in segment:
             if turn.sampled:
-                keys.append(turn.state or tuple(observed) or (trajectory.id, len(keys)))
+                last = tuple(observed) or (trajectory.id, len(keys))
+                keys.append(last if turn.state is None else turn.state)
             if turn.message["role"] == "assistant":
                 observed = []
             else:

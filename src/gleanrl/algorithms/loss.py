@@ -300,6 +300,9 @@ class Objective(NamedTuple):
     # float scalar: number of sequences of which all tokens are left out, or 0 if the aggregation mode does not count
     # sequences. Each token of such a sequence adds 1 / length, so that the results of micro-batches can be added.
     left_out_sequences: Tensor
+    # float [T], or None for 1: the correction's factor of other terms of a token, such as the loss of a critic. It is 0
+    # for a token that is left out.
+    factor: Tensor | None
 
 
 def objective(
@@ -328,13 +331,14 @@ def objective(
     """
     loss = find(config)
     fresh = ~tokens.off_policy
-    # Micro-batches with observation tokens may have no trained token. A loss and its precompute need not handle that: a
-    # maximum over no tokens, for example, is an error.
+    # Micro-batches with observation tokens may have no trained token, and a correction may leave out all tokens. A loss
+    # and its precompute need not handle that: a maximum over no tokens, for example, is an error.
     trained = tokens.logp.numel() > 0
     if context is None:
         context = precompute(tokens, config) if trained else LossContext(None, None, None, None)
     tokens = replace(tokens, precomputed=context.precomputed)
-    policy = loss(tokens, config) if trained else TokenLosses(tokens.logp)
+    trained = trained and (context.weight is None or bool(context.weight.any()))
+    policy = loss(tokens, config) if trained else TokenLosses(0.0 * tokens.logp)
     if bool(tokens.off_policy.any()):
         replayed = replace(tokens, precomputed=context.replay_precomputed).take(tokens.off_policy)
         policy = _merge(tokens.off_policy, policy, replayed_loss(replayed, config))
@@ -352,15 +356,18 @@ def objective(
         terms = terms - config.entropy_coefficient * torch.where(fresh, entropy, 0.0)
 
     left_out_tokens = left_out_sequences = values.new_zeros(())
+    factor: Tensor | None = None
     if context.weight is not None:
         included = context.weight > 0
         values, terms = torch.where(included, context.weight * values, 0.0), torch.where(included, terms, 0.0)
+        factor = included.to(values.dtype)
         left_out_tokens = (~included).sum().to(values.dtype)
     if context.kept is not None and context.length is not None:
         left_out_sequences = torch.where(context.kept == 0, 1 / context.length, 0.0).sum()
         if aggregation_of(config) == "seq-mean-token-mean":  # divide by the kept tokens, not by all of the sequence
             scale = context.length / context.kept.clamp(min=1)
             values, terms = scale * values, scale * terms
+            factor = scale if factor is None else scale * factor
     with torch.no_grad():
         # The mismatch is the trainer's log-probs minus those recorded at sampling. For fresh tokens, the trainer's
         # log-probs are those before the update (the proximal ones); for replayed tokens, the current ones.
@@ -382,7 +389,7 @@ def objective(
             mismatch=mismatch,
             correction=context.weight,
         )
-    return Objective(values + terms, statistics, left_out_tokens, left_out_sequences)
+    return Objective(values + terms, statistics, left_out_tokens, left_out_sequences, factor)
 
 
 def _merge(off_policy: Tensor, losses: TokenLosses, of_replayed: TokenLosses) -> TokenLosses:
@@ -433,7 +440,8 @@ def precompute(tokens: Tokens, config: LossSettings) -> LossContext:
     weight = correction_weight(tokens, config, ratio=loss.ratio)
     included = weight > 0
     precomputed = kept = length = None
-    seen = loss.precomputed(tokens.take(included), config)  # tokens that are left out count as untrained
+    # Tokens that are left out count as untrained. If all are, neither this nor the loss is called (`objective`).
+    seen = loss.precomputed(tokens.take(included), config) if bool(included.any()) else None
     if seen is not None:
         precomputed = seen.new_zeros(weight.shape).masked_scatter(included, seen)
     if _counts_sequences(config):
@@ -759,6 +767,8 @@ def kl_cov(tokens: Tokens, settings: LossSettings, coefficient: float = 1.0) -> 
 
 
 def _count(tokens: Tokens, share: float) -> int:
+    if not isinstance(share, int | float) or not 0 < share <= 1:
+        raise UserError(f"loss.options.share = {share!r}: must be a number above 0 and at most 1")
     return max(1, int(share * int((~tokens.off_policy).sum())))
 
 

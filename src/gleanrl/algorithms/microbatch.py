@@ -110,7 +110,6 @@ def micro_batches(
     tokens_per_microbatch: int,
     *,
     pad_token: int = 0,
-    max_padding: float = MAX_PADDING,
     share: bool = False,
 ) -> list[MicroBatch]:
     """Pack samples into micro-batches.
@@ -122,20 +121,17 @@ def micro_batches(
         tokens_per_microbatch: largest number of tokens in a micro-batch, including padding. A sample that is longer
             gets its own micro-batch.
         pad_token: token id at padded positions.
-        max_padding: largest share of a micro-batch's tokens that may be padding.
         share: make packed rows, which need `gleanrl.learners.packed_attention`.
     """
-    plans = plan_rows(samples, tokens_per_microbatch, max_padding=max_padding, share=share)
+    plans = plan_rows(samples, tokens_per_microbatch, share=share)
     return [make_micro_batch(samples, rows, pad_token=pad_token, share=share) for rows in plans]
 
 
-def plan_rows(
-    samples: Sequence[Sample], tokens_per_microbatch: int, *, max_padding: float = MAX_PADDING, share: bool = False
-) -> list[tuple[int, ...]]:
+def plan_rows(samples: Sequence[Sample], tokens_per_microbatch: int, *, share: bool = False) -> list[tuple[int, ...]]:
     """Return the indices of the samples of each micro-batch that `micro_batches` makes of the same arguments."""
     if share:
         return plan_packed([sample.tokens[:-1] for sample in samples], tokens_per_microbatch)
-    return plan([sample.tokens.size - 1 for sample in samples], tokens_per_microbatch, max_padding)
+    return plan([sample.tokens.size - 1 for sample in samples], tokens_per_microbatch)
 
 
 def make_micro_batch(

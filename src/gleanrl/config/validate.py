@@ -217,7 +217,7 @@ def check(config: Config) -> None:
     find_order(config.tasks)
     # On Ray, samplers run on other machines, whose installed packages cannot be checked here.
     if not config.ray.enabled:
-        samplers.check(sampler.name)
+        samplers.check(sampler)
     if config.guidance.enabled:
         guidance.check(config.guidance)
 

@@ -211,6 +211,8 @@ def resolve_device(name: str) -> torch.device:
             f"model.device = {name!r}, but this machine offers {torch.cuda.device_count()} CUDA devices; "
             f"set model.device = 'auto'"
         )
+    if device.type not in ("cpu", "cuda"):
+        raise UserError(f"model.device = {name!r}: Glean RL runs on cpu and cuda")
     return device
 
 

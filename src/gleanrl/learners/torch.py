@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -120,6 +121,7 @@ class TorchLearner:
         # Serialises calls of the engine. It is acquired before the device lock, so that a call that waits for another
         # call of the engine does not hold the device meanwhile.
         self._one = asyncio.Lock()
+        self._computing = threading.Lock()  # held while a thread works, because `return_to` is no coroutine
         self._timeline = timeline
         self._tokenizer, self._published_dtype = tokenizer, published_dtype
         self._progress = _Progress()
@@ -177,7 +179,9 @@ class TorchLearner:
             samples = [
                 sample
                 for sample in batch.samples
-                if sample.proximal is None and (self._every_sample_matters or not sample.zero_advantage)
+                if sample.proximal is None
+                and not sample.off_policy  # its ratio has the recorded log-probs
+                and (self._every_sample_matters or not sample.zero_advantage)
             ]
             scores = await self.logprobs(samples)
             known = {id(sample): score.logprobs for sample, score in zip(samples, scores, strict=True)}
@@ -264,23 +268,30 @@ class TorchLearner:
         """Compute the result of `estimate`. Called on the thread that computes.
 
         The ``penalty`` of a sample is the KL of each token to the reference, times the current coefficient. It is 0 for
-        off-policy samples, which do not enter the measured KL either.
+        off-policy samples, which do not enter the measured KL either. Their ratio needs no ``proximal``.
         """
         nothing: list[FloatArray | None] = [None] * len(samples)
-        recompute = self.settings.old_logprobs == "recompute"
-        proximal = [score.logprobs for score in self.engine.score(samples)] if recompute else nothing
-        values = self.engine.values(samples) if self._critic is not None else nothing
-        penalties = nothing
+        on_policy = [sample for sample in samples if not sample.off_policy]
+        own, reference = [], []  # log-probs of the on-policy samples under the policy and under the reference model
+        if self.settings.old_logprobs == "recompute":
+            own = [score.logprobs for score in self.engine.score(on_policy)]
         if self._penalises:
-            penalties = []
-            reference = self.engine.score(samples, reference=True)
-            for sample, known, scores in zip(samples, proximal, reference, strict=True):
-                logp = torch.from_numpy(sample.behaviour if known is None else known)
-                kl = kl_penalty(logp, torch.from_numpy(scores.logprobs), self.loss.kl).numpy() * sample.mask
-                if not sample.off_policy:
+            reference = [score.logprobs for score in self.engine.score(on_policy, reference=True)]
+        values = self.engine.values(samples) if self._critic is not None else nothing
+        estimates, number = [], 0
+        for sample, value in zip(samples, values, strict=True):
+            proximal = None
+            penalty = np.zeros(sample.tokens.size, np.float32) if self._penalises else None
+            if not sample.off_policy:
+                proximal = own[number] if own else None
+                if self._penalises:
+                    logp = torch.from_numpy(sample.behaviour if proximal is None else proximal)
+                    kl = kl_penalty(logp, torch.from_numpy(reference[number]), self.loss.kl).numpy() * sample.mask
                     self._kl.measure(float(kl.sum()), int(sample.mask.sum()))
-                penalties.append(np.float32(self._kl.value * (not sample.off_policy)) * kl)
-        return [ModelEstimates(*row) for row in zip(proximal, penalties, values, strict=True)]
+                    penalty = np.float32(self._kl.value) * kl
+                number += 1
+            estimates.append(ModelEstimates(proximal, penalty, value))
+        return estimates
 
     async def logprobs(self, samples: Sequence[Sample]) -> list[TokenScores]:
         """Compute log-probs and entropies of the trained tokens of each of ``samples`` under the current weights."""
@@ -330,7 +341,8 @@ class TorchLearner:
         Raises the errors of `load`.
         """
         progress = self._progress
-        self.load(folder)
+        with self._computing:
+            self.load(folder)
         self._progress = replace(progress, returns=progress.returns + 1)
 
     def export(self, folder: Path) -> None:
@@ -438,7 +450,7 @@ class TorchLearner:
             record = partial(self._timeline.record, kind, **tags) if self._timeline is not None else None
             device = DeviceSlice(held, record)
             self.engine.between = go_on if held is None else device
-            running = asyncio.ensure_future(asyncio.to_thread(work, device))
+            running = asyncio.ensure_future(asyncio.to_thread(self._alone, work, device))
             try:
                 result = await asyncio.shield(running)
             except asyncio.CancelledError:
@@ -446,6 +458,10 @@ class TorchLearner:
                 raise
             device.end()
             return result
+
+    def _alone(self, work: Callable[[DeviceSlice], T], device: DeviceSlice) -> T:
+        with self._computing:
+            return work(device)
 
 
 # --- what an update needs and reports ---

@@ -254,7 +254,10 @@ class Player:
         if start and score.turns is not None:
             # The environment names the rewards of all turns; those of the start are context now.
             score = replace(score, turns=score.turns[len(actions) :])
-        ending = context.ending(unseen) if self.renderer.bodies and agent is None else ()
+        ending: Segment = ()
+        if self.renderer.bodies and agent is None and stop not in (StopReason.ERROR, StopReason.TIMEOUT):
+            with suppress(UserError):  # the chat template refuses the messages, and the model did not have to see them
+                ending = context.ending(unseen)
         return Trajectory(trajectory_id, task.id, segments, score, stop, info, ending).scored(score)
 
     def _model(self, session: Session, seed: int, temperature: float) -> PolicyModel:

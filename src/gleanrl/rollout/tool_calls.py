@@ -368,7 +368,7 @@ class GemmaCalls:
                 written, end = written + json.dumps(piece[5:-5]), end + len(piece)
                 continue
             inside, closing, _ = piece.partition("<tool_call|>")
-            quoted = re.sub(r'([{,]\s*)([^\s{}\[\],:"][^{}\[\],:"]*?)\s*:', r'\1"\2":', inside)
+            quoted = re.sub(r'([{,]\s*)([^\s{}\[\],:"]+(?:\s+[^\s{}\[\],:"]+)*)\s*:', r'\1"\2":', inside)
             # Some versions of the template write null as Python does.
             written += re.sub(r"([:\[,]\s*)None(?=\s*[,\]}])", r"\1null", quoted)
             end += len(inside)

@@ -7,7 +7,7 @@ because some import torch or vLLM.
 import sys
 from importlib.util import find_spec
 
-from gleanrl.config.settings import Config
+from gleanrl.config.settings import Config, SamplerSettings
 from gleanrl.protocols import Sampler, SamplingParams
 from gleanrl.schedule.schedule import Schedule
 from gleanrl.types import IntArray
@@ -23,13 +23,32 @@ SAMPLERS = {
 """Value of ``sampler.name`` -> import path of the built-in sampler."""
 
 
-def check(name: str) -> None:
-    """Check that ``sampler.name = name`` can be used.
+_OF_THE_RUN = frozenset(
+    {
+        *("model", "max_rows", "max_context", "deterministic", "inflight", "dtype"),
+        *("device_lock", "timeline", "lora_rank", "lora_targets"),
+    }
+)
+"""Arguments of a sampler that a run gives it, which ``sampler.options`` may not contain."""
+
+
+def check(settings: SamplerSettings) -> None:
+    """Check that the sampler of ``settings`` can be used.
 
     Raises:
-        UserError: if ``name`` is neither a built-in sampler nor the import path of an object, the class lacks a method
-            of `Sampler`, or vLLM is needed and not installed.
+        UserError: if its name is neither a built-in sampler nor the import path of an object, the class lacks a method
+            of `Sampler`, vLLM is needed and not installed, or an option is not one of the sampler.
     """
+    name = settings.name
+    for section, options in (("options", settings.options), ("evaluation_options", settings.evaluation_options)):
+        if taken := sorted(_OF_THE_RUN & options.keys()):
+            raise UserError(f"sampler.{section}: {taken[0]} follows from the run's other settings")
+        if name == "transformers":
+            if unknown := sorted(options.keys() - {"prefill_tokens"}):
+                raise UserError(f"sampler.{section}: transformers has no {unknown[0]!r}, only prefill_tokens")
+            tokens = options.get("prefill_tokens", 1)
+            if type(tokens) is not int or tokens < 1:
+                raise UserError(f"sampler.{section}.prefill_tokens = {tokens!r}: must be a whole number from 1")
     if name in SAMPLERS:
         if name == "vllm" and "vllm" not in sys.modules and find_spec("vllm") is None:
             raise UserError("sampler.name = 'vllm' needs vLLM: pip install 'gleanrl[vllm]'")

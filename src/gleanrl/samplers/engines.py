@@ -316,8 +316,14 @@ class ModuleEngine:
         accepted = inspect.signature(model.forward).parameters
         if not {"position_ids", "past_key_values", "attention_mask"} <= set(accepted):
             raise CannotServe("its forward takes no position_ids, attention_mask or past_key_values")
-        own = {id(p): torch.nn.Parameter(torch.empty_like(p, dtype=dtype), False) for p in model.parameters()}
-        self._model: Any = copy.deepcopy(cast(torch.nn.Module, model), own).to(dtype=dtype).eval()
+        own: dict[int, Any] = {}
+        for tensor in model.state_dict(keep_vars=True).values():
+            own[id(tensor)] = tensor.to(dtype=dtype, copy=True) if tensor.is_floating_point() else tensor.clone()
+        # Buffers that are not saved keep their dtype, as in a model that transformers loads in ``dtype``. The
+        # frequencies of rotary positions are one: rounded to bfloat16, they turn position 1,000 by more than 1 rad.
+        for parameter in model.parameters():
+            own[id(parameter)] = torch.nn.Parameter(torch.empty_like(parameter, dtype=dtype), False)
+        self._model: Any = copy.deepcopy(cast(torch.nn.Module, model), own).eval()
         try:
             self._model.set_attn_implementation("sdpa")
         except ValueError:

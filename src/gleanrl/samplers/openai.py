@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import json
 import math
 import tempfile
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -115,6 +116,12 @@ class OpenAISampler:
             raise UserError(f"sampler.options.server_dtype = {server_dtype!r}: float32, float16 or bfloat16")
         if update not in ("none", "vllm"):
             raise UserError(f"sampler.options.update = {update!r}: none or vllm")
+        fixed = {"logprobs": 1, "return_token_ids": True, **WHOLE, **EXACT}
+        if taken := sorted(fixed.keys() & (extra or {}).keys()):
+            raise UserError(
+                f"sampler.options.extra: {taken[0]} is {json.dumps(fixed[taken[0]])} in every request, so that the "
+                "recorded log-probs are those of the policy"
+            )
         # Imported here, because the canary imports torch, which an import of this module must not load.
         from gleanrl.samplers.canary import Canary
 
@@ -123,7 +130,7 @@ class OpenAISampler:
             raise UserError("sampler.options.base_url: update = 'vllm' needs the address itself, not env:NAME")
         root = base_url.rstrip("/").removesuffix("/v1")
         self._admin = HttpClient(root, setting="sampler.options.base_url", **connection)
-        self._body = {"model": served_model, "logprobs": 1, "return_token_ids": True, **WHOLE, **EXACT, **(extra or {})}
+        self._body = {"model": served_model, **fixed, **(extra or {})}
         # The canary, which compares the server's log-probs with the model's, copies the model's modules. It is made
         # now, because the learner may later add adapters to the model or shard it.
         self._dtype = server_dtype or dtype or "float32"

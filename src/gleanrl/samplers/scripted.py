@@ -39,7 +39,6 @@ class ScriptedSampler:
         logprob: log-prob of every sampled token.
         delay: seconds that each completion takes, or a function of the session's seed and the number of the turn
             (from 0) that returns the seconds.
-        altered: value of `Completion.altered` in every completion.
     """
 
     def __init__(
@@ -50,12 +49,12 @@ class ScriptedSampler:
         inflight: bool = False,
         logprob: float = -0.5,
         delay: float | Callable[[int, int], float] = 0.0,
-        altered: str | None = None,
     ) -> None:
         self.calls: list[tuple[IntArray, SamplingParams, int]] = []
         self.published: list[tuple[int, Mapping[str, Any]]] = []
         self.open_sessions = 0
-        self._script, self._logprob, self._delay, self._altered = script, logprob, delay, altered
+        self._script, self._logprob, self._delay = script, logprob, delay
+        self.altered: str | None = None  # value of `Completion.altered` in later completions
         self._version, self._inflight = version, inflight
         self._changed = asyncio.Condition()
         self._draining = False
@@ -122,4 +121,4 @@ class _ScriptedSession:
         tokens = np.array(answer[:end], np.int32)
         logprobs = np.full(end, sampler._logprob, np.float32)
         finish = "stop" if stop is not None and stop < end else "length"
-        return Completion(tokens, logprobs, version, finish, sampler._altered)
+        return Completion(tokens, logprobs, version, finish, sampler.altered)
