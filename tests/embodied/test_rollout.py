@@ -10,10 +10,11 @@ import gymnasium
 import numpy as np
 import pytest
 import torch
+from gymnasium import spaces
 
 from gleanrl.buffer import TensorTrajectory
 from gleanrl.embodied.chunks import Progress
-from gleanrl.embodied.environments import Environments
+from gleanrl.embodied.environments import Chunked, Environments
 from gleanrl.embodied.networks import Actor
 from gleanrl.embodied.rollout import RolloutWorker, Weights
 from gleanrl.utils.errors import UserError
@@ -168,3 +169,30 @@ def test_an_unusable_environment_is_an_error_of_one_line() -> None:
         with pytest.raises(UserError, match=words) as error, made(1, id=id):
             pass
         assert "\n" not in str(error.value)
+
+
+class Whole(gymnasium.Env[Any, Any]):
+    observation_space = spaces.Box(-1, 1, (1,))
+
+    def __init__(self, low: int, high: int, dtype: Any) -> None:
+        self.action_space = spaces.Box(low, high, (1,), dtype)
+        self.taken: list[int] = []
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        return np.zeros(1, np.float32), {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        assert self.action_space.contains(action), action
+        self.taken.append(int(action[0]))
+        return np.zeros(1, np.float32), 0.0, False, False, {}
+
+
+def test_whole_numbers_as_actions_are_rounded_within_their_bounds() -> None:
+    for low, high, dtype in ((100, 200, np.uint8), (0, 3, np.int64), (-128, 127, np.int8)):
+        environment = Whole(low, high, dtype)
+        wrapped = Chunked(environment, chunk=3)
+        wrapped.reset(seed=0)
+        wrapped.step(np.array([-1.0, 0.98, 1.0], np.float32))
+        assert environment.taken[0] == low
+        assert environment.taken[-1] == high
+        assert high - environment.taken[1] <= 0.02 * (high - low) / 2 + 0.5

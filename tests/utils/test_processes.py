@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 
+from gleanrl.utils import processes
 from gleanrl.utils.errors import UserError
 from gleanrl.utils.importing import load_object
 from gleanrl.utils.processes import ProcessPool, RemoteError, Served, WorkerDied, WorkerProcess, WorkerTimeout, pack
@@ -182,6 +183,25 @@ def test_one_process_runs_calls_concurrently_and_its_death_reports_which_never_b
         assert "the deadly one" in str(worker.death)
         with pytest.raises(WorkerDied):
             await worker.call("pid")
+        await worker.close()
+
+    asyncio.run(run())
+
+
+def test_a_call_that_is_cancelled_before_it_begins_does_not_end_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "GRACE_S", 0.2)
+
+    async def run() -> None:
+        worker = WorkerProcess(pack(Worker), timeout_s=0.5)
+        await worker.call("pid")
+        blocking = asyncio.ensure_future(worker.call("block", 0.3))
+        await asyncio.sleep(0.05)  # the process blocks, so the call and its cancellation arrive together
+        waiting = asyncio.ensure_future(worker.call("sleep", 0.0))
+        await asyncio.sleep(0.05)
+        waiting.cancel()
+        await blocking
+        await asyncio.sleep(1.0)  # longer than the time limit and the grace
+        assert await worker.call("add", 1, 1) == 2
         await worker.close()
 
     asyncio.run(run())

@@ -48,7 +48,7 @@ def record(buffer: TrajectoryReplayBuffer, worker: RolloutWorker, expert: Expert
     Returns the mean return of the episodes that ended, or NaN if none ended.
 
     Raises:
-        UserError: the expert's actions have the wrong shape.
+        UserError: the expert's actions have the wrong shape, or are not in [-1, 1].
     """
     wanted = (worker.environments.count, worker.environments.action_size)
 
@@ -56,6 +56,10 @@ def record(buffer: TrajectoryReplayBuffer, worker: RolloutWorker, expert: Expert
         actions = np.asarray(expert(obs.numpy()), np.float32)
         if actions.shape != wanted:
             raise UserError(f"demonstrations.expert gave actions {list(actions.shape)}, not {list(wanted)}")
+        if not (np.abs(actions) <= 1 + 1e-6).all():
+            raise UserError(
+                "demonstrations.expert gave actions outside of [-1, 1], which stands for the whole action space"
+            )
         return torch.from_numpy(actions), torch.zeros(len(actions))
 
     count = -(-chunk_steps // worker.chunk_steps)

@@ -17,7 +17,7 @@ from gymnasium import spaces
 from gymnasium.vector import AsyncVectorEnv, SyncVectorEnv
 
 from gleanrl.embodied.chunks import ChunkStep, Floats, Progress
-from gleanrl.utils.errors import UserError
+from gleanrl.utils.errors import UserError, raised_at
 from gleanrl.utils.seeding import derive
 
 
@@ -38,7 +38,9 @@ class Chunked(gymnasium.Wrapper[Floats, Floats, Any, Any]):
             name = env.spec.id if env.spec is not None else type(env).__name__
             raise UserError(f"{name}: its actions are {box}; a bounded Box is needed")
         self._box, self._chunk = box, chunk
-        low, high = box.low.reshape(-1), box.high.reshape(-1)
+        # The sum of two whole numbers may be too large for their dtype.
+        self._whole = box.dtype.kind in "iu"
+        low, high = (edge.reshape(-1).astype(np.float64 if self._whole else box.dtype) for edge in (box.low, box.high))
         self._middle, self._reach = (low + high) / 2, (high - low) / 2
         size = spaces.flatdim(env.observation_space)
         self.action_space = spaces.Box(-1.0, 1.0, (chunk * len(low),), np.float32)
@@ -71,6 +73,8 @@ class Chunked(gymnasium.Wrapper[Floats, Floats, Any, Any]):
         obs: Any = None
         for i, own in enumerate(action.reshape(self._chunk, -1)):
             scaled = self._middle + self._reach * np.clip(own, -1.0, 1.0)
+            if self._whole:
+                scaled = np.rint(scaled)
             acted = scaled.reshape(self._box.shape).astype(self._box.dtype)
             obs, reward, terminations[i], truncations[i], _ = self.env.step(acted)
             rewards[i] = reward
@@ -131,8 +135,9 @@ class Environments:
                 disable_env_checker=True,
                 **options,
             )
-        except (gymnasium.error.Error, ImportError, TypeError) as error:
-            raise UserError(f"environment {id!r}: {' '.join(str(error).split())}") from None
+        # An environment reports a wrong value of an option as a ValueError, an AssertionError or an OSError.
+        except (gymnasium.error.Error, ImportError, TypeError, ValueError, AssertionError, OSError) as error:
+            raise UserError(f"environment {id!r}: {' '.join(str(error).split())}{raised_at(error)}") from None
         self._envs: SyncVectorEnv | AsyncVectorEnv = cast(Any, made)
         self.id, self.count, self.chunk = id, count, chunk
         observed, acted = self._envs.single_observation_space, self._envs.single_action_space
@@ -140,7 +145,8 @@ class Environments:
         assert isinstance(acted, spaces.Box)
         self.obs_size, self.action_size = observed.shape[0], acted.shape[0]  # D, C * A
         spec = self._envs.spec
-        self.max_episode_steps = (spec.max_episode_steps if spec is not None else None) or 0
+        limit = options.get("max_episode_steps", spec.max_episode_steps if spec is not None else None)
+        self.max_episode_steps = max(limit or 0, 0)  # the option -1 stands for no limit
         self._seeds: list[int | None] = [derive(seed, "environment", index) for index in range(count)]
         self._episodes = [0] * count
         self._since: list[list[Floats]] = [[] for _ in range(count)]  # action chunks of the current episodes so far

@@ -127,8 +127,10 @@ def model_card(
             "|---|---|" + ("---|" if last else ""),
         ]
         for line in found["evaluation"]:
-            ends = [line[end] for end in ("first", "last") if line[end]]
-            lines.append(f"| {line['label']} | " + " | ".join(_value(end, line["unit"]) for end in ends) + " |")
+            cells = [line["label"]]
+            for end in ("first", "last") if last else ("first",):
+                cells.append(_value(line[end], line["unit"]) if line[end] else "")
+            lines.append(f"| {' | '.join(cells)} |")
     else:
         lines.append("The run was not evaluated.")
     settings = _publishable(_differing(tomllib.loads(config.to_toml()), tomllib.loads(load_defaults([]).to_toml())))

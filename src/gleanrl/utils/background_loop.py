@@ -22,7 +22,12 @@ _END_S = 5.0  # seconds that unfinished coroutines have to close their resources
 
 def run(work: Coroutine[Any, Any, T]) -> T:
     """Run the coroutine ``work`` on the background loop and return its result. Blocks the calling thread meanwhile."""
-    return asyncio.run_coroutine_threadsafe(work, _loop()).result()
+    with _making:
+        loop = _loop()
+    return asyncio.run_coroutine_threadsafe(work, loop).result()
+
+
+_making = threading.Lock()  # `cache` lets two threads that call a function for the first time both run it
 
 
 @cache
@@ -31,6 +36,12 @@ def _loop() -> asyncio.AbstractEventLoop:
     threading.Thread(target=loop.run_forever, name="gleanrl-background", daemon=True).start()
     atexit.register(_end, loop, os.getpid())
     return loop
+
+
+def _forget() -> None:
+    """Let a forked child make a loop of its own, because it has no thread that runs the parent's."""
+    _making.release()
+    _loop.cache_clear()
 
 
 def _end(loop: asyncio.AbstractEventLoop, process: int) -> None:
@@ -46,4 +57,4 @@ def _end(loop: asyncio.AbstractEventLoop, process: int) -> None:
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_loop.cache_clear)
+    os.register_at_fork(before=_making.acquire, after_in_parent=_making.release, after_in_child=_forget)

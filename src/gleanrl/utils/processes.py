@@ -284,6 +284,7 @@ class WorkerProcess:
         """Read answers until the worker closes the connection. Then end the process and let unfinished calls fail."""
         reader, self._writer = await asyncio.open_connection(sock=connection, limit=_BUFFER)
         self._writer.writelines(self._early)
+        self._early.clear()
         if self.death is not None:
             self._writer.close()
         try:
@@ -475,6 +476,9 @@ class _Server:
                 # The loop runs callbacks in the order in which they were scheduled. So this callback runs after the
                 # call has ended or first awaits something, and before the next call begins.
                 loop.call_soon(self._report_awaiting, number)
+                # The call begins before a cancellation of it is read. A task that is cancelled earlier runs nothing of
+                # the call, so no answer would be sent.
+                await asyncio.sleep(0)
         for task in self._running.values():
             task.cancel()
         with contextlib.suppress(Exception):

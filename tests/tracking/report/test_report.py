@@ -259,6 +259,31 @@ def test_each_kind_of_task_has_its_own_lines_below_the_overall_line() -> None:
     assert lines[2]["change"] == pytest.approx(0.2)
 
 
+def test_a_measure_that_an_evaluation_lacks_is_not_shown_as_of_its_step() -> None:
+    rows = [
+        Row(0, 0.0, {"eval/sampled/pass@1": 0.2}),
+        Row(20, 1.0, {"eval/sampled/pass@1": 0.4, "eval/sampled/pass@4": 0.5}),
+    ]
+    first, second = facts(rows, {})["evaluation"]
+    assert "step" not in first["label"]
+    assert second["label"].endswith("(step 20)")
+
+
+def test_an_interval_needs_both_bounds() -> None:
+    found = curves([Row(0, 0.0, {"reward/price": 1.0, "reward/price_high": 2.0})])
+    assert [curve["name"] for curve in found] == ["reward/price", "reward/price_high"]
+
+
+def test_a_step_that_a_resumed_run_made_again_is_shown_once() -> None:
+    spans = [span("train", i, i + 1, step=i) for i in range(6)]
+    spans += [span("train", 6 + i, 7 + i, step=2 + i) for i in range(5)]  # a crash, and a resume at step 2
+    found = windows(spans)
+    assert [(each["label"], each["start"], each["seconds"]) for each in found] == [
+        *(("step 1", 0, 1), ("step 2", 1, 1), ("step 3", 6, 1), ("step 4", 7, 1)),
+        *(("step 5", 8, 1), ("step 6", 9, 1), ("step 7", 10, 1)),
+    ]
+
+
 def test_mean_scores_are_shown_only_if_scores_are_graded() -> None:
     graded = {"eval/sampled/pass@1": 0.0, "eval/sampled/score": 0.3}
     found = facts([Row(0, 0.0, graded), Row(5, 0.0, {**graded, "eval/sampled/score": 0.4})], {})

@@ -128,7 +128,9 @@ def _plan(model: Any, layer: nn.Module, size: int) -> dict[str, ParallelStyle]:
     if not plan:
         raise refuse("transformers has no plan for it")
     for heads in ("num_attention_heads", "num_key_value_heads"):
-        if (count := getattr(config, heads)) % size:
+        if (count := getattr(config, heads, None)) is None:
+            raise refuse(f"its config has no {heads}")
+        if count % size:
             raise UserError(f"learner.tensor_parallel = {size} does not divide the model's {heads} = {count}")
     modules = dict(layer.named_modules())
     planned: dict[str, ParallelStyle] = {}

@@ -56,6 +56,10 @@ class Ranks:
     """
 
     def __init__(self, store: Store, rank: int, count: int, *, local: int = 0, cuda: bool = False) -> None:
+        if dist.is_initialized():
+            raise UserError(
+                "processes of a learner have failed in this Python process before; continue in a new one with --resume"
+            )
         self.rank, self.count = rank, count
         self.device = torch.device("cuda", local) if cuda else torch.device("cpu")
         self._store = PrefixStore("gleanrl", store)
@@ -277,7 +281,10 @@ def environment(variables: Mapping[str, str]) -> tuple[Store, int, int, int] | N
     rank, port, host = number("RANK"), number("MASTER_PORT"), read("MASTER_ADDR")
     # If this is set, torchrun's agent has the store, and rank 0 connects to it like any other rank.
     agent_store = variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    store = TCPStore(host, port, count, is_master=rank == 0 and not agent_store, wait_for_workers=False)
+    try:
+        store = TCPStore(host, port, count, is_master=rank == 0 and not agent_store, wait_for_workers=False)
+    except (RuntimeError, ValueError) as error:
+        raise UserError(f"MASTER_ADDR = {host}, MASTER_PORT = {port}: no connection: {first_line(error)}") from None
     attempt = variables.get("TORCHELASTIC_RESTART_COUNT", "0")
     return attempt_store(store, attempt), rank, count, number("LOCAL_RANK", str(rank))
 

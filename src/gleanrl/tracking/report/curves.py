@@ -42,7 +42,8 @@ def curves(rows: Sequence[Row]) -> list[dict[str, Any]]:
     """
     origin = rows[0].time if rows else 0.0
     names = {name for row in rows for name in row.metrics if not name.startswith((GROUPS, TOKENS))}
-    bounds = {name for name in names if name.endswith(("_low", "_high")) and name.rpartition("_")[0] in names}
+    ends = ("_low", "_high")
+    bounds = {f"{name}{end}" for name in names if all(f"{name}{one}" in names for one in ends) for end in ends}
     first = {name: place for place, name in enumerate(FIRST)}
     found = []
     for name in sorted(names - bounds, key=lambda name: (first.get(name, len(FIRST)), name)):

@@ -62,6 +62,7 @@ def facts(rows: Sequence[Row], config: Mapping[str, Any]) -> dict[str, Any]:
     kinds = sorted(name for name in series if KINDS.fullmatch(name) and (graded or not name.endswith("/score")))
     measures = [*(name for name in MEASURES if name in series), *scores, *passes, *kinds]
     evaluation = [_compare(rows, name) for name in measures]
+    _name_own_steps(evaluation)
     advice = equal_scores({name: sum(values) for name, values in series.items() if name.startswith("groups/")})
 
     def total(name: str) -> float | None:
@@ -97,6 +98,15 @@ def facts(rows: Sequence[Row], config: Mapping[str, Any]) -> dict[str, Any]:
         "reward": ends("reward/mean"),
         "train_success": ends("reward/success"),
     }
+
+
+def _name_own_steps(lines: Sequence[dict[str, Any]]) -> None:
+    """Add the steps of a line to its label if they are not those of the first line, which tables have as headings."""
+    for line in lines[1:]:
+        own, heads = ([each[end] and each[end]["step"] for end in ("first", "last")] for each in (line, lines[0]))
+        if own != heads:
+            steps = " and ".join(str(step) for step in own if step is not None)
+            line["label"] += f" (step {steps})"
 
 
 def _compare(rows: Sequence[Row], name: str) -> dict[str, Any]:

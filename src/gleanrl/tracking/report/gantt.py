@@ -37,7 +37,8 @@ Span = tuple[float, float, str]
 def windows(spans: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return at most `MAX_WINDOWS` sections of the timeline, each with a lane for every kind of work.
 
-    A window is one step. It ends with the step's last span of the kind "train". If no span of this kind has a step
+    A window is one step. It ends with the step's last span of the kind "train". Of a step that was made again after a
+    resume, it is the last time. If no span of this kind has a step
     number, the timeline is divided into windows of equal length.
 
     A window is ``{"label", "start", "seconds", "idle", "reward_wait", "lanes"}``. ``start`` is a time of the
@@ -49,16 +50,18 @@ def windows(spans: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     work = sorted(spans, key=lambda span: span["start"])
     if not work:
         return []
-    ends: dict[int, float] = {}
-    for span in work:
-        if span["kind"] == "train" and isinstance(span.get("step"), int):
-            ends[span["step"]] = max(span["end"], ends.get(span["step"], 0.0))
     first, last = work[0]["start"], max(span["end"] for span in work)
-    cuts: list[tuple[str, float, float]] = []
-    for step, end in ends.items():
-        # Spans count the steps from 0, and labels count them from 1.
-        cuts.append((f"step {step + 1}", cuts[-1][2] if cuts else first, end))
-    if not ends and last > first:
+    made: list[tuple[int, float, float]] = []  # step, start and end; a resumed run makes some steps again
+    for span in work:
+        if span["kind"] == "train" and isinstance(step := span.get("step"), int):
+            if made and made[-1][0] == step:
+                made[-1] = (step, made[-1][1], max(made[-1][2], span["end"]))
+            else:
+                made.append((step, made[-1][2] if made else first, span["end"]))
+    newest = {step: (start, end) for step, start, end in made}
+    # Spans count the steps from 0, and labels count them from 1.
+    cuts = [(f"step {step + 1}", start, end) for step, (start, end) in newest.items()]
+    if not cuts and last > first:
         length = (last - first) / MAX_WINDOWS
         for start in (first + index * length for index in range(MAX_WINDOWS)):
             cuts.append((f"{start:.1f}-{start + length:.1f} s", start, start + length))
