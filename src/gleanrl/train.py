@@ -144,7 +144,7 @@ class Run:
         """
         with self.timeline.span("checkpoint", step=self.step):
             state = self.state_dict() if state is None else state
-            kept = self.watch.kept_steps
+            kept = self.watch.kept_steps if self.return_on_collapse else []
             await asyncio.to_thread(self.checkpoints.save, self.step, state, self.learner.save, kept)
 
 
@@ -336,10 +336,12 @@ async def run_step(run: Run, queue: GroupQueue) -> bool:
 
 async def report_collapse(run: Run, collapse: str) -> None:
     """Log a collapse of success. If the run is set to return, restore the learner from the last good checkpoint."""
-    good = None if run.watch.good is None else run.checkpoints.find(run.watch.good)
     if not run.return_on_collapse:
         log.warning("step %d: %s; checkpoint.return_on_collapse would go back", run.step + 1, collapse)
-    elif good is None:
+        return
+    # in a thread, because all files of the checkpoint are read
+    good = None if run.watch.good is None else await asyncio.to_thread(run.checkpoints.find, run.watch.good)
+    if good is None:
         log.warning("step %d: %s; no checkpoint is known to be good, so the weights stay", run.step + 1, collapse)
     else:
         await asyncio.to_thread(run.learner.return_to, good)

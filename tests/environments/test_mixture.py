@@ -19,6 +19,7 @@ from gleanrl.learners.tiny import build_tokenizer, texts_of
 from gleanrl.protocols import Taskset
 from gleanrl.runtime.prepare import demonstrate, supervised_examples
 from gleanrl.tracking.monitors import Console
+from gleanrl.types import Task
 from gleanrl.utils.errors import NoExpert, UserError
 
 PARITY = f"{Path(__file__).parents[1] / 'cli' / 'parity.py'}:Parity"
@@ -132,8 +133,6 @@ class Silent(Taskset):
     """A taskset without an expert."""
 
     def tasks(self, split: str, count: int) -> list[Any]:
-        from gleanrl.types import Task
-
         return [Task(f"{split}-{index}") for index in range(count)]
 
     def environment(self, task: Any) -> Any:
@@ -147,8 +146,6 @@ class Prepared(Silent):
     seen: list[str] = []  # noqa: RUF012
 
     def tasks(self, split: str, count: int) -> list[Any]:
-        from gleanrl.types import Task
-
         return [Task(f"p-{index}") for index in range(count)]
 
     def prepare(self, tasks: Any, *, workers: int = 1, progress: Any = None) -> None:
@@ -173,6 +170,30 @@ class Prepared(Silent):
 def test_a_bad_part_raises_a_user_error(parts: list[dict[str, Any]], line: str) -> None:
     with pytest.raises(UserError, match=line):
         mixture(*parts)
+
+
+def test_a_mixture_can_be_a_part() -> None:
+    inner = {"name": "mixture", "label": "inner", "options": {"parts": [WORDS, SUMS]}}
+    made = mixture({**LONGER, "label": "outer"}, inner)
+    tasks = made.tasks("train", 12)
+    assert {task.kind.partition("/")[0] for task in tasks} == {"outer", "inner"}
+    assert {task.kind.split("/")[1] for task in tasks if task.kind.startswith("inner")} == {"words", "sums"}
+    for task in tasks:
+        opening = asyncio.run(made.environment(task).reset())
+        assert not opening.done
+
+
+class Few(Silent):
+    """Has five tasks of each split, however many are asked for."""
+
+    def tasks(self, split: str, count: int) -> list[Task]:
+        return [Task(f"{split}-{n}") for n in range(min(count, 5))]
+
+
+def test_a_part_with_fewer_tasks_than_its_share_is_named() -> None:
+    few = {"name": f"{__name__}:Few", "label": "few"}
+    with pytest.raises(UserError, match=r"'few' has 5 train tasks .* 10 are its share; lower environment\.train_tasks"):
+        mixture(WORDS, few).tasks("train", 20)
 
 
 def test_a_task_of_another_mixture_is_rejected() -> None:

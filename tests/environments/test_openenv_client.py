@@ -51,6 +51,8 @@ async def protocol_server(
                     break
                 continue
             data = {"observation": {"text": "go on", "tools": [{"name": "add"}]}, "done": False}
+            if order["type"] == "step" and order["data"]["type"] == "call_tool":
+                data["reward"] = order["data"]["arguments"]["worth"]
             await socket.send_json({"type": "observation", "data": data})
         heard.append("gone")
         return socket
@@ -110,6 +112,22 @@ def test_tool_arguments_that_no_parser_accepts_are_answered_with_an_error() -> N
             return answer
 
     assert asyncio.run(episode()).messages[0]["content"].startswith("error: ")
+
+
+@pytest.mark.parametrize(("kind", "earned"), [("sum", 1.5), ("last", 0.5)])
+def test_each_tool_call_of_a_message_earns_its_reward(kind: str, earned: float) -> None:
+    async def episode() -> Observation:
+        async with protocol_server({"title": "CallToolAction"}) as (url, _):
+            environment, _ = await resets(url, reward=kind)
+            calls = [call_message(Call("add", {"worth": worth}), n) for n, worth in enumerate((1.0, 0.5))]
+            answer = await environment.step(said("", tool_calls=[*calls, call_message(Call("add", "[" * 100_000), 2)]))
+            await environment.close()
+            return answer
+
+    answer = asyncio.run(episode())
+    assert answer.score is not None
+    assert answer.score.value == earned
+    assert answer.reward == (earned if kind == "sum" else None)
 
 
 def test_the_action_schema_is_read_again_after_the_server_was_replaced() -> None:

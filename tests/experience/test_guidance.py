@@ -4,6 +4,7 @@ that a failing retriever or environment does not stop a run."""
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -314,12 +315,19 @@ def episode(
     experience=st.text(min_size=1, max_size=20),
     policy=st.sampled_from(["linear", "window", "strip_thinking"]),
     system=st.sampled_from([None, "right"]),
+    opens=st.booleans(),
 )
 def test_a_stripped_episode_equals_the_episode_without_guidance(
-    answers: list[str], experience: str, policy: Any, system: str | None
+    answers: list[str], experience: str, policy: Any, system: str | None, opens: bool
 ) -> None:
     context = ContextSettings(policy=policy, window_turns=2, system_prompt=system)
     r = renderer()
+    if opens:  # the generation prompt opens a thought
+        tokenizer, prompt = copy.deepcopy(r.tokenizer), "{{ '<|assistant|>' }}"
+        assert tokenizer.chat_template.count(prompt) == 1
+        tokenizer.chat_template = tokenizer.chat_template.replace(prompt, "{{ '<|assistant|><think>' }}")
+        r = Renderer(tokenizer)
+        assert r.opened_thought.size
     guided, plain = episode(r, answers, experience, context), episode(r, answers, None, context)
     found = strip_trajectory(guided, r)
     assert found.info == {"guided": "stripped"}

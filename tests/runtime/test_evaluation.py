@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from gleanrl.config import loading as configuration
 from gleanrl.config import validate
 from gleanrl.config.settings import EvaluationSettings, ScheduleSettings
-from gleanrl.runtime.evaluation import BackgroundEvaluator, Evaluation, mean_interval, pass_at_k
+from gleanrl.runtime.evaluation import BackgroundEvaluator, Evaluation, evaluate, mean_interval, pass_at_k
 from gleanrl.runtime.local import Builder
 from gleanrl.runtime.prepare import prepare
 from gleanrl.runtime.run_folder import RunFolder
@@ -29,7 +29,7 @@ from gleanrl.types import Score, StopReason, Task, Trajectory
 from gleanrl.utils.errors import UserError
 from gleanrl.utils.progress import Silent
 from tests.cli.conftest import CONFIG
-from tests.loop_world import make_run, tasks
+from tests.loop_world import make_run, renderer, tasks
 
 
 @given(n=st.integers(1, 8), data=st.data())
@@ -105,6 +105,31 @@ def test_a_graded_reward_has_a_mean_score_and_success_rates_for_any_threshold(
     else:
         assert "eval/sampled/score_high" not in metrics
     assert metrics["eval/sampled/pass@1"] == pytest.approx(np.mean(np.array(scores) >= threshold))
+
+
+def test_tasks_without_a_kind_and_those_of_the_kind_other_are_one_kind() -> None:
+    tasks = [Task("a"), Task("b", kind="other"), Task("c", kind="heat")]
+    metrics = Evaluation(tasks, [attempts(1.0), attempts(0.0), attempts(1.0)]).metrics()
+    assert metrics["eval/kind/other/pass@1"] == pytest.approx(0.5)
+
+
+def test_no_attempt_plays_on_after_an_evaluation_has_failed(tmp_path: Path) -> None:
+    asked: list[int] = []
+
+    def answer(prompt: Any, seed: int) -> Any:
+        asked.append(seed)
+        if len(asked) == 1:
+            raise UserError("the first attempt fails")
+        return renderer().spoken("left").tolist()
+
+    async def main() -> int:
+        run = make_run(tmp_path, ScheduleSettings(), steps=1)
+        run.player = replace(run.player, sampler=ScriptedSampler(answer, delay=1.0))
+        with pytest.raises(UserError, match="the first attempt fails"):
+            await evaluate(run.player, run.rewards, tasks(8), seed=0, samples=2, greedy=False)
+        return len(asyncio.all_tasks()) - 1
+
+    assert virtual_time.run(main()) == 0
 
 
 # --- evaluations in the background ----------------------------------------------------------------------

@@ -14,6 +14,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from gleanrl.utils.errors import UserError
+
 if TYPE_CHECKING:
     import numpy.typing as npt
 
@@ -57,6 +59,8 @@ def load_config(args: argparse.Namespace, source: str) -> Any:
     with interrupts_end_the_process():
         from gleanrl.config.loading import load_job
 
+    if args.runtime == "local" and args.ray_address is not None:
+        raise UserError("--ray-address needs --runtime ray")
     if args.runtime is not None or args.ray_address is not None:
         args.overrides.append(("ray.enabled", "false" if args.runtime == "local" else "true"))
     if args.ray_address is not None:

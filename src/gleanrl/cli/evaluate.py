@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 from contextlib import suppress
 from dataclasses import dataclass
@@ -79,14 +80,19 @@ def find_source(name: str) -> Source:
     if RunFolder(path).evaluation_path.exists():
         raise UserError(f"{path} is an evaluation; give the run, the checkpoint or the model to evaluate")
     if (path / "config.json").exists():  # a Hugging Face model directory
-        run = RunFolder(path.resolve().parent)
-        if not run.config_path.exists():
+        # ``model`` in a run folder, or a model that `gleanrl export` has written into its ``exports``
+        runs = [RunFolder(folder) for folder in path.resolve().parents[:2]]
+        run = next((each for each in runs if each.config_path.exists()), None)
+        if run is None:
             raise UserError(
                 f"{path} is a model outside of a run folder, which does not say which tasks it is for; use "
                 f"gleanrl evaluate PRESET_OR_TOML --model.init {path} --warm_start.enabled false"
             )
-        rows = run.read_metrics()
-        step = rows[-1].step if rows else 0
+        if of_step := re.fullmatch(r"step-(\d+)", path.name):
+            step = int(of_step[1])
+        else:
+            rows = run.read_metrics()
+            step = rows[-1].step if rows else 0
         return Source(str(run.config_path), run.evaluations_path, path.name, name, step, model=path)
     run, checkpoint = find_checkpoint(path)
     folder = f"step-{checkpoint.step}"

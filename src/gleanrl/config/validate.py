@@ -256,7 +256,8 @@ def warnings(config: Config) -> list[str]:
         if replay.start_solve_rate is None and replay.start_progress >= 1:
             found.append(f"replay never begins with replay.start_progress = {replay.start_progress:g}")
     else:
-        default = type(config.replay)()
+        # The threshold that is not given is that of the reward (`loading.load`).
+        default = type(config.replay)(success_threshold=config.reward.success_threshold)
         if unused := [f"replay.{name}" for name, value in config.replay if value != getattr(default, name)]:
             found.append(f"no effect while replay.enabled is false: {', '.join(unused)}")
     return found

@@ -12,7 +12,7 @@ from __future__ import annotations
 import inspect
 import math
 import random
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
@@ -52,6 +52,9 @@ def make_curriculum(
     """
     if not tasks:
         raise UserError("there is no training task; raise environment.train_tasks")
+    for name, weight in weights.items():
+        if not 0 < weight < math.inf:
+            raise UserError(f"the environment's weight of {name!r} is {weight}: a weight is above 0 and finite")
     made = {
         "group": group,
         "seed": seed,
@@ -292,10 +295,16 @@ class BySolveRate(TaskOrder):
     def __post_init__(self) -> None:
         if not (self.sigma > 0 and 0 <= self.memory < 1 and 0 <= self.explore <= 1):
             raise ValueError("sigma is above 0, memory in [0, 1), explore in [0, 1]")
-        counts = {name: len(own) for name, own in group_by_source(self.tasks, self.weights).items()}
+        # All tasks are read here once, because a task of a data set is read from its file at each access.
+        self._ids: list[str] = []
+        sources: list[str] = []
+        for task in self.tasks:
+            self._ids.append(task.id)
+            sources.append(source_of(task))
+        counts = Counter(sources)
         # The weight of a source is divided among its tasks. A source with more tasks would otherwise be drawn
         # more often at the same weight.
-        self._base = [self.weights.get(source_of(task), 1.0) / counts[source_of(task)] for task in self.tasks]
+        self._base = [self.weights.get(source, 1.0) / counts[source] for source in sources]
         self._rates: dict[str, float] = {}
         self._batches = 0
 
@@ -303,8 +312,8 @@ class BySolveRate(TaskOrder):
         draw = random.Random(derive(self.seed, "solve_rate", self._batches))
         self._batches += 1
         chances: list[float] = []
-        for base, task in zip(self._base, self.tasks, strict=True):
-            distance = self._rates.get(task.id, 0.5) - 0.5
+        for base, name in zip(self._base, self._ids, strict=True):
+            distance = self._rates.get(name, 0.5) - 0.5
             chances.append(base * max(math.exp(-(distance**2) / (2 * self.sigma**2)), _LEAST_CHANCE))
         free = sum(draw.random() < self.explore for _ in range(count))
         chosen = _without_repeats(self._base, free, draw, frozenset())

@@ -222,11 +222,17 @@ class Mixture(Taskset):
                     )
             if len(new) >= count:
                 break
+            if len(found) < wanted:
+                raise UserError(
+                    f"environment.options.parts: {label!r} has {len(new)} {split} tasks that no other part has, and "
+                    f"{count} are its share; lower environment.{split}_tasks, or the part's {split}_tasks"
+                )
             wanted += count - len(new)
-        own = [
-            replace(task, payload={**task.payload, _PART: label}, kind=f"{label}/{task.kind}" if task.kind else label)
-            for task in new[:count]
-        ]
+        own = []
+        for task in new[:count]:
+            inner = task.payload.get(_PART)  # the part of a mixture that is a part
+            payload = {**task.payload, _PART: f"{label}/{inner}" if isinstance(inner, str) else label}
+            own.append(replace(task, payload=payload, kind=f"{label}/{task.kind}" if task.kind else label))
         taken.update({task.id: task for task in own})
         return own
 
@@ -236,11 +242,13 @@ class Mixture(Taskset):
         Raises:
             UserError: the task does not come from a part of this mixture.
         """
-        label: Any = task.payload.get(_PART)
+        label, _, inner = str(task.payload.get(_PART)).partition("/")
         if label not in self._tasksets:
             known = ", ".join(self._tasksets)
             raise UserError(
                 f"task {task.id!r} is of no part of this mixture: its part is {label!r}, not one of {known}"
             )
         payload = {key: value for key, value in task.payload.items() if key != _PART}
+        if inner:
+            payload[_PART] = inner
         return label, replace(task, payload=payload, kind=task.kind.removeprefix(label).removeprefix("/"))

@@ -243,8 +243,11 @@ class EnvironmentPool:
         self._homes[task_id] = home
         if len(self._homes) > _HOMES:
             self._homes.popitem(last=False)
-        if self._workers[home].death is not None:
-            self.load.pop(self._workers[home], None)
+        worker = self._workers[home]
+        if worker.death is not None:
+            self._replace(worker)
+        if self._workers[home] is worker and worker.death is not None:  # it had not started
+            self.load.pop(worker, None)
             self._workers[home] = self._start()
         return self._workers[home]
 

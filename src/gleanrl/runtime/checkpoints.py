@@ -134,7 +134,7 @@ def find_checkpoint(path: Path) -> tuple[RunFolder, Checkpoint]:
     Raises:
         UserError: there is no run at ``path``, it has no checkpoint yet, or the checkpoint is damaged.
     """
-    if path.resolve().parent.name == "checkpoints":
+    if path.resolve().parent.name == "checkpoints" and not RunFolder(path).config_path.exists():
         if not path.is_dir():
             raise UserError(f"no checkpoint at {path}")
         fault = _find_fault(path)

@@ -36,7 +36,7 @@ from gleanrl.runtime.prepare import prepare
 from gleanrl.runtime.rewards import make_scorer, reward_source
 from gleanrl.runtime.run_folder import RunFolder
 from gleanrl.samplers.scripted import ScriptedSampler
-from gleanrl.types import IntArray, Message, Score, Task, Trajectory
+from gleanrl.types import LAST_OBSERVATION, TURN_ORDER, IntArray, Message, Score, Task, Trajectory
 from gleanrl.utils.errors import NoExpert, UserError
 from gleanrl.utils.progress import Progress
 from gleanrl.utils.seeding import derive
@@ -70,7 +70,7 @@ def seed_from_demonstrations(
     if config.run.threads:
         torch.set_num_threads(config.run.threads)
     scorer = make_scorer(config.reward)
-    prepared = prepare(config, console, trains=False)
+    prepared = prepare(config, console, trains=False, restored=True)
     if not prepared.taskset.has_expert:
         raise UserError(f"environment {config.environment.name!r} has no expert to demonstrate (`has_expert` is false)")
     builder = Builder(config, folder, prepared, console, scorer)
@@ -79,6 +79,9 @@ def seed_from_demonstrations(
     learner.load(checkpoint)
     seeding = _Seeding(builder, learner, pool, int(state["step"]), step, label or "demonstrations")
     return asyncio.run(seeding.run(count, console)), seeding.policy
+
+
+_KEPT = ("tools", TURN_ORDER, LAST_OBSERVATION)  # what is kept of the ``info`` of a demonstration
 
 
 @dataclass(frozen=True)
@@ -179,7 +182,7 @@ class _Seeding:
                 "origin": DEMONSTRATION,
                 "scored_by": f"{self.builder.config.run.name}, step {self.policy}",
                 "policy_entropy": float(np.concatenate(entropy).mean(dtype=np.float64)),
-                **({"tools": tools} if (tools := trajectory.info.get("tools")) else {}),
+                **{key: value for key in _KEPT if (value := trajectory.info.get(key))},
             }
             recorded = replace(trajectory, segments=tuple(segments), info=info)
             temperature = self.builder.config.sampler.temperature

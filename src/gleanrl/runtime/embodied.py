@@ -182,6 +182,8 @@ async def _train(
         try:
             with handle_signals(training, console):
                 await training.run()
+            if training.interrupted and actor.step > first_step:  # the interruption may have come in an evaluation
+                checkpoints.save(actor.step, {}, actor.save)
         except asyncio.CancelledError:
             if not training.interrupted:
                 raise

@@ -60,9 +60,9 @@ class Evaluation:
         if greedy:
             for name, value in self._describe("eval/greedy", greedy).items():
                 out[name.replace("pass@1", "success")] = value
-        kinds = dict.fromkeys(task.kind for task in self.tasks)
+        kinds = dict.fromkeys(task.kind or "other" for task in self.tasks)
         for kind in kinds if len(kinds) > 1 else ():
-            prefix, own = f"eval/kind/{kind or 'other'}", [task.kind == kind for task in self.tasks]
+            prefix, own = f"eval/kind/{kind}", [(task.kind or "other") == kind for task in self.tasks]
             found = self._describe("", list(compress(self.sampled, own)))
             best = self._describe("", list(compress(greedy, own))) if greedy else {}
             for end in ("", "_low", "_high"):
@@ -181,7 +181,14 @@ async def evaluate(
 
     sampled = [attempt(task, index, None) for task in tasks for index in range(samples)]
     best = [attempt(task, 0, 0.0) for task in tasks] if greedy else []
-    played = await asyncio.gather(*sampled, *best)
+    attempts = [asyncio.ensure_future(each) for each in (*sampled, *best)]
+    try:
+        played = await asyncio.gather(*attempts)
+    except BaseException:
+        for each in attempts:
+            each.cancel()
+        await asyncio.gather(*attempts, return_exceptions=True)  # none plays on when the caller closes the parts
+        raise
     rows = [played[i * samples : (i + 1) * samples] for i in range(len(tasks))]
     return Evaluation(tasks, rows, played[len(sampled) :], success_threshold)
 

@@ -8,7 +8,7 @@ from gleanrl.config.settings import Config
 from gleanrl.learners.engine import LocalEngine
 from gleanrl.learners.models import AUTO, export, export_adapters
 from gleanrl.runtime.local import set_up_libraries
-from gleanrl.runtime.prepare import needs_expert, prepare_model, save_model
+from gleanrl.runtime.prepare import check_tokenizer, needs_expert, prepare_model, save_model
 from gleanrl.runtime.run_folder import Checkpoint
 from gleanrl.utils import atomic
 from gleanrl.utils.errors import UserError
@@ -49,6 +49,7 @@ def run_export(
     set_up_libraries(config)
     prepared = prepare_model(config, console, restored=True)
     model, tokenizer = prepared.model, prepared.tokenizer
+    check_tokenizer(checkpoint.run, config, tokenizer)
     # The model computes nothing here, so an attention implementation that needs a GPU must not be an error.
     settings = config.learner.model_copy(update={"attn_implementation": AUTO})
     engine = LocalEngine(model, settings, config.loss, pad_token=0, temperature=1.0, trains=False)

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from transformers.utils import logging as transformers_logging
 
+from gleanrl import samplers
 from gleanrl.algorithms.advantages import ESTIMATORS, Estimator
 from gleanrl.algorithms.batch import Batch, assign_advantages, build_samples
 from gleanrl.config import validate
@@ -48,7 +49,7 @@ from gleanrl.runtime.evaluation import (
 from gleanrl.runtime.experience import check_policy, open_pool
 from gleanrl.runtime.failures import describe_failures
 from gleanrl.runtime.observer import RunObserver
-from gleanrl.runtime.prepare import Prepared, prepare
+from gleanrl.runtime.prepare import Prepared, check_tokenizer, prepare
 from gleanrl.runtime.process import handle_signals, open_run
 from gleanrl.runtime.rewards import RewardSource, make_scorer, reward_source
 from gleanrl.runtime.run_folder import Checkpoint, OpenMonitors, RunFolder, RunInfo
@@ -87,6 +88,8 @@ def run_training(config: Config, *, resume: bool, console: Progress, monitors: O
         restored = resume and Checkpoints(folder.checkpoints_path, config.checkpoint.keep).exist()
         count = 1 if ranks is None else ranks.count
         prepared = prepare(config, console, mapped=count > 1, restored=restored, ranks=count)
+        if restored:
+            check_tokenizer(folder, config, prepared.tokenizer)
         with atomic.directory(folder.tokenizer_path) as partial:
             prepared.tokenizer.save_pretrained(partial)
         builder = Builder(config, folder, prepared, console, scorer, ranks)
@@ -102,6 +105,7 @@ def run_evaluation(config: Config, checkpoint: Checkpoint | None, console: Progr
     Raises:
         UserError: a mistake that the user can fix, such as a wrong setting or a damaged checkpoint.
     """
+    samplers.check(config.sampler)
     set_up_libraries(config)
     scorer = make_scorer(config.reward)
     prepared = prepare(config, console, trains=False, restored=checkpoint is not None)
@@ -117,6 +121,8 @@ def set_up_libraries(config: Config) -> None:
 
 
 async def evaluate_with(builder: Builder, checkpoint: Checkpoint | None) -> EvaluationResult:
+    if checkpoint is not None:
+        check_tokenizer(checkpoint.run, builder.config, builder.prepared.tokenizer)
     async with AsyncExitStack() as stack:
         schedule = Schedule.from_settings(builder.config.schedule)
         sampler = builder.evaluation_sampler(schedule, None, None)
@@ -249,7 +255,7 @@ class Builder:
                     estimate=estimate,
                     reverify=reverify,
                     keep_marks=config.checkpoint.keep + 1,
-                    kept_steps=lambda: watch.kept_steps,
+                    kept_steps=lambda: watch.kept_steps if config.checkpoint.return_on_collapse else (),
                     first_step=max(newest, 0),
                 )
                 if config.replay.pool_updates or config.replay.observation_batch:
@@ -287,6 +293,9 @@ class Builder:
                 # turned off, and set its own tasks.
                 experience.set_tasks(self.prepared.train)
             if resume:
+                for step in folder.rollout_steps():
+                    if step > controller.version:  # of steps that are lost, and made again
+                        folder.rollout_path(step).unlink()
                 self.console.print(f"resuming {folder.path} at step {controller.version} of {config.run.steps}")
             device_lock.order = make_order(config.schedule.device_first, lambda: controller.ahead)
             await sampler.publish(learner.weights(), controller.version)

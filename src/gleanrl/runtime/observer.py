@@ -59,8 +59,12 @@ class RunObserver:
         Called for each batch, before the learner is updated with it.
         """
         valid = [(group.ticket, n) for group in groups for n, t in enumerate(group.trajectories) if t.score.valid]
+        sums: dict[tuple[int, int], list[float]] = {}  # sum and number of the advantages over all segments
         for sample in batch.samples:
-            self._advantages[valid[sample.trajectory]] = float(sample.advantages[sample.mask].mean())
+            total = sums.setdefault(valid[sample.trajectory], [0.0, 0.0])
+            total[0] += float(sample.advantages[sample.mask].sum())
+            total[1] += float(sample.mask.sum())
+        self._advantages |= {key: total / number for key, (total, number) in sums.items() if number}
 
     def on_step(self, step: int, groups: Sequence[Group], metrics: Metrics, dropped: Sequence[Group] = ()) -> None:
         """Log the metrics of a finished step, and write its rollouts and the reasons of failed episodes.

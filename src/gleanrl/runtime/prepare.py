@@ -37,6 +37,7 @@ from gleanrl.protocols import Curriculum, Split, Taskset
 from gleanrl.rollout.expert import Called, play_expert, record
 from gleanrl.rollout.renderer import Renderer
 from gleanrl.runtime.memory import check_memory
+from gleanrl.runtime.run_folder import RunFolder
 from gleanrl.types import BoolArray, IntArray, Message, Score, Segment, Task, check_messages, segment_arrays
 from gleanrl.utils import atomic, background_loop
 from gleanrl.utils.cache import cache_dir, one_at_a_time
@@ -444,6 +445,26 @@ def take_tasks(taskset: Taskset, settings: EnvironmentSettings, split: Split) ->
             f"lower environment.{split}_tasks"
         )
     return tasks[:count]
+
+
+def check_tokenizer(run: RunFolder, config: Config, tokenizer: Any) -> None:
+    """Check that the ``tokenizer`` of a tiny model is the one in the run's folder, with which its weights were trained.
+
+    It is made from texts of the environment, and so are the token ids.
+
+    Raises:
+        UserError: the texts have changed.
+    """
+    if config.model.init != "tiny" or not run.tokenizer_path.is_dir():
+        return
+    from transformers import AutoTokenizer
+
+    saved = AutoTokenizer.from_pretrained(run.tokenizer_path, local_files_only=True)
+    if tokenizer_fingerprint(saved, {}) != tokenizer_fingerprint(tokenizer, {}):
+        raise UserError(
+            f"{run.path}: the texts of the environment have changed since the run began, and with them the tokenizer "
+            "of its tiny model; undo the change, or start another run"
+        )
 
 
 def tokenizer_fingerprint(tokenizer: Any, template_options: Mapping[str, Any]) -> str:

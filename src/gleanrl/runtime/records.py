@@ -23,7 +23,7 @@ from gleanrl.utils.errors import UserError
 log = logging.getLogger(__name__)
 
 COMPRESSION_LEVEL = 3
-_READ_BYTES = 1 << 20
+_READ_BYTES = 1 << 14  # where the compression is damaged, no more than the records in one read are lost
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,6 +44,11 @@ class Checkpoint:
     path: Path
     """Folder of the checkpoint."""
 
+    @property
+    def run(self) -> RunFolder:
+        """The run that the checkpoint belongs to."""
+        return RunFolder(self.path.resolve().parents[1])
+
 
 @dataclass(frozen=True, slots=True)
 class Row:

@@ -9,13 +9,14 @@ from collections.abc import Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
 
+from gleanrl import samplers
 from gleanrl.config.settings import Config
 from gleanrl.environments.agent.endpoint import Endpoint
 from gleanrl.rollout.calls import ModelAnswer, ModelCall, Refused
 from gleanrl.rollout.conversations import PolicyModel
 from gleanrl.rollout.tool_calls import ToolsUnknown
 from gleanrl.runtime.local import Builder, set_up_libraries
-from gleanrl.runtime.prepare import check_model, prepare_model
+from gleanrl.runtime.prepare import check_model, check_tokenizer, prepare_model
 from gleanrl.runtime.run_folder import Checkpoint, RunFolder
 from gleanrl.schedule.schedule import Schedule
 from gleanrl.utils.errors import UserError
@@ -40,12 +41,15 @@ def run_serving(
     Raises:
         UserError: the model cannot be loaded, or the address cannot be bound.
     """
+    samplers.check(config.sampler)
     set_up_libraries(config)
     with place.bind() as listening:  # before the model is loaded, which may take long
         check_model(config, console, trains=False)
         builder = Builder(
             config, RunFolder(config.path), prepare_model(config, console, restored=checkpoint is not None), console
         )
+        if checkpoint is not None:
+            check_tokenizer(checkpoint.run, config, builder.prepared.tokenizer)
         renderer = builder.renderer()
 
         async def serve() -> None:

@@ -246,6 +246,10 @@ def test_same_answer_compares_numbers_or_normalised_text() -> None:
     assert same_answer("1,234", 1234)
     assert same_answer(" The  Fox ", "the fox")
     assert not same_answer("1234a", 1234)
+    assert not same_answer("12", "1,2")
+    assert not same_answer("12", "1_2")
+    assert same_answer("NaN", "nan")
+    assert same_answer("1,234,567.50", "1234567.5")
     assert not same_answer("", 0)
 
 

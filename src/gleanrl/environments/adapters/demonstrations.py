@@ -24,9 +24,9 @@ def play_expert(
     """
 
     async def play() -> tuple[tuple[Message, ...], Score]:
-        observation = await environment.reset()
-        conversation = [*observation.messages]
         try:
+            observation = await environment.reset()
+            conversation = [*observation.messages]
             for _ in range(turns):
                 if observation.done:
                     break

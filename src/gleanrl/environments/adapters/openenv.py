@@ -204,6 +204,7 @@ class _Episode(Environment):
         episode.
         """
         answers: list[Message] = []
+        rewards: list[float] = []  # of the steps, one for each call
         result: Mapping[str, Any] = {"done": True}
         for call in message.get("tool_calls", ()):
             name, arguments = call["function"]["name"], call["function"]["arguments"]
@@ -213,12 +214,17 @@ class _Episode(Environment):
                     raise ValueError("the arguments of a tool are a JSON object")
                 result = await session.ask("step", {"type": "call_tool", "tool_name": name, "arguments": arguments})
                 content = _tool_result(result["observation"])
+                if result.get("reward") is not None:
+                    rewards.append(float(result["reward"]))
             except (ValueError, RecursionError) as error:
                 result, content = {"done": False}, f"error: {error}"
             answers.append(Message(role="tool", tool_call_id=call.get("id", ""), name=name, content=content))
             if result.get("done"):
                 break
-        return await self._observe(result, answers)
+        earned = None
+        if rewards:
+            earned = math.fsum(rewards) if self._settings.reward == "sum" else rewards[-1]
+        return await self._observe({**result, "reward": earned}, answers)
 
     async def _observe(self, result: Mapping[str, Any], shown: str | Sequence[Message]) -> Observation:
         """Return an observation with the messages ``shown``, the reward in ``result``, and the score that includes it.

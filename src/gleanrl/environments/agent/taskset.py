@@ -39,7 +39,7 @@ ARGUMENTS = ("task", "base_url", "api_key", "model")
 """Names of the arguments with which an agent function is called."""
 _TAIL = 1 << 16  # number of bytes at the end of a command's output that are kept
 _REST_S = 1.0  # seconds for which the end of each output of a command is read after the command has ended
-_MAX_VARIABLE = 100_000  # length of the longest text that is passed in an environment variable; Linux allows 128 KiB
+_MAX_VARIABLE = 100_000  # bytes of the longest text that is passed in an environment variable; Linux allows 128 KiB
 Result = tuple[Score | None, str | None]  # the score and the answer of an agent
 
 
@@ -69,6 +69,8 @@ class AgentTaskset(Taskset):
     """A function, as ``file.py:name``, that answers the agent's model calls in the demonstrations of a warm start. It
     is called with the task (a dict), the messages and the tools of a call; what it may return is described at
     `Taskset.agent_expert`. None = the assistant's messages in the demonstrations of ``tasks``, one for each call."""
+    seed: int = 0
+    """Seed of the environment that ``tasks`` names, unless its options contain one; by default that of the run."""
     limit_score: float | None = 0.0
     """Score of an episode whose agent fails after its model call was refused because of ``context.max_turns`` or a full
     context; None = such an episode has no score of its own."""
@@ -89,7 +91,9 @@ class AgentTaskset(Taskset):
         given = self.tasks_from
         if not isinstance(given, dict):
             given = {"name": "dataset", "options": {"path": given}}
-        return load_taskset(EnvironmentSettings(**given), seed=0)
+        if odd := sorted(given.keys() - {"name", "options"}):
+            raise UserError(f"environment.options.tasks.{odd[0]}: a table has name and options only")
+        return load_taskset(EnvironmentSettings(**given), seed=self.seed)
 
     @cached_property
     def _preload(self) -> list[str]:
@@ -260,7 +264,7 @@ class _Command(Served):
             "ANTHROPIC_BASE_URL": model.url,
             "ANTHROPIC_API_KEY": model.key,
             "GLEANRL_MODEL": model.name,
-            **({"GLEANRL_TASK": text} if len(text) <= _MAX_VARIABLE else {}),
+            **({"GLEANRL_TASK": text} if len(text.encode()) <= _MAX_VARIABLE else {}),
         }
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # a worker ignores it, and the command would inherit that
         with tempfile.TemporaryFile() as given:

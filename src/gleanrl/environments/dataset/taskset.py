@@ -161,7 +161,7 @@ class DatasetTaskset(Taskset):
         None if there is a separate evaluation set, or if the data set is empty.
         """
         first = next((row for _, row in self._source(False).scan()), None)
-        return None if self._own_eval or first is None else self._shares(first)
+        return None if self._own_eval or first is None else self._shares(self._kept(first))
 
     def questions(self, split: Split) -> frozenset[int]:
         """Return the hashes of all questions of a split. The first call reads all rows.
@@ -227,8 +227,8 @@ class DatasetTaskset(Taskset):
         taken = self.questions("eval") if self._own_eval and not own_eval else frozenset()
         shares: tuple[float, float] | None = None
         for position, row in source.scan():
+            row = self._kept(row)
             shares = shares or self._shares(row)
-            row = {name: value for name, value in row.items() if name not in self.drop}
             mark = fingerprint(_CANONICAL.encode(_read_prompt(source, position, row, self.prompt)))
             question, place = hash(mark), int(mark[:8], 16) / 2**32
             if own_eval:
@@ -240,6 +240,9 @@ class DatasetTaskset(Taskset):
             elif place >= 1.0 - shares[1]:
                 found = "warm_start"
             yield position, row, question, found == split and question not in taken
+
+    def _kept(self, row: Row) -> Row:
+        return {name: value for name, value in row.items() if name not in self.drop}
 
     def _shares(self, first: Row) -> tuple[float, float]:
         """Return the shares of questions for evaluation and for the warm start.
@@ -329,7 +332,7 @@ class _Tasks(Sequence[Task]):
         if isinstance(index, slice):
             return replace(self, positions=self.positions[index])
         taskset, position = self.taskset, self.positions[index]
-        row = {name: value for name, value in self.source.row(position).items() if name not in taskset.drop}
+        row = taskset._kept(self.source.row(position))
         messages = _read_prompt(self.source, position, row, taskset.prompt)
         payload = {name: value for name, value in row.items() if name != taskset.prompt}
         if isinstance(row.get(taskset.prompt), str):
@@ -400,7 +403,10 @@ def _read_prompt(source: Source, position: int, row: Mapping[str, Any], column: 
         if problem:
             break
         messages.append(cast(Message, {key: message[key] for key in _MESSAGE_KEYS if message.get(key) is not None}))
-    if messages and not problem and messages[-1]["role"] == "assistant":
+    asked = [message for message in messages if message["role"] != "system"]
+    if messages and not problem and not asked:
+        problem = " has a system message only; the question is the user's"
+    if asked and not problem and asked[-1]["role"] == "assistant":
         problem = " ends with the assistant's message; the question ends with the user's"
     if problem:
         raise UserError(f"{source.where(position)}: {column}{problem}")

@@ -10,7 +10,9 @@ from __future__ import annotations
 import inspect
 import json
 import math
+import re
 from collections.abc import Generator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from pydantic import BaseModel
@@ -178,7 +180,7 @@ class ToolEnvironment(Environment):
                 return None
             value = float(answer is not None and same_answer(answer, self._row["answer"]))
         if isinstance(value, Score):
-            return Score(value.value, value.valid, {**parts, **value.parts}, value.explanation, value.applicable)
+            return replace(value, parts={**parts, **value.parts})
         return Score(float(value), parts=parts)
 
 
@@ -188,11 +190,15 @@ def same_answer(said: str, expected: Any) -> bool:
     If both are numbers, their values are compared, else their texts, in which case and the amount of white space do not
     matter.
     """
-    text = answer_of(said).strip()
+    text, wanted = (" ".join(each.split()).casefold() for each in (answer_of(said), str(expected)))
+    if text == wanted:
+        return True
+    # Commas are left out where they separate thousands. Python would read an underscore as such a separator too.
+    numbers = [re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", each).replace("_", "?") for each in (text, wanted)]
     try:
-        return math.isclose(float(text.replace(",", "")), float(str(expected).replace(",", "")), rel_tol=1e-9)
+        return math.isclose(float(numbers[0]), float(numbers[1]), rel_tol=1e-9)
     except ValueError:
-        return " ".join(text.split()).casefold() == " ".join(str(expected).split()).casefold()
+        return False
 
 
 async def close_all(holders: Sequence[Any]) -> None:

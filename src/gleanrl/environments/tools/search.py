@@ -117,6 +117,7 @@ def snippet(text: str, query: str, chars: int) -> str:
     folded = text.casefold()
     places = [place for word in query.casefold().split() if (place := folded.find(word)) >= 0]
     start = max(0, min(min(places, default=0) - chars // 8, len(text) - chars))
-    start = text.rfind(" ", 0, start) + 1 if start else 0
+    if start:  # at the beginning of a word, if one begins shortly before
+        start = max(start - chars // 8, text.rfind(" ", max(0, start - chars // 8), start) + 1)
     before, after = "..." if start else "", "..." if start + chars < len(text) else ""
     return f"{before}{text[start : start + chars].strip()}{after}"

@@ -417,15 +417,31 @@ def strip_trajectory(trajectory: Trajectory, renderer: Renderer) -> Trajectory:
         return trajectory
     messages = with_prompt([turn.message for turn in opening], trajectory.info["unguided"])
     plain = tuple(renderer.with_tools(trajectory.info.get("tools", ())).start(messages))
+    # Both openings as later segments have them with the context policy strip_thinking: without the opened thought.
+    thought = renderer.opened_thought.size
+    cut_opening, cut_plain = (_cut(turns, thought) for turns in (opening, plain))
     segments = []
     for segment in trajectory.segments:
-        shown = segment[: len(opening)]
-        same = [np.array_equal(a.tokens, b.tokens) for a, b in zip(shown, opening, strict=False)]
-        if len(shown) < len(opening) or not all(same):
+        if _begins_with(segment, opening):
+            begins = plain
+        elif _begins_with(segment, cut_opening):
+            begins = cut_plain
+        else:
             raise ValueError(f"trajectory {trajectory.id!r}: a segment does not begin with the opening")
-        segments.append((*plain, *segment[len(opening) :]))
+        segments.append((*begins, *segment[len(opening) :]))
     info = {key: value for key, value in trajectory.info.items() if key != "unguided"}
     return replace(trajectory, segments=tuple(segments), info={**info, "guided": "stripped"})
+
+
+def _cut(turns: Segment, count: int) -> Segment:
+    """Return the turns without the last ``count`` tokens of the last one."""
+    last = turns[-1]
+    return (*turns[:-1], replace(last, tokens=last.tokens[: last.tokens.size - count], body=None))
+
+
+def _begins_with(segment: Segment, turns: Segment) -> bool:
+    same = [np.array_equal(a.tokens, b.tokens) for a, b in zip(segment, turns, strict=False)]
+    return len(same) == len(turns) and all(same)
 
 
 def _discards(trajectory: Trajectory) -> bool:

@@ -32,7 +32,7 @@ from gleanrl.runtime.sharded import use_cuda
 from gleanrl.utils.errors import ADVICE, UserError
 from gleanrl.utils.text import first_line
 
-# The end of the error messages of `Ranks`. It is removed here, because a run on Ray resumes automatically.
+# Methods of the learner that change its weights.
 _CHANGING = ("update", "replay_update", "load", "return_to")
 
 

@@ -20,7 +20,7 @@ from gleanrl.learners.models import skeleton
 from gleanrl.runtime.checkpoints import Checkpoints
 from gleanrl.runtime.evaluation import EvaluationResult
 from gleanrl.runtime.local import Builder, evaluate_with, set_up_libraries, train_with
-from gleanrl.runtime.prepare import Prepared, prepare
+from gleanrl.runtime.prepare import Prepared, check_tokenizer, prepare
 from gleanrl.runtime.process import open_run
 from gleanrl.runtime.ray.actors import ActorClient, ActorPool, LearnerLost
 from gleanrl.runtime.ray.cluster import Cluster, import_ray, open_cluster
@@ -58,6 +58,8 @@ def run_training(config: Config, *, resume: bool, console: Progress, monitors: O
         with open_cluster(config.ray, console, count_actors(config)) as cluster:
             restored = resume and Checkpoints(folder.checkpoints_path, config.checkpoint.keep).exist()
             prepared = prepare(config, console, mapped=True, restored=restored, ranks=config.learner.ranks)
+            if restored:
+                check_tokenizer(folder, config, prepared.tokenizer)
             with atomic.directory(folder.tokenizer_path) as written:
                 prepared.tokenizer.save_pretrained(written)
             builder = RayBuilder.make(config, folder, prepared, console, cluster)
