@@ -51,7 +51,7 @@ async def protocol_server(
                     break
                 continue
             data = {"observation": {"text": "go on", "tools": [{"name": "add"}]}, "done": False}
-            if order["type"] == "step" and order["data"]["type"] == "call_tool":
+            if order["type"] == "step" and order["data"].get("type") == "call_tool":
                 data["reward"] = order["data"]["arguments"]["worth"]
             await socket.send_json({"type": "observation", "data": data})
         heard.append("gone")

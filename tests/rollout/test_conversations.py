@@ -207,24 +207,3 @@ def test_arguments_in_another_form_and_a_dropped_thought_continue_the_conversati
     talk(policy, ModelCall((user("left"), back, *reply(back)), TOOLS))
     (segment,) = policy.conversations.segments()
     assert [turn.sampled for turn in segment] == [False, True, False, True]
-
-
-def test_a_cancelled_call_is_no_turn() -> None:
-    async def run() -> None:
-        asked = asyncio.Event()
-
-        class Waiting:
-            async def sample(self, prompt: Any, params: Any) -> Any:
-                asked.set()
-                await asyncio.Event().wait()
-
-        policy = model(Waiting())
-        call = asyncio.create_task(policy.answer(ModelCall(({"role": "user", "content": "left or right"},))))
-        await asked.wait()
-        assert policy.turns == 1  # it counts for max_turns
-        call.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await call
-        assert policy.turns == 0
-
-    asyncio.run(run())

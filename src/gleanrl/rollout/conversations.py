@@ -8,7 +8,6 @@ template. `PolicyModel` answers the calls with a sampler.
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import json
 import secrets
@@ -298,9 +297,6 @@ class PolicyModel:
         self.turns, self._running, started = self.turns + 1, self._running + 1, perf_counter()
         try:
             completion = await self._session.sample(exchange.prompt, params)
-        except asyncio.CancelledError:
-            self.turns -= 1  # the call gets no answer
-            raise
         except Exception as error:
             raise self._failed(error) from error
         finally:
