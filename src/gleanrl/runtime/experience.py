@@ -25,7 +25,7 @@ from gleanrl.experience import ExperiencePool
 from gleanrl.experience.pool import admission, transfer
 from gleanrl.experience.pool.transfer import Moved
 from gleanrl.experience.replay.recall import EstimatePolicy
-from gleanrl.runtime.prepare import tokenizer_fingerprint
+from gleanrl.runtime import prepare
 from gleanrl.runtime.run_folder import RunFolder
 from gleanrl.types import START_TURNS, Trajectory
 from gleanrl.utils import atomic
@@ -96,7 +96,7 @@ def open_pool(
     path = folder.locate_pool(settings.path)
     file = str(path.resolve()) if settings.path else None
     moved = file != note["file"]
-    mark = tokenizer_fingerprint(tokenizer, config.context.template_options)
+    mark = prepare.tokenizer_fingerprint(tokenizer, config.context.template_options)
     takes = {"tokenizer": mark, "vocabulary": len(tokenizer), "max_context": max_context}
     with ExperiencePool(path, settings, run=note["run"], **takes) as pool:
         # ``newest`` is below the noted step if that step's checkpoint is damaged by now.
@@ -236,14 +236,4 @@ def saved_tokenizer(folder: RunFolder) -> str | None:
     Raises:
         UserError: the tokenizer cannot be loaded.
     """
-    from transformers import AutoTokenizer
-
-    if not folder.tokenizer_path.is_dir():
-        return None
-    options = folder.read_config().get("context", {}).get("template_options", {})
-    try:
-        return tokenizer_fingerprint(
-            AutoTokenizer.from_pretrained(folder.tokenizer_path, local_files_only=True), options
-        )
-    except (OSError, ValueError, AttributeError) as error:
-        raise UserError(f"{folder.tokenizer_path} does not load ({str(error).splitlines()[0]})") from error
+    return prepare.saved_tokenizer(folder, folder.read_config().get("context", {}).get("template_options", {}))

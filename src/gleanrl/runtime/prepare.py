@@ -453,18 +453,33 @@ def check_tokenizer(run: RunFolder, config: Config, tokenizer: Any) -> None:
     It is made from texts of the environment, and so are the token ids.
 
     Raises:
-        UserError: the texts have changed.
+        UserError: the texts have changed, or the saved tokenizer cannot be loaded.
     """
-    if config.model.init != "tiny" or not run.tokenizer_path.is_dir():
+    if config.model.init != "tiny":
         return
-    from transformers import AutoTokenizer
-
-    saved = AutoTokenizer.from_pretrained(run.tokenizer_path, local_files_only=True)
-    if tokenizer_fingerprint(saved, {}) != tokenizer_fingerprint(tokenizer, {}):
+    saved = saved_tokenizer(run, {})
+    if saved is not None and saved != tokenizer_fingerprint(tokenizer, {}):
         raise UserError(
             f"{run.path}: the texts of the environment have changed since the run began, and with them the tokenizer "
             "of its tiny model; undo the change, or start another run"
         )
+
+
+def saved_tokenizer(run: RunFolder, template_options: Mapping[str, Any]) -> str | None:
+    """Return the `tokenizer_fingerprint` of the run's tokenizer, or None if the folder has no tokenizer.
+
+    Raises:
+        UserError: the tokenizer cannot be loaded.
+    """
+    from transformers import AutoTokenizer
+
+    if not run.tokenizer_path.is_dir():
+        return None
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(run.tokenizer_path, local_files_only=True)
+        return tokenizer_fingerprint(tokenizer, template_options)
+    except (OSError, ValueError, AttributeError) as error:
+        raise UserError(f"{run.tokenizer_path} does not load ({str(error).splitlines()[0]})") from error
 
 
 def tokenizer_fingerprint(tokenizer: Any, template_options: Mapping[str, Any]) -> str:
