@@ -19,11 +19,14 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 import replay_tables as tables
 from atlas_arms import ARMS, CONTROLS, CURRICULA, DOMAINS, REFERENCE
@@ -96,11 +99,44 @@ def wanted(
 def goes_on(rows: Sequence[Row], arm: str, domains: Sequence[str]) -> bool:
     """Return whether a gain of `AIM` is within an arm's interval of the held-out difference over all ``domains``.
 
-    A control goes on with the arm that it belongs to, and the reference and its controls always do.
+    The interval has the deviation of all arms together. A control goes on with the arm that it belongs to, and the
+    reference and its controls always do.
     """
     arm = CONTROLS.get(arm, arm)
     gains = pooled(rows, domains).get(arm, {}).get("held-out", [])
-    return arm == REFERENCE or (len(gains) > 1 and statistics.mean(gains) + tables.interval(gains) >= AIM)
+    if arm == REFERENCE or not gains:
+        return arm == REFERENCE
+    deviation, freedom = residual(successes(rows, domains, "held_out"))
+    half = tables.student(freedom + 1) * deviation * math.sqrt(2 / len(gains))
+    return statistics.mean(gains) + half >= AIM
+
+
+def successes(rows: Sequence[Row], among: Sequence[str], what: str) -> dict[str, dict[int, float]]:
+    """Return the final success by arm and seed: the mean over the domains ``among``, for seeds in all."""
+    by_domain = [counted(rows, domain) for domain in among]
+    found: dict[str, dict[int, float]] = {}
+    for arm in ARMS:
+        for seed in set.intersection(*(set(runs.get(arm, {})) for runs in by_domain)):
+            values = [tables.final(runs[arm][seed], what) for runs in by_domain]
+            found.setdefault(arm, {})[seed] = statistics.mean(values)
+    return found
+
+
+def residual(success: Mapping[str, Mapping[int, float]]) -> tuple[float, int]:
+    """Return the deviation that the best sum of an effect of the arm and one of the seed leaves, and its freedom.
+
+    Its square times two is the variance of the difference between two arms with one seed, if it is equal for all arms.
+    One arm's own few differences tell much less about it. With no degree of freedom, the deviation is infinite.
+    """
+    arms, seeds = list(success), sorted({seed for own in success.values() for seed in own})
+    cells = [(arm, seed) for arm in arms for seed in success[arm]]
+    freedom = len(cells) - len(arms) - len(seeds) + 1
+    if freedom < 1:
+        return math.inf, 1
+    design = np.array([[a == arm for a in arms] + [s == seed for s in seeds] for arm, seed in cells], float)
+    values = np.array([success[arm][seed] for arm, seed in cells])
+    left = values - design @ np.linalg.lstsq(design, values, rcond=None)[0]
+    return float(np.sqrt(left @ left / freedom)), freedom
 
 
 def one_run(job: Job) -> dict[str, Any]:

@@ -280,9 +280,13 @@ def interval(values: Sequence[float]) -> float:
     """Return half the width of the 95 % confidence interval of the mean; NaN for a single value."""
     if len(values) < 2:
         return math.nan
-    # The formula for more seeds than the table has is accurate to 0.3 %.
-    student = STUDENT.get(len(values), 1.96 + 2.5 / (len(values) - 1))
-    return student * statistics.stdev(values) / math.sqrt(len(values))
+    return student(len(values)) * statistics.stdev(values) / math.sqrt(len(values))
+
+
+def student(count: int) -> float:
+    """Return the 97.5 % quantile of Student's t with ``count - 1`` degrees of freedom."""
+    # The formula for more values than the table has is accurate to 0.3 %.
+    return STUDENT.get(count, 1.96 + 2.5 / (count - 1))
 
 
 def draw(rows: Sequence[Row]) -> str:

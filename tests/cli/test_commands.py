@@ -57,6 +57,12 @@ def test_a_dry_run_shows_the_plan_and_does_nothing(gleanrl: CommandLine) -> None
     assert not (gleanrl.folder / "runs").exists()
 
 
+def test_settings_may_come_before_the_preset(gleanrl: CommandLine) -> None:
+    ended = gleanrl.here("train", "--learner.lr", "0.002", "tiny.toml", "--dry-run")
+    assert ended.status == 0
+    assert "lr = 0.002" in ended.stdout
+
+
 @pytest.mark.parametrize("command", ["train tiny.toml --dry-run", "settings", "doctor", "simulate"])
 def test_a_closed_output_pipe_is_no_error(gleanrl: CommandLine, command: str) -> None:
     started = subprocess.Popen(

@@ -362,12 +362,11 @@ def objective(
         values, terms = torch.where(included, context.weight * values, 0.0), torch.where(included, terms, 0.0)
         factor = included.to(values.dtype)
         left_out_tokens = (~included).sum().to(values.dtype)
-    if context.kept is not None and context.length is not None:
-        left_out_sequences = torch.where(context.kept == 0, 1 / context.length, 0.0).sum()
-        if aggregation_of(config) == "seq-mean-token-mean":  # divide by the kept tokens, not by all of the sequence
-            scale = context.length / context.kept.clamp(min=1)
-            values, terms = scale * values, scale * terms
-            factor = scale if factor is None else scale * factor
+        if context.kept is not None and context.length is not None:
+            left_out_sequences = torch.where(context.kept == 0, 1 / context.length, 0.0).sum()
+            if aggregation_of(config) == "seq-mean-token-mean":  # divide by the kept tokens, not by all of the sequence
+                scale = context.length / context.kept.clamp(min=1)
+                values, terms, factor = scale * values, scale * terms, scale * factor
     with torch.no_grad():
         # The mismatch is the trainer's log-probs minus those recorded at sampling. For fresh tokens, the trainer's
         # log-probs are those before the update (the proximal ones); for replayed tokens, the current ones.

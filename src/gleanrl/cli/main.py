@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     warnings.showwarning = _show_warning
     words = list(sys.argv[1:] if argv is None else argv)
     parser = make_parser(next((word for word in words if not word.startswith("-")), ""))
-    args, rest = parser.parse_known_args(words)
+    args, rest = parser.parse_known_args(_joined(words))
     try:
         args.overrides = parse_overrides(rest)
         if args.overrides and not args.takes_settings:
@@ -110,6 +110,18 @@ def parse_overrides(rest: Sequence[str]) -> list[tuple[str, str | None]]:
             value = words.pop(0) if words and not words[0].startswith("--") else None
         pairs.append((key, value))
     return pairs
+
+
+def _joined(words: Sequence[str]) -> list[str]:
+    """Write each ``--section.key value`` as one word, so that argparse takes no value for a positional argument."""
+    joined: list[str] = []
+    for word in words:
+        last = joined[-1] if joined else ""
+        if last.startswith("--") and "." in last and "=" not in last and not word.startswith("--"):
+            joined[-1] = f"{last}={word}"
+        else:
+            joined.append(word)
+    return joined
 
 
 def _show_warning(message: Warning | str, category: type[Warning], *_: object) -> None:
