@@ -35,6 +35,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import hashlib
 import json
 import math
 import os
@@ -53,6 +54,7 @@ from gleanrl.algorithms.advantages import Rewards, estimator
 from gleanrl.cli.main import parse_overrides
 from gleanrl.config import loading as configuration
 from gleanrl.config.settings import Config
+from gleanrl.learners.models import compute_dtype
 from gleanrl.learners.supervised import fine_tune
 from gleanrl.protocols import Metrics
 from gleanrl.runtime.local import Builder, evaluate_with, run_evaluation, set_up_libraries
@@ -140,6 +142,7 @@ def measured(job: Job, folder: Path, save: Path) -> dict[str, Any]:
         return row | {"curve": [point(0, run_evaluation(config, None, console).metrics)]}
     limit = seconds_of_grpo(job, save) if job["equal"] == "seconds" and arm != "grpo" else None
     prepared = prepare(config, console)
+    row |= {"start": digest(prepared.model), "processor": processor()}
     started, cpu_before = time.perf_counter(), time.process_time()
     if arm == "continued sft":
         fine_tune(
@@ -151,6 +154,7 @@ def measured(job: Job, folder: Path, save: Path) -> dict[str, Any]:
             # would undo the warm start.
             lr=config.warm_start.lr / 2,
             seed=derive(job["seed"], "continued"),
+            compute_dtype=compute_dtype(config.model, prepared.model.device),
             deadline_s=limit,
         )
     else:
@@ -166,6 +170,22 @@ def measured(job: Job, folder: Path, save: Path) -> dict[str, Any]:
     checkpoints = sorted((Checkpoint(int(path.name[5:]), path) for path in paths), key=lambda found: found.step)
     row["curve"] = [point(found.step, run_evaluation(config, found, console).metrics) for found in checkpoints]
     return row | {"episodes": checkpoints[-1].step * config.schedule.batch * config.schedule.group}
+
+
+def digest(model: torch.nn.Module) -> str:
+    """Return a hash of a model's weights. Another processor rounds differently and warm-starts to other weights."""
+    total = hashlib.sha256()
+    for weights in model.state_dict().values():
+        total.update(weights.detach().cpu().contiguous().view(torch.uint8).numpy())
+    return total.hexdigest()[:16]
+
+
+def processor() -> str:
+    """Return the name of the processor, and the instructions that decide how fast and how exact products are."""
+    text = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    flags = sorted(set(text.split()) & {"avx2", "avx512f", "avx512_bf16", "amx_bf16"})
+    names = [line.partition(":")[2].strip() for line in text.splitlines() if line.startswith("model name")]
+    return " ".join([*names[:1], *flags])
 
 
 def configured(job: Job, folder: Path) -> Config:
