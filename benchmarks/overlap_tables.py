@@ -30,7 +30,18 @@ SERIES = {
 }
 """The time series that a row of results contains, each with the metric that it records."""
 HEAD = [
-    *("schedule", "places", "s/step", "wall s", "vs sync", "vs sync, same places", "idle", "waiting", "staleness"),
+    *(
+        "schedule",
+        "places",
+        "s/step",
+        "wall s",
+        "vs sync",
+        "vs sync, same places",
+        "idle",
+        "idle later",
+        "waiting",
+        "staleness",
+    ),
     *("predicted wall s", "predicted vs sync", "held-out success", "change of success"),
 ]
 EXPLANATION = """
@@ -41,8 +52,9 @@ Columns of the tables:
 * wall s: seconds of all steps.
 * vs sync: change of "wall s" compared with the schedule "sync" and the published ratio of places to samples.
 * vs sync, same places: change of "wall s" compared with "sync" and the same number of places.
-* idle: share of the time in which the device does no work, without these first steps.
-* waiting: the part of "idle" in which the learner waits for groups. With "sync" it includes the time in which the
+* idle: share of the time of all steps in which the device does no work.
+* idle later: the same without these first steps, in which schedules that sample ahead fill their queue.
+* waiting: the part of "idle later" in which the learner waits for groups. With "sync" it includes the time in which the
   environments play. In the rest of the idle time the processor works on environments, batches and weights.
 * staleness: mean (without these first steps) and maximum.
 * predicted: by `gleanrl simulate`, for as many steps, from what the run with instant rewards has measured and nothing
@@ -202,12 +214,13 @@ def _rest(rows: Sequence[Row]) -> list[str]:
     mean = statistics.mean(statistics.mean(row["staleness_mean"][warm(row["steps"]) :]) for row in rows)
     most = max(max(row["staleness_max"]) for row in rows)
     waited = statistics.mean(row["waiting_share"] for row in rows)
-    return [f"{statistics.mean(map(_idle, rows)):.1%}", f"{waited:.1%}", f"{mean:.2f} / {most:.0f}"]
+    later = statistics.mean(_idle(row, warm(row["steps"])) for row in rows)
+    return [f"{statistics.mean(map(_idle, rows)):.1%}", f"{later:.1%}", f"{waited:.1%}", f"{mean:.2f} / {most:.0f}"]
 
 
-def _idle(row: Row) -> float:
-    """Return the share of the time of all counted steps in which the device was idle."""
-    steps = list(zip(row["idle_share"], row["step_s"], strict=True))[warm(row["steps"]) :]
+def _idle(row: Row, first: int = 0) -> float:
+    """Return the share of the time of all steps from ``first`` on in which the device was idle."""
+    steps = list(zip(row["idle_share"], row["step_s"], strict=True))[first:]
     return sum(share * seconds for share, seconds in steps) / sum(seconds for _, seconds in steps)
 
 

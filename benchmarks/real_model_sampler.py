@@ -160,7 +160,7 @@ def main() -> None:
     if find_spec("vllm") is not None:
         from gleanrl.samplers.vllm import VllmSampler
 
-        engine = VllmSampler(model, max_rows=work.episodes, max_context=CONTEXT)
+        engine = VllmSampler(model, max_rows=work.episodes, max_context=CONTEXT, dtype=dtype)
         ways["vllm"] = lambda: by_vllm(engine, model, work)
     ways = {way: play for way, play in ways.items() if way in (arguments.only or ways)}
     measured: dict[str, list[tuple[float, int]]] = {way: [] for way in ways}

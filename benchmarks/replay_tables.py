@@ -62,6 +62,22 @@ def show_sizes(rows: Sequence[Row]) -> None:
             cells += [mean_text([final(row, what) for row in runs[arm].values()]) for arm in (*CONTROLS, "replay")]
             cells += [mean_text(_gain(runs, control, what), "+") for control in CONTROLS]
             table_row([*cells, f"{statistics.mean(row['curve'][-1]['cpu_s'] for row in own):.0f}"])
+        for control in CONTROLS:
+            slope, half = _slope(_by_size(rows), control, what)
+            print(f"\nA model of ten times the size: replay over {control} {slope:+.3f} ± {half:.3f}")
+
+
+def _slope(sizes: Sequence[Mapping[str, Mapping[int, Row]]], control: str, what: str) -> tuple[float, float]:
+    """Return by how much the gain of replay grows for each factor of ten in size, and half its 95 % interval.
+
+    It is the slope of a straight line through the gains of all seeds over the logarithm of the size.
+    """
+    x = [math.log10(row["parameters"]) for runs in sizes for row in runs["replay"].values()]
+    y = [gain for runs in sizes for gain in _gain(runs, control, what)]
+    slope, start = statistics.linear_regression(x, y)
+    left = sum((b - start - slope * a) ** 2 for a, b in zip(x, y, strict=True))
+    spread = (len(x) - 1) * statistics.variance(x)
+    return slope, student(len(x) - 1) * math.sqrt(left / (len(x) - 2) / spread)
 
 
 def _by_size(rows: Sequence[Row]) -> list[dict[str, dict[int, Row]]]:

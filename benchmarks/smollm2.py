@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import resource
 import subprocess
 import sys
 import tempfile
@@ -55,8 +54,12 @@ def one_run(seed: int, settings: Sequence[str]) -> str:
         started = time.perf_counter()
         command = [sys.executable, "-m", "gleanrl", "train", "smollm2", "--run.folder", folder, "--run.name", "run"]
         environment = {**os.environ, "GLEANRL_CACHE": f"{folder}/cache"}
-        subprocess.run([*command, "--run.seed", str(seed), *settings], env=environment, check=True)
-        wall, used = time.perf_counter() - started, resource.getrusage(resource.RUSAGE_CHILDREN)
+        # `wait4` gives what this child used, and `RUSAGE_CHILDREN` the sum and the maximum over all seeds so far.
+        child = subprocess.Popen([*command, "--run.seed", str(seed), *settings], env=environment)
+        _, status, used = os.wait4(child.pid, 0)
+        wall = time.perf_counter() - started
+        if status:
+            raise SystemExit(f"seed {seed}: `gleanrl train` ended with {os.waitstatus_to_exitcode(status)}")
         name = "eval/sampled/pass@1"
         rows = [row.metrics for row in RunFolder(Path(folder) / "run").read_metrics() if name in row.metrics]
     cells = [f"{row[name]:.0%} ({row[f'{name}_low']:.0%} to {row[f'{name}_high']:.0%})" for row in (rows[0], rows[-1])]
