@@ -150,6 +150,7 @@ def test_advantages_of_parts_need_an_estimator_that_compares_a_group_and_parts_t
         {"schedule__group": "1"},
         {"schedule__group": "4", "replay__min_rate": "0.3", "replay__max_rate": "0.45"},
         {"replay__start_progress": "1.0"},
+        {"replay__task_ratio": "0.1", "schedule__batch": "8"},
         {"schedule__preset": "bounded_async", "schedule__staleness": "3", "replay__max_age": "3"},
     ],
 )

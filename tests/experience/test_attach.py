@@ -84,6 +84,14 @@ def test_a_ranking_of_ages_counts_them_from_the_given_step(tmp_path: Path) -> No
     assert ages == [[4, 1, 2], [2, 0, 0]]
 
 
+def test_successes_that_are_too_old_are_not_added(tmp_path: Path) -> None:
+    with ExperiencePool(tmp_path / "pool.sqlite", ReplaySettings(max_age=3)) as pool:
+        for token, version in ((1, 1), (2, 4)):
+            pool.add(task("a"), episode("a", tokens=(token,), version=version), attempts=4, successes=2)
+        assert tokens(attach_replayed([solved("a", 0, 2)], pool, step=5)) == [[[2]]]
+        assert tokens(attach_replayed([solved("a", 0, 2)], pool, step=8)) == [[]]
+
+
 def test_a_ranking_is_not_called_for_a_task_without_stored_successes(tmp_path: Path) -> None:
     @ranking("relative length, of a test", by_entropy=False)
     def relative_length(trajectories: TaskTrajectories, random: np.random.Generator) -> np.ndarray:

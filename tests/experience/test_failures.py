@@ -201,6 +201,15 @@ def test_a_damaged_failure_is_evicted_and_reported(path: Path) -> None:
         assert pool.verify() == []
 
 
+def test_verify_reads_tasks_that_have_only_failures(path: Path) -> None:
+    with ExperiencePool(path, KEEP) as pool:
+        pool.observe([solved("t", 0, 4)], 0)
+        assert pool.verify() == []
+        pool._db.execute("UPDATE bodies SET data = x'00'")
+        [fault] = pool.verify()
+        assert "task 't'" in fault
+
+
 def test_exports_and_seeds_hold_failures_only_if_asked(path: Path, tmp_path: Path) -> None:
     with ExperiencePool(path, KEEP, tokenizer="one") as pool:
         pool.observe([solved("t", 2, 5), solved("u", 0, 2, version=3)], 4)

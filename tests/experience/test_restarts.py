@@ -220,6 +220,19 @@ def test_a_group_with_fewer_members_is_hard_by_its_rate(tmp_path: Path) -> None:
         assert sorted(spec.task.id for spec, _ in drawn) == ["a", "b", "e"]
 
 
+def test_tasks_that_are_solved_from_their_beginning_leave_their_places_to_others(tmp_path: Path) -> None:
+    with ExperiencePool(tmp_path / "pool.sqlite", ReplaySettings()) as pool:
+        for index in range(20):
+            stored(pool, f"done-{index}", 5, solved=0, attempts=4)
+        for index in range(3):
+            stored(pool, f"open-{index}", 5, solved=1, attempts=4)
+        restarts = Restarts(pool, ReplaySettings(), 4)
+        restarts.cuts.update({f"done-{index}": [1, 0, 5] for index in range(20)})
+        for seed in range(10):
+            drawn = restarts.draw(3, np.random.default_rng(seed), set())
+            assert sorted(spec.task.id for spec, _ in drawn) == ["open-0", "open-1", "open-2"]
+
+
 def test_successes_of_limited_sources_are_not_restarted(tmp_path: Path) -> None:
     limited = ReplaySettings(source_limits={"own": 0.5})
     with ExperiencePool(tmp_path / "pool.sqlite", limited) as pool:

@@ -93,6 +93,18 @@ def test_an_exported_pool_is_imported_bit_for_bit(
     assert held(folder / "b.sqlite") == held(folder / "a.sqlite")
 
 
+def test_a_trajectory_whose_text_is_no_unicode_is_left_out_of_an_export(tmp_path: Path) -> None:
+    pytest.importorskip("pyarrow")
+    with ExperiencePool(tmp_path / "a.sqlite", ROOMY) as pool:
+        whole, odd = episode("t", tokens=(1,)), episode("t", tokens=(2,))
+        odd = replace(odd, score=replace(odd.score, explanation="\ud83d"))
+        for each in (whole, odd):
+            pool.add(task("t"), each, attempts=4, successes=2)
+    stored, failures, [left_out] = transfer.export_parquet(tmp_path / "a.sqlite", tmp_path / "a.parquet")
+    assert (stored, failures) == (1, 0)
+    assert left_out.startswith("trajectory 2: ")
+
+
 @pytest.mark.parametrize("how", ["import", "seed"])
 def test_a_copied_trajectory_keeps_the_name_of_its_source_unless_a_run_sampled_it(tmp_path: Path, how: str) -> None:
     pytest.importorskip("pyarrow")

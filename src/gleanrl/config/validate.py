@@ -253,6 +253,12 @@ def warnings(config: Config) -> list[str]:
                 f"replay.max_age = {replay.max_age} under schedule.staleness = {schedule.staleness}: what is stored "
                 "may be too old when a group is trained, so nothing is replayed"
             )
+        batch = config.schedule.batch
+        if batch > 1 and 0 < replay.task_ratio * batch < 1 and replay.min_task_ratio is None:
+            found.append(
+                f"replay.task_ratio = {replay.task_ratio:g} of schedule.batch = {batch} is less than one group, so no "
+                "group gets stored successes"
+            )
         if replay.start_solve_rate is None and replay.start_progress >= 1:
             found.append(f"replay never begins with replay.start_progress = {replay.start_progress:g}")
     else:

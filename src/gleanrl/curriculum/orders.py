@@ -12,10 +12,13 @@ from __future__ import annotations
 import inspect
 import math
 import random
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
 
 from gleanrl.config.settings import TaskSettings
 from gleanrl.protocols import Curriculum, Metrics
@@ -82,7 +85,10 @@ def find_order(settings: TaskSettings) -> Callable[..., Curriculum]:
         raise UserError(f"tasks.order: no order {settings.order!r}{hint}")
     order = order or load_object(settings.order, Curriculum)
     common = {option.name for option in fields(TaskOrder)}
-    takes = [n for n in inspect.signature(order).parameters if n not in common]
+    parameters = inspect.signature(order).parameters
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return order
+    takes = [name for name in parameters if name not in common]
     for key in settings.options:
         if key not in takes:
             hint = nearest(key, takes) or f"; it takes {', '.join(takes) or 'none'}"
@@ -208,8 +214,10 @@ class Levels(TaskStream):
     Training moves to the next level once the present one is solved often enough.
 
     Args:
-        advance: the mean solve rate, over the last ``window`` groups of the present level, that starts the next level.
-        window: the number of groups in that mean. A level lasts at least this many groups.
+        advance: the mean solve rate that starts the next level. It is the mean of the latest rates of those ``window``
+            tasks of the present level that were played last.
+        window: the number of tasks in that mean, or all tasks of the level if it has fewer. A level lasts until so many
+            different tasks were played. A mean over groups would ignore tasks that replay has retired.
         review: the share of all groups that come from earlier levels, in equal parts, so that these are not forgotten.
         levels: the names of the sources in the order in which they are played. None = the order of the mixture's parts.
     """
@@ -232,28 +240,32 @@ class Levels(TaskStream):
         if sorted(self._order) != sorted(self._sources):
             raise ValueError(f"levels must name each source once: {', '.join(self._sources)}")
         self._level = 0
-        self._recent: deque[float] = deque(maxlen=self.window)
+        self._recent: dict[str, float] = {}  # latest rates by task id, the task that was played last at the end
 
     def observe(self, groups: Sequence[Group], training: Metrics) -> Metrics:
         for group in groups:
-            rate = self.solve_rate(group)
-            if source_of(group.spec.task) != self._order[self._level] or rate is None:
+            rate, level = self.solve_rate(group), self._order[self._level]
+            if source_of(group.spec.task) != level or rate is None:
                 continue
-            self._recent.append(rate)
-            learned = len(self._recent) == self.window and math.fsum(self._recent) >= self.advance * self.window
+            self._recent.pop(group.spec.task.id, None)
+            self._recent[group.spec.task.id] = rate
+            window = min(self.window, len(self._sources[level].tasks))
+            if len(self._recent) > window:
+                del self._recent[next(iter(self._recent))]
+            learned = len(self._recent) == window and math.fsum(self._recent.values()) >= self.advance * window
             if learned and self._level < len(self._order) - 1:
                 self._level += 1
                 self._recent.clear()
-        success = math.fsum(self._recent) / len(self._recent) if self._recent else 0.0
+        success = math.fsum(self._recent.values()) / len(self._recent) if self._recent else 0.0
         return {**super().observe(groups, training), "tasks/level": float(self._level), "tasks/level_success": success}
 
     def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "level": self._level, "recent": list(self._recent)}
+        return {**super().state_dict(), "level": self._level, "recent": dict(self._recent)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
         self._level = state["level"]
-        self._recent = deque(state["recent"], maxlen=self.window)
+        self._recent = dict(state["recent"])
 
     def _next_source(self) -> str:
         """Return the source of the next task: an earlier level if a review is due, otherwise the present level.
@@ -263,10 +275,9 @@ class Levels(TaskStream):
         reviewed = self._order[: self._level]
         total = sum(epochs.position for epochs in self._sources.values())
         # Among the first n groups, floor(n * review) are reviews. So one is due if the next group raises that number.
-        due = reviewed and math.floor((total + 1) * self.review) > math.floor(total * self.review)
-        if not due:
-            return self._order[self._level]
-        return min(reviewed, key=lambda name: self._sources[name].position)
+        number = math.floor(total * self.review)
+        due = reviewed and math.floor((total + 1) * self.review) > number
+        return reviewed[number % len(reviewed)] if due else self._order[self._level]
 
 
 @dataclass(eq=False)
@@ -277,8 +288,9 @@ class BySolveRate(TaskOrder):
     probability proportional to exp(-(rate - 0.5)^2 / (2 sigma^2)), where ``rate`` is its running solve rate, or 0.5 if
     it has not been played. With several sources, the probability is also proportional to the source's weight.
 
-    Some groups of a batch ignore the solve rate, so that tasks that were too hard or too easy are tried again. A batch
-    contains a task twice only if there are fewer tasks than groups.
+    Some groups of a batch ignore the solve rate, so that tasks that were too hard or too easy are tried again. A
+    proposal contains a task twice only if there are fewer tasks than groups. Groups that replace dropped ones are a
+    proposal of their own, and may repeat tasks of the batch.
 
     Args:
         sigma: standard deviation of the preference around a solve rate of 0.5, in units of solve rate.
@@ -296,31 +308,28 @@ class BySolveRate(TaskOrder):
         if not (self.sigma > 0 and 0 <= self.memory < 1 and 0 <= self.explore <= 1):
             raise ValueError("sigma is above 0, memory in [0, 1), explore in [0, 1]")
         # All tasks are read here once, because a task of a data set is read from its file at each access.
-        self._ids: list[str] = []
+        self._index: dict[str, int] = {}
         sources: list[str] = []
         for task in self.tasks:
-            self._ids.append(task.id)
+            self._index[task.id] = len(sources)
             sources.append(source_of(task))
         counts = Counter(sources)
         # The weight of a source is divided among its tasks. A source with more tasks would otherwise be drawn
         # more often at the same weight.
-        self._base = [self.weights.get(source, 1.0) / counts[source] for source in sources]
+        self._base = np.array([self.weights.get(source, 1.0) / counts[source] for source in sources])
+        self._distance = np.zeros(len(sources))  # of each task's running solve rate to 0.5
         self._rates: dict[str, float] = {}
         self._batches = 0
 
     async def propose(self, count: int) -> list[GroupSpec]:
-        draw = random.Random(derive(self.seed, "solve_rate", self._batches))
+        draw = np.random.default_rng(derive(self.seed, "solve_rate", self._batches))
         self._batches += 1
-        chances: list[float] = []
-        for base, name in zip(self._base, self._ids, strict=True):
-            distance = self._rates.get(name, 0.5) - 0.5
-            chances.append(base * max(math.exp(-(distance**2) / (2 * self.sigma**2)), _LEAST_CHANCE))
-        free = sum(draw.random() < self.explore for _ in range(count))
-        chosen = _without_repeats(self._base, free, draw, frozenset())
-        chosen += _without_repeats(chances, count - len(chosen), draw, frozenset(chosen))
+        chances = self._base * np.maximum(np.exp(-(self._distance**2) / (2 * self.sigma**2)), _LEAST_CHANCE)
+        chosen = _without_repeats(self._base, int(draw.binomial(count, self.explore)), draw, [])
+        chosen += _without_repeats(chances, count - len(chosen), draw, chosen)
         # If there are fewer tasks than groups, the batch repeats tasks.
         while len(chosen) < count:
-            chosen += _without_repeats(chances, count - len(chosen), draw, frozenset())
+            chosen += _without_repeats(chances, count - len(chosen), draw, [])
         draw.shuffle(chosen)
         return [GroupSpec(self.tasks[index], self.group, greedy=self.greedy) for index in chosen]
 
@@ -329,7 +338,7 @@ class BySolveRate(TaskOrder):
             rate = self.solve_rate(group)
             if rate is not None:
                 before = self._rates.get(group.spec.task.id, rate)
-                self._rates[group.spec.task.id] = self.memory * before + (1 - self.memory) * rate
+                self._set_rate(group.spec.task.id, self.memory * before + (1 - self.memory) * rate)
         rates = self._rates.values()
         if not rates:
             return {}
@@ -345,14 +354,26 @@ class BySolveRate(TaskOrder):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if state.get("order") != self.name:
             raise UserError("the checkpoint was saved with another tasks.order; resume with that")
-        self._batches, self._rates = state["batches"], dict(state["rates"])
+        self._batches, self._rates = state["batches"], {}
+        self._distance[:] = 0
+        for name, rate in state["rates"].items():
+            self._set_rate(name, rate)
+
+    def _set_rate(self, name: str, rate: float) -> None:
+        self._rates[name] = rate
+        if name in self._index:  # a checkpoint may have rates of tasks that are no longer there
+            self._distance[self._index[name]] = rate - 0.5
 
 
-def _without_repeats(chances: Sequence[float], count: int, draw: random.Random, taken: frozenset[int]) -> list[int]:
+def _without_repeats(
+    chances: npt.NDArray[np.float64], count: int, draw: np.random.Generator, taken: Sequence[int]
+) -> list[int]:
     """Draw ``count`` distinct indices of ``chances`` that are not in ``taken``, or all such indices if there are fewer.
 
     The draws are successive, without replacement, each with probabilities proportional to ``chances``, which must be
     positive (Efraimidis and Spirakis, 2006).
     """
-    keys = [(math.log(1.0 - draw.random()) / chance, i) for i, chance in enumerate(chances)]
-    return [index for _, index in sorted(keys, reverse=True) if index not in taken][:count]
+    keys = np.log1p(-draw.random(len(chances))) / chances
+    keys[list(taken)] = -np.inf
+    order: list[int] = np.argsort(-keys)[: min(count, len(keys) - len(taken))].tolist()
+    return order

@@ -425,7 +425,7 @@ class _Table:
         return bool(self._trained[row].any())
 
     def read_head(self, row: int) -> _Head:
-        off_policy = (self._off_policy & self._real)[row]
+        off_policy = self._off_policy[row] & self._real[row]
         guided = bool(off_policy[: self._width].any())
         replayed = not guided and bool((off_policy & self._trained[row]).any())
         valid = "valid" not in self.given or bool(self.given["valid"][row])

@@ -92,10 +92,6 @@ class PoolTask:
     """Number of valid fresh members of its latest group; 0 = unknown, because no group was observed."""
     successes: int
     """Number of these members that succeeded."""
-    step: int
-    """Step of its latest group."""
-    live: int
-    """Number of its stored trajectories."""
 
     @property
     def rate(self) -> float:
@@ -450,7 +446,7 @@ class ExperiencePool:
                     log.warning("%s: task %r is damaged (%s) and forgotten", self.path, row.name, error)
                     damaged.append(row.id)
                 else:
-                    drawn.append(PoolTask(task, row.attempts, row.successes, row.step, row.live))
+                    drawn.append(PoolTask(task, row.attempts, row.successes))
         if damaged and not self.read_only:
             with self._writing() as db:
                 # The row in ``tasks`` stays. `observe` stores the task in ``bodies`` again with the task's next group.

@@ -230,8 +230,8 @@ def export_parquet(
     """Write every success of the pool at ``source`` to the parquet file ``target``, and with ``failures`` its failures.
 
     An existing parquet file is replaced. ``done`` is called after each trajectory. Returns how many successes and
-    how many failures were written, and one line for each that could not be written because it is damaged. The keys of
-    failures are below 0.
+    how many failures were written, and one line for each that could not be written because it is damaged or has a text
+    that is no valid Unicode. The keys of failures are below 0.
 
     Raises:
         UserError: there is no pool at ``source``, ``target`` exists and is not a parquet file, the disk is full, or
@@ -308,8 +308,12 @@ def _schema(arrow: Any) -> Any:
 
 
 def _to_row(entry: Entry) -> dict[str, Any]:
+    """Convert an entry to a row. Raises `ValueError` or `TypeError` if parquet cannot hold it."""
     line, trajectory = entry.line, entry.stored.trajectory
     turns = list(trajectory.turns())
+    names = [line.task, trajectory.id, trajectory.score.explanation, *trajectory.score.parts]
+    for text in [*names, *(turn.state for turn in turns)]:
+        (text or "").encode()  # a lone surrogate raises UnicodeEncodeError, a ValueError
     mask = np.concatenate([np.full(turn.tokens.size, turn.sampled) for turn in turns])
     logprobs = np.concatenate(
         [np.zeros(turn.tokens.size, np.float32) if turn.logprobs is None else turn.logprobs for turn in turns]
@@ -354,10 +358,7 @@ def _table(arrow: Any, rows: Sequence[Mapping[str, Any]], schema: Any) -> Any:
             flat = arrow.concat_arrays(inner) if inner else arrow.array([], arrow.float32())
             columns.append(arrow.ListArray.from_arrays(arrow.array(offsets), flat))
         else:
-            try:
-                columns.append(arrow.array(cells, column.type))
-            except UnicodeEncodeError:
-                raise UserError(f"{column.name} of a trajectory is no valid Unicode; parquet cannot hold it") from None
+            columns.append(arrow.array(cells, column.type))
     return arrow.Table.from_arrays(columns, schema=schema)
 
 

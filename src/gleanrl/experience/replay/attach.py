@@ -36,7 +36,7 @@ def attach_replayed(
         pool: the pool, open for writing.
         seed: seed of the random choice with ``select = "random"``, for example the number of the step.
         step: number of the step that will learn from the groups, from which the ages of stored trajectories are
-            counted. Needed only for a ``select`` of your own that looks at ages; by default ``seed``.
+            counted, for ``max_age`` and for a ``select`` of your own that looks at ages; by default ``seed``.
 
     Raises:
         UserError: the pool's settings ask for what needs the current policy or a reward, which this function does not
@@ -66,6 +66,8 @@ def attach_replayed(
     for group, name in zip(groups, names, strict=True):
         usable = name not in retired and group.valid_fresh and pool.has_task(group.spec.task)
         stored = found[name] if usable else []
+        if settings.max_age is not None:
+            stored = [each for each in stored if step - each.version <= settings.max_age]
         stored = within_limits(stored, left, settings.per_group)
         order = ranked(stored, settings.select, random, step=step)
         chosen = [stored[index] for index in order[: settings.per_group]]

@@ -202,7 +202,7 @@ class ReplayCurriculum:
         probe_count = min(whole(probes_due), count - len(replayed))
         probes = [found.task for found in self.pool.draw(None, probe_count, random, taken)] if probe_count else []
         taken.update(task.id for task in probes)
-        wanted = min(whole(restarts_due), count - probe_count - len(replayed))
+        wanted = min(whole(restarts_due), count - len(probes) - len(replayed))
         restarted = self._restarts.draw(wanted, random, set(taken), greedy=greedy) if wanted > 0 else []
         taken.update(spec.task.id for spec, _ in restarted)
         await picks.fill(count - len(probes) - len(replayed) - len(restarted), taken)

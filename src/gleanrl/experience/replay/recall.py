@@ -37,7 +37,7 @@ COUNTS = ("missing", "too_old", "rejected", "reverified", "reverify_failed", "es
 """Names of the events that `Recall.counts` counts. The metrics ``replay/NAME`` and ``replay_update/NAME`` report
 them."""
 
-_ROUNDS = 4  # `Recall.recall` draws tasks up to this often, to replace drawn tasks that have no usable trajectory
+ROUNDS = 4  # tasks are drawn up to this often, to replace drawn tasks that have no usable trajectory
 _EQUAL_SCORES = 1e-6
 
 
@@ -113,7 +113,7 @@ class Recall:
             return [Recalled(task, ()) for task in self.draw_tasks(count, random, taken, never)]
         left = selection.source_places(limits, count * settings.per_group, random)
         found: list[tuple[Task, Sequence[Stored]]] = []
-        for _ in range(_ROUNDS):
+        for _ in range(ROUNDS):
             used_up = [source for source, number in left.items() if number == 0]
             drawn = self.draw_tasks(count - len(found), random, taken, used_up)
             if limits:

@@ -13,6 +13,7 @@ import numpy as np
 from gleanrl.config.settings import ReplaySettings
 from gleanrl.experience.pool.pool import ExperiencePool, Stored
 from gleanrl.experience.replay import selection
+from gleanrl.experience.replay.recall import ROUNDS
 from gleanrl.types import START_TURNS, Group, GroupSpec, Segment
 
 EARLIER, LATER = 0.75, 0.25
@@ -45,23 +46,28 @@ class Restarts:
 
         Tasks are drawn uniformly from those whose latest fresh group had at most one success, or a rate nearest to
         that, and that have a stored success of at least two turns. Successes of sources in ``source_limits`` are not
-        used. The ids of all tasks drawn are added to ``taken``. Nothing else is changed: `commit` stores the cuts.
+        used. Tasks whose start has reached the beginning are not drawn again. The ids of all tasks drawn are added to
+        ``taken``. Nothing else is changed: `commit` stores the cuts.
         """
         done = {task for task, (_, turns, _) in self.cuts.items() if turns == 0}
         sizes = self._pool.buckets(self._limited)
         hard = {bucket: size for bucket, size in sizes.items() if selection.level(bucket, self._group) <= 1}
         found: list[tuple[GroupSpec, Cut]] = []
-        for bucket, number in selection.tasks_by_bucket(hard, count, self._group, self._uniform, random).items():
-            drawn = [each.task for each in self._pool.draw(bucket, number, random, taken | done, self._limited)]
-            stored = self._pool.stored([task.id for task in drawn])
-            for task in drawn:
-                taken.add(task.id)
-                own = [each for each in stored[task.id] if each.source not in self._limited]
-                cut = self._cut(self.cuts.get(task.id), own)
-                if cut is not None:
-                    [success] = [each.trajectory for each in own if each.key == cut[0]]
-                    spec = GroupSpec(task, self._group, greedy=greedy, start=beginning(success.segments[0], cut[1]))
-                    found.append((spec, cut))
+        for _ in range(ROUNDS):
+            wanted = selection.tasks_by_bucket(hard, count - len(found), self._group, self._uniform, random)
+            for bucket, number in wanted.items():
+                drawn = [each.task for each in self._pool.draw(bucket, number, random, taken | done, self._limited)]
+                # If fewer were drawn, ``taken`` and ``done`` contain all others, and size 0 excludes the bucket.
+                hard[bucket] = hard[bucket] - number if len(drawn) == number else 0
+                stored = self._pool.stored([task.id for task in drawn])
+                for task in drawn:
+                    taken.add(task.id)
+                    own = [each for each in stored[task.id] if each.source not in self._limited]
+                    cut = self._cut(self.cuts.get(task.id), own)
+                    if cut is not None:
+                        [success] = [each.trajectory for each in own if each.key == cut[0]]
+                        spec = GroupSpec(task, self._group, greedy=greedy, start=beginning(success.segments[0], cut[1]))
+                        found.append((spec, cut))
         return found
 
     def _cut(self, cut: Cut | None, stored: Sequence[Stored]) -> Cut | None:
