@@ -359,10 +359,10 @@ def _export(args: argparse.Namespace) -> int:
     with browse.reading(path) as db:
         successes, _, failures, _ = browse.sizes(db)
     with terminal_progress().stage("exporting", successes + failures * args.failures) as stage:
-        *written, damaged = transfer.export_parquet(path, args.file, failures=args.failures, done=stage.advance)
+        solved, failed, damaged = transfer.export_parquet(path, args.file, failures=args.failures, done=stage.advance)
     for line in damaged:
         print(f"left out: {safe(line)}", file=sys.stderr)
-    print(f"{args.file}: {_counts(*written, args.failures)}")
+    print(f"{args.file}: {_counts(solved, failed, args.failures)}")
     return 1 if damaged else 0
 
 

@@ -132,7 +132,7 @@ def _plan(model: Any, layer: nn.Module, size: int) -> dict[str, ParallelStyle]:
             raise refuse(f"its config has no {heads}")
         if count % size:
             raise UserError(f"learner.tensor_parallel = {size} does not divide the model's {heads} = {count}")
-    modules = dict(layer.named_modules())
+    modules: dict[str, Any] = dict(layer.named_modules())
     planned: dict[str, ParallelStyle] = {}
     for path, style in plan.items():
         name = path.removeprefix(_PREFIX)

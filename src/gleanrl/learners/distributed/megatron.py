@@ -592,6 +592,6 @@ class Attention(nn.Module):
             out = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
         else:
             length = packing.positions.shape[1]
-            out = attend(*(states[:, :, :length] for states in (query, key, value)), packing)
+            out = attend(query[:, :, :length], key[:, :, :length], value[:, :, :length], packing)
             out = F.pad(out, (0, 0, 0, query.shape[2] - length))
         return out.permute(2, 0, 1, 3).flatten(2)
