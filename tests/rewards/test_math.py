@@ -107,6 +107,25 @@ def test_extract_answer_finds_the_answer_in_each_format(
 def test_find_boxed_returns_the_content_of_a_box_with_nested_braces() -> None:
     assert find_boxed(r"a \boxed{\frac{1}{2}} b") == r"\frac{1}{2}"
     assert find_boxed("no box") is None
+    assert find_boxed(r"\boxed{a \boxed{b} c} } \fbox {d} \boxed{{e") == "d"
+    assert find_boxed(r"\boxed{a \boxed{b") is None
+
+
+def test_boxes_that_are_not_closed_cost_little_time() -> None:
+    start = time.process_time()
+    assert find_boxed(r"\boxed{4}" + r"\boxed{" * 20_000) == "4"
+    assert time.process_time() - start < 2.0
+
+
+def test_finding_the_answer_is_within_the_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    def endless(text: str) -> None:
+        while True:
+            pass
+
+    monkeypatch.setattr("gleanrl.rewards.math.resource.setrlimit", lambda *_: None)
+    grader = Grader("boxed", "text", 0.1)
+    monkeypatch.setattr("gleanrl.rewards.math.find_boxed", endless)
+    assert grader.grade(r"\boxed{4}", ["4"]).timed_out
 
 
 def test_only_an_answer_in_the_configured_place_counts(grader: Any) -> None:

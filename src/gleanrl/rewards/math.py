@@ -42,7 +42,7 @@ MEMORY = 2 << 30  # bytes that a process may allocate in addition to those it st
 _SIGN = r"(?:(?<![\w.)\]}%])[-\u2212])?"  # a minus after a word, a number or a bracket is a subtraction, not a sign
 _NUMBER = re.compile(rf"{_SIGN}(?:\d{{1,3}}(?:,\d{{3}})+|\d+)(?:\.\d+)?(?:/\d+)?|{_SIGN}\.\d+")
 _TAGS = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
-_BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
+_BRACE = re.compile(r"\\(?:boxed|fbox)\s*\{|[{}]")
 
 
 class MathReward(Scorer):
@@ -72,6 +72,7 @@ class MathReward(Scorer):
     """
 
     own_timeout = True
+    calls_service = False
 
     def __init__(
         self,
@@ -189,16 +190,17 @@ class Grader:
         If a right answer contains ``\\boxed{}`` or ``####``, only the content of the box or the text after ``####`` is
         compared.
         """
-        answer, formatted = extract_answer(response, self._extract)
-        rights = []
-        for text in gold:
-            box = find_boxed(text)
-            rights.append(text.rpartition("####")[2].strip() if box is None else box)
-        if self._compare == "text" or (answer is not None and answer in rights):
-            correct = answer is not None and any(_plain(answer) == _plain(right) for right in rights)
-            return Graded(correct, answer is not None, formatted, read=answer or "")
+        answer, formatted = None, False
         try:
             with _processor_time(self._timeout_s):
+                answer, formatted = extract_answer(response, self._extract)
+                rights = []
+                for text in gold:
+                    box = find_boxed(text)
+                    rights.append(text.rpartition("####")[2].strip() if box is None else box)
+                if self._compare == "text" or (answer is not None and answer in rights):
+                    correct = answer is not None and any(_plain(answer) == _plain(right) for right in rights)
+                    return Graded(correct, answer is not None, formatted, read=answer or "")
                 from math_verify import verify
 
                 golds = []
@@ -239,13 +241,16 @@ def extract_answer(response: str, extract: Extract) -> tuple[str | None, bool]:
 
 def find_boxed(text: str) -> str | None:
     """Return the content of the last ``\\boxed{}`` whose braces are closed, or None if there is none."""
-    for begin in reversed(list(_BOX.finditer(text))):
-        depth = 1
-        for index in range(begin.end(), len(text)):
-            depth += {"{": 1, "}": -1}.get(text[index], 0)
-            if not depth:
-                return text[begin.end() : index].strip()
-    return None
+    opened: list[int] = []  # for each open brace, where the content of its box begins, or -1 if it opens no box
+    begin = end = -1
+    for brace in _BRACE.finditer(text):
+        if brace[0] == "{":
+            opened.append(-1)
+        elif brace[0] != "}":
+            opened.append(brace.end())
+        elif opened and (inside := opened.pop()) > begin:
+            begin, end = inside, brace.start()
+    return None if begin < 0 else text[begin:end].strip()
 
 
 def _plain(text: str) -> str:
