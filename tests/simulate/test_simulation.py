@@ -204,6 +204,15 @@ def test_idle_and_waiting_time_are_the_step_time_minus_the_work() -> None:
     assert outcome.reward_s == pytest.approx(300, abs=1e-3)
 
 
+@pytest.mark.parametrize("evaluation", ["inline", "background"])
+def test_a_whole_run_counts_the_evaluation_after_its_last_step(evaluation: Any) -> None:
+    changes = {"evaluate_every": 4, "evaluation_g": 40, "evaluation_samples": 4, "evaluation": evaluation, "steps": 4}
+    with_one = workload(**changes, whole=True)
+    without = simulate(workload(whole=True, steps=4), "sync")
+    outcome = simulate(with_one, "sync")
+    assert 4 * outcome.step_s == pytest.approx(4 * without.step_s + 40 + 300, abs=1e-2)
+
+
 # --- the measurements of verl's pull request 2854 --------------------------------------------------------
 def verl(part: int) -> Workload:
     """The published setup, with 1 / ``part`` of its samples and of its reward service's concurrency."""

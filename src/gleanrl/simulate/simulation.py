@@ -156,8 +156,11 @@ async def _simulate(workload: Workload, preset: Preset, cluster: Cluster | None)
         controller=controller,
         clock=clock,
     )
-    observer.interrupt = run.interruption.interrupt
+    if not workload.whole:
+        observer.interrupt = run.interruption.interrupt
     await train(run)
+    if workload.whole:
+        observer.on_end()
     return observer.outcome(preset, service, of_cluster=cluster is not None)
 
 
@@ -176,29 +179,30 @@ class _Observer:
         self._readings: list[dict[str, float]] = []
         self.interrupt: Callable[[], None] = lambda: None
 
-    def log(self, step: int, metrics: Metrics) -> None:
-        pass
-
     def on_batch(self, groups: Sequence[Group], batch: Any) -> None:
         pass
 
     def on_step(self, step: int, groups: Sequence[Group], metrics: Metrics, dropped: Sequence[Group] = ()) -> None:
-        busy_s, reward_wait_s = self._device.read_times()
-        self._readings.append(
-            {
-                "now_s": self._machines.clock(),
-                "busy_s": busy_s,
-                "reward_wait_s": reward_wait_s,
-                "calls": self._learner.calls,
-                "sampling_s": sum(device.read_times()[0] for device in self._samplers),
-                "drained_s": self._machines.drained_s,
-                **self._machines.at_work,
-                "age_mean": metrics["schedule/staleness_mean"],
-                "age_max": metrics["schedule/staleness_max"],
-            }
-        )
+        ages = {"age_mean": metrics["schedule/staleness_mean"], "age_max": metrics["schedule/staleness_max"]}
+        self._readings.append({**self._read(), **ages})
         if step == self._workload.steps:
             self.interrupt()
+
+    def on_end(self) -> None:
+        """Read the counters of the last step again, because the last evaluation ends after it."""
+        self._readings[-1] |= self._read()
+
+    def _read(self) -> dict[str, float]:
+        busy_s, reward_wait_s = self._device.read_times()
+        return {
+            "now_s": self._machines.clock(),
+            "busy_s": busy_s,
+            "reward_wait_s": reward_wait_s,
+            "calls": self._learner.calls,
+            "sampling_s": sum(device.read_times()[0] for device in self._samplers),
+            "drained_s": self._machines.drained_s,
+            **self._machines.at_work,
+        }
 
     def outcome(self, preset: Preset, service: Service, *, of_cluster: bool) -> Outcome:
         workload, count = self._workload, self._workload.counted
