@@ -458,18 +458,6 @@ def test_state_dict_raises_in_the_middle_of_a_step() -> None:
     virtual_time.run(main())
 
 
-def test_stop_returns_none_to_every_caller_that_waits_for_a_ticket() -> None:
-    async def main() -> None:
-        controller = StalenessController(Schedule(1, 1), total_steps=5)
-        await controller.ticket()
-        waiting = [asyncio.create_task(controller.ticket()) for _ in range(3)]
-        await asyncio.sleep(1)
-        controller.stop()
-        assert await asyncio.gather(*waiting) == [None] * 3
-
-    virtual_time.run(main())
-
-
 def test_the_code_of_the_docs_page_runs(capsys: pytest.CaptureFixture[str]) -> None:
     page = Path(__file__).parents[2] / "docs" / "concepts" / "schedules.md"
     names: dict[str, Any] = {}

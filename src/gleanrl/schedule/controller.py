@@ -83,7 +83,6 @@ class StalenessController:
         self.first_step = first_step
         self.version = first_step
         self.consumed = first_step * schedule.batch  # groups consumed since the run began, restarts included
-        self.started = 0  # number of times that this process has handed out a ticket
         self.in_flight: Counter[int] = Counter()  # number of tickets in flight, by deadline
         self.changed = Notifier()
         self._next = first_step * schedule.batch
@@ -96,7 +95,6 @@ class StalenessController:
         self._sampling: set[int] = set()
         self._ready: set[int] = set()
         self._of_step: list[Ticket] = []  # tickets consumed since the last publication
-        self._stopped = False
 
     @classmethod
     def resume(cls, schedule: Schedule, total_steps: int, state: Mapping[str, Any]) -> StalenessController:
@@ -143,7 +141,7 @@ class StalenessController:
     async def ticket(self) -> Ticket | None:
         """Wait until the waiting ticket with the lowest number may start, and return it.
 
-        Returns None when the run has consumed all its groups or `stop` was called.
+        Returns None when the run has consumed all its groups.
         """
         schedule = self.schedule
         while not self.finished:
@@ -171,7 +169,6 @@ class StalenessController:
             self._outstanding[number] = ticket
             self._sampling.add(number)
             self.in_flight[deadline] += 1
-            self.started += 1
             return ticket
         return None
 
@@ -205,15 +202,10 @@ class StalenessController:
         self._refunded.append((ticket.number, ticket.attempt + 1))
         self.changed.notify()
 
-    def stop(self) -> None:
-        """Hand out no further tickets: all present and later calls of `ticket` return None."""
-        self._stopped = True
-        self.changed.notify()
-
     @property
     def finished(self) -> bool:
         """Whether no further ticket will be handed out."""
-        return self._stopped or self.consumed >= self.total_steps * self.schedule.batch
+        return self.consumed >= self.total_steps * self.schedule.batch
 
     def sampled(self, ticket: Ticket) -> None:
         """Record that all episodes of the ticket's group have ended. Their rewards may still be pending."""
