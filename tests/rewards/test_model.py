@@ -7,6 +7,7 @@ import asyncio
 import subprocess
 import sys
 import threading
+import time
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForSequenceClassification, PreTrainedTokenizerFast
 
 from gleanrl.rewards import RewardAgent
+from gleanrl.rewards.compose import Weighted
 from gleanrl.rewards.model import PoolingServer, RewardModel
 from gleanrl.rewards.request import Request
 from gleanrl.types import Message, Task
@@ -83,21 +85,36 @@ async def together(model: RewardModel, requests: list[Request]) -> list[float]:
     return [score.value for score in await asyncio.gather(*(model(request) for request in requests))]
 
 
+def record_batches(model: RewardModel) -> list[int]:
+    """Return a list to which the model appends the number of conversations in each batch that it computes."""
+    batches: list[int] = []
+    forward = model._forward
+
+    def recorded(rows: list[list[int]]) -> torch.Tensor:
+        batches.append(len(rows))
+        return forward(rows)
+
+    model._forward = recorded  # type: ignore[method-assign]
+    return batches
+
+
 # the padding token: none is set, a token that is in no text, or a token of the texts
 @pytest.mark.parametrize("pad", [None, 0, 5])
 def test_a_score_does_not_depend_on_the_rest_of_its_batch(tmp_path: Path, pad: int | None) -> None:
     folder = saved(tmp_path, pad=pad)
     requests = [asked(i) for i in range(30)]
     model = RewardModel(folder, tokens_per_batch=128)
+    batches = record_batches(model)
     values = asyncio.run(together(model, requests))
     assert values == pytest.approx([alone(folder, request) for request in requests], abs=1e-5)
     assert len({round(value, 4) for value in values}) > 20
-    assert 2 < len(model.batches) < 15
-    assert sum(model.batches) == 30
+    assert 2 < len(batches) < 15
+    assert sum(batches) == 30
 
 
 def test_requests_that_arrive_during_a_forward_pass_form_the_next_batch(folder: str) -> None:
     model = RewardModel(folder)
+    batches = record_batches(model)
     entered, go = threading.Event(), threading.Event()
     forward = model._forward
 
@@ -121,14 +138,45 @@ def test_requests_that_arrive_during_a_forward_pass_form_the_next_batch(folder: 
 
     values = asyncio.run(main())
     assert values == pytest.approx([alone(folder, asked(i)) for i in range(9)], abs=1e-5)
-    assert model.batches == [1, 8]
+    assert batches == [1, 8]
+
+
+@pytest.mark.parametrize("summed", [False, True])
+def test_waiting_for_other_batches_does_not_count_towards_the_timeout(folder: str, summed: bool) -> None:
+    model = RewardModel(folder, tokens_per_batch=1)  # so each batch holds one conversation
+    forward = model._forward
+    slow = True
+
+    def delayed(rows: list[list[int]]) -> torch.Tensor:
+        nonlocal slow
+        time.sleep(0.1)
+        if slow and len(rows[0]) == 64:
+            slow = False
+            time.sleep(2.5)
+        return forward(rows)
+
+    model._forward = delayed  # type: ignore[method-assign]
+
+    async def main() -> list[Any]:
+        reward = Weighted({"model": model}) if summed else model
+        async with RewardAgent(reward, timeout_s=2.0, attempts=2, backoff_s=0.01) as agent:
+            # 3 s of work; the longest conversation is computed first, and its first attempt takes too long
+            requests = [*map(asked, range(29)), asked(29, words=60)]
+            scores = await asyncio.gather(*(agent.score(request.task, request.messages) for request in requests))
+            assert agent.metrics()["service/retries"] == 1
+            return list(scores)
+
+    scores = asyncio.run(main())
+    assert all(score.valid for score in scores)
+    assert scores[29].value == pytest.approx(alone(folder, asked(29, words=60)), abs=1e-5)
 
 
 def test_batches_hold_conversations_of_similar_length(folder: str) -> None:
     model = RewardModel(folder, tokens_per_batch=100)
+    batches = record_batches(model)
     requests = [asked(i, words=2 if i % 2 else 40) for i in range(12)]  # 6 or 44 tokens each
     asyncio.run(together(model, requests))
-    assert model.batches == [2, 2, 2, 6]
+    assert batches == [2, 2, 2, 6]
 
 
 def test_a_model_whose_agent_is_opened_again_scores_as_at_first(folder: str) -> None:
@@ -173,6 +221,7 @@ def test_too_long_truncate_cuts_the_beginning_of_a_long_conversation(folder: str
 
 def test_a_batch_that_runs_out_of_memory_is_halved(folder: str) -> None:
     model = RewardModel(folder)
+    batches = record_batches(model)
     forward = model._forward
 
     def small(rows: list[list[int]]) -> torch.Tensor:
@@ -190,7 +239,7 @@ def test_a_batch_that_runs_out_of_memory_is_halved(folder: str) -> None:
     assert [s.value for s in scores] == pytest.approx([alone(folder, request) for request in requests], abs=1e-5)
     assert isinstance(last, Fatal)
     assert "do not fit into memory" in str(last)
-    assert max(model.batches) <= 3
+    assert max(batches) <= 3
 
 
 def test_a_nan_output_raises_fatal(folder: str) -> None:
@@ -220,6 +269,8 @@ def test_unusable_models_and_options_raise_a_user_error(tmp_path: Path, folder: 
     assert "\n" not in str(error.value)
     with pytest.raises(UserError, match="too_long"):
         RewardModel(folder, too_long="ignore")  # type: ignore[arg-type]
+    with pytest.raises(UserError, match="does not get onto cuda:7"):
+        RewardModel(folder, device="cuda:7")
     assert RewardModel(folder).version != RewardModel(folder, activation="sigmoid").version
 
 

@@ -6,17 +6,17 @@ import asyncio
 import math
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Unpack
 
 from gleanrl.config.settings import RewardSettings
 from gleanrl.rewards.http import ServiceScorer, idempotency_key, read_cost, version_of
-from gleanrl.rewards.limits import CURRENT_PERMIT, Permit
+from gleanrl.rewards.limits import CURRENT_PERMIT, Permit, time_limit
 from gleanrl.rewards.request import Request, Scorer, finite
 from gleanrl.types import Message, Score
 from gleanrl.utils.errors import UserError
 from gleanrl.utils.http import ConnectionOptions, HttpClient
-from gleanrl.utils.retry import Fatal
+from gleanrl.utils.retry import Fatal, Retryable
 from gleanrl.utils.text import first_line
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ class _Waiting:
     messages: list[Message]
     permit: Permit
     future: asyncio.Future[float]
-    tokens: list[int] | None = None  # token ids of the messages, once encoded
+    tokens: list[int] = field(default_factory=list)  # token ids of the messages, once encoded
 
 
 class RewardModel(Scorer):
@@ -40,7 +40,8 @@ class RewardModel(Scorer):
     length and divided into batches, so that little padding is needed. A request that arrives while no round is computed
     starts at once. Training and evaluation have separate rounds, whose batches alternate in proportion to the shares
     of training and evaluation (``eval_share``). The score of a conversation does not depend on the other conversations
-    in its batch, except for rounding errors.
+    in its batch, except for rounding errors. The time limit (``timeout_s``) is that of one batch, so requests may wait
+    for others as long as it takes.
 
     Args:
         model: a directory or an id on the Hugging Face hub.
@@ -60,6 +61,9 @@ class RewardModel(Scorer):
             invalid.
     """
 
+    own_timeout = True
+    calls_service = False
+
     def __init__(
         self,
         model: str,
@@ -73,7 +77,15 @@ class RewardModel(Scorer):
         chat_template: str | None = None,
         trust_remote_code: bool = False,
     ) -> None:
-        self.check(model, tokens_per_batch=tokens_per_batch, too_long=too_long, activation=activation)
+        self.check(
+            model,
+            device=device,
+            dtype=dtype,
+            tokens_per_batch=tokens_per_batch,
+            max_length=max_length,
+            too_long=too_long,
+            activation=activation,
+        )
         import torch
         from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
@@ -92,7 +104,10 @@ class RewardModel(Scorer):
             )
         except (OSError, ValueError) as error:
             raise UserError(f"reward model {model} cannot be loaded: {first_line(error)}") from None
-        self._model = loaded.to(device).eval()
+        try:
+            self._model = loaded.to(device).eval()
+        except (RuntimeError, AssertionError) as error:  # the latter if torch was built without the device's library
+            raise UserError(f"reward model {model} does not get onto {device}: {first_line(error)}") from None
         if chat_template is not None:
             self._tokenizer.chat_template = chat_template
         if not self._tokenizer.chat_template:
@@ -110,15 +125,16 @@ class RewardModel(Scorer):
         self._turn = 0.0  # value that the lane of the last batch had when the batch was taken
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="gleanrl-reward-model")
         self.version = version_of([model, dtype, self._max_length, too_long, activation, self._tokenizer.chat_template])
-        self.batches: list[int] = []
-        """Number of conversations in each batch that was computed so far, in order."""
 
     @classmethod
     def check(
         cls,
         model: str,
         *,
+        device: str = "auto",
+        dtype: str = "auto",
         tokens_per_batch: int = 1,
+        max_length: int | None = None,
         too_long: str = "fail",
         activation: str = "none",
         **_: Any,
@@ -130,12 +146,29 @@ class RewardModel(Scorer):
             raise UserError("activation is none or sigmoid, too_long is fail or truncate")
         if tokens_per_batch < 1:
             raise UserError("tokens_per_batch must be positive")
+        if max_length is not None and max_length < 1:
+            raise UserError(f"max_length = {max_length!r}: a whole number of at least 1")
+        if dtype not in ("auto", "float32", "bfloat16", "float16"):
+            raise UserError(f"dtype = {dtype!r}: auto, float32, bfloat16 or float16")
+        if device != "auto":
+            import torch
+
+            try:
+                torch.device(device)
+            except RuntimeError as error:
+                raise UserError(f"device = {device!r}: {first_line(error)}") from None
 
     def configure(self, settings: RewardSettings) -> None:
+        self._timeout_s = settings.timeout_s
         self._shares = {"train": 1.0 - settings.eval_share, "eval": settings.eval_share}
 
     async def __call__(self, request: Request) -> Score:
-        """Score a request. Raises `Fatal` if the conversation is too long or the output is not a finite number."""
+        """Score a request.
+
+        Raises:
+            Fatal: the conversation is too long, or the output is not a finite number.
+            Retryable: its batch took longer than the time limit.
+        """
         loop = asyncio.get_running_loop()
         permit = CURRENT_PERMIT.get() or Permit("train")
         waiting = _Waiting([_plain_message(m) for m in request.messages], permit, loop.create_future())
@@ -171,28 +204,36 @@ class RewardModel(Scorer):
                 self._turns[name] = max(self._turns[name], self._turn)
             lane = min(lanes, key=lambda name: self._turns[name])
             self._turn = self._turns[lane]
+            outcomes: list[tuple[_Waiting, float | Fatal | Retryable]] = []
+            batch: Sequence[_Waiting] = rounds[lane]
             try:
-                outcomes = await loop.run_in_executor(self._thread, self._compute_batch, rounds[lane])
+                # The thread computes a batch to its end. If that took too long, the next one waits for it here.
+                async with time_limit(self._timeout_s):
+                    batch, failed = await loop.run_in_executor(self._thread, self._next_batch, batch)
+                outcomes += failed
+                async with time_limit(self._timeout_s):
+                    values = await loop.run_in_executor(self._thread, self._compute, [one.tokens for one in batch])
+                outcomes += zip(batch, values, strict=True)
             except Exception as error:
-                outcomes = [(one, _as_fatal(error)) for one in rounds[lane]]
+                said = error if isinstance(error, Retryable) else _as_fatal(error)
+                outcomes += [(one, said) for one in batch]
             self._turns[lane] += len(outcomes) / self._shares[lane]
             for one, outcome in outcomes:
                 if one.future.done():
                     continue
-                if isinstance(outcome, Fatal):
+                if isinstance(outcome, Fatal | Retryable):
                     one.future.set_exception(outcome)
                 else:
                     one.future.set_result(outcome)
 
     # --- in the thread ----------------------------------------------------------------------------
-    def _compute_batch(self, round_: Sequence[_Waiting]) -> list[tuple[_Waiting, float | Fatal]]:
-        """Encode the requests of a round, and compute the longest of them that fit into one batch.
+    def _next_batch(self, round_: Sequence[_Waiting]) -> tuple[list[_Waiting], list[tuple[_Waiting, Fatal]]]:
+        """Encode the requests of a round, and return the longest of them that fit into one batch.
 
-        Returns pairs of a finished request and its score or error. Requests that are not among them remain in the
-        round. Runs in the model's thread.
+        The second result holds the requests that cannot be encoded, with their errors. Runs in the model's thread.
         """
-        outcomes: list[tuple[_Waiting, float | Fatal]] = []
-        encoded: list[tuple[list[int], _Waiting]] = []
+        failed: list[tuple[_Waiting, Fatal]] = []
+        encoded: list[_Waiting] = []
         for one in round_:
             try:
                 if not one.tokens:
@@ -204,18 +245,15 @@ class RewardModel(Scorer):
                         text = f"{len(tokens)} tokens, and the reward model takes {self._max_length}"
                         raise Fatal(text, cause="too_long")
                     one.tokens = tokens[-self._max_length :]
-                encoded.append((one.tokens, one))
+                encoded.append(one)
             except Exception as error:  # concerns only this conversation, so the others are still computed
-                outcomes.append((one, _as_fatal(error)))
+                failed.append((one, _as_fatal(error)))
         if not encoded:
-            return outcomes
+            return [], failed
         # The longest conversations come first, so that memory runs out in the first batch of a round or in none.
-        encoded.sort(key=lambda pair: len(pair[0]), reverse=True)
-        rows = max(1, self._tokens_per_batch // len(encoded[0][0]))
-        batch = [pair for pair in encoded if not pair[1].future.done()][:rows]
-        values = self._compute([tokens for tokens, _ in batch])
-        outcomes += [(one, value) for (_, one), value in zip(batch, values, strict=True)]
-        return outcomes
+        encoded.sort(key=lambda one: len(one.tokens), reverse=True)
+        rows = max(1, self._tokens_per_batch // len(encoded[0].tokens))
+        return [one for one in encoded if not one.future.done()][:rows], failed
 
     def _compute(self, rows: list[list[int]]) -> list[float | Fatal]:
         """Return the model's output, or an error, for each row of token ids.
@@ -236,7 +274,6 @@ class RewardModel(Scorer):
             return [*self._compute(rows[:half]), *self._compute(rows[half:])]
         except Exception as error:  # concerns only this batch, so the other batches are still computed
             return [_as_fatal(error)] * len(rows)
-        self.batches.append(len(rows))
         values: list[float | Fatal] = []
         for value in (torch.sigmoid(logits) if self._sigmoid else logits).tolist():
             finite_value = math.isfinite(value)
