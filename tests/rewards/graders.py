@@ -11,6 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from gleanrl.rewards import Request
+from gleanrl.rewards.judge import Judge
+
+JUDGE = Judge("http://localhost:1/v1", "m", votes=3, temperature=1.0)
 
 
 def length(request: Request) -> int:

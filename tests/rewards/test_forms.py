@@ -6,8 +6,9 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import Counter
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from decimal import Decimal
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -139,6 +140,72 @@ def test_the_version_changes_with_the_options_and_with_the_source_file(tmp_path:
         file.write_text(f"def fn(request):\n    return {number}\n")
         versions.add(load_reward(load_object(f"{file}:fn")).version)
     assert len(versions) == 2
+
+
+def version(reward: Any) -> str:
+    return load_reward(reward).version
+
+
+def test_the_version_of_a_decorated_function_changes_with_the_function_and_with_the_decorator(tmp_path: Path) -> None:
+    decorator = "def twice(function):\n    @functools.wraps(function)\n    def wrapper(request):\n        "
+    versions = set()
+    for number, (factor, value) in enumerate([(2, 1), (2, 3), (4, 1)]):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        (folder / "how.py").write_text(
+            f"import functools\n{decorator}return {factor} * function(request)\n    return wrapper"
+        )
+        text = f"from {{}} import twice\n@twice\ndef fn(request):\n    return {value}\n"
+        how = load_object(f"{folder / 'how.py'}:twice")
+        names: dict[str, Any] = {"twice": how}
+        (folder / "mine.py").write_text(text)
+        exec(compile(text.partition("\n")[2], str(folder / "mine.py"), "exec"), names)
+        versions.add(version(names["fn"]))
+    assert len(versions) == 3
+
+
+def test_the_version_changes_with_the_arguments_of_a_partial_and_with_the_attributes_of_an_object() -> None:
+    def scaled(request: Request, scale: float) -> float:
+        return scale
+
+    @dataclass(slots=True)
+    class Slotted:
+        scale: Any
+
+        def compute_score(self, request: Request) -> float:
+            return self.scale
+
+    for make in (lambda scale: partial(scaled, scale=scale), graders.Scaled, Slotted):
+        assert version(make(1.0)) == version(make(1.0)) != version(make(2.0))
+    methods = [graders.Scaled(scale).compute_score for scale in (1.0, 2.0)]
+    assert version(methods[0]) != version(methods[1])
+    assert version(Slotted(np.zeros(2))) != version(Slotted(np.ones(2)))
+
+
+def test_attributes_that_the_version_cannot_cover_are_reported_once_if_there_is_a_journal(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Client:
+        version: str
+
+        def __init__(self) -> None:
+            self.connection = object()
+
+        def compute_score(self, request: Request) -> float:
+            return 1.0
+
+    async def main(reward: Any, journal: Path | None) -> int:
+        caplog.clear()
+        async with RewardAgent(reward, journal=journal) as agent:
+            await agent.score(make_task(), "x")
+        return sum("give it an attribute `version`" in message for message in caplog.messages)
+
+    journal = tmp_path / "rewards.sqlite"
+    assert asyncio.run(main(Client(), journal)) == 1
+    assert asyncio.run(main(Client(), None)) == 0
+    assert asyncio.run(main(Client, journal)) == 0  # the agent makes it, so its options say what it is
+    Client.version = "1"
+    assert asyncio.run(main(Client(), journal)) == 0
 
 
 @pytest.mark.parametrize("reward", [f"{HERE}:no_such", "nowhere:fn", 3, f"{HERE}:HERE", "length"])
@@ -338,6 +405,28 @@ def test_a_trl_group_of_one_and_the_same_answer_alone_have_the_same_score(group_
                     assert (await agent.score(*member)).value == 1.0
 
     asyncio.run(main())
+
+
+def test_a_trl_group_with_a_bad_number_is_counted_and_asked_again(tmp_path: Path) -> None:
+    values = [math.nan, 0.5]
+
+    def reward(completions: Any, **columns: Any) -> list[float]:
+        return list(values)
+
+    async def main() -> tuple[list[Any], dict[str, float]]:
+        async with RewardAgent(trl(reward), journal=tmp_path / "rewards.sqlite") as agent:
+            groups = [[(make_task(), "a"), (make_task(), "b")]]
+            found = []
+            for _ in range(2):
+                found += [
+                    [s.value if s.valid else None for s in scores] async for _, scores in agent.score_groups(groups)
+                ]
+                values[0] = 1.0
+            return found, dict(agent.metrics())
+
+    found, metrics = asyncio.run(main())
+    assert found == [[None, 0.5], [1.0, 0.5]]
+    assert metrics["service/failed/not_a_number"] == 1
 
 
 def test_a_failed_call_of_a_trl_reward_fails_its_group_and_one_bad_number_its_member() -> None:

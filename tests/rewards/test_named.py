@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from gleanrl.rewards.adapter import BUILT_IN, check_reward, load_reward
+from gleanrl.rewards.judge import Judge
 from gleanrl.utils.errors import UserError
 from tests.rewards import graders
 
@@ -38,6 +39,8 @@ def test_a_short_name_and_the_import_path_make_the_same_scorer() -> None:
         (f"{HERE}:length", {"x": 1}, f"reward {HERE}:length has no option 'x'; it takes none"),
         (lambda request, bonus: bonus, {}, "needs the option 'bonus'"),
         (graders.Scaled(), {"scale": 2}, "is made already and takes no options; name its class instead"),
+        (Judge(**JUDGE), {"votes": 2}, "reward Judge is made already and takes no options; name its class instead"),
+        (f"{HERE}:JUDGE", {"votes": 2}, f"reward {HERE}:JUDGE is made already and takes no options"),
         (f"{HERE}:Scaled", {"scalee": 2}, "has no option 'scalee'; did you mean 'scale'?"),
         (f"verl:{HERE}:compute_score", {"x": 1}, "has no option 'x'"),
         (f"trl:{HERE}:nowhere", {}, "has no 'nowhere'"),
@@ -75,6 +78,40 @@ def test_unknown_names_and_unfitting_options_raise_a_one_line_user_error(
 )
 def test_valid_names_and_options_are_accepted(reward: Any, options: dict[str, Any]) -> None:
     check_reward(reward, options=options)
+
+
+@pytest.mark.parametrize(
+    ("reward", "options", "said"),
+    [
+        ("judge", {**JUDGE, "max_tokens": 0}, "reward judge: max_tokens = 0: give a whole number of at least 1"),
+        ("judge", {**JUDGE, "max_tokens": "8"}, "reward judge: max_tokens = '8'"),
+        ("judge", {**JUDGE, "temperature": "hot"}, "reward judge: temperature = 'hot': give a number"),
+        ("model", {"model": "m", "max_length": 0}, "reward model: max_length = 0"),
+        ("model", {"model": "m", "dtype": "float8"}, "reward model: dtype = 'float8': auto, float32, bfloat16 or"),
+        ("model", {"model": "m", "device": "gpu"}, "reward model: device = 'gpu': "),
+        (
+            "model",
+            {"model": "m", "tokens_per_batch": "x"},
+            "reward model: a value of reward.options has a wrong type: ",
+        ),
+        ("judge", {**JUDGE, "extra": 3}, "reward judge: a value of reward.options has a wrong type: 'int' object"),
+        ("math", {"format_weight": "x"}, "reward math: a value of reward.options has a wrong type: "),
+        (
+            "weighted",
+            {"parts": {"a": {"reward": "format", "options": 3}}},
+            "a value of reward.options has a wrong type",
+        ),
+    ],
+)
+def test_values_of_a_wrong_type_raise_a_one_line_user_error(reward: str, options: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError) as error:
+        check_reward(reward, options=options)
+    assert said in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_scorer_that_an_import_path_names_is_used_as_it_is() -> None:
+    assert load_reward(f"{HERE}:JUDGE") is graders.JUDGE
 
 
 def test_load_reward_returns_a_loaded_scorer_unchanged() -> None:

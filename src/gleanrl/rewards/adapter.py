@@ -16,17 +16,21 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Unpack, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, Unpack, get_args, get_origin, get_type_hints
 
 from gleanrl.config.settings import RewardSettings
 from gleanrl.rewards.executors import Processes, Threads
 from gleanrl.rewards.request import NotApplicable, Request, Scorer, as_score, finite, merge_post_processed, shorten
 from gleanrl.types import GROUP_SIZE, GROUP_UID, Message, Score, Task
 from gleanrl.utils.errors import UserError, raised_at
+from gleanrl.utils.http import to_jsonable
 from gleanrl.utils.importing import load_object
 from gleanrl.utils.retry import Fatal, Retryable, cause_of, is_retryable, wait_asked_for
 from gleanrl.utils.secrets import redact, refuse_keys, with_keys
-from gleanrl.utils.text import nearest
+from gleanrl.utils.text import first_line, nearest
+
+if TYPE_CHECKING:
+    from gleanrl.rewards.journal import Journal
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +62,8 @@ def load_reward(
     A reward is a function ``fn(request)``, or a class or an instance with a method ``compute_score(request)``. It
     returns a number, a `Score`, or a mapping with the key ``score``. A class or instance may also have a method
     ``post_process_scores(list[Score]) -> list``, a text ``version`` (`Scorer.version`) and, if it is async, an int
-    ``slots``, the maximum number of its concurrent calls. Functions and methods may be sync or async.
+    ``slots``, the maximum number of its concurrent calls. Functions and methods may be sync or async. A reward that is
+    computed in this process may have the attribute ``calls_service = False`` (`Scorer.calls_service`).
 
     Args:
         reward: the reward itself (a `Scorer` is returned as it is), or its name. A name is a key of `BUILT_IN`,
@@ -70,10 +75,10 @@ def load_reward(
             scorer is not configured and uses the defaults.
 
     Raises:
-        UserError: no reward has this name, the object cannot be called and has no ``compute_score``, or an option is
-            unknown or missing.
+        UserError: no reward has this name, the object cannot be called and has no ``compute_score``, an option is
+            unknown or missing, or an object that is made already gets options.
     """
-    scorer = reward if isinstance(reward, Scorer) else _RewardSpec.of(reward, dict(options or {})).make()
+    scorer = _RewardSpec.of(reward, dict(options or {})).make()
     if settings is not None:
         scorer.configure(settings)
     return scorer
@@ -101,7 +106,13 @@ def check_reward(reward: Any, *, options: Mapping[str, Any] | None = None) -> No
     check = getattr(found, "check", None)
     if isinstance(found, type) and inspect.ismethod(check):
         with named_errors(f"reward {name}"):
-            check(**spec.options)
+            try:
+                check(**spec.options)
+            except (TypeError, ValueError, AttributeError) as error:
+                if not found.__module__.startswith("gleanrl.rewards."):
+                    raise
+                # The options of the built-in rewards come from a file, in which any value may have a wrong type.
+                raise UserError(f"a value of reward.options has a wrong type: {first_line(error)}") from None
 
 
 def verl(reward: Callable[..., Any] | type) -> Any:
@@ -177,6 +188,10 @@ class _RewardSpec:
 
     def make(self) -> Scorer:
         found, name = self.find()
+        if isinstance(found, Scorer):
+            if self.options:
+                raise UserError(_MADE_ALREADY.format(name))
+            return found
         if not (isinstance(found, type) and issubclass(found, Scorer)):
             return _ADAPTERS[self.style](found, name, self)
         check_options(name, found, self.options)
@@ -192,14 +207,11 @@ class RewardAdapter(Scorer):
     from ``spec``.
 
     This class calls rewards with Glean RL's signature. Subclasses for other signatures override `call_reward`, `read`,
-    `post_process`, `arguments` and `finishers`.
+    `post_process` and `arguments`.
     """
 
     arguments = 1
     """Number of leading parameters of a reward function that are not options; -1 = unknown."""
-    finishers: tuple[str, ...] = ("post_process_scores", "finish")
-    """Names of methods that post-process the scores of a group. The first method that the reward has is called."""
-
     replaces_failures = False
     """Whether a number that post-processing returns for a failed member becomes its score (`merge_post_processed`)."""
 
@@ -218,26 +230,17 @@ class RewardAdapter(Scorer):
         if not callable(method):
             raise UserError(f"reward {name} is {type(found).__name__}: neither a function nor has it compute_score")
         if not is_class and method is not found and options:
-            raise UserError(f"reward {name} is made already and takes no options; name its class instead")
+            raise UserError(_MADE_ALREADY.format(name))
         if not is_class and method is found:
             check_options(name, found, options, given=self.arguments)
         self.reward, self._spec, self._name = found, spec, name
         self._call = partial(method, **keys) if options and not is_class else method
         self._is_async = inspect.iscoroutinefunction(method) or inspect.iscoroutinefunction(type(method).__call__)
-        self.finisher = next((own for own in self.finishers if getattr(found, own, None) is not None), "")
-        self.post_processes = bool(self.finisher)
+        self.post_processes = not self.scores_groups and getattr(found, "post_process_scores", None) is not None
+        self.calls_service = bool(getattr(found, "calls_service", True))
         version = getattr(found, "version", None)
-        if not isinstance(version, str):
-            # This version changes whenever the reward's source file or its options change, so that a score that was
-            # cached before the change is not used.
-            target = found if inspect.isclass(found) or inspect.isroutine(found) else type(found)
-            try:
-                source = Path(inspect.getsourcefile(target) or "").read_bytes()
-            except (TypeError, OSError):
-                source = b""
-            text = "\0".join([type(self).__name__, name, json.dumps(dict(options), sort_keys=True, default=repr)])
-            version = hashlib.blake2b(text.encode() + source, digest_size=8).hexdigest()
-        self.version = version
+        self._unknown_state = False  # whether the version does not cover the attributes of a made object
+        self.version = version if isinstance(version, str) else self._hash_source(made=not is_class)
         slots = getattr(found, "slots", None)
         self.slots = slots if isinstance(slots, int) else None
         if not self._is_async:
@@ -247,6 +250,41 @@ class RewardAdapter(Scorer):
         self._configured = False
         self._threads: Threads | None = None
         self._processes: Processes | None = None
+
+    def _hash_source(self, *, made: bool) -> str:
+        """Return a hash of the reward's source files and options, so that scores of before a change are not used.
+
+        For a decorated function, these are the files of the decorator and of the function itself. The hash also covers
+        the arguments of a `functools.partial` and, if the user has ``made`` the object, its attributes.
+        """
+        found, state = self.reward, []
+        while isinstance(found, partial):
+            state.append([getattr(found.func, "__qualname__", ""), found.args, found.keywords])
+            found = found.func
+        target = found if inspect.isclass(found) or inspect.isroutine(found) else type(found)
+        options = json.dumps(dict(self._spec.options), sort_keys=True, default=repr)
+        hashed = hashlib.blake2b("\0".join([type(self).__name__, self._name, options]).encode(), digest_size=8)
+        for source in (target, inspect.unwrap(found)) if hasattr(found, "__wrapped__") else (target,):
+            with suppress(TypeError, OSError):
+                hashed.update(Path(inspect.getsourcefile(source) or "").read_bytes())
+        try:
+            holder = found.__self__ if inspect.ismethod(found) else found
+            if made and not inspect.isclass(holder) and not inspect.isroutine(holder):
+                attributes = holder.__getstate__()  # of an object with slots too; None if there are none
+                state += [] if attributes is None else [attributes]
+            if state:
+                hashed.update(json.dumps(state, sort_keys=True, default=to_jsonable).encode())
+        except (TypeError, ValueError, RecursionError):  # the last two: an attribute contains itself
+            self._unknown_state = True
+        return hashed.hexdigest()
+
+    def use_journal(self, journal: Journal | None) -> None:
+        if journal is not None and self._unknown_state:
+            log.warning(
+                "reward %s holds objects that are no plain data, so the journal returns its old scores after they have "
+                "changed; give it an attribute `version`, a text to change with them",
+                self._name,
+            )
 
     def configure(self, settings: RewardSettings) -> None:
         if self._configured:
@@ -276,7 +314,7 @@ class RewardAdapter(Scorer):
 
     async def finish(self, task: Task, scores: Sequence[Score]) -> Sequence[Score]:
         merge = partial(merge_post_processed, scores, replaces_failures=self.replaces_failures)
-        return await self._execute(merge, self.post_process, task, scores)
+        return await self._execute(merge, self.post_process, scores)
 
     async def aclose(self) -> None:
         if self._threads is not None:
@@ -324,13 +362,11 @@ class RewardAdapter(Scorer):
         """Convert the reward's result to a `Score`. Raises `Fatal` if the result contains no score."""
         return as_score(returned)
 
-    def post_process(self, task: Task, scores: Sequence[Score]) -> Any:
-        """Call the reward's method that post-processes the scores of a group.
+    def post_process(self, scores: Sequence[Score]) -> Any:
+        """Call the reward's ``post_process_scores`` with the scores of a group.
 
         Returns the method's result unchanged, or an awaitable of it.
         """
-        if self.finisher == "finish":
-            return self.reward.finish(task, scores)
         return self.reward.post_process_scores(list(scores))
 
 
@@ -348,7 +384,6 @@ class VerlAdapter(RewardAdapter):
     """
 
     arguments = 4
-    finishers = ("post_process_scores",)
     replaces_failures = True
 
     def call_reward(self, request: Request) -> Any:
@@ -377,7 +412,7 @@ class VerlAdapter(RewardAdapter):
             said.append(f"The prompt of the judge:\n{prompt}")
         return replace(as_score(score), explanation=shorten("\n\n".join(said)) if said else None)
 
-    def post_process(self, task: Task, scores: Sequence[Score]) -> Any:
+    def post_process(self, scores: Sequence[Score]) -> Any:
         return self.reward.post_process_scores([score.value if score.valid else None for score in scores])
 
 
@@ -395,7 +430,6 @@ class TrlAdapter(RewardAdapter):
 
     # The columns depend on the tasks. -1 therefore means that missing arguments cannot be found before the first call.
     arguments = -1
-    finishers = ()
     scores_groups = True
 
     def call_reward(self, request: Request) -> Any:
@@ -435,6 +469,7 @@ class TrlAdapter(RewardAdapter):
         return Score(0.0, parts=parts)
 
 
+_MADE_ALREADY = "reward {} is made already and takes no options; name its class instead"
 _TRL_ARGUMENTS = frozenset({"prompt", "prompts", "completion", "completions", "completion_ids"})
 _ADAPTERS: Mapping[str, type[RewardAdapter]] = {"gleanrl": RewardAdapter, "verl": VerlAdapter, "trl": TrlAdapter}
 

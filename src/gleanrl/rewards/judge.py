@@ -160,6 +160,12 @@ class JudgeScorer(ServiceScorer):
             raise UserError(f"votes = {votes!r}: give a whole number of at least 1")
         if combine not in ("median", "majority", "mean"):
             raise UserError(f"combine = {combine!r}: median, majority or mean")
+        if isinstance(temperature, bool) or not isinstance(temperature, int | float | None):
+            raise UserError(f"temperature = {temperature!r}: give a number")
+        if max_tokens is not None and (
+            isinstance(max_tokens, bool) or not isinstance(max_tokens, int) or max_tokens < 1
+        ):
+            raise UserError(f"max_tokens = {max_tokens!r}: give a whole number of at least 1")
         if votes > 1 and temperature == 0 and self.same_question:
             raise UserError("votes: at temperature 0 all votes are the same; set temperature, e.g. to 1.0")
         self._messages = [{"role": "system", "content": system}] if system else []
@@ -169,7 +175,7 @@ class JudgeScorer(ServiceScorer):
         if max_tokens is not None:
             body["max_tokens"] = max_tokens
         self._body = {**body, **self._client.hide_keys(extra or {})}
-        self._structured = structured
+        self._structured, self.max_tokens = structured, max_tokens
         self._batches, self._width, self._votes, self._combine = batches, width, votes, combine
         self._unread: OrderedDict[str, None] = OrderedDict()  # requests whose first answer had no verdict
         self.version = version_of([type(self).__name__, body, self._messages, structured, votes, combine, settings])

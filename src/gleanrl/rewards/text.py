@@ -20,6 +20,8 @@ THINK_THEN_ANSWER = r"\s*(<think>)?((?!</?think>).)*</think>\s*<answer>((?!</?an
 
 
 class _Checked:
+    calls_service = False
+
     @classmethod
     def check(cls, **options: Any) -> None:
         """Check the options of the reward."""
