@@ -5,14 +5,20 @@ from __future__ import annotations
 
 import asyncio
 import math
+import threading
+import time
 from collections.abc import Callable, Coroutine
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gleanrl.rewards import Fatal, NotApplicable, Request, Retryable, RewardAgent
+from gleanrl.config.settings import RewardSettings
+from gleanrl.rewards import Fatal, NotApplicable, Request, Retryable, RewardAgent, Scorer
+from gleanrl.rewards.compose import Weighted
+from gleanrl.rewards.text import Format
 from gleanrl.simulate import virtual_time
 from gleanrl.types import Score, Task
 from gleanrl.utils.errors import UserError
@@ -465,7 +471,7 @@ class Ranked(Service):
         super().__init__(**options)
         self.groups: list[list[float]] = []
 
-    async def finish(self, task: Task, scores: list[Score]) -> list[Any]:
+    async def post_process_scores(self, scores: list[Score]) -> list[Any]:
         self.groups.append([score.value for score in scores])
         return [score.value - max(s.value for s in scores if s.valid) for score in scores]
 
@@ -486,15 +492,15 @@ def test_a_group_is_post_processed_once_and_failed_scores_stay_failed() -> None:
 @pytest.mark.parametrize("returned", [[1.0], None, [math.nan, math.nan], ["1", "2"]])
 def test_invalid_post_processing_fails_its_group_and_no_other(returned: Any) -> None:
     reward = Ranked()
-    good = reward.finish
+    good = reward.post_process_scores
 
-    async def finish(task: Task, scores: list[Score]) -> Any:
-        return returned if task.id == "bad" else await good(task, scores)
+    async def post_process_scores(scores: list[Score]) -> Any:
+        return returned if scores[0].value == 13.0 else await good(scores)
 
-    reward.finish = finish  # type: ignore[method-assign]
+    reward.post_process_scores = post_process_scores  # type: ignore[method-assign]
 
     async def use(agent: RewardAgent) -> None:
-        bad = await agent.finish(make_task("bad"), [Score(1.0), Score(2.0)])
+        bad = await agent.finish(TASK, [Score(13.0), Score(2.0)])
         assert [score.valid for score in bad] == [False, False]
         assert "post-processing" in (bad[0].explanation or "")
         assert [s.value for s in await agent.finish(TASK, [Score(1.0), Score(2.0)])] == [-1.0, 0.0]
@@ -505,10 +511,10 @@ def test_invalid_post_processing_fails_its_group_and_no_other(returned: Any) -> 
 def test_post_processing_that_calls_exit_fails_its_group() -> None:
     reward = Ranked()
 
-    async def finish(task: Task, scores: list[Score]) -> Any:
+    async def post_process_scores(scores: list[Score]) -> Any:
         raise SystemExit(0)
 
-    reward.finish = finish  # type: ignore[method-assign]
+    reward.post_process_scores = post_process_scores  # type: ignore[method-assign]
     bad = run(reward, lambda agent: agent.finish(TASK, [Score(1.0), Score(2.0)]))
     assert [score.valid for score in bad] == [False, False]
 
@@ -534,6 +540,102 @@ def test_metrics_cover_the_time_since_the_last_call() -> None:
         assert agent.metrics()["service/scored"] == 0
 
     run(reward, use, max_concurrency=50, timeout_s=1000)
+
+
+def test_post_processing_uses_as_many_threads_as_workers() -> None:
+    class Slow:
+        def __init__(self) -> None:
+            self.busy = self.most = 0
+            self.lock = threading.Lock()
+
+        def compute_score(self, request: Request) -> float:
+            return 1.0
+
+        def post_process_scores(self, scores: list[Score]) -> list[Score]:
+            with self.lock:
+                self.busy += 1
+                self.most = max(self.most, self.busy)
+            time.sleep(0.02)
+            with self.lock:
+                self.busy -= 1
+            return scores
+
+    async def main(reward: Slow, summed: bool) -> None:
+        async with RewardAgent(Weighted({"a": reward}) if summed else reward, workers=2) as agent:
+            scores = await asyncio.gather(*(agent.finish(TASK, [Score(1.0, parts={"a": 1.0})]) for _ in range(10)))
+            assert all(score.valid for (score,) in scores)
+
+    for summed in (False, True):
+        reward = Slow()
+        asyncio.run(main(reward, summed))
+        assert 1 <= reward.most <= 2
+
+
+def test_a_method_named_finish_of_a_reward_is_not_called() -> None:
+    class Grader:
+        async def compute_score(self, request: Request) -> float:
+            return 1.0
+
+        def finish(self) -> None:
+            raise AssertionError("it belongs to the user")
+
+    async def use(agent: RewardAgent) -> list[Score]:
+        return await agent.finish(TASK, [Score(1.0)])
+
+    assert run(Grader(), use) == [Score(1.0)]
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_tokens_per_minute_holds_from_the_first_request_on(known: bool) -> None:
+    """With ``known``, the reward says how long an answer may be. Otherwise the first answer shows it."""
+    sent: list[tuple[float, float]] = []
+
+    class Judge(Scorer):
+        max_tokens = 500 if known else None
+
+        async def __call__(self, request: Request) -> Score:
+            sent.append((now(), 510.0))
+            await asyncio.sleep(20.0)
+            return Score(1.0, parts={"cost/prompt_tokens": 10.0, "cost/completion_tokens": 500.0})
+
+    async def use(agent: RewardAgent) -> None:
+        await asyncio.gather(*(ask(agent, f"{n:040}") for n in range(200)))
+        assert now() < 1.2 * 200 * 510 / 10_000 * 60
+
+    run(Judge(), use, tokens_per_minute=10_000)
+    assert busiest_window(sent) <= 10_000 + 510
+    assert sum(at < 20.0 for at, _ in sent) == (7 if known else 1)
+
+
+def test_tokens_per_minute_does_not_delay_a_reward_that_reports_no_tokens() -> None:
+    async def use(agent: RewardAgent) -> float:
+        await asyncio.gather(*(ask(agent, n) for n in range(100)))
+        return now()
+
+    assert run(Service(latency=(1.0, 1.0)), use, tokens_per_minute=10_000) < 5.0
+
+
+def test_options_that_are_objects_are_kept_when_a_setting_is_replaced() -> None:
+    settings = RewardSettings(name="weighted", options={"parts": {"format": {"reward": Format(".*")}}})
+    assert RewardAgent(settings=settings, timeout_s=5.0).settings.options == settings.options
+
+
+def test_the_journal_is_closed_although_closing_the_reward_fails(tmp_path: Path) -> None:
+    class Grader:
+        async def compute_score(self, request: Request) -> float:
+            return 1.0
+
+        def close(self) -> None:
+            raise RuntimeError("not today")
+
+    async def main() -> RewardAgent:
+        agent = RewardAgent(Grader(), journal=tmp_path / "rewards.sqlite")
+        with pytest.raises(RuntimeError, match="not today"):
+            async with agent:
+                await ask(agent, "a")
+        return agent
+
+    assert asyncio.run(main())._journal is None
 
 
 def test_tokens_per_minute_limits_the_tokens_that_the_service_reports() -> None:

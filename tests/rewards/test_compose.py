@@ -9,6 +9,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gleanrl.config.settings import RewardSettings
-from gleanrl.rewards import NotApplicable, RewardAgent
+from gleanrl.rewards import NotApplicable, RewardAgent, Scorer
 from gleanrl.rewards.adapter import load_reward, verl
 from gleanrl.rewards.compose import ATTEMPTS, Weighted
 from gleanrl.rewards.http import HttpReward
@@ -27,7 +28,7 @@ from gleanrl.types import Score, Task
 from gleanrl.utils.errors import UserError
 from gleanrl.utils.retry import Fatal, Retryable
 from tests.rewards.service import Plan, Service, group_scored
-from tests.rewards.worlds import count_rows, make_task, make_trajectory
+from tests.rewards.worlds import busiest_window, count_rows, make_task, make_trajectory
 
 REQUEST = Request(Task("t"), ({"role": "assistant", "content": "abc"},), "r", Score(0.25))
 Reward = Callable[[Request], Awaitable[Any]]
@@ -186,6 +187,26 @@ def test_a_part_with_retryable_errors_is_retried_before_it_is_left_out() -> None
         with pytest.raises(Retryable, match="b: busy"):
             scored(weighted)
     assert scored(weighted).parts == {"a": 0.5, "left_out": 1.0}
+
+
+@pytest.mark.parametrize("attempts", [1, 2, 5])
+def test_a_part_is_left_out_before_the_attempts_of_the_request_are_used_up(attempts: int) -> None:
+    calls: list[str] = []
+
+    async def busy(request: Request) -> float:
+        calls.append(request.response)
+        raise Retryable("busy", cause="server")
+
+    async def main() -> list[Score]:
+        scores = []
+        for table, policy in (({"reward": busy, "weight": 0}, "fail"), (busy, "renormalise")):
+            weighted = Weighted({"a": constant(0.5), "b": table}, on_failure=policy)  # type: ignore[arg-type]
+            async with RewardAgent(weighted, attempts=attempts, backoff_s=0.1) as agent:
+                scores += await group_scored(agent, [(Task("t"), "abc")])
+        return scores
+
+    assert [score.parts for score in virtual_time.run(main())] == [{"a": 0.5, "left_out": 1.0}] * 2
+    assert len(calls) == 2 * min(attempts, ATTEMPTS)
 
 
 def test_renormalise_is_fatal_if_all_parts_with_weight_failed() -> None:
@@ -446,6 +467,63 @@ def test_evaluation_does_not_delay_training_although_a_part_has_one_thread() -> 
     assert asyncio.run(main()) < 12
 
 
+class Voting(Scorer):
+    """A reward of three votes, each of which takes 2 s and 100 tokens."""
+
+    def __init__(self) -> None:
+        self.sent: list[tuple[float, float]] = []
+
+    def split(self, request: Request) -> Sequence[Request]:
+        return () if request.part else [replace(request, part=str(vote)) for vote in range(3)]
+
+    def combine(self, request: Request, scores: Sequence[Score]) -> Score:
+        return scores[0]
+
+    async def __call__(self, request: Request) -> Score:
+        self.sent.append((asyncio.get_running_loop().time(), 100.0))
+        await asyncio.sleep(2.0)
+        return Score(1.0, parts={"cost/completion_tokens": 100.0})
+
+
+@pytest.mark.parametrize("limit", ["requests_per_minute", "tokens_per_minute"])
+def test_the_calls_of_all_parts_share_the_rates(limit: str) -> None:
+    one, two = Voting(), Voting()
+    parts = {
+        "one": one,
+        "inner": {"reward": Weighted({"two": two})},
+        "environment": {"weight": 1},
+        "format": {"reward": "format"},  # it is computed here, so it does not count
+    }
+
+    async def main() -> float:
+        async with RewardAgent(Weighted(parts), **{limit: 60 if limit == "requests_per_minute" else 6000}) as agent:
+            tasks = [agent.score(make_task(), make_trajectory(make_task(), str(n), own=Score(0.5))) for n in range(30)]
+            assert all(score.valid for score in await asyncio.gather(*tasks))
+            return asyncio.get_running_loop().time()
+
+    seconds = virtual_time.run(main())
+    sent = sorted(one.sent + two.sent)
+    assert len(sent) == 30 * 6
+    assert busiest_window(sent) <= 6000 + (100 if limit == "tokens_per_minute" else 0)
+    assert 120 < seconds < 240
+
+
+def test_a_part_of_ones_own_may_say_that_it_calls_no_service() -> None:
+    class Here:
+        calls_service = False
+
+        async def compute_score(self, request: Request) -> float:
+            return 1.0
+
+    async def main(reward: Any) -> float:
+        async with RewardAgent(Weighted({"a": reward}), requests_per_minute=60) as agent:
+            await group_scored(agent, [(Task("t"), "x" * n) for n in range(120)])
+            return asyncio.get_running_loop().time()
+
+    assert virtual_time.run(main(Here)) == 0.0
+    assert virtual_time.run(main(constant(1.0))) > 60.0
+
+
 # --- parts whose service is away ------------------------------------------------------------------------
 REFUSED, BUSY = ConnectionRefusedError("nobody is there"), Retryable("busy", 4.0, cause="unavailable")
 
@@ -538,6 +616,17 @@ def test_a_resumed_run_computes_only_the_missing_parts(tmp_path: Path) -> None:
     assert score is not None
     assert score.value == 2.5
     assert (len(calls), spent) == (1, 0.0)
+
+
+def test_scoring_again_leaves_no_parts_in_the_journal(tmp_path: Path) -> None:
+    async def main() -> None:
+        weighted = Weighted({"a": constant(1.0), "b": constant(1.0, 0.1)})
+        async with RewardAgent(weighted, journal=tmp_path / "rewards.sqlite") as agent:
+            for _ in range(3):
+                assert (await agent.score_again(Task("t"), "abc")).value == 2.0
+
+    virtual_time.run(main())
+    assert count_rows(tmp_path / "rewards.sqlite") == 0
 
 
 def test_two_parts_with_the_same_path_on_different_hosts_do_not_share_scores(tmp_path: Path) -> None:

@@ -57,7 +57,7 @@ def test_tokens_per_minute_counts_the_corrected_numbers_of_tokens(sizes: list[in
     async def main() -> None:
         for size, correction in zip(sizes, corrections, strict=False):
             really = max(size + correction, 0)
-            await limiter.acquire(Permit("train"), size)
+            await limiter.acquire(Permit("train"), lambda size=size: size)
             passed.append((asyncio.get_running_loop().time(), float(really)))
             limiter.correct(really - size)
             limiter.release(lane)
@@ -84,7 +84,7 @@ def test_a_request_larger_than_the_burst_passes_and_delays_the_next_ones() -> No
     async def main() -> list[float]:
         times = []
         for tokens in (300, 1, 1):
-            await limiter.acquire(Permit("train"), tokens)
+            await limiter.acquire(Permit("train"), lambda tokens=tokens: tokens)
             times.append(asyncio.get_running_loop().time())
         return times
 

@@ -60,7 +60,9 @@ def test_the_key_changes_with_everything_that_the_score_depends_on() -> None:
         request(task=replace(base.task, payload={"a": 2})).key("v"),
         request(own=Score(1.0)).key("v"),
     ]
-    assert len({base.key("v"), *others}) == 6
+    owns = [Score(0.0), Score(1.0), Score(0.0, turns=(0.5,))]
+    others += [request(group=(replace(base, own=own), base)).key("v") for own in owns]
+    assert len({base.key("v"), *others}) == 9
     assert request(trajectory_id="other", info={"turns": 3}).key("v") == base.key("v")
 
 

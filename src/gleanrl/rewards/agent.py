@@ -26,6 +26,7 @@ import asyncio
 import contextvars
 import logging
 import math
+import sys
 import uuid
 from collections import OrderedDict
 from collections.abc import AsyncIterable, AsyncIterator, Iterable, Mapping, Sequence
@@ -40,9 +41,9 @@ from gleanrl.config.settings import RewardSettings
 from gleanrl.protocols import Metrics
 from gleanrl.rewards.adapter import load_reward
 from gleanrl.rewards.journal import Journal
-from gleanrl.rewards.limits import CURRENT_PERMIT, Permit, RateLimiter, time_limit
+from gleanrl.rewards.limits import CURRENT_PERMIT, Permit, RateLimiter, TokenEstimate, time_limit
 from gleanrl.rewards.request import HEDGED, Answer, DeferredScore, Item, NotApplicable, Request, Scorer
-from gleanrl.rewards.statistics import COMPLETION_TOKENS, ErrorBudget, RecentQuantile, Statistics
+from gleanrl.rewards.statistics import ErrorBudget, RecentQuantile, Statistics
 from gleanrl.types import GROUP_SIZE, GROUP_UID, Score, Task
 from gleanrl.utils.errors import UserError
 from gleanrl.utils.retry import (
@@ -62,8 +63,6 @@ log = logging.getLogger(__name__)
 
 LaneName = Literal["train", "eval"]
 
-_CHARACTERS_PER_TOKEN = 4
-"""Average number of characters per token, by which the tokens of a request are estimated before it is sent."""
 LONG_QUEUE_S = 10.0
 """If a request waits for a worker for this many seconds, a warning is logged once."""
 _LONG_WAIT_S = 60.0
@@ -147,7 +146,7 @@ class RewardAgent:
         settings = settings or RewardSettings()
         if overrides:
             try:
-                settings = RewardSettings(**{**settings.model_dump(), **overrides})
+                settings = RewardSettings(**{**dict(settings), **overrides})
             except ValidationError as error:
                 first = error.errors()[0]
                 raise UserError(f"RewardAgent: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
@@ -159,12 +158,16 @@ class RewardAgent:
         for lane, share in (("train", 1.0 - settings.eval_share), ("eval", settings.eval_share)):
             limit = self._max_concurrency[lane]
             lanes[lane] = (min(limit, self._scorer.lane_slots or limit), share)
+        own_rates = self._scorer.own_rates
         self._limiter = RateLimiter(
             lanes,
             slots=self._scorer.slots,
-            requests_per_minute=settings.requests_per_minute,
-            tokens_per_minute=settings.tokens_per_minute,
+            requests_per_minute=None if own_rates else settings.requests_per_minute,
+            tokens_per_minute=None if own_rates else settings.tokens_per_minute,
         )
+        self._tokens = TokenEstimate(self._limiter, self._scorer.max_tokens)
+        # Slots for post-processing, so that it uses as many threads as the calls of a lane do.
+        self._finishing = RateLimiter({"train": (self._scorer.lane_slots or sys.maxsize, 1.0)})
         self._retry_policy = RetryPolicy(
             settings.attempts, settings.backoff_s, settings.max_backoff_s, settings.down_after_s
         )
@@ -172,7 +175,6 @@ class RewardAgent:
         self._statistics = Statistics()
         self._budget = ErrorBudget(settings.max_failed_fraction, settings.failed_window, settings.down_after_s)
         self._recent_times = RecentQuantile(1.0 - settings.hedge_share) if settings.hedge_share else None
-        self._mean_completion_tokens = 0.0
         self._warned = False  # whether the long wait for a worker was logged
         self._wait_logged_until = float("-inf")  # event loop time until which no further long wait is logged
         self._journal_path = Path(journal) if journal is not None else None
@@ -198,10 +200,12 @@ class RewardAgent:
         """Cancel the requests in flight and release all resources. Callers that still wait get `UserError`."""
         self._stop("the reward agent was closed")
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self._scorer.aclose()
-        if self._journal is not None:
-            journal, self._journal = self._journal, None
-            await journal.aclose()
+        try:
+            await self._scorer.aclose()
+        finally:
+            if self._journal is not None:
+                journal, self._journal = self._journal, None
+                await journal.aclose()
 
     # --- scoring ----------------------------------------------------------------------------------
     async def score(self, task: Task, trajectory: Answer) -> Score:
@@ -229,6 +233,7 @@ class RewardAgent:
             scores = await self._score_group(task, scores)
         if not self._scorer.post_processes:
             return list(scores)
+        lane = await self._finishing.acquire(Permit("train"))
         try:
             async with time_limit(self._timeout_s):
                 return list(await self._scorer.finish(task, scores))
@@ -238,6 +243,8 @@ class RewardAgent:
         except Exception as error:
             reason = f"post-processing the group: {reason_of(error)}"
             return [self._fail("finish", reason) if score.valid else score for score in scores]
+        finally:
+            self._finishing.release(lane)
 
     async def _score_group(self, task: Task, scores: Sequence[Score]) -> list[Score]:
         """Score all members whose score is a `DeferredScore` with one request, and return all scores in order."""
@@ -261,7 +268,8 @@ class RewardAgent:
                 parts = {name.removeprefix(own): part for name, part in outcome.parts.items() if name.startswith(own)}
                 scores[index] = Score(value, parts=parts, explanation=said)
             else:
-                scores[index] = Score.failed(said or f"the reward is {value}, not a finite number")
+                reason = said or f"the reward is {value}, not a finite number"
+                scores[index] = self._fail("not_a_number", reason)
         return scores
 
     def lane(self, name: LaneName) -> RewardLane:
@@ -433,9 +441,9 @@ class RewardAgent:
                 budget.ended(not score.valid and score.applicable, score.explanation or "no reason given")
                 if not score.valid:
                     self._statistics.failed["invalid" if score.applicable else "not_applicable"] += 1
-                elif journal is not None and key is not None:
+                elif journal is not None and key is not None and _is_final(job.request, score):
                     await journal.put(key, score)
-            if score.valid and key is not None and self.settings.cache:
+            if key is not None and self.settings.cache and _is_final(job.request, score):
                 self._cache[key] = score
                 if len(self._cache) > self.settings.cache:
                     self._cache.popitem(last=False)
@@ -468,11 +476,7 @@ class RewardAgent:
         ``sent``: a future whose result becomes the event loop time at which the call of the scorer begins.
         """
         loop, limiter = asyncio.get_running_loop(), self._limiter
-        # Estimated number of tokens. `_charge` corrects the rate limiter by the number that the service reports.
-        tokens = 0.0
-        if limiter.counts_tokens:
-            characters = sum(len(message["content"] or "") for message in job.request.messages)
-            tokens = characters / _CHARACTERS_PER_TOKEN + self._mean_completion_tokens
+        tokens = self._tokens.of_call(job.request.messages)
         queued = loop.time()
         lane = await limiter.acquire(job, tokens)
         if self._scorer.lane_slots == lane.slots and not self._warned and loop.time() - queued > LONG_QUEUE_S:
@@ -482,6 +486,8 @@ class RewardAgent:
                 "as an async function, or raise reward.workers",
                 *(loop.time() - queued, lane.slots),
             )
+        cost: Mapping[str, float] = {}
+        scored = False
         try:
             statistics = self._statistics
             statistics.most_queued = max(statistics.most_queued, limiter.queued)
@@ -491,16 +497,17 @@ class RewardAgent:
                 sent.set_result(started)
             async with time_limit(self._timeout_s):
                 score = await self._scorer(job.request)
+            cost, scored = score.parts, True
         except (Retryable, Fatal) as error:
-            self._charge(error.cost, tokens)
+            cost = error.cost
             raise
         finally:
+            self._statistics.add_cost(cost)
+            if tokens is not None:
+                tokens.correct(cost, scored=scored)
             limiter.release(lane)
         self._budget.succeeded(started)
         self._statistics.answer.add(loop.time() - started)
-        if score.parts and self._charge(score.parts, tokens):
-            completion = score.parts.get(COMPLETION_TOKENS, 0.0)
-            self._mean_completion_tokens += (completion - self._mean_completion_tokens) / 16
         return score
 
     async def _hedge(self, job: _Job) -> Score:
@@ -578,16 +585,6 @@ class RewardAgent:
             self._statistics.counts["timeouts"] += 1
         return Score.failed(reason)
 
-    def _charge(self, cost: Mapping[str, float], estimated: float) -> bool:
-        """Count the tokens that the service reported for an attempt, and correct the rate limiter's estimate.
-
-        Returns False if ``cost`` reports no tokens. The estimate then remains.
-        """
-        used = self._statistics.add_cost(cost)
-        if used and self._limiter.counts_tokens:
-            self._limiter.correct(used - estimated)
-        return used > 0
-
     def _leave(self, job: _Job, waiter: asyncio.Future[Score]) -> None:
         """Remove ``waiter`` from the job. If ``waiter`` was cancelled and no other caller waits, cancel the job."""
         job.waiters.discard(waiter)
@@ -609,3 +606,8 @@ class RewardAgent:
             job.settle(UserError(self._stopped))
             if job.task is not None:
                 job.task.cancel()
+
+
+def _is_final(request: Request, score: Score) -> bool:
+    """Return whether a score may be stored: another attempt could not give a score that is missing from it."""
+    return score.valid and not (request.group and any(math.isnan(part) for part in score.parts.values()))

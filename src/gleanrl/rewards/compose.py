@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import math
+import sys
 from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -14,7 +15,7 @@ from gleanrl.config.settings import RewardSettings
 from gleanrl.rewards.adapter import BUILT_IN, RewardAdapter, check_reward, load_reward, named_errors
 from gleanrl.rewards.http import version_of
 from gleanrl.rewards.journal import Journal
-from gleanrl.rewards.limits import CURRENT_PERMIT, Permit, RateLimiter, time_limit
+from gleanrl.rewards.limits import CURRENT_PERMIT, CallTokens, Permit, RateLimiter, TokenEstimate, time_limit
 from gleanrl.rewards.request import NotApplicable, Request, Scorer, own_score
 from gleanrl.rewards.statistics import OutageDetector
 from gleanrl.types import Score, Task
@@ -25,7 +26,8 @@ from gleanrl.utils.text import nearest
 FailurePolicy = Literal["fail", "renormalise"]
 
 ATTEMPTS = 3
-"""Number of attempts to score an optional part (see `Part.optional`) before it is left out of the sum."""
+"""Number of attempts to score an optional part (see `Part.optional`) before it is left out of the sum, unless the
+setting ``attempts`` is smaller."""
 MAX_UNFINISHED = 4096
 """Largest number of requests whose finished parts are kept in memory between two attempts."""
 
@@ -38,7 +40,8 @@ class Weighted(Scorer):
     added too; a part without them adds none. Token counts are added up over the parts. When one part fails and the
     agent retries the request, the parts that already have a score are not scored again. If there is a journal, a
     resumed run does not score them again either. The settings ``workers``, ``isolation`` and ``timeout_s`` apply to
-    each part separately.
+    each part separately. ``requests_per_minute`` and ``tokens_per_minute`` limit the calls of all parts together,
+    except of those that are computed in this process (`Scorer.calls_service`).
 
     Args:
         parts: the rewards by name. Each is either a reward that `gleanrl.rewards.adapter.load_reward` accepts, or a
@@ -47,16 +50,18 @@ class Weighted(Scorer):
             range to which the part's value is clipped before it is weighted. A table named ``environment`` needs no
             ``reward``; it is the environment's own score.
         on_failure: what happens if a part fails. ``fail``: the request fails. ``renormalise``: the part is left out of
-            the sum, after `ATTEMPTS` attempts if its error is retryable. The sum of the remaining parts is then
-            multiplied by ``a / r``, where ``a`` is the sum of the absolute weights of all parts and ``r`` that of the
-            remaining parts. ``left_out`` in `Score.parts` is the number of missing parts. The request fails if no part
-            with a weight other than 0 has a score. A failed part with weight 0 is left out whatever ``on_failure`` is.
+            the sum. If its error is retryable, this is after `ATTEMPTS` attempts, or after ``attempts`` of the settings
+            if these are fewer. The sum of the remaining parts is then multiplied by ``a / r``, where ``a`` is the sum
+            of the absolute weights of all parts and ``r`` that of the remaining parts. ``left_out`` in `Score.parts` is
+            the number of missing parts. The request fails if no part with a weight other than 0 has a score. A failed
+            part with weight 0 is left out whatever ``on_failure`` is.
 
     Raises:
         UserError: a part cannot be loaded, or a value is invalid.
     """
 
     own_timeout = True
+    own_rates = True
 
     def __init__(self, parts: Mapping[str, Any], *, on_failure: FailurePolicy = "fail") -> None:
         self._parts: list[Part] = []
@@ -66,7 +71,7 @@ class Weighted(Scorer):
         self._total_weight = sum(abs(part.weight) for part in self._parts)
         self._unfinished: OrderedDict[str, _Unfinished] = OrderedDict()  # requests between two attempts, oldest first
         self._journal: Journal | None = None
-        self._outage_s = RewardSettings().down_after_s
+        self._outage_s, self._attempts = RewardSettings().down_after_s, ATTEMPTS
         self.version = version_of([on_failure, [[p.name, p.weight, p.clip, p.scorer.version] for p in self._parts]])
         self.post_processes = any(part.scorer.post_processes for part in self._parts)
 
@@ -78,10 +83,27 @@ class Weighted(Scorer):
                 check_reward(table["reward"], options=table["options"])
 
     def configure(self, settings: RewardSettings) -> None:
-        self._outage_s = settings.down_after_s
+        self._outage_s, self._attempts = settings.down_after_s, min(ATTEMPTS, settings.attempts)
+        shares = {"train": 1.0 - settings.eval_share, "eval": settings.eval_share}
         for part in self._parts:
             part.scorer.configure(settings)
-            part.set_limits(None if part.scorer.own_timeout else settings.timeout_s, settings.eval_share)
+            part.set_limits(None if part.scorer.own_timeout else settings.timeout_s, shares)
+        rates = None
+        if settings.requests_per_minute is not None or settings.tokens_per_minute is not None:
+            rates = RateLimiter(
+                {name: (sys.maxsize, share) for name, share in shares.items()},
+                requests_per_minute=settings.requests_per_minute,
+                tokens_per_minute=settings.tokens_per_minute,
+            )
+        self._limit_rates(rates)
+
+    def _limit_rates(self, rates: RateLimiter | None) -> None:
+        """Let the calls of all parts wait for ``rates``, those of the parts of inner sums too; None = no limit."""
+        for part in self._parts:
+            if isinstance(part.scorer, Weighted):
+                part.scorer._limit_rates(rates)
+            elif part.scorer.calls_service and not part.is_environment:
+                part.limit_rates(rates)
 
     def use_journal(self, journal: Journal | None) -> None:
         self._journal = journal
@@ -157,7 +179,8 @@ class Weighted(Scorer):
         piece = (part.name, request.part)
         optional = part.optional or bool(request.part)
         journal_key = None
-        if self._journal is not None and key is not None and not part.is_environment:
+        # A request with a nonce is made only once, so its score is of no use in the journal.
+        if self._journal is not None and key is not None and not part.is_environment and not request.nonce:
             text = f"{key} {part.name} {request.part} {part.scorer.version}"
             journal_key = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
             if (found := self._journal.get(journal_key)) is not None:
@@ -187,7 +210,7 @@ class Weighted(Scorer):
                         part.outage.given_up()
                 else:
                     unfinished.failures[piece] += 1
-                    retries = unfinished.failures[piece] < ATTEMPTS
+                    retries = unfinished.failures[piece] < self._attempts
             if retries:
                 after_s = wait_asked_for(error) or None
                 unfinished.retryable.append(Retryable(_reason(part, error), after_s, cause=cause_of(error)))
@@ -259,8 +282,12 @@ class Weighted(Scorer):
             members.append(by_name)
         for part in self._parts:
             if part.scorer.post_processes:
-                async with time_limit(part.timeout_s):
-                    finished = await part.scorer.finish(task, [by_name[part.name] for by_name in members])
+                lane = await part.finishing.acquire(Permit("train"))
+                try:
+                    async with time_limit(part.timeout_s):
+                        finished = await part.scorer.finish(task, [by_name[part.name] for by_name in members])
+                finally:
+                    part.finishing.release(lane)
                 for by_name, score in zip(members, finished, strict=True):
                     by_name[part.name] = score
         sums = []
@@ -289,6 +316,7 @@ class Part:
         clip: lowest and highest value, to which the part's value is clipped before it is weighted; None = not clipped.
         optional: whether the part is left out of the sum if it fails. If False, the whole request fails.
         timeout_s: time limit of one call in seconds; None = the part sets no limit, because its reward does.
+        finishing: slots for post-processing, which uses as many threads as the calls of a lane do.
         outage: detects that the part's service answers no request.
     """
 
@@ -307,33 +335,53 @@ class Part:
             raise UserError("it compares the members of a group, but a weighted sum scores them one by one")
         self.is_environment = reward is own_score or reward in ("environment", BUILT_IN["environment"])
         self.outage = OutageDetector()
-        self.set_limits(None, RewardSettings().eval_share)
+        self._rates: RateLimiter | None = None
+        self.set_limits(None, {"train": 1.0, "eval": 1.0})
 
-    def set_limits(self, timeout_s: float | None, eval_share: float) -> None:
+    def set_limits(self, timeout_s: float | None, shares: Mapping[str, float]) -> None:
+        """Set the time limit and the slots. ``shares`` are those of the lanes, by name."""
         self.timeout_s, slots = timeout_s, self.scorer.slots
         of_lane = self.scorer.lane_slots or slots
         self._limiter: RateLimiter | None = None
         if of_lane is not None:
-            lanes = {"train": (of_lane, 1.0 - eval_share), "eval": (of_lane, eval_share)}
-            self._limiter = RateLimiter(lanes, slots=slots)
+            self._limiter = RateLimiter({name: (of_lane, share) for name, share in shares.items()}, slots=slots)
+        self.finishing = RateLimiter({"train": (self.scorer.lane_slots or sys.maxsize, 1.0)})
+
+    def limit_rates(self, rates: RateLimiter | None) -> None:
+        """Let every call wait for ``rates``, which all parts share; None = no limit."""
+        self._rates = rates
+        if rates is not None:
+            self._tokens = TokenEstimate(rates, self.scorer.max_tokens)
 
     async def score(self, request: Request) -> Score:
-        """Wait for a slot, then score the request within the time limit. The returned score is always valid.
+        """Wait for a slot and for the rates, then score the request within the time limit.
 
-        Raises `NotApplicable` or `Fatal` if the reward returns an invalid score.
+        The returned score is always valid. Raises `NotApplicable` or `Fatal` if the reward returns an invalid score.
         """
-        lane = None
+        lane, permit = None, CURRENT_PERMIT.get() or Permit("train")
+        tokens: CallTokens | None = None  # None = none were taken from the rates
+        cost: Mapping[str, float] = {}
+        scored = False
         try:
             if self._limiter is not None:
-                lane = await self._limiter.acquire(CURRENT_PERMIT.get() or Permit("train"))
+                lane = await self._limiter.acquire(permit)
+            if self._rates is not None:
+                estimate = self._tokens.of_call(request.messages)
+                self._rates.release(await self._rates.acquire(permit, estimate))
+                tokens = estimate
             began = asyncio.get_running_loop().time()
             async with time_limit(self.timeout_s):
                 score = await self.scorer(request)
+            cost, scored = score.parts, True
         except Exception as error:
+            if isinstance(error, Retryable | Fatal):
+                cost = error.cost
             if not isinstance(error, NotApplicable):
                 self.outage.failed(id(request), asyncio.get_running_loop().time())
             raise
         finally:
+            if tokens is not None:
+                tokens.correct(cost, scored=scored)
             if self._limiter is not None and lane is not None:
                 self._limiter.release(lane)
         self.outage.succeeded(began)

@@ -14,13 +14,17 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
+from gleanrl.rewards.statistics import COMPLETION_TOKENS, PROMPT_TOKENS
+from gleanrl.types import Message
 from gleanrl.utils.retry import Fatal, Retryable, Timeout, reason_of
 
+_CHARACTERS_PER_TOKEN = 4
+"""Average number of characters per token, by which the tokens of a request are estimated before it is sent."""
 _TIMER_SLACK_S = 1e-6
 """Seconds by which a timer may fire early. A request is admitted if the rate limits allow it within this time."""
 
@@ -63,8 +67,8 @@ class Lane:
     slots: int
     share: float
     in_flight: int = 0
-    # The queue. A key is the future that `RateLimiter.acquire` awaits, its value is the request's estimated tokens.
-    waiting: OrderedDict[asyncio.Future[Lane], float] = field(default_factory=OrderedDict)
+    # The queue. A key is the future that `RateLimiter.acquire` awaits, its value estimates the request's tokens.
+    waiting: OrderedDict[asyncio.Future[Lane], Callable[[], float] | None] = field(default_factory=OrderedDict)
     # Weighted fair queueing: a lane's tag grows by 1 / share with each of its requests that is admitted, and the next
     # request is admitted from the lane with the lowest tag.
     finish_tag: float = 0.0
@@ -81,8 +85,8 @@ class Permit:
 
     def __init__(self, lane: str) -> None:
         self.lanes = (lane,)
-        # For each limiter at which the request waits: the limiter, the awaited future, and the estimated tokens.
-        self.pending: tuple[tuple[RateLimiter, asyncio.Future[Lane], float], ...] = ()
+        # For each limiter at which the request waits: the limiter, the awaited future, and the estimate of its tokens.
+        self.pending: tuple[tuple[RateLimiter, asyncio.Future[Lane], Callable[[], float] | None], ...] = ()
 
     def add_lane(self, lane: str) -> None:
         if lane not in self.lanes:
@@ -122,14 +126,15 @@ class RateLimiter:
         self.in_flight = self.queued = 0
         self._requests = LeakyBucket(requests_per_minute, unit=1) if requests_per_minute else None
         self._tokens = LeakyBucket(tokens_per_minute, unit=0) if tokens_per_minute else None
-        self.counts_tokens = self._tokens is not None
+        self.tokens_per_minute = tokens_per_minute
         self._timer: asyncio.TimerHandle | None = None
         self._virtual_time = 0.0  # `Lane.finish_tag` of the lane that admitted the last request, before that admission
 
-    async def acquire(self, permit: Permit, tokens: float = 0.0) -> Lane:
+    async def acquire(self, permit: Permit, tokens: Callable[[], float] | None = None) -> Lane:
         """Wait until slots and rate limits admit the request. Returns the lane to be passed to `release`.
 
-        ``tokens``: estimated number of tokens that the request will use.
+        ``tokens`` returns the estimated number of tokens that the request will use. It is called again while the
+        request waits, because the answers to other requests make the estimate better; None = no tokens.
         """
         waiter: asyncio.Future[Lane] = asyncio.get_running_loop().create_future()
         entry = (self, waiter, tokens)
@@ -147,11 +152,13 @@ class RateLimiter:
         finally:
             self.queued -= 1
             permit.pending = tuple(other for other in permit.pending if other is not entry)
-            left = [self.lanes[name].waiting.pop(waiter, None) for name in permit.lanes]
-            if any(tokens is not None for tokens in left):
+            waited = [name for name in permit.lanes if waiter in self.lanes[name].waiting]
+            for name in waited:
+                del self.lanes[name].waiting[waiter]
+            if waited:
                 self._pump()
 
-    def queue(self, name: str, waiter: asyncio.Future[Lane], tokens: float) -> None:
+    def queue(self, name: str, waiter: asyncio.Future[Lane], tokens: Callable[[], float] | None) -> None:
         """Add a request to the queue of lane ``name``. ``waiter`` is the future that the request awaits."""
         lane = self.lanes[name]
         if waiter.done():
@@ -170,7 +177,7 @@ class RateLimiter:
 
     def correct(self, tokens: float) -> None:
         """Add ``tokens`` to the estimate of an admitted request; negative if it used fewer tokens than estimated."""
-        if self._tokens is not None and tokens:
+        if self._tokens is not None:
             self._tokens.correct(tokens)
             self._pump()
 
@@ -187,7 +194,7 @@ class RateLimiter:
                     lane = other
             if lane is None:
                 return
-            waiter, tokens = next(iter(lane.waiting.items()))
+            waiter, estimate = next(iter(lane.waiting.items()))
             if waiter.done():  # cancelled, or admitted through another lane, in this iteration of the event loop
                 del lane.waiting[waiter]
                 continue
@@ -195,7 +202,9 @@ class RateLimiter:
             now, ready_at = loop.time(), float("-inf")
             if self._requests is not None:
                 ready_at = self._requests.ready_at(1.0)
+            tokens = 0.0
             if self._tokens is not None:
+                tokens = 0.0 if estimate is None else estimate()
                 ready_at = max(ready_at, self._tokens.ready_at(tokens))
             if ready_at > now + _TIMER_SLACK_S:
                 self._timer = loop.call_at(ready_at, self._pump)
@@ -210,6 +219,59 @@ class RateLimiter:
             lane.in_flight += 1
             self.in_flight += 1
             waiter.set_result(lane)
+
+
+class TokenEstimate:
+    """Estimates the tokens of a reward's calls, and corrects a rate limiter by the tokens that they used.
+
+    The tokens of an answer are the running mean of those that the reward has reported. Before the first report they are
+    ``max_tokens``, the most that an answer may have. If that is None too, a call counts as a whole minute's tokens, so
+    that the others wait until its answer shows how many there are.
+    """
+
+    def __init__(self, limiter: RateLimiter, max_tokens: int | None) -> None:
+        self.limiter, self.max_tokens = limiter, max_tokens
+        self.answer: float | None = None  # running mean of the tokens of an answer; None = not known yet
+
+    def of_call(self, messages: Sequence[Message]) -> CallTokens | None:
+        """Return the tokens of a call with these messages; None if the tokens are not limited."""
+        return None if self.limiter.tokens_per_minute is None else CallTokens(self, messages)
+
+
+class CallTokens:
+    """The tokens of one call: those that `RateLimiter.acquire` takes, and their correction after the call."""
+
+    __slots__ = ("_of_reward", "_taken", "_text")
+
+    def __init__(self, of_reward: TokenEstimate, messages: Sequence[Message]) -> None:
+        self._of_reward = of_reward
+        self._text = sum(len(message["content"] or "") for message in messages) / _CHARACTERS_PER_TOKEN
+        self._taken = 0.0
+
+    def __call__(self) -> float:
+        """Return the present estimate. The last one before the call is what the rate limiter has taken for it."""
+        answer, unknown = self._of_reward.answer, self._of_reward.max_tokens
+        if unknown is None:
+            unknown = self._of_reward.limiter.tokens_per_minute or 0
+        self._taken = self._text + (unknown if answer is None else answer)
+        return self._taken
+
+    def correct(self, cost: Mapping[str, float], *, scored: bool) -> None:
+        """Correct the rate limiter after the call.
+
+        ``cost`` holds the tokens that the reward reports for this call. If it reports none, the estimate remains, but
+        an answer of unknown length then counts nothing. ``scored`` says whether the call returned a score.
+        """
+        reward = self._of_reward
+        answer = cost.get(COMPLETION_TOKENS, 0.0)
+        used = cost.get(PROMPT_TOKENS, 0.0) + answer
+        unknown = reward.answer is None and reward.max_tokens is None
+        if scored and used:
+            reward.answer = answer if reward.answer is None else reward.answer + (answer - reward.answer) / 16
+        elif scored and unknown:
+            reward.answer = 0.0  # this reward reports no tokens
+        if used or unknown:
+            reward.limiter.correct((used or self._text) - self._taken)
 
 
 @asynccontextmanager

@@ -104,9 +104,9 @@ class Request:
         """Return a hash of this request and of the reward's ``version``, as 32 hex digits.
 
         Equal requests have the same key in every process. The hash covers the task's id and payload, the messages, the
-        score that the environment gave with its turn rewards, the members of a group that is scored in one call, and
-        the part of a divided request. Raises `TypeError`, `ValueError` or
-        `RecursionError` if the payload is not JSON-serialisable.
+        score that the environment gave with its turn rewards, all of these for each member of a group that is scored in
+        one call, and the part of a divided request. Raises `TypeError`, `ValueError` or `RecursionError` if the payload
+        is not JSON-serialisable.
         """
         own = self.own.value if self.own.valid else None
         hashed = [version, self.task.id, self.task.payload, self.messages, own]
@@ -115,7 +115,11 @@ class Request:
         if self.nonce:
             hashed.append(self.nonce)
         if self.group:  # its stored score has one part for each member, unlike that of a single trajectory
-            hashed.append([[row.task.id, row.task.payload, row.messages] for row in self.group])
+            rows = []
+            for row in self.group:
+                value = row.own.value if row.own.valid else None
+                rows.append([row.task.id, row.task.payload, row.messages, value, row.own.turns])
+            hashed.append(rows)
         if self.part:
             hashed.append({"part": self.part})
         text = _CANONICAL.encode(hashed)
@@ -149,6 +153,12 @@ class Scorer:
         lane_slots: maximum number of concurrent calls for training, and the same number again for evaluation; None = no
             limit.
         own_timeout: True if the scorer limits the duration of its calls itself. The agent then sets no time limit.
+        own_rates: True if the scorer keeps ``requests_per_minute`` and ``tokens_per_minute`` itself. The agent then
+            does not.
+        calls_service: False if the reward is computed in this process, so that as a part of a weighted sum it does not
+            count in these rates.
+        max_tokens: the most tokens that an answer may have; None = not known. Used by ``tokens_per_minute`` until the
+            first answer has reported its tokens.
         post_processes: True if `finish` may change scores. If False, the agent does not call it.
         scores_groups: True if the score of a member of a group may depend on the other members. The agent then scores
             all members in one call, with a request whose ``group`` holds their requests. `Score.parts` of the result
@@ -162,6 +172,9 @@ class Scorer:
     slots: int | None = None
     lane_slots: int | None = None
     own_timeout: bool = False
+    own_rates: bool = False
+    calls_service: bool = True
+    max_tokens: int | None = None
     post_processes: bool = False
     scores_groups: bool = False
 

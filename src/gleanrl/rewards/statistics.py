@@ -87,8 +87,8 @@ class Statistics:
         self.total, self.answer = Reservoir(), Reservoir()
         self.most_queued = self.most_in_flight = 0
 
-    def add_cost(self, cost: Mapping[str, float]) -> float:
-        """Count the tokens that an attempt used, and return their number.
+    def add_cost(self, cost: Mapping[str, float]) -> None:
+        """Count the tokens that an attempt used.
 
         ``cost`` holds them under the keys `PROMPT_TOKENS` and `COMPLETION_TOKENS`, as `Score.parts` does.
         """
@@ -96,7 +96,6 @@ class Statistics:
         if prompt or completion:
             self._tokens["prompt"] += round(prompt)
             self._tokens["completion"] += round(completion)
-        return prompt + completion
 
     def metrics(self, queued: int, in_flight: int) -> Metrics:
         """Return the metrics: durations and queue lengths as ``time/...``, numbers of requests as ``service/...``.
