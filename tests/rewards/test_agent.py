@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from gleanrl.config.settings import RewardSettings
 from gleanrl.rewards import Fatal, NotApplicable, Request, Retryable, RewardAgent, Scorer
+from gleanrl.rewards.adapter import load_reward
 from gleanrl.rewards.compose import Weighted
 from gleanrl.rewards.text import Format
 from gleanrl.simulate import virtual_time
@@ -613,6 +614,14 @@ def test_tokens_per_minute_does_not_delay_a_reward_that_reports_no_tokens() -> N
         return now()
 
     assert run(Service(latency=(1.0, 1.0)), use, tokens_per_minute=10_000) < 5.0
+
+
+def test_a_scorer_that_was_made_with_the_options_of_the_settings_is_used() -> None:
+    settings = RewardSettings(name="length", options={"target": 3})
+    scorer = load_reward(settings.name, options=settings.options)
+    assert RewardAgent(scorer, settings)._scorer is scorer  # as a run makes it
+    with pytest.raises(UserError, match="is made already and takes no options"):
+        RewardAgent(scorer, options={"target": 4})
 
 
 def test_options_that_are_objects_are_kept_when_a_setting_is_replaced() -> None:

@@ -152,7 +152,9 @@ class RewardAgent:
                 raise UserError(f"RewardAgent: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
         self.settings = settings
         name = settings.name if reward is None else reward
-        self._scorer: Scorer = load_reward(name, options=settings.options, settings=settings)
+        # The options in the settings of a run are those with which its scorer was made before.
+        options = overrides.get("options") if isinstance(reward, Scorer) else settings.options
+        self._scorer: Scorer = load_reward(name, options=options, settings=settings)
         self._max_concurrency = {"train": settings.max_concurrency, "eval": settings.eval_concurrency}
         lanes = {}
         for lane, share in (("train", 1.0 - settings.eval_share), ("eval", settings.eval_share)):
