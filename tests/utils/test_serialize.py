@@ -50,6 +50,11 @@ def test_log_probs_of_any_bit_pattern_are_restored_exactly() -> None:
         assert same(turn, back)
 
 
+def test_keys_that_are_integers_are_restored_next_to_a_text_with_a_lone_surrogate() -> None:
+    value = {"\ud800": {1: 2}}
+    assert serialize.decode(serialize.encode(value), dict[str, dict[int, int]]) == value
+
+
 def test_a_score_that_is_not_applicable_is_restored_as_not_applicable() -> None:
     score = Score(math.nan, valid=False, explanation="not for this", applicable=False)
     assert not serialize.decode(serialize.encode(score), Score).applicable

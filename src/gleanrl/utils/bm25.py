@@ -25,6 +25,8 @@ import numpy as np
 import numpy.typing as npt
 
 _WORD = re.compile(r"\w+")
+# the usual values: how soon further occurrences of a word count less, and how much long texts count less
+_K1, _B = 1.2, 0.75
 
 
 def words(text: str) -> list[str]:
@@ -45,11 +47,10 @@ class Bm25:
 
     where tf(t, d) is the number of times that t occurs in d, |d| the number of words in d, N the number of texts and
     n(t) the number of texts that contain t. A score is never negative. A word that occurs twice in the query enters the
-    sum twice.
+    sum twice. k1 is 1.2, and b is 0.75.
     """
 
-    def __init__(self, *, k1: float = 1.2, b: float = 0.75) -> None:
-        self._k1, self._b = k1, b
+    def __init__(self) -> None:
         # for each word: the numbers of the texts that contain it, ascending, and how often it occurs in each of them
         self._postings: dict[str, tuple[array[int], array[int]]] = {}
         self._lengths = array("q")  # number of words in each text
@@ -91,14 +92,14 @@ class Bm25:
             return []
         size, lengths = len(self), np.frombuffer(self._lengths, np.int64)
         # the part of the denominator that depends on a text's length only
-        damping = lengths * (self._k1 * self._b * size / int(lengths.sum())) + self._k1 * (1 - self._b)
+        damping = lengths * (_K1 * _B * size / int(lengths.sum())) + _K1 * (1 - _B)
         scores = np.zeros(size)
         # The rarest word first. The order is fixed, because the sum of floats depends on it.
         for word in sorted(counted, key=lambda word: len(self._postings[word][0])):
             texts = np.frombuffer(self._postings[word][0], np.int64)
             counts = np.frombuffer(self._postings[word][1], np.intc)
             idf = float(np.log1p((size - texts.size + 0.5) / (texts.size + 0.5)))
-            scores[texts] += counted[word] * idf * (self._k1 + 1) * (counts / (counts + damping[texts]))
+            scores[texts] += counted[word] * idf * (_K1 + 1) * (counts / (counts + damping[texts]))
         scores[list(without)] = 0.0
         least = np.partition(scores, size - k)[size - k] if k < size else 0.0
         ids = np.flatnonzero((scores >= least) & (scores > 0))
@@ -123,12 +124,9 @@ class Bm25:
         }
 
     @classmethod
-    def from_arrays(cls, arrays: Mapping[str, npt.NDArray[Any]], *, k1: float = 1.2, b: float = 0.75) -> Bm25:
-        """Rebuild an index from the arrays that `Bm25.arrays` returned.
-
-        They do not contain ``k1`` and ``b``, so pass the values with which the index was made.
-        """
-        index = cls(k1=k1, b=b)
+    def from_arrays(cls, arrays: Mapping[str, npt.NDArray[Any]]) -> Bm25:
+        """Rebuild an index from the arrays that `Bm25.arrays` returned."""
+        index = cls()
         index._lengths.frombytes(arrays["lengths"].astype(np.int64).tobytes())
         texts, counts, start = arrays["texts"].astype(np.int64), arrays["counts"].astype(np.intc), 0
         for word, end in zip(json.loads(arrays["words"].tobytes()), arrays["ends"].tolist(), strict=True):

@@ -78,7 +78,7 @@ def decode(data: bytes, kind: type[T]) -> T:
         # These data are JSON, to which `encode` falls back. They cannot be MessagePack, in which each of these three
         # bytes is a complete integer, so that no further bytes would follow.
         if data[:1] in (b"{", b"[", b'"') and len(data) > 1:
-            return msgspec.convert(json.loads(data), kind, dec_hook=_array)
+            return msgspec.convert(json.loads(data), kind, str_keys=True, dec_hook=_array)
         return _decoder(kind).decode(data)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise DecodeError(str(error)) from None
