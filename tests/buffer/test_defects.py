@@ -216,7 +216,7 @@ def test_a_full_write_queue_blocks_the_caller(tmp_path: Path, monkeypatch: pytes
 
     with TrajectoryReplayBuffer(tmp_path, seed=0) as buffer:
         buffer.add_trajectories([trajectory(0)])
-        buffer.write_queue = background.WriteQueue(buffer.storage.add, queue_nbytes=limit)
+        monkeypatch.setattr(background, "QUEUE_NBYTES", limit)
         monkeypatch.setattr(os, "fdatasync", slow)
         added: list[int] = []
 

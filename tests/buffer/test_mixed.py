@@ -90,6 +90,19 @@ def test_observations_may_have_tensors_called_task_descriptions() -> None:
     assert batch["task_descriptions"] == ["lift"] * 4 + [""] * 4
 
 
+def test_fields_have_the_order_of_the_online_buffer() -> None:
+    fields = {
+        "curr_obs": {name: torch.zeros(4, 1, 2) for name in "abcdefgh"},
+        **{name: torch.zeros(4, 1) for name in "pqrstuvw"},
+    }
+    with mixed() as both:
+        both.online.add_trajectories([fields])
+        both.demonstrations.add_trajectories([fields])
+        batch, online = both.sample(8), both.online.sample(4)
+    assert list(batch) == [*online, "demonstration"]
+    assert list(batch["curr_obs"]) == list(online["curr_obs"])
+
+
 @pytest.mark.parametrize("swapped", [False, True])
 def test_a_field_that_is_a_tensor_in_only_one_buffer_is_named(swapped: bool) -> None:
     kinds: list[dict[str, Any]] = [{"curr_obs": torch.zeros(4, 1, 2)}, {"curr_obs": {"x": torch.zeros(4, 1, 2)}}]

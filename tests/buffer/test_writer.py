@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+import time
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import CancelledError, Future, wait
 from typing import Any
@@ -10,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from gleanrl.buffer import TensorTrajectory, TrajectoryReplayBuffer
+from gleanrl.buffer import TensorTrajectory, TrajectoryReplayBuffer, background
 from gleanrl.utils.errors import UserError
 from tests.buffer.world import WAIT, assert_same, in_a_thread, trajectory
 
@@ -66,12 +68,12 @@ def test_a_cancelled_trajectory_is_not_written_and_the_next_one_is(buffer: Traje
 
 @pytest.mark.parametrize("wait_for_all", [True, False])
 def test_a_caller_that_waits_for_room_in_the_queue_is_released_by_close(
-    buffer: TrajectoryReplayBuffer, gate: Gate, wait_for_all: bool
+    buffer: TrajectoryReplayBuffer, gate: Gate, monkeypatch: pytest.MonkeyPatch, wait_for_all: bool
 ) -> None:
     writing = queued(buffer, 0)
     assert gate.entered.wait(WAIT)
     waiting = queued(buffer, 1)
-    buffer.write_queue.queue_nbytes = 1
+    monkeypatch.setattr(background, "QUEUE_NBYTES", 1)
     outcome: list[Any] = []
     producer = threading.Thread(target=lambda: outcome.extend(in_a_thread(lambda: queued(buffer, 2))), daemon=True)
     begun, real = threading.Event(), buffer.write_queue._changed.wait_for
@@ -127,6 +129,37 @@ def test_the_first_of_several_failed_writes_is_reported(buffer: TrajectoryReplay
         buffer.flush()
     assert raised.value is first.exception()  # type: ignore[union-attr]
     buffer.flush()
+
+
+def test_an_error_that_the_waiting_caller_gets_is_not_raised_by_later_calls(
+    buffer: TrajectoryReplayBuffer, gate: Gate
+) -> None:
+    first = queued(buffer, 0)
+    assert gate.entered.wait(WAIT)
+    threading.Timer(0.1, gate.open).start()
+    with pytest.raises(UserError, match="max_bytes = 1048576"):  # waits behind the first one in the queue
+        buffer.add_trajectories([TensorTrajectory(actions=torch.zeros(4000, 8, 64))])
+    assert first.result(WAIT) == [0]
+    assert buffer.add_trajectories([trajectory(1, wide=False)]) == [1]
+
+
+def test_the_queued_copies_are_freed_once_they_are_written(
+    buffer: TrajectoryReplayBuffer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copies: list[weakref.ref[torch.Tensor]] = []
+    submit = buffer.write_queue.submit
+
+    def watched(trajectories: Any) -> Any:
+        copies.append(weakref.ref(trajectories[0].columns[("actions",)]))
+        return submit(trajectories)
+
+    monkeypatch.setattr(buffer.write_queue, "submit", watched)
+    assert queued(buffer, 0).result(WAIT) == [0]
+    buffer.flush()
+    end = time.monotonic() + WAIT
+    while copies[0]() is not None and time.monotonic() < end:
+        time.sleep(0.001)
+    assert copies[0]() is None
 
 
 def test_queued_trajectories_are_copies(buffer: TrajectoryReplayBuffer, gate: Gate) -> None:

@@ -18,6 +18,8 @@ from torch import Tensor
 from gleanrl.buffer.trajectory import FlatTrajectory
 from gleanrl.utils.errors import UserError
 
+# Largest total size in bytes of the trajectories that are queued or being written. `WriteQueue.submit` blocks while its
+# trajectories do not fit. Trajectories larger than this are accepted when the queue is empty.
 QUEUE_NBYTES = 256 << 20
 Add = Callable[[Sequence[FlatTrajectory]], list[int]]  # stores trajectories and returns their ids (`BufferWriter.add`)
 
@@ -29,6 +31,7 @@ class Submission:
     trajectories: Sequence[FlatTrajectory]
     nbytes: int
     done: Future[list[int]]
+    awaited: bool  # whether the caller waits for the future, and so gets the error of a failed write
 
 
 class WriteQueue:
@@ -38,12 +41,10 @@ class WriteQueue:
 
     Args:
         add: function that stores trajectories and returns their ids. It is called in the background thread.
-        queue_nbytes: largest total size in bytes of the trajectories that are queued or being written. `submit` blocks
-            while its trajectories do not fit. Trajectories larger than this are accepted when the queue is empty.
     """
 
-    def __init__(self, add: Add, queue_nbytes: int = QUEUE_NBYTES) -> None:
-        self._add, self.queue_nbytes = add, queue_nbytes
+    def __init__(self, add: Add) -> None:
+        self._add = add
         self._waiting: deque[Submission] = deque()
         self._nbytes = 0  # total size of the trajectories that are queued or being written
         self._changed = threading.Condition()
@@ -51,21 +52,20 @@ class WriteQueue:
         self._busy = self._closed = False
         self._error: BaseException | None = None
 
-    def submit(self, trajectories: Sequence[FlatTrajectory]) -> Future[list[int]]:
+    def submit(self, trajectories: Sequence[FlatTrajectory], *, awaited: bool = False) -> Future[list[int]]:
         """Queue trajectories, and return a future of their ids. The future is done once the trajectories are on disk.
 
-        Blocks while the queue is full. The tensors must not be modified until the future is done.
+        Blocks while the queue is full. The tensors must not be modified until the future is done. With ``awaited``, the
+        caller waits for the future, so only the future raises the error if writing fails, and no later call does.
 
         Raises the error of an earlier write if no call has raised it yet, and `RuntimeError` if the buffer is closed
         before the trajectories could be queued.
         """
         nbytes = sum(trajectory.nbytes for trajectory in trajectories)
-        own = Submission(list(trajectories), nbytes, Future())
+        own = Submission(list(trajectories), nbytes, Future(), awaited)
         with self._changed:
             self.raise_error()
-            self._changed.wait_for(
-                lambda: self._closed or not self._nbytes or self._nbytes + nbytes <= self.queue_nbytes
-            )
+            self._changed.wait_for(lambda: self._closed or not self._nbytes or self._nbytes + nbytes <= QUEUE_NBYTES)
             if self._closed:
                 raise RuntimeError("the buffer is closed")
             if self._thread is None:
@@ -127,6 +127,7 @@ class WriteQueue:
                 self._commit(wanted)
             with self._changed:
                 self._nbytes -= sum(own.nbytes for own in batch)
+            del batch, wanted  # their tensors would stay in memory while the thread waits
 
     def _commit(self, batch: Sequence[Submission]) -> None:
         """Write some submissions in one commit, and set the results of their futures.
@@ -142,8 +143,9 @@ class WriteQueue:
                     self._commit([own])
                 return
             with self._changed:
-                # only the first error is kept, because later ones are often its consequences
-                self._error = self._error or error
+                if not all(own.awaited for own in batch):
+                    # only the first error is kept, because later ones are often its consequences
+                    self._error = self._error or error
             for own in batch:
                 own.done.set_exception(error)
         else:

@@ -163,7 +163,7 @@ class TrajectoryReplayBuffer(Sampler):
         if not flat:
             return []
         if not self.write_queue.idle:
-            return self.write_queue.submit(flat).result()
+            return self.write_queue.submit(flat, awaited=True).result()
         self.write_queue.raise_error()
         return self._add(flat)
 
@@ -489,7 +489,9 @@ class MixedReplayBuffer:
 def _joined(first: Batch, second: Batch) -> Batch:
     """Concatenate the fields that both batches have. Raises `UserError` if a field differs in more than its length."""
     joined: Batch = {}
-    for name in first.keys() & second.keys():
+    for name in first:
+        if name not in second:
+            continue
         ours, theirs = first[name], second[name]
         if type(ours) is not type(theirs):
             raise UserError(f"{name}: a tensor in one of online and demonstrations, and several fields in the other")
