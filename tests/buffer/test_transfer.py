@@ -381,8 +381,17 @@ HARM = {
     "damaged description": lambda path: edit(path / "meta/info.json", '"features"', '"feature"'),
     "missing file of frames": lambda path: shutil.rmtree(path / "data"),
     "fewer frames than stated": lambda path: edit(path / "meta/info.json", '"fps": 10', '"fps": 20'),
+    "frames of two episodes mixed": lambda path: mix(path / "data/chunk-000/file-000.parquet"),
     "missing column": lambda path: edit(path / "meta/info.json", '"action"', '"actuator"'),
 }
+
+
+def mix(path: Path) -> None:
+    """Exchange the numbers of the episodes of two frames, so that each episode still has as many as before."""
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    table = parquet.read_table(path)
+    at = table.column_names.index("episode_index")
+    parquet.write_table(table.set_column(at, "episode_index", arrow.array([0, 0, 0, 1, 0, 1, 1])), path)
 
 
 def edit(path: Path, old: str, new: str) -> None:

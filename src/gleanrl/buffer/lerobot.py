@@ -12,7 +12,7 @@ import json
 import math
 import re
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -137,7 +137,7 @@ class _DataSet:
 
     def __init__(self, folder: Path, features: dict[str, Field], fps: float) -> None:
         self._arrow, self._parquet, self._image = _packages()
-        self._folder, self._features, self._fps = folder, features, fps
+        self._folder, self._features, self._fps = folder, features, float(fps)
         # for each camera, the names of the dimensions of its images
         self._cameras: dict[str, list[str]] = {}
         for key, field in features.items():
@@ -157,6 +157,7 @@ class _DataSet:
         self._squares: dict[str, Array] = {}
         self._writer: Any = None
         self._group: list[Any] = []  # tables of episodes that are not written yet
+        self._group_nbytes = 0
         self._file = -1  # number of the open data file; -1: none was opened yet
         self._written = 0  # bytes of rows that were written to the open data file
 
@@ -179,7 +180,8 @@ class _DataSet:
             chunk.mkdir(parents=True, exist_ok=True)
             self._writer = self._parquet.ParquetWriter(chunk / f"file-{self._file % CHUNK:03d}.parquet", table.schema)
         self._group.append(table)
-        if sum(waiting.nbytes for waiting in self._group) > GROUP_NBYTES:
+        self._group_nbytes += table.nbytes
+        if self._group_nbytes > GROUP_NBYTES:
             self._write_group()
 
         for key, values in columns.items():
@@ -284,7 +286,7 @@ class _DataSet:
     def _write_group(self) -> None:
         group = self._arrow.concat_tables(self._group).combine_chunks()
         self._writer.write_table(group)
-        self._group, self._written = [], self._written + group.nbytes
+        self._group, self._group_nbytes, self._written = [], 0, self._written + group.nbytes
 
     def _close_file(self) -> None:
         if self._group:
@@ -392,16 +394,16 @@ class DataSetReader:
         except (OSError, ValueError, KeyError) as error:
             raise UserError(f"{file}: cannot be read ({error})") from None
 
-    def trajectories(self, wanted: Collection[int] | None = None) -> Iterator[FlatTrajectory]:
-        """Yield the episodes whose positions are in ``wanted`` (None: all) as trajectories, in order.
+    def trajectories(self, wanted: Iterable[int] | None = None) -> Iterator[FlatTrajectory]:
+        """Yield the episodes at the positions ``wanted``, which ascend (None: all), as trajectories.
 
         Raises `UserError` if a file is missing or damaged.
         """
         file, table, numbers = Path(), None, np.empty(0)
+        places: dict[int, tuple[int, int]] = {}  # episode -> its first frame in the file, and its number of frames
         videos: dict[str, tuple[Path, int, Iterator[Array]]] = {}
-        for position, (episode, length) in enumerate(zip(self._episodes, self.lengths, strict=True)):
-            if wanted is not None and position not in wanted:
-                continue
+        for position in range(len(self.lengths)) if wanted is None else wanted:
+            episode, length = self._episodes[position], self.lengths[position]
             try:
                 of_episode = self.path / self._info.data_path.format(
                     chunk_index=episode["data/chunk_index"], file_index=episode["data/file_index"]
@@ -409,10 +411,12 @@ class DataSetReader:
                 if table is None or of_episode != file:
                     file, table = of_episode, self._parquet.read_table(of_episode)
                     numbers = table["episode_index"].to_numpy()
-                [frames] = np.nonzero(numbers == episode["episode_index"])
-                if len(frames) != length or frames[-1] - frames[0] != length - 1:
-                    raise ValueError(f"{file} has {len(frames)} of its {length} frames, or others between them")
-                trajectory = self._trajectory(episode, table.slice(frames[0], length), videos)
+                    found, firsts, counts = np.unique(numbers, return_index=True, return_counts=True)
+                    places = dict(zip(found.tolist(), zip(firsts.tolist(), counts.tolist(), strict=True), strict=True))
+                first, count = places.get(episode["episode_index"], (0, 0))
+                if count != length or (numbers[first : first + length] != episode["episode_index"]).any():
+                    raise ValueError(f"{file} has {count} of its {length} frames, or others between them")
+                trajectory = self._trajectory(episode, table.slice(first, length), videos)
             except (OSError, ValueError, KeyError, IndexError) as error:
                 raise UserError(f"{self.path}: episode {position} cannot be read ({error})") from None
             yield trajectory
