@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from gleanrl.buffer import MixedReplayBuffer, Only, TensorTrajectory, TrajectoryReplayBuffer
+from gleanrl.buffer.table import Table
 from gleanrl.buffer.trajectory import FlatTrajectory, TrajectoryBlock
 from gleanrl.utils.errors import UserError
 from tests.buffer.world import WAIT, same, trajectory
@@ -164,6 +165,24 @@ def test_a_sample_is_never_larger_than_the_rows_that_meet_the_condition() -> Non
             buffer.sample(1198, only=Only(intervened=False))
         assert len(buffer.sample(1200, only=Only(intervened=False), allow_short=True)["actions"]) == 1197
         assert len(buffer.sample(1200, only=Only(versions=(0, 1)))["actions"]) == 1200
+
+
+def test_a_rare_condition_is_met_without_examining_every_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    examined, real = [0], Table.read
+
+    def watched(self: Table, rows: torch.Tensor, paths: Any) -> Any:
+        examined[0] += len(rows)
+        return real(self, rows, paths)
+
+    with TrajectoryReplayBuffer(seed=0) as buffer:
+        buffer.add_trajectories([trajectory(number, 50, 2, wide=False) for number in range(200)])
+        monkeypatch.setattr(Table, "read", watched)
+        found = [buffer.sample_slices(8, 50)["rewards"][:, 0] for _ in range(100)]
+        assert examined[0] / 100 < 20_000 / 8  # 400 rows with an accepted one in 50, and the slices
+        # each of the 400 first steps is drawn as often as any other one
+        assert 300 < len(torch.cat(found).unique()) <= 400
+        with pytest.raises(UserError, match="no row of the buffer meets"):
+            buffer.sample_slices(8, 51)
 
 
 @pytest.mark.parametrize("number", [0, -1])

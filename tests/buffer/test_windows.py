@@ -34,11 +34,20 @@ def test_conditional_samples_follow_additions_and_evictions(
         for begin in range(0, 24, 6):
             add(buffer, range(begin, begin + 6))
             if begin == 12:
-                buffer.storage.drop(7)
+                buffer.storage.drop(13)  # more than half of what is known of some conditions
             for only in CONDITIONS:
                 with TrajectoryReplayBuffer(tmp_path / "b", seed=0, sample_window_size=window, read_only=True) as fresh:
                     for ours, theirs in zip(draw(buffer, only), draw(fresh, only), strict=True):
                         assert same(ours, theirs)
+
+
+def test_what_is_known_of_a_condition_does_not_grow_with_dropped_trajectories() -> None:
+    only = Only(success=True)
+    with TrajectoryReplayBuffer(seed=0, max_rows=1000) as buffer:
+        for _ in range(12):
+            buffer.add_trajectories([trajectory(0, 1, 1, wide=False, success=True)] * 500)
+            buffer.sample(8, only=only)
+        assert buffer.windows.indexes[only][0][0]._all.shape[1] <= 3000
 
 
 def test_conditional_samples_follow_a_loaded_checkpoint(tmp_path: Path) -> None:

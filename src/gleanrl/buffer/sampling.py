@@ -38,7 +38,6 @@ RowFilter = Callable[[int, Tensor], Tensor]  # (number of a table, rows int64 [n
 # for each table: its number, places in the batch [n] (a slice if it is the only table), rows of the table [n]
 Pieces = list[tuple[int, Tensor | slice, Tensor]]
 TABLE_BIT = 48  # an entry of ``indices`` is (number of the table << TABLE_BIT) + row
-ROUNDS = 8  # rounds of rejection sampling; if they yield too few rows, all rows are examined
 SCANNED = 1 << 16  # number of rows that are examined at once
 RECORDS = 1 << 16  # number of records that are examined at once
 REMEMBERED = 8  # number of different conditions for which the matching trajectories are cached
@@ -479,6 +478,8 @@ class Windows:
             self.indexes[only] = indexes, int(fresh["id"][-1]) + 1 if len(fresh) else seen
             if len(self.indexes) > REMEMBERED:
                 del self.indexes[next(iter(self.indexes))]
+            for index in indexes:
+                index.forget(now.first_id)
             found = [index.ranges(number, since, now.next_id) for number, index in enumerate(indexes)]
         return [own for own in found if own is not None]
 
@@ -530,12 +531,13 @@ def draw(
             found[places] = accept(table, rows)
         return positions[found]
 
-    found = torch.empty(0, dtype=torch.int64)
-    for _ in range(ROUNDS):
-        found = torch.cat([found, accepted(torch.randint(total, (2 * count,), generator=generator))])
-        if len(found) >= count:
-            break
-    else:  # few rows are accepted, or none, so all rows are examined
+    found, drawn = torch.empty(0, dtype=torch.int64), 0
+    while len(found) < count and drawn < total:
+        # each round draws as many as all before it, so the time is in proportion to 1 / (share of accepted rows)
+        size = max(2 * count, min(drawn, SCANNED))
+        found = torch.cat([found, accepted(torch.randint(total, (size,), generator=generator))])
+        drawn += size
+    if len(found) < count:  # so few rows are accepted, or none, that all rows are examined
         parts = [torch.empty(0, dtype=torch.int64)]
         for begin in range(0, total, SCANNED):
             parts.append(accepted(torch.arange(begin, min(begin + SCANNED, total))))

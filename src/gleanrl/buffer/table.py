@@ -234,6 +234,13 @@ class Index:
         self._all[2, self._count : count] = ends - rows
         self._count, self._rows = count, int(ends[-1]) if len(ends) else self._rows
 
+    def forget(self, first: int) -> None:
+        """Free the memory of the trajectories with ids below ``first``, if these are more than half."""
+        gone = int(np.searchsorted(self._all[0, : self._count], first))
+        if gone > self._count // 2:
+            # a copy, because `RowRanges` refer to the old array
+            self._all, self._count = self._all[:, gone : self._count].copy(), self._count - gone
+
     @property
     def end(self) -> int:
         """The row after the last row of the newest trajectory; 0 if there is no trajectory."""
