@@ -7,6 +7,7 @@ import gc
 import os
 import resource
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import msgspec
 import pytest
 import torch
 
-from gleanrl.buffer import TensorTrajectory, TrajectoryReplayBuffer, files
+from gleanrl.buffer import Only, TensorTrajectory, TrajectoryReplayBuffer, files
 from gleanrl.buffer.log import Manifest
 from gleanrl.utils.errors import UserError
 from tests.buffer.world import assert_same, rows, same, trajectory
@@ -195,6 +196,44 @@ def test_readers_drop_records_whose_sync_failed_and_their_rows_are_not_overwritt
         assert (len(reader), reader.total_samples) == (2, 150)
         assert_same(reader.trajectory(0), trajectory(0, 20))
         assert_same(reader.trajectory(1), trajectory(2, 30))
+        assert reader.verify() == buffer.verify() == []
+
+
+def test_readers_survive_a_failed_sync_of_the_log_while_no_new_files_can_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file that became shorter would kill a process that has its pages mapped."""
+    small = trajectory(1, 1, 1, wide=False, success=True)
+    with filled(tmp_path, 1) as buffer, opened(tmp_path, read_only=True) as reader, ExitStack() as samples:
+        log, real = buffer.storage._opened.log, os.fdatasync  # type: ignore[union-attr]
+
+        def fails(file: int) -> None:
+            if file == log._file:
+                assert len(reader) == 201
+                samples.enter_context(reader.storage.held())  # a sample that is under way
+                raise OSError(errno.EIO, "Input/output error")
+            real(file)
+
+        def full(*_: Any, **__: Any) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        monkeypatch.setattr(os, "fdatasync", fails)
+        monkeypatch.setattr(files.Files, "take", full)
+        with pytest.raises(OSError, match="Input/output"):
+            buffer.add_trajectories([small] * 200)
+        assert os.path.getsize(log.path) == 201 * 128
+        assert (reader.storage.snapshot.records["flags"][1:] > 0).all()
+        samples.close()
+        for own in (buffer, reader):
+            assert (len(own), own.total_samples) == (1, 60)
+            with pytest.raises(UserError, match="no row of the buffer meets"):
+                own.sample(1, only=Only(success=True))
+        with opened(tmp_path, read_only=True) as later:
+            assert len(later) == 1
+        monkeypatch.undo()
+        assert buffer.add_trajectories([small]) == [1]
+        assert (len(buffer), len(reader)) == (2, 2)
+        assert_same(reader.trajectory(1), small)
         assert reader.verify() == buffer.verify() == []
 
 

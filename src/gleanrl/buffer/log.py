@@ -181,16 +181,22 @@ class Log:
         """All records before the first damaged one, as a read-only array of dtype `RECORD`, valid until `close`."""
         return self._all[: self.count]
 
-    def refresh(self) -> int:
-        """Read the records that another process has appended, return their number, and update ``damage``."""
+    def refresh(self) -> None:
+        """Update ``count`` and ``damage`` to what another process has written.
+
+        ``count`` becomes smaller if the other process has taken back records because `append` failed.
+        """
         nbytes = min(os.fstat(self._file).st_size, self._limit * RECORD.itemsize)
         there = nbytes // RECORD.itemsize
+        last = self._all[self.count - 1 : self.count]
+        if there < self.count or _checksums(last.view(np.uint8)) != last["crc"].tolist():
+            self.count = 0  # all records are examined again
         if there <= self.count and nbytes == self.count * RECORD.itemsize >= self._least * RECORD.itemsize:
             self.damage = None
-            return 0
+            return
         self._map(there)
-        before, self.damage = self.count, None
-        for begin in range(before, there, CHECKED):
+        self.damage = None
+        for begin in range(self.count, there, CHECKED):
             good = self._intact(begin, min(begin + CHECKED, there))
             self.count = begin + (len(good) if good.all() else int(np.argmin(good)))
             if not good.all():
@@ -206,7 +212,6 @@ class Log:
         if self.count < self._least:
             found = self.damage or Damage(self.count, 0, "the file is cut short")
             self.damage = replace(found, good=found.good or self._least - self.count)
-        return self.count - before
 
     def all_intact(self) -> np.ndarray[Any, Any]:
         """Return a copy of all records with matching checksums, including those after a damaged record."""
@@ -217,7 +222,7 @@ class Log:
     def append(self, records: np.ndarray[Any, Any]) -> None:
         """Fill in the checksums of ``records``, append them to the file, and sync it to disk.
 
-        After an error the log is unchanged, but ``exposed`` is True if other processes may have read the new records.
+        After an error the new records do not count, and ``exposed`` is True if other processes may have read them.
         """
         lines: Any = records.view(np.uint8)
         records["crc"] = _checksums(lines)
@@ -226,8 +231,15 @@ class Log:
             write_all(self._file, memoryview(lines), at)
             self._files.sync([self._file])
         except BaseException:
-            self.exposed = os.fstat(self._file).st_size >= at + RECORD.itemsize
-            os.ftruncate(self._file, at)
+            written = (os.fstat(self._file).st_size - at) // RECORD.itemsize
+            self.exposed = written > 0
+            if self.exposed:
+                # Readers may have mapped the new records, and would be killed if the file became shorter. So the
+                # records stay there, with checksums that do not match.
+                records["crc"] = ~records["crc"]
+                write_all(self._file, memoryview(lines[: written * RECORD.itemsize]), at)
+            else:
+                os.ftruncate(self._file, at)
             raise
         self._map(self.count + len(records))
         self.count += len(records)

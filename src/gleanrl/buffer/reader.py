@@ -130,8 +130,11 @@ class Reader(ABC):
         """Return an error message for each file that is missing or too short."""
 
     @abstractmethod
-    def write_checkpoint(self, folder: Path) -> None:
-        """Write all present trajectories to an empty folder, which `BufferReader` can open."""
+    def write_checkpoint(self, folder: Path) -> bool:
+        """Write all present trajectories to an empty folder, which `BufferReader` can open.
+
+        Returns whether all rows have the same tables and numbers there. The caller must hold ``lock``.
+        """
 
     @abstractmethod
     def close(self) -> None: ...
@@ -242,11 +245,14 @@ class BufferReader(Reader):
                 try:
                     opened = self._opened
                     dropped, opened.manifest = manifest != opened.manifest, manifest
-                    # if an earlier refresh failed after it had read the log, the rows of some records are unpublished
-                    changed = opened.log.refresh() > 0 or opened.seen < opened.log.count or dropped
-                    if changed:
-                        self._notice()
-                    return changed
+                    opened.log.refresh()
+                    if opened.seen <= opened.log.count:
+                        # if an earlier refresh failed after it had read the log, some records are still unpublished
+                        changed = opened.seen < opened.log.count or dropped
+                        if changed:
+                            self._notice()
+                        return changed
+                    # the writer has taken back records, so the rows of these must be unpublished
                 except OSError:
                     manifest = self._newest_manifest()
                     if not self._is_replaced_by(manifest):
@@ -344,13 +350,13 @@ class BufferReader(Reader):
             lost.append(f"{log.path}: {log.damage}")
         return lost
 
-    def write_checkpoint(self, folder: Path) -> None:
+    def write_checkpoint(self, folder: Path) -> bool:
         """Write all present trajectories to an empty folder as hard links to the buffer's files.
 
         On the same disk this takes milliseconds for any size, otherwise the files are copied. The links stay valid,
         because the buffer only appends to its files or removes them, and never changes written rows.
         """
-        with self.lock:
+        while True:
             self._check_open()
             for why in self.lost_files():
                 raise UserError(f"{why}; {SALVAGE}")
@@ -358,9 +364,18 @@ class BufferReader(Reader):
             names = [opened.log.name, opened.texts.name]
             for table in opened.tables:
                 names += [table.schema_file, *table.kept_files()]
-            for name in names:
-                target.with_prefix(opened.manifest.prefix).take(opened.files, name)
-            replace(opened.manifest, end=self.snapshot.next_id).write(target)
+            try:
+                for name in names:
+                    target.with_prefix(opened.manifest.prefix).take(opened.files, name)
+            except FileNotFoundError:
+                # the process that writes the buffer may have removed files, and it has then written what it keeps
+                if not self.refresh():
+                    raise
+                for file in folder.iterdir():
+                    file.unlink()
+            else:
+                replace(opened.manifest, end=self.snapshot.next_id).write(target)
+                return True
 
     def _read(self, record: np.void, *, verify: bool) -> FlatTrajectory:
         opened = self._opened
