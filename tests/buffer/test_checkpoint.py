@@ -9,11 +9,13 @@ import ctypes
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from gleanrl.buffer import TrajectoryReplayBuffer, transfer
+from gleanrl.buffer.files import Files
 from gleanrl.utils import atomic
 from gleanrl.utils.errors import UserError
 from tests.buffer.world import assert_same, flip, trajectory
@@ -154,6 +156,43 @@ def test_a_copy_of_a_checkpoint_with_a_flipped_bit_is_refused(tmp_path: Path) ->
         with pytest.raises(UserError, match=said):
             buffer.save_checkpoint(tmp_path / "rlinf")
     assert sorted(os.listdir(tmp_path)) == ["buffer", "checkpoint", "new"]
+
+
+@pytest.mark.parametrize("saved", [True, False])
+def test_a_buffer_can_be_saved_or_loaded_by_others_while_its_writer_drops_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, saved: bool
+) -> None:
+    small = [trajectory(number, wide=False) for number in range(90)]
+    with (
+        TrajectoryReplayBuffer(tmp_path / "live", segment_bytes=1 << 12, max_rows=30 * 18) as live,
+        TrajectoryReplayBuffer(tmp_path / "live", read_only=True) as reader,
+        TrajectoryReplayBuffer(tmp_path / "other") as other,
+    ):
+        live.add_trajectories(small[:30])
+        real = Files.take
+
+        def meanwhile(self: Files, source: Files, name: str, *args: Any, **more: Any) -> None:
+            done = live.trajectory_counter
+            if name.startswith("rows") and done < 90:
+                live.add_trajectories(small[done : done + 30])
+            real(self, source, name, *args, **more)
+
+        monkeypatch.setattr(Files, "take", meanwhile)
+        if saved:
+            reader.save_checkpoint(tmp_path / "checkpoint")
+        other.load_checkpoint(tmp_path / ("checkpoint" if saved else "live"))
+        assert live.trajectory_counter == other.trajectory_counter == 90
+        assert len(other) == len(live) < 90
+        assert other.verify() == []
+        assert_same(other.trajectory(89), small[89])
+
+
+def test_a_reader_saves_what_was_acknowledged_since_its_last_sample(tmp_path: Path) -> None:
+    with made(tmp_path / "live", 0) as live, TrajectoryReplayBuffer(tmp_path / "live", read_only=True) as reader:
+        live.add_trajectories([trajectory(1)])
+        reader.save_checkpoint(tmp_path / "checkpoint")
+    with TrajectoryReplayBuffer(tmp_path / "checkpoint", read_only=True) as saved:
+        assert_same(saved.trajectory(1), trajectory(1))
 
 
 def test_a_flipped_bit_in_an_rlinf_checkpoint_prevents_loading_it(tmp_path: Path) -> None:

@@ -199,6 +199,25 @@ def test_checkpoints_of_several_ranks_are_loaded_up_to_max_bytes(tmp_path: Path)
         assert_same(newest, trajectory(19, steps=30))
 
 
+def test_many_small_trajectories_are_loaded_up_to_max_bytes(tmp_path: Path) -> None:
+    """Each of them takes more bytes of the log and of its record than its tensors have."""
+    quota = 500_000
+    small = [TensorTrajectory(actions=torch.full((1, 1, 20), float(number))) for number in range(10_000)]
+    with TrajectoryReplayBuffer() as source:
+        source.add_trajectories(small)
+        source.save_checkpoint(tmp_path / "checkpoint")
+    with TrajectoryReplayBuffer(tmp_path / "added", max_bytes=quota) as added:
+        for begin in range(0, len(small), 250):
+            added.add_trajectories(small[begin : begin + 250])
+        kept = len(added)
+    with TrajectoryReplayBuffer(tmp_path / "loaded", max_bytes=quota) as loaded:
+        loaded.load_checkpoint(tmp_path / "checkpoint")
+        assert kept / 2 < len(loaded) < len(small)
+        assert disk_usage(tmp_path / "loaded") <= quota + SLACK
+        assert loaded.verify() == []
+        assert_same(loaded.trajectory(loaded.trajectory_counter - 1), small[-1])
+
+
 @pytest.mark.parametrize("quota", [None, 1 << 20])
 def test_max_bytes_holds_after_a_checkpoint_is_loaded(tmp_path: Path, quota: int | None) -> None:
     with TrajectoryReplayBuffer(tmp_path / "work", max_bytes=quota) as buffer:

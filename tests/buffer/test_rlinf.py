@@ -12,6 +12,7 @@ import pickle
 import re
 import sys
 import uuid
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -108,13 +109,13 @@ def write(
     folder.mkdir(parents=True, exist_ok=True)
     ids = ids or range(len(every))
     index = {}
-    for key, made in zip(ids, every, strict=True):
+    for number, (key, made) in enumerate(zip(ids, every, strict=True)):
         path = folder / f"{file_name(key, made['model_weights_id'])}.{suffix}"
         if suffix == "pt":
             torch.save(saved(made), path)
         else:
             path.write_bytes(pickle.dumps(saved(made)))
-        index[key] = entry(key, made)  # type: ignore[arg-type]
+        index[key] = entry(key if isinstance(key, int) else number, made)
     (folder / index_name).write_text(json.dumps({"trajectory_index": index, list_key: list(ids)}))
     rows = sum(own["num_samples"] for own in index.values())
     sizes = {"size": len(index), "total_samples": rows, "trajectory_counter": len(index)}
@@ -141,6 +142,7 @@ def with_more(made: Fields) -> Fields:
 
 
 PLAIN = {"epochs": 0}
+UUIDS = [uuid.uuid5(uuid.NAMESPACE_DNS, f"t{i}").hex for i in range(6)]
 LAYOUTS: dict[str, tuple[Fields, Fields]] = {
     "now": (PLAIN, {}),
     "bootstrap rows": ({"epochs": 1}, {}),
@@ -148,10 +150,14 @@ LAYOUTS: dict[str, tuple[Fields, Fields]] = {
     "misspelt index": ({"epochs": 2}, {"index_name": "trajector_index.json", "format_key": "storage_format"}),
     "uuid keys": (
         PLAIN,
+        {"ids": UUIDS, "list_key": "trajectory_uuid_list", "file_name": lambda key, _: f"trajectory_{key}"},
+    ),
+    "uuid keys and numbered files": (
+        PLAIN,
         {
-            "ids": [uuid.uuid5(uuid.NAMESPACE_DNS, f"t{i}").hex for i in range(6)],
+            "ids": UUIDS,
             "list_key": "trajectory_uuid_list",
-            "file_name": lambda key, _: f"trajectory_{key}",
+            "file_name": lambda key, _: f"trajectory_{UUIDS.index(key)}_{key}",
         },
     ),
     "uuid instead of weights": (PLAIN, {"file_name": lambda key, _: f"trajectory_{key}_{uuid.uuid4()}"}),
@@ -266,6 +272,44 @@ def test_trajectories_that_rlinf_adds_later_are_seen(tmp_path: Path) -> None:
         assert len(buffer) == 4
         (folder / "trajectory_index.json").write_text(whole)
         assert len(buffer) == 4
+
+
+def test_files_of_an_older_run_are_not_read_and_a_file_that_arrives_late_is(tmp_path: Path) -> None:
+    old = [{**fields(number), "model_weights_id": "old"} for number in range(7, 10)]
+    new = [{**fields(number), "model_weights_id": "new"} for number in range(2)]
+    folder = write(tmp_path / "rlinf", old)
+    late = [write(folder, new[: number + 1]) / f"trajectory_{number}_new.pt" for number in range(2)]
+    content = [file.read_bytes() for file in late]
+    for there in (1, 0):  # number of files of the new run that are there when the folder is opened
+        for file in late[there:]:
+            file.unlink()
+        with TrajectoryReplayBuffer(folder, read_only=True) as buffer:
+            for file, data in zip(late[there:], content[there:], strict=True):
+                with pytest.raises(UserError, match=f"{file}: missing; the index lists it"):
+                    buffer.sample(36)
+                file.write_bytes(data)
+            assert set((buffer.sample(36)["actions"][:, 0] // 1000).tolist()) == {0, 1}
+            assert buffer.verify() == []
+
+
+@pytest.mark.parametrize("alike", [True, False])
+def test_a_directory_is_saved_again_with_priorities_if_its_trajectories_are_alike(tmp_path: Path, alike: bool) -> None:
+    every = [fields(number, values=number == 0 and not alike) for number in range(3)]
+    folder = write(tmp_path / "rlinf", every)
+    with TrajectoryReplayBuffer(folder, read_only=True, priority_exponent=1.0) as buffer:
+        batch = buffer.sample_prioritized(400)
+        of_last = batch["actions"][:, 0] >= 2000
+        buffer.update_priorities(batch["indices"], torch.where(of_last, 1e9, 1e-9))
+        for _ in range(2):  # the second save replaces the first
+            with warnings.catch_warnings(record=True) as said:
+                warnings.simplefilter("always")
+                buffer.save_checkpoint(tmp_path / "ours")
+            assert ["has no priorities" in str(warning.message) for warning in said] == [True] * (not alike)
+    with TrajectoryReplayBuffer(priority_exponent=1.0) as buffer:
+        buffer.load_checkpoint(tmp_path / "ours")
+        assert len(buffer) == 3
+        found = set((buffer.sample_prioritized(100)["actions"][:, 0] // 1000).tolist())
+        assert found == ({2} if alike else {0, 1, 2})
 
 
 class Trap:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import os
 import re
+import warnings
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
@@ -37,21 +38,15 @@ STATE = "state.json"
 PRIORITIES = "priorities.npz"
 PARTS = (Manifest.NAME, STATE, PRIORITIES)  # files that are not links to files of the buffer
 PRIORITY_KEYS = ("first", "weights")
-# Bytes of rows that are added in one commit. Each commit waits for the disk, so many small commits would be slow.
-COMMIT_NBYTES = 64 << 20
-
 
 Source = BufferReader | rlinf.RLinfReader | lerobot.DataSetReader
 
 
 class State(CheckedJson, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The content of a checkpoint's file ``state.json``: the random state, and counts of trajectories and rows."""
+    """The content of a checkpoint's file ``state.json``: the state of the random generator."""
 
     seed: int
     generator: str  # state of the `torch.Generator`, in base64
-    size: int  # number of trajectories
-    total_samples: int  # number of rows
-    trajectory_counter: int  # id of the next trajectory
     rank: int  # rank that saved the checkpoint
 
 
@@ -62,19 +57,14 @@ def save(sampler: Sampler, path: Path, *, seed: int, rank: int) -> None:
     """
     storage = sampler.storage
     with atomic.directory(path) as folder, storage.lock:
-        storage.write_checkpoint(folder)
+        storage.refresh()
+        same_rows = storage.write_checkpoint(folder)
         generator = base64.b64encode(sampler.stream.state().numpy().tobytes()).decode()
-        now = storage.snapshot
-        state = State(
-            seed=seed,
-            generator=generator,
-            size=now.next_id - now.first_id,
-            total_samples=now.count_rows(),
-            trajectory_counter=now.next_id,
-            rank=rank,
-        )
-        (folder / STATE).write_bytes(state.encode())
-        if sampler.priorities is not None:
+        (folder / STATE).write_bytes(State(seed=seed, generator=generator, rank=rank).encode())
+        if sampler.priorities is not None and not same_rows:
+            why = "its trajectories have different fields, so their rows have other numbers in the checkpoint"
+            warnings.warn(f"{path}: has no priorities: {why}", stacklevel=2)
+        elif sampler.priorities is not None:
             states = sampler.priorities.states(storage)
             values = {f"{i}-{key}": value for i, own in enumerate(states) for key, value in own.items()}
             np.savez(folder / PRIORITIES, **values)
@@ -177,31 +167,19 @@ def load(
         before_commit: called after all new files are written and before they replace the old content. If it raises an
             error, the buffer keeps its old content.
     """
-    if len(sources) == ranks == 1 and isinstance(source := sources[0], BufferReader) and writer.can_adopt(source):
-        writer.adopt(source, before_commit)
-        return True
+    if len(sources) == ranks == 1 and isinstance(source := sources[0], BufferReader):
+        while writer.can_adopt(source):
+            try:
+                writer.adopt(source, before_commit)
+                return True
+            except FileNotFoundError:
+                # the process that writes the source may have removed files, and it has then written what it keeps
+                if not source.refresh():
+                    raise
     with writer.replacing():
-        add_all(writer, trajectories_of_rank(sources, rank=rank, ranks=ranks))
+        writer.add_all(trajectories_of_rank(sources, rank=rank, ranks=ranks))
         before_commit()
     return False
-
-
-def add_all(writer: BufferWriter, trajectories: Iterable[FlatTrajectory]) -> None:
-    """Add trajectories to a buffer in commits of up to `COMMIT_NBYTES`, so that only one commit is held in memory.
-
-    A commit has at most a quarter of the buffer's ``max_bytes``, unless a single trajectory is larger.
-    """
-    most = min(COMMIT_NBYTES, (writer.limits.nbytes or 4 * COMMIT_NBYTES) // 4)
-    batch: list[FlatTrajectory] = []
-    nbytes = 0
-    for trajectory in trajectories:
-        if batch and nbytes + trajectory.nbytes > most:
-            writer.add(batch)
-            batch, nbytes = [], 0
-        batch.append(trajectory)
-        nbytes += trajectory.nbytes
-    if batch:
-        writer.add(batch)
 
 
 def trajectories_of_rank(sources: Sequence[Source], *, rank: int, ranks: int) -> Iterator[FlatTrajectory]:

@@ -1,7 +1,8 @@
 """Reads and writes the replay buffer directories of RLinf, an RL framework for embodied agents.
 
 A directory contains ``metadata.json``, ``trajectory_index.json`` (in old versions ``trajector_index.json``) and a file
-``trajectory_{id}_{model_weights_id}.pt`` for each trajectory. In some versions of RLinf the file names contain a uuid.
+``trajectory_{id}_{model_weights_id}.pt`` for each trajectory. In old versions of RLinf a trajectory has a uuid, which
+is its key in the index, and its file is called ``trajectory_{id}_{uuid}.pt``.
 
 `RLinfReader` maps these files into memory and samples from them without conversion. One table has the rows of all
 trajectories in the order of RLinf's index. With the same seed and window, the buffer therefore draws the same rows as
@@ -51,6 +52,8 @@ INDEXES = ("trajectory_index.json", "trajector_index.json")
 # Largest number of files that are mapped at once. A mapped file occupies address space and a few kB of memory, while
 # opening a file takes about a millisecond.
 OPEN_FILES = 1024
+FILE_NAME = re.compile(r"trajectory_(\d+)_(.+)\.(pt|pkl)")
+UUID = re.compile(r"[0-9a-f]{8}(-?[0-9a-f]{4}){3}-?[0-9a-f]{12}")
 
 
 def is_directory(path: Path) -> bool:
@@ -81,7 +84,7 @@ class Directory:
     Attributes:
         entries: for each trajectory, its key and its value in the index.
         counts: for each trajectory, its number of rows.
-        files: for each trajectory, the name of its file; None if the file is missing.
+        files: for each trajectory, the name of its file; None if the file is missing (see `find`).
         sizes: size of each file in bytes, by file name.
         index: path of the index file.
         stamp: modification time, size and inode number of the index file. They show whether RLinf has rewritten it.
@@ -91,7 +94,7 @@ class Directory:
     """
 
     def __init__(self, path: Path, *, pickles: bool = False) -> None:
-        self.path = path
+        self.path, self._pickles = path, pickles
         index = _index_path(path)
         if index is None:
             raise UserError(f"{path}: no RLinf buffer; there would be {METADATA} and {INDEXES[0]}")
@@ -111,19 +114,44 @@ class Directory:
         found = [file for file in os.scandir(path) if file.name.startswith("trajectory_")]
         self.sizes = {file.name: file.stat().st_size for file in sorted(found, key=lambda file: file.name)}
         self.files: list[str | None] = []
-        for key, entry in self.entries:
-            weights = entry.get("model_weights_id", "")
-            names = []
-            for stem in (f"trajectory_{key}_{weights}", f"trajectory_{key}", f"trajectory_{entry.get('uuid', key)}"):
-                names += [f"{stem}.pt", f"{stem}.pkl"]
-            name = next((name for name in names if name in self.sizes), None)
-            if name is None:
-                begins = f"trajectory_{entry.get('trajectory_id', key)}_"
-                name = next((name for name in self.sizes if name.startswith(begins)), None)
-            if name is not None and name.endswith(".pkl") and not pickles:
-                why = "a pickle can run any code when it is read; allow it (pickles=True) for files of your own only"
-                raise UserError(f"{path / name}: {why}")
-            self.files.append(name)
+        for position in range(len(self.entries)):
+            self.files.append(next((name for name in self._names(position) if name in self.sizes), None))
+        if not any(self.files):
+            # No file is called as the index says, so a file is known by its id alone, but only if that is certain:
+            # files that an older run has left in the folder have the same ids and other weights.
+            by_id: dict[str, list[tuple[str, str]]] = {}
+            for name in self.sizes:
+                if match := FILE_NAME.fullmatch(name):
+                    by_id.setdefault(match[1], []).append((name, match[2]))
+            for position, (key, entry) in enumerate(self.entries):
+                candidates = by_id.get(str(entry.get("trajectory_id", key)), [])
+                if len(candidates) == 1 and (not entry.get("model_weights_id") or UUID.fullmatch(candidates[0][1])):
+                    self.files[position] = candidates[0][0]
+        for name in self.files:
+            self._check_allowed(name)
+
+    def _names(self, position: int) -> list[str]:
+        """Return the names that a trajectory's file may have according to the index."""
+        key, entry = self.entries[position]
+        uuid = entry.get("uuid", key)
+        stems = (f"{key}_{entry.get('model_weights_id', '')}", f"{entry.get('trajectory_id', key)}_{uuid}", key, uuid)
+        return [f"trajectory_{stem}.{suffix}" for stem in stems for suffix in ("pt", "pkl")]
+
+    def _check_allowed(self, name: str | None) -> None:
+        if name is not None and name.endswith(".pkl") and not self._pickles:
+            why = "a pickle can run any code when it is read; allow it (pickles=True) for files of your own only"
+            raise UserError(f"{self.path / name}: {why}")
+
+    def find(self, position: int) -> str | None:
+        """Return the name of a trajectory's file, or None if it is missing. RLinf may have written it meanwhile."""
+        if self.files[position] is None:
+            for name in self._names(position):
+                if (self.path / name).is_file():
+                    self._check_allowed(name)
+                    self.sizes[name] = (self.path / name).stat().st_size
+                    self.files[position] = name
+                    break
+        return self.files[position]
 
     def shapes(self) -> np.ndarray[Any, Any]:
         """Return T and B of each trajectory, int64 ``[2, n]``. Files are read only where the index lacks the values."""
@@ -146,7 +174,7 @@ class Directory:
 
         Values that are not tensors of two or more dimensions are left out, as RLinf does. Task descriptions are kept.
         """
-        if self.files[position] is None:
+        if self.find(position) is None:
             raise UserError(f"{self.file(position)}: missing; the index lists it")
         file, entry = Path(self.file(position)), self.entries[position][1]
         try:
@@ -241,7 +269,10 @@ class MappedTable:
                     continue  # `read` raises the same error once a row of this trajectory is drawn
                 own = {path: Field.of(path, column) for path, column in columns.items()}
                 shared = own if shared is None else {path: shared[path] for path in shared if path in own}
-            self._schema = Schema(tuple(sorted((shared or {}).values(), key=lambda field: field.path)))
+            found = Schema(tuple(sorted((shared or {}).values(), key=lambda field: field.path)))
+            if shared is None:
+                return found  # no file can be read yet
+            self._schema = found
         return self._schema
 
     @property
@@ -402,17 +433,18 @@ class RLinfReader(Reader):
 
     def lost_files(self) -> list[str]:
         directory = self._table.directory
-        missing = [position for position, name in enumerate(directory.files) if name is None]
+        missing = [position for position in range(len(directory.files)) if directory.find(position) is None]
         return [f"{directory.file(position)}: missing" for position in missing]
 
-    def write_checkpoint(self, folder: Path) -> None:
+    def write_checkpoint(self, folder: Path) -> bool:
         """Copy all trajectories to an empty folder, as a checkpoint in the native format."""
         table = self._table
         with self.held(), closing(BufferWriter(folder)) as writer:
-            for position in range(len(table.directory.files)):
-                writer.add([table.mapped(position).trajectory])
-            manifest = replace(writer.manifest, end=writer.snapshot.next_id)
+            writer.add_all(table.mapped(position).trajectory for position in range(len(table.directory.files)))
+            manifest, tables = replace(writer.manifest, end=writer.snapshot.next_id), writer.snapshot.tables
+        (folder / "lock").unlink()  # only a buffer has one
         manifest.write(Files(folder, writable=True))
+        return len(tables) <= 1
 
     def after_fork(self) -> None:
         super().after_fork()

@@ -89,7 +89,7 @@ def merge(found: Iterable[FlatTrajectory], out: Path, nbytes: int = SEGMENT_NBYT
         atomic.directory(out) as folder,
         closing(BufferWriter(folder, segment_nbytes=min(SEGMENT_NBYTES, max(1 << 20, nbytes)))) as writer,
     ):
-        checkpoint.add_all(writer, found)
+        writer.add_all(found)
         return writer.snapshot.next_id, writer.snapshot.count_rows()
 
 

@@ -15,7 +15,7 @@ import re
 import time
 import warnings
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,6 +47,8 @@ OURS = re.compile(r"\d{3,}-((rows|last)-\d{3,}-\d{6,}|(log|texts)-\d{6,}|schema-
 # Segments are made small enough that this many fit into each limit, because dropping works by whole segments. If the
 # rows are so large that the smallest possible segment exceeds this size, fewer segments fit.
 PARTS = 4
+# Bytes that `BufferWriter.add_all` adds in one commit. Each commit waits for the disk, so small commits would be slow.
+COMMIT_NBYTES = 64 << 20
 EXAMINED = 1 << 10  # number of log records whose ages are examined at once
 SHORTEN = 1 << 20  # bytes of dropped trajectories up to which the log and the texts are not rewritten
 
@@ -135,6 +137,24 @@ class BufferWriter(BufferReader):
             if self._new_segment:
                 self._write_known()
             return ids
+
+    def add_all(self, trajectories: Iterable[FlatTrajectory]) -> None:
+        """Add trajectories in commits of up to `COMMIT_NBYTES`, so that only one commit is held in memory.
+
+        A commit takes at most a quarter of ``limits.nbytes``, unless a single trajectory is larger.
+        """
+        most = min(COMMIT_NBYTES, (self.limits.nbytes or 4 * COMMIT_NBYTES) // 4)
+        batch: list[FlatTrajectory] = []
+        nbytes = 0
+        for trajectory in trajectories:
+            more = Schema.of(trajectory.columns).row_nbytes * trajectory.count + _log_and_text_nbytes(trajectory)
+            if batch and nbytes + more > most:
+                self.add(batch)
+                batch, nbytes = [], 0
+            batch.append(trajectory)
+            nbytes += more
+        if batch:
+            self.add(batch)
 
     def _commit(self, trajectories: Sequence[FlatTrajectory]) -> list[int]:
         records, first = np.zeros(len(trajectories), RECORD), self.snapshot.next_id
@@ -249,8 +269,7 @@ class BufferWriter(BufferReader):
                 finals = int((~followed(trajectory.columns, shape, schema.deduplicated)).sum())
             before = counts.get(schema, (0, 0))
             counts[schema] = before[0] + trajectory.count, before[1] + finals
-            texts += RECORD.itemsize + len(text_of(trajectory).encode())
-            texts += sum(len(description_line(text)) for text in set(trajectory.instructions))
+            texts += _log_and_text_nbytes(trajectory)
         added = {self._table_for(schema).number: count for schema, count in counts.items()}
 
         def nbytes_of_rows(first: int) -> int:
@@ -330,7 +349,7 @@ class BufferWriter(BufferReader):
         """
         now = self.snapshot
         dropped, left = self._log_nbytes(now.first_id)
-        if not (self._is_worth_shortening(dropped, left) or (always and dropped and not self._uncommitted)):
+        if not (self._is_worth_shortening(dropped, left) or (always and dropped)):
             return False
         texts, begin = self._opened.texts, self._texts_begin(now.first_id)
         number = int(self.manifest.log[-6:]) + 1
@@ -361,8 +380,7 @@ class BufferWriter(BufferReader):
 
     def _is_worth_shortening(self, dropped: int, left: int) -> bool:
         """Return whether `shorten_log` rewrites the log and the texts, for numbers of bytes from `_log_nbytes`."""
-        least = min(SHORTEN, (self.limits.nbytes or SHORTEN) // 8)
-        return not self._uncommitted and dropped > max(left, least)
+        return dropped > max(left, min(SHORTEN, (self.limits.nbytes or SHORTEN) // 8))
 
     # --- replacing everything --------------------------------------------------------------------
     def can_adopt(self, source: BufferReader) -> bool:
@@ -406,12 +424,15 @@ class BufferWriter(BufferReader):
         """Make ``fresh`` the manifest after the block, which creates the files that it names, and open them.
 
         After an error or a crash in the block, the old files stay in use. If the new files cannot be opened, the buffer
-        is closed.
+        is closed. Inside `replacing`, the manifest on disk stays as it is.
         """
         self._remove_leftovers()  # files of an interrupted call could have the names of the new ones
         try:
             yield
-            fresh.write(self._all)
+            if self._uncommitted:
+                self._exchange(fresh)
+            else:
+                fresh.write(self._all)
         finally:
             if Manifest.read(self._all) == fresh:
                 with self.exclusive():
@@ -459,15 +480,17 @@ class BufferWriter(BufferReader):
 
     def _remove_leftovers(self) -> None:
         """Remove the buffer's files that are not in use, which a crash or an error has left behind."""
-        if self._closed or self._uncommitted:
-            return  # the manifest on disk may name other files than the open ones, and both must be kept
+        if self._closed:
+            return
         opened = self._opened
         known = {opened.log.name, opened.texts.name}
         for table in opened.tables:
             known |= {table.schema_file, *table.kept_files()}
         keep = {"lock", Manifest.NAME, *(self.manifest.prefix + name for name in known)}
         for name in self._all.names():
-            if name not in keep and OURS.fullmatch(name):
+            # inside `replacing`, the manifest on disk names the files of another epoch, which must be kept
+            is_mine = name.startswith(self.manifest.prefix) if self._uncommitted else OURS.fullmatch(name)
+            if is_mine and name not in keep:
                 self._all.remove(name)
 
     def _check_writable(self) -> None:
@@ -498,6 +521,12 @@ class BufferWriter(BufferReader):
         if self._lock_file >= 0:
             os.close(self._lock_file)
             self._lock_file = -1
+
+
+def _log_and_text_nbytes(trajectory: FlatTrajectory) -> int:
+    """Return the bytes of a trajectory's log record and of all its texts."""
+    descriptions = sum(len(description_line(text)) for text in set(trajectory.instructions))
+    return RECORD.itemsize + len(text_of(trajectory).encode()) + descriptions
 
 
 def block_statistics(block: TrajectoryBlock) -> dict[str, Any]:
