@@ -187,8 +187,12 @@ def test_a_buffer_can_be_saved_or_loaded_by_others_while_its_writer_drops_files(
         assert_same(other.trajectory(89), small[89])
 
 
-def test_a_reader_saves_what_was_acknowledged_since_its_last_sample(tmp_path: Path) -> None:
-    with made(tmp_path / "live", 0) as live, TrajectoryReplayBuffer(tmp_path / "live", read_only=True) as reader:
+@pytest.mark.parametrize("form", ["native", "pt"])
+def test_a_reader_saves_what_was_acknowledged_since_its_last_sample(tmp_path: Path, form: Any) -> None:
+    with (
+        made(tmp_path / "live", 0) as live,
+        TrajectoryReplayBuffer(tmp_path / "live", read_only=True, trajectory_format=form) as reader,
+    ):
         live.add_trajectories([trajectory(1)])
         reader.save_checkpoint(tmp_path / "checkpoint")
     with TrajectoryReplayBuffer(tmp_path / "checkpoint", read_only=True) as saved:

@@ -215,7 +215,7 @@ class TrajectoryReplayBuffer(Sampler):
         target, as_rlinf = Path(save_path), self.trajectory_format == "pt"
         checkpoint.check_replaceable(target, self.storage.folder, as_rlinf=as_rlinf)
         if as_rlinf:
-            with self.storage.held():
+            with self._held():
                 rlinf.export(target, self.storage.verified_all(), seed=self.seed)
         else:
             checkpoint.save(self, target, seed=self.seed, rank=self.rank)

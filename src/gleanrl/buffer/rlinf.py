@@ -146,7 +146,7 @@ class Directory:
         """Return the name of a trajectory's file, or None if it is missing. RLinf may have written it meanwhile."""
         if self.files[position] is None:
             for name in self._names(position):
-                if (self.path / name).is_file():
+                if os.path.isfile(self.path / name):
                     self._check_allowed(name)
                     self.sizes[name] = (self.path / name).stat().st_size
                     self.files[position] = name
