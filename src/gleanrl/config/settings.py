@@ -647,8 +647,8 @@ class RewardSettings(Settings):
     is killed. thread: in threads of the reward agent's process; a call that hangs cannot be stopped."""
     workers: Changeable[Positive] = 16
     """Maximum number of concurrent calls of a reward that is not async, each in its own thread or process, whatever
-    `max_concurrency` is. Evaluation has as many again, and each part of a weighted sum has its own; math uses at most
-    one per CPU core, for both together."""
+    `max_concurrency` is. Evaluation has as many again, each part of a weighted sum has its own, and so has the
+    post-processing of groups; math uses at most one per CPU core, for both together."""
 
     max_concurrency: Changeable[Positive] = 2048
     """Maximum number of training requests in flight at the same time; further ones wait."""
@@ -658,14 +658,15 @@ class RewardSettings(Settings):
     """Fraction of the rate limits and of a reward model's batches that evaluation gets while training needs them too.
     While only one of the two has requests, it gets everything."""
     requests_per_minute: Changeable[Positive | None] = None
-    """Maximum number of requests per minute, training and evaluation together, retries included; None = no limit."""
+    """Maximum number of requests per minute, training and evaluation together, retries included; None = no limit. For a
+    weighted sum, the calls of its parts count, except those of rewards that call no service."""
     tokens_per_minute: Changeable[Positive | None] = None
     """Maximum number of tokens per minute, prompts and answers of training and evaluation together, retries included;
     None = no limit."""
 
     timeout_s: Changeable[PositiveFloat] = 60.0
-    """Time limit of one attempt in seconds. It begins when the request is sent; the wait for a slot, a thread or a
-    connection does not count."""
+    """Time limit of one attempt in seconds, or of one batch of a reward model in this process. It begins when the request
+    is sent; the wait for a slot, a thread, a connection or other batches does not count."""
     attempts: Changeable[Positive] = 5
     """Maximum number of attempts per request, including the first. Only transient errors are retried. Attempts in an
     outage do not count; see `down_after_s`. An outage is a time in which a service that has answered before accepts no
