@@ -665,8 +665,8 @@ class RewardSettings(Settings):
     None = no limit."""
 
     timeout_s: Changeable[PositiveFloat] = 60.0
-    """Time limit of one attempt in seconds, or of one batch of a reward model in this process. It begins when the request
-    is sent; the wait for a slot, a thread, a connection or other batches does not count."""
+    """Time limit of one attempt in seconds, or of one batch of a reward model in this process. It begins when the
+    request is sent; the wait for a slot, a thread, a connection or other batches does not count."""
     attempts: Changeable[Positive] = 5
     """Maximum number of attempts per request, including the first. Only transient errors are retried. Attempts in an
     outage do not count; see `down_after_s`. An outage is a time in which a service that has answered before accepts no
