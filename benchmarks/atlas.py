@@ -60,10 +60,10 @@ def main() -> None:
     args = parser.parse_args()
     rows = read(args.save)
     if args.what == "show":
-        rows = [row for row in rows if row["arm"] in (*args.arms, WARM_START)]
-        show(rows, args.domains)
+        show(rows, args.domains, args.arms)
         if args.svg:
-            args.svg.write_text(draw(pooled(rows, args.domains)))
+            gains = pooled(rows, args.domains)
+            args.svg.write_text(draw({arm: own for arm, own in gains.items() if arm in args.arms}))
         return
     if not (args.sweep or args.lrs) and (unswept := [arm for arm in args.arms if not is_swept(rows, arm)]):
         parser.error(f"`run --sweep` is not complete for {', '.join(unswept)}; complete it, or name --arms or --lrs")
@@ -103,9 +103,9 @@ def goes_on(rows: Sequence[Row], arm: str, domains: Sequence[str]) -> bool:
     reference and its controls always do.
     """
     arm = CONTROLS.get(arm, arm)
-    gains = pooled(rows, domains).get(arm, {}).get("held-out", [])
-    if arm == REFERENCE or not gains:
+    if arm == REFERENCE or not all(arm in counted(rows, domain) for domain in domains):
         return arm == REFERENCE
+    gains = pooled(rows, domains)[arm]["held-out"]
     deviation, freedom = residual(successes(rows, domains, "held_out"))
     half = tables.student(freedom + 1) * deviation * math.sqrt(2 / len(gains))
     return statistics.mean(gains) + half >= AIM
@@ -189,7 +189,7 @@ def is_swept(rows: Sequence[Row], arm: str) -> bool:
 def rate_of(rows: Sequence[Row], arm: str) -> float:
     """Return the learning rate of an arm: the best one of the sweep, or 1e-4 if it is not complete."""
     success = sweep_of(rows, arm)
-    return max(success, key=lambda rate: success[rate]) if is_swept(rows, arm) else RATES[1]
+    return max(sorted(success), key=lambda rate: success[rate]) if is_swept(rows, arm) else RATES[1]
 
 
 def counted(rows: Sequence[Row], domain: str) -> dict[str, dict[int, Row]]:
@@ -223,16 +223,16 @@ def differences(runs: Runs, arm: str, what: str, *, equal_cpu: bool = False) -> 
 
 
 def pooled(rows: Sequence[Row], among: Sequence[str]) -> dict[str, dict[str, list[float]]]:
-    """Return the differences to the reference over the domains ``among`` that have runs, best held-out mean first.
+    """Return the differences to the reference over those of the domains ``among`` that an arm ran in.
 
-    They are by arm and by ``WHAT``. Each is a list with one number for each seed that the arm has in all domains: the
-    mean over the domains.
+    They are by arm, best held-out mean first, and by ``WHAT``. Each is a list with one number for each seed that the
+    arm has in all its domains: the mean over them.
     """
-    domains = [runs for domain in among if (runs := counted(rows, domain))]
+    domains = [counted(rows, domain) for domain in among]
     found: dict[str, dict[str, list[float]]] = {}
     for arm in ARMS:
         for name, what in WHAT.items():
-            by_domain = [differences(runs, arm, what) for runs in domains]
+            by_domain = [differences(runs, arm, what) for runs in domains if arm in runs]
             seeds = set.intersection(*(set(own) for own in by_domain)) if by_domain else set()
             if seeds and arm != REFERENCE:
                 means = [statistics.mean(own[seed] for own in by_domain) for seed in sorted(seeds)]
@@ -240,8 +240,8 @@ def pooled(rows: Sequence[Row], among: Sequence[str]) -> dict[str, dict[str, lis
     return dict(sorted(found.items(), key=lambda each: -statistics.mean(each[1]["held-out"])))
 
 
-def show(rows: Sequence[Row], domains: Sequence[str]) -> None:
-    """Print a table for each domain, and the ranking over all of them."""
+def show(rows: Sequence[Row], domains: Sequence[str], arms: Sequence[str]) -> None:
+    """Print a table of the ``arms`` for each domain, and the ranking over all of them."""
     for domain in domains:
         if not (runs := counted(rows, domain)):
             continue
@@ -249,6 +249,8 @@ def show(rows: Sequence[Row], domains: Sequence[str]) -> None:
         over = [f"{name}, over {REFERENCE}{at}" for at in ("", " at equal CPU") for name in WHAT]
         tables.table_row(["arm", "rate", "seeds", *WHAT, *over, "CPU"], head=True)
         for arm, own in runs.items():
+            if arm not in (*arms, WARM_START):
+                continue
             cells = [arm, f"{rate_of(rows, arm):g}" if arm != WARM_START else "", str(len(own))]
             cells += [tables.mean_text([tables.final(row, what) for row in own.values()]) for what in WHAT.values()]
             for equal_cpu in (False, True):
@@ -258,11 +260,15 @@ def show(rows: Sequence[Row], domains: Sequence[str]) -> None:
             seeds = [] if arm == WARM_START else sorted(own.keys() & runs.get(REFERENCE, {}).keys())
             spent = [sum(runs[name][seed]["curve"][-1]["cpu_s"] for seed in seeds) for name in (arm, REFERENCE)]
             tables.table_row([*cells, f"{spent[0] / spent[1]:.2f}" if seeds else ""])
-    print(f"\n## All domains\n\nDifference to {REFERENCE!r}, mean over domains, paired by seed:\n")
-    tables.table_row(["", "arm", "seeds", *WHAT], head=True)
-    for rank, (arm, gains) in enumerate(pooled(rows, domains).items(), 1):
-        cells = [tables.mean_text(values, "+") for values in gains.values()]
-        tables.table_row([str(rank), arm, str(len(gains["held-out"])), *cells])
+    print(
+        f"\n## All domains\n\nDifference to {REFERENCE!r}, mean over the domains that an arm ran in, paired by seed:\n"
+    )
+    tables.table_row(["arm", "domains", "seeds", *WHAT], head=True)
+    for arm, gains in pooled(rows, domains).items():
+        if arm in arms:
+            cells = [tables.mean_text(values, "+") for values in gains.values()]
+            ran_in = sum(arm in counted(rows, domain) for domain in domains)
+            tables.table_row([arm, str(ran_in), str(len(gains["held-out"])), *cells])
 
 
 def draw(gains: Mapping[str, Mapping[str, Sequence[float]]]) -> str:

@@ -26,7 +26,7 @@ REFERENCE = "replay"
 
 _REPLAY: Settings = REPLAY_ARMS["replay"]
 _ATTACHED: Settings = {"replay.enabled": True, "replay.task_ratio": 0.0, "replay.pool_updates": 0}
-_OUTCOMES: Settings = {**_ATTACHED, "replay.per_group": 4, "replay.keep_failures": 4}
+_OUTCOMES: Settings = {**_ATTACHED, "replay.per_group": 4}
 _POOL_ONLY: Settings = {"replay.enabled": True, "replay.task_ratio": 0.0}
 _RESTARTS: Settings = {**_REPLAY, "replay.restart_share": 0.25}
 

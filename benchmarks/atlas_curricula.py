@@ -12,13 +12,12 @@ from typing import Any
 
 import numpy as np
 
-from gleanrl.experience.pool.pool import Stored, StoredFailure
 from gleanrl.experience.replay.curriculum import ReplayCurriculum
 from gleanrl.experience.replay.restarts import beginning
 from gleanrl.experience.replay.selection import ranked
 from gleanrl.protocols import Metrics
 from gleanrl.train import Run
-from gleanrl.types import Group, GroupSpec, Segment
+from gleanrl.types import Group, GroupSpec, Segment, Trajectory
 
 
 class Wrapped:
@@ -50,38 +49,40 @@ class AttachToEveryGroup(Wrapped):
 
     async def propose(self, count: int) -> list[GroupSpec]:
         specs, pool = await self.inner.propose(count), self.inner.pool
-        best = self.best_first([spec.task.id for spec in specs])
+        names = [spec.task.id for spec in specs]
+        retired, stored = pool.retired(names), pool.stored(names)
         attached, keys = [], []
         for spec in specs:
-            chosen = best[spec.task.id][: pool.settings.per_group]
+            own = [] if spec.task.id in retired else stored[spec.task.id]
+            order = ranked(own, pool.settings.select, self._random, step=self._steps)
+            chosen = [own[index] for index in order[: pool.settings.per_group]]
             keys += [each.key for each in chosen]
             attached.append(replace(spec, replayed=tuple(each.trajectory for each in chosen)))
         pool.used(keys)
         return attached
 
-    def best_first(self, names: Sequence[str]) -> Mapping[str, Sequence[Stored | StoredFailure]]:
-        """Return the stored trajectories of each task that may be added, in the order in which they are chosen."""
-        pool, ordered = self.inner.pool, {}
-        retired = pool.retired(names)
-        for name, own in pool.stored(names).items():
-            usable = [] if name in retired else own
-            order = ranked(usable, pool.settings.select, self._random, step=self._steps)
-            ordered[name] = [usable[index] for index in order]
-        return ordered
 
+class AttachNewestOutcomes(Wrapped):
+    """Adds the ``replay.per_group`` trajectories of its task that were sampled last to every group, of any score.
 
-class AttachNewestOutcomes(AttachToEveryGroup):
-    """Adds the newest stored trajectories of its task instead, successes and failures, of retired tasks too.
-
-    Needs ``replay.keep_failures``.
+    Keeps them itself: the pool stores no success of a group without a failure, and keeps successes and failures by
+    different rules.
     """
 
-    def best_first(self, names: Sequence[str]) -> Mapping[str, Sequence[Stored | StoredFailure]]:
-        successes, failures = self.inner.pool.stored(names), self.inner.pool.failures(names)
-        return {
-            name: sorted([*successes[name], *failures[name]], key=lambda each: (-each.version, each.key))
-            for name in names
-        }
+    def __init__(self, run: Run, *, seed: int) -> None:
+        super().__init__(run, seed=seed)
+        self._newest: dict[str, tuple[Trajectory, ...]] = {}
+
+    async def propose(self, count: int) -> list[GroupSpec]:
+        specs = await self.inner.propose(count)
+        return [replace(spec, replayed=self._newest.get(spec.task.id, ())) for spec in specs]
+
+    def observe(self, groups: Sequence[Group], training: Metrics) -> Metrics:
+        most = self.inner.settings.per_group
+        for group in groups:
+            name = group.spec.task.id
+            self._newest[name] = (*self._newest.get(name, ()), *group.valid_fresh)[-most:]
+        return super().observe(groups, training)
 
 
 class WithoutPrefix(Wrapped):

@@ -106,6 +106,11 @@ def reached(task: Task, commands: Sequence[str]) -> int:
     return 0
 
 
+def _true_at_start(task: Task) -> bool:
+    game = game_of(task)
+    return bool(game.won(game.start))
+
+
 class Hindsight(Wrapped):
     """Adds failures of other goals to the extra updates of replay, as successes of the goals that they reached.
 
@@ -128,8 +133,9 @@ class Hindsight(Wrapped):
         self._solved: Counter[str] = Counter()
         self._tried: Counter[str] = Counter()
 
-    def goals(self, task: Task, commands: Sequence[str]) -> list[tuple[int, Task]]:
-        return achieved(task, commands)
+    def goals(self, task: Task, commands: Sequence[str]) -> list[tuple[str, int, Task]]:
+        """Return for each goal of `achieved` the id of its task, the number of commands, and the task to train on."""
+        return [(other.id, turns, other) for turns, other in achieved(task, commands)]
 
     async def proved(self, task: Task, trajectory: Trajectory) -> bool:
         """Return whether the environment of ``task`` gives the actions of ``trajectory`` the score 1."""
@@ -158,12 +164,12 @@ class Hindsight(Wrapped):
         failures, self._failures = self._failures, []
         for task, failure in failures:
             commands = [str(turn.message["content"]).strip() for turn in failure.sampled_turns()]
-            for turns, other in self.goals(task, commands):
+            for name, turns, other in self.goals(task, commands):
                 relabelled = await self.relabelled(task, failure, turns, other)
                 self.counts["relabelled"] += 1
                 if await self.proved(other, relabelled):
                     self.counts["kept"] += 1
-                    self.kept[other.id] = (other, relabelled)
+                    self.kept[name] = (other, relabelled)
         return await super().propose(count)
 
     async def relabelled(self, task: Task, failure: Trajectory, turns: int, other: Task) -> Trajectory:
@@ -207,11 +213,13 @@ class Hindsight(Wrapped):
 class WrongGoals(Hindsight):
     """A control: the failures of `Hindsight`, with other goals of the same kinds, which they have not reached.
 
-    Each goal of `achieved` is replaced by one with another object or receptacle of the household, drawn at random.
+    Each goal of `achieved` is replaced by one with another object or receptacle of the household, drawn at random, that
+    is false from the start to the end. The newest failure of each achieved goal is kept, as in `Hindsight`.
     """
 
-    def goals(self, task: Task, commands: Sequence[str]) -> list[tuple[int, Task]]:
-        return [(turns, wrong) for turns, other in achieved(task, commands) if (wrong := self._wrong(other, commands))]
+    def goals(self, task: Task, commands: Sequence[str]) -> list[tuple[str, int, Task]]:
+        found = [(other.id, turns, self._wrong(other, commands)) for turns, other in achieved(task, commands)]
+        return [(name, turns, wrong) for name, turns, wrong in found if wrong is not None]
 
     def _wrong(self, task: Task, commands: Sequence[str]) -> Task | None:
         kind, places = task.payload["goal"], [""]
@@ -220,7 +228,7 @@ class WrongGoals(Hindsight):
         goals = [(target, place) for target in sorted(_kinds(task, "object")) for place in places]
         for index in self._random.permutation(len(goals)):
             other = with_goal(task, kind, *goals[index])
-            if other is not None and not reached(other, commands):
+            if other is not None and not reached(other, commands) and not _true_at_start(other):
                 return other
         return None
 

@@ -21,6 +21,7 @@ STUDENT = {
 AXES = {"rollouts": "rollouts", "tokens": "tokens", "cpu_s": "CPU s"}
 WHAT = {"held-out": "held_out", "training": "train"}
 CONTROLS = ("on-policy", "selection")
+SAME_START = {"alfworld hard, 256 tasks": "alfworld hard"}  # domain -> the one whose warm starts it has
 BASES = ("replay in groups", "replay", "replay, two pool steps of 16")  # the arms of which the others are variants
 COLOURS = {"on-policy": "#777777", "selection": "#d97706", "replay in groups": "#60a5fa", "replay": "#1d4ed8"}
 OTHERS = ("#059669", "#9333ea", "#dc2626", "#0891b2", "#be185d", "#65a30d", "#4338ca")
@@ -112,22 +113,26 @@ def tuned(rows: Sequence[Row], arms: Sequence[str]) -> dict[str, dict[int, Row]]
 
 
 def _together(best: Mapping[str, Mapping[str, Mapping[int, Row]]], headline: Sequence[str]) -> None:
-    """Print the gains over all domains, paired by domain and seed. Each pair of runs is one observation."""
-    print("\n## All domains\n\nDifference in final success, paired by domain and seed (number of pairs in brackets):\n")
-    controls = [control for control in ("on-policy", "selection") if control in headline]
+    """Print the gains over all domains, paired by domain and seed.
+
+    Domains of `SAME_START` have the same warm start and the same held-out tasks for a seed, so their mean is one
+    observation.
+    """
+    print("\n## All domains\n\nDifference in final success, paired by seed (number of observations in brackets):\n")
+    controls = [control for control in (*CONTROLS, "replay") if control in headline]
     table_row(["arm", *(f"{what}, over {control}" for control in controls for what in WHAT)], head=True)
     for arm in headline:
         cells = [arm]
         for control in controls:
-            pairs = [
-                (runs[arm][seed], runs[control][seed])
-                for runs in best.values()
-                if arm in runs and control in runs and arm != control
-                for seed in runs[arm]
-            ]
             for what in WHAT.values():
-                gains = [final(ours, what) - final(theirs, what) for ours, theirs in pairs]
-                cells.append(f"{mean_text(gains, '+')} ({len(gains)})" if gains else "")
+                gains: dict[tuple[str, int], list[float]] = {}
+                for domain, runs in best.items():
+                    if arm in runs and control in runs and arm != control:
+                        for seed, row in runs[arm].items():
+                            own = gains.setdefault((SAME_START.get(domain, domain), seed), [])
+                            own.append(final(row, what) - final(runs[control][seed], what))
+                means = [statistics.mean(own) for own in gains.values()]
+                cells.append(f"{mean_text(means, '+')} ({len(means)})" if means else "")
         table_row(cells)
 
 

@@ -10,11 +10,11 @@ at once, or after a random time of `--latency` seconds that depends only on the 
 
 `curves` runs the schedule `bounded_async` with each staleness bound. The sampler is faster than the learner and has
 room for all episodes that the bound allows. So it samples ahead up to the bound in the first step, and from then on
-each step is trained on data that is exactly as old as the bound. There are two losses. `plain` is PPO's clipped loss
-with the sampler's log-probs. `decoupled` recomputes the log-probs with the weights at the start of the step (the
-proximal policy), clips the ratio to these, weights each token by its proximal / behaviour probability, and masks tokens
-whose weight is above 5. All else is equal: tasks, warm start, fresh rollouts and updates. Checkpoints are evaluated
-after the run, by sampled attempts.
+each step is trained on data that is about as old as the bound, mostly one step less. There are two losses. `plain` is
+PPO's clipped loss with the sampler's log-probs. `decoupled` recomputes the log-probs with the weights at the start of
+the step (the proximal policy), clips the ratio to these, weights each token by its proximal / behaviour probability,
+and masks tokens whose weight is above 5. All else is equal: tasks, warm start, fresh rollouts and updates. Checkpoints
+are evaluated after the run, by sampled attempts.
 
 `run` appends a JSON line to FILE (default: `results/staleness.jsonl`) for each run, and skips runs that it already
 contains. `show` prints the results.

@@ -85,23 +85,22 @@ def test_every_group_of_a_task_with_successes_gets_stored_ones(tmp_path: Path) -
         assert [stored.uses for stored in pool.stored(["a"])["a"]] == [0, 1, 1]
 
 
-def test_the_newest_outcomes_of_a_task_join_its_groups(tmp_path: Path) -> None:
-    replay = ReplaySettings(task_ratio=0.0, per_group=3, select="newest", probe_fraction=0.0, keep_failures=4)
+def test_the_newest_trajectories_of_a_task_join_its_groups_whatever_their_outcome(tmp_path: Path) -> None:
+    replay = ReplaySettings(task_ratio=0.0, per_group=4, probe_fraction=0.0)
     with ExperiencePool(tmp_path / "pool.sqlite", replay) as pool:
         inner = ReplayCurriculum(Stream(["a", "b"], 4), pool, replay, total_batches=9, group=4, seed=0)
         run = SimpleNamespace(plan=SimpleNamespace(curriculum=inner))
         wrapped = load_object(f"{CURRICULA}:AttachNewestOutcomes")(run, seed=0)
-        wrapped.observe([group("a", 1, 2), group("b", 0, 2)], {})
-        specs: list[GroupSpec] = asyncio.run(wrapped.propose(2))
-        assert {spec.task.id: sorted(t.score.value for t in spec.replayed) for spec in specs} == {
-            "a": [0.0, 1.0],
-            "b": [0.0, 0.0],
-        }
-        newer = [group("a", 1, 2, first=2, version=1)]
-        wrapped.observe(newer, {})
-        attached = {spec.task.id: spec.replayed for spec in asyncio.run(wrapped.propose(2))}
-        assert {t.id for t in attached["a"]} > {t.id for t in newer[0].trajectories}
-        assert len(attached["a"]) == 3
+
+        def attached() -> dict[str, list[str]]:
+            return {spec.task.id: [t.id for t in spec.replayed] for spec in asyncio.run(wrapped.propose(2))}
+
+        mixed, lost = group("a", 1, 3), group("b", 0, 2)
+        wrapped.observe([mixed, lost], {})
+        assert attached() == {"a": [t.id for t in mixed.trajectories], "b": [t.id for t in lost.trajectories]}
+        solved = group("a", 2, 2, first=7, version=1)  # the pool stores nothing of a group without a failure
+        wrapped.observe([solved], {})
+        assert attached()["a"] == [t.id for t in (*mixed.trajectories[1:], *solved.trajectories)][-4:]
 
 
 def test_compared_apart_is_grpo_of_either_part_of_a_group() -> None:
