@@ -81,6 +81,8 @@ class Instant(Environment):
 class Idle:
     """A learner, evaluator and observer that do nothing but record the CPU time at the end of each step."""
 
+    shares_sampler = False
+
     def __init__(self) -> None:
         self.readings: list[float] = []
 
@@ -96,7 +98,7 @@ class Idle:
     def save(self, folder: Path) -> None:
         pass
 
-    async def start(self, step: int) -> None:
+    async def start(self, step: int, on_error: Callable[[BaseException], None]) -> None:
         pass
 
     async def finish(self) -> None:

@@ -90,11 +90,10 @@ def fill(pool: ExperiencePool, start: int, stop: int, episodes: Episodes) -> Non
             trajectory = episodes.one(name, 1.0)
             data, digest = codec.encode_trajectory(trajectory), codec.token_digest(trajectory)
             number, place = counts.get("next_task", 0), sizes.get(bucket, 0)
-            rows["tasks"].append((number, name, MEMBERS, 1 + index % 7, 0, 0, 0, 1, bucket, place))
+            rows["tasks"].append((number, name, MEMBERS, 1 + index % 7, 0, 0, 0, 1, 0, bucket, place))
             rows["bodies"].append((number, codec.encode_task(task(name))))
-            rows["trajectories"].append(
-                (key, number, digest, admission.entropy(trajectory), 0, 1.0, 0, 0, len(data), "own")
-            )
+            entropy, score, length = admission.entropy(trajectory), trajectory.score.value, trajectory.sampled_tokens
+            rows["trajectories"].append((key, number, digest, entropy, score, length, 0, 1.0, 0, 0, len(data), "own"))
             rows["blobs"].append((key, data))
             sizes[bucket] = place + 1
             for counter, by in (("next_task", 1), ("tasks", 1), ("trajectories", 1), ("bytes", len(data))):

@@ -17,8 +17,9 @@ selecting (select) trajectories for the batch; of storing successes (store); of 
 updates (x-plan, x-select); and of the extra updates themselves (x-update). "share" is the share of the step that these
 parts take, without x-update, because that is training.
 
-With ``--clock cpu`` (the default), times are CPU seconds of this process, which depend little on other load of the
-machine. With ``--clock wall`` they are the metrics of the run.
+With ``--clock cpu`` (the default), times are CPU time of this process, which depends little on other load of the
+machine. With ``--clock wall``, they are wall-clock time. The time of a step is that from the end of the step before to
+its own end.
 """
 
 from __future__ import annotations
@@ -27,20 +28,17 @@ import argparse
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 from itertools import product
 from pathlib import Path
 
-from gleanrl import train
 from gleanrl.cli.main import parse_overrides
 from gleanrl.config import loading as configuration
 from gleanrl.experience import ExperiencePool
 from gleanrl.experience.replay import curriculum, recall, updates
 from gleanrl.protocols import Metrics
 from gleanrl.runtime.local import run_training
-from gleanrl.runtime.run_folder import RunFolder
-from gleanrl.tracking.monitors import Console, load_monitors
+from gleanrl.tracking.monitors import Console
 
 ARMS = [
     f"{placement}-{per_group}-{source}"
@@ -61,6 +59,7 @@ PARTS = {
 }
 LEARNING = "x-update"
 COLD = 2  # number of first steps of a run that are not counted
+ENDED = "ended"  # name of the time at the end of a step, next to its metrics
 
 
 def main() -> None:
@@ -71,12 +70,12 @@ def main() -> None:
     parser.add_argument("--pool", type=Path, help="a pool to begin with instead, or where to keep the one made")
     parser.add_argument("--clock", choices=["cpu", "wall"], default="cpu")
     args, rest = parser.parse_known_args()
-    if args.clock == "cpu":
-        for module in (train, curriculum, recall, updates):
-            module.perf_counter = time.process_time  # type: ignore[attr-defined]
+    clock = time.process_time if args.clock == "cpu" else time.perf_counter
+    for module in (curriculum, recall, updates):
+        module.perf_counter = clock  # type: ignore[attr-defined]
     settings = [
         *[("run.threads", "1"), ("environment.train_tasks", "128"), ("evaluation.every", "0")],
-        *[("environment.eval_tasks", "1"), ("checkpoint.every", "0"), ("monitor.use", '["file"]')],
+        *[("environment.eval_tasks", "1"), ("checkpoint.every", "0")],
         *[("monitor.rollouts_per_step", "0"), *parse_overrides(rest)],
     ]
     with tempfile.TemporaryDirectory() as folder:
@@ -84,13 +83,13 @@ def main() -> None:
         if not pool.exists():
             # failures, and where observations are in a trajectory, are stored only where something needs them
             stored = [*replay("observations"), ("replay.path", str(pool))]
-            run("fill", args.fill, Path(folder), [*settings, *stored])
+            run("fill", args.fill, Path(folder), [*settings, *stored], clock)
         describe(pool)
         heading = f"{'arm':<20}{'step':>9}" + "".join(f"{part:>9}" for part in PARTS)
         print(f"{heading}{'share':>9}{'replayed':>10}{'extra':>7}   (ms of {args.clock} time)", flush=True)
         for arm in args.arms:
             own = [] if arm == "off" else [("replay.seed_from", str(pool)), *replay(arm)]
-            show(arm, run(arm, args.steps, Path(folder), [*settings, *own])[COLD:])
+            show(arm, run(arm, args.steps, Path(folder), [*settings, *own], clock))
 
 
 def replay(arm: str) -> list[tuple[str, str]]:
@@ -101,12 +100,30 @@ def replay(arm: str) -> list[tuple[str, str]]:
     return [("replay.enabled", "true"), *((f"replay.{name}", value) for name, value in values.items())]
 
 
-def run(name: str, steps: int, folder: Path, overrides: Sequence[tuple[str, str]]) -> list[Metrics]:
+class StepClock:
+    """A `Monitor` that keeps the metrics of each step, with the time of ``clock`` at its end."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self.steps: list[Metrics] = []
+
+    def log(self, step: int, metrics: Metrics) -> None:
+        if "time/step_s" in metrics:  # not in the metrics of an evaluation
+            self.steps.append({**metrics, ENDED: self._clock()})
+
+    def close(self) -> None:
+        pass
+
+
+def run(
+    name: str, steps: int, folder: Path, overrides: Sequence[tuple[str, str]], clock: Callable[[], float]
+) -> list[Metrics]:
     """Make a run as `gleanrl train` does, and return the metrics of each step."""
     own = [("run.folder", str(folder)), ("run.name", name), ("run.steps", str(steps))]
     config = configuration.load("quickstart", [*own, *overrides])
-    run_training(config, resume=False, console=Console(), monitors=partial(load_monitors, config.monitor))
-    return [row.metrics for row in RunFolder(config.path).read_metrics() if "time/step_s" in row.metrics]
+    monitor = StepClock(clock)
+    run_training(config, resume=False, console=Console(), monitors=lambda info: monitor)
+    return monitor.steps
 
 
 def describe(path: Path) -> None:
@@ -115,11 +132,14 @@ def describe(path: Path) -> None:
     print(f"pool: {stats['trajectories']} trajectories, {stats['eligible']} of {stats['tasks']} tasks replayable")
 
 
-def show(arm: str, steps: Sequence[Metrics]) -> None:
+def show(arm: str, every: Sequence[Metrics]) -> None:
+    steps = every[COLD:]
+    took = [now[ENDED] - before[ENDED] for before, now in zip(every[COLD - 1 :], steps, strict=False)]
+
     def median(name: str) -> float:
         return statistics.median(metrics.get(name, 0.0) for metrics in steps)
 
-    step, parts = median("time/step_s"), {part: median(name) for part, name in PARTS.items()}
+    step, parts = statistics.median(took), {part: median(name) for part, name in PARTS.items()}
     times = "".join(f"{1000 * seconds:>9.1f}" for seconds in parts.values())
     share = sum(seconds for part, seconds in parts.items() if part != LEARNING) / step
     counts = median("replay/trajectories"), median("replay_update/0/trajectories")

@@ -14,7 +14,8 @@ of the change that the sampler has on that of the learner).
 
 DIRECTORY is a Hugging Face model whose files are in float32 or bfloat16; by default, a model that has the sizes of
 SmolLM2-135M and random weights in bfloat16. Megatron-core is needed for the layouts "tensor" (three ranks, because the
-model has nine heads) and "pipeline" (two ranks, as "fsdp").
+model has nine heads) and "pipeline" (two ranks, as "fsdp"); without it they are left out, unless ``--layouts`` names
+them.
 
 For each rank and phase, the table has the growth of private memory at its peak: anonymous and shared pages (RssAnon +
 RssShmem), without pages of mapped files, which the system drops when memory is short. They are read every millisecond.
@@ -38,6 +39,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import importlib.util
 import os
 import subprocess
 import sys
@@ -266,13 +268,14 @@ def main() -> None:
         if args.adapters:
             publication(model, args.adapters)
             return
+        layouts = args.layouts or installed(list(LAYOUTS) if args.resume else list(LAYOUTS)[1:])
         dtype = AutoConfig.from_pretrained(model).dtype
         if args.resume:
             write_checkpoint(model, Path(folder) / "checkpoint")
             print(f"{model}, {dtype}; growth of private memory in MB")
             print("| layout | rank | resume | of which stay |")
             print("|---|---|---|---|")
-            for layout in args.layouts or LAYOUTS:
+            for layout in layouts:
                 rows = run(model, layout, args.bucket, str(Path(folder) / "checkpoint"), "--resume")
                 for rank, row in enumerate(rows):
                     print(f"| {layout} | {rank} | {' | '.join(row)} |", flush=True)
@@ -280,10 +283,19 @@ def main() -> None:
         print(f"{model}, {dtype}, buckets of {args.bucket} MiB; growth of private memory in MB")
         print("| layout | rank | load, whole | load, mapped | held | publish, at once | publish, buckets | log-probs |")
         print("|---|---|---|---|---|---|---|---|")
-        for layout in args.layouts or list(LAYOUTS)[1:]:
+        for layout in layouts:
             whole, mapped = (run(model, layout, args.bucket, way) for way in ("whole", "mapped"))
             for rank, (before, now) in enumerate(zip(whole, mapped, strict=True)):
                 print(f"| {layout} | {rank} | {before[0]} | {' | '.join(now)} |", flush=True)
+
+
+def installed(layouts: list[str]) -> list[str]:
+    """Leave out the layouts that need Megatron-core if it is not installed, and say so."""
+    if importlib.util.find_spec("megatron") is not None:
+        return layouts
+    left_out = [layout for layout in layouts if LAYOUTS[layout].get("backend") == "megatron"]
+    print(f"without Megatron-core, which is not installed: {', '.join(left_out)} left out (see: make megatron)")
+    return [layout for layout in layouts if layout not in left_out]
 
 
 def run(model: Path, layout: str, bucket: int, way: str, *more: str) -> list[list[str]]:
