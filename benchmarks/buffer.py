@@ -16,16 +16,19 @@ Arms (those whose package is not installed are left out):
 * ``ideal``: tensors in memory that contain all rows, sampled by `index_select`.
 * ``gleanrl``: our buffer on disk; ``gleanrl-memory``: our buffer in memory.
 * ``rlinf-in-place``: files as RLinf writes them, read by our buffer without a conversion.
-* ``torchrl``: TorchRL's `LazyMemmapStorage` on disk.
+* ``torchrl``: TorchRL's `LazyMemmapStorage` on disk. It is reopened in place: `loads` maps the saved files if they are
+  in the new storage's folder, and copies them to that folder otherwise.
 * ``cpprb``: cpprb in memory; ``cpprb-mmap``: on disk. Both store single transitions, and cannot reopen their file.
 
 Columns:
 
-* add MB/s: megabytes of rows added per second, both observations included. Durable if the store makes adds durable.
+* add MB/s: megabytes of rows added per second over all adds, both observations included. Durable if the store makes
+  adds durable. cpprb writes its whole buffer once in the first add. The memory of ``ideal`` is written before.
 * warm ms, of ideal: median time to sample ``--batch`` rows when all rows are in memory, and its ratio to ``ideal``.
 * cold ms: time to open the store and draw the first sample in a new process, after its files were dropped from the page
   cache; median of three processes.
-* own MB, files MB: memory of the process itself, and of pages of files that it maps.
+* own MB, files MB: memory of the process itself (anonymous and shared memory), and of pages of files that it maps.
+  Files on a tmpfs count as own, because they lie in memory.
 * disk MB: size on disk.
 
 With ``--repeats``, medians over rounds are printed. In all arms the memory allocator is set to keep freed memory, as it
@@ -120,10 +123,13 @@ class Ideal:
     def __init__(self, folder: Path, count: int) -> None:
         self._count, self._at, self._columns = count, 0, dict[str, Tensor]()
 
+    def reserve(self, rows: dict[str, Tensor]) -> None:
+        """Allocate memory for rows like these, and write to it, so that adding does not wait for pages."""
+        for name, column in rows.items():
+            self._columns[name] = torch.ones(self._count, *column.shape[1:], dtype=column.dtype)
+
     def add(self, rows: dict[str, Tensor], steps: int, batch: int) -> None:
         for name, column in rows.items():
-            if name not in self._columns:
-                self._columns[name] = torch.empty(self._count, *column.shape[1:], dtype=column.dtype)
             self._columns[name][self._at : self._at + len(column)] = column
         self._at += steps * batch
 
@@ -197,7 +203,8 @@ class TorchRL:
 
         self._dict = TensorDict
         self._folder, self._reopened = folder, (folder / "saved").exists()
-        self._scratch = folder / f"scratch-{os.getpid()}"  # `loads` copies the saved data to this folder
+        # `loads` would copy the saved data to any other folder than the one in which they are
+        self._scratch = folder / "saved" / "storage" if self._reopened else folder / "scratch"
         self._buffer = TensorDictReplayBuffer(storage=LazyMemmapStorage(count, scratch_dir=self._scratch))
         if self._reopened:
             self._buffer.loads(folder / "saved")
@@ -248,6 +255,8 @@ def filled(arm: str, name: str, scale: float, folder: Path, batch: int) -> dict[
     torch.set_num_threads(1)
     workload = scaled(name, scale)
     made, seconds, nbytes = store(arm, folder, workload.count), [], 0
+    if isinstance(made, Ideal):
+        made.reserve(workload.rows(0))
     for number in range(workload.trajectories):
         rows = workload.rows(number)
         nbytes = sum(column.nbytes for column in rows.values())
@@ -262,7 +271,7 @@ def filled(arm: str, name: str, scale: float, folder: Path, batch: int) -> dict[
     made.close()
     disk = sum(file.stat().st_blocks * 512 for file in folder.rglob("*") if file.is_file())
     return {
-        **{"add_mb_s": nbytes / 1e6 / statistics.median(seconds[1:]), "warm_ms": statistics.median(took) * 1e3},
+        **{"add_mb_s": workload.trajectories * nbytes / 1e6 / sum(seconds), "warm_ms": statistics.median(took) * 1e3},
         **{
             "own_mb": own,
             "files_mb": files,
@@ -337,6 +346,7 @@ class SmallRowsIdeal:
 
     def __init__(self, columns: dict[str, Tensor], batch: int) -> None:
         self._store, self._batch = Ideal(Path(), 2 * len(columns["rewards"])), batch
+        self._store.reserve(columns)
         self._store.add(columns, len(columns["rewards"]), 1)
         self._one = {name: column[:1] for name, column in columns.items()}
 
@@ -460,10 +470,11 @@ def timed(call: Callable[[], Any]) -> float:
 
 
 def resident() -> tuple[float, float]:
-    """Return the megabytes of this process's own (anonymous) memory, and of the file pages that it maps."""
+    """Return the megabytes of this process's own (anonymous and shared) memory, and of the file pages that it maps."""
     status = Path("/proc/self/status").read_text().split("\n")
     kib = {line.split(":")[0]: float(line.split()[1]) for line in status if line.startswith("Rss")}
-    return kib["RssAnon"] / 1024 * 1.048576, (kib["RssFile"] + kib["RssShmem"]) / 1024 * 1.048576
+    # the rows of `gleanrl-memory` are in a memfd, whose pages are shared memory
+    return (kib["RssAnon"] + kib["RssShmem"]) / 1024 * 1.048576, kib["RssFile"] / 1024 * 1.048576
 
 
 def forget(folder: Path) -> None:
