@@ -79,7 +79,9 @@ def main() -> None:
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         os.environ["ALFWORLD_DATA"] = folder
-        generated = AlfworldTaskset(goals=list(GOALS), size="full", seed=args.seed).tasks("train", args.games)
+        # A game more per worker than is measured: with it, the worker loads what it loads once.
+        count = args.games + max(1, args.workers)
+        generated = AlfworldTaskset(goals=list(GOALS), size="full", seed=args.seed).tasks("train", count)
         for number, task in enumerate(generated):
             write(Path(folder), task, number)
         print(f"{'':44}{'load, CPU':>12}{'steps per':>14}{'steps per':>14}")
@@ -88,9 +90,10 @@ def main() -> None:
             rounds = max(1, args.games // 2 // batch)
             row(f"stock, batch of {batch}", *play_stock(Path(folder), batch, rounds, args.turns, args.seed))
         taskset = AlfworldTaskset(goals=list(GOALS), source="alfworld_data", admissible_commands=True)
-        tasks = list(taskset.tasks("train", args.games))
+        tasks = list(taskset.tasks("train", count))
+        measured, others = tasks[: args.games], tasks[args.games :]
         for workers in (0, args.workers):
-            asyncio.run(play_ours(taskset, tasks, workers, args.episodes, args.turns))
+            asyncio.run(play_ours(taskset, measured, others, workers, args.episodes, args.turns))
 
 
 def write(root: Path, task: Task, number: int) -> None:
@@ -128,10 +131,13 @@ def play_stock(root: Path, batch: int, rounds: int, turns: int, seed: int) -> tu
     return rounds * batch, steps, loading, stepping
 
 
-async def play_ours(taskset: AlfworldTaskset, tasks: Sequence[Task], workers: int, episodes: int, turns: int) -> None:
+async def play_ours(
+    taskset: AlfworldTaskset, tasks: Sequence[Task], others: Sequence[Task], workers: int, episodes: int, turns: int
+) -> None:
+    """Play ``tasks`` and print a row. ``others`` are played before anything is measured."""
     where = f"{workers} processes" if workers else "in process"
     async with EnvironmentPool(taskset, workers=workers) as pool:
-        await asyncio.gather(*(episode(pool, tasks[0], number, 1) for number in range(2 * max(1, workers))))
+        await asyncio.gather(*(episode(pool, task, 0, 1) for task in others))
         loading = Meter()
         with loading.measure():  # loads the games; all later episodes of a task use the loaded one
             await asyncio.gather(*(episode(pool, task, 0, 0) for task in tasks))
