@@ -5,7 +5,7 @@
 The writer process reports each id after `add_trajectories` has returned it, and saves a checkpoint from time to time.
 After a random time it is killed with SIGKILL. The benchmark then checks that each reported trajectory is in the buffer
 and complete, and that `verify` finds no fault in the buffer or in the checkpoint. Another process samples from the
-buffer all the time and checks every row.
+buffer all the time and checks every row. The exit status is 1 if anything was lost or damaged.
 """
 
 from __future__ import annotations
@@ -26,6 +26,12 @@ import torch
 from gleanrl.buffer import TensorTrajectory, TrajectoryReplayBuffer
 
 WIDE = 520
+FAULTS = (
+    "reported but lost",
+    "damaged trajectories",
+    "different from what was written",
+    "damaged trajectories in checkpoints",
+)
 
 
 def trajectory(number: int) -> TensorTrajectory:
@@ -124,6 +130,8 @@ def main() -> None:
     print(f"{args.kills} kills")
     for what, count in counts.items():
         print(f"{count:>10,} {what}")
+    if any(counts[fault] for fault in FAULTS):
+        raise SystemExit(1)
 
 
 if __name__ == "__main__":

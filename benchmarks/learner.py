@@ -1,11 +1,12 @@
 """Compares the tokens per second of the learner and of a plain training loop on the same model and data.
 
     python benchmarks/learner.py [--rounds 5] [--threads 1] [--groups 16] [--clock cpu]
+        [--tokens-per-microbatch 1024 2048]
 
 The plain loop is a straightforward implementation: a transformers model, padded rows with an attention mask, logits and
 log-softmax at the positions of trained tokens, the same PPO loss and AdamW. It runs with several micro-batch sizes,
 with rows sorted by length and unsorted, and the learner is compared with the fastest variant. Runs alternate, and
-medians over rounds are printed.
+medians over rounds are printed. The learner uses at most 2048 tokens per micro-batch on a CPU.
 
 ``--clock cpu`` measures CPU time instead of wall-clock time, for a shared machine. With one thread on an idle machine,
 both are equal.
@@ -27,11 +28,13 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from gleanrl.algorithms.batch import Batch, build
 from gleanrl.config.settings import CreditSettings, LearnerSettings, LossSettings
+from gleanrl.learners.engine import microbatch_budget
 from gleanrl.learners.torch import TorchLearner
 from gleanrl.types import Group, GroupSpec, Score, StopReason, Task, Trajectory, Turn
 
 VOCABULARY, MEMBERS = 500, 8
 PLAIN_ROWS = (4, 8, 32)
+CPU = torch.device("cpu")
 
 
 def make_model() -> Qwen2ForCausalLM:
@@ -126,7 +129,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--clock", choices=("wall", "cpu"), default="wall")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--skip-share", type=float, default=0.0, help="share of groups without variance")
-    parser.add_argument("--tokens-per-microbatch", type=int, nargs="*", default=[16384])
+    parser.add_argument("--tokens-per-microbatch", type=int, nargs="*", default=[2048])
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
     clock = time.process_time if options.clock == "cpu" else time.perf_counter
@@ -156,7 +159,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             pad_token=0,
             temperature=1.0,
         )
-        for budget in options.tokens_per_microbatch
+        for budget in sorted({microbatch_budget(each, CPU) for each in options.tokens_per_microbatch})
     }
     padding: dict[str, str] = {}
     for _ in range(options.rounds):

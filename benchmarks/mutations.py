@@ -5,7 +5,10 @@
 A room is a package of ``src/gleanrl``. Each mutation is at a random place of a room; it replaces an operator, negates a
 condition, changes a constant or removes a call. The tests then run in three parts, until one fails: the room's test
 files that mention the changed module, the room's other test files, and those of the loop and of other rooms that
-mention the module by its full name. If all pass, the mutation has survived: no test notices what it changed.
+mention the module by its full name. If all pass, the mutation has survived: no test notices what it changed. Where the
+tests did not start, nothing is known about the mutation, and it is counted apart.
+
+The tests of each room first run once without a mutation. If one fails, nothing is mutated and the exit status is 1.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -27,6 +31,7 @@ from queue import SimpleQueue
 from time import perf_counter
 
 ROOT = Path(__file__).parents[1]
+NOT_STARTED = "the tests did not start"
 CORE = ("schedule", "algorithms", "rollout", "samplers", "learners", "rewards", "experience", "buffer")
 SWAPS: dict[type[ast.AST], str] = {
     ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">", ast.Eq: "!=", ast.NotEq: "==",
@@ -124,46 +129,54 @@ def select_tests(mutation: Mutation, room: str) -> list[list[str]]:
     return [files for files in (naming, rest, elsewhere) if files]
 
 
-def try_mutation(tree: Path, mutation: Mutation, room: str, marks: str, timeout: float) -> tuple[str, float]:
-    """Apply the mutation to the copy of the repository at ``tree``, run the tests there, and undo it.
+def run_tests(tree: Path, files: list[str], marks: str, timeout: float | None) -> str:
+    """Run test files in the copy of the repository at ``tree``.
 
-    Returns the name of the failed test, or "" if all passed (the mutation survived), and the seconds that it took.
+    Returns the name of the failed test, or "" if all passed.
     """
-    path, started = tree / mutation.path, perf_counter()
-    source = path.read_text(encoding="utf-8")
-    path.write_text(source[: mutation.start] + mutation.text + source[mutation.end :], encoding="utf-8")
     environment = {
         **os.environ,
         "PYTHONPATH": str(tree / "src"),
         "PYTHONDONTWRITEBYTECODE": "1",
         "OMP_WAIT_POLICY": "PASSIVE",
     }
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-x",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:randomly",
+        "--tb=no",
+        "-m",
+        marks,
+        *files,
+    ]
+    try:
+        result = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, timeout=timeout)
+    except subprocess.TimeoutExpired:
+        return "ran out of time"
+    if result.returncode in (0, 5):
+        return ""
+    failed = [line for line in result.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    return (failed[0] if failed else NOT_STARTED)[:110]
+
+
+def try_mutation(tree: Path, mutation: Mutation, room: str, marks: str, timeout: float) -> tuple[str, float]:
+    """Apply the mutation to the copy of the repository at ``tree``, run the tests there, and undo it.
+
+    Returns what `run_tests` returns ("" if the mutation survived), and the seconds that it took.
+    """
+    path, started = tree / mutation.path, perf_counter()
+    source = path.read_text(encoding="utf-8")
+    path.write_text(source[: mutation.start] + mutation.text + source[mutation.end :], encoding="utf-8")
     try:
         for files in select_tests(mutation, room):
-            command = [
-                sys.executable,
-                "-m",
-                "pytest",
-                "-q",
-                "-x",
-                "-p",
-                "no:cacheprovider",
-                "-p",
-                "no:randomly",
-                "--tb=no",
-                "-m",
-                marks,
-                *files,
-            ]
-            try:
-                result = subprocess.run(
-                    command, cwd=tree, env=environment, capture_output=True, text=True, timeout=timeout
-                )
-            except subprocess.TimeoutExpired:
-                return "ran out of time", perf_counter() - started
-            if result.returncode not in (0, 5):
-                failed = [line for line in result.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
-                return (failed[0] if failed else "the tests did not start")[:110], perf_counter() - started
+            if killer := run_tests(tree, files, marks, timeout):
+                return killer, perf_counter() - started
         return "", perf_counter() - started
     finally:
         path.write_text(source, encoding="utf-8")
@@ -197,6 +210,12 @@ def main() -> None:
                     shutil.copy(file, tree)
             trees.put(tree)
 
+        for room in dict.fromkeys(room for room, _ in chosen):
+            parts = [select_tests(mutation, room) for own, mutation in chosen if own == room]
+            files = sorted({file for groups in parts for group in groups for file in group})
+            if failed := run_tests(Path(scratch) / "0", files, options.marks, None):
+                raise SystemExit(f"{room}, without a mutation: {failed}")
+
         def run(case: tuple[str, Mutation]) -> tuple[str, float]:
             tree = trees.get()
             try:
@@ -204,15 +223,14 @@ def main() -> None:
             finally:
                 trees.put(tree)
 
-        survived = []
+        counts = Counter[str]()
         with ThreadPoolExecutor(options.jobs) as pool:
             for case, (killer, seconds) in zip(chosen, pool.map(run, chosen), strict=True):
-                print(
-                    f"{'killed  ' if killer else 'SURVIVED'} {seconds:6.1f} s  {case[1]}\n{'':19}{killer}", flush=True
-                )
-                if not killer:
-                    survived.append(case)
-        print(f"{len(chosen) - len(survived)} of {len(chosen)} killed")
+                outcome = "SURVIVED" if not killer else "NO TESTS" if killer == NOT_STARTED else "killed"
+                counts[outcome] += 1
+                print(f"{outcome:<8} {seconds:6.1f} s  {case[1]}\n{'':19}{killer}", flush=True)
+        print(f"{counts['killed']} of {len(chosen)} killed, {counts['SURVIVED']} survived", end="")
+        print(f"; of {counts['NO TESTS']} the tests did not start" if counts["NO TESTS"] else "")
 
 
 if __name__ == "__main__":

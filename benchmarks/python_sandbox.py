@@ -1,9 +1,11 @@
 """Measures the cost of a call of the sandboxed Python tool, with an interpreter per call and with one per episode.
 
-    python benchmarks/python_sandbox.py [--calls 200]
+    python benchmarks/python_sandbox.py [--calls 200] [--pause 1]
 
-Prints calls per second and milliseconds per call, with and without isolation, for one caller and for many concurrent
-ones. For comparison, the same code also runs in a plain `python -c` without limits or isolation.
+Prints calls per second and milliseconds per call, as the caller waits for them, with and without isolation: for one
+caller, for one that makes a twentieth of the calls with a pause of ``--pause`` seconds before each, and for many
+concurrent ones. The process of the next call starts ahead, so a call after a pause need not wait for it. For
+comparison, the same code also runs in a plain `python -c` without limits or isolation.
 """
 
 from __future__ import annotations
@@ -14,9 +16,10 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Awaitable, Callable
 from typing import cast
 
-from gleanrl.environments.tools.executor import Isolation, Limits, PythonSandbox
+from gleanrl.environments.tools.executor import Isolation, Limits, PythonSandbox, Ran
 from gleanrl.utils.errors import UserError
 
 CODE = "print(sum(n * n for n in range(1000)))"
@@ -26,15 +29,17 @@ CALLERS = 16
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--calls", type=int, default=200)
-    calls = parser.parse_args().calls
+    parser.add_argument("--pause", type=float, default=1.0)
+    options = parser.parse_args()
+    calls = options.calls
     print(f"{'isolation':<12} {'start ms':>9} {'how':<22} {'calls/s':>8} {'median ms':>10} {'p99 ms':>8}")
     for isolation in ("bubblewrap", "none"):
-        asyncio.run(measure(cast(Isolation, isolation), calls))
+        asyncio.run(measure(cast(Isolation, isolation), calls, options.pause))
     seconds = [timed_process() for _ in range(max(5, calls // 20))]
     show("(no sandbox)", 0.0, "python -c", seconds, sum(seconds))
 
 
-async def measure(isolation: Isolation, calls: int) -> None:
+async def measure(isolation: Isolation, calls: int, pause: float) -> None:
     started = time.perf_counter()
     try:
         sandbox = PythonSandbox(Limits(), isolation=isolation)
@@ -45,24 +50,31 @@ async def measure(isolation: Isolation, calls: int) -> None:
     session = sandbox.session()
     try:
         for how, one in (("process per call", sandbox.run), ("process per episode", session.run)):
-            seconds = []
-            for _ in range(calls):
-                ran = await one(CODE)
-                assert ran.output == "332833500\n", ran
-                seconds.append(ran.seconds)
-            started = time.perf_counter()
-            for _ in range(calls):
-                await one(CODE)
-            show(isolation, start_s, how, seconds, time.perf_counter() - started)
+            seconds = [await timed_call(one) for _ in range(calls)]
+            show(isolation, start_s, how, seconds, sum(seconds))
+
+        seconds = []
+        for _ in range(max(5, calls // 20)):
+            await asyncio.sleep(pause)
+            seconds.append(await timed_call(sandbox.run))
+        show(isolation, start_s, "per call, with pauses", seconds, sum(seconds))
 
         async def caller() -> list[float]:
-            return [(await sandbox.run(CODE)).seconds for _ in range(max(1, calls // CALLERS))]
+            return [await timed_call(sandbox.run) for _ in range(max(1, calls // CALLERS))]
 
         started = time.perf_counter()
         seconds = [s for own in await asyncio.gather(*[caller() for _ in range(CALLERS)]) for s in own]
         show(isolation, start_s, f"{CALLERS} concurrent calls", seconds, time.perf_counter() - started)
     finally:
         await session.close()
+
+
+async def timed_call(run: Callable[[str], Awaitable[Ran]]) -> float:
+    started = time.perf_counter()
+    ran = await run(CODE)
+    seconds = time.perf_counter() - started
+    assert ran.output == "332833500\n", ran
+    return seconds
 
 
 def timed_process() -> float:
