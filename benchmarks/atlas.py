@@ -30,7 +30,7 @@ import numpy as np
 
 import replay_tables as tables
 from atlas_arms import ARMS, CONTROLS, CURRICULA, DOMAINS, REFERENCE
-from replay_gain import Job, configured, evaluated, measured, quiet_folder, read, run_all
+from replay_gain import Job, configured, evaluated, measured, processor, quiet_folder, read, run_all
 from replay_tables import WHAT, Row
 
 RESULTS = Path(__file__).parent / "results" / "atlas.jsonl"
@@ -148,7 +148,8 @@ def one_run(job: Job) -> dict[str, Any]:
 
         wrap = None if arm not in CURRICULA else partial(load_object(CURRICULA[arm]), seed=seed)
         config = configured(job, folder, {**DOMAINS[domain], **ARMS[arm]})
-        return asyncio.run(measured(job, config, at_start=False, samples=SAMPLES, curriculum=wrap))
+        row = asyncio.run(measured(job, config, at_start=False, samples=SAMPLES, curriculum=wrap))
+        return row | {"processor": processor()}
 
 
 async def evaluate_start(job: Job, config: Any) -> dict[str, Any]:
@@ -207,7 +208,7 @@ def differences(runs: Runs, arm: str, what: str, *, equal_cpu: bool = False) -> 
     """Return the difference of final success between ``arm`` and the reference, for each seed that both have.
 
     With ``equal_cpu``, the one that took more CPU seconds gets those of the other. Its success there lies on the line
-    from the warm start to its end.
+    from the warm start to its end. Pairs that were not run on the same kind of processor are left out then.
     """
     found = {}
     for seed in runs.get(arm, {}).keys() & runs.get(REFERENCE, {}).keys():
@@ -215,11 +216,15 @@ def differences(runs: Runs, arm: str, what: str, *, equal_cpu: bool = False) -> 
         limit = min(curve[-1]["cpu_s"] for curve in curves)
         if not equal_cpu:
             found[seed] = curves[0][-1][what] - curves[1][-1][what]
-        elif seed in runs.get(WARM_START, {}):
+        elif seed in runs.get(WARM_START, {}) and same_processor(runs, arm, seed):
             start = runs[WARM_START][seed]["curve"]
             ours, theirs = (tables.at([*start, *curve], "cpu_s", limit, what) for curve in curves)
             found[seed] = ours - theirs
     return found
+
+
+def same_processor(runs: Runs, arm: str, seed: int) -> bool:
+    return runs[arm][seed].get("processor") == runs[REFERENCE][seed].get("processor")
 
 
 def pooled(rows: Sequence[Row], among: Sequence[str]) -> dict[str, dict[str, list[float]]]:
@@ -257,7 +262,8 @@ def show(rows: Sequence[Row], domains: Sequence[str], arms: Sequence[str]) -> No
                 for what in WHAT.values():
                     gains = [] if arm == WARM_START else differences(runs, arm, what, equal_cpu=equal_cpu).values()
                     cells.append(tables.mean_text(list(gains), "+") if gains and arm != REFERENCE else "")
-            seeds = [] if arm == WARM_START else sorted(own.keys() & runs.get(REFERENCE, {}).keys())
+            pairs = [] if arm == WARM_START else own.keys() & runs.get(REFERENCE, {}).keys()
+            seeds = [seed for seed in sorted(pairs) if same_processor(runs, arm, seed)]
             spent = [sum(runs[name][seed]["curve"][-1]["cpu_s"] for seed in seeds) for name in (arm, REFERENCE)]
             tables.table_row([*cells, f"{spent[0] / spent[1]:.2f}" if seeds else ""])
     print(

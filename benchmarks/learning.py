@@ -64,7 +64,7 @@ from gleanrl.tracking.monitors import Console, load_monitors
 from gleanrl.train import train
 from gleanrl.types import Group
 from gleanrl.utils.seeding import derive
-from replay_gain import read, rows_of
+from replay_gain import processor, read, rows_of
 from replay_tables import interval
 
 RESULTS = Path(__file__).parent / "results" / "real_model.jsonl"
@@ -178,14 +178,6 @@ def digest(model: torch.nn.Module) -> str:
     for weights in model.state_dict().values():
         total.update(weights.detach().cpu().contiguous().view(torch.uint8).numpy())
     return total.hexdigest()[:16]
-
-
-def processor() -> str:
-    """Return the name of the processor, and the instructions that decide how fast and how exact products are."""
-    text = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
-    flags = sorted(set(text.split()) & {"avx2", "avx512f", "avx512_bf16", "amx_bf16"})
-    names = [line.partition(":")[2].strip() for line in text.splitlines() if line.startswith("model name")]
-    return " ".join([*names[:1], *flags])
 
 
 def configured(job: Job, folder: Path) -> Config:

@@ -128,6 +128,14 @@ def one_run(job: Job) -> dict[str, Any]:
         return asyncio.run(measured(job, configured(job, folder, {**DOMAINS[job[0]], **ARMS[job[1]]})))
 
 
+def processor() -> str:
+    """Return the name of the processor, and the instructions that decide how fast and how exact products are."""
+    text = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    flags = sorted(set(text.split()) & {"avx2", "avx512f", "avx512_bf16", "amx_bf16"})
+    names = [line.partition(":")[2].strip() for line in text.splitlines() if line.startswith("model name")]
+    return " ".join([*names[:1], *flags])
+
+
 @contextlib.contextmanager
 def quiet_folder() -> Iterator[Path]:
     """Yield a temporary folder for a run. Until it is deleted, nothing is written to stderr."""
