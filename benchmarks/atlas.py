@@ -266,6 +266,11 @@ def show(rows: Sequence[Row], domains: Sequence[str], arms: Sequence[str]) -> No
             seeds = [seed for seed in sorted(pairs) if same_processor(runs, arm, seed)]
             spent = [sum(runs[name][seed]["curve"][-1]["cpu_s"] for seed in seeds) for name in (arm, REFERENCE)]
             tables.table_row([*cells, f"{spent[0] / spent[1]:.2f}" if seeds else ""])
+        for name, what in WHAT.items():
+            deviation, freedom = residual(successes(rows, [domain], what))
+            half = tables.student(freedom + 1) * deviation * math.sqrt(2 / len(FIRST_SEEDS))
+            print(f"\n{name}: the deviation of a run, of all arms together, is {deviation:.3f} ({freedom} degrees of")
+            print(f"freedom). With it, a difference over {len(FIRST_SEEDS)} seeds is known to ± {half:.3f}.")
     print(
         f"\n## All domains\n\nDifference to {REFERENCE!r}, mean over the domains that an arm ran in, paired by seed:\n"
     )
