@@ -113,7 +113,7 @@ def test_doubtful_settings_are_one_line_of_warning_at_the_start(gleanrl: Command
 
 
 def test_settings_of_replay_without_replay_are_named_in_a_warning(gleanrl: CommandLine) -> None:
-    given = ("--replay.keep_failures", "2", "--replay.task_ratio", "0.3")
+    given = ("--replay.keep_failures", "2", "--replay.task_ratio", "0.6")
     ended = gleanrl.train("run", *given, "--replay.enabled", "false", "--dry-run")
     assert ended.status == 0
     [line] = ended.stderr.splitlines()
