@@ -119,7 +119,7 @@ def run(
     name: str, steps: int, folder: Path, overrides: Sequence[tuple[str, str]], clock: Callable[[], float]
 ) -> list[Metrics]:
     """Make a run as `gleanrl train` does, and return the metrics of each step."""
-    own = [("run.folder", str(folder)), ("run.name", name), ("run.steps", str(steps))]
+    own = [("run.folder", str(folder)), ("run.name", name.replace(" ", "-")), ("run.steps", str(steps))]
     config = configuration.load("quickstart", [*own, *overrides])
     monitor = StepClock(clock)
     run_training(config, resume=False, console=Console(), monitors=lambda info: monitor)
