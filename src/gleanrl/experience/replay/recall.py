@@ -41,6 +41,35 @@ ROUNDS = 4  # tasks are drawn up to this often, to replace drawn tasks that have
 _EQUAL_SCORES = 1e-6
 
 
+def draw_from(
+    pool: ExperiencePool,
+    sizes: dict[selection.Bucket, int],
+    count: int,
+    group: int,
+    settings: ReplaySettings,
+    random: np.random.Generator,
+    taken: set[str],
+    without: Sequence[str] = (),
+) -> list[Task]:
+    """Draw up to ``count`` tasks that are not in ``taken`` from the buckets ``sizes``, and add them to ``taken``.
+
+    ``sizes`` maps each bucket to its number of tasks, and is reduced by those that are drawn or cannot be. The other
+    arguments are those of `selection.tasks_by_bucket` and `ExperiencePool.draw`.
+    """
+    drawn: list[Task] = []
+    while len(drawn) < count:
+        wanted = selection.tasks_by_bucket(sizes, count - len(drawn), group, settings, random)
+        if not wanted:
+            break
+        for bucket, number in wanted.items():
+            tasks = [found.task for found in pool.draw(bucket, number, random, taken, without)]
+            drawn += tasks
+            taken.update(task.id for task in tasks)
+            # If nothing was drawn, ``taken`` contains all tasks of the bucket. Size 0 excludes it from now on.
+            sizes[bucket] = sizes[bucket] - number if tasks else 0
+    return drawn
+
+
 class Disagrees(Exception):
     """Raised if a stored trajectory that is scored again gets another score, or ends at another turn, than recorded.
 
@@ -163,18 +192,7 @@ class Recall:
         Only tasks with a trajectory from another source than those in ``without`` are drawn.
         """
         sizes = self._pool.buckets(without)
-        drawn: list[Task] = []
-        while len(drawn) < count:
-            wanted = selection.tasks_by_bucket(sizes, count - len(drawn), self._group, self._settings, random)
-            if not wanted:
-                break
-            for bucket, number in wanted.items():
-                tasks = [found.task for found in self._pool.draw(bucket, number, random, taken, without)]
-                drawn += tasks
-                taken.update(task.id for task in tasks)
-                # If nothing was drawn, ``taken`` contains all tasks of the bucket. Size 0 excludes it from now on.
-                sizes[bucket] = sizes[bucket] - number if tasks else 0
-        return drawn
+        return draw_from(self._pool, sizes, count, self._group, self._settings, random, taken, without)
 
     async def _make_candidates(self, tasks: Sequence[Sequence[Stored]]) -> list[list[_Candidate]]:
         """Return one list of candidates for each task, with the entropy and the log-ratio of each candidate.

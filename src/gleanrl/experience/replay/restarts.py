@@ -13,7 +13,7 @@ import numpy as np
 from gleanrl.config.settings import ReplaySettings
 from gleanrl.experience.pool.pool import ExperiencePool, Stored
 from gleanrl.experience.replay import selection
-from gleanrl.experience.replay.recall import ROUNDS
+from gleanrl.experience.replay.recall import ROUNDS, draw_from
 from gleanrl.types import START_TURNS, Group, GroupSpec, Segment
 
 EARLIER, LATER = 0.75, 0.25
@@ -54,20 +54,18 @@ class Restarts:
         hard = {bucket: size for bucket, size in sizes.items() if selection.level(bucket, self._group) <= 1}
         found: list[tuple[GroupSpec, Cut]] = []
         for _ in range(ROUNDS):
-            wanted = selection.tasks_by_bucket(hard, count - len(found), self._group, self._uniform, random)
-            for bucket, number in wanted.items():
-                drawn = [each.task for each in self._pool.draw(bucket, number, random, taken | done, self._limited)]
-                # If fewer were drawn, ``taken`` and ``done`` contain all others, and size 0 excludes the bucket.
-                hard[bucket] = hard[bucket] - number if len(drawn) == number else 0
-                stored = self._pool.stored([task.id for task in drawn])
-                for task in drawn:
-                    taken.add(task.id)
-                    own = [each for each in stored[task.id] if each.source not in self._limited]
-                    cut = self._cut(self.cuts.get(task.id), own)
-                    if cut is not None:
-                        [success] = [each.trajectory for each in own if each.key == cut[0]]
-                        spec = GroupSpec(task, self._group, greedy=greedy, start=beginning(success.segments[0], cut[1]))
-                        found.append((spec, cut))
+            left = count - len(found)
+            excluded = taken | done
+            drawn = draw_from(self._pool, hard, left, self._group, self._uniform, random, excluded, self._limited)
+            stored = self._pool.stored([task.id for task in drawn])
+            for task in drawn:
+                taken.add(task.id)
+                own = [each for each in stored[task.id] if each.source not in self._limited]
+                cut = self._cut(self.cuts.get(task.id), own)
+                if cut is not None:
+                    [success] = [each.trajectory for each in own if each.key == cut[0]]
+                    spec = GroupSpec(task, self._group, greedy=greedy, start=beginning(success.segments[0], cut[1]))
+                    found.append((spec, cut))
         return found
 
     def _cut(self, cut: Cut | None, stored: Sequence[Stored]) -> Cut | None:
