@@ -24,10 +24,10 @@ from pathlib import Path
 
 from gleanrl.cli.main import parse_overrides
 from gleanrl.runtime.run_folder import RunFolder
+from replay_tables import interval
 
 LATE = 2  # number of last evaluations whose mean is "after"
 METRIC = "eval/sampled/pass@1"
-STUDENT = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 8: 2.36, 10: 2.26}  # number of seeds -> t quantile (95 %)
 
 ARMS: dict[str, dict[str, str]] = {
     "grpo": {},
@@ -124,13 +124,6 @@ def show(rows: Sequence[Mapping], arms: Sequence[str]) -> None:
             f"{step:>8.2f}{train:>11.2f}",
             flush=True,
         )
-
-
-def interval(values: Sequence[float]) -> float:
-    """Return half the width of the 95 % confidence interval of the mean; NaN for a single value."""
-    if len(values) < 2:
-        return math.nan
-    return STUDENT.get(len(values), 2.0) * statistics.stdev(values) / math.sqrt(len(values))
 
 
 def draw(rows: Sequence[Mapping], arms: Sequence[str]) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 
 from gleanrl.simulate.simulation import Outcome, simulate
 from gleanrl.simulate.workload import PRESETS, Latency, Workload
+from replay_tables import interval
 
 Row = Mapping[str, Any]
 COMPUTE_S, LATENCY_S, SAMPLES_A_PLACE = 238.0, (1.0, 40.0), 20  # of the measurement in verl PR 2854; see `overlap.py`
@@ -64,7 +65,6 @@ Columns of the tables:
 
 Times, shares and changes are means over seeds. Success and its change are given with half the 95 % confidence interval
 over seeds (Student's t)."""
-STUDENT = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36}  # number of seeds -> t quantile (95 %)
 
 
 def show(rows: Sequence[Row]) -> None:
@@ -234,9 +234,7 @@ def _interval(values: Sequence[float], sign: str = "") -> str:
     if not values:
         return ""
     mean = f"{statistics.mean(values):{sign}.3f}"
-    if len(values) not in STUDENT:
-        return mean
-    return f"{mean} ± {STUDENT[len(values)] * statistics.stdev(values) / math.sqrt(len(values)):.3f}"
+    return f"{mean} ± {interval(values):.3f}" if len(values) > 1 else mean
 
 
 def _line(cells: Sequence[str]) -> None:
