@@ -22,7 +22,7 @@ from gleanrl.rewards import NotApplicable, RewardAgent, Scorer
 from gleanrl.rewards.adapter import load_reward, verl
 from gleanrl.rewards.compose import ATTEMPTS, Weighted
 from gleanrl.rewards.http import HttpReward
-from gleanrl.rewards.request import Request
+from gleanrl.rewards.request import Request, Scorer
 from gleanrl.simulate import virtual_time
 from gleanrl.types import Score, Task
 from gleanrl.utils.errors import UserError
@@ -694,3 +694,26 @@ def test_a_part_that_post_processing_replaces_is_not_counted_as_left_out() -> No
     good, bad = virtual_time.run(main())
     assert (good.value, dict(good.parts)) == (2.0, {"verl": 1.0, "other": 1.0})
     assert (bad.value, dict(bad.parts)) == (1.5, {"verl": 0.5, "other": 1.0})
+
+
+def test_closing_closes_all_parts_if_one_raises() -> None:
+    closed = []
+
+    class Closing(Scorer):
+        version = "1"
+
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        async def __call__(self, request: Request) -> Score:
+            return Score(1.0)
+
+        async def aclose(self) -> None:
+            await asyncio.sleep(0)
+            closed.append(self.name)
+            if self.name == "b":
+                raise OSError("the connection is gone")
+
+    with pytest.raises(OSError, match="gone"):
+        asyncio.run(Weighted({name: Closing(name) for name in "abc"}).aclose())
+    assert sorted(closed) == ["a", "b", "c"]

@@ -177,6 +177,14 @@ def test_the_version_changes_with_the_arguments_of_a_partial_and_with_the_attrib
 
     for make in (lambda scale: partial(scaled, scale=scale), graders.Scaled, Slotted):
         assert version(make(1.0)) == version(make(1.0)) != version(make(2.0))
+
+    def capturing(scale: float) -> Any:
+        def inner(request: Request) -> float:
+            return scale
+
+        return lambda request: inner(request)
+
+    assert version(capturing(1.0)) == version(capturing(1.0)) != version(capturing(2.0))
     methods = [graders.Scaled(scale).compute_score for scale in (1.0, 2.0)]
     assert version(methods[0]) != version(methods[1])
     assert version(Slotted(np.zeros(2))) != version(Slotted(np.ones(2)))

@@ -255,7 +255,8 @@ class RewardAdapter(Scorer):
         """Return a hash of the reward's source files and options, so that scores of before a change are not used.
 
         For a decorated function, these are the files of the decorator and of the function itself. The hash also covers
-        the arguments of a `functools.partial` and, if the user has ``made`` the object, its attributes.
+        the arguments of a `functools.partial`, the values that a nested function has captured and, if the user has
+        ``made`` the object, its attributes.
         """
         found, state = self.reward, []
         while isinstance(found, partial):
@@ -268,6 +269,8 @@ class RewardAdapter(Scorer):
             with suppress(TypeError, OSError):
                 hashed.update(Path(inspect.getsourcefile(source) or "").read_bytes())
         try:
+            if inspect.isfunction(found) and (captured := _captured(found)):
+                state.append(captured)
             holder = found.__self__ if inspect.ismethod(found) else found
             if made and not inspect.isclass(holder) and not inspect.isroutine(holder):
                 attributes = holder.__getstate__()  # of an object with slots too; None if there are none
@@ -368,6 +371,12 @@ class RewardAdapter(Scorer):
         Returns the method's result unchanged, or an awaitable of it.
         """
         return self.reward.post_process_scores(list(scores))
+
+
+def _captured(function: Callable[..., Any]) -> dict[str, Any]:
+    """Return the values that a nested function has captured, by name. A captured function stands for its own values."""
+    nonlocals = inspect.getclosurevars(function).nonlocals
+    return {name: _captured(value) if inspect.isfunction(value) else value for name, value in nonlocals.items()}
 
 
 class VerlAdapter(RewardAdapter):

@@ -8,6 +8,7 @@ import math
 import sys
 from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -111,7 +112,9 @@ class Weighted(Scorer):
             part.scorer.use_journal(journal)
 
     async def aclose(self) -> None:
-        await asyncio.gather(*(part.scorer.aclose() for part in self._parts))
+        async with AsyncExitStack() as stack:  # closes all of them, whatever one of them raises
+            for part in self._parts:
+                stack.push_async_callback(part.scorer.aclose)
 
     async def __call__(self, request: Request) -> Score:
         """Score the parts that have no score yet, concurrently, and return the sum.

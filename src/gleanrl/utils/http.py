@@ -376,7 +376,11 @@ def encode_json(body: Any) -> bytes:
 
 
 def decode_json(text: str | bytes) -> Any:
-    """Decode JSON. Raises `ValueError` if ``text`` is not JSON, or if an object in it has the same key twice."""
+    """Decode JSON.
+
+    Raises:
+        ValueError: ``text`` is not JSON, is nested too deeply, or an object in it has the same key twice.
+    """
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
@@ -385,7 +389,10 @@ def decode_json(text: str | bytes) -> Any:
             raise ValueError(f"it has the key {max(names, key=names.count)!r} twice")
         return found
 
-    return json.loads(text, object_pairs_hook=unique)
+    try:
+        return json.loads(text, object_pairs_hook=unique)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
 
 
 def to_jsonable(value: Any) -> Any:
