@@ -34,6 +34,7 @@ ARMS: dict[str, Settings] = {
     REFERENCE: _REPLAY,
     "on-policy": {},
     "selection": REPLAY_ARMS["selection"],
+    "own step": _REPLAY,
     "ExGRPO": REPLAY_ARMS["as published"],
     "RLEP": {**_ATTACHED, "replay.select": "random", "replay.baseline": "group"},
     "RePO": {**_OUTCOMES, "credit.estimator": f"{_DESIGNS}:compared_apart"},
@@ -60,6 +61,7 @@ ARMS: dict[str, Settings] = {
 }
 
 CURRICULA: dict[str, str] = {
+    "own step": f"{_CURRICULA}:OwnStep",
     "RLEP": f"{_CURRICULA}:AttachToEveryGroup",
     "RePO": f"{_CURRICULA}:AttachNewestOutcomes",
     "TOPR": f"{_CURRICULA}:AttachNewestOutcomes",
@@ -74,6 +76,7 @@ CURRICULA: dict[str, str] = {
 CONTROLS: dict[str, str] = {
     "on-policy": REFERENCE,
     "selection": REFERENCE,
+    "own step": REFERENCE,
     "restarts, no prefix": "restarts",
     "restarts, random cut": "restarts",
     "observations, step": "observations, memory",

@@ -15,6 +15,7 @@ import numpy as np
 from gleanrl.experience.replay.curriculum import ReplayCurriculum
 from gleanrl.experience.replay.restarts import beginning
 from gleanrl.experience.replay.selection import ranked
+from gleanrl.experience.replay.updates import ReplayedSuccess, ReplayUpdateLearner
 from gleanrl.protocols import Metrics
 from gleanrl.train import Run
 from gleanrl.types import Group, GroupSpec, Segment, Trajectory
@@ -117,3 +118,29 @@ def _begins_with(segment: Segment, start: Segment) -> bool:
     return len(segment) > len(start) and all(
         np.array_equal(own.tokens, turn.tokens) for own, turn in zip(segment, start, strict=False)
     )
+
+
+class OwnStep(Wrapped):
+    """A control: each extra update trains on successes of its own step, with as many tokens as on stored ones.
+
+    The stored successes are drawn and counted as used all the same, so the pool plans as it does for replay. In their
+    place come successes of the step, one at random from each of up to ``replay.pool_batch`` groups that have failures
+    too. More are drawn from all these groups again until they have as many sampled tokens as the stored ones.
+    """
+
+    def __init__(self, run: Run, *, seed: int) -> None:
+        super().__init__(run, seed=seed)
+        assert isinstance(run.learner, ReplayUpdateLearner)
+        self._learner, self._choose = run.learner, run.learner.choose_from_pool
+        run.learner.choose_from_pool = self.choose  # type: ignore[method-assign]
+
+    async def choose(self, random: np.random.Generator, step: int) -> list[ReplayedSuccess]:
+        stored = await self._choose(random, step)
+        wanted = sum(success.group.trajectories[0].sampled_tokens for success in stored)
+        chosen: list[ReplayedSuccess] = []
+        while wanted > 0 and (drawn := self._learner.choose_from_step(random)):
+            for success in drawn:
+                if wanted > 0:
+                    chosen.append(success)
+                    wanted -= success.group.trajectories[0].sampled_tokens
+        return chosen

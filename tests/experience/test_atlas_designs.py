@@ -6,6 +6,7 @@ import asyncio
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,10 +14,11 @@ import torch
 
 from gleanrl.algorithms.advantages import estimate
 from gleanrl.algorithms.loss import Tokens, objective, precompute
-from gleanrl.config.settings import LossSettings, ReplaySettings
+from gleanrl.config.settings import Config, LossSettings, ReplaySettings, ScheduleSettings
 from gleanrl.experience.pool.pool import ExperiencePool
 from gleanrl.experience.pool.ranking import RANKINGS, TaskTrajectories
 from gleanrl.experience.replay.curriculum import ReplayCurriculum
+from gleanrl.experience.replay.updates import ReplayUpdateLearner
 from gleanrl.types import GroupSpec
 from gleanrl.utils.importing import load_object
 from tests.experience.replay_world import Stream, group, retire
@@ -129,3 +131,24 @@ def test_topr_tapers_only_failures_and_by_the_ratio_of_the_whole_trajectory() ->
     (gradient,) = torch.autograd.grad(values.sum(), logp)
     weights = [1, 1, np.exp(-0.3), np.exp(-0.3), 1, 1, 1, 1]  # the third trajectory has become more probable
     torch.testing.assert_close(gradient, -per_token * torch.tensor(weights))
+
+
+def test_own_step_trains_on_as_many_tokens_of_the_step_as_replay_would_on_stored_ones(tmp_path: Path) -> None:
+    replay = ReplaySettings(enabled=True, pool_batch=4, probe_fraction=0.0)
+    with ExperiencePool(tmp_path / "pool.sqlite", replay) as pool:
+        inner = ReplayCurriculum(Stream(["a"], 4), pool, replay, total_batches=9, group=4, seed=0)
+        config = Config(replay=replay, schedule=ScheduleSettings(batch=2, group=4))
+        unused: Any = None
+        learner = ReplayUpdateLearner(unused, pool, config, seed=0, max_context=64, begun=lambda: True)
+        stored = [group(name, 1, 4) for name in "abcd"]
+        inner.observe(stored, {})
+        load_object(f"{CURRICULA}:OwnStep")(SimpleNamespace(plan=SimpleNamespace(curriculum=inner), learner=learner), seed=0)
+        assert asyncio.run(learner.choose_from_pool(np.random.default_rng(0), 1)) == []  # the step has no success
+        step = [group("e", 3, 4, first=9, version=1), group("f", 4, 4, first=9, version=1)]
+        learner.remember(step)
+        chosen = asyncio.run(learner.choose_from_pool(np.random.default_rng(0), 1))
+        assert {success.group.spec.task.id for success in chosen} == {"e"}  # all of "f" succeeded
+        assert {success.weight for success in chosen} == {0.25}
+        lengths = [success.group.trajectories[0].sampled_tokens for success in chosen]
+        wanted = 4 * stored[0].trajectories[0].sampled_tokens
+        assert sum(lengths[:-1]) < wanted <= sum(lengths)

@@ -193,7 +193,7 @@ class ReplayUpdateLearner:
                 if replay.pool_from == "pool":
                     chosen = await self.choose_from_pool(random, step)
                 else:
-                    chosen = self._choose_from_step(random)
+                    chosen = self.choose_from_step(random)
                 groups, weights = [success.group for success in chosen], [success.weight for success in chosen]
                 extra = Batch(())
                 if chosen:
@@ -268,7 +268,7 @@ class ReplayUpdateLearner:
             chosen.append(ReplayedSuccess(group, 1 - rates.get(recalled.task.id, 0.0), max(step - stored.version, 0)))
         return chosen
 
-    def _choose_from_step(self, random: np.random.Generator) -> list[ReplayedSuccess]:
+    def choose_from_step(self, random: np.random.Generator) -> list[ReplayedSuccess]:
         """Return up to ``pool_batch`` successes of this step, each from another group.
 
         Only groups in which some fresh members succeeded and some failed are eligible, and no restarted ones, whose
