@@ -2,11 +2,11 @@
 
     python benchmarks/agent_endpoint.py [--calls 5 30] [--prompt 10 1000] [--repeats 7] [--episodes 1000]
 
-The sampler answers at once with one text. An episode makes --calls calls; its first prompt has --prompt words. In
-process, the environment gives the same messages, and the tokens are checked to be the same. The table shows the tokens
-of an episode, and microseconds of wall time for each call and each of these tokens: medians of --repeats runs of 20
-episodes, one at a time, the client included. The last line plays --episodes episodes of 5 calls at once, with the
-client in the same process.
+It needs `pip install 'gleanrl[agent]'`. The sampler answers at once with one text. An episode makes --calls calls; its
+first prompt has --prompt words. In process, the environment gives the same messages, and the tokens are checked to be
+the same. The table shows the tokens of an episode, and microseconds of wall time for each call and each of these
+tokens: medians of --repeats runs of 20 episodes, one at a time, the client included. The last line plays --episodes
+episodes of 5 calls at once, with the client in the same process.
 """
 
 from __future__ import annotations

@@ -3,12 +3,12 @@
     python benchmarks/agents.py [show]
     python benchmarks/agents.py run [NAME ...]
 
-Each run is `gleanrl train examples/agents/calculator.toml` with the agent's file. Once step `KILLED_AT` is written,
-the run and all its processes get SIGKILL, and the run is resumed from its last checkpoint. `run` needs the packages of
-``examples/agents/requirements-NAME.txt`` and of ``models.txt``, uses one thread (smolagents two), and appends a JSON
-line to ``results/agents.jsonl`` for each agent. `show` prints the table: the share of held-out tasks that are solved,
-with 95 % intervals, and what the training took, with the warm start and both evaluations. CPU seconds are those of all
-processes but the episodes that were under way when the run was killed.
+Each run is `gleanrl train examples/agents/calculator.toml` with the agent's file. Once step `KILLED_AT` is written, the
+run and all its processes get SIGKILL, and the run is resumed from its last checkpoint. `run` needs the extras agent and
+gguf, and the packages of ``examples/agents/requirements-NAME.txt`` and of ``models.txt``. It uses one thread
+(smolagents two), and appends a JSON line to ``results/agents.jsonl`` for each agent. `show` prints the table: the share
+of held-out tasks that are solved, with 95 % intervals, and what the training took, with the warm start and both
+evaluations. CPU seconds are those of all processes but the episodes that were under way when the run was killed.
 """
 
 from __future__ import annotations

@@ -3,10 +3,10 @@
     python benchmarks/environment_service.py [--seconds 2] [--repeats 3] [--workers 2] [--only alfworld|trivial]
         [--episodes 1 16 256]
 
-The HTTP service is `gleanrl serve-env` in another process on this machine, with as many workers as the pool of the
-second case. All rows play the same episodes for the same time, with as many concurrent episodes as the table shows.
-Each episode is played once before the measurement. Of the repeats, the fastest counts, because other load of the
-machine can only slow them down.
+It needs `pip install 'gleanrl[serve,alfworld]'`. The HTTP service is `gleanrl serve-env` in another process on this
+machine, with as many workers as the pool of the second case. All rows play the same episodes for the same time, with as
+many concurrent episodes as the table shows. Each episode is played once before the measurement. Of the repeats, the
+fastest counts, because other load of the machine can only slow them down.
 
 The environments are ALFWorld, played with the actions of its expert, and a trivial one that returns at once, which
 measures only the transport. "client" and "server" are the CPU time per step of this process and of the server process

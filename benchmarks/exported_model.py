@@ -3,10 +3,10 @@
     gleanrl export RUN --out DIR
     .venv-vllm/bin/python benchmarks/exported_model.py DIR [--prompts 50] [--tokens 32]
 
-`make vllm` makes the environment with both libraries. Each gets the directory and conversations, and nothing else: the
-template, the stop token and the context's length are those of the directory. transformers answers with
-``generate(do_sample=False)``, one conversation at a time; vLLM with ``LLM.chat(temperature=0)``, all of them together.
-Both compute in float32.
+`make .venv-vllm/.installed` makes the environment with both libraries. Each gets the directory and conversations, and
+nothing else: the template, the stop token and the context's length are those of the directory. transformers answers
+with ``generate(do_sample=False)``, one conversation at a time; vLLM with ``LLM.chat(temperature=0)``, all of them
+together. Both compute in float32.
 
 The conversations are of held-out households of the preset smollm2. A noisy expert plays, and its game is cut in front
 of one of its commands: at the first observation, or after 1 to 5 commands. An answer has at least ``--least`` tokens,

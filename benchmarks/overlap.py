@@ -5,10 +5,10 @@
     python benchmarks/overlap.py run --preset smollm2 --steps 4 --seeds 0 --attempts 0 --threads 2 \
         --schedule.batch 4 --schedule.group 5 --context.max_turns 6 --loss.entropy_coefficient 1e-6
 
-A run is `gleanrl train PRESET`, except that its rewards come over HTTP from another process, which waits and then
-returns the environment's own score. The proportions are those of a published measurement (verl PR 2854): 238 s of
-compute per step, rewards that take 1 to 40 s (uniformly distributed), and a service that computes 1/20 of a step's
-rewards at the same time. For each seed, these runs are made:
+A run (which needs `pip install 'gleanrl[rewards]'`) is `gleanrl train PRESET`, except that its rewards come over HTTP
+from another process, which waits and then returns the environment's own score. The proportions are those of a published
+measurement (verl PR 2854): 238 s of compute per step, rewards that take 1 to 40 s (uniformly distributed), and a
+service that computes 1/20 of a step's rewards at the same time. For each seed, these runs are made:
 
 1. The schedule "sync" with instant rewards. Its median step time c is this machine's compute time per step. From this
    run alone `gleanrl simulate` predicts the time of all others, before they begin.
@@ -113,11 +113,14 @@ def main() -> None:
 
 def run(args: argparse.Namespace, overrides: Overrides) -> None:
     """Make all runs that FILE lacks. The runs with instant rewards come first, because the latencies depend on them."""
+    from gleanrl.rewards.http import HttpReward
+
     os.environ |= {"OMP_NUM_THREADS": str(args.threads), "OMP_WAIT_POLICY": "PASSIVE"}
     sizes = (args.steps, args.threads, args.attempts, overrides)
     instant = [Job(args.preset, seed, "sync", 0, *sizes) for seed in args.seeds]
     # Each run has its own process, because a process keeps the memory that a learner has freed.
     with serving() as url, multiprocessing.get_context("spawn").Pool(args.jobs, maxtasksperchild=1) as pool:
+        HttpReward(url)  # raises an error if a package is missing that only the later runs need
         measure(instant, args.save, pool)
         rows = {row["seed"]: row for row in read(args.save) if row_key(row) in {job.key for job in instant}}
         slow = []

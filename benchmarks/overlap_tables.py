@@ -63,8 +63,8 @@ Columns of the tables:
 * held-out success: success rate on held-out tasks after training.
 * change of success: compared with the run of the same seed with instant rewards.
 
-Times, shares and changes are means over seeds. Success and its change are given with half the 95 % confidence interval
-over seeds (Student's t)."""
+Times and shares are means over seeds. Changes and success are given with half the 95 % confidence interval of their
+mean over seeds (Student's t)."""
 
 
 def show(rows: Sequence[Row]) -> None:
@@ -160,7 +160,7 @@ def _table(rows: Sequence[Row]) -> None:
             gained = _interval([own[s]["success"] - instant[s]["success"] for s in own], "+")
             success = [_interval([row["success"] for row in own.values()]), gained]
         seconds = f"{statistics.mean(predicted.values()) * first['steps']:.0f}"
-        rest = [*_rest(list(own.values())), seconds, f"{statistics.mean(told):+.1%}" if told else ""]
+        rest = [*_rest(list(own.values())), seconds, _percent(told)]
         _line([schedule, str(n), *_seconds(list(own.values())), *changes, *rest, *success])
 
 
@@ -227,7 +227,14 @@ def _idle(row: Row, first: int = 0) -> float:
 def _change(rows: Mapping[int, Row], base: Mapping[int, Row]) -> str:
     """Format the mean relative difference of the wall-clock time of all steps to ``base``, paired by seed."""
     changes = [sum(rows[s]["step_s"]) / sum(base[s]["step_s"]) - 1 for s in rows if s in base]
-    return f"{statistics.mean(changes):+.1%}" if changes else ""
+    return _percent(changes)
+
+
+def _percent(changes: Sequence[float]) -> str:
+    if not changes:
+        return ""
+    mean = f"{statistics.mean(changes):+.1%}"
+    return f"{mean} ± {interval(changes):.1%}" if len(changes) > 1 else mean
 
 
 def _interval(values: Sequence[float], sign: str = "") -> str:

@@ -5,8 +5,8 @@
                                             [--lora 0 16] [--rounds 3]
 
 ``DIR`` is a Hugging Face model directory or a name on the Hub; the figures in the docs are of SmolLM2-135M-Instruct.
-``learner`` needs `pip install 'gleanrl[benchmarks,lora]'`. With bfloat16, all contestants keep float32 weights and
-compute by autocast.
+``learner`` needs `pip install 'gleanrl[benchmarks,lora,alfworld]'`. With bfloat16, all contestants keep float32 weights
+and compute by autocast.
 
 ``peak`` measures matrix products at the shapes of the model's linear layers: the product of a forward pass and the two
 of a backward pass, with as many rows as a micro-batch has tokens, and the product of a forward pass with 32 rows, as in

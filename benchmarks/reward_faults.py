@@ -3,10 +3,11 @@
     python benchmarks/reward_faults.py [--batch 256] [--group 16] [--steps 6] [--latency 1 4] [--down 30] [--kills 2]
         [--errors 20] [--hangs 5] [--nans 1] [--in-flight 1000] [--idempotent] [--reward.attempts 5 ...]
 
-`gleanrl train` runs one step off policy, with rewards from an HTTP service in another process. Of every hundred
-requests, the service answers exactly ``--errors`` with status 500, ``--hangs`` never, and ``--nans`` with NaN. The
-trainer is killed with SIGKILL ``--kills`` times, each time when at least ``--in-flight`` requests are being processed,
-and resumed. After that the service is down for ``--down`` seconds, in which it refuses all connections.
+It needs `pip install 'gleanrl[rewards]'`. `gleanrl train` runs one step off policy, with rewards from an HTTP service
+in another process. Of every hundred requests, the service answers exactly ``--errors`` with status 500, ``--hangs``
+never, and ``--nans`` with NaN. The trainer is killed with SIGKILL ``--kills`` times, each time when at least
+``--in-flight`` requests are being processed, and resumed. After that the service is down for ``--down`` seconds, in
+which it refuses all connections.
 
 The right reward of a trajectory is a function of its content, so each reward that was trained on can be checked. The
 service records all requests and all computed answers, and the journal of the trainer is read after every kill. From

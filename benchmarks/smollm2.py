@@ -1,7 +1,7 @@
 """Measures the preset `smollm2`: success before and after training, minutes, processor time and memory.
 
     make smollm2 ARGS=--dry-run          # installs the model
-    python benchmarks/smollm2.py [--seeds 0 1] [--section.key value ...]
+    .venv/bin/python benchmarks/smollm2.py [--seeds 0 1] [--section.key value ...]
 
 Each seed is one `gleanrl train smollm2` in a process of its own, from an empty cache, so that the time includes the
 conversion of the model and the warm start. The seed determines the households of all splits, the demonstrations and all

@@ -2,9 +2,10 @@
 
     python benchmarks/transfer.py [--rows 5000] [--tokens 1000] [--folder .]
 
-A pool of ``--rows`` trajectories with ``--tokens`` tokens each (as in `benchmarks/pool.py`) is exported to parquet. The
-file is imported into a second pool, and a third pool is seeded from the first. "rows/s" is in wall-clock time, which
-depends on the disk, because each transaction waits until it is written. "cpu us" is microseconds of CPU time per row.
+It needs `pip install 'gleanrl[parquet]'`. A pool of ``--rows`` trajectories with ``--tokens`` tokens each (as in
+`benchmarks/pool.py`) is exported to parquet. The file is imported into a second pool, and a third pool is seeded from
+the first. "rows/s" is in wall-clock time, which depends on the disk, because each transaction waits until it is
+written. "cpu us" is microseconds of CPU time per row.
 """
 
 from __future__ import annotations

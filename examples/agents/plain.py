@@ -1,6 +1,6 @@
 """An agent that is a loop around OpenAI's client, which speaks chat completions.
 
-Train it with `gleanrl train examples/agents/plain.toml`.
+Train it with `gleanrl train examples/agents/calculator.toml`, which names it.
 """
 
 import json
