@@ -9,7 +9,6 @@ import ast
 import re
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -164,24 +163,6 @@ def test_importing_the_package_takes_under_0_3_s_and_does_not_import_torch() -> 
 
 def test_the_package_tells_type_checkers_to_read_its_annotations() -> None:
     assert (SOURCE / "gleanrl" / "py.typed").is_file()
-
-
-def test_the_help_is_printed_within_a_second() -> None:
-    spent = []
-    for _ in range(3):
-        start = time.perf_counter()
-        out = subprocess.run([sys.executable, "-m", "gleanrl", "--help"], capture_output=True, text=True, timeout=60)
-        spent.append(time.perf_counter() - start)
-        assert out.returncode == 0, out.stderr
-        assert "train" in out.stdout
-    assert min(spent) < 1.0 or min(spent) < 3.0 * _bare_start()
-
-
-def _bare_start() -> float:
-    """Return the seconds that starting Python takes on this machine now, so that a busy machine gets more time."""
-    start = time.perf_counter()
-    subprocess.run([sys.executable, "-c", "import numpy, argparse"], check=True)
-    return time.perf_counter() - start
 
 
 def test_no_file_names_a_folder_of_the_machine_it_was_written_on() -> None:

@@ -149,18 +149,18 @@ def test_waiting_for_other_batches_does_not_count_towards_the_timeout(folder: st
 
     def delayed(rows: list[list[int]]) -> torch.Tensor:
         nonlocal slow
-        time.sleep(0.1)
+        time.sleep(0.06)
         if slow and len(rows[0]) == 64:
             slow = False
-            time.sleep(2.5)
+            time.sleep(2.0)
         return forward(rows)
 
     model._forward = delayed  # type: ignore[method-assign]
 
     async def main() -> list[Any]:
         reward = Weighted({"model": model}) if summed else model
-        async with RewardAgent(reward, timeout_s=2.0, attempts=2, backoff_s=0.01) as agent:
-            # 3 s of work; the longest conversation is computed first, and its first attempt takes too long
+        async with RewardAgent(reward, timeout_s=1.4, attempts=2, backoff_s=0.01) as agent:
+            # 1.8 s of work; the longest conversation is computed first, and its first attempt takes too long
             requests = [*map(asked, range(29)), asked(29, words=60)]
             scores = await asyncio.gather(*(agent.score(request.task, request.messages) for request in requests))
             assert agent.metrics()["service/retries"] == 1
