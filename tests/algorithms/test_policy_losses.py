@@ -404,3 +404,5 @@ def test_invalid_losses_and_options_raise_errors_that_name_the_fault(own: Path) 
         policy_loss("lonely", scope="update")
     with pytest.raises(ValueError, match="precompute"):
         policy_loss("curious", precompute=lambda tokens, settings: tokens.logp)
+    with pytest.raises(ValueError, match="unknown scope 'batch'; known are sequence, token, update"):
+        policy_loss("wide", scope="batch", precompute=lambda tokens, settings: tokens.logp)  # type: ignore[arg-type]

@@ -23,7 +23,15 @@ from torch.utils._pytree import tree_leaves
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from gleanrl.algorithms.batch import Batch, GroupSamples, Sample, build
-from gleanrl.algorithms.loss import AGGREGATIONS, Tokens, aggregation_of, normaliser, replay_loss, scope_of
+from gleanrl.algorithms.loss import (
+    AGGREGATIONS,
+    Tokens,
+    aggregation_of,
+    normaliser,
+    policy_loss,
+    replay_loss,
+    scope_of,
+)
 from gleanrl.config.settings import CreditSettings, LearnerSettings, LossSettings
 from gleanrl.learners.models import adapter_weights, add_adapters
 from gleanrl.learners.torch import MAX_SKIPPED_IN_A_ROW, TorchLearner
@@ -242,6 +250,44 @@ def test_samples_without_advantage_are_skipped_and_still_counted() -> None:
     assert update(forced, batch)["samples/skipped"] == 0
     assert metrics["learner/grad_norm"] == pytest.approx(update(make_learner(), batch)["learner/grad_norm"])
     close(values(learner), values(forced), 1e-5)
+
+
+@pytest.mark.parametrize("kind", ["policy", "replay"])
+def test_an_own_loss_gets_samples_without_advantage_unless_it_is_zero_there(kind: str) -> None:
+    random, register = np.random.default_rng(0), policy_loss if kind == "policy" else replay_loss
+    flat = make_group(0, [Member(1.0), Member(1.0), Member(1.0, replayed=True)], random)
+    found = {}
+    for zero in (False, True):
+        name = f"imitates, zero {zero}, of a test of {kind}"
+        register(name, zero_without_advantage=zero)(lambda tokens, settings: -tokens.logp)
+        loss = LossSettings(**{"name" if kind == "policy" else "replay_mode": name})
+        metrics = update(make_learner(loss), build([flat] * GROUPS, CreditSettings(), loss, 128))
+        found[zero] = metrics["samples/trained"], metrics["learner/grad_norm"] > 0
+    assert found == {False: (8 if kind == "policy" else 4, True), True: (0, False)}
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        {"name": "gspo"},
+        {"correction": "truncate", "correction_level": "sequence", "correction_cap": 1e6},
+        {"correction": "truncate", "correction_level": "geometric", "correction_cap": 1e6},
+    ],
+)
+def test_a_loss_of_whole_trajectories_gets_all_segments_of_those_with_an_advantage(loss: dict[str, Any]) -> None:
+    credit = CreditSettings(estimator="reinforce_plus_plus", options={"across_turns": False, "whiten": False})
+    members = [Member(1.0, (6, 6), segments=2), Member(0.0, (5, 3), segments=2)]
+    groups = [make_group(i, members, np.random.default_rng(i)) for i in range(GROUPS)]
+    gradients = []
+    for entropy in (0.0, 1e-30):  # the entropy bonus reaches every sample, and changes nothing
+        settings_ = LossSettings(entropy_coefficient=entropy, clip_low=50, clip_high=50, **loss)
+        learner = make_learner(settings_, old_logprobs="recompute")
+        applied = applied_gradients(learner)
+        metrics = update(learner, build(groups, credit, settings_, 128))
+        gradients.append(applied[0])
+        assert metrics["samples/skipped"] == (0 if entropy else 2 * GROUPS)  # those of the member without a reward
+    for skipped, every in zip(*gradients, strict=True):
+        torch.testing.assert_close(skipped, every, rtol=1e-5, atol=1e-8)
 
 
 def test_a_step_with_zero_gradient_still_updates_the_weights_by_momentum() -> None:

@@ -84,7 +84,7 @@ class Sample:
 
     @property
     def zero_advantage(self) -> bool:
-        """Whether all advantages are 0, so that the policy loss of the sample has no gradient."""
+        """Whether all advantages are 0, so that the policy loss of the sample usually has no gradient."""
         return not self.advantages.any()
 
 

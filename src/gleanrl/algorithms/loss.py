@@ -27,7 +27,7 @@ from functools import cached_property
 from inspect import Parameter, signature
 from itertools import accumulate, pairwise
 from math import log
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -119,6 +119,7 @@ class PolicyLoss:
     precompute: Callable[..., Tensor] | None
     aggregation: str
     ratio: bool
+    zero_without_advantage: bool
 
     def __call__(self, tokens: Tokens, settings: LossSettings) -> TokenLosses:
         result = self.function(tokens, settings, **_taken(self._options[0], settings.options))
@@ -188,6 +189,7 @@ def policy_loss(
     precompute: Callable[..., Tensor] | None = None,
     aggregation: str = "token-mean",
     ratio: bool = True,
+    zero_without_advantage: bool = False,
 ) -> Callable[[Callable[..., TokenLosses | Tensor]], PolicyLoss]:
     """Return a decorator that registers ``function(tokens, settings, **options)`` as a policy loss under ``name``.
 
@@ -202,12 +204,18 @@ def policy_loss(
         aggregation: aggregation mode of the loss if ``loss.aggregation`` is "auto".
         ratio: whether the loss contains the ratio pi / pi_old. An importance correction multiplies such a loss by
             pi_old / pi_behaviour, and a loss without the ratio by pi / pi_behaviour.
+        zero_without_advantage: whether the loss of a token with advantage 0 is 0 and has no gradient. A learner then
+            skips trajectories without an advantage, which saves their passes.
     """
     _check_scope(name, scope, precompute)
-    return lambda function: POLICY_LOSSES.add(PolicyLoss(name, function, scope, precompute, aggregation, ratio))
+    return lambda function: POLICY_LOSSES.add(
+        PolicyLoss(name, function, scope, precompute, aggregation, ratio, zero_without_advantage)
+    )
 
 
 def _check_scope(name: str, scope: Scope, precompute: Callable[..., Tensor] | None) -> None:
+    if scope not in get_args(Scope):
+        raise ValueError(f"loss {name!r}: unknown scope {scope!r}{nearest(scope, get_args(Scope), list_all=True)}")
     if (scope == "token") != (precompute is None):
         raise ValueError(f"loss {name!r}: precompute is needed for the scopes sequence and update, and only for them")
 
@@ -231,6 +239,7 @@ class ReplayLoss:
     function: Callable[[Tokens, LossSettings], TokenLosses | Tensor]
     scope: Scope
     precompute: Callable[[Tokens, LossSettings], Tensor] | None
+    zero_without_advantage: bool
 
     def __call__(self, tokens: Tokens, settings: LossSettings) -> TokenLosses:
         return _checked(f"loss.replay_mode {self.name!r}", self.function(tokens, settings), tokens)
@@ -242,7 +251,11 @@ REPLAY_LOSSES: Registry[ReplayLoss] = Registry(
 
 
 def replay_loss(
-    name: str, *, scope: Scope = "token", precompute: Callable[[Tokens, LossSettings], Tensor] | None = None
+    name: str,
+    *,
+    scope: Scope = "token",
+    precompute: Callable[[Tokens, LossSettings], Tensor] | None = None,
+    zero_without_advantage: bool = False,
 ) -> Callable[[Callable[[Tokens, LossSettings], TokenLosses | Tensor]], ReplayLoss]:
     """Return a decorator that registers ``function(tokens, settings)`` as a loss of replayed tokens under ``name``.
 
@@ -253,9 +266,10 @@ def replay_loss(
     Args:
         scope: as in `policy_loss`, but of the replayed tokens only.
         precompute: ``precompute(tokens, settings) -> [R]``, as in `policy_loss`.
+        zero_without_advantage: as in `policy_loss`.
     """
     _check_scope(name, scope, precompute)
-    return lambda function: REPLAY_LOSSES.add(ReplayLoss(name, function, scope, precompute))
+    return lambda function: REPLAY_LOSSES.add(ReplayLoss(name, function, scope, precompute, zero_without_advantage))
 
 
 # --- the whole loss of a token ---
@@ -630,7 +644,7 @@ def kl_penalty(logp: Tensor, ref_logp: Tensor, kind: str) -> Tensor:
 
 
 # --- the losses -----------------------------------------------------------------------------------
-@policy_loss("ppo")
+@policy_loss("ppo", zero_without_advantage=True)
 def ppo(tokens: Tokens, settings: LossSettings) -> TokenLosses:
     """Compute the clipped loss of PPO, with a lower and an upper bound of the ratio and a dual clip; see `clipped`.
 
@@ -661,7 +675,13 @@ def mean_log_ratio(tokens: Tokens, settings: LossSettings) -> Tensor:
     return tokens.sequence_mean(tokens.logp - tokens.old_logp)
 
 
-@policy_loss("gspo", scope="sequence", precompute=mean_log_ratio, aggregation="seq-mean-token-mean")
+@policy_loss(
+    "gspo",
+    scope="sequence",
+    precompute=mean_log_ratio,
+    aggregation="seq-mean-token-mean",
+    zero_without_advantage=True,
+)
 def gspo(tokens: Tokens, settings: LossSettings) -> TokenLosses:
     """Compute PPO's clipped loss with one ratio per sequence, the geometric mean of its tokens' ratios (GSPO).
 
@@ -675,7 +695,7 @@ def gspo(tokens: Tokens, settings: LossSettings) -> TokenLosses:
     return clipped(ratio, tokens.advantages, settings.clip_low, settings.clip_high)
 
 
-@policy_loss("cispo")
+@policy_loss("cispo", zero_without_advantage=True)
 def cispo(tokens: Tokens, settings: LossSettings) -> TokenLosses:
     """Compute -clip(u, 1 - low, 1 + high) * A * log pi, with no gradient through the ratio u (arXiv 2506.13585).
 
@@ -687,13 +707,13 @@ def cispo(tokens: Tokens, settings: LossSettings) -> TokenLosses:
     return TokenLosses(values, ratio > high, ratio < low)
 
 
-@policy_loss("reinforce", ratio=False)
+@policy_loss("reinforce", ratio=False, zero_without_advantage=True)
 def reinforce(tokens: Tokens, settings: LossSettings) -> Tensor:
     """Compute -A * log pi, the loss of REINFORCE (Williams 1992)."""
     return -tokens.advantages * tokens.logp
 
 
-@policy_loss("gpg", ratio=False)
+@policy_loss("gpg", ratio=False, zero_without_advantage=True)
 def gpg(tokens: Tokens, settings: LossSettings) -> Tensor:
     """Compute -A * log pi, the loss of group policy gradient, meant for the estimator ``gpg`` (arXiv 2504.02546)."""
     return -tokens.advantages * tokens.logp
@@ -736,7 +756,7 @@ def clip_cov_choice(
     return _highest(torch.where(candidates, draw, -torch.inf), _count(tokens, share))
 
 
-@policy_loss("clip_cov", scope="update", precompute=clip_cov_choice)
+@policy_loss("clip_cov", scope="update", precompute=clip_cov_choice, zero_without_advantage=True)
 def clip_cov(tokens: Tokens, settings: LossSettings) -> TokenLosses:
     """Compute PPO's clipped loss, but without gradient for a few tokens of high covariance (arXiv 2505.22617).
 
@@ -782,13 +802,13 @@ def _highest(values: Tensor, count: int) -> Tensor:
 
 
 # --- replayed tokens ------------------------------------------------------------------------------
-@replay_loss("clip")
+@replay_loss("clip", zero_without_advantage=True)
 def replay_clip(tokens: Tokens, settings: LossSettings) -> TokenLosses:
     """Compute PPO's clipped loss with the upper bound ``replay_clip_high``; see `clipped`."""
     return clipped(tokens.ratio, tokens.advantages, settings.clip_low, settings.replay_clip_high, settings.dual_clip)
 
 
-@replay_loss("shape")
+@replay_loss("shape", zero_without_advantage=True)
 def replay_shape(tokens: Tokens, settings: LossSettings) -> Tensor:
     """Compute -A w / (w + beta), where w is the ratio and beta is ``replay_shape`` (LUFFY, arXiv 2504.14945).
 

@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from gleanrl.algorithms.batch import Batch, GroupSamples, ModelEstimates, Sample
-from gleanrl.algorithms.loss import aggregation_of, kl_penalty, normaliser, scope_of
+from gleanrl.algorithms.loss import REPLAY_LOSSES, aggregation_of, find, kl_penalty, normaliser, scope_of
 from gleanrl.config.settings import CriticSettings, LearnerSettings, LossSettings
 from gleanrl.config.validate import check_mini_batches
 from gleanrl.learners import checkpoint
@@ -130,9 +130,10 @@ class TorchLearner:
         self._kl = KlCoefficient(loss)
         penalised = bool(loss.kl_coefficient)
         self._penalises = penalised and loss.kl_in == "reward"
-        # A sample with zero advantage has no policy gradient and is usually skipped. It is needed if the loss has
+        # A sample with zero advantage usually has no policy gradient and is skipped. It is needed if the loss has
         # another term (KL, entropy bonus, value loss), if a token's loss depends on all tokens of the update, or if a
-        # correction may leave out its tokens, because these must then be subtracted from the denominator.
+        # correction may leave out its tokens, because these must then be subtracted from the denominator. The rest
+        # depends on the sample; see `_needed`.
         self._every_sample_matters = (
             (penalised and loss.kl_in == "loss")
             or bool(loss.entropy_coefficient)
@@ -140,6 +141,7 @@ class TorchLearner:
             or loss.correction == "mask"
             or scope_of(loss) == "update"
         )
+        self._losses = find(loss), REPLAY_LOSSES.get(loss.replay_mode)  # of fresh and of off-policy samples
         self._estimating_s = 0.0  # seconds spent in `estimate` that the next `update` reports
         self.engine = engine(
             model,
@@ -178,10 +180,8 @@ class TorchLearner:
             started = perf_counter()
             samples = [
                 sample
-                for sample in batch.samples
-                if sample.proximal is None
-                and not sample.off_policy  # its ratio has the recorded log-probs
-                and (self._every_sample_matters or not sample.zero_advantage)
+                for sample in self._needed(batch.samples)
+                if sample.proximal is None and not sample.off_policy  # whose ratio has the recorded log-probs
             ]
             scores = await self.logprobs(samples)
             known = {id(sample): score.logprobs for sample, score in zip(samples, scores, strict=True)}
@@ -357,6 +357,23 @@ class TorchLearner:
         """
         export_adapters(folder, self.engine.model, self.engine.adapters(), base)
 
+    def _needed(self, samples: Sequence[Sample]) -> list[Sample]:
+        """Return those of ``samples`` that the loss needs; the policy gradient of the others is 0.
+
+        If the loss of a token depends on its whole trajectory, either all samples of a trajectory are needed or none.
+        """
+        if self._every_sample_matters:
+            return list(samples)
+        needed = [
+            sample
+            for sample in samples
+            if not (sample.zero_advantage and self._losses[sample.off_policy].zero_without_advantage)
+        ]
+        if scope_of(self.loss) == "token":
+            return needed
+        trajectories = {sample.trajectory for sample in needed}
+        return [sample for sample in samples if sample.trajectory in trajectories]
+
     def _consume(
         self,
         parts: Sequence[GroupSamples],
@@ -375,7 +392,7 @@ class TorchLearner:
             observation_coefficient = self.loss.observation_coefficient
         started, progress = perf_counter(), self._progress
         samples = [sample for part in parts for sample in part.samples]
-        needed = samples if self._every_sample_matters else [sample for sample in samples if not sample.zero_advantage]
+        needed = self._needed(samples)
         meter.samples += len(needed)
         meter.samples_skipped += len(samples) - len(needed)
         tokens = progress.pending_tokens + sum(part.tokens for part in parts)
