@@ -18,6 +18,7 @@ from gleanrl.config.loading import load
 from gleanrl.config.settings import ContextSettings, CreditSettings, EnvironmentSettings, LossSettings
 from gleanrl.environments import load_taskset
 from gleanrl.environments.agent.endpoint import MAX_BODY_BYTES, Endpoint
+from gleanrl.environments.agent.taskset import _as_dict
 from gleanrl.environments.pool import EnvironmentPool
 from gleanrl.protocols import ModelAddress
 from gleanrl.rewards.request import Request
@@ -38,7 +39,7 @@ from tests.rollout.test_tool_templates import renderer as templated
 aiohttp = pytest.importorskip("aiohttp")
 
 AGENT = """
-import json, os, time, urllib.request
+import asyncio, json, os, time, urllib.request
 
 def solve(task, base_url, api_key, model):
     messages = [{"role": "user", "content": task["prompt"]}]
@@ -56,6 +57,9 @@ def solve(task, base_url, api_key, model):
         case "hang": time.sleep(1000)
         case "raise": raise ValueError("the agent broke")
     return task["then"]
+
+def in_a_loop(**arguments):
+    return asyncio.run(asyncio.to_thread(solve, **arguments))
 """
 
 
@@ -107,6 +111,26 @@ def test_an_agent_that_never_calls_the_model_is_logged_once(tmp_path: Path, capl
     (silent, _) = play(tmp_path, 0.5, 1.0, turns=0)
     assert (silent.score.value, silent.sampled_tokens) == (0.5, 0)
     assert ["without a call of the model" in message for message in caplog.messages] == [True]
+
+
+def test_a_sync_agent_may_run_an_event_loop_of_its_own(tmp_path: Path) -> None:
+    (played,) = play(tmp_path, 0.5, options={"agent": f"{tmp_path / 'agent.py'}:in_a_loop"})
+    assert (played.score.value, played.stop, played.info["turns"]) == (0.5, StopReason.DONE, 2)
+
+
+def test_an_agent_gets_what_the_options_of_its_tasks_add_to_the_prompt(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1 + 1?"}\n')
+
+    def prompt(**shown: Any) -> Any:
+        data = {"path": str(tmp_path / "rows.jsonl"), "eval_share": 0.0, **shown}
+        options = {"command": "true", "tasks": {"name": "dataset", "options": data}}
+        return _as_dict(load_taskset(EnvironmentSettings(name="agent", options=options), 0).tasks("train", 1)[0])[
+            "prompt"
+        ]
+
+    assert (prompt(), prompt(instruction=" Box it.")) == ("1 + 1?", "1 + 1? Box it.")
+    shown = prompt(system="Be brief.", few_shot=[["0 + 1?", "1"]])
+    assert [message["content"] for message in shown] == ["Be brief.", "0 + 1?", "1", "1 + 1?"]
 
 
 def test_a_text_is_the_answer_that_a_reward_reads_and_a_limit_has_a_score(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ at the end of the episode.
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import json
 import math
@@ -187,8 +188,14 @@ class AgentTaskset(Taskset):
 
 
 def _as_dict(task: Task) -> dict[str, Any]:
-    """Return the task in the form in which agents and experts get it."""
-    return {"prompt": list(task.prompt), **task.payload, "id": task.id}
+    """Return the task in the form in which agents and experts get it.
+
+    Its prompt is a text if the row's is one and the model sees no other message; otherwise it is a list of messages.
+    """
+    prompt: Any = list(task.prompt) or task.payload.get("prompt", [])
+    if isinstance(task.payload.get("prompt"), str) and [message["role"] for message in task.prompt] == ["user"]:
+        prompt = task.prompt[0]["content"]
+    return {**task.payload, "prompt": prompt, "id": task.id}
 
 
 class _Episode(Environment):
@@ -218,7 +225,11 @@ class _Function(Served):
 
     async def solve(self, task: Mapping[str, Any], model: ModelAddress) -> Result:
         values = (dict(task), f"{model.url}/v1", model.key, model.name)
-        result = self._function(**dict(zip(ARGUMENTS, values, strict=True)))
+        arguments = dict(zip(ARGUMENTS, values, strict=True))
+        if inspect.iscoroutinefunction(self._function):
+            result = await self._function(**arguments)
+        else:  # in a thread of its own, because the function may call `asyncio.run`
+            result = await asyncio.to_thread(self._call, arguments)
         if inspect.isawaitable(result):
             result = await result
         if result is None or isinstance(result, str):
@@ -234,6 +245,12 @@ class _Function(Served):
             return None, None if answer is None else str(answer)
         parts = {name: part for name, part in result.items() if name not in ("answer", "score")}
         return Score(value, parts=parts), None if answer is None else str(answer)
+
+    def _call(self, arguments: Mapping[str, Any]) -> Any:
+        try:
+            return self._function(**arguments)
+        except StopIteration as error:  # asyncio cannot hand it on from a thread
+            raise RuntimeError("the agent raised StopIteration") from error
 
 
 def _words(command: str | list[str]) -> list[str]:
