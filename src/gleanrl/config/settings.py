@@ -254,7 +254,8 @@ class CriticSettings(Settings):
     lr: PositiveFloat = 1e-3
     """Constant learning rate of the critic's own optimizer. With `model = "shared"` it applies to the head only."""
     coefficient: NonNegativeFloat = 0.5
-    """Factor of the value loss in the gradient of the policy's weights, with `model = "shared"`."""
+    """Factor of the value loss in the gradient of the policy's weights, with `model = "shared"`. The gradient of the
+    head is not multiplied by it."""
     clip: OrNone[PositiveFloat] = 0.5
     """Bound on how far a value may move from its old value in one step: the loss is the larger of the errors of the
     value and of the clipped value, as in PPO. "none" turns clipping off."""
@@ -338,7 +339,7 @@ class LossSettings(Settings):
     must be above 0. None = the coefficient is constant."""
     kl_horizon: PositiveFloat = 10_000.0
     """With `kl_target`, the number of trajectories in which the coefficient can change by at most about 20 %. Larger
-    values adapt it more slowly."""
+    values adapt it more slowly. A step changes it by at most 20 %, however many trajectories it has."""
     entropy_coefficient: float = 0.0
     """Factor of the entropy bonus of fresh tokens, which is subtracted from the loss. 0 = no bonus."""
     observation_coefficient: NonNegativeFloat = 0.0

@@ -243,9 +243,7 @@ class LocalEngine:
                 losses, value_statistics = critic_loss(micro, values, self.critic.clip)
                 if result.factor is not None:
                     losses = result.factor * losses
-                # With a transformer of its own, the critic also has its own learning rate, and needs no coefficient.
-                coefficient = self.critic.coefficient if self.critic.model == "shared" else 1.0
-                loss = loss + coefficient * (micro.weights * losses).sum()
+                loss = loss + (micro.weights * losses).sum()
             total += Pass(
                 result.statistics,
                 value_statistics,

@@ -520,7 +520,7 @@ class KlCoefficient:
 
     The controller is that of Ziegler et al. (arXiv 1909.08593, section 2.2). After each step,
 
-        value *= 1 + clip(KL / target - 1, -0.2, 0.2) * trajectories / horizon
+        value *= 1 + clip(KL / target - 1, -0.2, 0.2) * min(trajectories / horizon, 1)
 
     where KL is the mean per token, and trajectories the number of trajectories in the step.
     """
@@ -555,7 +555,7 @@ class KlCoefficient:
                 metrics["loss/reference_kl"] = mean
             if self.settings.kl_target is not None:
                 error = min(max(mean / self.settings.kl_target - 1, -LARGEST_KL_ERROR), LARGEST_KL_ERROR)
-                self.value *= 1 + error * trajectories / self.settings.kl_horizon
+                self.value *= 1 + error * min(trajectories / self.settings.kl_horizon, 1.0)
         self._sum = self._tokens = 0.0
         return metrics
 
