@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from gleanrl.config.loading import load
-from gleanrl.config.settings import Config
+from gleanrl.config.settings import Config, EnvironmentSettings
 from gleanrl.environments import load_taskset
 from gleanrl.environments.agent.taskset import AgentTaskset
 from gleanrl.learners.supervised import fine_tune
@@ -181,7 +181,7 @@ def test_a_damaged_cache_entry_is_made_again(cache: Path) -> None:
     assert all(torch.equal(a, b) for a, b in zip(weights(first.model), weights(second.model), strict=True))
 
 
-@pytest.mark.parametrize("damage", ["", "[[1, 2, 3]]", "[[[], [], []]]", "7"])
+@pytest.mark.parametrize("damage", ["", "[[1, 2, 3]]", "[[[], []]]", "7"])
 def test_damaged_demonstrations_are_made_again(cache: Path, damage: str) -> None:
     first = prepare(small(), Silent())
     (damaged,) = (cache / "demonstrations").glob("*.json")
@@ -344,6 +344,23 @@ def test_an_agent_that_posts_turn_rewards_can_be_demonstrated_and_their_sum_deci
     config = agents(tmp_path, expert=f"{tmp_path / 'earns.py'}:wrong")
     with pytest.raises(UserError, match="solved none"):
         demonstrate(config, load_taskset(config.environment, 0), Silent())
+
+
+def test_examples_in_a_task_s_prompt_are_shown_in_demonstrations_and_not_trained(tmp_path: Path) -> None:
+    rows = [json.dumps({"prompt": f"say {i}", "solution": str(i)}) for i in range(60)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(rows))
+    data = f"{{path = '{tmp_path / 'rows.jsonl'}', few_shot = [['say a', 'an example']]}}"
+    config = small(("environment.name", "dataset"), ("environment.options", data), ("reward.name", "math"))
+    made = prepare(config, Silent())
+    for tokens, mask, _ in supervised_examples(config, made.tokenizer, made.demonstrations):
+        assert "an example" in made.tokenizer.decode(tokens[~mask])
+        assert made.tokenizer.decode(tokens[mask], skip_special_tokens=True).isdigit()
+    tasks = load_taskset(config.environment, 0).tasks("warm_start", 1)
+    inner = {"name": "dataset", "options": config.environment.options}
+    agent = load_taskset(EnvironmentSettings(name="agent", options={"command": "true", "tasks": inner}), 0)
+    expert = agent.agent_expert(tasks[0], seed=0)
+    assert expert is not None
+    assert expert((), ())["content"] == tasks[0].payload["solution"]
 
 
 def test_demonstrations_that_no_task_has_end_after_each_task_was_tried(tmp_path: Path) -> None:

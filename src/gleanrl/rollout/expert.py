@@ -17,10 +17,16 @@ from gleanrl.rollout.conversations import Conversations
 from gleanrl.rollout.player import Endpoint, sum_of_rewards
 from gleanrl.rollout.renderer import Renderer
 from gleanrl.rollout.tool_calls import expert_message
-from gleanrl.types import Message, Score, finite_reward
+from gleanrl.types import Message, Score, Task, finite_reward
 
 Called = tuple[Sequence[Message], Tools]
 """A model call that an expert has answered: the messages with the answer as the last one, and the tools."""
+
+
+def opening_of(task: Task, messages: Sequence[Message]) -> int:
+    """Return how many of the first messages of a demonstration are the task's prompt, which the expert has not said."""
+    size = len(task.prompt)
+    return size if [*messages[:size]] == [*task.prompt] else 0
 
 
 async def play_expert(

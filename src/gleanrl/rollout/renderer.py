@@ -243,18 +243,23 @@ class Renderer:
         ids = self._encoder.ids(text)
         return np.append(ids, np.int32(self.end_of_calls if message.get("tool_calls") else self.end_of_turn))
 
-    def demonstration(self, messages: Sequence[Message]) -> Segment:
+    def demonstration(self, messages: Sequence[Message], opening: int = 0) -> Segment:
         """Return a whole conversation as one segment for supervised training.
 
-        Assistant turns are marked as sampled, so that they are trained on. Their log-probs and versions are 0, because
-        supervised training does not use them.
+        Assistant turns are marked as sampled, so that they are trained on, except those among the first ``opening``
+        messages, which are examples in the prompt. Their log-probs and versions are 0, because supervised training
+        does not use them.
+
+        Raises `UserError` if an assistant's message to be trained on follows another message of the assistant.
         """
         turns: list[Turn] = []
         pending: list[Message] = []
-        for message in messages:
-            if message["role"] != "assistant":
+        for number, message in enumerate(messages):
+            if message["role"] != "assistant" or number < opening:
                 pending.append(message)
                 continue
+            if turns and not pending:
+                raise UserError("a demonstration has two messages of the assistant in a row; make them one message")
             turns += self.extend(pending, closed=True) if turns else self.start(pending)
             tokens = self.spoken(message)
             turns.append(Turn(message, tokens, np.zeros(tokens.size, np.float32), version=0))

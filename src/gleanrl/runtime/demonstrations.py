@@ -28,7 +28,7 @@ from gleanrl.experience.pool.transfer import Intake, Moved
 from gleanrl.experience.replay.updates import replayed_group
 from gleanrl.learners.torch import TorchLearner
 from gleanrl.protocols import Reward, Tools
-from gleanrl.rollout.expert import play_expert
+from gleanrl.rollout.expert import opening_of, play_expert
 from gleanrl.rollout.player import Player
 from gleanrl.runtime.checkpoints import Checkpoints
 from gleanrl.runtime.local import Builder
@@ -115,6 +115,7 @@ class _Seeding:
                         if expert is None:
                             said, given = taskset.demonstrate(task, seed=seed, noise=config.warm_start.noise)
                             tools = taskset.tools(task)
+                            said = said[opening_of(task, said) :]
                             answers = [(message, tools) for message in said if message["role"] == "assistant"]
                         else:
                             environment = environments.environment(task)

@@ -34,7 +34,7 @@ from gleanrl.learners.models import add_adapters, compute_dtype, empty_model, lo
 from gleanrl.learners.supervised import fine_tune
 from gleanrl.learners.tiny import texts_of
 from gleanrl.protocols import Curriculum, Split, Taskset
-from gleanrl.rollout.expert import Called, play_expert, record
+from gleanrl.rollout.expert import Called, opening_of, play_expert, record
 from gleanrl.rollout.renderer import Renderer
 from gleanrl.runtime.memory import check_memory
 from gleanrl.runtime.run_folder import RunFolder
@@ -60,13 +60,15 @@ class Demonstration:
     the environment has an agent that calls the model itself: the model calls, each with the expert's answer."""
     agent: bool = False
     """Whether the environment has such an agent."""
+    opening: int = 0
+    """Number of messages at the start of the conversation that are the task's prompt and are not trained on."""
 
     def segments(self, renderer: Renderer, system: Sequence[Message] = ()) -> Sequence[Segment]:
         """Return the tokens of the episode. ``system`` are messages that come before all that an environment says."""
         if self.agent:
             return record(renderer, self.conversations).segments()
         ((messages, tools),) = self.conversations
-        return [renderer.with_tools(tools).demonstration([*system, *messages])]
+        return [renderer.with_tools(tools).demonstration([*system, *messages], len(system) + self.opening)]
 
     def texts(self) -> list[str]:
         """Return the texts of the episode, each message once, for the tokenizer of a tiny model."""
@@ -261,7 +263,8 @@ def demonstrate(config: Config, taskset: Taskset, progress: Progress) -> Sequenc
     """
     settings = config.warm_start
     key = fingerprint(
-        "demonstrations, agents", gleanrl.__version__, config.environment.model_dump(exclude={"workers", "timeout_s"}),
+        "demonstrations, openings", gleanrl.__version__,
+        config.environment.model_dump(exclude={"workers", "timeout_s"}),
         config.run.seed, settings.demonstrations, settings.noise, *filter(None, [taskset.version]),
         *file_versions([config.environment.name, config.environment.options]),
     )  # fmt: skip
@@ -269,8 +272,10 @@ def demonstrate(config: Config, taskset: Taskset, progress: Progress) -> Sequenc
     if path.exists():
         try:
             return [
-                Demonstration(tuple((tuple(messages), tuple(tools)) for messages, tools in conversations), agent)
-                for conversations, agent in json.loads(path.read_text())
+                Demonstration(
+                    tuple((tuple(messages), tuple(tools)) for messages, tools in conversations), agent, opening
+                )
+                for conversations, agent, opening in json.loads(path.read_text())
             ]
         except (ValueError, TypeError):  # the cached file is damaged, so the demonstrations are recorded again
             path.unlink(missing_ok=True)
@@ -296,7 +301,9 @@ def demonstrate(config: Config, taskset: Taskset, progress: Progress) -> Sequenc
                         expert = taskset.agent_expert(task, seed=seed, noise=settings.noise)
                         if expert is None:
                             messages, given = taskset.demonstrate(task, seed=seed, noise=settings.noise)
-                            played.append((Demonstration(((messages, tuple(taskset.tools(task))),)), given))
+                            conversation = (messages, tuple(taskset.tools(task)))
+                            opening = opening_of(task, messages)
+                            played.append((Demonstration((conversation,), opening=opening), given))
                         else:
                             agents.append(play_expert(pool.environment(task), pool.endpoint.open, expert))
                     except NoExpert as error:
@@ -314,7 +321,11 @@ def demonstrate(config: Config, taskset: Taskset, progress: Progress) -> Sequenc
                         calls, given = result
                         played.append((Demonstration(tuple(calls), agent=True), Score(1.0) if given is None else given))
                 for shown, given in played:
-                    said = any(m["role"] == "assistant" for messages, _ in shown.conversations for m in messages)
+                    said = any(
+                        message["role"] == "assistant"
+                        for messages, _ in shown.conversations
+                        for message in messages[shown.opening :]
+                    )
                     score = Score.of(given)
                     if score.valid and score.value > 0 and said:
                         kept.append(shown)
@@ -330,7 +341,7 @@ def demonstrate(config: Config, taskset: Taskset, progress: Progress) -> Sequenc
             raise failure
         none = f"the expert of environment {config.environment.name!r} solved none of {len(tasks)} tasks"
         raise UserError(none if failure is None else f"{none} ({failure})")
-    atomic.write_text(path, json.dumps([(shown.conversations, shown.agent) for shown in kept]))
+    atomic.write_text(path, json.dumps([(shown.conversations, shown.agent, shown.opening) for shown in kept]))
     return kept
 
 
@@ -351,7 +362,7 @@ def warm_start(
         config.model.model_dump(exclude={"device"}),
         model.config.to_dict(), tokenizer.backend_tokenizer.to_str(), tokenizer.chat_template,
         settings.model_dump(), config.run.seed, config.context.system_prompt,
-        [(shown.conversations, shown.agent) for shown in demonstrations],
+        [(shown.conversations, shown.agent, shown.opening) for shown in demonstrations],
         *filter(None, [config.context.template_options]),
     )  # fmt: skip
     folder = cache_dir("warm-start") / key

@@ -31,6 +31,7 @@ from gleanrl.config.settings import EnvironmentSettings
 from gleanrl.environments import load_taskset
 from gleanrl.environments.pool import EnvironmentRaised
 from gleanrl.protocols import Environment, ModelAddress, Observation, Split, Taskset, Tools
+from gleanrl.rollout.expert import opening_of
 from gleanrl.types import Message, Score, StopReason, Task, as_float
 from gleanrl.utils.errors import NoExpert, UserError
 from gleanrl.utils.importing import load_object
@@ -147,7 +148,7 @@ class AgentTaskset(Taskset):
         if self.expert is not None:
             return partial(load_object(self.expert), _as_dict(task))
         said, _ = self._source.demonstrate(task, seed=seed, noise=noise)
-        answers = [message for message in said if message["role"] == "assistant"]
+        answers = [message for message in said[opening_of(task, said) :] if message["role"] == "assistant"]
 
         def answer(messages: Sequence[Message], tools: Tools) -> Message:
             if not answers:
