@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gleanrl.algorithms.advantages import estimate
+from gleanrl.algorithms.advantages import Rewards, estimate, estimator
 from gleanrl.algorithms.batch import Batch, ModelEstimates, assign_advantages, build, build_samples, turn_states
 from gleanrl.algorithms.loss import AGGREGATIONS
 from gleanrl.algorithms.microbatch import MAX_PADDING, micro_batches, plan
@@ -307,6 +307,34 @@ def test_dropping_groups_without_variance_removes_them_from_the_denominator() ->
     assert all(sample.zero_advantage for sample in kept.parts[0].samples)
     assert not dropped.parts[0].samples
     assert [part.invalid for part in dropped.parts] == [1, 0]
+
+
+@pytest.mark.parametrize("score", [0.1, 0.7, 12.3, 1000.1])
+def test_the_score_of_the_greedy_rollout_has_no_advantage_with_remax(score: float) -> None:
+    group = make_group(0, [Member(score), Member(score)], np.random.default_rng(0))
+    group = replace(group, spec=replace(group.spec, greedy=True), greedy=group.trajectories[0])
+    batch = build([group], CreditSettings(estimator="remax"), LossSettings(), 256)
+    assert all(sample.zero_advantage for sample in batch.samples)
+
+
+def test_scores_that_differ_only_in_float64_are_not_dropped() -> None:
+    group = make_group(0, [Member(16777216.0), Member(16777217.0)], np.random.default_rng(0))
+    batch = build([group], CreditSettings(zero_variance="drop"), LossSettings(), 256)
+    assert not batch.parts[0].zero_variance
+    assert len(batch.samples) == 2
+
+
+@pytest.mark.parametrize("needed", ["turns", "states"])
+def test_an_estimator_gets_the_one_of_turns_and_states_that_it_needs(needed: str) -> None:
+    @estimator(f"counts {needed}, of a test", group_local=True, needs=[needed], turn_rewards=True)
+    def counted(rewards: Rewards, *, turns: Any = None, states: Any = None) -> tuple[torch.Tensor, torch.Tensor]:
+        [given] = (values for values in (turns, states) if values is not None)
+        return given.double(), given.double()
+
+    group = Group(GroupSpec(Task("task"), 1), (conversation("a", [("x", None), ("y", None), ("x", None)], 1.0),), 0)
+    batch = build([group], CreditSettings(estimator=f"counts {needed}, of a test"), LossSettings(), 64)
+    sample = batch.samples[0]
+    assert sample.advantages[sample.mask][::2].tolist() == ([1, 2, 3] if needed == "turns" else [0, 1, 0])
 
 
 def test_zero_variance_drop_follows_the_grouping_of_replayed_members() -> None:

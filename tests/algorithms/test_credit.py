@@ -110,6 +110,20 @@ def test_a_stored_success_is_compared_with_a_single_fresh_member(name: str, scor
     assert advantages[:, 0].tolist() == pytest.approx([score, 1 - score], abs=2e-6)
 
 
+@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo", "opo", "gpg", "reinforce_plus_plus_baseline"])
+def test_a_group_without_a_baseline_has_no_advantage(name: str) -> None:
+    """Its members have nothing to be compared with, and their raw scores say nothing about the task."""
+    advantages, _ = estimate(
+        name,
+        torch.tensor([[0.9], [0.4], [1.0], [0.0]]),
+        torch.ones(4, 1),
+        torch.tensor([0, 0, 1, 1]),
+        baseline_members=torch.tensor([False, False, True, True]),
+    )
+    assert advantages[:2, 0].tolist() == [0.0, 0.0]
+    assert advantages[2, 0] > 0 > advantages[3, 0]
+
+
 def test_zero_variance_drop_zeroes_only_groups_with_equal_rewards() -> None:
     rewards = torch.tensor([[2.0], [1.0], [0.0], [5.0]])
     group = torch.tensor([0, 1, 1, 2])

@@ -67,6 +67,9 @@ def naive(name: str, batch: dict[str, Any], **options: Any) -> tuple[Matrix, Mat
         for i in rows:
             for t in tokens[i]:
                 advantages[i][t] = naive_limited((advantages[i][t] - mean) * scale, i, counted)
+    if name not in OF_TOKENS:  # members that are compared with none have no advantage
+        compared = {lists["group"][i] for i in rows if valid[i] and baseline[i]}
+        advantages = [row if lists["group"][i] in compared else [0.0] * length for i, row in enumerate(advantages)]
     return advantages, returns if name in OF_TOKENS else advantages
 
 

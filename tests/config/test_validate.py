@@ -117,6 +117,18 @@ def test_megatron_needs_its_package_where_the_learner_runs(monkeypatch: pytest.M
                 validate.check(load(**settings))
 
 
+def test_groups_of_equal_scores_are_dropped_only_where_they_have_no_advantage() -> None:
+    drop = {"credit__zero_variance": "drop"}
+    for name in ("grpo", "rloo", "opo", "gpg", "reinforce_plus_plus_baseline"):
+        validate.check(load(credit__estimator=name, **drop))
+    in_reward = {"loss__kl_in": "reward", "loss__kl_coefficient": "0.1"}
+    names = ("remax", "gae", "reinforce_plus_plus", "gigpo", "state_gae")
+    for settings in (in_reward, *({"credit__estimator": name} for name in names)):
+        validate.check(load(**settings))
+        with pytest.raises(UserError, match=r"credit\.zero_variance = 'drop'.*; use 'keep'"):
+            validate.check(load(**settings, **drop))
+
+
 def test_advantages_of_parts_need_an_estimator_that_compares_a_group_and_parts_that_exist() -> None:
     weighted = {"reward__name": "weighted", "reward__options.parts.format.reward": "format"}
     weighted["reward__options.parts.format.options.pattern"] = "<answer>"

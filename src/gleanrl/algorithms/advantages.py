@@ -268,6 +268,9 @@ def estimate(
 ) -> tuple[Tensor, Tensor]:
     """Compute advantages and returns, float32 [N, L] each; 0 outside ``mask`` and for invalid members.
 
+    They are also 0 for the members of a group that has no baseline member, if the estimator compares the members of a
+    group (`Estimator.group_baseline`).
+
     Both results are the same tensor if the estimator returns one tensor for both, as estimators with one advantage per
     trajectory do.
 
@@ -295,7 +298,10 @@ def estimate(
         raise UserError(f"credit.zero_variance = {zero_variance!r}: must be keep or drop")
     rewards = _rewards(token_rewards, mask, group, baseline_members, valid)
     kept = rewards.valid & ~rewards.zero_variance if zero_variance == "drop" else rewards.valid
-    advantages, returns = ESTIMATORS.get(name)(rewards, **options)
+    estimator = ESTIMATORS.get(name)
+    if estimator.group_baseline:
+        kept = kept & (rewards.counts > 0)
+    advantages, returns = estimator(rewards, **options)
     dense = _dense(name, advantages, rewards.mask, kept)
     return dense, dense if returns is advantages else _dense(name, returns, rewards.mask, kept)
 

@@ -303,12 +303,12 @@ def assign_advantages(
         own_group.append(len(built.groups) + member.index if alone else member.group)
         baseline.append(alone or not member.off_policy or replay.baseline == "group")
     group = torch.tensor(own_group, dtype=torch.int64)
-    scores = np.array([member.trajectory.score.value for member in members], np.float32)
+    scores = np.array([member.trajectory.score.value for member in members], np.float64)
 
     # The token rewards of a member sum to its score: what its turn rewards leave is earned at the last trained token.
     estimator = ESTIMATORS.get(credit.estimator)
     # In float64, so that members with equal scores have equal sums.
-    rewards, rest = np.zeros(mask.shape), np.array([member.trajectory.score.value for member in members])
+    rewards, rest = np.zeros(mask.shape), scores.copy()
     for row, member in enumerate(members if estimator.turn_rewards else ()):
         end = 0
         for turn in member.trajectory.turns():
@@ -343,8 +343,8 @@ def assign_advantages(
                     f"which credit.estimator = {credit.estimator!r} needs as its baseline"
                 )
             greedy_scores.append(owner.greedy.score.value)
-        inputs["reward_baselines"] = torch.tensor(greedy_scores)
-    if "states" in needs:
+        inputs["reward_baselines"] = torch.tensor(greedy_scores, dtype=torch.float64)
+    if needs & {"turns", "states"}:
         numbers, states = np.zeros(mask.shape, np.int64), np.zeros(mask.shape, np.int64)
         known: dict[Hashable, int] = {}
         for row, member in enumerate(members):
@@ -356,7 +356,8 @@ def assign_advantages(
                     states[row, begin:end] = known.setdefault(next(keys), len(known))
         if order is not None:
             numbers, states = np.take_along_axis(numbers, order, 1), np.take_along_axis(states, order, 1)
-        inputs["turns"], inputs["states"] = torch.from_numpy(numbers), torch.from_numpy(states)
+        both = {"turns": torch.from_numpy(numbers), "states": torch.from_numpy(states)}
+        inputs |= {name: found for name, found in both.items() if name in needs}
     trained, compared = torch.from_numpy(in_time), torch.tensor(baseline, dtype=torch.bool)
     if not credit.per_part:
         found = estimate(

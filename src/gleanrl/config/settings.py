@@ -241,8 +241,9 @@ class CreditSettings(Settings):
     compared on the score."""
     zero_variance: Literal["keep", "drop"] = "keep"
     """What happens to members whose group has only equal scores or, with `per_part`, equal values of every part. keep:
-    they have advantage 0, and their tokens and sequences count in the denominator of the loss. drop: they are left out
-    of the batch."""
+    their tokens and sequences count in the denominator of the loss. drop: they are left out of the batch. drop is
+    refused where such members can have an advantage: with an estimator that does not compare the scores of a group
+    (remax, gae, reinforce_plus_plus, gigpo, state_gae), and with the KL in the reward."""
 
 
 class CriticSettings(Settings):

@@ -296,8 +296,16 @@ def _check_estimator(config: Config) -> None:
         raise UserError("checkpoint.return_on_collapse needs checkpoints to return to; set checkpoint.every above 0")
     if config.checkpoint.return_on_collapse and config.tasks.order == "levels":
         raise UserError("checkpoint.return_on_collapse does not work with tasks.order = 'levels', which lowers success")
+    compares_groups = estimator.group_baseline and not estimator.turn_rewards
     if credit.per_part:
-        _check_per_part(config, compares_groups=estimator.group_baseline and not estimator.turn_rewards)
+        _check_per_part(config, compares_groups=compares_groups)
+    penalised = config.loss.kl_in == "reward" and config.loss.kl_coefficient > 0
+    if credit.zero_variance == "drop" and (penalised or not compares_groups):
+        learns = "loss.kl_in = 'reward'" if penalised else f"credit.estimator = {credit.estimator!r}"
+        raise UserError(
+            f"credit.zero_variance = 'drop' leaves out groups of equal scores, which have an advantage with {learns}; "
+            "use 'keep'"
+        )
     if not estimator.group_local and _in_chunks(config):
         raise _needs_whole_batch(f"credit.estimator = {credit.estimator!r} normalises over the whole batch", config)
 
