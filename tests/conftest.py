@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import tempfile
 
 import hypothesis
@@ -43,3 +44,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         else:
             item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
     items.sort(key=lambda item: (item not in shared, "tests/cli" not in item.path.as_posix()))
+
+
+@pytest.hookimpl(trylast=True)  # after the fixtures have ended
+def pytest_runtest_teardown(nextitem: pytest.Item | None) -> None:
+    """End the processes that the tests of the group "ranks" share when no other of these tests comes next.
+
+    They are not ended earlier because starting them takes longer than most of these tests. They are not kept longer
+    because their process groups have threads that wake up a hundred times a second, which slows down other tests.
+    """
+    marker = nextitem.get_closest_marker("xdist_group") if nextitem else None
+    many = sys.modules.get("tests.learners.many")
+    if many is None or (marker and "ranks" in marker.args):
+        return
+    while many.shared:
+        count, processes = many.shared.popitem()
+        assert processes.end() == [0] * count

@@ -208,6 +208,7 @@ def test_a_bad_setting_is_one_line_and_leaves_no_run_and_a_dry_run_refuses_it_to
     ended = gleanrl.here("train", "tiny.toml", "--run.name", "run", *settings, *["--dry-run"][: int(dry)])
     assert (ended.status, ended.stdout) == (2, ""), ended.stderr
     assert re.search(expected, ended.complaint)
+    assert not re.search("^warm start", ended.stderr, re.MULTILINE)  # which would take long
     assert not gleanrl.run("run").config_path.exists()
 
 

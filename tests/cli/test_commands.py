@@ -76,25 +76,26 @@ def test_a_closed_output_pipe_is_no_error(gleanrl: CommandLine, command: str) ->
 
 
 def test_settings_are_shown_by_section_key_and_part_of_a_name(gleanrl: CommandLine) -> None:
-    every = gleanrl("settings").stdout.splitlines()
+    every = gleanrl.here("settings").stdout.splitlines()
     assert set(dict(fields(Config))) == {line.partition(" = ")[0] for line in every}
     assert 'schedule.preset = "sync"' in every
-    one = gleanrl("settings", "learner.epochs").stdout
+    one = gleanrl.here("settings", "learner.epochs").stdout
     assert one.startswith("learner.epochs = 1    (whole number, at least 1)\n    ")
-    section = gleanrl("settings", "warm_start").stdout
+    section = gleanrl.here("settings", "warm_start").stdout
     assert {line.partition(".")[0] for line in section.splitlines() if line[0] != " "} == {"warm_start"}
-    assert "loss.clip_high = " in gleanrl("settings", "clip").stdout
-    marked = {name: "--resume" in gleanrl("settings", name).stdout for name in ("run.steps", "schedule.group")}
+    assert "loss.clip_high = " in gleanrl.here("settings", "clip").stdout
+    marked = {name: "--resume" in gleanrl.here("settings", name).stdout for name in ("run.steps", "schedule.group")}
     assert marked == {"run.steps": True, "schedule.group": False}
-    assert "seq-\n" not in gleanrl("settings", "aggregation").stdout
-    assert gleanrl("settings", "schedule.lag", "--job", "embodied").stdout.startswith("schedule.lag = 1")
-    unknown = gleanrl("settings", "nothing")
+    assert "seq-\n" not in gleanrl.here("settings", "aggregation").stdout
+    assert gleanrl.here("settings", "schedule.lag", "--job", "embodied").stdout.startswith("schedule.lag = 1")
+    unknown = gleanrl.here("settings", "nothing")
     assert (unknown.status, unknown.stdout) == (2, "")
     assert unknown.complaint.startswith("no setting 'nothing'; sections: run, environment")
 
 
 def test_help_names_every_preset(gleanrl: CommandLine) -> None:
-    assert all(name in gleanrl("train", "--help").stdout for name in presets())
+    shown = gleanrl("train", "--help").stdout
+    assert all(name in shown for name in presets())
 
 
 def test_a_preset_says_what_it_does_and_how_long_that_takes_before_it_starts(gleanrl: CommandLine) -> None:

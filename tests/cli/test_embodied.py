@@ -230,7 +230,7 @@ def test_a_dry_run_prints_the_configuration_and_the_plan(embodied: CommandLine) 
 def test_wrong_settings_are_one_line_and_begin_no_run(
     embodied: CommandLine, arguments: list[str], words: list[str]
 ) -> None:
-    found = embodied.train("run", *arguments)
+    found = embodied.here("train", "tiny.toml", "--run.name", "run", *arguments)
     assert found.status == 2
     for word in words:
         assert word in found.complaint

@@ -69,7 +69,7 @@ def test_what_cannot_be_exported_is_refused_in_one_line(whole: Whole) -> None:
         ("tiny.toml",),
         ("runs/whole/checkpoints/step-5",),
     ):
-        ended = gleanrl("export", *argv)
+        ended = gleanrl.here("export", *argv)
         assert (ended.status, ended.stdout) == (2, "")
         assert ended.complaint
     assert not (gleanrl.run("whole").exports_path).exists()

@@ -177,7 +177,7 @@ def test_kills_at_random_moments_change_neither_results_nor_pool(
     while status != 0:
         status = assault.life() if len(assault.log) < KILLS else assault.spared()
         if pool.exists() and run.config_path.exists():
-            found = killed("pool", "run", "verify")
+            found = killed.here("pool", "run", "verify")
             unmade = "not an experience pool" in found.stderr and not assault.steps()  # killed while it was made
             assert found.status == 0 or unmade, f"{found}\n{assault}"
         if (newest := Checkpoints(run.checkpoints_path, 2).latest()) is not None:

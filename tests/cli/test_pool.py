@@ -1,10 +1,9 @@
-"""Tests of `gleanrl pool` in processes of its own, on pools and runs on disk."""
+"""Tests of `gleanrl pool`, mostly in processes of its own, on pools and runs on disk."""
 
 from __future__ import annotations
 
 import re
 import shutil
-import sqlite3
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +19,7 @@ from gleanrl.experience.pool import transfer
 from gleanrl.experience.pool.pool import Incoming, Stored
 from gleanrl.rollout.renderer import Renderer
 from gleanrl.runtime.records import RolloutRecord, write_rollouts
-from gleanrl.types import START_TURNS, StopReason, Trajectory, Turn, segment_arrays
+from gleanrl.types import START_TURNS, StopReason, segment_arrays
 from tests.cli.conftest import CommandLine
 from tests.experience.pool_world import contents, episode, solved, task
 
@@ -54,47 +53,6 @@ def test_a_pool_can_be_read_by_every_form_of_its_name_while_another_process_writ
     assert [line.split()[0] for line in listed.stdout.splitlines()] == ["key", "3", "2"]
     assert refused.status == 2
     assert "is being written by another process" in refused.complaint
-
-
-def test_show_prints_tokens_and_log_probs_with_control_characters_escaped(gleanrl: CommandLine) -> None:
-    segment = (
-        Turn({"role": "user", "content": "\x1b[2Jgo\nnow"}, np.array([5, 6])),
-        Turn({"role": "assistant", "content": "ok"}, np.array([7, 8]), np.log(np.array([0.5, 0.25])), 3),
-    )
-    odd = Trajectory("id", "t", (segment,), episode("t").score, episode("t").stop, {"note": "\x07"})
-    with ExperiencePool(gleanrl.folder / "p.sqlite") as pool:
-        pool.add(task("t"), odd)
-    ended = gleanrl("pool", "p.sqlite", "show", "1")
-    assert ended.status == 0, ended.stderr
-    assert "    | \\x1b[2Jgo\n    | now\n    5 6\n" in ended.stdout
-    assert "sampled by version 3, 2 tokens" in ended.stdout
-    assert "7:-0.6931472 8:-1.3862944\n" in ended.stdout
-    assert all(c.isprintable() or c == "\n" for c in ended.stdout)
-    assert "has no trajectory 7" in gleanrl("pool", "p.sqlite", "show", "7").complaint
-
-
-def test_verify_names_a_damaged_trajectory(gleanrl: CommandLine, pool: Path) -> None:
-    assert gleanrl("pool", "a", "verify").status == 0
-    db = sqlite3.connect(pool)
-    db.execute("UPDATE blobs SET data = zeroblob(length(data)) WHERE id = 1")
-    db.commit()
-    db.close()
-    ended = gleanrl("pool", "a", "verify")
-    assert ended.status == 1
-    assert "trajectory 1 of task 'x'" in ended.stdout
-    assert "damaged" in gleanrl("pool", "a", "show", "1").complaint
-
-
-def test_prune_evicts_by_count_retirement_and_age(gleanrl: CommandLine, pool: Path) -> None:
-    before = contents(pool)
-    assert "say what to evict" in gleanrl("pool", "a", "prune").complaint
-    assert contents(pool) == before
-    ended = gleanrl("pool", "a", "prune", "--keep", "2", "--retired", "--replay.select", "newest")
-    assert ended.stdout == "evicted 3 successes (retired: 2, more than 2 a task: 1); 3 successes left\n", ended.stderr
-    with ExperiencePool(pool, read_only=True) as opened:
-        assert [stored.key for stored in opened.stored(["x"])["x"]] == [2, 3]
-        assert opened.verify() == []
-    assert "(age: 2); 1 success left" in gleanrl("pool", "a", "prune", "--max-age", "7").stdout
 
 
 def test_an_exported_pool_can_be_imported_under_the_same_tokenizer_only(gleanrl: CommandLine, pool: Path) -> None:
@@ -164,16 +122,16 @@ def test_seed_from_rollouts_takes_fresh_successes_and_rebuilds_their_tasks(
     ],
 )
 def test_wrong_arguments_are_one_line_and_make_no_pool(gleanrl: CommandLine, argv: tuple[str, ...], said: str) -> None:
-    ended = gleanrl("pool", *argv)
+    ended = gleanrl.here("pool", *argv)
     assert ended.status == 2
     assert re.search(said, ended.complaint)
     assert not list(gleanrl.folder.glob("*.sqlite"))
 
 
 def test_wrong_replay_settings_are_refused(gleanrl: CommandLine, pool: Path) -> None:
-    assert "replay.selct" in gleanrl("pool", "a", "prune", "--keep", "1", "--replay.selct=x").complaint
-    assert "replay.sigma" in gleanrl("pool", "a", "prune", "--keep", "1", "--replay.sigma=-1").complaint
-    assert "unknown option" in gleanrl("pool", "a", "list", "--replay.sigma=1").complaint
+    assert "replay.selct" in gleanrl.here("pool", "a", "prune", "--keep", "1", "--replay.selct=x").complaint
+    assert "replay.sigma" in gleanrl.here("pool", "a", "prune", "--keep", "1", "--replay.sigma=-1").complaint
+    assert "unknown option" in gleanrl.here("pool", "a", "list", "--replay.sigma=1").complaint
 
 
 @pytest.fixture(scope="module")

@@ -191,6 +191,32 @@ def test_show_prints_a_single_segment_and_a_single_token_in_the_singular(say: Sh
     assert "[2] assistant: sampled by version 0, 1 token, mean log-prob -1.0000\n    | a\n    | b\n    5:-1.0\n" in out
 
 
+def test_show_escapes_control_characters_and_refuses_an_unknown_trajectory(say: Shell) -> None:
+    asked = Turn({"role": "user", "content": "\x1b[2Jgo\nnow"}, np.array([5, 6]))
+    said = Turn({"role": "assistant", "content": "ok"}, np.array([7, 8]), np.log(np.array([0.5, 0.25])), 3)
+    odd = Trajectory("id", "t", ((asked, said),), Score(1.0), StopReason.DONE, {"note": "\x07"})
+    with ExperiencePool(say.folder / "p.sqlite") as opened:
+        opened.add(task("t"), odd)
+    out = say("p.sqlite", "show", "1")
+    assert "    | \\x1b[2Jgo\n    | now\n    5 6\n" in out
+    assert "sampled by version 3, 2 tokens" in out
+    assert "7:-0.6931472 8:-1.3862944\n" in out
+    assert all(c.isprintable() or c == "\n" for c in out)
+    assert "has no trajectory 7" in say.tried("p.sqlite", "show", "7")[2]
+
+
+def test_prune_evicts_by_count_retirement_and_age(say: Shell, pool: Path) -> None:
+    before = contents(pool)
+    assert "say what to evict" in say.tried("a", "prune")[2]
+    assert contents(pool) == before
+    out = say("a", "prune", "--keep", "2", "--retired", "--replay.select", "newest")
+    assert out == "evicted 3 successes (retired: 2, more than 2 a task: 1); 3 successes left\n"
+    with ExperiencePool(pool, read_only=True) as opened:
+        assert [stored.key for stored in opened.stored(["x"])["x"]] == [2, 3]
+        assert opened.verify() == []
+    assert "(age: 2); 1 success left" in say("a", "prune", "--max-age", "7")
+
+
 def test_prune_uses_the_run_s_settings_unless_the_command_line_changes_them(say: Shell, pool: Path) -> None:
     def left(*argv: str) -> list[int]:
         say("a", "prune", "--keep", "2", *argv)
@@ -223,23 +249,24 @@ def test_a_change_after_a_mark_warns_that_a_resumed_run_undoes_it(say: Shell, po
     assert lines[0] == "evicted 5 successes (age: 5); 1 success left"
     assert lines[1].startswith("a resumed run goes back to its checkpoint, which undoes this")
     assert len(lines) == 2
-    assert "say what to evict" in say.tried("a", "prune")[2]
 
 
-def test_a_damaged_trajectory_is_named_and_not_exported(say: Shell, pool: Path) -> None:
-    pytest.importorskip("pyarrow")
+def test_a_damaged_trajectory_is_named_and_neither_shown_nor_exported(say: Shell, pool: Path) -> None:
+    assert "sound" in say("a", "verify")
     db = sqlite3.connect(pool)
     db.execute("UPDATE blobs SET data = zeroblob(length(data)) WHERE id = 2")
     db.commit()
     db.close()
-    status, out, err = say.tried("a", "export", "a.parquet")
-    assert (status, out) == (1, "a.parquet: 5 successes\n")
-    assert err.startswith("left out: ")
-    assert "2" in err
     status, out, err = say.tried("a", "verify")
     assert (status, err) == (1, "")
     assert len(out.splitlines()) == 1
     assert out.startswith("runs/a/experience.sqlite: trajectory 2 of task 'x'")
+    assert "damaged" in say.tried("a", "show", "2")[2]
+    pytest.importorskip("pyarrow")
+    status, out, err = say.tried("a", "export", "a.parquet")
+    assert (status, out) == (1, "a.parquet: 5 successes\n")
+    assert err.startswith("left out: ")
+    assert "2" in err
 
 
 def test_seeding_from_an_unknown_tokenizer_needs_trust_tokenizer(say: Shell) -> None:

@@ -7,12 +7,14 @@ import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
 
 from gleanrl.experience import ExperiencePool
 from tests.cli.conftest import CommandLine, assert_same
+from tests.strategies import NIGHTLY
 
 REPLAY = (
     "--replay.enabled",
@@ -127,36 +129,47 @@ def test_max_ratio_rejects_trajectories_also_with_recorded_entropy(gleanrl: Comm
     assert sum(metrics["replay/rejected"] for metrics in rows(gleanrl, "arm")) > 0
 
 
-@pytest.fixture(
-    scope="module",
-    params=[
-        ("--replay.pool_updates", "0"),
-        ("--replay.pool_updates", "1", "--guidance.enabled", "true"),
-        ("--replay.keep_failures", "2", "--replay.pool_pairs", "4", "--replay.observation_batch", "3"),
-        (
-            *("--replay.restart_share", "0.5", "--loss.observation_coefficient", "0.1"),
-            *("--schedule.preset", "pipelined", "--schedule.group", "2", "--schedule.batch", "4"),
-        ),
-    ],
-    ids=["plain", "all", "pairs and observations of the pool", "restarts and observations"],
-)
-def undisturbed(
-    request: pytest.FixtureRequest, make_gleanrl: Callable[[], CommandLine]
-) -> tuple[tuple[str, ...], CommandLine]:
-    """Settings, and a complete run with them."""
-    whole, settings = make_gleanrl(), (*REPLAY, *request.param, "--run.steps", "6", "--checkpoint.every", "2")
-    assert whole.train("run", *settings).status == 0
-    if "--replay.restart_share" in settings:
-        assert sum(metrics["restart/groups"] for metrics in rows(whole, "run")) > 0
-    return settings, whole
+KILLED = {
+    "plain": ("--replay.pool_updates", "0"),
+    "all": ("--replay.pool_updates", "1", "--guidance.enabled", "true"),
+    "pairs and observations of the pool": (
+        *("--replay.keep_failures", "2", "--replay.pool_pairs", "4"),
+        *("--replay.observation_batch", "3"),
+    ),
+    "restarts and observations": (
+        *("--replay.restart_share", "0.5", "--loss.observation_coefficient", "0.1"),
+        *("--schedule.preset", "pipelined", "--schedule.group", "2", "--schedule.batch", "4"),
+    ),
+}
+# updates in which the runs are killed
+FEW = {"plain": (1, 3), "all": (3,), "pairs and observations of the pool": (5,), "restarts and observations": (3,)}
+MOMENTS = [(name, moment) for name in KILLED for moment in ((1, 3, 5) if NIGHTLY else FEW[name])]
 
 
-@pytest.mark.parametrize("moment", [1, 3, 5])
+@pytest.fixture(scope="module")
+def undisturbed(make_gleanrl: Callable[[], CommandLine]) -> Callable[[str], tuple[tuple[str, ...], CommandLine]]:
+    """A function that returns the settings of this name in `KILLED`, and a complete run with them."""
+
+    @cache
+    def run(name: str) -> tuple[tuple[str, ...], CommandLine]:
+        whole, settings = make_gleanrl(), (*REPLAY, *KILLED[name], "--run.steps", "6", "--checkpoint.every", "2")
+        assert whole.train("run", *settings).status == 0
+        if "--replay.restart_share" in settings:
+            assert sum(metrics["restart/groups"] for metrics in rows(whole, "run")) > 0
+        return settings, whole
+
+    return run
+
+
+@pytest.mark.parametrize(("name", "moment"), MOMENTS)
 def test_a_run_killed_and_resumed_equals_an_undisturbed_one_bit_for_bit(
-    gleanrl: CommandLine, undisturbed: tuple[tuple[str, ...], CommandLine], moment: int
+    gleanrl: CommandLine,
+    undisturbed: Callable[[str], tuple[tuple[str, ...], CommandLine]],
+    name: str,
+    moment: int,
 ) -> None:
     """Pool and learner agree wherever the run was killed: before the first checkpoint, and after."""
-    settings, whole = undisturbed
+    settings, whole = undisturbed(name)
     at = ("gleanrl.learners.engine:LocalEngine.step", moment, "SIGKILL")
     assert gleanrl.train("run", *settings, at=at).status == -9
     ended = gleanrl.train("run", *settings, "--resume")

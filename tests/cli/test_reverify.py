@@ -16,6 +16,7 @@ from gleanrl.runtime.run_folder import RunFolder
 from gleanrl.types import Score, Task
 from tests.cli.conftest import CommandLine, assert_same
 from tests.cli.test_replay import REPLAY, rows
+from tests.strategies import NIGHTLY
 
 ROOM = ("--replay.capacity_per_task", "100")  # so large that only reverification evicts
 REVERIFY = (
@@ -108,7 +109,7 @@ def undisturbed(make_gleanrl: Callable[[], CommandLine], tainted: Path) -> tuple
     return settings, whole
 
 
-@pytest.mark.parametrize("moment", [1, 3, 5])
+@pytest.mark.parametrize("moment", [1, 3, 5] if NIGHTLY else [3])
 def test_a_run_killed_and_resumed_evicts_the_same_trajectories(
     gleanrl: CommandLine, undisturbed: tuple[tuple[str, ...], CommandLine], moment: int
 ) -> None:

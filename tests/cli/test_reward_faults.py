@@ -16,7 +16,7 @@ OUTAGE = 130  # requests before the outage: more than the run sends before the k
 SETTINGS = (
     *("--reward.name", "gleanrl.rewards.http:HttpReward", "--schedule.preset", "one_step_off"),
     *("--run.steps", str(STEPS), "--schedule.batch", str(BATCH), "--schedule.group", str(GROUP)),
-    *("--reward.timeout_s", "5", "--reward.backoff_s", "0.1", "--evaluation.every", "0"),
+    *("--reward.timeout_s", "3", "--reward.backoff_s", "0.1", "--evaluation.every", "0"),
 )
 FAULTS = {"500": 0.2, "hang": 0.03, "no_score": 0.04}
 

@@ -76,11 +76,3 @@ def test_training_a_mixture_by_levels_continues_after_a_kill_with_the_same_tasks
     assert ended.status == 0, ended.stderr
     (gleanrl.folder / "kept").rename(gleanrl.folder / "runs" / "first")
     assert_same(gleanrl.run("whole"), gleanrl.run("first"))
-
-
-def test_an_unknown_task_order_is_refused_before_the_warm_start(gleanrl: CommandLine) -> None:
-    (gleanrl.folder / "tiny.toml").write_text(MIXTURE)
-    ended = gleanrl.train("wrong", "--tasks.order", "level")
-    assert ended.status == 2
-    assert "did you mean 'levels'" in ended.complaint
-    assert "warm start" not in ended.stderr

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 from collections.abc import Callable, Iterator, Sequence
 from itertools import cycle
@@ -31,15 +32,24 @@ def example() -> Iterator[Any]:
         yield importlib.import_module("trl_replay")
 
 
+@pytest.fixture(scope="module")
+def warm(example: Any) -> tuple[list[Any], Any, Any]:
+    """Two tasks, and a model after a short warm start on them with its tokenizer."""
+    words = importlib.import_module("words")
+    tasks = words.word_tasks(2, length=4, seed=0)
+    return (tasks, *words.warm_started(tasks, steps=2, seed=0))
+
+
 @pytest.fixture
-def make(example: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
+def make(
+    example: Any, warm: tuple[list[Any], Any, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Make]:
     """Make trainers with two prompts, whose completions get the scores of ``pattern`` in turn.
 
     A trainer records in ``seen`` the batches that TRL alone would train on.
     """
-    words = importlib.import_module("words")
-    tasks = words.word_tasks(2, length=4, seed=0)
-    model, tokenizer = words.warm_started(tasks, steps=2, seed=0)
+    tasks, model, tokenizer = warm
+    model = copy.deepcopy(model)  # because the trainers change it
     theirs = GRPOTrainer._generate_and_score_completions
 
     def watched(self: Any, inputs: Any) -> Any:

@@ -15,9 +15,10 @@ import numpy as np
 from gleanrl.config.settings import ReplaySettings
 from gleanrl.experience.pool.pool import ExperiencePool
 from tests.experience.pool_world import contents, solved
+from tests.strategies import NIGHTLY
 
 SETTINGS = ReplaySettings(capacity_per_task=2, max_age=30, keep_failures=2)
-KILLS = 30
+KILLS = 30 if NIGHTLY else 12
 
 
 def operate(pool: ExperiencePool, number: int) -> None:

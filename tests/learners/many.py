@@ -63,7 +63,7 @@ class Processes:
 
 
 shared: dict[int, Processes] = {}
-"""Processes that `led` reuses, by their number; tests/learners/conftest.py ends them."""
+"""Processes that `led` reuses, by their number; `tests.conftest` ends them."""
 
 
 def led(count: int, work: Callable[..., Any], *args: Any, cuda: bool = False) -> Any:

@@ -148,7 +148,7 @@ def test_an_export_contains_the_whole_model_or_the_whole_adapters(tmp_path: Path
     assert loaded.keys() == weights.keys()
     for name, tensor in weights.items():
         assert torch.equal(loaded[name], tensor), name
-    assert not torch.equal(weights["model.norm.weight"], torch.zeros(()))
+    assert weights["model.norm.weight"].any()
     assert any(not torch.equal(t, tiny_model().get_parameter(n)) for n, t in weights.items())
     adapted = peft.PeftModel.from_pretrained(tiny_model(), tmp_path / "adapters")
     tokens = torch.arange(1, 12)[None]

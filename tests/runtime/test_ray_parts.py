@@ -271,7 +271,9 @@ def test_weights_keep_dtype_and_values_through_serialization() -> None:
         "c": torch.randn(4, 4).t(),
         "none": torch.empty(0),
     }
-    for name, tensor in from_bytes(to_bytes(weights)).items():
+    back = from_bytes(to_bytes(weights))
+    assert back.keys() == weights.keys()
+    for name, tensor in back.items():
         assert tensor.dtype == weights[name].dtype
         assert torch.equal(tensor, weights[name])
 
