@@ -11,15 +11,17 @@ import json
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gleanrl.environments.tools import ToolEnvironment
-from gleanrl.environments.tools.environment import same_answer
+from gleanrl.environments.tools.environment import close_all, same_answer
 from gleanrl.protocols import Observation
+from gleanrl.rollout.player import conclude_score
 from gleanrl.rollout.tool_calls import Call, call_message
-from gleanrl.types import Message, Score
+from gleanrl.types import Message, Score, StopReason
 from gleanrl.utils.errors import UserError
 from tests.strategies import examples
 
@@ -165,6 +167,55 @@ def test_a_tool_that_sets_done_ends_the_episode() -> None:
     assert seen.score.value == 0.0
 
 
+def test_done_may_be_a_bool_of_numpy_and_a_tool_called_done_ends_nothing() -> None:
+    class Board:
+        done = np.bool_(True)
+
+        def look(self) -> str:
+            """Look."""
+            return "full"
+
+    class Named:
+        def done(self) -> str:
+            """Report."""
+            return "not yet"
+
+    assert play(message(("look", {})), holders=[Board()])[-1].done
+    assert not play(message(("done", {})), holders=[Named()])[-1].done
+
+
+@pytest.mark.parametrize("calls", [(), (("finish", {}),)])
+def test_a_reward_of_the_answer_is_asked_once_and_with_no_answer_at_a_limit(calls: Any) -> None:
+    answers: list[str] = []
+
+    class Judge:
+        def get_reward(self, answer: str) -> float:
+            answers.append(answer)
+            return 0.5
+
+    environment = ToolEnvironment([Judge(), Counter()])
+
+    async def go() -> Score | None:
+        score = (await environment.reset()).score
+        for said in (message(("add", {"n": 1})), *(message(call) for call in calls)):
+            score = (await environment.step(said)).score
+        return await conclude_score(environment, StopReason.MAX_TURNS, score)
+
+    score = asyncio.run(go())
+    assert (score and score.value, answers) == (0.5, [""])
+
+
+def test_all_tools_are_closed_if_closing_one_of_them_fails() -> None:
+    class Broken:
+        def close(self) -> None:
+            raise AttributeError("never opened")
+
+    counter = Counter()
+    with pytest.raises(AttributeError, match="never opened"):
+        asyncio.run(close_all([Broken(), counter]))
+    assert counter.closed
+
+
 def add(a: int, b: int) -> int:
     """Add."""
     return a + b
@@ -202,8 +253,7 @@ def test_the_reward_may_be_an_attribute_a_score_or_none() -> None:
     assert last.score is not None
     assert last.score.value == 0.5
     opening, last = play(end, holders=[Judged(), add])
-    assert opening.score is not None
-    assert opening.score.value == 0.0
+    assert opening.score is None
     assert last.score == Score(2.0, parts={"tool_calls": 0.0, "tool_errors": 0.0, "style": 1.0}, explanation="done")
     for thought, answer in (("<think>hm</think>\n\ndone", "done"), ("<think>done", "")):
         *_, last = play(Message(role="assistant", content=thought), holders=[Judged(), add])

@@ -10,7 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from gleanrl.environments.tools.environment import ToolEnvironment
+from gleanrl.environments.tools.executor import Session
 from gleanrl.environments.tools.python import PythonTool, check_python
+from gleanrl.rollout.tool_calls import Call, call_message
+from gleanrl.types import Message
 from gleanrl.utils.errors import UserError
 
 
@@ -40,6 +44,20 @@ def test_all_tools_on_an_event_loop_share_the_limit_on_concurrent_calls() -> Non
         assert all(before[1] <= after[0] for before, after in pairwise(ordered))
 
     asyncio.run(episodes())
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_a_sandbox_that_cannot_start_fails_the_episode_and_is_not_the_model_s_error(
+    persistent: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def start(self: Session) -> None:
+        raise OSError("no process is left")
+
+    monkeypatch.setattr(Session, "start", start)
+    environment = ToolEnvironment([PythonTool(isolation="none", persistent=persistent)])
+    called = Message(role="assistant", content="", tool_calls=[call_message(Call("python", {"code": "1"}), 0)])
+    with pytest.raises(UserError, match="no process is left"):
+        asyncio.run(environment.step(called))
 
 
 @pytest.mark.parametrize("options", [{"wall": 1}, {"wall_s": -1}, {"isolation": "strong"}])

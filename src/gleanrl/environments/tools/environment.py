@@ -12,16 +12,18 @@ import json
 import math
 import re
 from collections.abc import Generator, Mapping, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 from pydantic import BaseModel
 
 from gleanrl.environments.tools.schema import BadArguments, Tool, tools_of
 from gleanrl.protocols import Environment, Observation
 from gleanrl.rollout.thinking import answer_of
 from gleanrl.rollout.tool_calls import Call, expert_message, read_calls
-from gleanrl.types import Message, Score
+from gleanrl.types import Message, Score, StopReason
 from gleanrl.utils.errors import UserError
 
 
@@ -52,8 +54,8 @@ class ToolEnvironment(Environment):
       message of the prompt, or becomes a user message.
     - ``done``: if this attribute is True after a call, the episode ends.
     - ``get_reward()`` returns the reward of the episode so far, as a number or a `Score`. A ``get_reward(answer)`` is
-      instead called once, at the end of the episode, with the model's final answer without thinking. None means that
-      the reward does not apply to this episode.
+      instead called once, at the end of the episode, with the model's final answer without thinking. The answer is
+      empty if a tool or a limit has ended the episode. None means that the reward does not apply to this episode.
     - ``reward``: the reward of the episode so far, for an instance without ``get_reward``.
     - ``close()`` releases the resources of the instance.
 
@@ -112,9 +114,15 @@ class ToolEnvironment(Environment):
             # A message with the role "tool" needs the call's id. So a call without an id gets its result as "user".
             else:
                 results.append(Message(role="user", content=text))
-            if any(getattr(holder, "done", False) is True for holder in self._holders):
+            # A method `done` is a tool. NumPy's comparisons give a bool of NumPy's own.
+            if any(
+                isinstance(done := getattr(holder, "done", 0), bool | np.bool_) and done for holder in self._holders
+            ):
                 return Observation(tuple(results), done=True, score=await self._score(""))
         return Observation(tuple(results), score=await self._score(None))
+
+    async def conclude(self, stop: StopReason) -> Score | None:
+        return await self._score("")
 
     async def close(self) -> None:
         await close_all(self._holders)
@@ -156,9 +164,10 @@ class ToolEnvironment(Environment):
         return text if more <= 0 else f"{text[: self._max_output]}\n[{more} more characters left out]"
 
     async def _score(self, answer: str | None) -> Score | None:
-        """Return the episode's present score, or None if the environment cannot score it and a `Reward` must.
+        """Return the episode's present score; None if it has none yet, or a `Reward` must score it.
 
-        ``answer`` is the model's final answer. It is None while the episode continues, and empty if a tool ended it.
+        ``answer`` is the model's final answer. It is None while the episode continues, and empty if a tool or a limit
+        has ended it.
         """
         parts = {"tool_calls": float(self._calls), "tool_errors": float(self._errors)}
         value: Any = None
@@ -167,8 +176,10 @@ class ToolEnvironment(Environment):
             if callable(get_reward):
                 if not inspect.signature(get_reward).parameters:
                     value = await _resolve(get_reward())
+                elif answer is None:
+                    return None
                 else:
-                    value = 0.0 if answer is None else await _resolve(get_reward(answer))
+                    value = await _resolve(get_reward(answer))
                 if value is None:
                     return Score(math.nan, valid=False, parts=parts, explanation="not applicable", applicable=False)
                 break
@@ -202,11 +213,16 @@ def same_answer(said: str, expected: Any) -> bool:
 
 
 async def close_all(holders: Sequence[Any]) -> None:
-    """Close the holders that have a ``close`` method."""
-    for holder in holders:
-        close = None if inspect.isroutine(holder) else getattr(holder, "close", None)
-        if callable(close):
-            await _resolve(close())
+    """Close the holders that have a ``close`` method. An error of one is raised once all are closed."""
+
+    async def closed(close: Any) -> None:
+        await _resolve(close())
+
+    async with AsyncExitStack() as stack:
+        for holder in reversed(holders):
+            close = None if inspect.isroutine(holder) else getattr(holder, "close", None)
+            if callable(close):
+                stack.push_async_callback(closed, close)
 
 
 async def _resolve(value: Any) -> Any:

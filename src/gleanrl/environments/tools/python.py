@@ -49,11 +49,14 @@ class PythonTool:
             code: the program.
         """
         sandbox = self._sandbox()
-        if not self._persistent:
-            return (await sandbox.run(code)).text
-        if self._session is None:
+        if self._persistent and self._session is None:
             self._session = sandbox.session()
-        ran = await self._session.run(code)
+        try:
+            ran = await (self._session or sandbox).run(code)
+        except OSError as error:  # no code was run, which is not the model's mistake
+            raise UserError(f"environment.options.python: {error}") from error
+        if self._session is None:
+            return ran.text
         return f"{ran.text}\n[the interpreter was started again: its variables are gone]" if ran.ended else ran.text
 
     async def close(self) -> None:
@@ -84,5 +87,5 @@ async def check_python(options: Mapping[str, Any]) -> None:
             await tool.python("None")
         finally:
             await tool.close()
-    except (ValueError, TypeError, OSError) as error:
+    except (ValueError, TypeError) as error:
         raise UserError(f"environment.options.python: {error}") from error
