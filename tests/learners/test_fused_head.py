@@ -139,6 +139,26 @@ def test_large_logits_do_not_overflow(seed: int, columns: int, temperature: floa
     assert all(torch.isfinite(value).all() for value in (*ours, *(g for g in case.grads if g is not None)))
 
 
+@pytest.mark.parametrize("columns", [1, 2, 6])
+def test_a_token_that_a_bias_excludes_adds_nothing(columns: int) -> None:
+    case = make_case(0, rows=4, vocabulary=6, double=False)
+    assert case.bias is not None
+    case.targets.clamp_(min=2)
+    fewer = Case(case.hidden, case.weight[2:], case.bias[2:], case.targets - 2).twin()
+    with torch.no_grad():
+        case.bias[:2] = -torch.inf
+    weights = torch.ones(4), torch.full((4,), 0.1)
+    with blocks(3, columns):
+        ours = head_logprobs(*case.inputs, case.targets)
+        pull(ours, weights)
+    theirs = plain(fewer, 1.0)
+    pull(theirs, weights)
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+    of_hidden, *of_head = case.grads
+    torch.testing.assert_close([of_hidden, *(g[2:] for g in of_head)], fewer.grads, rtol=1e-5, atol=1e-6)  # type: ignore[index]
+    assert not any(g[:2].any() for g in of_head)  # type: ignore[index]
+
+
 def test_gradients_equal_finite_differences() -> None:
     case = make_case(0, 4, 7)
     with blocks(3, 2):

@@ -73,6 +73,22 @@ def test_gradients_equal_finite_differences() -> None:
     assert torch.autograd.gradcheck(lambda x: selected_log_softmax(x, targets, 0.7), (logits,))
 
 
+@pytest.mark.parametrize("excluded", [-torch.inf, torch.finfo(torch.float32).min])
+@pytest.mark.parametrize("temperature", [0.5, 1.0])
+def test_a_token_that_the_model_excludes_adds_nothing(excluded: float, temperature: float) -> None:
+    kept = torch.tensor([[1.0, 0.0, 0.5], [2.0, -1.0, 0.0]], requires_grad=True)
+    logits = torch.cat([kept.detach(), torch.full((2, 1), excluded)], -1).requires_grad_()
+    targets = torch.tensor([0, 2])
+    ours, theirs = selected_log_softmax(logits, targets, temperature), plain(kept, targets, temperature)
+    for values in (ours, theirs):
+        (values[0].sum() + 0.1 * values[1].sum()).backward()
+    for mine, wanted in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, wanted)
+    assert logits.grad is not None
+    torch.testing.assert_close(logits.grad[:, :3], kept.grad)
+    assert not logits.grad[:, 3].any()
+
+
 def test_bfloat16_logits_are_computed_in_float32() -> None:
     torch.manual_seed(0)
     logits, targets = (8 * torch.randn(6, 50)).bfloat16(), torch.arange(6)

@@ -19,7 +19,9 @@ from torch.autograd.function import once_differentiable
 BLOCKS = {"cpu": (2048, 1024)}
 # Rows and columns of a block on other devices, where fewer and larger kernels are faster: 128 MiB in float32.
 BLOCK = (8192, 4096)
-# Initial running maximum: below any logit, but finite, because the difference of two infinite values would be NaN.
+# Initial running maximum, and lower bound of logits in the sums: far below any logit of a possible token, but finite,
+# because the difference of two infinite values would be NaN, and so would 0 times the logit of a token that a model
+# excludes with -inf.
 LOWEST = -1e30
 
 
@@ -70,7 +72,7 @@ class _HeadLogprobs(torch.autograd.Function):
                     new = torch.maximum(highest[rows], scaled.amax(-1))
                     fall = highest[rows] - new
                     shrink = fall.exp()
-                    shifted = scaled.sub_(new[:, None])
+                    shifted = scaled.sub_(new[:, None]).clamp_(min=LOWEST)
                     weights = shifted.exp()
                     moment[rows].addcmul_(fall, total[rows]).mul_(shrink).add_(torch.linalg.vecdot(weights, shifted))
                     total[rows].mul_(shrink).add_(weights.sum(-1))
@@ -116,7 +118,7 @@ class _HeadLogprobs(torch.autograd.Function):
                         level = entropy[rows, None] * grad_entropy[rows, None]
                         if grad_logp is not None:
                             level = torch.addcmul(grad_logp[rows, None], entropy[rows, None], grad_entropy[rows, None])
-                        slope.mul_(log_p.mul_(-grad_entropy[rows, None]).sub_(level))
+                        slope.mul_(log_p.clamp_(min=LOWEST).mul_(-grad_entropy[rows, None]).sub_(level))
                     elif grad_logp is not None:
                         slope.mul_(-grad_logp[rows, None])
                     else:

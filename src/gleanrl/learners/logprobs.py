@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 
 from gleanrl.algorithms.batch import unscored_sample
 from gleanrl.algorithms.microbatch import LONGEST_PART, MIN_SHARED, Packing, micro_batches
-from gleanrl.learners.fused_head import head_logprobs
+from gleanrl.learners.fused_head import LOWEST, head_logprobs
 from gleanrl.learners.packed_attention import packed_attention
 
 # If there are at least this many logits, they are computed in blocks and not stored. At this size that saves 0.5 GiB
@@ -156,8 +156,8 @@ class _SelectedLogSoftmax(torch.autograd.Function):
             targets = targets.clamp(0, logits.shape[-1] - 1)
         for rows in _blocks(logits):
             scaled = logits[rows].to(exact) / temperature
-            highest[rows] = scaled.amax(-1)
             chosen[rows] = scaled.gather(-1, targets[rows, None]).squeeze(-1)
+            highest[rows] = scaled.clamp_(min=LOWEST).amax(-1)
             shifted = scaled.sub_(highest[rows, None])
             weights = shifted.exp()
             total[rows] = weights.sum(-1)
@@ -199,7 +199,7 @@ class _SelectedLogSoftmax(torch.autograd.Function):
             if grad_logp is not None:
                 slope = slope - grad_logp[rows, None]
             if grad_entropy is not None:
-                slope = slope - grad_entropy[rows, None] * (log_p + entropy[rows, None])
+                slope = slope - grad_entropy[rows, None] * (log_p.clamp_(min=LOWEST) + entropy[rows, None])
             grad = p.mul_(slope)
             if of_targets is not None:
                 grad.scatter_add_(-1, targets[rows, None], of_targets[rows, None])
