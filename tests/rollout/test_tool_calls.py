@@ -179,8 +179,11 @@ def test_text_around_calls_becomes_the_content() -> None:
     assert [call.name for call in calls] == ["add", "sub"]
 
 
-def test_an_answer_in_json_is_no_call_unless_it_names_a_tool() -> None:
-    assert reading("llama").read('{"answer": 3}') == ('{"answer": 3}', [])
+def test_an_answer_in_json_is_no_call_unless_it_names_a_tool_and_arguments() -> None:
+    for answer in ('{"answer": 3}', '{"name": "Ada", "born": 1815}', '{"people": [{"name": "Ada"}]}', '{"name": {}}'):
+        assert reading("llama").read(answer) == (answer, [])
+    assert reading("llama").read('{"name": "f", "arguments": {}}') == ("", [Call("f", {})])
+    assert reading("llama").read('{"name": "f", "para') == ("", [Call("", '{"name": "f", "para')])
     assert reading("llama").read('<|python_tag|>{"name": "f", "parameters": {}}') == ("", [Call("f", {})])
 
 

@@ -211,7 +211,9 @@ class JsonCalls:
     list or one after the other.
     """
 
-    opening: str  # text before a call; if it is empty, an answer that begins with "{" and contains `name` is a call
+    # Text before a call. If it is empty, an answer is a call if it begins with an object that has `name` and arguments,
+    # or with "{" and `name` in an object that cannot be parsed.
+    opening: str
     closing: str  # text after a call; may be empty
     name: str  # key of the tool's name in the JSON object
     arguments: str  # key of the arguments in the JSON object
@@ -219,9 +221,15 @@ class JsonCalls:
     def read(self, text: str) -> tuple[str, list[Call]]:
         if self.opening:
             return _between(text, self.opening, self.closing, self._objects)
+        tagged = text.strip().startswith("<|python_tag|>")
         body = text.strip().removeprefix("<|python_tag|>").strip()
         if not (body.startswith("{") and f'"{self.name}"' in body):
             return text, []
+        with suppress(ValueError, RecursionError):
+            found, _ = _DECODER.raw_decode(body)
+            keys = {self.arguments, "arguments", "parameters"} & found.keys()
+            if not (isinstance(found.get(self.name), str) and (keys or tagged)):
+                return text, []
         return "", self._objects(body)[0]
 
     def _objects(self, body: str) -> tuple[list[Call], int]:
