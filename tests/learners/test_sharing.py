@@ -177,3 +177,19 @@ def test_only_models_that_pass_position_ids_and_the_packing_on_to_their_attentio
         **SIZES,
     )
     assert not can_pack_rows(MistralForCausalLM(windowed).eval())
+
+
+@pytest.mark.parametrize("rope", ["linear", "dynamic", "longrope"])
+def test_models_whose_positions_depend_on_the_longest_sample_of_a_row_do_not_pack_rows(rope: str) -> None:
+    own = {"short_factor": [1.0] * 4, "long_factor": [8.0] * 4, "original_max_position_embeddings": 4096}
+    config = MistralConfig(
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        sliding_window=None,
+        rope_parameters={"rope_type": rope, "rope_theta": 1e4, "factor": 2.0, **(own if rope == "longrope" else {})},
+        **SIZES,
+    )
+    assert can_pack_rows(MistralForCausalLM(config).eval()) == (rope == "linear")

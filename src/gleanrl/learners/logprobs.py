@@ -221,13 +221,17 @@ def can_pack_rows(model: Any) -> bool:
 
     The function computes three samples in a packed row and in separate rows, and compares their log-probs. It returns
     False for a model with layers that do not attend to the whole context, because attention of packed rows has no
-    windows, and for a model that is not on a CPU, for which this attention is made.
+    windows, for a model that is not on a CPU, for which this attention is made, and for one whose rotary embeddings
+    depend on the longest position in the row (longrope, dynamic), which would be that of another sample.
     """
     try:
         config = model.config.get_text_config()
         layer_types = getattr(config, "layer_types", None) or ()
         windowed = getattr(config, "sliding_window", None) is not None and getattr(config, "use_sliding_window", True)
         if set(layer_types) - {"full_attention"} or (windowed and not layer_types):
+            return False
+        ropes = getattr(config, "rope_parameters", None) or {}  # by layer type if these differ
+        if {"longrope", "dynamic"} & {rope.get("rope_type") for rope in (ropes, *ropes.values()) if type(rope) is dict}:
             return False
         if next(model.parameters()).device.type != "cpu":
             return False
