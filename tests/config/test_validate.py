@@ -48,6 +48,21 @@ def test_decoupled_ppo_without_a_correction_warns(old: str) -> None:
         assert validate.warnings(load(**settings)) == []
 
 
+@pytest.mark.parametrize("bound", [{"floor": "6"}, {"floor": "1.5"}, {"cap": "0.5"}])
+def test_a_mask_that_leaves_out_on_policy_tokens_is_refused(bound: dict[str, str]) -> None:
+    settings = {f"loss__correction_{name}": value for name, value in bound.items()}
+    validate.check(load(learner__old_logprobs="recompute", loss__correction="truncate", **settings))
+    with pytest.raises(UserError, match=r"loss\.correction = 'mask'.*; include 1"):
+        validate.check(load(learner__old_logprobs="recompute", loss__correction="mask", **settings))
+
+
+def test_a_correction_of_loglinear_log_probs_without_staleness_warns() -> None:
+    settings = {"learner__old_logprobs": "loglinear", "loss__correction": "mask"}
+    [line] = validate.warnings(load(schedule__preset="sync", **settings))
+    assert "loss.correction = 'mask' has no effect" in line
+    assert not validate.warnings(load(schedule__preset="one_step_off", **settings))
+
+
 def test_stored_trajectories_next_to_a_group_judge_warn() -> None:
     judged = {"reward__name": "group_judge"}
     [line] = validate.warnings(load(**judged, replay__enabled="true"))

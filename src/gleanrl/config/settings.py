@@ -304,9 +304,10 @@ class LossSettings(Settings):
     """Over which tokens the w of `correction` is taken. token: of the token alone. sequence: the product over its
     sequence. geometric: the geometric mean over its sequence."""
     correction_cap: PositiveFloat = 5.0
-    """Upper bound of w in `correction`: truncate reduces a larger w to it, mask leaves the token out."""
+    """Upper bound of w in `correction`: truncate reduces a larger w to it, mask leaves the token out. At least 1 with
+    mask."""
     correction_floor: NonNegativeFloat = 0.0
-    """With `correction = "mask"`, tokens whose w is below this are left out too; 0 = no lower bound."""
+    """With `correction = "mask"`, tokens whose w is below this are left out too; at most 1; 0 = no lower bound."""
 
     replay_mode: str = "clip"
     """Loss of replayed tokens, whose ratio is w and whose advantage is A. clip: PPO's clipped loss with the upper bound

@@ -191,6 +191,12 @@ def check(config: Config) -> None:
             f"loss.correction = {loss.correction!r} would do nothing: with learner.old_logprobs = 'sampler' the "
             f"ratio of {loss.name} already is current / behaviour; use 'recompute' or 'loglinear'"
         )
+    if loss.correction == "mask" and not loss.correction_floor <= 1 <= loss.correction_cap:
+        raise UserError(
+            f"loss.correction = 'mask' keeps tokens whose weight is from loss.correction_floor = "
+            f"{loss.correction_floor:g} to loss.correction_cap = {loss.correction_cap:g}, which leaves out the weight "
+            "of on-policy tokens, 1; include 1"
+        )
     if loss.observation_coefficient and loss.correction == "mask":
         raise UserError(
             "loss.observation_coefficient does not work with loss.correction = 'mask', whose denominator is known only "
@@ -238,6 +244,11 @@ def warnings(config: Config) -> list[str]:
         found.append(
             f"learner.old_logprobs = {old_logprobs!r} under staleness {stale}: no weight corrects for "
             "proximal / behaviour while loss.correction = 'none'; decoupled PPO uses loss.correction = 'mask'"
+        )
+    if not stale and old_logprobs == "loglinear" and find(config.loss).ratio and config.loss.correction != "none":
+        found.append(
+            f"loss.correction = {config.loss.correction!r} has no effect: without staleness learner.old_logprobs = "
+            "'loglinear' is the recorded log-probs; use 'recompute'"
         )
     if config.replay.enabled:
         replay, size = config.replay, config.schedule.group
