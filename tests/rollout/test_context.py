@@ -277,6 +277,36 @@ def test_rendered_tokens_equal_those_of_earlier_releases(template: str) -> None:
     assert digest.hexdigest()[:16] == GOLDEN[template]
 
 
+def test_a_switch_in_the_system_prompt_holds_for_every_turn() -> None:
+    tokenizer = build_tokenizer([*TEXTS, "quiet", "<think>\n</think>"] * 5, 512)
+    tokenizer.add_special_tokens({"extra_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+    switch = "{% if messages[0]['content'] == 'quiet' %}<think>\n</think>{% endif %}{% endif %}"
+    tokenizer.chat_template = CHATML.removesuffix("{% endif %}") + switch
+    r = Renderer(tokenizer)
+    for system in ("quiet", "Nothing happens."):
+        context = make_context(r, ContextSettings(system_prompt=system))
+        messages = [Message(role="system", content=system), *user(TEXTS[0])]
+        for _ in range(3):
+            context.observe(user(TEXTS[0]))
+            assert r.tokenizer.decode(context.prompt()).endswith("</think>") == (system == "quiet")
+            context.act(answer(r, "go to fridge 1", closed=True))
+            messages += [Message(role="assistant", content="go to fridge 1"), *user(TEXTS[0])]
+        ends = [r.tokenizer.decode(turn.tokens).endswith("</think>") for turn in r.demonstration(messages)[1::2]]
+        assert ends == [system == "quiet"] * 3
+
+
+def test_text_that_looks_like_a_placeholder_is_rendered_like_any_other() -> None:
+    r = renderer("chatml")
+    (turn,) = r.extend(user("a gleanmark b"), closed=True)
+    assert r.tokenizer.decode(turn.tokens) == "\n<|im_start|>user\na gleanmark b<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_two_messages_of_the_assistant_in_a_row_are_no_demonstration() -> None:
+    said = Message(role="assistant", content="go to fridge 1")
+    with pytest.raises(UserError, match="in a row"):
+        renderer().demonstration([*user(TEXTS[0]), said, said])
+
+
 def test_overwriting_a_returned_prompt_does_not_change_the_context() -> None:
     r = renderer()
     context = make_context(r, ContextSettings())

@@ -71,7 +71,7 @@ class Context:
         if not messages and self._closed:
             raise ValueError("the environment said nothing, and the episode goes on")
         if self._history:
-            new = self._renderer.extend(messages, closed=self._closed)
+            new = self._extend(messages)
             if not any(turn.sampled for turn in self._history):  # they answer turns of an earlier episode
                 new = [replace(turn, body=None) for turn in new]
             self._history += new
@@ -118,7 +118,11 @@ class Context:
         """Return the turns with which ``messages`` would continue the last segment; see `Trajectory.ending`."""
         if not messages or not any(turn.sampled for turn in self._history):
             return ()
-        return tuple(self._renderer.extend(messages, closed=self._closed))
+        return tuple(self._extend(messages))
+
+    def _extend(self, messages: Sequence[Message]) -> list[Turn]:
+        after = (turn.message for turn in self._history)
+        return self._renderer.extend(messages, closed=self._closed, after=after)
 
     def earn(self, reward: float) -> None:
         """Add ``reward`` to what the turn has earned that the model sampled last. Call it before `observe`.

@@ -130,7 +130,7 @@ class Conversations:
                 context, before = renderer.start(messages), []
             else:
                 closed = parent.answer.tokens.size > 0 and int(parent.answer.tokens[-1]) in renderer.ends
-                context, before = renderer.extend(messages[held:], closed=closed), parent.path()
+                context, before = renderer.extend(messages[held:], closed=closed, after=messages), parent.path()
         except UserError as error:
             raise Refused(str(error)) from None
         prompt = np.concatenate([turn.tokens for turn in (*before, *context)])

@@ -15,9 +15,9 @@ from __future__ import annotations
 import json
 import re
 from bisect import bisect_left
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from functools import lru_cache, partial
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from operator import itemgetter
 from typing import Any, Protocol, TypeVar
 
@@ -161,17 +161,21 @@ class Renderer:
         """
         return [Turn(message, ids) for message, ids in zip(messages, self._opening(messages), strict=True)]
 
-    def extend(self, messages: Sequence[Message], *, closed: bool) -> list[Turn]:
+    def extend(self, messages: Sequence[Message], *, closed: bool, after: Iterable[Message] = ()) -> list[Turn]:
         """Return the context turns of ``messages``, which follow an assistant turn.
 
         The last turn ends with the generation prompt.
+
+        ``after``: the conversation so far. Only its system messages at the start matter: in some templates they decide
+        how a turn begins, for example with a thought that has ended already.
 
         ``closed``: whether the assistant turn ends with one of `ends`. If it does not, because the answer was cut off,
         the first turn returned begins with such a token.
 
         If the renderer finds `Turn.body`, it spans the tokens of each message's content.
         """
-        rendered = zip(messages, self._extension(messages, closed), strict=True)
+        system = tuple(message["content"] or "" for message in takewhile(lambda each: each["role"] == "system", after))
+        rendered = zip(messages, self._extension(messages, closed, system), strict=True)
         return [Turn(message, ids, body=body) for message, (ids, body) in rendered]
 
     def parse(self, tokens: IntArray, calls: int = 0, before: Sequence[Turn] = ()) -> Message:
@@ -260,7 +264,7 @@ class Renderer:
                 continue
             if turns and not pending:
                 raise UserError("a demonstration has two messages of the assistant in a row; make them one message")
-            turns += self.extend(pending, closed=True) if turns else self.start(pending)
+            turns += self.extend(pending, closed=True, after=messages) if turns else self.start(pending)
             tokens = self.spoken(message)
             turns.append(Turn(message, tokens, np.zeros(tokens.size, np.float32), version=0))
             pending = []
@@ -272,13 +276,13 @@ class Renderer:
         return self._encoder.pieces(text, _ends_of_messages(text, messages, show))
 
     def _render_extension(
-        self, messages: Sequence[Message], closed: bool
+        self, messages: Sequence[Message], closed: bool, system: Sequence[str]
     ) -> list[tuple[IntArray, tuple[int, int] | None]]:
-        text = self._text_after_answer(messages, generate=True)
-        show = partial(self._text_after_answer, generate=False)
+        text = self._text_after_answer(messages, generate=True, system=system)
+        show = partial(self._text_after_answer, generate=False, system=system)
         tokens = self._encoder.pieces(text, _ends_of_messages(text, messages, show))[: len(messages)]
         bodies: list[tuple[int, int] | None] = [None] * len(messages)
-        if self.bodies and (places := self._places_of_bodies(text, messages)):
+        if self.bodies and (places := self._places_of_bodies(text, messages, system)):
             ends = np.cumsum([0, *(own.size for own in tokens)])
             cuts = np.cumsum([own.size for own in self._encoder.pieces(text, places)]).tolist()
             for number, (start, stop) in enumerate(zip(cuts[::2], cuts[1::2], strict=False)):
@@ -292,7 +296,7 @@ class Renderer:
                 bodies[first] = max(body[0] - 1, 0), max(body[1] - 1, 0)
         return list(zip(tokens, bodies, strict=True))
 
-    def _places_of_bodies(self, text: str, messages: Sequence[Message]) -> list[int]:
+    def _places_of_bodies(self, text: str, messages: Sequence[Message], system: Sequence[str]) -> list[int]:
         """Return where the content of each message begins and ends in ``text``, in characters: two numbers a message.
 
         ``text`` is the rendering of ``messages`` after an answer. Placeholders in place of the contents show what the
@@ -301,7 +305,7 @@ class Renderer:
         """
         marked = [Message({**message, "content": _BODY}) for message in messages]
         try:
-            between = self._text_after_answer(marked, generate=True).split(_BODY)
+            between = self._text_after_answer(marked, generate=True, system=system).split(_BODY)
         except UserError:
             return []
         places: list[int] = []
@@ -327,13 +331,17 @@ class Renderer:
         except Exception as error:  # a template may raise errors of its own, and errors of any type
             raise UserError(f"the chat template refuses the conversation: {first_line(error)}") from error
 
-    def _text_after_answer(self, messages: Sequence[Message], *, generate: bool) -> str:
-        """Return the text that the template writes after the text of an assistant turn if ``messages`` follow it."""
+    def _text_after_answer(self, messages: Sequence[Message], *, generate: bool, system: Sequence[str] = ()) -> str:
+        """Return the text that the template writes after the text of an assistant turn if ``messages`` follow it.
+
+        ``system`` are the system messages with which the conversation begins.
+        """
+        begun = [Message(role="system", content=content) for content in system]
         if self._calls and self._calls.results_need_calls and messages and messages[0]["role"] == "tool":
-            return self._calls.after_calls(messages, generate=generate)
-        before = [_user("."), Message(role="assistant", content=_MARK)]
+            return self._calls.after_calls(begun, messages, generate=generate)
+        before = [*begun, _user("."), Message(role="assistant", content=_MARK)]
         text = self._template([*before, *messages], generate=generate)
-        return text[text.rindex(_MARK) + len(_MARK) :]
+        return text[text.index(_MARK) + len(_MARK) :]
 
     def _find_frame(self, prompt: str) -> tuple[str, str, str]:
         """Return what the template writes before an answer, before a thought, and between a thought and an answer.

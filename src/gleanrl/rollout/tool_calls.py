@@ -600,10 +600,10 @@ class CallTemplate:
             raise UserError(f"the chat template shows no text next to tool calls; leave out {content[:40]!r}")
         return content + marked[len(_MARK) :]
 
-    def after_calls(self, messages: Sequence[Message], *, generate: bool) -> str:
+    def after_calls(self, system: Sequence[Message], messages: Sequence[Message], *, generate: bool) -> str:
         """Return the text that the template writes after an answer with calls if ``messages`` follow it.
 
-        ``messages`` must begin with the results of these calls.
+        ``messages`` must begin with the results of these calls. ``system`` are the first messages of the conversation.
         """
         calls = []
         for result in messages:
@@ -612,7 +612,7 @@ class CallTemplate:
                 # Some templates write the name of the called tool next to its result.
                 call["function"]["name"] = result.get("name") or "unknown"
                 calls.append({**call, "id": result.get("tool_call_id", call["id"])})
-        before = [*_OPENING, Message(role="assistant", content="", tool_calls=calls)]
+        before = [*system, *_OPENING, Message(role="assistant", content="", tool_calls=calls)]
         alone = self._template(before, generate=False)
         tail = alone[alone.rindex(list(PROBE_ARGUMENTS.values())[-1]) : alone.rindex(self.closing)]
         text = self._template([*before, *messages], generate=generate)
