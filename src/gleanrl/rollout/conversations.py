@@ -22,7 +22,7 @@ import numpy as np
 from gleanrl.protocols import Completion, SamplingParams, Session, Tools
 from gleanrl.rollout.calls import ModelAnswer, ModelCall, Refused, answer_message, message_key
 from gleanrl.rollout.renderer import Renderer
-from gleanrl.rollout.tool_calls import ToolsUnknown
+from gleanrl.rollout.tool_calls import ToolsUnknown, next_call
 from gleanrl.types import IntArray, Message, Segment, StopReason, Turn, check_messages
 from gleanrl.utils.errors import UserError
 from gleanrl.utils.seeding import derive
@@ -44,7 +44,7 @@ class Exchange:
     context: list[Turn]
     """The turns between the parent's answer and this answer. The last one ends with the generation prompt."""
     prompt: IntArray
-    """All tokens that the model sees, int32[n]."""
+    """All tokens that the model sees, int32[n]. Empty once the call is answered, to save memory."""
     renderer: Renderer
     """The renderer with the tools of the call."""
     prefix: int
@@ -53,7 +53,7 @@ class Exchange:
     """Hash of the prompt, and number of earlier calls with the same prompt. It does not depend on the order in which
     calls that are made at once arrive."""
     calls: int
-    """Number of tool calls in the call's messages."""
+    """Number of the answer's first tool call, from which its id is made (see `next_call`)."""
     answer: Turn | None = None
     """The sampled turn; None until the call is answered."""
     shown: Message = field(default_factory=lambda: Message(role="assistant", content=""))
@@ -137,8 +137,7 @@ class Conversations:
         digest = hashlib.blake2b(prompt.tobytes(), digest_size=16).hexdigest()
         key = (digest, self._prompts[digest])
         self._prompts[digest] += 1
-        calls = sum(len(message.get("tool_calls") or ()) for message in messages)
-        return Exchange(parent, context, prompt, renderer, numbers[-1], key, calls)
+        return Exchange(parent, context, prompt, renderer, numbers[-1], key, next_call(messages))
 
     def end(self, exchange: Exchange, completion: Completion, stop: Sequence[str] = ()) -> Message:
         """Add the answer that was sampled for an exchange, and return it in the form in which agents get it.
@@ -166,6 +165,7 @@ class Conversations:
         exchange.shown = answer_message(message)
         self._known.setdefault(self._number(exchange.prefix, message_key(exchange.shown)), []).append(exchange)
         self._ended.append(exchange)
+        exchange.prompt = np.empty(0, np.int32)
         return exchange.shown
 
     def earn(self, reward: float, answer_id: str | None = None) -> None:
@@ -295,8 +295,9 @@ class PolicyModel:
             seed=derive(self._seed, *exchange.key),
         )
         self.turns, self._running, started = self.turns + 1, self._running + 1, perf_counter()
+        prompt = exchange.prompt
         try:
-            completion = await self._session.sample(exchange.prompt, params)
+            completion = await self._session.sample(prompt, params)
         except Exception as error:
             raise self._failed(error) from error
         finally:
@@ -312,7 +313,7 @@ class PolicyModel:
         cut = completion.finish == "length" and tokens == completion.tokens.size and exchange.stop is None
         self.cut += cut
         finish = "length" if cut else "tool_calls" if message.get("tool_calls") else "stop"
-        return ModelAnswer(message, exchange.prompt.size, tokens, finish, exchange.id, exchange.stop)
+        return ModelAnswer(message, prompt.size, tokens, finish, exchange.id, exchange.stop)
 
     def _failed(self, error: Exception) -> Refused:
         if self.on_failure is not None:

@@ -16,7 +16,7 @@ from gleanrl.rollout.calls import ModelAnswer, ModelCall, Refused, answer_messag
 from gleanrl.rollout.conversations import Conversations
 from gleanrl.rollout.player import Endpoint, sum_of_rewards
 from gleanrl.rollout.renderer import Renderer
-from gleanrl.rollout.tool_calls import expert_message
+from gleanrl.rollout.tool_calls import expert_message, next_call
 from gleanrl.types import Message, Score, Task, finite_reward
 
 Called = tuple[Sequence[Message], Tools]
@@ -44,8 +44,7 @@ async def play_expert(
 
     async def answer(call: ModelCall) -> ModelAnswer:
         try:
-            number = sum(len(message.get("tool_calls") or ()) for message in call.messages)
-            message = expert_message(expert(call.messages, call.tools), number)
+            message = expert_message(expert(call.messages, call.tools), next_call(call.messages))
         except Exception as error:
             errors.append(error)
             raise Refused(f"the expert has no answer: {error}") from error

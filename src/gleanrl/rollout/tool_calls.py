@@ -80,10 +80,20 @@ def call_message(call: Call, number: int) -> dict[str, Any]:
     return {"id": f"call{number % 100_000:05d}", "type": "function", "function": function}
 
 
+def next_call(messages: Sequence[Message]) -> int:
+    """Return the smallest number for `call_message` that gives the next calls ids that no message has.
+
+    It is the number of the conversation's calls, unless the conversation was shortened.
+    """
+    ids = [str(call.get("id")) for message in messages for call in message.get("tool_calls") or ()]
+    taken = [int(id[4:]) + 1 for id in ids if re.fullmatch(r"call[0-9]{5}", id)]
+    return max([len(ids), *taken])
+
+
 def expert_message(said: Any, number: int) -> Message:
     """Return the message that an expert gives as a call, a list of calls, a text or a whole message of the assistant.
 
-    ``number`` is the number of calls in the conversation so far. Raises `TypeError` if ``said`` is anything else.
+    ``number`` is that of the first call, see `next_call`. Raises `TypeError` if ``said`` is anything else.
     """
     calls = [said] if isinstance(said, Call) else said
     if isinstance(said, str):
