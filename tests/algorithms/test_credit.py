@@ -205,7 +205,8 @@ def test_estimators_do_not_change_their_inputs() -> None:
     turns = torch.tensor([[0, 0, 1, 1, 2]] * 4)
     given = (rewards, values, mask, group, turns)
     before = [x.clone() for x in given]
-    for name in ESTIMATORS.names():
+    built_in = [name for name in ESTIMATORS.names() if ESTIMATORS.get(name).function.__module__.startswith("gleanrl.")]
+    for name in built_in:  # other tests may have registered more
         inputs = {"values": values, "reward_baselines": values[:, 0], "turns": turns, "states": turns}
         estimate(name, rewards, mask, group, **{need: inputs[need] for need in ESTIMATORS.get(name).needs})
     assert all(torch.equal(one, other) for one, other in zip(given, before, strict=True))

@@ -285,6 +285,33 @@ def test_replayed_may_be_given_per_sequence_or_per_token() -> None:
     assert losses[0] != float(padded_policy_loss(logp, old, advantages, torch.ones(3, 4), config=LossConfig()).loss)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "loss",
+    [
+        {"name": "gspo", "clip_high": 9.0},
+        {"correction": "truncate", "correction_level": "geometric"},
+        {"correction": "mask", "aggregation": "seq-mean-token-mean"},
+    ],
+)
+def test_log_probs_of_low_precision_are_summed_in_float32(dtype: torch.dtype, loss: dict[str, Any]) -> None:
+    """Sequences of 1000 tokens, more than bfloat16 can count to; half of the log-probs differ by 0.5."""
+    old, behaviour = torch.full((2, 1000), -1.0), torch.full((2, 1000), -1.5)
+    logp, behaviour[0, :301] = old.clone(), -4.0
+    logp[:, 500:] += 0.5
+    found = []
+    for kind in (dtype, torch.float64):
+        own = logp.to(kind).requires_grad_()
+        rest = old.to(kind), torch.ones(2, 1000, dtype=kind), torch.ones(2, 1000)
+        output = padded_policy_loss(own, *rest, config=LossConfig(**loss), behaviour_logp=behaviour.to(kind))
+        output.loss.backward()
+        assert own.grad is not None
+        assert own.grad.dtype == kind
+        found.append((output.loss.item(), own.grad.double().sum().item()))
+    assert found[0] == pytest.approx(found[1], rel=5e-3)
+    assert found[0][0] == pytest.approx(found[1][0], rel=1e-5)
+
+
 def test_unknown_names_raise_a_user_error_that_suggests_the_nearest() -> None:
     one = torch.ones(1, 1)
     with pytest.raises(UserError, match=r"loss\.aggregation: unknown value 'token_mean'; did you mean 'token-mean'"):

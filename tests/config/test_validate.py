@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from pathlib import Path
 
 import pytest
 
@@ -61,6 +62,29 @@ def test_a_correction_of_loglinear_log_probs_without_staleness_warns() -> None:
     [line] = validate.warnings(load(schedule__preset="sync", **settings))
     assert "loss.correction = 'mask' has no effect" in line
     assert not validate.warnings(load(schedule__preset="one_step_off", **settings))
+
+
+def test_an_option_without_a_default_must_be_given(tmp_path: Path) -> None:
+    own = tmp_path / "needy.py"
+    own.write_text(
+        "from gleanrl.algorithms.advantages import estimator\n"
+        "from gleanrl.algorithms.loss import policy_loss\n"
+        "@policy_loss('needy')\n"
+        "def loss(tokens, settings, strength): return -strength * tokens.advantages * tokens.ratio\n"
+        "@estimator('needy', group_local=True, group_baseline=True)\n"
+        "def credit(rewards, *, margin): return rewards.centred[:, None] - margin, rewards.centred[:, None]\n"
+    )
+    for section, setting, option in (("loss", "name", "strength"), ("credit", "estimator", "margin")):
+        named = {f"{section}__{setting}": f"{own}:{'loss' if section == 'loss' else 'credit'}"}
+        with pytest.raises(UserError, match=rf"{section}\.options\.{option}: .* has no default for it; set it"):
+            validate.check(load(**named))
+        validate.check(load(**named, **{f"{section}__options.{option}": "0.5"}))
+
+
+@pytest.mark.parametrize("betas", ["[0.9, 1.0]", "[1.2, 0.95]", "[-0.1, 0.95]", "[0.9, nan]"])
+def test_decay_rates_of_the_optimizer_are_below_one(betas: str) -> None:
+    with pytest.raises(UserError, match=r"learner\.betas"):
+        load(learner__betas=betas)
 
 
 def test_stored_trajectories_next_to_a_group_judge_warn() -> None:

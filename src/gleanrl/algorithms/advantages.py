@@ -16,7 +16,7 @@ another. Statistics are float64 and computed without a loop over trajectories or
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from inspect import Parameter, signature
@@ -215,6 +215,12 @@ class Estimator:
         _, *rest = signature(self.function).parameters.values()
         return frozenset(p.name for p in rest if p.kind in (Parameter.KEYWORD_ONLY, Parameter.POSITIONAL_OR_KEYWORD))
 
+    @cached_property
+    def required(self) -> list[str]:
+        """Names of the options that must be given, because ``function`` has no default for them."""
+        parameters = signature(self.function).parameters
+        return sorted(o for o in self.options - self.needs if parameters[o].default is Parameter.empty)
+
     def __call__(self, rewards: Rewards, **options: Any) -> tuple[Tensor, Tensor]:
         """Compute (advantages, returns). Raises `ValueError` if a tensor named in ``needs`` is missing or None."""
         for name in sorted(self.needs):
@@ -244,9 +250,17 @@ def estimator(
     return register
 
 
-def check_options(name: str, options: Iterable[str]) -> None:
-    """Raise `UserError` if no estimator has this name, or if the estimator does not take one of ``options``."""
-    known = ESTIMATORS.get(name).options
+def check_options(name: str, options: Collection[str]) -> None:
+    """Check the names of the options that an estimator gets.
+
+    Raises `UserError` if no estimator has this name, if it does not take one of ``options``, or if one that it needs is
+    missing.
+    """
+    estimator = ESTIMATORS.get(name)
+    known = estimator.options
+    for option in estimator.required:
+        if option not in options:
+            raise UserError(f"credit.options.{option}: estimator {name!r} has no default for it; set it")
     for option in options:
         if option not in known:
             raise UserError(

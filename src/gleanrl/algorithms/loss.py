@@ -139,6 +139,14 @@ class PolicyLoss:
         return None if ours is None or precomputes is None else ours | precomputes
 
     @cached_property
+    def required(self) -> list[str]:
+        """Names of the options that must be given, because the loss or its precompute has no default for them."""
+        functions = [function for function in (self.function, self.precompute) if function is not None]
+        parameters = [p for function in functions for p in list(signature(function).parameters.values())[2:]]
+        variadic = Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD
+        return [p.name for p in parameters if p.default is Parameter.empty and p.kind not in variadic]
+
+    @cached_property
     def _options(self) -> tuple[frozenset[str] | None, frozenset[str] | None]:
         return _options_of(self.function), frozenset() if self.precompute is None else _options_of(self.precompute)
 
@@ -221,8 +229,14 @@ def _check_scope(name: str, scope: Scope, precompute: Callable[..., Tensor] | No
 
 
 def find(settings: LossSettings) -> PolicyLoss:
-    """Return the policy loss named in ``settings``. Raises `UserError` if the name or an option is unknown."""
+    """Return the policy loss named in ``settings``.
+
+    Raises `UserError` if the name or an option is unknown, or an option without a default is missing.
+    """
     loss = POLICY_LOSSES.get(settings.name)
+    for option in loss.required:
+        if option not in settings.options:
+            raise UserError(f"loss.options.{option}: the policy loss {loss.name!r} has no default for it; set it")
     if settings.options and loss.options is not None:
         for option in settings.options.keys() - loss.options:
             hint = nearest(option, loss.options, list_all=True)
@@ -515,7 +529,7 @@ def padded_policy_loss(
     """Compute the aggregated policy loss of N sequences with L positions each, and its metrics.
 
     The loss has no terms for KL and entropy; add them with `kl_penalty` and `aggregate`. Positions outside the mask may
-    hold any value, also NaN.
+    hold any value, also NaN. Inputs of a lower precision than float32 are computed in float32.
 
     Args:
         logp: float [N, L], log-probs under the policy in training, with gradient.
@@ -535,13 +549,17 @@ def padded_policy_loss(
         off_policy = torch.zeros_like(mask)
     elif off_policy.ndim == 1:
         off_policy = off_policy[:, None]
+
+    def trained(values: Tensor) -> Tensor:
+        return values[mask].to(torch.promote_types(values.dtype, torch.float32))
+
     tokens = Tokens(
-        logp=logp[mask],
-        old_logp=old_logp[mask],
-        advantages=advantages[mask],
+        logp=trained(logp),
+        old_logp=trained(old_logp),
+        advantages=trained(advantages),
         sequence=mask.nonzero()[:, 0],
         off_policy=off_policy.bool().expand_as(mask)[mask],
-        behaviour_logp=None if behaviour_logp is None else behaviour_logp[mask],
+        behaviour_logp=None if behaviour_logp is None else trained(behaviour_logp),
     )
     result = objective(tokens, config.model_copy(update={"kl_coefficient": 0.0, "entropy_coefficient": 0.0}))
     mode = aggregation_of(config)
@@ -609,7 +627,7 @@ def aggregate(values: Tensor, mask: Tensor, mode: str, *, scale: float | None = 
     outside the mask may be anything. Raises `UserError` if the mode is unknown.
     """
     mask = mask.bool()
-    weights = token_weights(mask, mode, scale=scale)[mask].to(values.dtype)
+    weights = token_weights(mask, mode, scale=scale)[mask]  # float32, in which a lower precision is summed
     total = normaliser(mode, float(mask.sum()), float(mask.any(-1).sum()))
     return (weights * values[mask]).sum() / max(total, 1.0)
 

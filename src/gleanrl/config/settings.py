@@ -30,6 +30,8 @@ from gleanrl.utils.settings import (
     Settings,
 )
 
+_Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
+
 
 class EnvironmentSettings(Settings):
     name: str = "alfworld"
@@ -241,9 +243,9 @@ class CreditSettings(Settings):
     compared on the score."""
     zero_variance: Literal["keep", "drop"] = "keep"
     """What happens to members whose group has only equal scores or, with `per_part`, equal values of every part. keep:
-    their tokens and sequences count in the denominator of the loss. drop: they are left out of the batch. drop is
-    refused where such members can have an advantage: with an estimator that does not compare the scores of a group
-    (remax, gae, reinforce_plus_plus, gigpo, state_gae), and with the KL in the reward."""
+    they count in the denominator of the loss. drop: they are left out of the batch. This needs an estimator that only
+    compares the scores of a group (not remax, gae, reinforce_plus_plus, gigpo or state_gae), and no KL in the
+    reward."""
 
 
 class CriticSettings(Settings):
@@ -536,7 +538,7 @@ class LearnerSettings(Settings):
     lr: Changeable[PositiveFloat] = 2e-4
     """Learning rate of AdamW, after the warm-up. If unset: 2e-4 for the tiny model, 1e-6 for any other model, or 1e-5
     for LoRA adapters on it. A run's config.toml contains the value in use."""
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[_Decay, _Decay] = (0.9, 0.95)
     """Decay rates of AdamW's running means of the gradient and of its square."""
     weight_decay: NonNegativeFloat = 0.0
     """Weight decay of AdamW. It applies to matrices only, not to biases and norms."""
