@@ -255,6 +255,8 @@ class PolicyModel:
         self.limit: StopReason | None = None
         """The limit of the run that has ended the episode, so far: that of turns, or that of context if the latest call
         has reached it."""
+        self.refusal: Refused | None = None
+        """The error of the first call that was refused."""
         self.sampling_s = 0.0
         """Seconds in which at least one call was being answered."""
         self.on_failure: Callable[[Exception], None] | None = None
@@ -314,6 +316,10 @@ class PolicyModel:
         self.cut += cut
         finish = "length" if cut else "tool_calls" if message.get("tool_calls") else "stop"
         return ModelAnswer(message, prompt.size, tokens, finish, exchange.id, exchange.stop)
+
+    def refused(self, error: Refused) -> None:
+        """Take the error of a call that the endpoint has refused."""
+        self.refusal = self.refusal or error
 
     def _failed(self, error: Exception) -> Refused:
         if self.on_failure is not None:

@@ -19,7 +19,7 @@ import numpy as np
 
 from gleanrl.config.settings import ContextSettings
 from gleanrl.protocols import Environment, EpisodeLost, ModelAddress, Observation, Sampler, SamplingParams, Session
-from gleanrl.rollout.calls import ModelAnswer, ModelCall
+from gleanrl.rollout.calls import ModelAnswer, ModelCall, Refused
 from gleanrl.rollout.context import make_context
 from gleanrl.rollout.conversations import PolicyModel
 from gleanrl.rollout.renderer import Renderer
@@ -61,11 +61,13 @@ class Endpoint(Protocol):
         *,
         earn: Callable[[float, str | None], None],
         max_context: int | None = None,
+        on_refusal: Callable[[Refused], None] | None = None,
     ) -> AbstractAsyncContextManager[ModelAddress]:
         """Open an address.
 
         ``answer`` answers model calls. ``earn`` takes turn rewards, each with the id of its answer or None for the
         latest. ``max_context`` is the number of tokens that the model's context can hold; None = not known.
+        ``on_refusal`` is called with the error of each call that is refused.
         """
         ...
 
@@ -229,7 +231,7 @@ class Player:
             turns, cut, altered = agent.turns, agent.cut, agent.altered
             segments, tools = agent.conversations.segments(), agent.conversations.tools
             if not turns and stop is StopReason.DONE:
-                _warn_of_no_call()
+                _warn_of_no_answer(str(agent.refusal or ""))
             order = agent.conversations.order(segments)
             said = [turn for segment in segments for turn in segment if turn.sampled]
             last = said[order.index(max(order))].message["content"] if said else None
@@ -282,7 +284,12 @@ class Player:
                 "agents need an endpoint, which an environment pool has (ray.environments = 0)"
             )
         failures: list[Exception] = []
-        async with self.endpoint(model.answer, earn=model.conversations.earn, max_context=self.max_context) as address:
+        async with self.endpoint(
+            model.answer,
+            earn=model.conversations.earn,
+            max_context=self.max_context,
+            on_refusal=model.refused,
+        ) as address:
             running = asyncio.ensure_future(environment.run(address))
 
             def fail(error: Exception) -> None:
@@ -299,12 +306,18 @@ class Player:
 
 
 @lru_cache
-def _warn_of_no_call() -> None:
-    """Log a warning, once, that an agent has not called the model, because it may be calling another one."""
-    log.warning(
-        "an agent has ended without a call of the model, so its episode trains nothing; it must use the base URL and "
-        "the API key that it gets"
-    )
+def _warn_of_no_answer(refusal: str) -> None:
+    """Log a warning, once, that an agent has had no answer of the model.
+
+    ``refusal`` is the error of its first call; empty if it made none, because it may be calling another model.
+    """
+    if refusal:
+        log.warning("all model calls of an agent were refused, so its episode trains nothing; the first: %s", refusal)
+    else:
+        log.warning(
+            "an agent has ended without a call of the model, so its episode trains nothing; it must use the base URL "
+            "and the API key that it gets"
+        )
 
 
 class _OtherStart(Exception):

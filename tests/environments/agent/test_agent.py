@@ -25,7 +25,7 @@ from gleanrl.rewards.request import Request
 from gleanrl.rollout.calls import ModelAnswer, ModelCall
 from gleanrl.rollout.conversation import conversation
 from gleanrl.rollout.conversations import PolicyModel
-from gleanrl.rollout.player import Player, _warn_of_no_call
+from gleanrl.rollout.player import Player, _warn_of_no_answer
 from gleanrl.runtime.prepare import make_tasks
 from gleanrl.samplers.scripted import ScriptedSampler
 from gleanrl.tracking.monitors import Silent
@@ -57,6 +57,14 @@ def solve(task, base_url, api_key, model):
         case "hang": time.sleep(1000)
         case "raise": raise ValueError("the agent broke")
     return task["then"]
+
+def forces_json(task, base_url, api_key, model):
+    body = json.dumps({"messages": [{"role": "user", "content": "left"}], "response_format": {"type": "json_object"}})
+    headers = {"Authorization": f"Bearer {api_key}"}
+    try:
+        urllib.request.urlopen(urllib.request.Request(base_url + "/chat/completions", body.encode(), headers))
+    except urllib.error.HTTPError:
+        return task["then"]
 
 def in_a_loop(**arguments):
     return asyncio.run(asyncio.to_thread(solve, **arguments))
@@ -105,12 +113,21 @@ def test_a_failing_agent_costs_its_own_trajectory_only(workers: int, tmp_path: P
 
 
 def test_an_agent_that_never_calls_the_model_is_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    _warn_of_no_call.cache_clear()
+    _warn_of_no_answer.cache_clear()
     play(tmp_path, 0.5)
     assert not caplog.messages
     (silent, _) = play(tmp_path, 0.5, 1.0, turns=0)
     assert (silent.score.value, silent.sampled_tokens) == (0.5, 0)
     assert ["without a call of the model" in message for message in caplog.messages] == [True]
+
+
+def test_an_agent_whose_calls_are_all_refused_is_logged_once_with_the_reason(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    _warn_of_no_answer.cache_clear()
+    options = {"agent": f"{tmp_path / 'agent.py'}:forces_json"}
+    play(tmp_path, 0.0, 1.0, options=options)
+    assert ["refused" in message and "response_format" in message for message in caplog.messages] == [True]
 
 
 def test_a_sync_agent_may_run_an_event_loop_of_its_own(tmp_path: Path) -> None:

@@ -42,6 +42,7 @@ class _Episode:
     answer: Callable[[ModelCall], Awaitable[ModelAnswer]]
     earn: Callable[[float, str | None], None] | None
     max_context: int | None
+    on_refusal: Callable[[Refused], None] | None
     running: set[asyncio.Future[ModelAnswer]] = field(default_factory=set)  # the calls that are being answered
     since: float = field(default_factory=time.monotonic)  # time of the last answer, or of the start
 
@@ -69,6 +70,7 @@ class Endpoint:
         key: str | None = None,
         earn: Callable[[float, str | None], None] | None = None,
         max_context: int | None = None,
+        on_refusal: Callable[[Refused], None] | None = None,
     ) -> AsyncIterator[ModelAddress]:
         """Yield the address of a new episode, whose calls ``answer`` answers. It may raise `Refused`.
 
@@ -81,9 +83,11 @@ class Endpoint:
                 answer that it is for, or None for the latest. It raises `ValueError` if the reward is not finite or
                 there is no such answer. None = turn rewards are refused.
             max_context: maximum number of tokens of a prompt and its answer, which ``/v1/models`` states as vLLM does.
+            on_refusal: called with the error of each model call that is refused.
         """
         await self._start()
-        key, episode = f"sk-{secrets.token_urlsafe(24)}" if key is None else key, _Episode(answer, earn, max_context)
+        key = f"sk-{secrets.token_urlsafe(24)}" if key is None else key
+        episode = _Episode(answer, earn, max_context, on_refusal)
         self._episodes[key] = episode
         try:
             yield ModelAddress(self._url, key, MODEL)
@@ -193,7 +197,9 @@ class Endpoint:
     async def _respond(self, request: Any, dialect: Dialect) -> Any:
         from aiohttp import web
 
+        episode: _Episode | None = None
         try:
+            episode = self._episode(request)
             episode, body = await self._receive(request)
             if not isinstance(body, dict):
                 raise Refused("the body of the request is not a JSON object")
@@ -221,6 +227,8 @@ class Endpoint:
             refused = Refused("the body of the request is nested too deeply")
         except Refused as error:
             refused = error
+        if episode is not None and episode.on_refusal is not None:
+            episode.on_refusal(refused)
         return web.json_response(dialect.error(refused), status=refused.status)
 
 

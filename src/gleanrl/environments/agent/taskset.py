@@ -60,8 +60,8 @@ class AgentTaskset(Taskset):
     text, which ``reward.name`` reads as the last message of the conversation; a dict with ``score``, ``answer`` (such a
     text) or both, whose further numbers become parts of the score; or None."""
     command: str | list[str] | None = None
-    """A program and its arguments. It gets the task as JSON in the environment variable ``GLEANRL_TASK`` and on its
-    standard input, and the address in ``OPENAI_BASE_URL``, ``OPENAI_API_KEY``, ``ANTHROPIC_BASE_URL``,
+    """A program and its arguments. It gets the task as JSON on its standard input and, up to 100 kB, in the environment
+    variable ``GLEANRL_TASK``. It gets the address in ``OPENAI_BASE_URL``, ``OPENAI_API_KEY``, ``ANTHROPIC_BASE_URL``,
     ``ANTHROPIC_API_KEY`` and ``GLEANRL_MODEL``. The last line that it prints is the answer and, if it is a number, also
     the score. Any exit status but 0 is a failure."""
     tasks_from: str | list[str] | dict[str, Any] = Field(alias="tasks")
