@@ -9,6 +9,7 @@ import argparse
 import asyncio
 import json
 import math
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -268,6 +269,11 @@ def test_the_reward_may_be_an_attribute_a_score_or_none() -> None:
 def test_two_tools_with_the_same_name_raise() -> None:
     with pytest.raises(UserError, match="two tools are called 'add'"):
         ToolEnvironment([Counter(), add])
+
+
+def test_an_object_that_is_called_but_no_function_is_refused_as_a_tool() -> None:
+    with pytest.raises(UserError, match="cannot be a tool"):
+        ToolEnvironment([partial(add, b=1)])
 
 
 def test_a_tool_that_raises_system_exit_gets_an_error_result() -> None:

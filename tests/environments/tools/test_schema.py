@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Annotated, Any, Literal
 
 import pytest
@@ -14,6 +15,17 @@ from gleanrl.utils.errors import UserError
 class Point(BaseModel):
     x: int
     y: int = 0
+
+
+def test_a_cached_method_is_a_tool() -> None:
+    class Wiki:
+        @lru_cache  # noqa: B019
+        def look(self, title: str) -> str:
+            """Look it up."""
+            return title
+
+    (tool,) = tools_of(Wiki)
+    assert (tool.name, list(tool.schema["function"]["parameters"]["properties"])) == ("look", ["title"])
 
 
 class Box:

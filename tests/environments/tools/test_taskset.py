@@ -19,6 +19,7 @@ from gleanrl.environments import load_taskset
 from gleanrl.environments.pool import EnvironmentPool
 from gleanrl.environments.tools import ToolTaskset, call
 from gleanrl.environments.tools.executor import bubblewrap_missing
+from gleanrl.environments.tools.rows import read_rows
 from gleanrl.environments.tools.search import SearchTool, snippet
 from gleanrl.experience import ExperiencePool
 from gleanrl.protocols import Environment, Observation
@@ -87,6 +88,46 @@ def test_objects_that_are_made_to_read_the_tools_are_closed(tmp_path: Path) -> N
     with pytest.raises(UserError, match="no method `expert`"):
         source.demonstrate(source.tasks("train", 1)[0], seed=0)
     assert (Opened.now, Opened.made) == (0, 2)
+
+
+def test_a_broken_line_of_a_file_is_reported_with_its_number(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a"}\n' * 56 + '{"prompt": "b",}\n')
+    with pytest.raises(UserError, match="line 57: not JSON"):
+        list(read_rows(str(tmp_path / "rows.jsonl")))
+
+
+def test_rows_without_a_prompt_are_refused_unless_a_method_reset_may_ask(tmp_path: Path) -> None:
+    data = rows_file(tmp_path, *({"question": f"Say {n}."} for n in range(40)))
+    with pytest.raises(UserError, match=r"without 'prompt'.*question"):
+        taskset(tools=[len_of], data=data).tasks("train", 1)
+    assert taskset(tools=[len_of], data=data, prompt="question").tasks("train", 1)
+
+    class Asks:
+        def reset(self, question: str) -> str:
+            return question
+
+    assert taskset(environment_factory=Asks, tools=[len_of], data=data).tasks("train", 1)
+
+
+def test_reset_and_expert_get_the_prompt_like_every_column(tmp_path: Path) -> None:
+    class Said:
+        def reset(self, prompt: str) -> str:
+            return f" I mean: {prompt}"
+
+        def expert(self, prompt: str) -> Any:
+            yield prompt
+
+        def get_reward(self) -> float:
+            return 1.0
+
+    source = taskset(environment_factory=Said, tools=[len_of], data=rows_file(tmp_path, *[{"prompt": "Go."}] * 9))
+    conversation, _ = source.demonstrate(source.tasks("train", 1)[0], seed=0)
+    assert [message["content"] for message in conversation] == ["Go. I mean: Go.", "Go."]
+
+
+def len_of(text: str) -> int:
+    """Return the length."""
+    return len(text)
 
 
 def test_a_lone_surrogate_in_a_tool_result_is_replaced(tmp_path: Path) -> None:

@@ -38,7 +38,10 @@ def bind_tools(holders: Sequence[Any]) -> dict[str, tuple[Tool, Any]]:
     found: dict[str, tuple[Tool, Any]] = {}
     for holder in holders:
         function = inspect.isroutine(holder)
-        for tool in tools_of(holder if function else type(holder)):
+        tools = tools_of(holder if function else type(holder))
+        if callable(holder) and not tools:  # such as functools.partial
+            raise UserError(f"{holder!r:.80} cannot be a tool: write a function with a docstring that calls it")
+        for tool in tools:
             if tool.name in found:
                 raise UserError(f"two tools are called {tool.name!r}")
             found[tool.name] = (tool, holder if function else getattr(holder, tool.name))

@@ -50,6 +50,11 @@ def _read(file: Path) -> Iterable[Any]:
         yield from rows
     else:
         with file.open(encoding="utf-8") as lines:
-            for line in lines:
+            for number, line in enumerate(lines, 1):
                 if line.strip():
-                    yield json.loads(line)
+                    try:
+                        row = json.loads(line)
+                    except (ValueError, RecursionError) as error:
+                        reason = str(error).partition(": line 1 column")[0]
+                        raise UserError(f"{file}, line {number}: not JSON: {reason}") from error
+                    yield row

@@ -79,7 +79,7 @@ def tools_of(source: Any) -> tuple[Tool, ...]:
         method = inspect.getattr_static(source, name)
         static = isinstance(method, staticmethod | classmethod)
         function = method.__func__ if static else method
-        if not name.startswith("_") and name not in RESERVED and inspect.isfunction(function):
+        if not name.startswith("_") and name not in RESERVED and inspect.isfunction(inspect.unwrap(function)):
             found.append(tool_of(getattr(source, name), method=not static))
     return tuple(found)
 

@@ -93,9 +93,22 @@ class ToolTaskset(Taskset):
 
         return background_loop.run(read())
 
+    @property
+    def _resets(self) -> bool:
+        """Whether an episode has a method ``reset``, which may return the question."""
+        given = [self.environment_factory, *self.named_tools]
+        paths = [each for each in given if isinstance(each, str) and each not in ("python", "search")]
+        return any(hasattr(each, "reset") for each in [*given, *map(load_object, paths)])
+
     def tasks(self, split: Split, count: int) -> Sequence[Task]:
         what = f"tools, {self.data or self.environment_factory}"
-        chosen = select(self._candidates(), split, count, what, endless=self.data is None)
+        chosen = [*select(self._candidates(), split, count, what, endless=self.data is None)]
+        for _, (_, row) in chosen if not self._resets else ():
+            if row.get(self.prompt) is None:
+                raise UserError(
+                    f"{self.data or self.environment_factory} has a row without {self.prompt!r}; set "
+                    f"environment.options.prompt to one of its columns: {', '.join(row)}"
+                )
         return [Task(name, payload={"row": row}) for _, (name, row) in chosen]
 
     def environment(self, task: Task) -> Environment:
@@ -123,8 +136,8 @@ class ToolTaskset(Taskset):
         return background_loop.run(play())
 
     def _environment(self, task: Task, holders: Sequence[Any]) -> ToolEnvironment:
-        row = dict(task.payload["row"])
-        prompt = row.pop(self.prompt, None)
+        row = task.payload["row"]
+        prompt = row.get(self.prompt)
         if isinstance(prompt, str):
             prompt = [Message(role="user", content=prompt)]
         elif prompt is None:
