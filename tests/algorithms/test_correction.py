@@ -282,6 +282,22 @@ def test_mismatch_and_correction_are_measured(kind: Any) -> None:
     assert ("loss/correction" in metrics) == ("loss/masked" in metrics) == (kind != "none")
 
 
+def test_tokens_that_a_mask_leaves_out_are_in_no_mean_of_the_loss() -> None:
+    old, behaviour = torch.full((4,), -1.0), torch.tensor([-1.0, -1.0, -1.0, -9.0])
+    logp = torch.tensor([-1.0, -1.0, -1.0, -0.1]).requires_grad_()
+    tokens = Tokens(
+        logp, old, torch.tensor([1.0, 1.0, 1.0, -1.0]), torch.zeros(4, dtype=torch.long), old > 0, behaviour
+    )
+    entropy = torch.tensor([1.0, 1.0, 1.0, 9.0])
+    metrics = objective(tokens, settings("ppo", correction="mask"), entropy=entropy).statistics.metrics()
+    expected = {"policy_per_token": -1, "ratio/mean": 1, "ratio/max": 1, "ratio/p99": 1, "ess": 1, "entropy": 1}
+    expected |= {"masked": 0.25, "correction": 0.75, "mismatch": 2, "clip_dual": 0, "approx_kl_k3": 0}
+    assert {name: metrics[f"loss/{name}"] for name in expected} == pytest.approx(expected)
+    none = objective(tokens, settings("ppo", correction="mask", correction_floor=0.5, correction_cap=0.9))
+    names = {"masked", "correction", "mismatch", "mismatch_k3", "mismatch_ess"}
+    assert none.statistics.metrics().keys() == {f"loss/{name}" for name in names}
+
+
 # --- loglinear ------------------------------------------------------------------------------------
 def test_loglinear_interpolates_between_behaviour_and_current_log_probs() -> None:
     behaviour, logp = (torch.tensor(x, dtype=torch.float64) for x in ([-1.0, -2.0, -3.0], [-1.5, -1.0, -7.0]))

@@ -35,6 +35,9 @@ from gleanrl.algorithms.loss import (
 from gleanrl.config.settings import CreditSettings, LearnerSettings, LossSettings
 from gleanrl.learners.models import adapter_weights, add_adapters
 from gleanrl.learners.torch import MAX_SKIPPED_IN_A_ROW, TorchLearner
+from gleanrl.schedule.step_metrics import group_metrics
+from gleanrl.tracking.hints import equal_scores
+from gleanrl.types import Score
 from gleanrl.utils.errors import UserError
 from tests.builders import Member, applied_gradients, make_group, random_groups, tiny_model
 from tests.strategies import NIGHTLY, examples
@@ -260,7 +263,7 @@ def test_an_own_loss_gets_samples_without_advantage_unless_it_is_zero_there(kind
     for zero in (False, True):
         name = f"imitates, zero {zero}, of a test of {kind}"
         register(name, zero_without_advantage=zero)(lambda tokens, settings: -tokens.logp)
-        loss = LossSettings(**{"name" if kind == "policy" else "replay_mode": name})
+        loss = LossSettings.model_validate({"name" if kind == "policy" else "replay_mode": name})
         metrics = update(make_learner(loss), build([flat] * GROUPS, CreditSettings(), loss, 128))
         found[zero] = metrics["samples/trained"], metrics["learner/grad_norm"] > 0
     assert found == {False: (8 if kind == "policy" else 4, True), True: (0, False)}
@@ -288,6 +291,21 @@ def test_a_loss_of_whole_trajectories_gets_all_segments_of_those_with_an_advanta
         assert metrics["samples/skipped"] == (0 if entropy else 2 * GROUPS)  # those of the member without a reward
     for skipped, every in zip(*gradients, strict=True):
         torch.testing.assert_close(skipped, every, rtol=1e-5, atol=1e-8)
+
+
+def test_groups_of_equal_scores_are_no_cause_for_advice_where_their_parts_have_an_advantage() -> None:
+    groups = []
+    for i in range(8):
+        group = make_group(i, [Member(1.0), Member(1.0)], np.random.default_rng(i))
+        parts = ({"answer": 1.0, "form": 0.0}, {"answer": 0.0, "form": 1.0})
+        given = zip(group.trajectories, parts, strict=True)
+        members = tuple(replace(t, score=Score(1.0, parts=own)) for t, own in given)
+        groups.append(replace(group, trajectories=members))
+    for per_part, flat in (({}, 8), ({"answer": 1.0, "form": 0.2}, 0)):
+        batch = build(groups, CreditSettings(per_part=per_part), LossSettings(), 128)
+        metrics = group_metrics(groups) | update(make_learner(groups_per_step=8), batch)
+        assert (metrics["groups/zero_variance"], metrics["groups/without_advantage"]) == (8, flat)
+        assert (equal_scores(metrics) is None) == (not flat)
 
 
 def test_a_step_with_zero_gradient_still_updates_the_weights_by_momentum() -> None:

@@ -27,6 +27,7 @@ SUMS = (
     "clip_dual",
     "entropy",
     "kl",
+    "seen",
     "correction",
     "masked",
     "mismatch_count",
@@ -36,6 +37,7 @@ SUMS = (
     "mismatch_ratio_squared",
 )
 OPTIONAL = frozenset({"entropy", "kl", "correction", "masked"})  # sums that are reported only if their input was given
+OF_ALL = SUMS[SUMS.index("seen") :]  # sums that include the tokens that a correction leaves out
 ORIGINS = ("fresh", "replayed")
 RATIO_LARGE = 10.0  # the share of tokens whose ratio is above this value is reported
 MISMATCH_LIMIT = 20.0  # bound of |mismatch|, equal to the bound of log-ratios in the losses
@@ -52,6 +54,8 @@ WIDTH = math.asinh(FURTHEST / LINEAR) / BINS
 @dataclass(frozen=True)
 class Statistics:
     """Sums and extrema over tokens. ``a + b`` are the statistics of the tokens of both. Tensors stay on their device.
+
+    Tokens that a correction leaves out enter the sums in `OF_ALL` only.
 
     In each tensor, row 0 is for fresh tokens and row 1 for replayed tokens.
     """
@@ -77,7 +81,8 @@ class Statistics:
     def metrics(self) -> dict[str, float]:
         """Return the metrics ``loss/...`` over fresh tokens and ``loss/replayed/...`` over replayed tokens.
 
-        If there are no tokens of one kind, its metrics are missing. ``ess`` is the effective sample size of the ratios
+        If there are no tokens of one kind, its metrics are missing. If a correction leaves all of them out, only those
+        of the correction and the mismatch are there. ``ess`` is the effective sample size of the ratios
         w of n tokens, as a share of the tokens: (sum w)^2 / (n sum w^2). ``ratio/p99`` is the 99 % quantile of the
         ratio. It is read from the histogram: the error of its logarithm x is at most 0.0053 (|x| + 0.001), so the error
         of the ratio is 5e-4 at a ratio of 1.1, 0.007 at 2 and 0.12 at 10. ``token_share`` is the share of replayed
@@ -89,20 +94,21 @@ class Statistics:
         for origin, row, (low, high), bins in zip(ORIGINS, *columns, strict=True):
             sums: dict[str, float] = dict(zip(SUMS, row, strict=True))
             count = sums["count"]
-            if count == 0:
-                continue
             prefix = "loss/" if origin == "fresh" else "loss/replayed/"
-            hidden = {"count", "ratio_squared"} | (OPTIONAL - self.measured)
-            means = {name: sums[name] / count for name in SUMS if not name.startswith("mismatch")}
-            metrics |= {prefix + _PUBLIC.get(name, name): value for name, value in means.items() if name not in hidden}
-            metrics |= {
-                f"{prefix}ratio/min": -low,
-                f"{prefix}ratio/max": high,
-                f"{prefix}ratio/p{TAIL}": min(max(_quantile(bins, TAIL), -low), high),
-                f"{prefix}ess": sums["ratio"] ** 2 / (count * sums["ratio_squared"]),
-            }
-            if origin == "replayed":
-                metrics["loss/replayed/token_share"] = count / tokens
+            if count:
+                hidden = {"count", "ratio_squared", *OF_ALL} | (OPTIONAL - self.measured)
+                metrics |= {prefix + _PUBLIC.get(name, name): sums[name] / count for name in SUMS if name not in hidden}
+                metrics |= {
+                    f"{prefix}ratio/min": -low,
+                    f"{prefix}ratio/max": high,
+                    f"{prefix}ratio/p{TAIL}": min(max(_quantile(bins, TAIL), -low), high),
+                    f"{prefix}ess": sums["ratio"] ** 2 / (count * sums["ratio_squared"]),
+                }
+                if origin == "replayed":
+                    metrics["loss/replayed/token_share"] = count / tokens
+            if seen := sums["seen"]:
+                of_all = [name for name in ("correction", "masked") if name in self.measured]
+                metrics |= {prefix + name: sums[name] / seen for name in of_all}
             # Tokens after the first update of a step may have no mismatch, so fewer tokens than ``count`` may have one.
             if compared := sums["mismatch_count"]:
                 metrics |= {
@@ -163,10 +169,11 @@ def measure(
     """
     if not log_ratio.numel():
         return Statistics.empty(log_ratio.device)
+    kept = torch.ones_like(replayed) if correction is None else correction != 0
     bins = (log_ratio.float() / LINEAR).asinh().div_(WIDTH).round_().long().clamp_(-BINS, BINS) + BINS
     # Counting with index_add_ does not make the host wait for the device; nor does any other operation here.
     counts = bins.new_zeros(2 * (2 * BINS + 1))
-    histogram = counts.index_add_(0, bins + (2 * BINS + 1) * replayed, torch.ones_like(bins)).view(2, -1)
+    histogram = counts.index_add_(0, bins + (2 * BINS + 1) * replayed, kept.long()).view(2, -1)
     log_ratio = log_ratio.double()
     excess = log_ratio.expm1()  # ratio - 1, without loss of digits if the ratio is near 1
     ratio = excess + 1
@@ -183,20 +190,23 @@ def measure(
         "clip_dual": clip_dual,
         "entropy": entropy,
         "kl": kl,
+        "seen": torch.ones_like(ratio),
         "correction": correction,
-        "masked": None if correction is None else correction == 0,
+        "masked": None if correction is None else ~kept,
     }
     if mismatch is not None:
         gap = mismatch.double().clamp(-MISMATCH_LIMIT, MISMATCH_LIMIT)
         weight = gap.exp()
-        columns |= {"mismatch_count": columns["count"], "mismatch": gap.abs(), "mismatch_k3": weight - 1 - gap}
+        columns |= {"mismatch_count": columns["seen"], "mismatch": gap.abs(), "mismatch_k3": weight - 1 - gap}
         columns |= {"mismatch_ratio": weight, "mismatch_ratio_squared": weight.square()}
     given = {name: value for name, value in columns.items() if value is not None}
     table = ratio.new_empty(len(given), ratio.numel())
     for row, value in zip(table, given.values(), strict=True):
         row.copy_(value)
+    if correction is not None:
+        table[: sum(name not in OF_ALL for name in given)].masked_fill_(~kept, 0.0)  # those in OF_ALL come last
     totals = dict(zip(given, (table @ torch.stack([~replayed, replayed], dim=-1).double()).unbind(), strict=True))
     sums = torch.stack([totals.get(name, ratio.new_zeros(2)) for name in SUMS], dim=-1)
     signed = torch.stack([-ratio, ratio])
-    extrema = torch.stack([signed.masked_fill(other, -torch.inf).amax(-1) for other in (replayed, ~replayed)])
+    extrema = torch.stack([signed.masked_fill(other | ~kept, -torch.inf).amax(-1) for other in (replayed, ~replayed)])
     return Statistics(sums, extrema, histogram, OPTIONAL & given.keys())

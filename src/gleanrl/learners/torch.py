@@ -204,6 +204,8 @@ class TorchLearner:
         step = self.step
         self._progress.groups += batch.groups
         metrics = meter.metrics(batch, self.engine)
+        flat = [all(sample.zero_advantage for sample in part.samples) for part in batch.parts]
+        metrics["groups/without_advantage"] = float(sum(flat))
         self._learned.add(meter, batch)
         if self.step > step:
             metrics |= self._learned.metrics(self.loss)

@@ -13,12 +13,13 @@ ENOUGH = 8
 
 
 def equal_scores(counts: Metrics) -> str | None:
-    """Return advice if most groups have members with equal scores, and None otherwise.
+    """Return advice if most groups have members with equal scores and no advantage, and None otherwise.
 
-    ``counts`` are the metrics ``groups/...`` of one step, or their sums over several steps. The fresh members of such
-    groups have no advantage over one another, so without replayed members their policy gradient is 0.
+    ``counts`` are the metrics ``groups/...`` of one step, or their sums over several steps. Groups of equal scores can
+    have an advantage, for example if the parts of the scores are compared (``credit.per_part``).
     """
     consumed, equal = counts.get("groups/consumed", 0.0), counts.get("groups/zero_variance", 0.0)
+    equal = min(equal, counts.get("groups/without_advantage", equal))
     if consumed < ENOUGH or equal < MANY * consumed:
         return None
     text = f"{equal:.0f} of {consumed:.0f} groups have fresh members with equal scores and thus no advantage: "
