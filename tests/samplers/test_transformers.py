@@ -186,6 +186,36 @@ def test_sessions_beyond_max_rows_open_in_order_of_arrival(model) -> None:
     run(test())
 
 
+def test_a_session_gives_up_rows_that_no_call_uses_if_another_waits_to_open(model) -> None:
+    async def test():
+        sampler = make_sampler(model, max_rows=3, deterministic=False)
+        async with sampler.session(0) as one:
+            await asyncio.gather(*(one.sample(PROMPT + i, ONE) for i in range(3)))
+            async with sampler.session(1) as two, sampler.session(2) as three:
+                records = [[(PROMPT, ONE, await each.sample(PROMPT, ONE))] for each in (one, two, three)]
+        assert_exact(model, records)
+
+    run(test())
+
+
+def test_two_conversations_in_turn_keep_what_each_has_cached(model) -> None:
+    async def prefilled(rows: int):
+        sampler = make_sampler(model, max_rows=rows, deterministic=False)
+        prompts, records = [PROMPT, PROMPT[::-1].copy()], []
+        async with sampler.session(0) as session:
+            for _ in range(4):
+                for number, prompt in enumerate(prompts):
+                    said = await session.sample(prompt, SamplingParams(4, ()))
+                    records.append([(prompt, SamplingParams(4, ()), said)])
+                    prompts[number] = np.concatenate([prompt, said.tokens])
+        assert_exact(model, records)
+        return sampler.stats()["prefill_tokens"], sum(prompt.size for prompt in prompts)
+
+    tokens, length = asyncio.run(prefilled(2))
+    assert tokens <= length
+    assert asyncio.run(prefilled(1))[0] > length
+
+
 def test_sampling_ends_at_a_stop_token_or_the_context_limit_and_empty_prompts_raise(model) -> None:
     async def test():
         sampler = make_sampler(model)

@@ -146,8 +146,10 @@ class SessionSampler:
     Args:
         make: returns the worker. Called once, on the thread on which the worker will run.
         max_rows: largest number of rows that open sessions hold. Each session holds one. It takes further rows, if
-            there are any and no session waits to open, for calls of `Session.sample` at the same time; without them,
-            these calls are answered one after another. Further sessions wait in the order in which they were requested.
+            there are any and no session waits to open, for calls of `Session.sample` at the same time, and unless
+            ``deterministic`` for a prompt that shares less than half of what each idle row has cached. Without them,
+            calls are answered one after another. Further sessions wait in the order in which they were requested; they
+            get the further rows that no call uses.
         max_context: largest length of prompt and completion together, in tokens.
         deterministic: whether to start a burst only when every open session waits for a completion. The composition of
             batches, and with it every rounding error, then does not depend on timing. No episode may wait for the
@@ -228,6 +230,7 @@ class SessionSampler:
             if self._queue or self._draining or not self._spare():
                 admitted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
                 self._queue.append((session, admitted))
+                self._admit()
                 await admitted
             else:
                 self._open.add(session)
@@ -242,7 +245,13 @@ class SessionSampler:
                 self._changed.notify()
 
     def _admit(self) -> None:
-        """Open sessions from the queue while there are rows that no session holds."""
+        """Open sessions from the queue while there are rows that no session holds, or that a session can spare."""
+        if self._queue and not self._draining:
+            several = [session for session in self._open if len(session.rows) > 1]
+            for holder in sorted(several, key=lambda session: session.ordinal):
+                while self._spare() < len(self._queue) and (row := holder.release()):
+                    self._left.append(row)
+            self._free_rows()
         while self._queue and not self._draining and self._spare():
             session, admitted = self._queue.popleft()
             if not admitted.done():
@@ -452,7 +461,7 @@ class _Session:
     """One episode's access to the sampler; see `gleanrl.protocols.Session`."""
 
     def __init__(self, sampler: SessionSampler, ordinal: int, seed: int, max_context: int) -> None:
-        self._sampler, self._ordinal, self._max_context = sampler, ordinal, max_context
+        self._sampler, self.ordinal, self._max_context = sampler, ordinal, max_context
         self.rows = [Row(ordinal, max_context)]
         self._idle = list(self.rows)  # the rows that no call uses
         self._line: deque[asyncio.Future[Row]] = deque()  # calls that wait for a row of this session
@@ -473,11 +482,15 @@ class _Session:
         random = self._random if params.seed is None else np.random.Generator(np.random.Philox(params.seed))
         uniforms = random.random(limit)
         loop = asyncio.get_running_loop()
-        if not self._idle and sampler._spare() and not sampler._queue:
-            self.rows.append(Row(self._ordinal, self._max_context))
-            self._idle.append(self.rows[-1])
-        if self._idle:  # the row that has most of the prompt in its cache
-            row = max(self._idle, key=lambda row: common_length(row.tokens[: row.length], prompt))
+        # The idle row that has most of the prompt in its cache, and whether the prompt would replace most of this row.
+        shared = {row: common_length(row.tokens[: row.length], prompt) for row in self._idle}
+        row = max(self._idle, key=lambda row: shared[row], default=None)
+        # With rounding that does not depend on timing, a session of one call at a time always keeps to one row.
+        other = row is not None and not sampler._deterministic and 2 * shared[row] < row.length
+        if (row is None or other) and sampler._spare() and not sampler._queue:
+            row = Row(self.ordinal, self._max_context)
+            self.rows.append(row)
+        elif row is not None:
             self._idle.remove(row)
         else:
             self._line.append(place := loop.create_future())
@@ -513,6 +526,17 @@ class _Session:
                 place.set_result(row)
                 return
         self._idle.append(row)
+        if self._sampler._queue:
+            self._sampler._admit()
+
+    def release(self) -> Row | None:
+        """Give up the shortest idle row, unless it is the last row of the session. None if there is no such row."""
+        if len(self.rows) == 1 or not self._idle:
+            return None
+        row = min(self._idle, key=lambda row: row.length)
+        self._idle.remove(row)
+        self.rows.remove(row)
+        return row
 
 
 def common_length(first: IntArray, second: IntArray) -> int:
