@@ -226,7 +226,7 @@ class _Function(Served):
 
     async def solve(self, task: Mapping[str, Any], model: ModelAddress) -> Result:
         values = (dict(task), f"{model.url}/v1", model.key, model.name)
-        arguments = dict(zip(ARGUMENTS, values, strict=True))
+        arguments: dict[str, Any] = dict(zip(ARGUMENTS, values, strict=True))
         if inspect.iscoroutinefunction(self._function):
             result = await self._function(**arguments)
         else:  # in a thread of its own, because the function may call `asyncio.run`
