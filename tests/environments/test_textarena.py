@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -176,7 +177,9 @@ def test_a_game_that_ends_with_an_invalid_move_keeps_a_partial_reward() -> None:
     seen = played(taskset, taskset.tasks("train", 1)[0], ["no", "no"])
     assert seen[-1].done
     assert score_of(seen).valid
-    assert 0.0 <= score_of(seen).parts["reward"] <= 1.0
+    [progress] = re.findall(r"Current progress score: (\d\.\d+)", seen[0].messages[0]["content"])
+    assert score_of(seen).parts["reward"] == pytest.approx(float(progress), abs=1e-3)
+    assert score_of(seen).parts["reward"] > 0.0
 
 
 def test_the_policy_plays_the_seat_of_the_task_against_the_opponent() -> None:
