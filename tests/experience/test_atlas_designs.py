@@ -142,7 +142,8 @@ def test_own_step_trains_on_as_many_tokens_of_the_step_as_replay_would_on_stored
         learner = ReplayUpdateLearner(unused, pool, config, seed=0, max_context=64, begun=lambda: True)
         stored = [group(name, 1, 4) for name in "abcd"]
         inner.observe(stored, {})
-        load_object(f"{CURRICULA}:OwnStep")(SimpleNamespace(plan=SimpleNamespace(curriculum=inner), learner=learner), seed=0)
+        run = SimpleNamespace(plan=SimpleNamespace(curriculum=inner), learner=learner)
+        load_object(f"{CURRICULA}:OwnStep")(run, seed=0)
         assert asyncio.run(learner.choose_from_pool(np.random.default_rng(0), 1)) == []  # the step has no success
         step = [group("e", 3, 4, first=9, version=1), group("f", 4, 4, first=9, version=1)]
         learner.remember(step)

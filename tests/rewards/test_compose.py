@@ -22,7 +22,7 @@ from gleanrl.rewards import NotApplicable, RewardAgent, Scorer
 from gleanrl.rewards.adapter import load_reward, verl
 from gleanrl.rewards.compose import ATTEMPTS, Weighted
 from gleanrl.rewards.http import HttpReward
-from gleanrl.rewards.request import Request, Scorer
+from gleanrl.rewards.request import Request
 from gleanrl.simulate import virtual_time
 from gleanrl.types import Score, Task
 from gleanrl.utils.errors import UserError
