@@ -127,7 +127,7 @@ def prepare_start(job: Job, folder: Path) -> None:
     texts = [message["content"] for conversation in shown for message in conversation]
     tokenizer = build_tokenizer(texts, config.model.vocabulary)
     model = build_model(config.model, tokenizer, job.seed)
-    examples = supervised_examples(config, tokenizer, [Demonstration(messages) for messages in shown])
+    examples = supervised_examples(config, tokenizer, [Demonstration(((messages, ()),)) for messages in shown])
     fine_tune(model, [example[:2] for example in examples], steps=WARM_START_STEPS, batch=32, lr=1e-3, seed=job.seed)
     save_model(folder / "model", model, tokenizer)
 
