@@ -120,12 +120,10 @@ def _begins_with(segment: Segment, start: Segment) -> bool:
     )
 
 
-class OwnStep(Wrapped):
-    """A control: each extra update trains on successes of its own step, with as many tokens as on stored ones.
+class ChangedUpdates(Wrapped):
+    """A curriculum that also changes the successes on which an extra update trains.
 
-    The stored successes are drawn and counted as used all the same, so the pool plans as it does for replay. In their
-    place come successes of the step, one at random from each of up to ``replay.pool_batch`` groups that have failures
-    too. More are drawn from all these groups again until they have as many sampled tokens as the stored ones.
+    ``self._choose`` draws those that replay would train on.
     """
 
     def __init__(self, run: Run, *, seed: int) -> None:
@@ -133,6 +131,18 @@ class OwnStep(Wrapped):
         assert isinstance(run.learner, ReplayUpdateLearner)
         self._learner, self._choose = run.learner, run.learner.choose_from_pool
         run.learner.choose_from_pool = self.choose  # type: ignore[method-assign]
+
+    async def choose(self, random: np.random.Generator, step: int) -> list[ReplayedSuccess]:
+        raise NotImplementedError
+
+
+class OwnStep(ChangedUpdates):
+    """A control: each extra update trains on successes of its own step, with as many tokens as on stored ones.
+
+    The stored successes are drawn and counted as used all the same, so the pool plans as it does for replay. In their
+    place come successes of the step, one at random from each of up to ``replay.pool_batch`` groups that have failures
+    too. More are drawn from all these groups again until they have as many sampled tokens as the stored ones.
+    """
 
     async def choose(self, random: np.random.Generator, step: int) -> list[ReplayedSuccess]:
         stored = await self._choose(random, step)

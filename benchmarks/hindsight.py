@@ -13,12 +13,12 @@ from dataclasses import replace
 
 import numpy as np
 
-from atlas_curricula import Wrapped
+from atlas_curricula import ChangedUpdates
 from gleanrl.environments.alfworld.games import game_of, generated_task
 from gleanrl.environments.alfworld.households import GOALS, LAMP, goal_library
 from gleanrl.experience.replay.recall import Disagrees
 from gleanrl.experience.replay.reverify import replay_actions
-from gleanrl.experience.replay.updates import ReplayedSuccess, ReplayUpdateLearner, replayed_group
+from gleanrl.experience.replay.updates import ReplayedSuccess, replayed_group
 from gleanrl.protocols import Metrics
 from gleanrl.train import Run
 from gleanrl.types import Group, GroupSpec, Score, StopReason, Task, Trajectory, Turn
@@ -111,7 +111,7 @@ def _true_at_start(task: Task) -> bool:
     return bool(game.won(game.start))
 
 
-class Hindsight(Wrapped):
+class Hindsight(ChangedUpdates):
     """Adds failures of other goals to the extra updates of replay, as successes of the goals that they reached.
 
     A failure is cut where it reached a goal of `achieved`, and its first message is rendered with that goal. Its
@@ -123,10 +123,7 @@ class Hindsight(Wrapped):
 
     def __init__(self, run: Run, *, seed: int) -> None:
         super().__init__(run, seed=seed)
-        assert isinstance(run.learner, ReplayUpdateLearner)
-        self._player, self._learner = run.player, run.learner
-        self._choose = run.learner.choose_from_pool
-        run.learner.choose_from_pool = self.choose  # type: ignore[method-assign]
+        self._player = run.player
         self._failures: list[tuple[Task, Trajectory]] = []  # of the last step
         self.kept: dict[str, tuple[Task, Trajectory]] = {}
         self.counts: Counter[str] = Counter()

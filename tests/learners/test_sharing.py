@@ -159,6 +159,12 @@ def test_packed_rows_in_bfloat16_have_the_gradients_of_padded_rows_but_for_round
     assert (grads[0] - grads[1]).norm() < 0.05 * grads[1].norm()
 
 
+def mistral(**changes: Any) -> MistralForCausalLM:
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    return MistralForCausalLM(MistralConfig(**sizes, **heads, **SIZES, **changes)).eval()
+
+
 def test_only_models_that_pass_position_ids_and_the_packing_on_to_their_attention_pack_rows() -> None:
     assert can_pack_rows(tiny_model())
     eager = tiny_model()
@@ -167,29 +173,12 @@ def test_only_models_that_pass_position_ids_and_the_packing_on_to_their_attentio
     assert eager.config._attn_implementation == "eager"
     assert can_pack_rows(GPT2LMHeadModel(GPT2Config(n_embd=16, n_layer=2, n_head=2, **SIZES)).eval())
     assert not can_pack_rows(Deaf())
-    windowed = MistralConfig(
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        sliding_window=64,
-        **SIZES,
-    )
-    assert not can_pack_rows(MistralForCausalLM(windowed).eval())
+    assert not can_pack_rows(mistral(sliding_window=64))
 
 
 @pytest.mark.parametrize("rope", ["linear", "dynamic", "longrope"])
 def test_models_whose_positions_depend_on_the_longest_sample_of_a_row_do_not_pack_rows(rope: str) -> None:
     own = {"short_factor": [1.0] * 4, "long_factor": [8.0] * 4, "original_max_position_embeddings": 4096}
-    config = MistralConfig(
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        sliding_window=None,
-        rope_parameters={"rope_type": rope, "rope_theta": 1e4, "factor": 2.0, **(own if rope == "longrope" else {})},
-        **SIZES,
-    )
-    assert can_pack_rows(MistralForCausalLM(config).eval()) == (rope == "linear")
+    parameters = {"rope_type": rope, "rope_theta": 1e4, "factor": 2.0, **(own if rope == "longrope" else {})}
+    model = mistral(sliding_window=None, rope_parameters=parameters)
+    assert can_pack_rows(model) == (rope == "linear")

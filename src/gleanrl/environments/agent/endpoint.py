@@ -164,20 +164,18 @@ class Endpoint:
             model["max_model_len"] = episode.max_context
         return web.json_response({"object": "list", "data": [model]})
 
-    async def _receive(self, request: Any) -> tuple[_Episode, Any]:
-        """Return the episode of a request and its body.
-
-        Raises `Refused` if the key is not that of a running episode, before the body is read or once it is complete.
-        """
-        self._episode(request)
+    async def _receive(self, request: Any) -> Any:
+        """Return the body of a request. Raises `Refused` if its episode has ended once the body is complete."""
         body = await _read(request)
-        return self._episode(request), body
+        self._episode(request)
+        return body
 
     async def _rewards(self, request: Any) -> Any:
         from aiohttp import web
 
         try:
-            episode, body = await self._receive(request)
+            episode = self._episode(request)
+            body = await self._receive(request)
             if episode.earn is None:
                 raise Refused("this model is not trained, so that it takes no turn rewards")
             if not isinstance(body, dict) or not {"reward"} <= body.keys() <= {"reward", "id"}:
@@ -200,7 +198,7 @@ class Endpoint:
         episode: _Episode | None = None
         try:
             episode = self._episode(request)
-            episode, body = await self._receive(request)
+            body = await self._receive(request)
             if not isinstance(body, dict):
                 raise Refused("the body of the request is not a JSON object")
             call = dialect.read(body)
