@@ -307,7 +307,7 @@ class Player:
 
 @lru_cache
 def _warn_of_no_answer(refusal: str) -> None:
-    """Log a warning, once, that an agent has had no answer of the model.
+    """Log a warning, once for each ``refusal``, that an agent has had no answer of the model.
 
     ``refusal`` is the error of its first call; empty if it made none, because it may be calling another model.
     """
