@@ -151,6 +151,17 @@ def test_a_key_without_a_value_turns_a_boolean_on_and_is_an_error_otherwise(afte
             load("quickstart", parse_overrides([f"--{key}", *after]))
 
 
+@pytest.mark.parametrize("number", ["inf", "-inf", "nan"])
+def test_no_setting_takes_an_infinite_number_or_nan(number: str) -> None:
+    plain = [("quickstart", name) for name, field in fields(Config) if field.annotation is float]
+    plain += [("pendulum", name) for name, field in fields(JOBS["embodied"]) if field.annotation is float]
+    plain += [("quickstart", name) for name in ("critic.clip", "loss.dual_clip", "credit.per_part.format")]
+    assert len(plain) > 40
+    for preset, name in plain:
+        with pytest.raises(UserError, match=rf"^{preset}: {re.escape(name)} = {number}: "):
+            load_job(preset, [(name, number)])
+
+
 def test_chunks_must_divide_the_batch_and_are_rejected_with_batch_statistics() -> None:
     with pytest.raises(UserError, match=r"schedule\.chunks = 5"):
         load_and_check([("schedule.preset", "pipelined"), ("schedule.chunks", "5")])

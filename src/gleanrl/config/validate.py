@@ -8,7 +8,6 @@ the configuration names, including those in a user's own files.
 from __future__ import annotations
 
 import importlib.util
-import math
 
 from gleanrl.config.settings import Config, LearnerSettings, ModelSettings, ReplaySettings
 from gleanrl.utils.errors import UserError
@@ -328,9 +327,7 @@ def _check_per_part(config: Config, *, compares_groups: bool) -> None:
             f"credit.per_part compares the members of a group, which credit.estimator = {credit.estimator!r} does not; "
             "use grpo or another estimator with a group baseline"
         )
-    for part, weight in credit.per_part.items():
-        if not math.isfinite(weight):
-            raise UserError(f"credit.per_part.{part} = {weight}: give a finite weight")
+    for part in credit.per_part:
         known: list[str] | None = None  # which parts other rewards give is not known before they give some
         if config.reward.name == "weighted":
             known = list(config.reward.options.get("parts", {}))

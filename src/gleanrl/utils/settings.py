@@ -35,10 +35,13 @@ metrics record at each step.
 class Settings(BaseModel):
     """Base class of a section of a configuration. A section is immutable, and its values are checked.
 
-    Unknown keys are refused. The docstring under a field is the field's description, which the CLI prints.
+    Unknown keys are refused, and so are infinite numbers and NaN. The docstring under a field is the field's
+    description, which the CLI prints.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, validate_default=True, use_attribute_docstrings=True, allow_inf_nan=False
+    )
 
     @classmethod
     def changeable(cls) -> Iterator[str]:
