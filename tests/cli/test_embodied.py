@@ -224,6 +224,8 @@ def test_a_dry_run_prints_the_configuration_and_the_plan(embodied: CommandLine) 
         (["--buffer.window", "1", "--learner.batch", "44"], ["buffer.window = 1 trajectories hold 20", "takes 22"]),
         (["--demonstrations.newest", "1", "--learner.batch", "48"], ["demonstrations.newest = 1 give 20", "takes 24"]),
         (["--learner.device", "abacus"], ["learner.device = 'abacus'"]),
+        (["--runtime", "local"], ["an embodied run is always in one process: leave out --runtime"]),
+        (["--ray.samplers", "2"], ["'ray.samplers'", "and keys of ray"]),
     ],
     ids=lambda value: value[0] if str(value[0]).startswith("--") else None,
 )

@@ -214,6 +214,8 @@ def _suggestion(key: str, model: type[JobConfig]) -> str:
     These are the key that differs in a letter, or else those that have the same last part or that another trainer calls
     so, or else those with a similar last part, in the same section if there are any.
     """
+    if key.startswith("ray.") and "ray" not in model.model_fields:  # --runtime sets such a key, too
+        return f"; an {model.kind} run is always in one process: leave out --runtime, --ray-address and keys of ray"
     keys = [known for known, _ in fields(model)]
     meant = get_close_matches(key, keys, 1, cutoff=0.9)
     names = {section: [section] for section in model.model_fields}
