@@ -289,9 +289,11 @@ def test_new_rows_get_the_highest_priority_of_any_row_whatever_their_fields() ->
     assert min(counts[number] for number in range(3)) > 900
 
 
-def test_versions_of_which_some_are_unknown_still_meet_a_condition() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn])
+def test_versions_of_which_some_are_unknown_still_meet_a_condition(dtype: torch.dtype) -> None:
+    versions = column(float("nan"), 3, 5).to(dtype), column(*[float("nan")] * 2).to(dtype)
     with TrajectoryReplayBuffer(seed=0) as buffer:
-        buffer.add_trajectories([{"versions": column(float("nan"), 3, 5)}, {"versions": column(*[float("nan")] * 2)}])
+        buffer.add_trajectories([{"versions": own} for own in versions])
         batch = buffer.sample(1, only=Only(versions=(2, 4)))
         assert batch["versions"].tolist() == [[3]]
         with pytest.raises(UserError, match="no row"):

@@ -87,7 +87,8 @@ class Only:
                 found &= flags.reshape(len(rows), -1).any(dim=1) == self.intervened
             if self.versions is not None:
                 low, high = self.versions
-                versions = columns.get(("versions",), torch.full((len(rows), 1), torch.nan)).reshape(len(rows), -1)
+                versions = columns.get(("versions",), torch.full((len(rows), 1), torch.nan))
+                versions = versions.reshape(len(rows), -1).double()  # torch does not compare float8
                 found &= ((versions >= low) & (versions <= high)).all(dim=1)
             return found
 
