@@ -151,13 +151,13 @@ def test_an_unknown_estimator_raises_an_error_that_suggests_the_nearest_name() -
 def test_an_unknown_option_raises_an_error_that_suggests_the_nearest_name() -> None:
     wrong = r"credit\.options\.gama: estimator 'gae' has no such option; did you mean 'gamma'\?"
     with pytest.raises(UserError, match=wrong):
-        check_options("gae", ["lam", "gama"])
+        check_options("gae", {"lam": 1.0, "gama": 1.0})
     with pytest.raises(UserError, match=wrong):
         estimate("gae", *arguments(), gama=1.0)
     with pytest.raises(UserError, match=r"credit\.options\.gamma: estimator 'grpo' has no such option; known are none"):
-        check_options("grpo", ["gamma"])
-    check_options("reinforce_plus_plus", ["gamma", "across_turns", "whiten"])
-    check_options("gpg", ["f_norm"])
+        check_options("grpo", {"gamma": 1.0})
+    check_options("reinforce_plus_plus", {"gamma": 1, "across_turns": True, "whiten": False})
+    check_options("gpg", {"f_norm": 2.0})
 
 
 @pytest.mark.parametrize(
@@ -239,11 +239,11 @@ def test_a_users_own_estimator_is_chosen_by_its_import_path(tmp_path: Path) -> N
     with pytest.raises(ValueError, match="estimator 'scaled_by_price' needs prices"):
         estimate(path, rewards, mask, torch.tensor([0, 0]))
     with pytest.raises(UserError, match=r"credit\.options\.scael: .*has no such option; did you mean 'scale'\?"):
-        check_options(path, ["scael"])
+        check_options(path, {"scael": 1.0})
     with pytest.raises(UserError, match="plain function"):
         estimate(f"{file}:plain", *arguments())
     with pytest.raises(UserError, match=r"has no 'scalde'; did you mean 'scaled'\?"):
-        check_options(f"{file}:scalde", [])
+        check_options(f"{file}:scalde", {})
 
 
 def test_an_estimator_that_returns_a_wrong_shape_raises_a_value_error() -> None:

@@ -590,7 +590,7 @@ def test_a_missing_input_raises_a_value_error_that_names_it(name: str, missing: 
 )
 def test_an_invalid_option_value_raises_a_user_error_that_names_it(name: str, option: str, value: Any) -> None:
     inputs = {"values": torch.zeros(2, 3)} if name == "gae" else {}
-    with pytest.raises(UserError, match=rf"credit.options.{option} = .*: must be "):
+    with pytest.raises(UserError, match=rf"credit.options.{option} = .*: input should be "):
         estimate(
             name,
             torch.ones(2, 3),

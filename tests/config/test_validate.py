@@ -81,6 +81,36 @@ def test_an_option_without_a_default_must_be_given(tmp_path: Path) -> None:
         validate.check(load(**named, **{f"{section}__options.{option}": "0.5"}))
 
 
+def test_an_option_of_a_wrong_type_or_out_of_its_range_is_refused(tmp_path: Path) -> None:
+    own = tmp_path / "typed.py"
+    own.write_text(
+        "from __future__ import annotations\n"
+        "from gleanrl.algorithms.advantages import estimator\n"
+        "from gleanrl.algorithms.loss import policy_loss\n"
+        "@policy_loss('typed')\n"
+        "def loss(tokens, settings, bounds: tuple[float, float] | None = None, own=1): return -tokens.logp\n"
+        "@estimator('typed', group_local=True)\n"
+        "def credit(rewards, *, centre: bool = True): return rewards.centred[:, None], rewards.centred[:, None]\n"
+    )
+    for section, chosen, option, right, wrong in (
+        ("loss", f"name={own}:loss", "bounds", ["[0, 1.5]"], ["[0, 'x']", "true"]),
+        ("loss", f"name={own}:loss", "own", ["1", "'x'"], []),  # has no annotation
+        ("loss", "name=kl_cov", "coefficient", ["2"], ["'x'", "true", "[1.0]"]),
+        ("loss", "name=clip_cov", "low", ["0.1", "-inf"], ["'0.1'"]),
+        ("loss", "name=clip_cov", "share", ["1"], ["'0.1'", "0", "1.1", "nan"]),
+        ("credit", f"estimator={own}:credit", "centre", ["false"], ["'false'", "0"]),
+        ("credit", "estimator=gpg", "f_norm", ["2"], ["'2'", "0", "inf"]),
+        ("credit", "estimator=reinforce_plus_plus", "gamma", ["1"], ["'0.9'", "1.1", "nan"]),
+        ("credit", "estimator=reinforce_plus_plus", "whiten", ["false"], ["'no'", "1"]),
+    ):
+        key, _, value = chosen.partition("=")
+        for given in right:
+            validate.check(load(**{f"{section}__{key}": value, f"{section}__options.{option}": given}))
+        for given in wrong:
+            with pytest.raises(UserError, match=rf"^{section}\.options\.{option}\S* = .*: input should "):
+                validate.check(load(**{f"{section}__{key}": value, f"{section}__options.{option}": given}))
+
+
 @pytest.mark.parametrize("betas", ["[0.9, 1.0]", "[1.2, 0.95]", "[-0.1, 0.95]", "[0.9, nan]"])
 def test_decay_rates_of_the_optimizer_are_below_one(betas: str) -> None:
     with pytest.raises(UserError, match=r"learner\.betas"):

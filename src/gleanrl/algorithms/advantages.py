@@ -16,17 +16,19 @@ another. Statistics are float64 and computed without a loop over trajectories or
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from inspect import Parameter, signature
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from gleanrl.utils.errors import UserError
-from gleanrl.utils.registry import Registry
+from gleanrl.utils.registry import Registry, check_values
+from gleanrl.utils.settings import Fraction
 from gleanrl.utils.text import nearest
 
 EPSILON = 1e-6  # added to the standard deviation that divides advantages
@@ -250,11 +252,11 @@ def estimator(
     return register
 
 
-def check_options(name: str, options: Collection[str]) -> None:
-    """Check the names of the options that an estimator gets.
+def check_options(name: str, options: Mapping[str, Any]) -> None:
+    """Check the options that an estimator gets.
 
-    Raises `UserError` if no estimator has this name, if it does not take one of ``options``, or if one that it needs is
-    missing.
+    Raises `UserError` if no estimator has this name, if it does not take one of ``options`` or the value of one, or if
+    one that it needs is missing.
     """
     estimator = ESTIMATORS.get(name)
     known = estimator.options
@@ -266,6 +268,7 @@ def check_options(name: str, options: Collection[str]) -> None:
             raise UserError(
                 f"credit.options.{option}: estimator {name!r} has no such option{nearest(option, known, list_all=True)}"
             )
+    check_values("credit.options", estimator.function, options)
 
 
 @torch.no_grad()
@@ -441,13 +444,12 @@ def opo(rewards: Rewards) -> tuple[Tensor, Tensor]:
 
 
 @estimator("gpg", group_local=False, group_baseline=True)
-def gpg(rewards: Rewards, *, f_norm: float = 1.0) -> tuple[Tensor, Tensor]:
+def gpg(rewards: Rewards, *, f_norm: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0) -> tuple[Tensor, Tensor]:
     """Compute alpha * (r - mean) / f_norm, the advantage of GPG (arXiv 2504.02546).
 
     alpha is the number of baseline members in the whole batch, divided by the number of those whose score is not 0. It
     compensates for members without a reward. ``f_norm`` is a constant divisor.
     """
-    _check("f_norm", f_norm, "a number above 0", lambda x: 0 < x < float("inf"))
     rewarded = (rewards.baseline & (rewards.scores != 0)).sum()
     alpha = rewards.baseline.sum().double() / rewarded.clamp(min=1)
     return _outcome(alpha * rewards.centred / f_norm)
@@ -455,7 +457,7 @@ def gpg(rewards: Rewards, *, f_norm: float = 1.0) -> tuple[Tensor, Tensor]:
 
 @estimator("reinforce_plus_plus", group_local=False, turn_rewards=True)
 def reinforce_plus_plus(
-    rewards: Rewards, *, gamma: float = 1.0, across_turns: bool = True, whiten: bool = True
+    rewards: Rewards, *, gamma: Fraction = 1.0, across_turns: bool = True, whiten: bool = True
 ) -> tuple[Tensor, Tensor]:
     """Compute discounted sums of rewards, whitened over the batch's trained tokens (REINFORCE++, arXiv 2501.03262).
 
@@ -466,8 +468,6 @@ def reinforce_plus_plus(
     if there is none before it; verl drops such a reward. The returns are the sums before whitening. ``whiten=False``
     turns whitening off.
     """
-    _check("gamma", gamma, "a number in [0, 1]", lambda x: 0 <= x <= 1)
-    _check("across_turns", across_turns, "true or false", lambda x: x in (True, False))
     returns = discounted_sums(rewards.rewards_at_tokens(), rewards.joined if across_turns else rewards.adjacent, gamma)
     return _per_token(rewards, returns, returns, whiten)
 
@@ -498,7 +498,7 @@ def remax(rewards: Rewards, *, reward_baselines: Tensor) -> tuple[Tensor, Tensor
 
 @estimator("gae", group_local=False, needs=["values"], turn_rewards=True)
 def gae(
-    rewards: Rewards, *, values: Tensor, gamma: float = 1.0, lam: float = 1.0, whiten: bool = True
+    rewards: Rewards, *, values: Tensor, gamma: Fraction = 1.0, lam: Fraction = 1.0, whiten: bool = True
 ) -> tuple[Tensor, Tensor]:
     """Compute generalised advantage estimates, whitened over the batch's trained tokens (GAE, arXiv 1506.02438).
 
@@ -508,8 +508,6 @@ def gae(
     whitening off. A reward at an untrained position is added to the trained token before it, or to the first trained
     token if there is none before it; verl drops such a reward.
     """
-    _check("gamma", gamma, "a number in [0, 1]", lambda x: 0 <= x <= 1)
-    _check("lam", lam, "a number in [0, 1]", lambda x: 0 <= x <= 1)
     predicted = rewards.at_tokens(_input("values", values, rewards.trained.shape))
     differences = rewards.rewards_at_tokens().sub_(predicted)
     differences[:-1].add_(torch.where(rewards.joined, predicted[1:], 0.0), alpha=gamma)
@@ -523,8 +521,8 @@ def gigpo(
     *,
     turns: Tensor,
     states: Tensor,
-    gamma: float = 0.95,
-    weight: float = 1.0,
+    gamma: Fraction = 0.95,
+    weight: Annotated[float, Field(allow_inf_nan=False)] = 1.0,
     normalize: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """Compute A_episode + weight * A_turn, the advantage of GiGPO (arXiv 2505.10978).
@@ -538,8 +536,6 @@ def gigpo(
     All tokens of a turn have the same advantage. That of a turn outside the baseline is limited to [-sqrt(n), sqrt(n)]
     with ``normalize``, as ``grpo`` limits that of a trajectory.
     """
-    _check("weight", weight, "a finite number", lambda x: abs(x) < float("inf"))
-    _check("normalize", normalize, "true or false", lambda x: x in (True, False))
     found = _TurnReturns.of(rewards, turns, states, gamma)
     turn_advantages = torch.where(found.counts >= 2, found.returns - found.means, 0.0)
     episode = (grpo if normalize else dr_grpo).function(rewards)[0][:, 0]
@@ -555,7 +551,7 @@ def gigpo(
 
 @estimator("state_gae", group_local=True, group_baseline=True, needs=["turns", "states"], turn_rewards=True)
 def state_gae(
-    rewards: Rewards, *, turns: Tensor, states: Tensor, gamma: float = 0.95, lam: float = 0.9
+    rewards: Rewards, *, turns: Tensor, states: Tensor, gamma: Fraction = 0.95, lam: Fraction = 0.9
 ) -> tuple[Tensor, Tensor]:
     """Compute generalised advantage estimates over turns, with means of the group as the values of states.
 
@@ -564,7 +560,6 @@ def state_gae(
     Where there are fewer than two such turns, V_k is the turn's own return. After the last turn V and A are 0. All
     tokens of a turn have the same advantage. There is no critic and no whitening (GAGPO, arXiv 2605.13217).
     """
-    _check("lam", lam, "a number in [0, 1]", lambda x: 0 <= x <= 1)
     found = _TurnReturns.of(rewards, turns, states, gamma)
     values = torch.where(found.counts >= 2, found.means, found.returns)
     # r_k = R_k - gamma R_k+1
@@ -593,7 +588,6 @@ class _TurnReturns:
 
     @classmethod
     def of(cls, rewards: Rewards, turns: Tensor, states: Tensor, gamma: float) -> _TurnReturns:
-        _check("gamma", gamma, "a number in [0, 1]", lambda x: 0 <= x <= 1)
         numbers = _input("turns", turns, rewards.trained.shape).masked_select(rewards.trained)
         row = torch.arange(rewards.lengths.numel(), device=numbers.device).repeat_interleave(rewards.lengths)
         begins = numbers.new_ones(numbers.shape, dtype=torch.bool)
@@ -700,7 +694,6 @@ def _outcome(advantages: Tensor) -> tuple[Tensor, Tensor]:
 
 def _per_token(rewards: Rewards, advantages: Tensor, returns: Tensor, whiten: bool) -> tuple[Tensor, Tensor]:
     """Return (advantages, returns) as float32 [N, L] for float64 [T] each; ``whiten``: whiten the advantages first."""
-    _check("whiten", whiten, "true or false", lambda x: x in (True, False))
     spread_returns = rewards.spread(returns)
     if whiten:
         if torch.equal(rewards.baseline, rewards.valid):
@@ -717,12 +710,3 @@ def _input(name: str, given: Tensor, shape: torch.Size) -> Tensor:
     if given.shape != shape:
         raise ValueError(f"{name} has shape {list(given.shape)}, the rewards ask for {list(shape)}")
     return given
-
-
-def _check(option: str, value: Any, wanted: str, fits: Callable[[Any], bool]) -> None:
-    try:
-        good = fits(value)
-    except TypeError:
-        good = False
-    if not good:
-        raise UserError(f"credit.options.{option} = {value!r}: must be {wanted}")

@@ -27,15 +27,16 @@ from functools import cached_property
 from inspect import Parameter, signature
 from itertools import accumulate, pairwise
 from math import log
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Annotated, Any, Literal, NamedTuple, get_args
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from gleanrl.algorithms.loss_statistics import Statistics, measure
 from gleanrl.config.settings import LossSettings
 from gleanrl.utils.errors import UserError
-from gleanrl.utils.registry import Registry
+from gleanrl.utils.registry import Registry, check_values
 from gleanrl.utils.text import nearest
 
 LossConfig = LossSettings
@@ -46,6 +47,7 @@ K3_LIMIT = 10.0  # bound of the k3 estimate of the KL
 AGGREGATIONS = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 KL_KINDS = ("k1", "kl", "abs", "k2", "mse", "k3", "low_var_kl")
 Scope = Literal["token", "sequence", "update"]
+_Share = Annotated[float, Field(gt=0, le=1)]
 
 
 # --- the interface of a policy loss ---
@@ -231,7 +233,8 @@ def _check_scope(name: str, scope: Scope, precompute: Callable[..., Tensor] | No
 def find(settings: LossSettings) -> PolicyLoss:
     """Return the policy loss named in ``settings``.
 
-    Raises `UserError` if the name or an option is unknown, or an option without a default is missing.
+    Raises `UserError` if the name or an option is unknown, an option has a value that the loss does not take, or an
+    option without a default is missing.
     """
     loss = POLICY_LOSSES.get(settings.name)
     for option in loss.required:
@@ -241,6 +244,8 @@ def find(settings: LossSettings) -> PolicyLoss:
         for option in settings.options.keys() - loss.options:
             hint = nearest(option, loss.options, list_all=True)
             raise UserError(f"loss.options.{option}: the policy loss {loss.name!r} has no such option{hint}")
+    for function in filter(None, (loss.function, loss.precompute)):
+        check_values("loss.options", function, settings.options)
     return loss
 
 
@@ -755,7 +760,7 @@ def covariance(tokens: Tokens) -> Tensor:
 
 
 def clip_cov_choice(
-    tokens: Tokens, settings: LossSettings, share: float = 2e-4, low: float = 1.0, high: float = 5.0
+    tokens: Tokens, settings: LossSettings, share: _Share = 2e-4, low: float = 1.0, high: float = 5.0
 ) -> Tensor:
     """Return bool [T]: True for tokens that are drawn at random to get no gradient.
 
@@ -786,7 +791,7 @@ def clip_cov(tokens: Tokens, settings: LossSettings) -> TokenLosses:
     return plain._replace(values=torch.where(tokens.precomputed, 0.0, plain.values))
 
 
-def kl_cov_choice(tokens: Tokens, settings: LossSettings, share: float = 2e-4) -> Tensor:
+def kl_cov_choice(tokens: Tokens, settings: LossSettings, share: _Share = 2e-4) -> Tensor:
     """Return bool [T]: True for the fraction ``share`` of the fresh tokens (at least one) with highest `covariance`."""
     return _highest(covariance(tokens), _count(tokens, share))
 
@@ -804,8 +809,6 @@ def kl_cov(tokens: Tokens, settings: LossSettings, coefficient: float = 1.0) -> 
 
 
 def _count(tokens: Tokens, share: float) -> int:
-    if not isinstance(share, int | float) or not 0 < share <= 1:
-        raise UserError(f"loss.options.share = {share!r}: must be a number above 0 and at most 1")
     return max(1, int(share * int((~tokens.off_policy).sum())))
 
 

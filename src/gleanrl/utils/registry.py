@@ -1,9 +1,16 @@
-"""A registry of functions, from which a setting chooses one by its registered name or its import path."""
+"""A registry of functions, from which a setting chooses one by its registered name or its import path.
+
+`check_values` checks the options of such a function.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Generic, Protocol, TypeVar
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from typing import Any, Generic, Protocol, TypeVar, get_type_hints
+
+from pydantic import TypeAdapter, ValidationError
+from pydantic_core import PydanticSerializationError, to_json
 
 from gleanrl.utils.errors import UserError
 from gleanrl.utils.importing import load_object
@@ -65,3 +72,32 @@ class Registry(Generic[T]):
 
     def names(self) -> tuple[str, ...]:
         return tuple(sorted(self._entries))
+
+
+def check_values(setting: str, function: Callable[..., Any], options: Mapping[str, Any]) -> None:
+    """Check that the values of ``options`` have the types, and are in the ranges, that ``function`` is annotated with.
+
+    They are checked as JSON, because they come from a configuration: a list may be a tuple, but no text is a number.
+    Options whose parameter has no annotation that pydantic understands, and values that JSON lacks, are not checked.
+
+    Raises `UserError`, which names the option as a key of ``setting``.
+    """
+    for name, value in options.items():
+        type_ = _type_of(function, name)
+        if type_ is None:
+            continue
+        try:
+            type_.validate_json(to_json(value, inf_nan_mode="constants"), strict=True)
+        except PydanticSerializationError:
+            continue
+        except ValidationError as error:
+            reason = error.errors(include_url=False)[0]["msg"]
+            raise UserError(f"{setting}.{name} = {value!r}: {reason[0].lower()}{reason[1:]}") from None
+
+
+@lru_cache(maxsize=256)
+def _type_of(function: Callable[..., Any], parameter: str) -> TypeAdapter[Any] | None:
+    try:
+        return TypeAdapter(get_type_hints(function, include_extras=True)[parameter])
+    except Exception:  # there is none, or it is anything that a type checker understands but pydantic does not
+        return None
