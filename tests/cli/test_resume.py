@@ -138,6 +138,16 @@ def test_an_interrupt_is_one_line_and_the_run_continues(
     assert here["weights"][name] == there["weights"][name]
 
 
+def test_an_interrupt_before_the_run_has_a_folder_names_no_command_that_continues_it(
+    gleanrl: CommandLine, whole: tuple[CommandLine, Ended]
+) -> None:
+    moment = ("gleanrl.runtime.sharded:_start", 1, "SIGINT")
+    assert gleanrl.train("run", "--learner.ranks", "2", at=moment).complaint == "interrupted"
+    assert not gleanrl.run("run").path.exists()
+    # Without --resume this command cannot continue the run that is there.
+    assert whole[0].train("whole", "--learner.ranks", "2", at=moment).complaint == "interrupted"
+
+
 @pytest.mark.parametrize("moment", [(PLAY, 11), (UPDATE, 3), (SAVE_MANIFEST, 3)], ids=lambda moment: moment[0])
 def test_a_second_interrupt_stops_at_once(
     gleanrl: CommandLine, whole: tuple[CommandLine, Ended], moment: tuple[str, int]

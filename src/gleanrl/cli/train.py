@@ -28,6 +28,7 @@ def _train(args: argparse.Namespace) -> int:
     rules.check(config)
 
     from gleanrl.config.loading import describe
+    from gleanrl.runtime.run_folder import RunFolder
     from gleanrl.tracking import monitors
 
     monitors.check(config.monitor)
@@ -46,6 +47,8 @@ def _train(args: argparse.Namespace) -> int:
     if (about := describe(args.config)) and not args.resume and os.environ.get("RANK", "0") == "0":
         print(about, file=sys.stderr)
     load_monitors = partial(monitors.load_monitors, config.monitor, console=console)
+    folder = RunFolder(config.path)
+    existed = folder.config_path.exists()
     try:
         complete = runtime.run_training(config, resume=args.resume, console=console, monitors=load_monitors)
     except KeyboardInterrupt:
@@ -53,16 +56,16 @@ def _train(args: argparse.Namespace) -> int:
     if not complete:
         settings = [f"--{key}" if value is None else f"--{key}={value}" for key, value in args.overrides]
         command = shlex.join(["gleanrl", "train", args.config, *settings, "--resume"])
-        print(f"gleanrl: interrupted; continue with: {command}", file=sys.stderr)
+        # While the ranks of a learner start, there is no run yet, or one that this command may not continue.
+        begun = folder.config_path.exists() and existed == args.resume
+        print(f"gleanrl: interrupted{f'; continue with: {command}' if begun else ''}", file=sys.stderr)
         return INTERRUPTED
 
     from gleanrl.config.settings import Config
-    from gleanrl.runtime.run_folder import RunFolder
     from gleanrl.tracking import report
     from gleanrl.tracking.model_card import model_card, read_licence
     from gleanrl.utils import atomic
 
-    folder = RunFolder(config.path)
     if isinstance(config, Config):
         card = model_card(config, folder.read_metrics(), config.run.steps, adapters=False, licence=read_licence(config))
         atomic.write_text(folder.model_path / "README.md", card)
