@@ -296,16 +296,27 @@ def test_a_damaged_log_record_prevents_writing_so_that_later_records_are_kept(fo
 
 
 def test_a_partly_written_commit_of_several_trajectories_is_dropped(folder: Path) -> None:
-    """A kill during a commit of several records may leave any part of them on disk. None was acknowledged."""
+    """A kill during a commit of several records may leave any part of them on disk. None was acknowledged.
+
+    A reader that has mapped the records of the commit would be killed if the log became shorter.
+    """
     with opened(folder) as buffer:
-        buffer.add_trajectories([trajectory(10, 1), trajectory(11, 1)])  # so short that no new segment is begun
+        # so short that no new segment is begun, and so many that their records reach into another page
+        buffer.add_trajectories([trajectory(10 + i, 1, 1) for i in range(25)])
         shutil.copytree(folder, folder.parent / "killed")
     folder = folder.parent / "killed"
-    flip(folder / "000-log-000000", 10 * 128 + 40)
-    with opened(folder) as buffer:
-        assert len(buffer) == 10
-        assert buffer.add_trajectories([example(12)]) == [10]
-        assert buffer.verify() == []
+    log = folder / "000-log-000000"
+    with opened(folder, read_only=True) as reader:
+        assert len(reader) == 35
+        flip(log, 10 * 128 + 40)
+        with opened(folder) as buffer:
+            assert len(buffer) == 10
+            assert log.stat().st_size == 35 * 128
+            assert buffer.add_trajectories([example(12)]) == [10]
+            assert buffer.verify() == []
+        assert len(reader) == 11
+        assert_same(reader.trajectory(10), example(12))
+        assert reader.verify() == []
 
 
 @pytest.mark.parametrize("name", ["000-log-000000", "000-texts-000000", "000-schema-000.json"])

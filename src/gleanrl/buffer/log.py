@@ -132,7 +132,7 @@ class Damage:
     """The place from which on a log is unreadable, and the reason."""
 
     record: int  # position in the log of the first unreadable record
-    nbytes: int  # bytes from that record to the end of the file; a writer truncates the file by this number
+    nbytes: int  # bytes from that record to the end of the file
     why: str
     # Number of records from there on that are known to have been complete on disk. If it is positive, the damage cannot
     # come from a crash during an append.
@@ -149,8 +149,8 @@ class Log:
     Args:
         files: the folder of the log, or memory.
         name: name of the file. If ``writable``, a missing file is created.
-        writable: whether records can be appended. Incomplete records at the end, which a crash leaves, are then removed
-            from the file.
+        writable: whether records can be appended. If there are incomplete records at the end, which a crash leaves,
+            ``exposed`` is True, and records must not be appended to this file.
         limit: largest number of records to read. A checkpoint shares this file with a buffer that may append to it;
             the limit excludes the records that were appended after the checkpoint.
         least: number of records that are known to have been written. If there are fewer, the log is damaged.
@@ -166,15 +166,15 @@ class Log:
         self._use(AddressSpace(ADDRESSES))
         self.count = 0
         self.damage: Damage | None = None
-        self.exposed = False  # whether other processes may have read records of an `append` that failed
+        # Whether there are records behind the last one that counts, of an `append` that failed or of a crash. Readers may
+        # have mapped them, and would be killed if the file became shorter. So the writer continues in another file.
+        self.exposed = False
         self.refresh()
         if writable and self.damage is not None:
             if self.damage.good:
                 why = f"{self.damage}; a writer would drop them, so it stops here; {SALVAGE}"
                 raise UserError(f"{self.path}: {why}")
-            os.ftruncate(self._file, self.count * RECORD.itemsize)
-            files.sync([self._file])
-            self.damage = None
+            self.exposed, self.damage = True, None
 
     @property
     def records(self) -> np.ndarray[Any, Any]:
@@ -222,7 +222,7 @@ class Log:
     def append(self, records: np.ndarray[Any, Any]) -> None:
         """Fill in the checksums of ``records``, append them to the file, and sync it to disk.
 
-        After an error the new records do not count, and ``exposed`` is True if other processes may have read them.
+        After an error the new records do not count, and ``exposed`` is True if they are in the file.
         """
         lines: Any = records.view(np.uint8)
         records["crc"] = _checksums(lines)
@@ -234,8 +234,7 @@ class Log:
             written = (os.fstat(self._file).st_size - at) // RECORD.itemsize
             self.exposed = written > 0
             if self.exposed:
-                # Readers may have mapped the new records, and would be killed if the file became shorter. So the
-                # records stay there, with checksums that do not match.
+                # the records stay there, with checksums that do not match
                 records["crc"] = ~records["crc"]
                 write_all(self._file, memoryview(lines[: written * RECORD.itemsize]), at)
             else:

@@ -463,9 +463,9 @@ class BufferWriter(BufferReader):
                     self._remove_leftovers()
 
     def _leave_exposed_records(self) -> None:
-        """Continue in new files if other processes may have read log records of a failed write.
+        """Continue in new files if other processes may have read log records of a failed write or of a crashed writer.
 
-        Such a process may be reading rows of the failed write, which the next write would otherwise overwrite.
+        Such a process may be reading these records and their rows, which the next write would otherwise overwrite.
         """
         if self._opened.log.exposed and self.folder is not None and not self._uncommitted:
             self.adopt(self)
