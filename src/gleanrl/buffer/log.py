@@ -166,8 +166,8 @@ class Log:
         self._use(AddressSpace(ADDRESSES))
         self.count = 0
         self.damage: Damage | None = None
-        # Whether there are records behind the last one that counts, of an `append` that failed or of a crash. Readers may
-        # have mapped them, and would be killed if the file became shorter. So the writer continues in another file.
+        # Whether there are records behind the last one that counts, of an `append` that failed or of a crash. Readers
+        # may have mapped them, and would be killed if the file became shorter. So the writer continues in another file.
         self.exposed = False
         self.refresh()
         if writable and self.damage is not None:
