@@ -154,6 +154,17 @@ def test_a_worker_continues_the_episodes_of_another_from_its_progress(vectorizat
     assert found.returns == wanted.returns  # also of episodes that the first worker began
 
 
+def test_the_progress_of_an_endless_episode_is_kept_without_copies() -> None:
+    with made(2, wide=1e9, max_episode_steps=-1) as environments:
+        sampling = worker(environments)
+        rollouts = [sampling.collect(number) for number in range(10)]
+    for b in range(COUNT):
+        actions = torch.cat([field(rollout.trajectory, "actions")[:, b] for rollout in rollouts]).numpy()
+        for number, rollout in enumerate(rollouts, 1):
+            assert np.array_equal(rollout.progress[b].actions, actions[: 20 * number])
+        assert np.shares_memory(rollouts[-2].progress[b].actions, rollouts[-1].progress[b].actions)
+
+
 def test_a_nondeterministic_environment_cannot_be_continued_and_begins_its_next_episode() -> None:
     with made(2, repeats=False) as environments:
         between = worker(environments).collect(1).progress

@@ -149,7 +149,10 @@ class Environments:
         self.max_episode_steps = max(limit or 0, 0)  # the option -1 stands for no limit
         self._seeds: list[int | None] = [derive(seed, "environment", index) for index in range(count)]
         self._episodes = [0] * count
-        self._since: list[list[Floats]] = [[] for _ in range(count)]  # action chunks of the current episodes so far
+        # The action chunks of each current episode so far, in an array with room for more, and their number. `progress`
+        # returns views of the arrays, because copies would take ever longer in an episode that does not end.
+        self._since: list[Floats] = [np.empty((0, self.action_size), np.float32)] * count
+        self._counts = [0] * count
         self._obs = np.zeros((count, self.obs_size), np.float32)
 
     def reset(self, progress: Sequence[Progress] | None = None) -> Floats:
@@ -172,7 +175,9 @@ class Environments:
                 self._envs.set_attr("begin_at", list(progress))
                 self._obs, _ = self._envs.reset(seed=self._seeds)
         self._episodes = [own.episode for own in progress] if progress is not None else [0] * self.count
-        self._since = [list(own.actions) for own in progress] if progress is not None else [[] for _ in self._seeds]
+        none = np.empty((0, self.action_size), np.float32)
+        self._since = [own.actions for own in progress] if progress is not None else [none] * self.count
+        self._counts = [len(actions) for actions in self._since]
         return self._obs
 
     def step(self, actions: Floats) -> ChunkStep:
@@ -181,9 +186,13 @@ class Environments:
         for i, ended in enumerate(info["ended"]):
             if ended:
                 self._episodes[i] += 1
-                self._since[i] = []
-            else:
-                self._since[i].append(actions[i].copy())
+                self._since[i], self._counts[i] = self._since[i][:0], 0
+                continue
+            if self._counts[i] == len(self._since[i]):
+                room = np.empty((max(self._counts[i], 64), self.action_size), np.float32)
+                self._since[i] = np.concatenate([self._since[i], room])
+            self._since[i][self._counts[i]] = actions[i]
+            self._counts[i] += 1
         return ChunkStep(
             info["next_obs"],
             self._obs,
@@ -197,8 +206,8 @@ class Environments:
     def progress(self) -> list[Progress]:
         """Return the state of each environment, from which `reset` can restore it."""
         return [
-            Progress(episode, np.array(since, np.float32).reshape(-1, self.action_size), obs.copy())
-            for episode, since, obs in zip(self._episodes, self._since, self._obs, strict=True)
+            Progress(self._episodes[i], self._since[i][: self._counts[i]], self._obs[i].copy())
+            for i in range(self.count)
         ]
 
     def close(self) -> None:
