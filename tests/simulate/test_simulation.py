@@ -201,7 +201,12 @@ def test_idle_and_waiting_time_are_the_step_time_minus_the_work() -> None:
     outcome = simulate(workload(), "sync")
     assert outcome.idle_share * outcome.step_s == pytest.approx(outcome.step_s - (G + P + T), abs=1e-3)
     assert outcome.reward_wait_s == pytest.approx(300 - P, abs=1e-3)
-    assert outcome.reward_s == pytest.approx(300, abs=1e-3)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("steps", [4, 8])
+def test_rewards_that_were_requested_together_take_their_latency(preset: Preset, steps: int) -> None:
+    assert simulate(workload(steps=steps), preset).reward_s == pytest.approx(300, abs=1e-3)
 
 
 @pytest.mark.parametrize("evaluation", ["inline", "background"])

@@ -211,11 +211,10 @@ class _Observer:
         before = self._readings[warm - 1] if warm else dict.fromkeys(counted[-1], 0.0)
         grown = {name: value - before[name] for name, value in counted[-1].items()}
         seconds = grown["now_s"]
-        reward_s = 0.0
-        versions = range(warm, workload.steps - 2)
-        for version in versions:
-            first, last = service.times.get(version, (0.0, 0.0))  # missing if this version sampled nothing
-            reward_s += last - first
+        # When the run ends, rewards of the samples of the last two versions may be pending.
+        answered = [version for version in sorted(service.times) if version < workload.steps - 2]
+        versions = [version for version in answered if version >= warm] or answered[-1:]
+        reward_s = sum(last - first for first, last in (service.times[version] for version in versions))
         cluster = None
         if of_cluster:
             tokens = workload.samples * self._machines.cluster.tokens
@@ -234,6 +233,6 @@ class _Observer:
             staleness_mean=sum(reading["age_mean"] for reading in counted) / count,
             staleness_max=max(reading["age_max"] for reading in counted),
             calls=grown["calls"] / count,
-            reward_s=reward_s / max(len(versions), 1),
+            reward_s=reward_s / len(versions),
             cluster=cluster,
         )
